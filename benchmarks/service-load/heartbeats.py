@@ -11,6 +11,7 @@ a half and all of the jobs, by their own timing. Prints tables in Markdown.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import resource
 import statistics
@@ -40,7 +41,10 @@ KINDS = (("heartbeat", "a heartbeat"), ("report", "a report of one point"), ("hi
 WIDTHS = (1, 1, 2, 6)
 """Replicas of four jobs: of 4000 together 10 000."""
 SETTLED = 20.0
-CLIENTS = 32
+CLIENTS, FLOODING = 32, 200
+"""Clients that send as fast as they are answered, and the jobs that they send for."""
+ASKED = 2
+"""How many times each page is asked for."""
 PATIENCE = 600.0
 
 
@@ -82,12 +86,11 @@ def main() -> None:
             jobs = submit(Path(name), served, options.jobs)
             hints = make_hints()
             begin_training(served, jobs)
-            measure_idle(served)
+            idle = measure_idle(served)
             measure_page(served)
-            measure_each(served, jobs, hints, options.flat_out)
+            measure_each(served, jobs[:FLOODING], hints, options.flat_out, idle)
             for share in map(int, options.shares.split(",")):
                 measure_live(served, jobs[::share], hints, options.seconds)
-            measure_page(served)
         finally:
             served.process.kill()  # jobs that are only listed have nothing to save
             served.process.wait(60)
@@ -112,25 +115,19 @@ def serve(folder: Path, options: Sequence[str]) -> Served:
 
 
 def submit(folder: Path, served: Served, number: int) -> list[list[Any]]:
-    """Submit the jobs in one file, and wait until all run; return what their replicas know."""
+    """Submit the jobs at once, and wait until all run; return what their replicas know."""
     (folder / "job.py").write_text(JOB)
-    rows = []
-    for n in range(number):
-        width = WIDTHS[n % len(WIDTHS)]
-        rows.append(
-            f"  - {{name: job-{n:04}, script: {folder / 'job.py'}, min_replicas: {width}, "
-            f"max_replicas: {width}}}"
-        )
-    (folder / "jobs.yaml").write_text("\n".join(["jobs:", *rows]) + "\n")
-    pipollux = str(Path(sys.executable).with_name("pipollux"))
-    command = [pipollux, "submit", "jobs.yaml", "--state-dir", str(served.directory.path)]
+    script = str(folder / "job.py")
+    specs = [
+        {"name": f"job-{n:04}", "script": script, "min_replicas": width, "max_replicas": width}
+        for n, width in zip(range(number), itertools.cycle(WIDTHS), strict=False)
+    ]
     before, began = served.cpu, time.perf_counter()
-    subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL, timeout=PATIENCE)
-    answered = time.perf_counter() - began
+    served.admin.post("/jobs/batch", json={"jobs": specs}).raise_for_status()
+    answered, spent = time.perf_counter() - began, served.cpu - before
     deadline = began + PATIENCE
-    running: list[Any] = []
-    while len(running) < number and time.perf_counter() < deadline:
-        time.sleep(1.0)
+    while time.perf_counter() < deadline:
+        time.sleep(3.0)
         phases = served.admin.get("/overview?limit=0").json()["phases"]
         if phases.get(Phase.RUNNING.value, 0) >= number:
             break
@@ -138,8 +135,8 @@ def submit(folder: Path, served: Served, number: int) -> list[list[Any]]:
     with Store(served.directory.store) as store:
         found = [job for job in store.jobs(live=True) if job.state.running_on]
     wide = sum(len(job.state.running_on) for job in found)
-    print(f"| {number} jobs submitted in one file | |\n|---|---|")
-    print(f"| `pipollux submit` | {answered:.1f} s |")
+    print(f"| {number} jobs submitted in one request | |\n|---|---|")
+    print(f"| until it is answered | {answered:.1f} s, {spent:.1f} s of CPU |")
     print(f"| until {len(found)} run, {wide} replicas | {seconds:.1f} s |")
     print(f"| the scheduler's CPU for all that | {served.cpu - before:.1f} s |")
     print(f"| its memory | {served.mib:.0f} MiB |")
@@ -155,25 +152,29 @@ def begin_training(served: Served, jobs: list[list[Any]]) -> None:
     print(f"| the scheduler's CPU for those | {served.cpu - begin:.1f} s |", flush=True)
 
 
-def measure_idle(served: Served) -> None:
-    """Say what the scheduler computes while nobody asks, its decisions included."""
+def measure_idle(served: Served) -> float:
+    """Say what the scheduler computes while nobody asks, its decisions included: of a core."""
     time.sleep(SETTLED)
     before, began = served.cpu, time.perf_counter()
     time.sleep(2 * SETTLED)
     share = (served.cpu - before) / (time.perf_counter() - began)
     print(f"| idle: share of a core | {100 * share:.0f} % |", flush=True)
+    return share
 
 
 def measure_each(
-    served: Served, jobs: list[list[Any]], hints: dict[str, Any], seconds: float
+    served: Served, jobs: list[list[Any]], hints: dict[str, Any], seconds: float, idle: float
 ) -> None:
-    """Send requests of each kind as fast as they are answered."""
+    """Send requests of each kind as fast as they are answered; what is idle does not count."""
+    # The first heartbeat of each replica is stored at once, others are not.
+    load(served, jobs, PATIENCE, flat_out="heartbeat", clients=CLIENTS, times=max(WIDTHS))
     print(f"\n| {CLIENTS} clients, each kind for {seconds:.0f} s | a second | CPU of each |")
     print("|---|---|---|")
     for kind, words in KINDS:
-        before = served.cpu
+        before, began = served.cpu, time.perf_counter()
         found = load(served, jobs, seconds, flat_out=kind, clients=CLIENTS, hints=hints)[kind]
-        count, spent = len(found["milliseconds"]), served.cpu - before
+        spent = served.cpu - before - idle * (time.perf_counter() - began)
+        count = len(found["milliseconds"])
         rate = count / seconds
         print(f"| {words} | {rate:.0f} | {1000 * spent / max(count, 1):.2f} ms |", flush=True)
 
@@ -231,8 +232,8 @@ def measure_page(served: Served) -> None:
     for words, path in asked:
         served.admin.get(path)
         before, began = served.cpu, time.perf_counter()
-        answers = [served.admin.get(path) for _ in range(5)]
-        wall, spent = (time.perf_counter() - began) / 5, (served.cpu - before) / 5
+        answers = [served.admin.get(path) for _ in range(ASKED)]
+        wall, spent = (time.perf_counter() - began) / ASKED, (served.cpu - before) / ASKED
         size = len(answers[0].content) / 1024
         status = "" if answers[0].is_success else f" ({answers[0].status_code})"
         print(f"| {words}{status} | {size:.0f} | {1000 * wall:.0f} | {1000 * spent:.0f} |")

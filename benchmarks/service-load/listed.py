@@ -2,9 +2,8 @@
 
     python benchmarks/service-load/listed.py serve --cluster cluster.yaml
 
-Everything else is the scheduler's own: store, REST, life cycle, allocator, watchdog. A listing has
-another version only where a replica was started, signalled or forgotten, as that of a cluster that
-is watched (`pipollux_sched.backend.kubernetes`). What `heartbeats.py` measures.
+Everything else is the scheduler's own: store, REST, life cycle, allocator, watchdog. Every listing
+is new, as those of all engines are. What `heartbeats.py` measures.
 """
 
 from __future__ import annotations
@@ -62,30 +61,26 @@ class ListedEngine(Engine):
 
     def start(self, program: ReplicaProgram, launch: Launch, replica: int) -> None:  # noqa: ARG002  # nothing is run
         """List a replica as running."""
-        self._set(launch.key(replica), ReplicaState(f"listed-{len(self._replicas)}"))
+        self._replicas[launch.key(replica)] = ReplicaState(f"listed-{len(self._replicas)}")
 
     def signal(self, key: ReplicaKey, signal: Signal) -> None:  # noqa: ARG002  # any ends it
         """List a replica as killed: nobody is there who could save."""
         if key in self._replicas:
-            self._set(key, self._replicas[key]._replace(ended=Ended(status=-9)))
+            self._replicas[key] = self._replicas[key]._replace(ended=Ended(status=-9))
 
     def listing(self) -> Listing:
         """Return the replicas."""
+        self._version += 1
         return Listing(self._version, dict(self._replicas))
 
     def forget(self, job: str, generation: int) -> None:
         """List a generation no more."""
         for key in [key for key in self._replicas if key[:2] == (job, generation)]:
             del self._replicas[key]
-        self._version += 1
 
     def recover(self, adopted: Collection[tuple[str, int]], grace: float) -> list[str]:  # noqa: ARG002  # nothing is left
         """Find nothing: no process outlives a scheduler."""
         return []
-
-    def _set(self, key: ReplicaKey, state: ReplicaState) -> None:
-        self._replicas[key] = state
-        self._version += 1
 
 
 def make(options: EngineOptions) -> Engine:

@@ -23,7 +23,12 @@ from urllib.parse import urlsplit
 import httpx
 
 from pipollux_hybrid.job.heartbeat import FIRST_BACKOFF, REQUEST_TIMEOUT
-from pipollux_hybrid.telemetry.reporter import MAX_BACKOFF, MAX_POINTS, REPORT_INTERVAL
+from pipollux_hybrid.telemetry.reporter import (
+    MAX_BACKOFF,
+    MAX_POINTS,
+    POINTS_PER_SECOND,
+    REPORT_INTERVAL,
+)
 
 KEPT = 5.0
 """Seconds that httpx keeps a connection without a request."""
@@ -196,7 +201,7 @@ class Load:
         step_time, hints_interval = self._plan["step_time"], self._plan["hints_interval"]
         due = time.monotonic() + self._chance.uniform(0.0, REPORT_INTERVAL)
         next_hints = due + self._chance.uniform(0.0, hints_interval)
-        last, backoff = due, REPORT_INTERVAL
+        last, backoff, pace, next_report = due, REPORT_INTERVAL, REPORT_INTERVAL, due
         points: list[dict[str, Any]] = []
         while due < self._end:
             await asyncio.sleep(max(due - time.monotonic(), 0.0))
@@ -206,9 +211,14 @@ class Load:
             if due >= next_hints:
                 next_hints += hints_interval
                 accepted = await self._send_hints(connection, job, 0, due) is not None
-            if points and accepted:
-                accepted = await self._send_points(connection, job, points, due) is not None
-                points = [] if accepted else points
+            if points and accepted and due >= next_report:
+                gap = pace / POINTS_PER_SECOND if pace > REPORT_INTERVAL else 0.0
+                sent = points[:: -max(round(gap / step_time), 1)][::-1]
+                answer = await self._send_points(connection, job, sent, due)
+                accepted = answer is not None
+                if answer is not None:
+                    points, pace = [], max(answer.get("again", 0.0), REPORT_INTERVAL)
+                    next_report = time.monotonic() + pace - REPORT_INTERVAL
             now = time.monotonic()
             due = now + (REPORT_INTERVAL if accepted else backoff)
             backoff = REPORT_INTERVAL if accepted else min(2 * backoff, MAX_BACKOFF)

@@ -216,7 +216,7 @@ scheduler = scheduler_on(Path(sys.argv[1]))
 scheduler.start()
 scheduler.submit(toy("toy"))
 assert scheduler.wait(training("toy"), 240)
-scheduler.control.heard("toy", 1, 0, 1)
+scheduler.store.heartbeats.keep([scheduler.control.heard("toy", 1, 0, 1)])
 os._exit(9)
 """
 """A scheduler that dies as if killed, after it has heard of a replica."""

@@ -1,9 +1,10 @@
 """Reporting to the scheduler and to listeners, without ever delaying training.
 
 On rank 0 a thread has the performance model fitted every hints interval (30 s by default), sends
-hints and, about once a second, the latest points of progress; it also hands points to the progress
-bar and to TensorBoard. Requests have a timeout; when the scheduler is away the thread backs off,
-keeps a bounded number of points and the latest hints, and training goes on.
+hints and, about once a second, the latest points of progress; a scheduler of many jobs asks for
+them less often, and gets fewer. It also hands points to the progress bar and to TensorBoard.
+Requests have a timeout; when the scheduler is away the thread backs off, keeps a bounded number of
+points and the latest hints, and training goes on.
 """
 
 from __future__ import annotations
@@ -67,6 +68,9 @@ class Reporter:
         self._held: Callable[[], StepRecord] | None = None
         self._retry_at = 0.0
         self._backoff = REPORT_INTERVAL
+        self._pace = REPORT_INTERVAL
+        """Seconds between two reports, as the scheduler wants it."""
+        self._next_report = 0.0
         self._senders = deque([self._send_hints, self._send_report])
         env = ctx.env
         self._next_hints = time.monotonic() + FIRST_HINTS * env.hints_interval
@@ -189,7 +193,7 @@ class Reporter:
         self._show()
         for listener in self._listeners:
             self._call(listener, listener.close)
-        self._retry_at = 0.0
+        self._retry_at = self._next_report = 0.0
         self._fit()
         self._send_hints(client)
         self._send_report(client)
@@ -244,15 +248,26 @@ class Reporter:
     def _send_report(self, client: httpx.Client) -> None:
         with self._lock:
             points, timeline = list(self._points), self._timeline
-        if not points or time.monotonic() < self._retry_at:
+        if not points or time.monotonic() < max(self._retry_at, self._next_report):
             return
-        if self._send(client, "POST", "reports", self._body(points, timeline)):
+        body = self._body(_thinned(points, self._pace), timeline)
+        if self._send(client, "POST", "reports", body, take=self._take_pace):
             with self._lock:
                 # Meanwhile the oldest may have made room for new ones.
                 while self._points and self._points[0].step <= points[-1].step:
                     self._points.popleft()
                 if self._timeline is timeline:
                     self._timeline = None
+
+    def _take_pace(self, answer: httpx.Response) -> None:
+        """Note how soon the scheduler wants the next report."""
+        try:
+            wanted = float(answer.json()["again"])
+        except (KeyError, TypeError, ValueError):  # an earlier version has no such wish
+            wanted = REPORT_INTERVAL
+        self._pace = min(wanted, MAX_BACKOFF) if wanted > REPORT_INTERVAL else REPORT_INTERVAL
+        # The next turn is one interval away in any case.
+        self._next_report = time.monotonic() + self._pace - REPORT_INTERVAL
 
     def _body(self, points: list[StepRecord], timeline: dict[str, Any] | None) -> dict[str, Any]:
         return {
@@ -270,7 +285,14 @@ class Reporter:
             unsent_report.keep(self._context.env.checkpoint_dir, self._body(points, timeline))
 
     def _send(
-        self, client: httpx.Client, method: str, what: str, body: dict[str, Any], **query: int
+        self,
+        client: httpx.Client,
+        method: str,
+        what: str,
+        body: dict[str, Any],
+        *,
+        take: Callable[[httpx.Response], object] = lambda _: None,
+        **query: int,
     ) -> bool:
         """Send a request; return whether it is done with, accepted or refused for good."""
         if self._url is None:
@@ -292,6 +314,7 @@ class Reporter:
             LOG.warning("%s cannot be sent (%s) and are left out; training goes on", what, error)
             return True
         self._backoff = REPORT_INTERVAL
+        take(response)
         return True
 
     def _give_up(self, status: int) -> None:
@@ -316,3 +339,16 @@ class Reporter:
             self._backoff,
         )
         self._backoff = min(2 * self._backoff, MAX_BACKOFF)
+
+
+def _thinned(points: list[StepRecord], pace: float) -> list[StepRecord]:
+    """Return as many points as are sent in `REPORT_INTERVAL`, of one of `pace` seconds: the last is
+    among them.
+    """
+    if pace <= REPORT_INTERVAL:
+        return points
+    gap, kept = pace / (POINTS_PER_SECOND * REPORT_INTERVAL), points[-1:]
+    for point in reversed(points[:-1]):
+        if kept[-1].time - point.time >= gap:
+            kept.append(point)
+    return kept[::-1]

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pipollux_sched.policy import Allocation, violations
+from pipollux_sched.policy import Allocation, NodeInfo, shape_of, violations
 
 from .reasons import explain
 from .strategy import Candidate, FixedStrategy, Nodes, Strategy, free_of, jobs_of
@@ -49,6 +49,7 @@ def place_new(candidates: Sequence[Candidate], nodes: Nodes, strategy: Strategy)
     """
     placed = {job.name: job for job in candidates}
     free = _with_resources(nodes, free_of(nodes, candidates))
+    # Of thousands of jobs, each changes the room on the few nodes that it is given.
     queues = not isinstance(strategy, FixedStrategy)
     for job in candidates:
         if job.allocation or job.pinned:
@@ -58,7 +59,7 @@ def place_new(candidates: Sequence[Candidate], nodes: Nodes, strategy: Strategy)
         given = job if job.suspended else job.given(strategy.place(job, free), nodes)
         if given.allocation:
             placed[job.name] = given
-            free = _with_resources(nodes, free_of(nodes, list(placed.values())))
+            _take(free, given, nodes)
         elif queues:
             break
     return _decisions(candidates, list(placed.values()), nodes, strategy)
@@ -154,5 +155,17 @@ def _predicted_speedup(held: Allocation) -> float | None:
     return known.speedup if known and math.isfinite(known.speedup) else None
 
 
-def _with_resources(nodes: Nodes, resources: Mapping[str, Mapping[str, int]]) -> Nodes:
+def _take(free: dict[str, NodeInfo], given: Candidate, nodes: Nodes) -> None:
+    """Take off what is free what a job was given."""
+    resources = shape_of(given.info, given.held, nodes).resources
+    for name in given.allocation:
+        left = dict(free[name].resources)
+        for kind, amount in resources.items():
+            left[kind] = left.get(kind, 0) - amount
+        free[name] = replace(free[name], resources=left)
+
+
+def _with_resources(
+    nodes: Nodes, resources: Mapping[str, Mapping[str, int]]
+) -> dict[str, NodeInfo]:
     return {name: replace(node, resources=resources[name]) for name, node in nodes.items()}

@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from threading import Event
 from typing import Any, NamedTuple, Self
@@ -125,12 +126,12 @@ class Launch:
     live: bool = False
     """Whether its replicas are told that others may join or leave."""
 
-    @property
+    @cached_property
     def keys(self) -> tuple[ReplicaKey, ...]:
         """The replicas, in the order of their ids."""
         return tuple(map(self.key, sorted(self.seats)))
 
-    @property
+    @cached_property
     def nodes(self) -> tuple[str, ...]:
         """Node of each replica, in the order of their ids."""
         return tuple(self.seats[replica].node for replica in sorted(self.seats))

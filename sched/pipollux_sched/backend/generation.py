@@ -36,7 +36,7 @@ from .base import (
     Seat,
     Signal,
 )
-from .replica.last_words import last_words
+from .replica_end import describe_failure, describe_loss, has_stopped
 from .result import ReplicaResult
 
 __all__ = ["START_TIMEOUT", "RunningGeneration"]
@@ -51,8 +51,6 @@ SURVIVAL_PATIENCE = 60.0
 """Seconds in which a job whose replicas can go on without one that has failed must have told so."""
 SIGNAL_INTERVAL = 2.0
 """Seconds after which a signal is repeated, as it may have been lost."""
-STOPPED = 143
-"""Exit status of a replica that has stopped when asked to, by convention of the field."""
 NOBODY_LEFT = "All of its replicas were lost."
 _UNSEEN = ReplicaState("", waiting="It is being started.")
 
@@ -151,12 +149,15 @@ class RunningGeneration:
         for key in gone:
             self._fetch_log(key)
             del self._parting[key], self._states[key]
-        self.launch = self.launch.without([key.replica for key in gone])
+        if gone:
+            self.launch = self.launch.without([key.replica for key in gone])
         return [key.replica for key in gone]
 
     @property
     def nodes(self) -> tuple[str, ...]:
         """Node of each replica that takes part, in the order of their ids."""
+        if not (self._newcomers or self._parting):
+            return self.launch.nodes
         return tuple(self.launch.seats[key.replica].node for key in sorted(self._members))
 
     @property
@@ -187,30 +188,38 @@ class RunningGeneration:
 
     def step(self, listed: Mapping[ReplicaKey, ReplicaState]) -> Exited | None:
         """Continue with a newer listing; return how it ended, None while anything is left."""
+        if self._goes_on_as_before(listed):
+            return None
         self._note(listed)
         self._start_rest()
         self._watch_start()
         self._notice_failure()
         self._notice_newcomers()
-        if not self._to_start and all(state.ended for state in self._states.values()):
+        if not self._to_start and all(state.ended for state in self._all_states):
             return self._exited()
         self._send_signals()
         return None
 
     def take_started(self) -> Started | None:
         """Return, once, that all replicas run."""
-        there = all(state.handle and not state.waiting for state in self._states.values())
-        if self._started or self._why or not there:
+        if self._started or self._why or any(s.waiting or not s.handle for s in self._all_states):
             return None
         self._started = True
-        return Started(
-            self.launch.generation, tuple(state.handle for state in self._states.values())
-        )
+        return Started(self.launch.generation, tuple(state.handle for state in self._all_states))
 
     def unsent_report(self) -> Mapping[str, Any] | None:
         """Return the training report that a replica has left because it could not be sent."""
-        results = (state.ended.result for state in self._states.values() if state.ended)
+        results = (state.ended.result for state in self._all_states if state.ended)
         return next((result.report for result in results if result.report), None)
+
+    def _goes_on_as_before(self, listed: Mapping[ReplicaKey, ReplicaState]) -> bool:
+        """Return whether all run as before, and none comes, goes or is to end: as nearly always."""
+        changing = self._to_start or self._newcomers or self._parting or self._failed
+        if changing or self.ending or not self._started:
+            return False
+        return all(
+            state.ended is None and listed.get(key) == state for key, state in self._states.items()
+        )
 
     def _note(self, listed: Mapping[ReplicaKey, ReplicaState]) -> None:
         for key, before in self._states.items():
@@ -270,7 +279,7 @@ class RunningGeneration:
                 self._failed = self._failed or key
                 if self._may_survive():
                     return
-                self._end_within(self._outside_grace if _stopped(state.ended) else FAILURE_GRACE)
+                self._end_within(self._outside_grace if has_stopped(state.ended) else FAILURE_GRACE)
                 return
 
     def _may_survive(self) -> bool:
@@ -287,9 +296,7 @@ class RunningGeneration:
         for key in sorted(self._newcomers):
             ended = self._states[key].ended
             if ended is not None:
-                words = last_words(self._log(key), ended.status)
-                said = ended.lost or f"It {words.describe()}."
-                self._lose(key, f"{said} {words.lines[-1].strip() if words.lines else ''}".strip())
+                self._lose(key, describe_loss(ended, self._log(key)))
         if self._newcomers and all(state.ended for state in self._members.values()):
             self.part([key.replica for key in self._newcomers], self._outside_grace)
 
@@ -304,6 +311,10 @@ class RunningGeneration:
         """The replicas that take part."""
         apart = self._newcomers | self._parting.keys()
         return {key: state for key, state in self._states.items() if key not in apart}
+
+    @property
+    def _all_states(self) -> Collection[ReplicaState]:
+        return self._states.values()
 
     @property
     def ending(self) -> bool:
@@ -346,7 +357,7 @@ class RunningGeneration:
                 return Exited(generation, Outcome.COMPLETE)
             step = self._agreed_step(ends)
             # An image's own entry point, without our agent, tells by its status alone.
-            alone = all(_stopped(end) and end.result == ReplicaResult() for end in ends.values())
+            alone = all(has_stopped(end) and end.result == ReplicaResult() for end in ends.values())
             if (alone or step is not None) and not self._broke(ends):
                 return Exited(generation, Outcome.STOPPED, step)
             lost = next((end.lost for end in ends.values() if end.lost), "")
@@ -376,7 +387,7 @@ class RunningGeneration:
         if self._failed is None:
             return False
         end = ends[self._failed]
-        return not (_stopped(end) or end.result.asked or end.lost)
+        return not (has_stopped(end) or end.result.asked or end.lost)
 
     def _describe(self, ends: Mapping[ReplicaKey, Ended]) -> tuple[str, bool]:
         """Return why the generation failed, and whether its script cannot start."""
@@ -385,15 +396,5 @@ class RunningGeneration:
         if self._asked:
             return f"The replicas left no agreed checkpoint within {self._grace:g} s.", False
         key = self._failed or min(ends)
-        error = ends[key].result.error
-        words = last_words(self._log(key), ends[key].status)
-        head = f"Replica {key.replica} on {self.launch.seats[key.replica].node} {words.describe()}"
-        log = self._log(key).name
-        said = error.text if error else words.lines[-1].strip() if words.lines else ""
-        head += f": {said}" if said else f" and printed nothing ({log})."
-        end = [f"The end of {log}:", *words.lines] if words.lines else []
-        return "\n".join([head, *end]), error is not None and error.cannot_start
-
-
-def _stopped(end: Ended) -> bool:
-    return end.status in (STOPPED, -15)
+        node = self.launch.seats[key.replica].node
+        return describe_failure(key.replica, node, ends[key], self._log(key))

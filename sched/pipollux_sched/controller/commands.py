@@ -17,6 +17,7 @@ from pipollux_sched.lifecycle import (
     Allocate,
     Cancel,
     ChangeRefused,
+    Event,
     NewcomerLost,
     NodeLost,
     Phase,
@@ -111,11 +112,11 @@ class Control:
         """
         self._check_running()
         fitting = []
-        teams = stored_teams(self._store)
+        teams, nodes = stored_teams(self._store), self._nodes()
         for spec in specs:
             check_team(spec, teams)
             self._backend.check(spec)
-            fitting.append(admitted(spec, self._nodes()))
+            fitting.append(admitted(spec, nodes))
         self._check_checkpoints(fitting)
         changes = self._store.submit_all(
             [
@@ -243,30 +244,33 @@ class Control:
         hang_timeout: float | None = None,
         *,
         finished: bool = False,
-    ) -> None:
+    ) -> ReceivedHeartbeat | None:
         """Record a heartbeat of a replica; `finished`: it is the last one.
 
-        The first and the last one are stored before this returns; of the others the watchdog stores
-        the latest every few seconds.
+        Returns:
+            What has to be stored before it is answered: the first and the last one. Of the others
+            the watchdog stores the latest every few seconds.
         """
         first = self.heartbeats.note(
             name, generation, replica, step, hang_timeout, finished=finished
         )
         if first or finished:
-            received = ReceivedHeartbeat(name, generation, replica, step, finished)
-            self._store.heartbeats.keep([received])
+            return ReceivedHeartbeat(name, generation, replica, step, finished)
+        return None
 
-    def take_word(
-        self, job: JobRecord, replica: int, word: LiveWord
-    ) -> tuple[JobRecord, ReplicaAnswer]:
-        """Take what a replica says of live changes; return its job then, and the answer.
+    def hear_word(self, job: JobRecord, replica: int, word: LiveWord) -> list[Event]:
+        """Note what a replica says of live changes; return what to `follow_word` with.
 
         Args:
             job: its job.
             replica: id of a replica of the present generation.
             word: what it says.
         """
-        for event in self._board.note(job.name, job.state, replica, word):
+        return self._board.note(job.name, job.state, replica, word)
+
+    def follow_word(self, job: JobRecord, events: Sequence[Event]) -> JobRecord:
+        """Let happen to a job what a replica's word came to; return the job then."""
+        for event in events:
             job = self._executor.handle(job.name, event)
             if isinstance(event, Survived):
                 job = self._check_survivors(job)
@@ -274,8 +278,14 @@ class Control:
                 self._reconsider()
             if not job.state.running_on:
                 self._board.forget(job.name)
-                return job, ReplicaAnswer(None, False, None, None)
-        return job, self._board.answer(job.name, job.state, replica)
+                return job
+        return job
+
+    def answer(self, job: JobRecord, replica: int) -> ReplicaAnswer:
+        """Return what a replica is told with the answer to its heartbeat."""
+        if not job.state.running_on:
+            return ReplicaAnswer(None, False, None, None)
+        return self._board.answer(job.name, job.state, replica)
 
     def _check_survivors(self, job: JobRecord) -> JobRecord:
         """Stop a job of which fewer replicas are left than its user wants."""
@@ -306,7 +316,8 @@ class Control:
 
     def note_training(self, name: str) -> None:
         """Record that a job has taken its first step: it can be moved now if others wait."""
-        if any(job.phase in (Phase.QUEUED, Phase.SUSPENDED) for job in self._store.jobs(live=True)):
+        # Counted by the database: thousands of jobs take their first step within a minute.
+        if self._store.overview.jobs_by_phase().keys() & {Phase.QUEUED, Phase.SUSPENDED}:
             _LOG.debug("job %s trains while others wait", name)
             self._reconsider()
 

@@ -10,42 +10,11 @@ from fastapi.security import HTTPAuthorizationCredentials
 from starlette.concurrency import run_in_threadpool
 
 from pipollux_sched.spec.tokens import Role
-from pipollux_sched.store import StateDir, Store, UnknownJobError
+from pipollux_sched.store import JobRecord, StateDir, Store, UnknownJobError
 from pipollux_sched.store.tokens import digest_of
 
-from .limits import Limits, RateLimit, TooManyRequestsError
+from .limits import REPLICAS_OF_A_RATE, Limits, RateLimit, TooManyRequestsError
 from .roles import Caller
-
-
-class JobTokens:
-    """Cache of the tokens of recently active jobs, which saves a query for each request.
-
-    Args:
-        store: holds all tokens; jobs are submitted to it only through this object.
-    """
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._known: dict[str, str] = {}
-        self._submissions = store.num_submissions
-
-    async def of(self, name: str) -> str | None:
-        """Return the token of a job; None if there is no such job."""
-        if self._submissions != self._store.num_submissions:  # a job may have a new token
-            self._submissions, self._known = self._store.num_submissions, {}
-        token = self._known.get(name)
-        if token is None:
-            known = self._known  # discarded if a job is submitted meanwhile
-            token = await run_in_threadpool(self._ask, name)
-            if token is not None:
-                known[name] = token
-        return token
-
-    def _ask(self, name: str) -> str | None:
-        try:
-            return self._store.job(name).token
-        except UnknownJobError:
-            return None
 
 
 class Auth:
@@ -59,7 +28,6 @@ class Auth:
     """
 
     def __init__(self, store: Store, state_dir: StateDir, admin_token: str, limits: Limits) -> None:
-        self._tokens = JobTokens(store)
         self._store = store
         self._callers: Mapping[str, Caller] = {}
         self._read_at = -1
@@ -111,11 +79,19 @@ class Auth:
         if self._is_admin(credentials):
             self._admin.check("admin", "the admin token")
             return
-        wanted = await self._tokens.of(name)
+        job = self._store.present.get(name) or await run_in_threadpool(self._find, name)
         # Without the admin's token, the answer must not reveal which jobs exist.
-        if wanted is None or credentials is None or not equal(credentials.credentials, wanted):
+        if job is None or credentials is None or not equal(credentials.credentials, job.token):
             raise self._refused(request, f"this needs the token of job {name!r}")
-        self._jobs.check(name, f"job {name!r}")
+        live = job.state.live
+        times = max((len(live.replicas) + len(live.newcomers)) / REPLICAS_OF_A_RATE, 1.0)
+        self._jobs.check(name, f"job {name!r}", times)
+
+    def _find(self, name: str) -> JobRecord | None:
+        try:
+            return self._store.present.find(name)
+        except UnknownJobError:
+            return None
 
     def _is_admin(self, credentials: HTTPAuthorizationCredentials | None) -> bool:
         return credentials is not None and equal(credentials.credentials, self._admin_token)

@@ -1,50 +1,50 @@
-"""Batching of hints: those that arrive together are stored in one transaction.
+"""Batching of what jobs send: what arrives together is stored in one transaction.
 
-Each request is answered only once its hints are in the store; batching saves one transaction for
-each request.
+Each request is answered only once what it brings is in the store; batching saves one transaction
+for each request.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 
-from pipollux_sched.store import ReceivedHints, Store
-
 PAUSE = 0.005
-"""Seconds from one writing to the next; hints that come meanwhile wait so long at the most."""
+"""Seconds from one writing to the next; what comes meanwhile waits so long at the most."""
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
-class HintsInbox:
-    """Stores hints in batches on behalf of the coroutines of one event loop.
+class Batcher(Generic[_Item, _Result]):
+    """Stores items in batches on behalf of the coroutines of one event loop.
 
     Args:
-        store: the scheduler's store.
+        write: stores items; returns for each what its request is told, an exception to raise or a
+            result to return.
     """
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._waiting: list[tuple[ReceivedHints, asyncio.Future[None]]] = []
+    def __init__(self, write: Callable[[list[_Item]], Sequence[_Result | Exception]]) -> None:
+        self._write_all = write
+        self._waiting: list[tuple[_Item, asyncio.Future[_Result]]] = []
         self._task: asyncio.Task[None] | None = None
 
-    async def put(self, job: str, generation: int, hints: Mapping[str, Any]) -> None:
-        """Store the hints of a job, given as JSON; return when they are in the store.
+    async def put(self, item: _Item) -> _Result:
+        """Store an item; return what it came to when it is in the store.
 
         Raises:
-            UnknownJobError: there is no such job.
-            StaleGenerationError: `generation` is not the present one.
-            StoreUnavailableError: the store cannot be written now.
+            StoreError: why it was not stored; also whatever else `write` raises.
         """
         loop = asyncio.get_running_loop()
-        done: asyncio.Future[None] = loop.create_future()
-        self._waiting.append((ReceivedHints(job, generation, hints), done))
+        done: asyncio.Future[_Result] = loop.create_future()
+        self._waiting.append((item, done))
         if self._task is None:
-            self._task = loop.create_task(self._write(), name="pipollux-hints")
-        await done
+            self._task = loop.create_task(self._write(), name="pipollux-batcher")
+        return await done
 
     async def _write(self) -> None:
         own = CapacityLimiter(1)  # the threads that serve requests stay free
@@ -57,18 +57,18 @@ class HintsInbox:
             self._task = None
 
     async def _write_batch(
-        self, batch: list[tuple[ReceivedHints, asyncio.Future[None]]], own: CapacityLimiter
+        self, batch: list[tuple[_Item, asyncio.Future[_Result]]], own: CapacityLimiter
     ) -> None:
-        told = [each for each, _ in batch]
-        outcomes: list[Exception | None]
+        items = [item for item, _ in batch]
+        outcomes: Sequence[_Result | Exception]
         try:
-            outcomes = [*await run_sync(self._store.put_all_hints, told, limiter=own)]
+            outcomes = await run_sync(self._write_all, items, limiter=own)
         except Exception as error:  # the waiting requests receive any error
             outcomes = [error for _ in batch]
-        for (_, done), problem in zip(batch, outcomes, strict=True):
+        for (_, done), outcome in zip(batch, outcomes, strict=True):
             if done.done():  # its request was cancelled
                 continue
-            if problem is None:
-                done.set_result(None)
+            if isinstance(outcome, Exception):
+                done.set_exception(outcome)
             else:
-                done.set_exception(problem)
+                done.set_result(outcome)

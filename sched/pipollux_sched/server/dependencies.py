@@ -17,14 +17,21 @@ from starlette.concurrency import run_in_threadpool
 from pipollux_sched.controller.commands import Control
 from pipollux_sched.metrics import SchedulerMetrics
 from pipollux_sched.spec.tokens import Role
-from pipollux_sched.store import StateDir, Store
+from pipollux_sched.store import (
+    ReceivedHeartbeat,
+    ReceivedHints,
+    ReceivedReport,
+    StateDir,
+    Store,
+)
 
 from .auth import Auth
+from .batcher import Batcher
 from .change_watch import ChangeWatch
 from .event_stream import Tail
-from .hints_batcher import HintsInbox
 from .limits import Limits, Places
 from .prometheus import SchedulerCollector
+from .report_pace import ReportPace
 from .roles import ACCESS, Access, Caller
 
 
@@ -56,7 +63,10 @@ class Services:
         self.limits = limits
         self.auth = Auth(store, state_dir, admin_token, limits)
         self.changes = ChangeWatch(store)
-        self.hints = HintsInbox(store)
+        self.hints: Batcher[ReceivedHints, None] = Batcher(store.put_all_hints)
+        self.reports: Batcher[ReceivedReport, bool] = Batcher(store.add_all_reports)
+        self.heartbeats: Batcher[ReceivedHeartbeat, None] = Batcher(store.heartbeats.keep)
+        self.report_pace = ReportPace()
         self.tail = Tail(store)
         self.collector = SchedulerCollector(store)
         self.waiting = Places(limits.waiting, limits.waiting_per_job, "wait for replicas")

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 
 from pipollux_sched.errors import SchedulerError
 
-MOST_SENDERS = 4096
+MOST_SENDERS = 16_384
 """Senders remembered at once; those that were quiet longest are forgotten first."""
+REPLICAS_OF_A_RATE = 32
+"""Replicas that a job's rate and burst are for; those of one with more grow with their number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +26,7 @@ class Limits:
     """Limits of one scheduler. Rates are requests a second; bursts, requests at once."""
 
     job_rate: float = 50.0
-    """Of each job's token."""
+    """Of each job's token; of one with more than `REPLICAS_OF_A_RATE` replicas so many times."""
     job_burst: int = 100
     admin_rate: float = 200.0
     """Of the admin's token."""
@@ -91,24 +93,30 @@ class RateLimit:
         self._lock = threading.Lock()
         self._buckets: dict[str, tuple[float, float]] = {}
 
-    def take(self, sender: str) -> float:
-        """Take a token and return 0, or return the seconds until there is one."""
+    def take(self, sender: str, cost: float = 1.0) -> float:
+        """Take a token, or a part of one, and return 0, or return the seconds until it is there."""
         with self._lock:
             now = self._clock()
             left, since = self._buckets.pop(sender, (self._burst, now))
             left = min(self._burst, left + (now - since) * self.rate)
-            allowed = left >= 1.0
+            allowed = left >= cost
             # Moved to the end: the first bucket belongs to the sender that was quiet longest.
-            self._buckets[sender] = (left - allowed, now)
+            self._buckets[sender] = (left - cost * allowed, now)
             if len(self._buckets) > MOST_SENDERS:
                 del self._buckets[next(iter(self._buckets))]
-            return 0.0 if allowed else (1.0 - left) / self.rate
+            return 0.0 if allowed else (cost - left) / self.rate
 
-    def check(self, sender: str, who: str) -> None:
-        """Take a token, or raise `TooManyRequestsError`."""
-        seconds = self.take(sender)
+    def check(self, sender: str, who: str, times: float = 1.0) -> None:
+        """Take a token, or raise `TooManyRequestsError`.
+
+        Args:
+            sender: whose bucket it is taken from.
+            who: the sender, for people.
+            times: how many times the rate, and the burst, the sender is allowed.
+        """
+        seconds = self.take(sender, 1.0 / times)
         if seconds > 0.0:
-            raise TooManyRequestsError(who, self.rate, seconds)
+            raise TooManyRequestsError(who, times * self.rate, seconds)
 
 
 class Places:

@@ -114,6 +114,12 @@ class StoreReply(View):
     port: int
 
 
+class ReportAnswer(View):
+    """What a job is told with the answer to its report. `again`: seconds until its next one."""
+
+    again: float
+
+
 class LiveAnswer(View):
     """What a replica is told with the answer to its heartbeat.
 

@@ -21,11 +21,13 @@ from .families import Predecessor
 from .generations import GenerationCounts
 from .heartbeats import KeptHeartbeat, ReceivedHeartbeat
 from .hints import ReceivedHints
+from .job_cache import JobCache
 from .job_list import Holder, JobOrder, JobPage, JobQuery, JobSummary, ListedPhase
 from .journal import Change
 from .queries import CompletedRecord, Glance, NoisePoint, Overview
 from .records import GenerationRecord, JobRecord, NodeCondition, NodeRecord, Point, Timeline
 from .replicas import Discovery, ReplicaAddresses, UnknownReplicaError
+from .reports import ReceivedReport
 from .restart_cost import moving_average
 from .state_dir import ServerInfo, StateDir
 from .store import Store
@@ -40,6 +42,7 @@ __all__ = [
     "GenerationRecord",
     "Glance",
     "Holder",
+    "JobCache",
     "JobEndedError",
     "JobExistsError",
     "JobLivesError",
@@ -59,6 +62,7 @@ __all__ = [
     "Predecessor",
     "ReceivedHeartbeat",
     "ReceivedHints",
+    "ReceivedReport",
     "ReplicaAddresses",
     "ServerInfo",
     "StaleGenerationError",

@@ -7,11 +7,12 @@ Within this process writers queue for a lock, and a commit wakes those that wait
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import event, func, select
 from sqlalchemy.exc import DatabaseError, InterfaceError, OperationalError
 from sqlalchemy.orm import Session
 
@@ -20,6 +21,21 @@ from .engines import make_engine, reading, writing
 from .errors import StoreError, StoreUnavailableError
 from .leader_lock import LeaderLock
 from .location import Location
+from .tables import JobRow
+
+_CHANGED_JOBS = "changed jobs"
+
+
+class _Writing(Session):
+    """A session that notes the names of the jobs whose rows it changes, in its `info`."""
+
+
+@event.listens_for(_Writing, "after_flush")
+def _note_changed_jobs(session: Session, _context: Any) -> None:
+    rows = (*session.new, *session.dirty, *session.deleted)
+    names = {row.name for row in rows if isinstance(row, JobRow)}
+    if names:
+        session.info.setdefault(_CHANGED_JOBS, set()).update(names)
 
 
 class Database:
@@ -46,6 +62,9 @@ class Database:
         self._version = 0
         self._closed = False
         self._leader_lock: LeaderLock | None = None
+        self.on_jobs_changed: Callable[[Collection[str]], object] = lambda _: None
+        """Called with the names of jobs whose rows a transaction of this object has changed, once
+        it is committed, before `write` returns."""
         try:
             self._open(create)
         except BaseException as error:  # also Ctrl-C: nothing stays open
@@ -110,10 +129,13 @@ class Database:
         """
         self._check_open()
         writer = self._writer if durable else self._hasty_writer
-        with self._available(), self._lock, Session(writer) as session, session.begin():
+        with self._available(), self._lock, _Writing(writer) as session, session.begin():
             if self._leader_lock is not None:
                 self._leader_lock.check_token(session)
             yield session
+        changed: Collection[str] = session.info.get(_CHANGED_JOBS, ())
+        if changed:
+            self.on_jobs_changed(changed)
         with self._changed:
             self._version += 1
             self._changed.notify_all()

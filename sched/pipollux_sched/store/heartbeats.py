@@ -61,19 +61,23 @@ class HeartbeatRecords:
         self._database = database
         self._clock = clock
 
-    def keep(self, received: Sequence[ReceivedHeartbeat]) -> None:
+    def keep(self, received: Sequence[ReceivedHeartbeat]) -> list[None]:
         """Store heartbeats in one transaction; those of generations that do not run are skipped.
 
         A replica that has finished stays so, whatever arrives late.
+
+        Returns:
+            None for each.
         """
         if not received:
-            return
+            return []
         with self._database.write(durable=False) as session:
             running = _running_generations(session, {each.job for each in received})
             now = self._clock()
             rows = [_row(x, now) for x in received if running.get(x.job) == x.generation]
             if rows:
                 session.execute(_UPSERTS[session.get_bind().dialect.name], rows)
+        return [None] * len(received)
 
     def of(self, job: str, generation: int) -> dict[int, KeptHeartbeat]:
         """Return the last heartbeat of each replica of a generation that sent one, in order."""

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
 from sqlalchemy import func, select
 
-from pipollux_sched.lifecycle import Event, FirstStep
+from pipollux_sched.lifecycle import Event
 
-from . import generations, journal, retention
+from . import generations, journal, reports, retention
 from . import hints as hint_rows
 from . import nodes as node_rows
 from .database import Database
@@ -27,6 +26,7 @@ from .errors import StoreError
 from .families import Families
 from .heartbeats import HeartbeatRecords
 from .hints import ReceivedHints
+from .job_cache import JobCache
 from .journal import Change
 from .launches import LaunchRecords
 from .queries import Overview
@@ -40,9 +40,10 @@ from .records import (
     job_record,
 )
 from .replicas import ReplicaAddresses
+from .reports import ReceivedReport
 from .restart_cost import moving_average
 from .submissions import Submission, run_again, take_in
-from .tables import EventRow, HintsRow, JobRow, PointRow
+from .tables import EventRow, HintsRow, JobRow
 from .teams import TeamRecords
 from .tokens import TokenRecords
 
@@ -73,8 +74,9 @@ class Store:
     ) -> None:
         self._database = Database(where, create=create)
         self._clock = clock
-        self.num_submissions = 0
-        """Jobs taken in by this object so far; each may have changed a token."""
+        self.present = JobCache(self.job)
+        """Jobs whose replicas ask for them again and again."""
+        self._database.on_jobs_changed = self.present.drop
         self.replicas = ReplicaAddresses(self._database, clock)
         """Where the replicas of running jobs can be reached."""
         self.heartbeats = HeartbeatRecords(self._database, clock)
@@ -148,9 +150,7 @@ class Store:
             JobExistsError: a job of one of the names is under way, or complete.
         """
         with self._database.write() as session:
-            changes = take_in(session, submissions, self._clock())
-        self.num_submissions += len(submissions)
-        return changes
+            return take_in(session, submissions, self._clock())
 
     def rerun(self, name: str, *, from_scratch: bool) -> Change:
         """Rerun a job that has ended, as it was submitted.
@@ -255,24 +255,16 @@ class Store:
             UnknownJobError: there is no job of this name.
             StaleGenerationError: `generation` is not the present one.
         """
-        now = self._clock()
+        received = reports.ReceivedReport(name, generation, points, timeline)
+        (outcome,) = self.add_all_reports([received])
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def add_all_reports(self, received: Sequence[ReceivedReport]) -> list[bool | Exception]:
+        """Store reports of many jobs; return for each what `add_report` returns, or raises."""
         with self._database.write(durable=False) as session:
-            row = journal.find_job(session, name)
-            journal.check_present(row, generation)
-            first = bool(points) and not row.training and bool(row.running_on)
-            if first:
-                seconds = journal.restart_seconds(session, name, generation, now)
-                event = FirstStep(generation, points[0].step, seconds)
-                journal.advance_job(session, row, event, now)
-            entries = [journal.log(session, now, "progress", name, generation, {}) for _ in points]
-            session.flush()  # assigns their ids
-            session.add_all(
-                PointRow(event=entry.id, job=name, **asdict(point))
-                for entry, point in zip(entries, points, strict=True)
-            )
-            if timeline is not None:
-                journal.log(session, now, "timeline", name, generation, asdict(timeline))
-            return first
+            return reports.keep(session, received, self._clock())
 
     def last_points(self) -> dict[str, Point]:
         """Return the latest progress by job; jobs that never reported are left out."""

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from pipollux_hybrid import (
 )
 from pipollux_hybrid.job import context as contexts
 from pipollux_hybrid.job.context import context
+from pipollux_hybrid.telemetry import reporter as reporter_module
 from pipollux_hybrid.telemetry.metrics import Metrics
 from pipollux_hybrid.telemetry.reporter import MAX_POINTS, Reporter
 from pipollux_hybrid.telemetry.step_record import StepRecord
@@ -172,6 +174,8 @@ class Supervisor:
 
     def __init__(self, status: int = 204) -> None:
         self.status = status
+        self.again: float | None = None
+        """Seconds that reports are told to wait; None: they are answered without a word."""
         self.failing: set[str] = set()
         self.port = free_port()
         self.heard: list[tuple[str, Any]] = []
@@ -186,8 +190,12 @@ class Supervisor:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 supervisor.heard.append((self.command, body))
                 fails = self.command in supervisor.failing
-                self.send_response(500 if fails else supervisor.status)
+                told = self.command == "POST" and supervisor.again is not None
+                self.send_response(500 if fails else 200 if told else supervisor.status)
+                content = json.dumps({"again": supervisor.again}).encode() if told else b""
+                self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
+                self.wfile.write(content)
 
             do_PUT = do_POST = take  # noqa: N815  # the base class's names
 
@@ -227,11 +235,15 @@ def reporting(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Supervisor, Rep
     supervisor.stop()
 
 
-def tell(reporter: Reporter, step: int, **known: Any) -> None:
+def record(step: int, at: float, **known: Any) -> StepRecord:
     fields: dict[str, Any] = dict.fromkeys(("epoch", "samples", "accum_steps"), 0)
     fields |= dict.fromkeys(("predicted_step_time", "goodput", "efficiency", "loss"), None)
     fields |= dict.fromkeys(("batch_size", "atomic_bsz", "num_replicas"), 1)
-    made = StepRecord(time=float(step), step=step, step_time=0.1, **(fields | known))
+    return StepRecord(time=at, step=step, step_time=0.1, **(fields | known))
+
+
+def tell(reporter: Reporter, step: int, **known: Any) -> None:
+    made = record(step, float(step), **known)
     reporter.note_loss(step, made.loss)
     reporter.add_point(made.time, lambda: made)
 
@@ -279,6 +291,23 @@ def test_a_scheduler_that_fails_is_asked_again(reporting: tuple[Supervisor, Repo
     tell(reporter, 2)
     until(lambda: 2 in supervisor.steps())
     assert supervisor.steps().count(2) == 1
+
+
+def test_a_scheduler_of_many_jobs_gets_fewer_reports_of_fewer_points(
+    reporting: tuple[Supervisor, Reporter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets as many points in a long while as others do in a short one, and the last one."""
+    monkeypatch.setattr("pipollux_hybrid.telemetry.reporter.MAX_BACKOFF", 1000.0)
+    supervisor, reporter = reporting
+    supervisor.again = 500.0
+    supervisor.start()
+    tell(reporter, 1)
+    until(lambda: supervisor.steps() == [1])
+    gap = 500.0 / (reporter_module.POINTS_PER_SECOND * reporter_module.REPORT_INTERVAL)
+    for step in range(2, 43):
+        reporter.add_point(step * gap / 4, partial(record, step, step * gap / 4))
+    reporter.close()
+    assert supervisor.steps() == [1, *range(2, 43, 4)]
 
 
 def test_hints_that_always_fail_do_not_hold_up_reports(

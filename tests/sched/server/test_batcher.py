@@ -1,4 +1,4 @@
-"""Hints that come together are written together; each is answered for itself."""
+"""What comes together is written together; each is answered for itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipollux_sched.lifecycle import Allocate
-from pipollux_sched.server.hints_batcher import HintsInbox
+from pipollux_sched.server.batcher import Batcher
 from pipollux_sched.store import (
     ReceivedHints,
     StaleGenerationError,
@@ -32,12 +32,16 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield store
 
 
+def hints_inbox(store: Store) -> Batcher[ReceivedHints, None]:
+    return Batcher(lambda told: store.put_all_hints(told))
+
+
 def put_all(store: Store, told: list[ReceivedHints]) -> list[Any]:
     """Put hints at the same moment; return what each came to: None, or what was raised."""
 
     async def put() -> list[Any]:
-        inbox = HintsInbox(store)
-        waiting = (inbox.put(each.job, each.generation, each.hints) for each in told)
+        inbox = hints_inbox(store)
+        waiting = (inbox.put(each) for each in told)
         return await asyncio.gather(*waiting, return_exceptions=True)
 
     return asyncio.run(put())
@@ -85,12 +89,12 @@ def test_a_store_that_fails_is_told_to_each_and_the_next_is_kept(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def put() -> list[Any]:
-        inbox = HintsInbox(store)
-        both = (inbox.put(name, 1, {"numStages": 1}) for name in JOBS[:2])
+        inbox = hints_inbox(store)
+        both = (inbox.put(ReceivedHints(name, 1, {"numStages": 1})) for name in JOBS[:2])
         with monkeypatch.context() as patch:
             patch.setattr(store, "put_all_hints", fail)
             outcomes: list[Any] = await asyncio.gather(*both, return_exceptions=True)
-        await inbox.put(JOBS[2], 1, {"numStages": 1})
+        await inbox.put(ReceivedHints(JOBS[2], 1, {"numStages": 1}))
         return outcomes
 
     def fail(told: list[ReceivedHints]) -> None:
@@ -103,9 +107,9 @@ def test_a_store_that_fails_is_told_to_each_and_the_next_is_kept(
 
 def test_nobody_waits_for_hints_of_a_request_that_was_given_up(store: Store) -> None:
     async def put() -> None:
-        inbox = HintsInbox(store)
-        given_up = asyncio.ensure_future(inbox.put(JOBS[0], 1, {"numStages": 1}))
-        other = asyncio.ensure_future(inbox.put(JOBS[1], 1, {"numStages": 2}))
+        inbox = hints_inbox(store)
+        told = [ReceivedHints(name, 1, {"numStages": 2}) for name in JOBS[:2]]
+        given_up, other = (asyncio.ensure_future(inbox.put(each)) for each in told)
         await asyncio.sleep(0)  # lets both begin to wait
         given_up.cancel()
         await other

@@ -52,6 +52,16 @@ def test_at_a_steady_rate_nobody_is_refused() -> None:
     assert 495 <= taken <= 505, "twice as fast, half are"
 
 
+def test_a_sender_may_be_allowed_a_multiple() -> None:
+    clock = Clock()
+    limit = RateLimit(2.0, 3, clock)
+    assert [limit.take("a", cost=0.25) for _ in range(13)] == [0.0] * 12 + [0.125]
+    clock.now += 0.5
+    assert [limit.take("a", cost=0.25) for _ in range(5)] == [0.0] * 4 + [0.125]
+    with pytest.raises(TooManyRequestsError, match=r"job 'a': more than 8 requests a second"):
+        limit.check("a", "job 'a'", 4.0)
+
+
 def test_the_buckets_of_strangers_do_not_pile_up() -> None:
     limit = RateLimit(1.0, 1, Clock())
     for number in range(3 * MOST_SENDERS):
@@ -93,14 +103,23 @@ def test_one_wild_job_holds_up_nobody_else(service: Service) -> None:
     wild = service.submit("wild", ["node-a"])
     calm = service.submit("calm", ["node-a"])
     answers = [wild.post("/jobs/wild/reports", json=report()).status_code for _ in range(7)]
-    assert answers == [204] * 5 + [429] * 2
+    assert answers == [200] * 5 + [429] * 2
     refused = wild.put("/jobs/wild/hints?generation=1", json={})
     assert refused.status_code == 429
     assert int(refused.headers["Retry-After"]) > 900
     assert detail(refused).startswith("job 'wild': more than 0.001 requests a second are too many")
-    assert calm.post("/jobs/calm/reports", json=report()).status_code == 204
-    assert service.admin.post("/jobs/wild/reports", json=report()).status_code == 204
+    assert calm.post("/jobs/calm/reports", json=report()).status_code == 200
+    assert service.admin.post("/jobs/wild/reports", json=report()).status_code == 200
     assert len([e for e in service.store.events(job="wild") if e["type"] == "progress"]) == 6
+
+
+def test_a_job_may_send_more_the_more_replicas_it_has(service: Service) -> None:
+    wide = service.submit("wide", ["node-a"] * 96, min_replicas=1)
+    answers = [
+        wide.post("/jobs/wide/heartbeats", json={"generation": 1, "replica": n}).status_code
+        for n in range(17)
+    ]
+    assert answers == [200] * 15 + [429] * 2, "three times five at once"
 
 
 def test_who_guesses_is_refused_and_locks_nobody_out(service: Service) -> None:
@@ -112,7 +131,7 @@ def test_who_guesses_is_refused_and_locks_nobody_out(service: Service) -> None:
     assert "requests with a wrong token from 127.0.0.1" in detail(refused)
     assert service.admin.get("/jobs/calm").status_code == 200
     own = service.client(service.store.job("calm").token)
-    assert own.post("/jobs/calm/reports", json=report()).status_code == 204
+    assert own.post("/jobs/calm/reports", json=report()).status_code == 200
 
 
 def test_the_admin_has_a_limit_too(service: Service) -> None:
@@ -120,5 +139,5 @@ def test_the_admin_has_a_limit_too(service: Service) -> None:
     assert answers == {200, 429}
     assert service.admin.post("/jobs/calm/reports", json=report()).status_code == 429
     own = service.client(service.store.job("calm").token)
-    assert own.post("/jobs/calm/reports", json=report()).status_code == 204
+    assert own.post("/jobs/calm/reports", json=report()).status_code == 200
     assert own.get("/healthz").status_code == 200

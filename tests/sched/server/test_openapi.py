@@ -109,6 +109,7 @@ def test_what_is_answered_is_what_is_described(service: Service, document: dict[
         ("post", "/jobs/batch"): {"jobs": [{"name": "newer", "script": SCRIPT}]},
         ("put", "/nodes/{name}"): {"condition": "draining"},
         ("post", "/jobs/{name}/heartbeats"): beat,
+        ("post", "/jobs/{name}/reports"): report(),
         ("post", "/tokens"): {"name": "ana", "role": "viewer"},
         ("put", "/teams"): {"teams": [{"name": "vision", "quota": 2}]},
     }
@@ -134,7 +135,7 @@ def test_what_is_answered_is_what_is_described(service: Service, document: dict[
         response = service.admin.request(method.upper(), full, params=query, json=body)
         assert response.is_success, (method, path)
         assert response.json(), "an empty list proves nothing"
-    assert len(models) == 29
+    assert len(models) == 30
     assert {} not in models.values(), "each has a model"
     for name in {reference.rpartition("/")[2] for reference in references(models)}:
         model = document["components"]["schemas"][name]

@@ -18,10 +18,11 @@ from pipollux_sched.server.schemas import (
     InheritanceReply,
     LiveAnswer,
     ReplicaPlace,
+    ReportAnswer,
     refusals,
 )
 from pipollux_sched.spec.hints import HintsField
-from pipollux_sched.store import Discovery
+from pipollux_sched.store import Discovery, ReceivedHints, ReceivedReport
 from pipollux_sched.store.replicas import check_replica
 
 MAX_WAIT = 60.0
@@ -139,7 +140,7 @@ async def put_hints(
     name: str, services: ServicesDep, generation: _Generation, hints: HintsField
 ) -> None:
     """Keep the latest hints, from which the job's goodput is predicted."""
-    await services.hints.put(name, generation, hints.to_json_object())
+    await services.hints.put(ReceivedHints(name, generation, hints.to_json_object()))
     services.metrics.hints.inc()
 
 
@@ -152,31 +153,39 @@ def get_inheritance(name: str, store: StoreDep, generation: _Generation) -> Inhe
     return InheritanceReply() if before is None else InheritanceReply.of(before)
 
 
-@router.post("/reports", status_code=204, summary="Report progress")
-def post_report(name: str, services: ServicesDep, report: TrainingReport) -> None:
-    """Keep the progress since the last report and, occasionally, the timeline of a step."""
-    first = services.store.add_report(
-        name, report.generation, report.stored_points(), report.stored_timeline()
-    )
+@router.post("/reports", summary="Report progress")
+async def post_report(name: str, services: ServicesDep, report: TrainingReport) -> ReportAnswer:
+    """Keep the progress since the last report and, occasionally, the timeline of a step.
+
+    Where many jobs report, each is told to wait longer with its next one, and may leave out points.
+    """
+    points, timeline = report.stored_points(), report.stored_timeline()
+    received = ReceivedReport(name, report.generation, points, timeline)
+    first = await services.reports.put(received)
     services.metrics.reports.inc()
     if first:
-        services.control.note_training(name)
+        await run_in_threadpool(services.control.note_training, name)
+    return ReportAnswer(again=services.report_pace.note(name))
 
 
 @router.post("/heartbeats", summary="Give a sign of life")
-def post_heartbeat(name: str, services: ServicesDep, heartbeat: HeartbeatBody) -> LiveAnswer:
+async def post_heartbeat(name: str, services: ServicesDep, heartbeat: HeartbeatBody) -> LiveAnswer:
     """Record a heartbeat; each replica sends one every few seconds, or the job restarts.
 
     The last one has `finished`: from then on the replica is not missed. One that says something
     `live` is told what its replicas need to join and leave.
     """
-    job = services.store.job(name)
+    # Nearly all are answered from memory, without a thread or the database: that is what a
+    # scheduler of ten thousand replicas does most.
+    present = services.store.present
+    job = present.get(name) or await run_in_threadpool(present.find, name)
     state = job.state
     num_ids = state.live.num_ids if state.running_on else 0
     check_replica(name, state.generation, num_ids, heartbeat.generation, heartbeat.replica)
     # Loading, compiling and measuring before a generation's first step may take long.
     hang_timeout = job.spec.get("hang_timeout") if state.training else None
-    services.control.heard(
+    control = services.control
+    urgent = control.heard(
         name,
         heartbeat.generation,
         heartbeat.replica,
@@ -184,11 +193,15 @@ def post_heartbeat(name: str, services: ServicesDep, heartbeat: HeartbeatBody) -
         hang_timeout,
         finished=heartbeat.finished,
     )
+    if urgent is not None:
+        await services.heartbeats.put(urgent)
     services.metrics.heartbeats.inc()
     if heartbeat.live is None:
         return LiveAnswer()
-    job, answer = services.control.take_word(job, heartbeat.replica, heartbeat.live.word())
-    return LiveAnswer.of(job.state, answer)
+    events = control.hear_word(job, heartbeat.replica, heartbeat.live.word())
+    if events:
+        job = await run_in_threadpool(control.follow_word, job, events)
+    return LiveAnswer.of(job.state, control.answer(job, heartbeat.replica))
 
 
 @router.post("/stops", status_code=204, summary="Tell that all has been saved")

@@ -1,0 +1,36 @@
+"""How a replica has ended: whether as it was asked to, and what people are told if it failed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .base import Ended
+from .replica.last_words import last_words
+
+__all__ = ["describe_failure", "describe_loss", "has_stopped"]
+
+STOPPED = 143
+"""Exit status of a replica that has stopped when asked to, by convention of the field."""
+
+
+def has_stopped(end: Ended) -> bool:
+    """Return whether a replica ended as one does that was asked to."""
+    return end.status in (STOPPED, -15)
+
+
+def describe_failure(replica: int, node: str, ended: Ended, log: Path) -> tuple[str, bool]:
+    """Return why a replica failed, with the end of its log, and whether its script cannot start."""
+    error = ended.result.error
+    words = last_words(log, ended.status)
+    head = f"Replica {replica} on {node} {words.describe()}"
+    said = error.text if error else words.lines[-1].strip() if words.lines else ""
+    head += f": {said}" if said else f" and printed nothing ({log.name})."
+    end = [f"The end of {log.name}:", *words.lines] if words.lines else []
+    return "\n".join([head, *end]), error is not None and error.cannot_start
+
+
+def describe_loss(ended: Ended, log: Path) -> str:
+    """Return why a replica is gone before it took part, in a sentence or two."""
+    words = last_words(log, ended.status)
+    said = ended.lost or f"It {words.describe()}."
+    return f"{said} {words.lines[-1].strip() if words.lines else ''}".strip()

@@ -1,0 +1,60 @@
+"""Jobs that are asked for again and again, in memory, as of the last commit.
+
+Every request of a job's replicas asks for its job: for its token, its generation, its number of
+replicas. A record is dropped when the transaction that changed it was committed, before whoever
+changed it goes on, so nobody is given an older one than the database would have given.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection
+
+from .records import JobRecord
+
+__all__ = ["JobCache"]
+
+
+class JobCache:
+    """The records of jobs that have not ended and were asked for since they changed last.
+
+    Every method may be called from any thread. Only changes through the same store object are
+    noticed: that of the one scheduler that writes.
+
+    Args:
+        read: returns the record of a job, or raises `UnknownJobError`.
+    """
+
+    def __init__(self, read: Callable[[str], JobRecord]) -> None:
+        self._read = read
+        self._lock = threading.Lock()
+        self._known: dict[str, JobRecord] = {}
+        self._num_changes = 0
+
+    def get(self, name: str) -> JobRecord | None:
+        """Return a job without asking the database; None: it has to be asked, with `find`."""
+        return self._known.get(name)
+
+    def find(self, name: str) -> JobRecord:
+        """Return a job.
+
+        Raises:
+            UnknownJobError: there is none of this name.
+        """
+        known = self._known.get(name)
+        if known is not None:
+            return known
+        before = self._num_changes
+        job = self._read(name)
+        with self._lock:
+            # It may have changed after it was read.
+            if self._num_changes == before and not job.phase.ended:
+                self._known[name] = job
+        return job
+
+    def drop(self, names: Collection[str]) -> None:
+        """Forget jobs that have changed."""
+        with self._lock:
+            self._num_changes += 1
+            for name in names:
+                self._known.pop(name, None)

@@ -1,0 +1,116 @@
+"""Reports of training, stored in batches.
+
+A full cluster sends many of them a second. Nearly all of the cost of storing one is the
+transaction, so those that arrive together share one, and no row becomes an object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from sqlalchemy import insert, select
+from sqlalchemy.orm import Session
+
+from pipollux_sched.lifecycle import FirstStep
+
+from . import journal
+from .errors import StoreError
+from .records import Point, Timeline
+from .tables import Base, EventRow, JobRow, PointRow
+
+__all__ = ["ReceivedReport", "keep"]
+
+_JOBS = Base.metadata.tables[JobRow.__tablename__]
+_EVENTS = Base.metadata.tables[EventRow.__tablename__]
+_POINTS = Base.metadata.tables[PointRow.__tablename__]
+_INSERT_EVENTS = insert(_EVENTS).returning(_EVENTS.c.id, sort_by_parameter_order=True)
+
+
+class ReceivedReport(NamedTuple):
+    """A report of one job, as received."""
+
+    job: str
+    generation: int
+    points: Sequence[Point]
+    timeline: Timeline | None = None
+
+
+class _Present(NamedTuple):
+    """What a job is at the moment."""
+
+    generation: int
+    trains: bool
+    """Whether its first step was reported."""
+    runs: bool
+
+
+def keep(
+    session: Session, received: Sequence[ReceivedReport], now: float
+) -> list[bool | Exception]:
+    """Store reports: an event for each point and time line.
+
+    Returns:
+        For each whether it held the first step of its generation; an error if it was refused:
+        `UnknownJobError`, `StaleGenerationError`.
+    """
+    present = _present(session, {each.job for each in received})
+    outcomes: list[bool | Exception] = []
+    events: list[dict[str, Any]] = []
+    points: list[dict[str, Any]] = []
+    for each in received:
+        job = present.get(each.job)
+        if job is None or job.generation != each.generation:
+            outcomes.append(_why_refused(session, each))
+            continue
+        first = bool(each.points) and job.runs and not job.trains
+        if first:
+            _note_first_step(session, each, now)
+            present[each.job] = job._replace(trains=True)
+        outcomes.append(first)
+        events += _events(each, now)
+        points += ({"job": each.job, **asdict(point)} for point in each.points)
+    if not events:
+        return outcomes
+    session.flush()  # what a first step led to comes before its points
+    ids = session.scalars(_INSERT_EVENTS, events).all()
+    kinds = (event["type"] for event in events)
+    told = [number for number, kind in zip(ids, kinds, strict=True) if kind == "progress"]
+    if points:
+        rows = [{"event": n, **point} for n, point in zip(told, points, strict=True)]
+        session.execute(insert(_POINTS), rows)
+    return outcomes
+
+
+def _present(session: Session, names: Collection[str]) -> dict[str, _Present]:
+    columns = _JOBS.c.name, _JOBS.c.generation, _JOBS.c.training, _JOBS.c.running_on
+    rows = session.execute(select(*columns).where(_JOBS.c.name.in_(names)))
+    return {row.name: _Present(row.generation, row.training, bool(row.running_on)) for row in rows}
+
+
+def _why_refused(session: Session, received: ReceivedReport) -> StoreError:
+    try:
+        journal.check_present(journal.find_job(session, received.job), received.generation)
+    except StoreError as error:
+        return error
+    raise AssertionError(f"job {received.job} has changed within a transaction")
+
+
+def _note_first_step(session: Session, received: ReceivedReport, now: float) -> None:
+    row = journal.find_job(session, received.job)
+    seconds = journal.restart_seconds(session, received.job, received.generation, now)
+    event = FirstStep(received.generation, received.points[0].step, seconds)
+    journal.advance_job(session, row, event, now)
+
+
+def _events(received: ReceivedReport, now: float) -> list[dict[str, Any]]:
+    head: Mapping[str, Any] = {
+        "time": now,
+        "job": received.job,
+        "generation": received.generation,
+    }
+    events = [{**head, "type": "progress", "data": {}} for _ in received.points]
+    if received.timeline is not None:
+        events.append({**head, "type": "timeline", "data": asdict(received.timeline)})
+    return events

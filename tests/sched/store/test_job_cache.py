@@ -1,0 +1,78 @@
+"""Jobs in memory are as the database has them, whatever changes them and whoever asks meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipollux_sched.lifecycle import Allocate, Cancel, Exited, Outcome, Started
+from pipollux_sched.store import JobCache, JobRecord, Store, UnknownJobError
+from tests.sched.store.stores import point
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store(tmp_path / "pipollux.db", create=True) as store:
+        store.submit("toy", {"name": "toy"}, "token", 3)
+        yield store
+
+
+def test_every_change_is_seen_at_once(store: Store) -> None:
+    """Each way in which a job changes; between them it is asked for, so that it is in memory."""
+
+    def seen() -> JobRecord:
+        found = store.present.find("toy")
+        assert found == store.job("toy")
+        return found
+
+    assert store.present.get("toy") is None
+    assert seen() is store.present.get("toy")
+    store.transition("toy", Allocate(["node-a"], "it is free"))
+    assert seen().state.generation == 1
+    store.transition("toy", Started(1, ("1",)))
+    seen()
+    store.add_report("toy", 1, [point(1)])
+    assert seen().state.training
+    store.transition_all([("toy", Exited(1, Outcome.STOPPED, step=1))])
+    assert not seen().state.running_on
+    store.transition("toy", Cancel())
+    assert seen().phase.ended
+    assert store.present.get("toy") is None, "nobody asks for those that have ended"
+    store.submit("toy", {"name": "toy"}, "another token", 3)
+    assert seen().token == "another token"
+    store.transition("toy", Cancel())
+    store.deletions.begin("toy")
+    with pytest.raises(UnknownJobError):
+        store.present.find("toy")
+
+
+def test_what_changes_no_job_leaves_it_in_memory(store: Store) -> None:
+    store.transition("toy", Allocate(["node-a"], "it is free"))
+    store.add_report("toy", 1, [point(1)])
+    known = store.present.find("toy")
+    store.put_hints("toy", 1, {"numStages": 1})
+    store.add_report("toy", 1, [point(2)])
+    store.submit("other", {"name": "other"}, "token", 3)
+    assert store.present.get("toy") is known
+
+
+def test_a_change_that_was_not_committed_is_none(store: Store) -> None:
+    known = store.present.find("toy")
+    with pytest.raises(UnknownJobError):
+        store.transition("nobody", Cancel())
+    assert store.present.get("toy") is known
+
+
+def test_what_changed_while_it_was_read_is_not_kept(store: Store) -> None:
+    """The reader has the old record when the change is announced."""
+
+    def read(name: str) -> JobRecord:
+        before = store.job(name)
+        cache.drop([name])
+        return before
+
+    cache = JobCache(read)
+    assert cache.find("toy") == store.job("toy")
+    assert cache.get("toy") is None
