@@ -66,7 +66,7 @@ def _write_modes(value: Checkpoints) -> str | list[str]:
 
 
 CheckpointsField = Annotated[
-    Checkpoints, PlainValidator(_read_modes), PlainSerializer(_write_modes)
+    Checkpoints, PlainValidator(_read_modes), PlainSerializer(_write_modes, when_used="json")
 ]
 """The mode of all stages, or a list with one for each."""
 
