@@ -314,12 +314,17 @@ class Control:
         self._check_running()
         self._reconsider()
 
-    def note_training(self, name: str) -> None:
-        """Record that a job has taken its first step: it can be moved now if others wait."""
-        # Counted by the database: thousands of jobs take their first step within a minute.
+    def note_training(self, names: Sequence[str]) -> list[None]:
+        """Record that jobs have taken their first steps: they can be moved now if others wait.
+
+        Returns:
+            None for each.
+        """
+        # Counted by the database: thousands of jobs may wait, or begin, at a time.
         if self._store.overview.jobs_by_phase().keys() & {Phase.QUEUED, Phase.SUSPENDED}:
-            _LOG.debug("job %s trains while others wait", name)
+            _LOG.debug("%s train while others wait", ", ".join(names))
             self._reconsider()
+        return [None] * len(names)
 
     def _check_checkpoints(self, specs: Sequence[JobSpec]) -> None:
         """Refuse a job that would overwrite files that are not its own."""

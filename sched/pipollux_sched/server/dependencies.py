@@ -66,6 +66,7 @@ class Services:
         self.hints: Batcher[ReceivedHints, None] = Batcher(store.put_all_hints)
         self.reports: Batcher[ReceivedReport, bool] = Batcher(store.add_all_reports)
         self.heartbeats: Batcher[ReceivedHeartbeat, None] = Batcher(store.heartbeats.keep)
+        self.beginnings: Batcher[str, None] = Batcher(control.note_training)
         self.report_pace = ReportPace()
         self.tail = Tail(store)
         self.collector = SchedulerCollector(store)

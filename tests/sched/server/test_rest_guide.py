@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pipollux_sched.lifecycle import Allocate, Intent, Phase
 from pipollux_sched.server import Limits
+from pipollux_sched.server.limits import REPLICAS_OF_A_RATE
 from pipollux_sched.store import ServerInfo
 from tests.sched.supervised import ADMIN, Service
 from tests.services import service_missing
@@ -69,6 +70,7 @@ def test_the_limits_are_those_that_the_page_tells(repository: Path) -> None:
     limits = Limits()
     for words in (
         f"| {limits.job_rate:g} a second, {limits.job_burst} at once |",
+        f"more than {REPLICAS_OF_A_RATE} replicas |",
         f"| {limits.admin_rate:g} a second, {limits.admin_burst} at once |",
         f"| {limits.wrong_rate:g} a second, {limits.wrong_burst} at once;",
         f"| {limits.waiting}, {limits.waiting_per_job} of one job |",

@@ -164,7 +164,7 @@ async def post_report(name: str, services: ServicesDep, report: TrainingReport) 
     first = await services.reports.put(received)
     services.metrics.reports.inc()
     if first:
-        await run_in_threadpool(services.control.note_training, name)
+        await services.beginnings.put(name)
     return ReportAnswer(again=services.report_pace.note(name))
 
 
@@ -177,8 +177,9 @@ async def post_heartbeat(name: str, services: ServicesDep, heartbeat: HeartbeatB
     """
     # Nearly all are answered from memory, without a thread or the database: that is what a
     # scheduler of ten thousand replicas does most.
-    present = services.store.present
-    job = present.get(name) or await run_in_threadpool(present.find, name)
+    job = services.store.present.get(name)
+    if job is None:
+        job = await run_in_threadpool(services.store.present.find, name)
     state = job.state
     num_ids = state.live.num_ids if state.running_on else 0
     check_replica(name, state.generation, num_ids, heartbeat.generation, heartbeat.replica)
