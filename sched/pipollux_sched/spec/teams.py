@@ -95,7 +95,7 @@ class OwnedJob(Protocol):
         """The class of priority that it names."""
 
 
-class Owner(NamedTuple):
+class JobOwner(NamedTuple):
     """What a job's spec says of whose it is, read without the rest of it."""
 
     name: str
@@ -104,7 +104,7 @@ class Owner(NamedTuple):
     priority: str | None
 
     @classmethod
-    def of(cls, spec: Mapping[str, Any]) -> Owner:
+    def of(cls, spec: Mapping[str, Any]) -> JobOwner:
         """Return the owner of a job by its spec as the store keeps it."""
         return cls(spec["name"], spec.get("team"), spec.get("user"), spec.get("priority"))
 

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 
 from pipollux_sched.lifecycle import Phase
 from pipollux_sched.policy.teams.ledger import TeamUse, team_uses
-from pipollux_sched.spec.teams import Owner, TeamSpec, TeamsSpec, parse_teams
+from pipollux_sched.spec.teams import JobOwner, TeamSpec, TeamsSpec, parse_teams
 from pipollux_sched.store import NodeCondition, Store
 
 from .models import View
@@ -69,7 +69,7 @@ def list_teams(store: Store) -> TeamsView:
     running: defaultdict[str, list[str]] = defaultdict(list)
     waiting: defaultdict[str, list[str]] = defaultdict(list)
     for job in store.jobs(live=True):
-        team, state = spec.team_of(Owner.of(job.spec)), job.state
+        team, state = spec.team_of(JobOwner.of(job.spec)), job.state
         nodes = state.assigned or state.running_on
         stages = state.num_stages if state.assigned else state.running_stages
         held[team] += len(nodes) * (stages or int(job.spec.get("num_stages", 1)))
