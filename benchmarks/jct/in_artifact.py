@@ -20,7 +20,14 @@ from typing import Any
 import numpy as np
 import pandas
 
-from pipollux_sched.policy import JobInfo, NodeInfo, make_policy
+from pipollux_sched.policy import (
+    CompletedJob,
+    JobInfo,
+    LengthHistory,
+    NodeInfo,
+    family_of,
+    make_policy,
+)
 from pipollux_sched.simulator import KnownLength
 
 RESTART_SECONDS = 30.0
@@ -32,19 +39,35 @@ class Adapter:
     Args:
         policy: name of one of `POLICIES`.
         known_length: what the policy is told of how long jobs will still train.
+        inherit_models: whether a job begins with the measurements of the last completed one of its
+            family, and the gradients that this one began with.
     """
 
     cluster: Any
     """The artifact's `Cluster`, which alone knows how far its jobs have come."""
 
-    def __init__(self, policy: str, known_length: KnownLength) -> None:
+    def __init__(
+        self, policy: str, known_length: KnownLength, *, inherit_models: bool = False
+    ) -> None:
         self._policy = make_policy(policy, seed=0)
         self._known_length = known_length
+        self._inherit_models = inherit_models
+        self._lengths = LengthHistory()
+        self._last: dict[str, Any] = {}
+        """The last completed job of each family."""
+        self._first_gradients: dict[str, Any] = {}
+        """Of each job that has trained."""
+        self._seen_done: set[str] = set()
         self.seconds: list[float] = []
 
     def optimize(self, jobs: Any, nodes: Any, base_allocations: Any, _template: Any) -> Any:
         """Decide one round, in the artifact's terms."""
         trained = {job.name: job for job in self.cluster.jobs}
+        self._learn()
+        if self._inherit_models:
+            for name in jobs:
+                if self._inherit(trained[name]):
+                    jobs = {**jobs, name: self.cluster.get_pollux_job_info(trained[name])}
         infos = {name: self._job_info(info, trained[name]) for name, info in jobs.items()}
         ours = {
             name: NodeInfo({"slots": info.resources["nvidia.com/gpu"]})
@@ -57,6 +80,38 @@ class Adapter:
         # The artifact compares lists: replicas that stay must stay in their order.
         return {name: sorted(given) for name, given in answer.items()}, len(nodes)
 
+    def _learn(self) -> None:
+        """Take in the jobs that have completed, the first to end first."""
+        for job in self.cluster.jobs:
+            if job.grad_params is not None:
+                self._first_gradients.setdefault(job.name, job.grad_params)
+        ended = [job for job in self.cluster.jobs if job.completion_time is not None]
+        for job in sorted(ended, key=lambda job: (job.completion_time, job.name)):
+            if job.name not in self._seen_done:
+                self._seen_done.add(job.name)
+                family, trained = family_of(job.name), _samples(job)
+                self._lengths.add(CompletedJob(family, trained, trained / _base_goodput(job)))
+                self._last[family] = job
+
+    def _inherit(self, job: Any) -> bool:
+        """Let a job that has not measured anything begin as one of its family ended."""
+        before = self._last.get(family_of(job.name))
+        if job.profile or before is None:
+            return False
+        job.profile, job.perf_params = dict(before.profile), before.perf_params
+        job.grad_params = self._first_gradients[before.name]
+        return True
+
+    def _length(self, job: Any) -> dict[str, Any]:
+        """Return what the policy is told of a job's length, as fields of `JobInfo`."""
+        if not self._known_length.learned:
+            return {"remaining_work": self._known_length.estimate(job.name, _remaining_work(job))}
+        if job.perf_params is None:
+            return {}
+        family, goodput = family_of(job.name), _base_goodput(job)
+        left = self._lengths.work_left(family, _samples(job), goodput)
+        return {"family": family, "work_left": left, "work_done": _samples(job) / goodput}
+
     def _job_info(self, info: Any, job: Any) -> JobInfo:
         return JobInfo(
             resources={"slots": info.resources["nvidia.com/gpu"]},
@@ -68,7 +123,7 @@ class Adapter:
             num_restarts=info.num_restarts,
             restart_seconds=RESTART_SECONDS,
             attained_service=float(info.attained_service),
-            remaining_work=self._known_length.estimate(job.name, _remaining_work(job)),
+            **self._length(job),
         )
 
 
@@ -77,14 +132,22 @@ def _remaining_work(job: Any) -> float | None:
     if job.perf_params is None:
         return None
     left = job.application.get_progress(job.application.max_epochs) - job.progress
+    return float(max(left, 0.0) * job.application.init_batch_size / _base_goodput(job))
+
+
+def _samples(job: Any) -> float:
+    """Return the samples that a job has trained, each worth one of the initial batch size."""
+    return float(job.progress * job.application.init_batch_size)
+
+
+def _base_goodput(job: Any) -> float:
+    """Return the goodput of one replica by a job's model."""
+    app = job.application
+    bounds = app.min_local_bsz, app.max_local_bsz
     goodput, _, _ = job.get_goodput_fn().optimize(
-        1,
-        1,
-        job.application.max_batch_size,
-        (job.application.min_local_bsz, job.application.max_local_bsz),
-        accumulation=True,
+        1, 1, app.max_batch_size, bounds, accumulation=True
     )
-    return float(max(left, 0.0) * job.application.init_batch_size / goodput)
+    return float(goodput)
 
 
 def load_simulator(artifact: Path) -> Any:
@@ -146,10 +209,17 @@ class _Anything(types.ModuleType):
         return type(name, (), {})
 
 
-def run(artifact: Path, workload: Path, policy: str, known_length: KnownLength) -> dict[str, Any]:
+def run(
+    artifact: Path,
+    workload: Path,
+    policy: str,
+    known_length: KnownLength,
+    *,
+    inherit_models: bool = False,
+) -> dict[str, Any]:
     """Simulate a workload on 16 nodes of 4 GPUs, in rounds of 60 s."""
     simulator = load_simulator(artifact)
-    adapter = Adapter(policy, known_length)
+    adapter = Adapter(policy, known_length, inherit_models=inherit_models)
     simulator.PolluxPolicy = Adapter  # by its class the simulator knows what jobs tell
     cluster = simulator.Cluster(pandas.read_csv(workload), adapter, 16)
     adapter.cluster = cluster
@@ -162,6 +232,10 @@ def run(artifact: Path, workload: Path, policy: str, known_length: KnownLength) 
     return {
         "avg_jct_s": float(jcts.mean()),
         "p99_jct_s": float(np.percentile(jcts, 99)),
+        "makespan_s": float(
+            max(job.completion_time for job in cluster.jobs)
+            - min(job.submission_time for job in cluster.jobs)
+        ),
         "restarts_per_job": float(np.mean([job.num_restarts or 0 for job in cluster.jobs])),
         "policy_seconds_median": float(np.median(adapter.seconds)),
         "jcts": cluster.get_jcts(),

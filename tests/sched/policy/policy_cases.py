@@ -36,6 +36,7 @@ from pipollux_sched.policy import (
 from pipollux_sched.policy import violations as rules_broken
 from pipollux_sched.policy.exact.completion_time import CompletionTime
 from pipollux_sched.policy.exact.configurations import NOTHING, build_instance
+from pipollux_sched.policy.exact.objective import Held
 
 Allocations = Mapping[Any, Sequence[Any]]
 FLOOR = 0.01
@@ -180,7 +181,8 @@ def completion_gain(case: Case, allocations: Allocations) -> float:
             total += float(worth.gains(number)[configs.stay if here else NOTHING])
         else:
             speedup = float(shape.speedup_fn(len(set(here)), len(here)))
-            total += worth.moved(number, speedup, live=survives(case, configs.name, here))
+            held = Held(configs.shapes.index(shape), len(here))
+            total += worth.moved(number, speedup, held, live=survives(case, configs.name, here))
     return total
 
 

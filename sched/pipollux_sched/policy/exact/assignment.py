@@ -18,7 +18,7 @@ import numpy as np
 from pipollux_sched.policy.placement.node_choice import Floats, Ints, NodeCapacity, NodeCounts
 
 from .configurations import NOTHING, Instance, JobConfigurations
-from .objective import Worth
+from .objective import Held, Worth
 from .promise import Place
 
 _TOLERANCE = 1e-9
@@ -236,7 +236,7 @@ class Assignment:
         replicas = sum(count for _, count in nodes)
         speedup = float(self._jobs[job].shapes[shape].speedup_fn(len(nodes), replicas))
         live = self._jobs[job].keeps_survivor(shape, nodes)
-        return self._worth.moved(job, speedup, live=live)
+        return self._worth.moved(job, speedup, Held(shape, replicas), live=live)
 
     def _put(self, job: int, placed: Placed) -> None:
         if placed.nodes:

@@ -32,6 +32,10 @@ less left, however long both are: they are trained one after the other, not side
 the fraction H_j / (H_j + D_j) are means over the values. A job of which not even that is known
 counts as the shortest: most are short.
 
+A job that runs on several types of GPU pays for slots of a type that others need, which run on no
+other: `scarcity` · max rank^a times what `scarcity.waiting_charges` says. So it leaves them to those
+others where it does nearly as well elsewhere.
+
 No job starves: a job that has held less than its part of the fewest slots it needs,
 
     attained service < part · slots · (age − patience)
@@ -61,8 +65,9 @@ from pipollux_sched.policy.placement.node_choice import Floats
 
 from .configurations import NOTHING, Instance, JobConfigurations
 from .fair_share import claims
-from .objective import Worth
+from .objective import Held, Worth
 from .promise import Behind, Floor, Promises, grant, keep, least_configurations
+from .scarcity import charged, waiting_charges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +91,15 @@ class CompletionTime:
     fairness: float | None = None
     """F: no job is to end later than F times as late as on its equal share (`fair_share`), where
     that can be; None: no such promise, and only `part` is promised."""
+    scarcity: float = 0.5
+    """Share of what jobs that run on several types of GPU are charged for making those wait that
+    run on one only; 0: nothing. More: long captive jobs end sooner, others later."""
 
     def __post_init__(self) -> None:
         for name in ("rank_power", "part"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}: {getattr(self, name)} must be between 0 and 1")
-        for name in ("horizon", "patience", "quantum"):
+        for name in ("horizon", "patience", "quantum", "scarcity"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}: {getattr(self, name)} must be at least 0")
         if self.fairness is not None and not 1 <= self.fairness < math.inf:
@@ -113,7 +121,9 @@ class CompletionTime:
         unit = np.array([_unit_cost(instance, configs) for configs in instance.jobs])
         powers = [(rank**self.rank_power).mean() for rank in _ranks(instance.jobs, unit)]
         weights = unit * np.array(powers)
-        return _Worth(self, instance.jobs, weights, promises)
+        scale = self.scarcity * max(powers, default=0.0)
+        charges = [scale * charge for charge in waiting_charges(instance)]
+        return _Worth(self, instance.jobs, weights, promises, charges)
 
     def _behind(self, instance: Instance, number: int) -> Behind | None:
         """Return the job if it is to get or keep its least configuration before others get more."""
@@ -136,9 +146,12 @@ class _Worth:
         jobs: Sequence[JobConfigurations],
         weights: Floats,
         promises: Promises,
+        charges: Sequence[Floats],
     ) -> None:
         self._objective, self._jobs, self._weights = objective, jobs, weights
         self._promises = promises
+        self._charges = charges
+        """What a replica of each shape of each job is charged."""
         best = [configs.speedup.max(initial=0.0) for configs in jobs]
         self._everything = 1.0 + float(weights @ np.array(best))
 
@@ -150,7 +163,7 @@ class _Worth:
             kept = np.where(configs.live, self._kept(job, configs.speedup, live=True), kept)
         if configs.stay is not None:
             kept[configs.stay] = 1.0
-        gains = gains * kept
+        gains = charged(gains * kept, self._charges[job][configs.shape] * configs.replicas)
         if job in self._promises.places:
             floor = self._promises.floors.get(job, Floor())
             least = np.full(len(gains), floor.moved)
@@ -160,10 +173,12 @@ class _Worth:
             gains[NOTHING] = -self._everything
         return gains
 
-    def moved(self, job: int, speedup: float, *, live: bool = False) -> float:
-        kept = self._kept(job, np.array([speedup]), live=live)[0]
+    def moved(self, job: int, speedup: float, held: Held, *, live: bool = False) -> float:
+        kept = self._kept(job, np.array([speedup]), live=live)
+        charge = self._charges[job][held.shape] * held.replicas
+        gain = charged(self._weights[job] * speedup * kept, charge)[0]
         broken = speedup < self._promises.floors.get(job, Floor()).moved
-        return float(self._weights[job] * speedup * kept) - broken * self._everything
+        return float(gain) - broken * self._everything
 
     def _kept(self, job: int, speedups: Floats, *, live: bool) -> Floats:
         """Return the share of its time that an allocation trains, if it starts with a change."""

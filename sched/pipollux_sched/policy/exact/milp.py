@@ -31,7 +31,7 @@ from pipollux_sched.utils.c_stdout import silent_c_stdout
 
 from .assignment import Placed
 from .configurations import NOTHING, Instance, JobConfigurations
-from .objective import Worth
+from .objective import Held, Worth
 from .relaxation import SCALE
 
 _NODE_LIMIT = 5000  # of the search tree; a bound that is not a time keeps the policy a function
@@ -151,10 +151,11 @@ def _choices(instance: Instance, worth: Worth, job: int, gains: Floats) -> Itera
             possible = int(np.count_nonzero(np.diff(reach, prepend=0)))
             for num_nodes in range(fewest, min(replicas, possible) + 1):
                 speedup = float(shape.speedup_fn(num_nodes, replicas))
-                gain = worth.moved(job, speedup)
+                held = Held(number, replicas)
+                gain = worth.moved(job, speedup, held)
                 yield _Choice(job, number, replicas, num_nodes, gain)
                 if number == configs.live_shape:
-                    gain = worth.moved(job, speedup, live=True)
+                    gain = worth.moved(job, speedup, held, live=True)
                     yield _Choice(job, number, replicas, num_nodes, gain, live=True)
 
 

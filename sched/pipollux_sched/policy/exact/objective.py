@@ -10,7 +10,7 @@ the jobs' terms, so the greatest sum is the greatest fitness.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -19,6 +19,14 @@ from pipollux_sched.policy.placement.node_choice import Floats
 
 from .configurations import Instance, JobConfigurations
 from .promise import Promises
+
+
+class Held(NamedTuple):
+    """What a job holds, wherever it lies."""
+
+    shape: int
+    """Index into its shapes."""
+    replicas: int
 
 
 class Worth(Protocol):
@@ -30,12 +38,13 @@ class Worth(Protocol):
         Of one that a survivor can reach (`JobConfigurations.live`), it is the gain if one does.
         """
 
-    def moved(self, job: int, speedup: float, *, live: bool = False) -> float:
+    def moved(self, job: int, speedup: float, held: Held, *, live: bool = False) -> float:
         """Return the gain of a job whose allocation changes, by its new speedup.
 
         Args:
             job: its index.
             speedup: in the new allocation.
+            held: the new allocation.
             live: whether one of its replicas survives the change.
         """
 
@@ -98,7 +107,7 @@ class _FairWorth:
             values = values * factors
         return power_terms(values, self._power)
 
-    def moved(self, job: int, speedup: float, *, live: bool = False) -> float:
+    def moved(self, job: int, speedup: float, held: Held, *, live: bool = False) -> float:  # noqa: ARG002  # as above
         configs = self._jobs[job]
         factor = configs.job.change_factor(live=live) if configs.runs else 1.0
         return float(power_terms(np.array(speedup / self._fair[job] * factor), self._power))

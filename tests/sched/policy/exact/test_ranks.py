@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from pipollux_sched.policy import CompletionTime, ExactPolicy, JobInfo, NodeInfo
 from pipollux_sched.policy.exact.completion_time import _unit_cost
 from pipollux_sched.policy.exact.configurations import Instance, build_instance
+from pipollux_sched.policy.exact.objective import Held
 from pipollux_sched.policy.exact.promise import Promises
 
 NODE = NodeInfo({"slots": 4})
@@ -88,7 +89,7 @@ def test_weights_are_the_mean_powers_of_ranks(jobs: list[JobInfo], power: float)
     for number, configs in enumerate(instance.jobs):
         expected = weight(jobs, number, power) * configs.speedup
         assert np.allclose(worth.gains(number)[:1], expected[:1])
-        moved = worth.moved(number, 1.0)
+        moved = worth.moved(number, 1.0, Held(0, 1))
         kept = [1.0] if not jobs[number].likely_work else []
         for left in jobs[number].likely_work:
             used = min(left, 300.0)
