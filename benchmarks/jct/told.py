@@ -4,9 +4,11 @@
 
 ARTIFACT is the folder `simulator` of petuum/adaptdl, branch osdi21-artifact. Every workload is
 simulated with the policy told exactly how long jobs still train, told wrong by a factor of up to
-two, and not told; in the simulator of Pipollux, with its own fit of step times and with AdaptDL's,
-and in the artifact's own, unchanged (`in_artifact`, which needs pandas). What was simulated is kept
-in DIR, a file each, and not simulated again; with --found nothing is simulated. Prints Markdown.
+two, not told, and learning it from the jobs that complete; in the simulator of Pipollux, with its
+own fit of step times and with AdaptDL's, and in the artifact's own, unchanged (`in_artifact`, which
+needs pandas), there also with jobs that inherit what the last completed one of their family
+measured. What was simulated is kept in DIR, a file each, and not simulated again; with --found
+nothing is simulated. Prints Markdown, without the rows of which nothing is known.
 """
 
 from __future__ import annotations
@@ -25,7 +27,12 @@ from pipollux_perfmodel import fit_like_adaptdl, fit_perf_params
 from pipollux_sched.simulator import Experiment, KnownLength, Options, make_nodes, measure
 
 POLICY = "exact"
-TOLD = {"exact": "exactly", "2": "within a factor of two", "none": "not at all"}
+TOLD = {
+    "exact": "exactly",
+    "2": "within a factor of two",
+    "none": "not at all",
+    "learned": "learned",
+}
 Row = dict[str, Any]
 Run = Callable[[Path, int, KnownLength], Row]
 
@@ -42,16 +49,24 @@ def ours(fit: Any) -> Run:
     return run
 
 
-def theirs(artifact: Path, number: int, known_length: KnownLength) -> Row:
-    """Simulate a workload in the artifact."""
-    path = artifact / "workloads" / f"workload-{number}.csv"
-    return in_artifact.run(artifact, path, POLICY, known_length)
+def theirs(*, inherit_models: bool) -> Run:
+    """Return what simulates a workload in the artifact."""
+
+    def run(artifact: Path, number: int, known_length: KnownLength) -> Row:
+        path = artifact / "workloads" / f"workload-{number}.csv"
+        return in_artifact.run(artifact, path, POLICY, known_length, inherit_models=inherit_models)
+
+    return run
 
 
 WHERE: dict[str, tuple[str, Run]] = {
     "here": ("Pipollux's simulator", ours(fit_perf_params)),
     "here-adaptdl": ("Pipollux's simulator, AdaptDL's fit", ours(fit_like_adaptdl)),
-    "artifact": ("the artifact's simulator", theirs),
+    "artifact": ("the artifact's simulator", theirs(inherit_models=False)),
+    "artifact-heirs": (
+        "the artifact's simulator, models inherited",
+        theirs(inherit_models=True),
+    ),
 }
 
 
@@ -97,7 +112,8 @@ def table(artifact: Path, results: Path) -> str:
         for where, (title, _) in WHERE.items():
             paths = [file(results, where, told, number) for number in jct.WORKLOADS]
             found = [json.loads(path.read_text()) if path.exists() else None for path in paths]
-            lines.append("| " + " | ".join([words, title, *cells(found, base)]) + " |")
+            if any(found):
+                lines.append("| " + " | ".join([words, title, *cells(found, base)]) + " |")
     return "\n".join(lines)
 
 

@@ -33,8 +33,8 @@ the fraction H_j / (H_j + D_j) are means over the values. A job of which not eve
 counts as the shortest: most are short.
 
 A job that runs on several types of GPU pays for slots of a type that others need, which run on no
-other: `scarcity` · max rank^a times what `scarcity.waiting_charges` says. So it leaves them to those
-others where it does nearly as well elsewhere.
+other: `scarcity` · E[rank_j^a] times what `scarcity.waiting_charges` says. So it leaves them to
+those others where it does nearly as well elsewhere.
 
 No job starves: a job that has held less than its part of the fewest slots it needs,
 
@@ -91,7 +91,7 @@ class CompletionTime:
     fairness: float | None = None
     """F: no job is to end later than F times as late as on its equal share (`fair_share`), where
     that can be; None: no such promise, and only `part` is promised."""
-    scarcity: float = 0.5
+    scarcity: float = 0.7
     """Share of what jobs that run on several types of GPU are charged for making those wait that
     run on one only; 0: nothing. More: long captive jobs end sooner, others later."""
 
@@ -121,8 +121,8 @@ class CompletionTime:
         unit = np.array([_unit_cost(instance, configs) for configs in instance.jobs])
         powers = [(rank**self.rank_power).mean() for rank in _ranks(instance.jobs, unit)]
         weights = unit * np.array(powers)
-        scale = self.scarcity * max(powers, default=0.0)
-        charges = [scale * charge for charge in waiting_charges(instance)]
+        waiting = waiting_charges(instance)
+        charges = [self.scarcity * p * charge for p, charge in zip(powers, waiting, strict=True)]
         return _Worth(self, instance.jobs, weights, promises, charges)
 
     def _behind(self, instance: Instance, number: int) -> Behind | None:

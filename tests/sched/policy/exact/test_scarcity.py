@@ -72,16 +72,17 @@ def test_charges_are_the_waiting_of_captive_jobs() -> None:
     plain, paying = (
         CompletionTime(scarcity=scarcity).judge(instance, Promises()) for scarcity in (0.0, 0.5)
     )
-    top = 5**0.75  # the power of the first of five ranks
+    ranks = {"free": 4, "narrow": 5}
     for number, configs in enumerate(instance.jobs):
+        power = ranks.get(configs.name, 1) ** 0.75
         free, paid = plain.gains(number), paying.gains(number)
         slots = np.where(configs.shape == 0, configs.replicas, 0)
-        due = 0.5 * top * charges[configs.name][0] * slots
+        due = 0.5 * power * charges[configs.name][0] * slots
         assert np.allclose(paid, np.maximum(free - due, LEAST_KEPT * free))
         for shape, replicas in itertools.product(range(len(configs.shapes)), (1, 3)):
             held, speedup = Held(shape, replicas), 2.0
             without = plain.moved(number, speedup, held)
-            cost = 0.5 * top * float(charges[configs.name][shape]) * replicas
+            cost = 0.5 * power * float(charges[configs.name][shape]) * replicas
             assert np.isclose(
                 paying.moved(number, speedup, held), max(without - cost, LEAST_KEPT * without)
             )
