@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -95,6 +96,16 @@ def test_a_share_is_whole_replicas_and_at_least_one(share: float, replicas: int)
     assert isolated.num_slots == 12
     # No job of it uses more than eight.
     assert isolated.seconds(Steady(), share) == pytest.approx(10 + 300 / replicas)
+
+
+def test_rates_alone_add_up_to_the_time_alone() -> None:
+    isolated = IsolatedTimes(make_nodes({"": (2, 8)}), 30.0)
+    application = PipelineApplication("gpt-6.7b")
+    for share in (4, 16):
+        rates = isolated.rates(application, share)
+        ends = [application.progress(epoch) for epoch in range(application.max_epochs + 1)]
+        seconds = sum(np.diff(ends) / rates)
+        assert isolated.seconds(application, share) == pytest.approx(30.0 + seconds)
 
 
 def test_a_pipeline_alone_has_whole_replicas_of_its_stages() -> None:

@@ -12,12 +12,21 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from pipollux_sched.policy import NodeInfo, ReplicaShape
 from pipollux_sched.simulator.applications.base import Application, RunningJob
 
 _BATCH_STEP = 2.0**0.25
 """Ratio of neighbouring batch sizes that are tried."""
+
+
+class _Lying(NamedTuple):
+    """What a job has of the cluster."""
+
+    shape: ReplicaShape
+    placement: tuple[int, ...]
+    gpu_type: str
 
 
 class IsolatedTimes:
@@ -44,16 +53,26 @@ class IsolatedTimes:
         Replicas are of the job's own shape, whole, as close together as they can be, and no more
         than the job can use.
         """
+        lying = self._lying(app, share)
+        key = app.name, sum(lying.placement)
+        if key not in self._known:
+            self._known[key] = self._run(app, _ways(app, lying))
+        return self._known[key]
+
+    def rates(self, app: Application, share: float) -> list[float]:
+        """Return the progress per second in each epoch, alone on a number of slots as above."""
+        ways = _ways(app, self._lying(app, share))
+        return [max(_rate(app, way, epoch) for way in ways) for epoch in range(app.max_epochs)]
+
+    def _lying(self, app: Application, share: float) -> _Lying:
+        """Return how a job lies on a number of slots."""
         shape = app.new_model().shapes()[0]
         width = shape.resources.get("slots", shape.num_stages)
         rooms, gpu_type = self._rooms(shape)
         most = min(app.max_replicas(), sum(rooms), shape.max_replicas or math.inf)
         # Slightly more, so that a third of 48 slots is 16.
         replicas = int(max(min(math.floor(share / width + 1e-9), most), 1))
-        if (app.name, replicas) not in self._known:
-            seconds = self._run(app, shape, _packed(replicas, rooms), gpu_type)
-            self._known[app.name, replicas] = seconds
-        return self._known[app.name, replicas]
+        return _Lying(shape, _packed(replicas, rooms), gpu_type)
 
     def _rooms(self, shape: ReplicaShape) -> tuple[list[int], str]:
         """Return how many replicas nodes hold, on the type of GPU that holds most, and the type."""
@@ -66,11 +85,8 @@ class IsolatedTimes:
         gpu_type = max(sorted(rooms), key=lambda name: sum(rooms[name]), default="")
         return sorted(rooms[gpu_type], reverse=True), gpu_type
 
-    def _run(
-        self, app: Application, shape: ReplicaShape, placement: Sequence[int], gpu_type: str
-    ) -> float:
+    def _run(self, app: Application, ways: Sequence[RunningJob]) -> float:
         """Return the seconds of a whole training, by the truth."""
-        ways = _ways(app, shape, placement, gpu_type)
         seconds = self._restart_seconds
         epoch, last = 0, 0
         while epoch <= last:
@@ -81,10 +97,9 @@ class IsolatedTimes:
         return seconds
 
 
-def _ways(
-    app: Application, shape: ReplicaShape, placement: Sequence[int], gpu_type: str
-) -> list[RunningJob]:
+def _ways(app: Application, lying: _Lying) -> list[RunningJob]:
     """Return how a job may run on a placement, by batch size."""
+    shape, placement, gpu_type = lying
     sizes = {app.init_batch_size, app.max_batch_size}
     steps = math.log(app.max_batch_size / app.init_batch_size, _BATCH_STEP)
     sizes |= {round(app.init_batch_size * _BATCH_STEP**step) for step in range(math.ceil(steps))}
