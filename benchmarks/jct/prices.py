@@ -1,18 +1,22 @@
 """Average completion times with one price of a change, and with two: a restart, a live change.
 
-    python benchmarks/jct/prices.py ARTIFACT --results DIR [--workloads 1] [--found]
+    python benchmarks/jct/prices.py ARTIFACT --results DIR [--workloads 1] [--as-scheduler]
+        [--found]
 
 ARTIFACT is the folder `simulator` of petuum/adaptdl, branch osdi21-artifact. Every workload is
 simulated with every change at 30 s, and with live changes at `--rescale-seconds` where a replica
-stays in place; with the policy told exactly how long jobs still train, and not told. What was
-simulated is kept in DIR, a file each, and not simulated again; with --found nothing is simulated.
-Prints Markdown.
+stays in place; with the policy told exactly how long jobs still train, not told, and learning it
+from the jobs that complete. With --as-scheduler the policy is asked as a scheduler asks it, when a
+job arrives or completes too, and jobs begin with what the last completed one of their family
+measured. What was simulated is kept in DIR, a file each, and not simulated again; with --found
+nothing is simulated. Prints Markdown.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,7 @@ import jct
 
 from pipollux_sched.simulator import Experiment, KnownLength, Options, make_nodes, measure
 
-TOLD = {"exact": "exactly", "none": "not at all"}
+TOLD = {"exact": "exactly", "none": "not at all", "learned": "learned"}
 COLUMNS = (
     ("avg_jct_s", "average JCT, s", "{:.0f}"),
     ("median_jct_s", "median", "{:.0f}"),
@@ -40,13 +44,17 @@ def main() -> None:
     parser.add_argument("--workloads", default=",".join(map(str, jct.WORKLOADS)))
     parser.add_argument("--policies", default="exact")
     parser.add_argument("--told", default=",".join(TOLD))
+    parser.add_argument("--as-scheduler", action="store_true")
     parser.add_argument("--rescale-seconds", type=float, default=1.0)
     parser.add_argument("--found", action="store_true")
     options = parser.parse_args()
     options.results.mkdir(parents=True, exist_ok=True)
     titles = [title for _, title, _ in COLUMNS]
-    lines = jct.head(["workload", "policy", "told", "a live change costs", *titles])
+    lines = jct.head(
+        ["workload", "policy", "told", "a live change costs", "against Pollux", *titles]
+    )
     for number in map(int, options.workloads.split(",")):
+        published = jct.published_jct(options.artifact, "pollux", (1.0, number))["avg_jct_s"]
         for policy in options.policies.split(","):
             for told in options.told.split(","):
                 base: float | None = None
@@ -59,9 +67,9 @@ def main() -> None:
                         shown[0] += f" ({row['avg_jct_s'] / base - 1:+.1%})"
                     base = row["avg_jct_s"] if price is None else base
                     costs = "a restart: 30 s" if price is None else f"{price:g} s"
-                    lines.append(
-                        f"| {number} | {policy} | {TOLD[told]} | {costs} | {' | '.join(shown)} |"
-                    )
+                    against = f"{row['avg_jct_s'] / published - 1:+.1%}"
+                    cells = [f"{number}", policy, TOLD[told], costs, against, *shown]
+                    lines.append(f"| {' | '.join(cells)} |")
     print("\n".join(lines))
 
 
@@ -70,11 +78,15 @@ def case(
 ) -> dict[str, Any] | None:
     """Return the metrics of one case, simulated unless it was before; None: it is not to be."""
     cost = "restart" if price is None else f"{price:g}"
-    target = options.results / f"prices-{policy}-{told}-{cost}-{number}.json"
+    kind = "scheduler" if options.as_scheduler else "prices"
+    target = options.results / f"{kind}-{policy}-{told}-{cost}-{number}.json"
     if not target.exists():
         if options.found:
             return None
-        row = simulate(options.artifact, number, policy, told, price)
+        settings = Options(rescale_seconds=price, known_length=KnownLength.parse(told))
+        if options.as_scheduler:
+            settings = replace(settings, decides_at="changes", inherit_models=True)
+        row = simulate(options.artifact, number, policy, settings)
         beside = target.with_suffix(".part")
         beside.write_text(json.dumps(row))
         beside.replace(target)
@@ -82,11 +94,8 @@ def case(
     return found
 
 
-def simulate(
-    artifact: Path, number: int, policy: str, told: str, price: float | None
-) -> dict[str, Any]:
+def simulate(artifact: Path, number: int, policy: str, settings: Options) -> dict[str, Any]:
     """Simulate one case."""
-    settings = Options(rescale_seconds=price, known_length=KnownLength.parse(told))
     experiment = Experiment(make_nodes({"": (16, 4)}), settings, artifact / "traces")
     return measure(experiment.run(jct.workload(artifact, (1.0, number)), policy)).to_dict()
 
