@@ -44,7 +44,7 @@ test: lint
 	$(PYTEST)
 
 # Other examples each time, unless SEED says which: it stands in the command that make prints. Where
-# SHARE is 3, one test in three of each module, drawn by the seed.
+# SHARE is 4, one test in four of each module, drawn by the seed.
 test-exhaustive: SEED ?= $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
 test-exhaustive: SHARE ?= 1
 test-exhaustive: $(STAMP)
