@@ -125,7 +125,8 @@ def test_teams(state_dir: StateDir) -> None:
                 store.teams.set_spec({"teams": teams, "default": "text"})
                 store.teams.set_notices({"grown": time.time() + 3600})
                 await shown(app, pilot, lambda: box.display)
-                assert words(app, "#quotas") == "Teams: 4 slots used"
+                said = "Teams: 4 slots used; the quotas are 6 of 4 slots: each gets its part"
+                assert words(app, "#quotas") == said  # a third node drains
                 assert cells(app, 0, "#teams")[:7] == ["text", "2", "4", "2 of 3", "0", "2", "1"]
                 assert "(in 5" in cells(app, 0, "#teams")[7]
                 assert cells(app, 1, "#teams") == ["vision", "4", "0", "0", "2", "0", "0", "–"]

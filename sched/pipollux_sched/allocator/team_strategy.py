@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from pipollux_sched.policy import Policy
+from pipollux_sched.policy import Policy, shape_of
+from pipollux_sched.policy.rules import usable_nodes
 from pipollux_sched.policy.teams.eligible import eligible
-from pipollux_sched.policy.teams.ledger import TeamUse, team_uses, why_team_waits
-from pipollux_sched.policy.teams.restricted import slots_of
+from pipollux_sched.policy.teams.ledger import (
+    TeamUse,
+    capacity_of,
+    team_uses,
+    why_team_waits,
+)
 from pipollux_sched.policy.teams.team import Teams
 from pipollux_sched.policy.teams.team_policy import TeamAnswer, TeamPolicy
 
@@ -68,15 +73,19 @@ def uses_of(snapshot: Snapshot) -> dict[str, TeamUse]:
     """Return what the teams of a snapshot hold, by name; nothing where there are no teams."""
     if snapshot.teams is None:
         return {}
-    held: Counter[str] = Counter()
+    held, on_nodes = Counter[str](), Counter[str]()
     until: dict[str, float] = {}
     for job in snapshot.candidates:
         team = job.info.team
-        held[team] += slots_of(job.info, job.held, snapshot.nodes)
+        for node in job.held:
+            slots = shape_of(job.info, job.held, snapshot.nodes).slots
+            held[team] += slots
+            on_nodes[node] += slots
         if job.name in snapshot.notices:
             until[team] = max(until.get(team, 0.0), snapshot.notices[job.name])
-    capacity = sum(node.resources.get("slots", 0) for node in snapshot.nodes.values())
-    return team_uses(snapshot.teams, held, capacity, until)
+    usable = usable_nodes(snapshot.nodes)
+    slots_of = {name: node.resources.get("slots", 0) for name, node in usable.items()}
+    return team_uses(snapshot.teams, held, capacity_of(slots_of, on_nodes), until)
 
 
 def team_reasons(snapshot: Snapshot) -> dict[str, str]:

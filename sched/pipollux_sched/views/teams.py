@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from pipollux_sched.lifecycle import Phase
-from pipollux_sched.policy.teams.ledger import TeamUse, team_uses
+from pipollux_sched.policy.teams.ledger import TeamUse, capacity_of, team_uses
 from pipollux_sched.spec.teams import JobOwner, TeamSpec, TeamsSpec, parse_teams
-from pipollux_sched.store import NodeCondition, Store
+from pipollux_sched.store import JobRecord, NodeCondition, Store
 
 from .models import View
 
@@ -38,7 +40,8 @@ class TeamView(View):
 class TeamsView(View):
     """The teams of a cluster: `configured` says whether there are any, `spec` what was given.
 
-    `slots`: of all nodes that are not dead; quotas that are more than that are cut.
+    `slots`: of the nodes that take jobs, and those of the others that jobs still hold; quotas that
+    are more than that are cut.
     """
 
     configured: bool
@@ -59,26 +62,20 @@ def stored_teams(store: Store) -> TeamsSpec | None:
 
 def list_teams(store: Store) -> TeamsView:
     """Return the teams, with what they hold; those that only jobs name are among them."""
-    spec = stored_teams(store)
-    alive = (n for n in store.nodes().values() if n.condition is not NodeCondition.DEAD)
-    slots = sum(node.slots for node in alive)
+    spec, jobs = stored_teams(store), store.jobs(live=True)
+    on_nodes = Counter[str]()
+    for job in jobs:
+        nodes, stages = _held(job)
+        for node in nodes:
+            on_nodes[node] += stages
+    slots = capacity_of(_slots_given(store), on_nodes)
     if spec is None:
         return TeamsView(configured=False, spec=None, slots=slots, teams=[])
-    notices, held = store.teams.notices(), Counter[str]()
-    until: dict[str, float] = {}
-    running: defaultdict[str, list[str]] = defaultdict(list)
-    waiting: defaultdict[str, list[str]] = defaultdict(list)
-    for job in store.jobs(live=True):
-        team, state = spec.team_of(JobOwner.of(job.spec)), job.state
-        nodes = state.assigned or state.running_on
-        stages = state.num_stages if state.assigned else state.running_stages
-        held[team] += len(nodes) * (stages or int(job.spec.get("num_stages", 1)))
-        if nodes:
-            running[team].append(job.name)
-        elif state.phase is not Phase.SUSPENDED or not state.suspended:
-            waiting[team].append(job.name)
-        if job.name in notices:
-            until[team] = max(until.get(team, 0.0), notices[job.name])
+    notices, of_jobs = store.teams.notices(), defaultdict[str, _TeamJobs](_TeamJobs)
+    for job in jobs:
+        of_jobs[spec.team_of(JobOwner.of(job.spec))].add(job, notices.get(job.name))
+    held = {name: found.used for name, found in of_jobs.items()}
+    until = {name: found.until for name, found in of_jobs.items() if found.until is not None}
     uses = team_uses(spec.for_policy(), held, slots, until)
     specs = {team.name: team for team in spec.teams}
     return TeamsView(
@@ -86,19 +83,56 @@ def list_teams(store: Store) -> TeamsView:
         spec=spec,
         slots=slots,
         teams=[
-            _view(use, specs.get(name, TeamSpec(name=name)), running[name], waiting[name])
+            _view(use, specs.get(name, TeamSpec(name=name)), of_jobs[name])
             for name, use in uses.items()
         ],
     )
 
 
-def _view(use: TeamUse, spec: TeamSpec, running: list[str], waiting: list[str]) -> TeamView:
+@dataclass
+class _TeamJobs:
+    """The jobs of a team that have not ended."""
+
+    used: int = 0
+    until: float | None = None
+    running: list[str] = field(default_factory=list)
+    waiting: list[str] = field(default_factory=list)
+
+    def add(self, job: JobRecord, due: float | None) -> None:
+        """Count a job, which has to give slots back at some time, or not."""
+        nodes, stages = _held(job)
+        self.used += len(nodes) * stages
+        if nodes:
+            self.running.append(job.name)
+        elif job.state.phase is not Phase.SUSPENDED or not job.state.suspended:
+            self.waiting.append(job.name)
+        if due is not None:
+            self.until = max(self.until or 0.0, due)
+
+
+def _held(job: JobRecord) -> tuple[Sequence[str], int]:
+    """Return the nodes of a job's replicas, and the slots that each takes."""
+    state = job.state
+    stages = state.num_stages if state.assigned else state.running_stages
+    return state.assigned or state.running_on, stages or int(job.spec.get("num_stages", 1))
+
+
+def _slots_given(store: Store) -> dict[str, int]:
+    """Return the slots of the nodes that take jobs."""
+    return {
+        name: node.slots
+        for name, node in store.nodes().items()
+        if node.condition is NodeCondition.READY and not node.spec.get("draining")
+    }
+
+
+def _view(use: TeamUse, spec: TeamSpec, jobs: _TeamJobs) -> TeamView:
     return TeamView(
         **{**spec.model_dump(), "users": list(spec.users), "weight": float(spec.weight)},
         used=use.used,
         borrowed=use.borrowed,
         lent=use.lent,
         until=use.until,
-        running=running,
-        waiting=waiting,
+        running=jobs.running,
+        waiting=jobs.waiting,
     )

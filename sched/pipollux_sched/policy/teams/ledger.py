@@ -30,6 +30,22 @@ class TeamUse:
         return max(self.used - self.team.quota, 0)
 
 
+def capacity_of(slots: Mapping[str, int], held: Mapping[str, int]) -> int:
+    """Return the slots of which loans are made: what nodes have that take jobs.
+
+    Of the others, such as those that drain, what is held counts until it is left.
+
+    Args:
+        slots: of the nodes that take jobs, by name.
+        held: slots that jobs hold on each node.
+
+    Example:
+        >>> capacity_of({"a": 4}, {"a": 1, "drains": 2})
+        6
+    """
+    return sum(slots.values()) + sum(n for node, n in held.items() if node not in slots)
+
+
 def team_uses(
     teams: Teams, held: Mapping[str, int], capacity: int, until: Mapping[str, float]
 ) -> dict[str, TeamUse]:
@@ -40,7 +56,7 @@ def team_uses(
     Args:
         teams: quotas and limits.
         held: slots that the jobs of each team hold.
-        capacity: slots of all nodes.
+        capacity: slots of which loans are made: see `capacity_of`.
         until: when each team gives slots back, for those that were told to.
     """
     names = sorted(teams.by_name.keys() | held.keys())
