@@ -14,7 +14,7 @@ from .runner import LIGHT, TOY, Cli, one_sentence, wait_until
 TEAMS = """
 notice: {notice}
 teams:
-  - {{name: text, quota: 2}}
+  - {{name: text, quota: 2{more}}}
   - {{name: vision, quota: 2, max_slots_per_job: 2}}
   - {{name: web, max_jobs: 0}}
 priorities:
@@ -41,7 +41,7 @@ def explained(cli: Cli, job: str) -> dict[str, Any]:
 @pytest.mark.exhaustive
 def test_a_quota_that_is_lent_comes_back(cli: Cli) -> None:
     cli.program = LIGHT
-    (cli.folder / "teams.yaml").write_text(TEAMS.format(notice="1h"))
+    (cli.folder / "teams.yaml").write_text(TEAMS.format(notice="1h", more=""))
     cli.serve("--teams", "teams.yaml", "--interval", "0.5", "--grace", "2")
     lent = jobs_file(cli, "lent.yaml", *(f"name: t{n}, team: text" for n in range(4)))
     cli("submit", lent)
@@ -65,10 +65,10 @@ def test_a_quota_that_is_lent_comes_back(cli: Cli) -> None:
     assert "borrowed slots back" in cli("events").stdout
 
     # The file is read again; one that is wrong changes nothing.
-    (cli.folder / "teams.yaml").write_text(TEAMS.format(notice="soon"))
+    (cli.folder / "teams.yaml").write_text(TEAMS.format(notice="soon", more=""))
     server = cli.servers[-1]
     wait_until(lambda: "the teams stay as they are" in server.errors)
-    (cli.folder / "teams.yaml").write_text(TEAMS.format(notice="0s"))
+    (cli.folder / "teams.yaml").write_text(TEAMS.format(notice="0s", more=""))
     wait_until(lambda: held(cli) == {"text": 2, "vision": 2, "web": 0})
 
 
@@ -77,7 +77,7 @@ def test_what_teams_never_let_run_is_refused(cli: Cli) -> None:
     cli.serve("--interval", "0.5")
     mine = jobs_file(cli, "mine.yaml", "name: mine, team: text")
     assert "no teams are set" in one_sentence(cli("submit", mine), 1)
-    (cli.folder / "teams.yaml").write_text(TEAMS.format(notice="60s"))
+    (cli.folder / "teams.yaml").write_text(TEAMS.format(notice="60s", more=", max_submit_jobs: 1"))
     assert "4 slots" not in cli("teams", "--set", "teams.yaml").stdout
     assert "team: 'tex' is not known" in one_sentence(cli("submit", mine, "--team", "tex"), 1)
     said = one_sentence(cli("submit", mine, "--priority", "high"), 1)
@@ -89,13 +89,21 @@ def test_what_teams_never_let_run_is_refused(cli: Cli) -> None:
     assert "needs 3 slots at least, and max_slots_per_job of team 'vision' allow 2" in said
     cli("submit", mine, "--priority", "urgent")
     wait_until(lambda: held(cli)["text"] == 1)
+    moved = cli("update", "mine", "--team", "vision")
+    assert "say which team with --team" in one_sentence(cli("update", "mine"), 2)
+    assert moved.stdout == "mine: The job counts to team vision.\n"
+    assert (held(cli)["text"], held(cli)["vision"]) == (0, 1)
+    assert "counts to team vision, no longer to text" in cli("events").stdout
+    more = jobs_file(cli, "more.yaml", "name: m1, team: text", "name: m2, team: text")
+    assert "may have 1 unfinished job" in one_sentence(cli("submit", more), 1)
+    assert re.search(r"(?m)^text .* 0 of 1 ", cli("teams").stdout)
     assert "No teams" in cli("teams", "--clear").stdout
 
 
 @pytest.mark.exhaustive
 def test_a_user_with_a_token_submits_for_its_team(cli: Cli) -> None:
     cli.program = LIGHT
-    (cli.folder / "teams.yaml").write_text(TEAMS.format(notice="60s"))
+    (cli.folder / "teams.yaml").write_text(TEAMS.format(notice="60s", more=""))
     cli.serve("--teams", "teams.yaml", "--interval", "0.5")
     assert "No tokens but the admin's" in cli("tokens").stdout
     assert "needs the NAME" in one_sentence(cli("tokens", "create"), 2)

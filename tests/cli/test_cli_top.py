@@ -127,9 +127,18 @@ def test_teams(state_dir: StateDir) -> None:
                 await shown(app, pilot, lambda: box.display)
                 said = "Teams: 4 slots used; the quotas are 6 of 4 slots: each gets its part"
                 assert words(app, "#quotas") == said  # a third node drains
-                assert cells(app, 0, "#teams")[:7] == ["text", "2", "4", "2 of 3", "0", "2", "1"]
-                assert "(in 5" in cells(app, 0, "#teams")[7]
-                assert cells(app, 1, "#teams") == ["vision", "4", "0", "0", "2", "0", "0", "–"]
+                assert cells(app, 0, "#teams")[:8] == [
+                    "text",
+                    "2",
+                    "4",
+                    "2 of 3",
+                    "0",
+                    "2",
+                    "4",
+                    "1",
+                ]
+                assert "(in 5" in cells(app, 0, "#teams")[8]
+                assert cells(app, 1, "#teams") == ["vision", "4", "0", "0", "2", "0", "0", "0", "–"]
                 store.teams.set_spec(None)
                 await shown(app, pilot, lambda: not box.display)
 

@@ -42,6 +42,7 @@ COMMANDS = {
     "suspend": _Entry("submit", "Suspend jobs: checkpoint and release their slots."),
     "resume": _Entry("submit", "Resume suspended jobs."),
     "rerun": _Entry("submit", "Run ended jobs again."),
+    "update": _Entry("submit", "Move jobs to another team."),
     "delete": _Entry("submit", "Delete ended jobs."),
     "nodes": _Entry("nodes", "List nodes: slots, who holds them, condition."),
     "drain": _Entry("nodes", "Take a node out of use, or back into it."),

@@ -1,4 +1,4 @@
-"""`pipollux submit`, `cancel`, `suspend`, `resume`, `rerun`, `delete`: what users ask of jobs."""
+"""What users ask of jobs: `pipollux submit`, `cancel`, `suspend`, `resume`, and others."""
 
 from __future__ import annotations
 
@@ -142,6 +142,35 @@ def rerun(
         output,
         _print_answers,
     )
+
+
+def update(
+    names: JobNames,
+    team: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Team that they are to count to.", show_default=False),
+    ] = None,
+    output: TableOutput = OutputFormat.table,
+    state_dir: StateDirectory = None,
+) -> None:
+    """Move jobs to another team; those that run go on.
+
+    From the next decision on they count to that team's quota and limits. Jobs
+    that have ended can be moved, too: run again they are that team's.
+
+        pipollux update char-lm digits --team vision
+    """
+    if team is None:
+        raise CommandError("there is nothing to update; say which team with --team NAME", USAGE)
+    _ask_each(state_dir, names, lambda client, name: client.move(name, team), output, _print_moved)
+
+
+def _print_moved(jobs: Sequence[JobView], output: OutputFormat) -> None:
+    if output is not OutputFormat.table:
+        print_data([job.to_dict() for job in jobs], output)
+        return
+    for job in jobs:
+        typer.echo(f"{job.name}: The job counts to team {job.spec['team']}.")
 
 
 def delete(

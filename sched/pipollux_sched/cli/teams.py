@@ -87,20 +87,30 @@ def team_table(found: TeamsView) -> Table:
     words = ("Team", "Waiting", "Gives back")
     for header in (
         *("Team", "Quota", "Used", "Borrowed", "Lent", "Weight", "Jobs"),
-        *("Waiting", "Gives back"),
+        *("Submitted", "Waiting", "Gives back"),
     ):
         table.add_column(header, justify="left" if header in words else "right")
     for team in found.teams:
-        limit = "" if team.max_jobs is None else f" of {team.max_jobs}"
         table.add_row(
             team.name,
             str(team.quota),
             str(team.used),
-            f"{team.borrowed}" + ("" if team.borrow is None else f" of {team.borrow}"),
-            f"{team.lent}" + ("" if team.lend is None else f" of {team.lend}"),
+            limited(team.borrowed, team.borrow),
+            limited(team.lent, team.lend),
             f"{team.weight:g}",
-            f"{len(team.running)}{limit}",
+            limited(len(team.running), team.max_jobs),
+            limited(team.submitted, team.max_submit_jobs),
             ", ".join(team.waiting) or DASH,
             spell_moment(team.until),
         )
     return table
+
+
+def limited(number: int, limit: int | None) -> str:
+    """Return a number and its limit.
+
+    Example:
+        >>> limited(2, None), limited(2, 3)
+        ('2', '2 of 3')
+    """
+    return str(number) if limit is None else f"{number} of {limit}"

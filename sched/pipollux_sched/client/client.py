@@ -143,6 +143,10 @@ class Client:
         query = {"from_scratch": from_scratch}
         return self._connection.get(JobView, "POST", _job(name, "rerun"), params=query)
 
+    def move(self, name: str, team: str) -> JobView:
+        """Let a job count to another team."""
+        return self._connection.get(JobView, "PUT", _job(name, "team"), json={"team": team})
+
     def delete(self, name: str) -> DeletedJobView:
         """Delete a job that has ended; return its last phase and the folders that remain."""
         return self._connection.get(

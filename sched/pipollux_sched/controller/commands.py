@@ -100,6 +100,7 @@ class Control:
             SpecError: the job cannot run here: script missing, no node fits it, or an image
                 where the backend starts no containers.
             JobExistsError: a job of this name is under way, or complete.
+            TeamFullError: its team has as many unfinished jobs as it may.
         """
         return self.submit_all([spec])[0]
 
@@ -109,6 +110,7 @@ class Control:
         Raises:
             SpecError: one cannot run here, as `submit` says; the text names it.
             JobExistsError: a job of one of the names is under way, or complete.
+            TeamFullError: a team would have more unfinished jobs than it may.
         """
         self._check_running()
         fitting = []
@@ -138,6 +140,23 @@ class Control:
         self._check_running()
         self._store.teams.set_spec(None if spec is None else spec.model_dump(mode="json"))
         self._reconsider()
+
+    def move(self, name: str, team: str) -> JobRecord:
+        """Let a job count to another team, from the next decision on.
+
+        Raises:
+            UnknownJobError: there is no job of this name.
+            SpecError: the team is not known, is not its user's, or never lets it run.
+            TeamFullError: it has not ended, and the team has as many unfinished jobs as it may.
+        """
+        self._check_running()
+        # Its priority is its own, whatever the team: a class that is gone is no reason to stay.
+        changes = {"team": team, "priority": None}
+        spec = parse_job(self._store.job(name).spec).model_copy(update=changes)
+        check_team(spec, stored_teams(self._store))
+        job = self._store.teams.move(name, team)
+        self._reconsider()
+        return job
 
     def cancel(self, name: str) -> JobRecord:
         """End a job, and its processes.
@@ -182,6 +201,7 @@ class Control:
             UnknownJobError: there is no job of this name.
             JobLivesError: it has not ended.
             JobEndedError: it is complete, and `from_scratch` is False.
+            TeamFullError: its team has as many unfinished jobs as it may.
             SpecError: it can no longer run here (see `submit`), its team or priority is not its
                 user's any more, or it is to start from scratch while its user's own
                 `checkpoint_dir` holds checkpoints.

@@ -77,6 +77,11 @@ def _notice(event: Event) -> str:
     return f"is to give borrowed slots back to other teams at {clock}"
 
 
+def _updated(event: Event) -> str:
+    before = f", no longer to {event['before']}" if event["before"] else ""
+    return f"counts to team {event['team']}{before}"
+
+
 def _node(event: Event) -> str:
     reason = f": {first_line(event['reason'])}" if event["reason"] else ""
     return f"node {event['node']} is {event['condition']}{reason}"
@@ -172,6 +177,7 @@ _TELLING: _Telling = {
     "autoscaling": _autoscaling,
     "teams": lambda event: f"teams: {', '.join(event['teams']) or 'none any more'}",
     "notice": _notice,
+    "updated": _updated,
     "token": lambda event: f"a token of {event['name']} ({event['role']}) was {event['what']}",
 }
 _FREQUENT: _Telling = {

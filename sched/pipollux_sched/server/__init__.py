@@ -12,6 +12,7 @@ GET      /jobs/{name}                admin   one job, with its generations, hint
 DELETE   /jobs/{name}                admin   cancel a job
 POST     /jobs/{name}/suspend        admin   suspend it: checkpoint and release its slots
 POST     /jobs/{name}/resume         admin   resume it
+PUT      /jobs/{name}/team           admin   let it count to another team
 GET      /jobs/{name}/explanation    admin   explain its allocation
 GET      /jobs/{name}/logs           admin   the last lines of its replicas
 GET      /jobs/{name}/logs/G/R       admin   the log of one replica of a generation

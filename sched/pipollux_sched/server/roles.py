@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from fastapi import HTTPException
 
@@ -53,6 +52,7 @@ ACCESS: Mapping[tuple[str, str], Access] = {
     ("POST", "/jobs/{name}/resume"): Access.OWNER,
     ("POST", "/jobs/{name}/rerun"): Access.OWNER,
     ("POST", "/jobs/{name}/delete"): Access.OWNER,
+    ("PUT", "/jobs/{name}/team"): Access.OWNER,
     ("GET", "/jobs/{name}/explanation"): Access.VIEWER,
     ("GET", "/jobs/{name}/logs"): Access.VIEWER,
     ("GET", "/jobs/{name}/logs/{generation}/{replica}"): Access.VIEWER,
@@ -121,15 +121,20 @@ class Caller:
                 )
         return job.model_copy(update={"user": self.name, "team": self.team or job.team})
 
-    def check_team(self, spec: Mapping[str, Any]) -> None:
-        """Refuse a job that was submitted for another team than this caller's only one.
+    def check_team(self, job: str, team: str | None, remedy: str) -> None:
+        """Refuse a job of another team than this caller's only one.
+
+        Args:
+            job: name of the job.
+            team: the team that it names; None: none.
+            remedy: what to do about a refusal.
 
         Raises:
-            HTTPException: it was.
+            HTTPException: it is of another.
         """
-        if self.role is not Role.ADMIN and self.team not in (None, spec.get("team")):
+        if self.role is not Role.ADMIN and self.team not in (None, team):
             raise HTTPException(
                 403,
-                f"job {spec['name']!r}: team: the token of {self.name!r} is for {self.team!r}, not "
-                f"for {spec.get('team') or 'none'!r}; submit it anew",
+                f"job {job!r}: team: the token of {self.name!r} is for {self.team!r}, not for "
+                f"{team or 'none'!r}; {remedy}",
             )

@@ -67,6 +67,10 @@ class TeamSpec(_TeamsModel):
     """Its share of what is lent, beside that of others."""
     max_jobs: _Amount | None = Field(default=None, description="a whole number of at least 0")
     """Jobs that may hold slots at once."""
+    max_submit_jobs: _Amount | None = Field(
+        default=None, description="a whole number of at least 0"
+    )
+    """Jobs that may be unfinished at once, Slurm's GrpSubmitJobs: beyond it none is accepted."""
     max_slots_per_job: _Number | None = Field(
         default=None, description="a whole number of at least 1"
     )

@@ -45,6 +45,10 @@ class TokenExistsError(ConflictError):
     """The user has a token already."""
 
 
+class TeamFullError(ConflictError):
+    """The team has as many unfinished jobs as it may have."""
+
+
 class JobEndedError(ConflictError):
     """The request requires a job that has not ended."""
 

@@ -140,6 +140,7 @@ class Store:
 
         Raises:
             JobExistsError: a job of this name is under way, or complete.
+            TeamFullError: its team has as many unfinished jobs as it may.
         """
         return self.submit_all([Submission(name, spec, token, max_restarts, deadline)])[0]
 
@@ -148,6 +149,7 @@ class Store:
 
         Raises:
             JobExistsError: a job of one of the names is under way, or complete.
+            TeamFullError: a team would have more unfinished jobs than it may.
         """
         with self._database.write() as session:
             return take_in(session, submissions, self._clock())
@@ -163,6 +165,7 @@ class Store:
             UnknownJobError: there is no job of this name.
             JobLivesError: it has not ended.
             JobEndedError: it is complete, and `from_scratch` is False.
+            TeamFullError: its team has as many unfinished jobs as it may.
         """
         with self._database.write() as session:
             return run_again(session, name, self._clock(), from_scratch=from_scratch)

@@ -17,6 +17,7 @@ from .errors import JobEndedError, JobExistsError, JobLivesError
 from .journal import Change
 from .records import write_job_state
 from .tables import HintsRow, JobRow
+from .teams import check_submit_limits
 
 _MOST_NAMED = 5
 """Jobs that a refusal names at most."""
@@ -42,12 +43,14 @@ def take_in(session: Session, submissions: Sequence[Submission], now: float) -> 
 
     Raises:
         JobExistsError: a job of one of the names is under way, or complete.
+        TeamFullError: a team would have more unfinished jobs than it may.
     """
     names = [entry.name for entry in submissions]
     found = session.scalars(select(JobRow).where(JobRow.name.in_(names)))
     rows = {row.name: row for row in found}
     deletion.check_free(session, names)
     _check_free([rows[name] for name in names if name in rows and rows[name].phase != "Failed"])
+    check_submit_limits(session, [entry.spec for entry in submissions])
     for entry in submissions:
         row = rows.get(entry.name)
         if row is None:
@@ -72,6 +75,7 @@ def run_again(session: Session, name: str, now: float, *, from_scratch: bool) ->
         UnknownJobError: there is no job of this name.
         JobLivesError: it has not ended.
         JobEndedError: it is complete, and is not to start from scratch.
+        TeamFullError: its team has as many unfinished jobs as it may.
     """
     row = journal.find_job(session, name)
     phase = Phase(row.phase)
@@ -82,6 +86,7 @@ def run_again(session: Session, name: str, now: float, *, from_scratch: bool) ->
             f"job {name!r} is complete and has nothing to go on with; to train it again from the "
             f"start: pipollux rerun {name} --from-scratch"
         )
+    check_submit_limits(session, [row.spec])
     if from_scratch:  # hints describe the end of the earlier training
         session.execute(delete(HintsRow).where(HintsRow.job == name))
     deadline = row.spec.get("deadline")

@@ -1,19 +1,32 @@
 """The teams that a scheduler was given, and the notices that it has given to jobs.
 
 Both are single documents in the table of facts about the store, and so of any version of it.
+`check_submit_limits` keeps to the teams' limits on unfinished jobs, in the transaction that would
+make one more.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
+
+from pipollux_sched.lifecycle import Phase
+from pipollux_sched.utils.text import count
 
 from . import journal
 from .database import Database
-from .tables import MetaRow
+from .errors import TeamFullError
+from .generations import ENDED
+from .records import JobRecord, job_record
+from .tables import JobRow, MetaRow
+
+if TYPE_CHECKING:
+    from pipollux_sched.spec.teams import TeamsSpec
 
 _TEAMS, _NOTICES = "teams", "notices"
 
@@ -47,6 +60,24 @@ class TeamRecords:
             if spec is None:
                 _put(session, _NOTICES, None)
 
+    def move(self, job: str, team: str) -> JobRecord:
+        """Let a job count to another team; an event records a change.
+
+        Raises:
+            UnknownJobError: there is no job of this name.
+            TeamFullError: it has not ended, and the team has as many unfinished jobs as it may.
+        """
+        with self._database.write() as session:
+            row = journal.find_job(session, job)
+            before, spec = row.spec.get("team"), {**row.spec, "team": team}
+            if before != team:
+                if not Phase(row.phase).ended:
+                    check_submit_limits(session, [spec])
+                row.spec = spec
+                data = {"team": team, "before": before}
+                journal.log(session, self._clock(), "updated", job, None, data)
+            return job_record(row)
+
     def notices(self) -> dict[str, float]:
         """Return the jobs that were told to give slots back, and when they have to."""
         with self._database.read() as session:
@@ -62,6 +93,52 @@ class TeamRecords:
             for job in sorted(notices.keys() - before.keys()):
                 data = {"due": notices[job]}
                 journal.log(session, self._clock(), "notice", job, None, data)
+
+
+def check_submit_limits(session: Session, specs: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse jobs that would make more of a team unfinished than its `max_submit_jobs` allows.
+
+    Args:
+        session: session of the store.
+        specs: of the jobs, as JSON.
+
+    Raises:
+        TeamFullError: so; it names the team, its limit, and how many it has.
+    """
+    found = _get(session, _TEAMS)
+    if found is None or all(team.get("max_submit_jobs") is None for team in found["teams"]):
+        return
+    # With all policies, which takes longer than printing a list of jobs.
+    from pipollux_sched.spec.teams import JobOwner, parse_teams
+
+    teams, owners = parse_teams(found), [JobOwner.of(spec) for spec in specs]
+    more = Counter(map(teams.team_of, owners))
+    limits = {t.name: t.max_submit_jobs for t in teams.teams if t.name in more}
+    if all(limit is None for limit in limits.values()):
+        return
+    has = _unfinished(session, teams, [owner.name for owner in owners])
+    for team, limit in limits.items():
+        if limit is not None and has[team] + more[team] > limit:
+            these = "this one is" if more[team] == 1 else f"these are {more[team]}"
+            raise TeamFullError(
+                f"team {team!r} may have {count(limit, 'unfinished job')} (max_submit_jobs), has "
+                f"{has[team]}, and {these} more: wait until jobs of it have ended, cancel some, "
+                "or ask an admin to raise the limit"
+            )
+
+
+def _unfinished(session: Session, teams: TeamsSpec, but: Collection[str]) -> Counter[str]:
+    """Return how many jobs of each team have not ended, but those of some names."""
+    from pipollux_sched.spec.teams import JobOwner
+
+    # Thousands of jobs have few owners, and their specs are long.
+    owner = (JobRow.spec[name].as_string().label(name) for name in ("team", "user"))
+    live = select(*owner).where(JobRow.phase.not_in(ENDED), JobRow.name.not_in(but)).subquery()
+    query = select(live.c.team, live.c.user, func.count()).group_by(live.c.team, live.c.user)
+    found = Counter[str]()
+    for team, user, number in session.execute(query):
+        found[teams.team_of(JobOwner("", team, user, None))] += number
+    return found
 
 
 def _get(session: Session, key: str) -> Any:

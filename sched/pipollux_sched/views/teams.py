@@ -17,8 +17,9 @@ from .models import View
 class TeamView(View):
     """A team: its limits, the slots that its jobs hold, and its jobs.
 
-    `borrowed`: slots beyond its quota; `lent`: slots of its quota that others hold; `until`: when
-    it gives back what it was told to, in seconds since the epoch.
+    `submitted`: its unfinished jobs, also those that their users have suspended; `borrowed`: slots
+    beyond its quota; `lent`: slots of its quota that others hold; `until`: when it gives back what
+    it was told to, in seconds since the epoch.
     """
 
     name: str
@@ -27,12 +28,14 @@ class TeamView(View):
     lend: int | None
     weight: float
     max_jobs: int | None
+    max_submit_jobs: int | None
     max_slots_per_job: int | None
     users: list[str]
     used: int
     borrowed: int
     lent: int
     until: float | None
+    submitted: int
     running: list[str]
     waiting: list[str]
 
@@ -94,6 +97,7 @@ class _TeamJobs:
     """The jobs of a team that have not ended."""
 
     used: int = 0
+    submitted: int = 0
     until: float | None = None
     running: list[str] = field(default_factory=list)
     waiting: list[str] = field(default_factory=list)
@@ -102,6 +106,7 @@ class _TeamJobs:
         """Count a job, which has to give slots back at some time, or not."""
         nodes, stages = _held(job)
         self.used += len(nodes) * stages
+        self.submitted += 1
         if nodes:
             self.running.append(job.name)
         elif job.state.phase is not Phase.SUSPENDED or not job.state.suspended:
@@ -133,6 +138,7 @@ def _view(use: TeamUse, spec: TeamSpec, jobs: _TeamJobs) -> TeamView:
         borrowed=use.borrowed,
         lent=use.lent,
         until=use.until,
+        submitted=jobs.submitted,
         running=jobs.running,
         waiting=jobs.waiting,
     )

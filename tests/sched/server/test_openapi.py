@@ -24,6 +24,7 @@ BODIES = {
     ("post", "/jobs/batch"),
     ("put", "/nodes/{name}"),
     ("put", "/teams"),
+    ("put", "/jobs/{name}/team"),
     ("post", "/tokens"),
 }
 """What is sent with a body."""
@@ -63,7 +64,7 @@ def operations_of(document: dict[str, Any]) -> dict[tuple[str, str], dict[str, A
 
 def test_every_path_is_described(document: dict[str, Any]) -> None:
     operations = operations_of(document)
-    assert len(operations) == 37
+    assert len(operations) == 38
     assert {key for key, operation in operations.items() if "requestBody" in operation} == BODIES
     for key, operation in operations.items():
         assert operation["summary"], key
@@ -104,6 +105,8 @@ def test_what_is_answered_is_what_is_described(service: Service, document: dict[
     log = service.state_dir.log("toy", 1, 0)
     log.parent.mkdir(parents=True)
     log.write_text("one\n")
+    teams = {"teams": [{"name": "vision", "quota": 2}]}
+    service.admin.put("/teams", json=teams).raise_for_status()
     bodies = {
         ("post", "/jobs"): {"name": "new", "script": SCRIPT},
         ("post", "/jobs/batch"): {"jobs": [{"name": "newer", "script": SCRIPT}]},
@@ -111,7 +114,8 @@ def test_what_is_answered_is_what_is_described(service: Service, document: dict[
         ("post", "/jobs/{name}/heartbeats"): beat,
         ("post", "/jobs/{name}/reports"): report(),
         ("post", "/tokens"): {"name": "ana", "role": "viewer"},
-        ("put", "/teams"): {"teams": [{"name": "vision", "quota": 2}]},
+        ("put", "/teams"): teams,
+        ("put", "/jobs/{name}/team"): {"team": "vision"},
     }
     names = {
         "/nodes/{name}": "node-a",
@@ -135,7 +139,7 @@ def test_what_is_answered_is_what_is_described(service: Service, document: dict[
         response = service.admin.request(method.upper(), full, params=query, json=body)
         assert response.is_success, (method, path)
         assert response.json(), "an empty list proves nothing"
-    assert len(models) == 30
+    assert len(models) == 31
     assert {} not in models.values(), "each has a model"
     for name in {reference.rpartition("/")[2] for reference in references(models)}:
         model = document["components"]["schemas"][name]

@@ -31,7 +31,7 @@ def test_every_command(repository: Path, tmp_path: Path) -> None:
         service_missing("the page asks with curl and jq")
     text = (repository / "docs" / "rest.md").read_text()
     setup, *blocks = re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL)
-    assert sum(block.count("curl ") for block in blocks) == 42
+    assert sum(block.count("curl ") for block in blocks) == 43
     with Service(tmp_path / "state") as service:
         info = ServerInfo(service.server.url, os.getpid(), ADMIN)
         service.state_dir.write_server(info)

@@ -9,6 +9,7 @@ from rich.text import Text
 from textual.binding import Binding, BindingType
 from textual.widgets import DataTable
 
+from pipollux_sched.cli.teams import limited
 from pipollux_sched.store import JobOrder, ListedPhase
 from pipollux_sched.utils.text import (
     DASH,
@@ -92,6 +93,7 @@ TEAM_COLUMNS = (
     TableColumn("Borrowed", True),
     TableColumn("Lent", True),
     TableColumn("Jobs", True),
+    TableColumn("Submitted", True),
     TableColumn("Waiting", True),
     TableColumn("Gives back"),
 )
@@ -230,9 +232,10 @@ def team_row(team: TeamView) -> tuple[Cell, ...]:
     cells = (
         str(team.quota),
         str(team.used),
-        str(team.borrowed) if team.borrow is None else f"{team.borrowed} of {team.borrow}",
-        str(team.lent) if team.lend is None else f"{team.lent} of {team.lend}",
-        str(len(team.running)),
+        limited(team.borrowed, team.borrow),
+        limited(team.lent, team.lend),
+        limited(len(team.running), team.max_jobs),
+        limited(team.submitted, team.max_submit_jobs),
         str(len(team.waiting)),
         spell_moment(team.until),
     )

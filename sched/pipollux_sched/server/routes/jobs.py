@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, HTTPException, Path, Query, Response
+from pydantic import BaseModel, ConfigDict, Field
 
 from pipollux_sched.backend.replica.last_words import last_lines
 from pipollux_sched.planning import explain
@@ -19,6 +20,7 @@ from pipollux_sched.server.request_bodies import JsonRoute
 from pipollux_sched.server.roles import Caller
 from pipollux_sched.server.schemas import refusals, text_reply
 from pipollux_sched.spec.job import JobBatch, JobSpec
+from pipollux_sched.spec.names import Name
 from pipollux_sched.store import ListedPhase, Store, UnknownJobError
 from pipollux_sched.views.explanation import ExplanationView
 from pipollux_sched.views.jobs import job_curves, list_jobs
@@ -48,6 +50,15 @@ _Phases = Annotated[list[ListedPhase], Query(description="Only jobs in one of th
 _Number = Annotated[int, Path(ge=1, le=2**31, description="The generation.")]
 _Replica = Annotated[int, Path(ge=0, le=2**31, description="The replica.")]
 _Offset = Annotated[int, Query(ge=0, le=2**62, description="So many bytes are passed over.")]
+
+
+class TeamChange(BaseModel):
+    """The new team of a job."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    team: Name = Field(description="a name, as in vision")
+
 
 router = APIRouter(
     prefix="/jobs",
@@ -132,8 +143,15 @@ def rerun(
     from_scratch: _FromScratch = False,
 ) -> dict[str, Any]:
     """Rerun a job; 409 if it has not ended, or is complete and not to start from scratch."""
-    caller.check_team(store.job(name).spec)
+    caller.check_team(name, store.job(name).spec.get("team"), "submit it anew")
     return control.rerun(name, from_scratch=from_scratch).to_json_object()
+
+
+@router.put("/{name}/team", response_model=JobView, summary="Move a job to another team")
+def move(name: str, control: ControlDep, caller: CallerDep, change: TeamChange) -> dict[str, Any]:
+    """Let a job count to another team, from the next decision on; 409 if the team is full."""
+    caller.check_team(name, change.team, "ask an admin to move it")
+    return control.move(name, change.team).to_json_object()
 
 
 @router.post("/{name}/delete", response_model=DeletedJobView, summary="Delete a job that has ended")

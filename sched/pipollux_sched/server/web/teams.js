@@ -48,6 +48,7 @@ export class Teams {
       { title: "Lent", kind: "n", text: (team) => limited(team.lent, team.lend) },
       { title: "Weight", kind: "n", text: (team) => String(team.weight) },
       { title: "Running", kind: "n", text: (team) => limited(team.running.length, team.max_jobs) },
+      { title: "Submitted", kind: "n", text: (team) => limited(team.submitted, team.max_submit_jobs) },
       { title: "Waiting", text: (team) => named(team.waiting), fill: (cell, team) => this.#link(cell, team.waiting) },
       { title: "Gives back", kind: "short", text: (team) => (team.until === null ? DASH : moment(team.until)) },
     ];
