@@ -127,7 +127,8 @@ class Scheduler:
             FixedStrategy(allocations or {}) if fixed else PolicyStrategy(policy)
         )
         self._policy_name = "fixed" if fixed else type(policy).__name__
-        self._fairness = None if fixed else getattr(policy, "fairness", None)
+        knobs = ("fairness", "scarcity")
+        self._knobs = {name: None if fixed else getattr(policy, name, None) for name in knobs}
         self._autoscaler: Autoscaler | None = None
         if not fixed and autoscaling is not None and expander is not None:
             self._autoscaler = Autoscaler(autoscaling, expander, policy, on_change=self._note_nodes)
@@ -306,7 +307,7 @@ class Scheduler:
             environment=self._environment,
             plan_settings={
                 "policy": self._policy_name,
-                "fairness": self._fairness,
+                **self._knobs,
                 "restart_seconds": self._restart_seconds,
                 "interval": self._interval,
                 "even": engine.even,

@@ -183,6 +183,11 @@ def test_lines_of_libraries_do_not_get_into_the_output() -> None:
             "or take the policy exact",
         ),
         (
+            ["pipelines.csv", "-p", "fifo", "--scarcity", "0.5"],
+            "scarcity: 0.5 is a charge of the policy exact, not of fifo; leave it out, "
+            "or take the policy exact",
+        ),
+        (
             ["pipelines.csv", "--rescale-seconds", "31"],
             "rescale_seconds: 31.0 must be between 0 and restart_seconds = 30.0, or left out",
         ),

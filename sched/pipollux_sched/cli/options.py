@@ -123,6 +123,17 @@ Fairness: TypeAlias = Annotated[
     ),
 ]
 
+Scarcity: TypeAlias = Annotated[
+    float | None,
+    typer.Option(
+        metavar="S",
+        min=0.0,
+        help="Share of what jobs that run on several types of GPU are charged for making those "
+        "wait that run on one only; by the policy exact.",
+        show_default="0.7",
+    ),
+]
+
 PolicyName: TypeAlias = Annotated[
     str | None,
     typer.Option(

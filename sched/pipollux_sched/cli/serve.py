@@ -30,7 +30,7 @@ from pipollux_sched.utils.text import count
 from pipollux_sched.utils.units import MOST_SECONDS
 
 from .option_group import with_groups
-from .options import ClusterFile, Fairness, PassEnvironment, PolicyName, StateDirectory
+from .options import ClusterFile, Fairness, PassEnvironment, PolicyName, Scarcity, StateDirectory
 from .serve_address import AddressFlags, server_address
 from .serve_kubernetes_options import KubernetesFlags, kubernetes_options
 from .serve_slurm_options import SlurmFlags, slurm_pools
@@ -70,6 +70,7 @@ class PolicyFlags:
     panel: ClassVar[str] = "Policy"
     policy: PolicyName = None
     fairness: Fairness = None
+    scarcity: Scarcity = None
     teams: Annotated[
         Path | None,
         typer.Option(
@@ -199,11 +200,12 @@ def serve(
 
 
 def _policy(deciding: PolicyFlags) -> Policy:
+    name = deciding.policy or DEFAULT_POLICY
     try:
-        return make_policy(deciding.policy or DEFAULT_POLICY, fairness=deciding.fairness)
+        return make_policy(name, fairness=deciding.fairness, scarcity=deciding.scarcity)
     except ValueError as error:
-        reason = str(error).removeprefix("fairness: ")
-        raise typer.BadParameter(reason, param_hint="'--fairness'") from None
+        knob, _, reason = str(error).partition(": ")
+        raise typer.BadParameter(reason, param_hint=f"'--{knob}'") from None
 
 
 def _cluster(backend: str, file: Path | None) -> ClusterSpec | Path | None:

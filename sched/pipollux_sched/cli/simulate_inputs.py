@@ -87,11 +87,19 @@ class SimulationInputs:
         history = None if jobs.from_state is None else read_past(jobs.from_state)
         own = DEFAULT_POLICY if history is None else history.policy or DEFAULT_POLICY
         names = policy_names(own if policy is None else policy)
-        if cluster.fairness is not None and DEFAULT_POLICY not in names:
-            make_policy(names[0], fairness=cluster.fairness)
+        if DEFAULT_POLICY not in names:
+            make_policy(names[0], fairness=cluster.fairness, scarcity=cluster.scarcity)
         there = _nodes(cluster, history)
         options = _options(cluster, jobs, seed, history, [*there])
-        experiment = Experiment(there, options, jobs.traces, seed, _fit(jobs.fit), cluster.fairness)
+        experiment = Experiment(
+            there,
+            options,
+            jobs.traces,
+            seed,
+            _fit(jobs.fit),
+            fairness=cluster.fairness,
+            scarcity=cluster.scarcity,
+        )
         chosen, past = _workloads(paths, experiment, cluster, jobs, history)
         for workload in chosen:
             experiment.applications(workload)

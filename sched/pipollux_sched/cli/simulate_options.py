@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 
 import typer
 
-from .options import Fairness
+from .options import Fairness, Scarcity
 from .simulate_history import USUAL
 
 __all__ = ["FitName", "MixName", "SimulatedClusterFlags", "SimulatedJobFlags"]
@@ -36,6 +36,7 @@ class SimulatedClusterFlags:
 
     panel: ClassVar[str] = "The cluster"
     fairness: Fairness = None
+    scarcity: Scarcity = None
     on_arrival: Annotated[
         bool,
         typer.Option("--on-arrival", help="Decide at every arrival, too, as a scheduler does."),

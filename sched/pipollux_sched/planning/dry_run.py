@@ -21,7 +21,12 @@ from pipollux_sched.allocator.team_strategy import team_reasons, within_teams
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.policy import DEFAULT_POLICY, POLICIES, Allocation, NodeInfo, make_policy
 from pipollux_sched.store import Store
-from pipollux_sched.views.cluster import serves_evenly, serving_fairness, serving_policy
+from pipollux_sched.views.cluster import (
+    serves_evenly,
+    serving_fairness,
+    serving_policy,
+    serving_scarcity,
+)
 from pipollux_sched.views.models import PlannedChange, PlanView
 
 
@@ -44,8 +49,10 @@ def live_plan(store: Store, policy: str | None = None, seed: int = 0) -> PlanVie
     """
     serving = serving_policy(store)
     name = policy or (serving if serving in POLICIES else DEFAULT_POLICY)
-    fairness = serving_fairness(store) if name == serving else None
-    strategy: Strategy = PolicyStrategy(make_policy(name, seed=seed, fairness=fairness))
+    knobs: dict[str, float | None] = {}
+    if name == serving:
+        knobs = {"fairness": serving_fairness(store), "scarcity": serving_scarcity(store)}
+    strategy: Strategy = PolicyStrategy(make_policy(name, seed=seed, **knobs))
     if serves_evenly(store):
         strategy = EvenStrategy(strategy)
     state = Snapshot.read(store)

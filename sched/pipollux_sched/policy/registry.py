@@ -34,7 +34,11 @@ POLICIES: Mapping[str, Factory] = {
 
 
 def make_policy(
-    name: str = DEFAULT_POLICY, *, seed: int = 0, fairness: float | None = None
+    name: str = DEFAULT_POLICY,
+    *,
+    seed: int = 0,
+    fairness: float | None = None,
+    scarcity: float | None = None,
 ) -> Policy:
     """Return a new policy.
 
@@ -42,10 +46,11 @@ def make_policy(
         name: one of `POLICIES`.
         seed: of its random numbers; deterministic policies ignore it.
         fairness: F of `CompletionTime.fairness`, a promise that only "exact" makes; None: none.
+        scarcity: of `CompletionTime.scarcity`, a charge that only "exact" makes; None: its own.
 
     Raises:
         ValueError: no policy has this name, and the message names the known ones; or it cannot
-            promise fairness.
+            promise fairness, or charge for scarcity.
 
     Example:
         >>> type(make_policy("pollux", seed=3)).__name__
@@ -55,11 +60,15 @@ def make_policy(
         close = difflib.get_close_matches(name.lower(), POLICIES, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
         raise ValueError(f"policy: {name!r} is not known; {hint}known are {', '.join(POLICIES)}")
-    if fairness is None:
+    said = {"fairness": fairness, "scarcity": scarcity}
+    chosen = {knob: value for knob, value in said.items() if value is not None}
+    if not chosen:
         return POLICIES[name](seed)
     if name != "exact":
+        knob, value = next(iter(chosen.items()))
+        what = {"fairness": "promise", "scarcity": "charge"}[knob]
         raise ValueError(
-            f"fairness: {fairness} is a promise of the policy exact, not of {name}; leave it out, "
-            "or take the policy exact"
+            f"{knob}: {value} is a {what} of the policy exact, not of {name}; leave it out, or "
+            "take the policy exact"
         )
-    return ExactPolicy(CompletionTime(fairness=fairness))
+    return ExactPolicy(CompletionTime(**chosen))

@@ -59,6 +59,8 @@ class Experiment:
     """How jobs of the traces fit their model to measured step times."""
     fairness: float | None = None
     """What the policy "exact" promises (`CompletionTime.fairness`); None: nothing."""
+    scarcity: float | None = None
+    """What it charges for scarce types of GPU (`CompletionTime.scarcity`); None: the usual."""
     _applications: dict[str, Application] = field(default_factory=dict, init=False, repr=False)
     _isolated: list[IsolatedTimes] = field(default_factory=list, init=False, repr=False)
 
@@ -102,8 +104,13 @@ class Experiment:
             SimulationError: the policy broke a rule, or some job never gets to run.
         """
         applications = self.applications(workload)
-        fairness = self.fairness if policy == "exact" else None
-        made = make_policy(policy, seed=self.seed, fairness=fairness)
+        own = policy == "exact"
+        made = make_policy(
+            policy,
+            seed=self.seed,
+            fairness=self.fairness if own else None,
+            scarcity=self.scarcity if own else None,
+        )
         known = Experience() if experience is None else experience
         nodes = dict(self.nodes)
         cluster = Cluster(workload.jobs, applications, nodes, made, self.options, known)

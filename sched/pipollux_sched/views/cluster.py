@@ -86,9 +86,18 @@ def serving_policy(store: Store) -> str:
 
 def serving_fairness(store: Store) -> float | None:
     """Return what the present or last policy promises (`CompletionTime.fairness`)."""
+    return _serving_number(store, "fairness")
+
+
+def serving_scarcity(store: Store) -> float | None:
+    """Return what the present or last policy charges (`CompletionTime.scarcity`)."""
+    return _serving_number(store, "scarcity")
+
+
+def _serving_number(store: Store, name: str) -> float | None:
     served = store.latest_events(1, types=["cluster"])
-    promised = served[-1].get("fairness") if served else None
-    return float(promised) if isinstance(promised, int | float) else None
+    found = served[-1].get(name) if served else None
+    return float(found) if isinstance(found, int | float) else None
 
 
 def serves_evenly(store: Store) -> bool:

@@ -12,6 +12,7 @@ import pytest
 
 from pipollux_perfmodel import SchedHints
 from pipollux_sched.allocator.job_infos import UNSTATED, count_fitting, linear_speedup
+from pipollux_sched.planning import dry_run
 from pipollux_sched.planning.plan import (
     PlanError,
     explain,
@@ -23,7 +24,8 @@ from pipollux_sched.planning.plan import (
     plan,
     replica_cap,
 )
-from pipollux_sched.policy import JobInfo, NodeInfo
+from pipollux_sched.policy import JobInfo, NodeInfo, Policy, make_policy
+from pipollux_sched.scheduler import Scheduler
 from pipollux_sched.spec.job import (
     ClusterSpec,
     JobSpec,
@@ -245,3 +247,23 @@ def test_what_is_left_and_what_fits() -> None:
     assert free == {"a": {"slots": 2, "cpus": 5}, "b": {"slots": 2}}
     assert count_fitting(jobs["x"].resources, free["a"]) == 1
     assert count_fitting(jobs["x"].resources, free["b"]) == 0
+
+
+def test_a_plan_promises_and_charges_what_the_scheduler_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = ClusterSpec(nodes=(NodeSpec(name="a", slots=1, kind="cpu"),))
+    policy = make_policy(fairness=1.25, scarcity=0.5)
+    with Scheduler(tmp_path / "state", cluster, policy) as scheduler:
+        asked: list[tuple[Any, ...]] = []
+
+        def made(name: str, **given: Any) -> Policy:
+            found = make_policy(name, **given)
+            knobs = (getattr(found, knob, None) for knob in ("fairness", "scarcity"))
+            asked.append((name, given["seed"], *knobs))
+            return found
+
+        monkeypatch.setattr(dry_run, "make_policy", made)
+        dry_run.live_plan(scheduler.store)
+        dry_run.live_plan(scheduler.store, "sia", 3)
+    assert asked == [("exact", 0, 1.25, 0.5), ("sia", 3, None, None)]

@@ -74,6 +74,11 @@ class ExactPolicy:
         """What its objective promises (`CompletionTime.fairness`); None: nothing."""
         return getattr(self._objective, "fairness", None)
 
+    @property
+    def scarcity(self) -> float | None:
+        """What its objective charges (`CompletionTime.scarcity`); None: nothing."""
+        return getattr(self._objective, "scarcity", None)
+
     allocate_job = staticmethod(place_arrival)
 
     def optimize(

@@ -5,8 +5,16 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import pytest
 
-from pipollux_sched.policy import CompletionTime, ExactPolicy, JobInfo, NodeInfo, ReplicaShape
+from pipollux_sched.policy import (
+    CompletionTime,
+    ExactPolicy,
+    JobInfo,
+    NodeInfo,
+    ReplicaShape,
+    make_policy,
+)
 from pipollux_sched.policy.exact.configurations import build_instance
 from pipollux_sched.policy.exact.objective import Held
 from pipollux_sched.policy.exact.promise import Promises
@@ -86,3 +94,14 @@ def test_charges_are_the_waiting_of_captive_jobs() -> None:
             assert np.isclose(
                 paying.moved(number, speedup, held), max(without - cost, LEAST_KEPT * without)
             )
+
+
+@pytest.mark.parametrize("scarcity", [-0.1, float("nan")])
+def test_a_charge_is_a_share_of_at_least_0(scarcity: float) -> None:
+    with pytest.raises(ValueError, match=r"scarcity: .* must be at least 0"):
+        make_policy(scarcity=scarcity)
+
+
+def test_other_policies_charge_nothing() -> None:
+    with pytest.raises(ValueError, match=r"scarcity: 0.0 is a charge of the policy exact, not of"):
+        make_policy("sia", scarcity=0.0)
