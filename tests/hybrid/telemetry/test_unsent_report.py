@@ -14,7 +14,8 @@ from pipollux_hybrid.telemetry.metrics import Metrics
 from pipollux_hybrid.telemetry.reporter import Reporter
 from pipollux_sched.controller.training_report import TrainingReport
 from tests.hybrid.replicas import free_port
-from tests.hybrid.telemetry.test_reporting import Supervisor, environment, tell
+
+from .reporting import Supervisor, environment, tell
 
 
 @pytest.fixture
