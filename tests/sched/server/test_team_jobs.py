@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,22 +34,6 @@ def ask(service: Service, *names: str, **fields: Any) -> httpx.Response:
 def submitted(service: Service) -> dict[str, int]:
     teams = service.admin.get("/teams").json()["teams"]
     return {team["name"]: team["submitted"] for team in teams}
-
-
-def test_requests_that_race_never_make_more_than_the_limit(service: Service) -> None:
-    """Ten clients ask at once; jobs count by the team that they name, or by their user's."""
-    limited = {"name": "vision", "max_submit_jobs": 7, "users": ["ana"]}
-    set_teams(service, limited, {"name": "text"})
-
-    def one(number: int) -> int:
-        owner = {"user": "ana"} if number % 2 else {"user": "ana", "team": "vision"}
-        return ask(service, f"j{number}a", f"j{number}b", **owner).status_code
-
-    with ThreadPoolExecutor(10) as clients:
-        answers = list(clients.map(one, range(10)))
-    assert sorted(answers) == [201] * 3 + [409] * 7
-    assert submitted(service) == {"text": 0, "vision": 6}
-    assert len(service.store.jobs()) == 6
 
 
 def test_a_team_with_all_the_jobs_it_may_have_is_refused_more(service: Service) -> None:
