@@ -11,6 +11,7 @@ import random
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -128,6 +129,7 @@ def check(plan: RunPlan, repository: Path) -> list[tuple[int, int]]:
 
 # Hypothesis itself would try what is much like what it has tried, and make a failure smaller, at
 # seconds a run.
+@pytest.mark.exhaustive
 @settings(examples(2, 12), phases=[Phase.explicit, Phase.generate])
 @given(seed=st.integers(0, 2**32 - 1))
 def test_every_run_takes_every_sample_once_and_its_replicas_are_equal(

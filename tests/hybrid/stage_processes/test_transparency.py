@@ -28,6 +28,7 @@ MODES = ("always", "except_last", "never")
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 AXES = MODES, (0, 1, 2), SCHEDULES
 CASES = [Case(*case) for case in pairs(*AXES)]
+FEW = [Case(*case) for case in zip(*AXES, strict=True)]
 ALL = [Case(*case) for case in itertools.product(*AXES)]
 
 
@@ -58,7 +59,7 @@ def test_one_replica(name: str, num_stages: int) -> None:
 
 
 def test_two_replicas() -> None:
-    check("mlp", 2, 2, CASES, adam=True)
+    check("mlp", 2, 2, FEW, adam=True)
 
 
 def test_stages_with_modes_of_their_own() -> None:

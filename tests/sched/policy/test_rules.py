@@ -50,9 +50,9 @@ def test_answers_are_feasible(policy: str, case: Case) -> None:
 @QUICK
 @given(case=cases())
 def test_the_order_of_jobs_and_nodes_does_not_matter(policy: str, case: Case) -> None:
-    first, again, other = ask(policy, case), ask(policy, case), ask(policy, mirrored(case))
-    assert first == again == other
-    assert stages(first) == stages(again) == stages(other)
+    first, other = ask(policy, case), ask(policy, mirrored(case))
+    assert first == other
+    assert stages(first) == stages(other)
 
 
 @every_policy

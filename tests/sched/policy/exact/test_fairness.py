@@ -76,10 +76,11 @@ def test_the_most_urgent_job_has_what_keeps_its_promise_if_that_can_be(
         shape = shape_of(case.jobs[name], held, case.nodes)
         return float(shape.speedup_fn(len(set(held)), len(held))) if held else 0.0
 
-    best = max(speedup(allocation[name]) for allocation in all_allocations(case))
     stayed = list(answer[name]) == list(case.base.get(name, ()))
     needed = found[0].stays if stayed else found[0].moved
-    assert speedup(answer[name]) >= min(needed, best) - 1e-9
+    if speedup(answer[name]) < needed - 1e-9:  # then no allocation gives it more
+        best = max(speedup(allocation[name]) for allocation in all_allocations(case))
+        assert speedup(answer[name]) >= best - 1e-9
 
 
 @given(
@@ -117,7 +118,7 @@ def test_a_standing_is_what_the_formulas_say() -> None:
     assert found["a"].comes_first
 
 
-def loop(fairness: float | None, widths: list[int], hours: float = 4.0) -> dict[str, float]:
+def loop(fairness: float | None, widths: list[int], hours: float = 2.5) -> dict[str, float]:
     """Return the greatest age / (start + progress / share) of jobs that never end, after 1 h."""
     nodes = {name: NodeInfo({"slots": 8}) for name in "ab"}
     jobs = {
