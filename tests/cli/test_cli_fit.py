@@ -42,12 +42,23 @@ def fit_to(path: Path, *args: str) -> dict[str, Any]:
     return content
 
 
-def test_exact_measurements_give_back_the_job(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def one_stage(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What is fitted to a job of one stage."""
+    return fit_to(measured(tmp_path_factory.mktemp("one"), lines(exact_rows(ONE_STAGE))))
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What is fitted to a job that ran in one stage and in two."""
     rows = [*exact_rows(ONE_STAGE), *exact_rows(TWO_STAGES)]
-    content = fit_to(measured(tmp_path, lines(rows)))
-    assert [one["num_stages"] for one in content["perf_params"]] == [1, 2]
+    return fit_to(measured(tmp_path_factory.mktemp("both"), lines(rows)))
+
+
+def test_exact_measurements_give_back_the_job(both: dict[str, Any]) -> None:
+    assert [one["num_stages"] for one in both["perf_params"]] == [1, 2]
     for truth in (ONE_STAGE, TWO_STAGES):
-        found = fitted(content, truth.num_stages)
+        found = fitted(both, truth.num_stages)
         assert found.forward_shares == pytest.approx(truth.forward_shares, rel=1e-6)
         ours, theirs = (GoodputFunction(one, (1.0, 1.0), 1) for one in (found, truth))
         # One batch size is measured, the other is not.
@@ -55,7 +66,7 @@ def test_exact_measurements_give_back_the_job(tmp_path: Path) -> None:
             assert ours.step_time(*shape).total == pytest.approx(
                 theirs.step_time(*shape).total, rel=0.02
             )
-    for one in content["fit"]["fits"]:
+    for one in both["fit"]["fits"]:
         assert {error["name"] for error in one["errors"]} == {
             "accumulation steps",
             "one replica",
@@ -66,11 +77,10 @@ def test_exact_measurements_give_back_the_job(tmp_path: Path) -> None:
         assert one["outliers"] == []
 
 
-def test_each_number_of_stages_is_fitted_by_itself(tmp_path: Path) -> None:
-    alone = fit_to(measured(tmp_path, lines(exact_rows(TWO_STAGES))))
-    mixed = lines([*exact_rows(TWO_STAGES), *exact_rows(ONE_STAGE)])
-    both = fit_to(measured(tmp_path, mixed))
-    assert fitted(alone, 2) == fitted(both, 2)
+def test_each_number_of_stages_is_fitted_by_itself(
+    one_stage: dict[str, Any], both: dict[str, Any]
+) -> None:
+    assert fitted(one_stage, 1) == fitted(both, 1)
 
 
 def test_the_file_is_what_is_printed_and_twice_the_same(tmp_path: Path, repository: Path) -> None:
@@ -142,20 +152,18 @@ def test_an_outlier_is_named_with_file_and_line(tmp_path: Path) -> None:
     assert "m.jsonl:8 " in pipollux("fit", "m.jsonl", cwd=tmp_path).stdout
 
 
-def test_duplicate_rows_are_fine(tmp_path: Path) -> None:
-    once = fit_to(measured(tmp_path, lines(exact_rows(ONE_STAGE))))
+def test_duplicate_rows_are_fine(tmp_path: Path, one_stage: dict[str, Any]) -> None:
     twice = fit_to(measured(tmp_path, 2 * lines(exact_rows(ONE_STAGE))))
-    assert twice["fit"]["num_rows"] == 2 * once["fit"]["num_rows"]
+    assert twice["fit"]["num_rows"] == 2 * one_stage["fit"]["num_rows"]
     # The seven numbers of times; the rest are tuples and switches.
-    assert fitted(twice, 1)[:7] == pytest.approx(fitted(once, 1)[:7], rel=1e-3, abs=1e-6)
+    assert fitted(twice, 1)[:7] == pytest.approx(fitted(one_stage, 1)[:7], rel=1e-3, abs=1e-6)
 
 
-def test_standard_input_will_do(tmp_path: Path) -> None:
+def test_standard_input_will_do(one_stage: dict[str, Any]) -> None:
     done = pipollux("fit", "-", "--output", "json", stdin=lines(exact_rows(ONE_STAGE)))
     assert done.returncode == 0, done.stderr
-    from_file = fit_to(measured(tmp_path, lines(exact_rows(ONE_STAGE))))
     content = json.loads(done.stdout)
-    assert content["perf_params"] == from_file["perf_params"]
+    assert content["perf_params"] == one_stage["perf_params"]
     assert content["fit"]["source"] == "<stdin>"
 
 
@@ -209,7 +217,9 @@ def test_all_that_is_wrong_with_one_row_is_said(tmp_path: Path) -> None:
     assert len(complaints(pipollux("fit", path))) == 3
 
 
-def test_bad_rows_are_skipped_when_asked_and_named_all_the_same(tmp_path: Path) -> None:
+def test_bad_rows_are_skipped_when_asked_and_named_all_the_same(
+    tmp_path: Path, one_stage: dict[str, Any]
+) -> None:
     good = lines(exact_rows(ONE_STAGE)).splitlines()
     mixed = [*good[:3], *list(BAD)[:4], *good[3:]]
     measured(tmp_path, "\n".join(mixed))
@@ -220,10 +230,7 @@ def test_bad_rows_are_skipped_when_asked_and_named_all_the_same(tmp_path: Path) 
     content = json.loads(done.stdout)
     assert content["fit"]["num_skipped"] == 4
     assert content["fit"]["num_rows"] == len(good)
-    measured(tmp_path, "\n".join(good))
-    assert fit_to(tmp_path / "m.jsonl")["perf_params"] == content["perf_params"]
-
-    measured(tmp_path, "\n".join(mixed))
+    assert one_stage["perf_params"] == content["perf_params"]
     table = pipollux("fit", "m.jsonl", "--skip-bad-rows", cwd=tmp_path).stdout
     (last,) = [line for line in table.splitlines() if line.startswith("│ m.jsonl ")]
     assert [cell.strip() for cell in last.split("│")[2:5]] == [str(len(good)), "0", "4"]

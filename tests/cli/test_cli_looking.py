@@ -234,6 +234,8 @@ def test_events_of_so_long_ago(
         (["suspend", "grown"], 1, "no scheduler serves"),
         (["resume"], 2, "NAME"),
         (["rerun", "gone"], 1, "no scheduler serves"),
+        (["update", "gone"], 2, "say which team with --team NAME"),
+        (["update", "gone", "--team", "text"], 1, "no scheduler serves"),
         (["delete", "gone", "--yes"], 1, "no scheduler serves"),
         (["delete", "gone"], 2, "nobody to ask: give --yes"),
         (["delete", "gone", "--output", "json"], 2, "nobody to ask: give --yes"),
