@@ -67,6 +67,8 @@ class Connection:
         self._lines = _header_lines(base) + f"Authorization: Bearer {token}\r\n".encode()
         self._open: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._used = 0.0
+        self.later: float | None = None
+        """Seconds after which the scheduler wants to be asked again; None: it did not say."""
 
     async def send(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
         """Send a request; return its status and the body of the answer.
@@ -76,6 +78,7 @@ class Connection:
         """
         length = b"Content-Length: %d\r\n\r\n" % len(body)
         head = f"{method} {path} HTTP/1.1\r\n".encode() + self._lines + length
+        self.later = None
         async with asyncio.timeout(REQUEST_TIMEOUT), self._connected() as (reader, writer):
             writer.write(head + body)
             answer = await reader.readuntil(b"\r\n\r\n")
@@ -84,6 +87,8 @@ class Connection:
             for line in answer.split(b"\r\n")[1:]:
                 if line[:15].lower() == b"content-length:":
                     size = int(line[15:])
+                elif line[:12].lower() == b"retry-after:":
+                    self.later = float(line[12:])
             return status, await reader.readexactly(size)
 
     @asynccontextmanager
@@ -175,6 +180,9 @@ class Load:
             await asyncio.sleep(max(due - time.monotonic(), 0.0))
             answer = await self._send_heartbeat(connection, job, replica, due)
             now = time.monotonic()
+            if connection.later is not None:
+                due = now + min(connection.later, interval)
+                continue
             if answer is None:
                 due, backoff = now + min(backoff, interval), min(2 * backoff, interval)
                 continue
@@ -207,10 +215,10 @@ class Load:
             await asyncio.sleep(max(due - time.monotonic(), 0.0))
             points += [self._point(step) for step in _steps(last, due, step_time)]
             points, last = points[-MAX_POINTS:], due
-            accepted = True
+            accepted, connection.later = True, None
             if due >= next_hints:
-                next_hints += hints_interval
                 accepted = await self._send_hints(connection, job, 0, due) is not None
+                next_hints += hints_interval if accepted else 0.0
             if points and accepted and due >= next_report:
                 gap = pace / POINTS_PER_SECOND if pace > REPORT_INTERVAL else 0.0
                 sent = points[:: -max(round(gap / step_time), 1)][::-1]
@@ -220,6 +228,9 @@ class Load:
                     points, pace = [], max(answer.get("again", 0.0), REPORT_INTERVAL)
                     next_report = time.monotonic() + pace - REPORT_INTERVAL
             now = time.monotonic()
+            if connection.later is not None:
+                due = now + max(connection.later, REPORT_INTERVAL)
+                continue
             due = now + (REPORT_INTERVAL if accepted else backoff)
             backoff = REPORT_INTERVAL if accepted else min(2 * backoff, MAX_BACKOFF)
         connection.close()

@@ -338,7 +338,8 @@ class Scheduler:
         killed = self.state_dir.read_server()  # its jobs still report where it listened
         preferred = killed.port if killed else 0
         at = self._address
-        self._server = HttpServer(app, at.host, at.port, preferred, tls=at.tls)
+        tick = self.control.listening.tick
+        self._server = HttpServer(app, at.host, at.port, preferred, tls=at.tls, tick=tick)
         resources.callback(self._server.stop)
         resources.callback(end_waiting, app)
         self._server.start()

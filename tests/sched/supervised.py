@@ -95,7 +95,7 @@ class Service:
             limits=limits,
             **options,
         )
-        self.server = HttpServer(self.app, host, 0)
+        self.server = HttpServer(self.app, host, 0, tick=self.control.listening.tick)
         self.server.start()
         self._clients: list[httpx.Client] = []
         self.admin = self.client(ADMIN)

@@ -2,8 +2,9 @@
 
 Every replica has a thread of its own for this (rank 0 has the `Reporter` besides). Requests have a
 timeout. When the scheduler is away the thread tries again after 1 s, 2 s, 4 s, … but never more
-seldom than the interval, so that the next scheduler hears of the replica soon. The last one says
-that the script has ended: from then on its silence is no loss, however long other replicas go on.
+seldom than the interval, so that the next scheduler hears of the replica soon. One that has too
+much to do says when to try again. The last heartbeat says that the script has ended: from then on
+its silence is no loss, however long other replicas go on.
 
 A replica that was cut off may live on when the scheduler has long started others in its place. It
 learns so from the answer to its next heartbeat, and ends at once, before it writes to the
@@ -141,6 +142,8 @@ class Heartbeat:
 
     def _beat(self, client: httpx.Client) -> float | None:
         """Send a heartbeat; return the seconds until the next one, None if nobody takes them."""
+        from .supervisor_client import retry_after
+
         interval = self._env.heartbeat_interval
         try:
             response = client.post(self._url, json=self._body())
@@ -150,6 +153,9 @@ class Heartbeat:
             if response.status_code == OVER and not self._stop.is_set():
                 self._end(response.text)
                 return None
+            later = retry_after(response)
+            if later is not None:  # no fault: it has more to do than it can at the moment
+                return min(later, interval)
             response.raise_for_status()
             answered = self._hand_on(response)
         except Exception as error:  # whatever it is, the next one is sent

@@ -9,7 +9,10 @@ import httpx
 
 from .env import JobEnvironment
 
-__all__ = ["supervisor_client"]
+__all__ = ["retry_after", "supervisor_client"]
+
+LATER = (429, 503)
+"""Statuses with which a scheduler says that it has too much to do."""
 
 
 def supervisor_client(env: JobEnvironment, **options: Any) -> httpx.Client:
@@ -28,3 +31,16 @@ def supervisor_client(env: JobEnvironment, **options: Any) -> httpx.Client:
         trust_env=False,  # loopback and cluster addresses are not for proxies
         **options,
     )
+
+
+def retry_after(response: httpx.Response) -> float | None:
+    """Return after how many seconds a scheduler that has too much to do wants to be asked again.
+
+    None: it has answered, or refused for another reason, or does not say.
+    """
+    if response.status_code not in LATER:
+        return None
+    try:
+        return max(float(response.headers["Retry-After"]), 0.0)
+    except (KeyError, ValueError):  # a proxy may name a date
+        return None

@@ -4,7 +4,8 @@ On rank 0 a thread has the performance model fitted every hints interval (30 s b
 hints and, about once a second, the latest points of progress; a scheduler of many jobs asks for
 them less often, and gets fewer. It also hands points to the progress bar and to TensorBoard.
 Requests have a timeout; when the scheduler is away the thread backs off, keeps a bounded number of
-points and the latest hints, and training goes on.
+points and the latest hints, and training goes on. One that has too much to do says when to come
+again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from pipollux_hybrid.job.context import JobContext
-from pipollux_hybrid.job.supervisor_client import supervisor_client
+from pipollux_hybrid.job.supervisor_client import retry_after, supervisor_client
 from pipollux_perfmodel import StageEvent
 
 from . import unsent_report
@@ -299,6 +300,10 @@ class Reporter:
             return True
         try:
             response = client.request(method, f"{self._url}/{what}", json=body, params=query)
+            later = retry_after(response)
+            if later is not None:  # no fault: it has more to do than it can at the moment
+                self._retry_at = time.monotonic() + min(later, MAX_BACKOFF)
+                return False
             response.raise_for_status()
         except httpx.HTTPStatusError as error:
             if error.response.status_code in REFUSED:

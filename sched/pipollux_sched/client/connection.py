@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -67,6 +68,7 @@ class Connection:
         # Requests to the loopback interface bypass any proxy.
         trust_env = not is_loopback(self.url)
         headers = {"Authorization": f"Bearer {token}"}
+        self._patience = timeout
         self._client = httpx.Client(
             base_url=self.url,
             headers=headers,
@@ -98,16 +100,21 @@ class Connection:
             yield from response.iter_lines()
 
     def request(self, method: str, path: str, **content: Any) -> httpx.Response:
-        """Send a request; return the answer.
+        """Send a request; return the answer. While the scheduler has too much to do, wait for it.
 
         Raises:
             ClientError: nothing answers, or the request was refused.
         """
-        with self._answers():
-            response = self._client.request(method, path, **content)
-        if not response.is_success:
-            raise self._refused(response)
-        return response
+        deadline = time.monotonic() + self._patience
+        while True:
+            with self._answers():
+                response = self._client.request(method, path, **content)
+            if response.is_success:
+                return response
+            pause = _pause(response)
+            if pause is None or time.monotonic() + pause > deadline:
+                raise self._refused(response)
+            time.sleep(pause)
 
     @contextmanager
     def _answers(self) -> Iterator[None]:
@@ -199,6 +206,16 @@ def is_loopback(url: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _pause(response: httpx.Response) -> float | None:
+    """Return the seconds after which a busy scheduler wants to be asked again; None: it is not."""
+    if response.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+        return None
+    try:
+        return max(float(response.headers["Retry-After"]), 0.0)
+    except (KeyError, ValueError):  # it is being stopped, or a proxy names a date
+        return None
 
 
 def _trusting(ca_file: Path) -> ssl.SSLContext:

@@ -44,6 +44,7 @@ from .admission import admitted, check_team
 from .deletion import DeletedJob, JobDeletion
 from .executor import Executor
 from .heartbeats import Heartbeats
+from .listening_clock import ListeningClock
 from .live_board import LiveBoard, LiveWord, ReplicaAnswer
 
 _LOG = logging.getLogger(__name__)
@@ -65,7 +66,6 @@ class Control:
         stopping: returns whether the scheduler is stopping.
         state_dir: state directory of the scheduler, in which jobs must not checkpoint.
         deletion: deletes jobs.
-        heartbeats: last heartbeat of each replica; None: an empty record.
     """
 
     def __init__(
@@ -79,7 +79,6 @@ class Control:
         stopping: Callable[[], bool],
         state_dir: Path,
         deletion: JobDeletion,
-        heartbeats: Heartbeats | None = None,
     ) -> None:
         self._store = store
         self._executor = executor
@@ -89,7 +88,9 @@ class Control:
         self._stopping = stopping
         self._state_dir = state_dir
         self._deletion = deletion
-        self.heartbeats = heartbeats or Heartbeats()
+        self.listening = ListeningClock()
+        """Ticks while requests are answered."""
+        self.heartbeats = Heartbeats(self.listening)
         """When replicas were last heard of."""
         self._board = LiveBoard()
 

@@ -1,8 +1,9 @@
 """The last heartbeat of each replica.
 
-What is lost is decided here, in memory, on the monotonic clock: a scheduler that has just started
-has received no heartbeat, and must not treat its own absence as the silence of replicas. The store
-keeps a copy (`Heartbeats.take_changed`), from which the next scheduler knows whom to expect.
+What is lost is decided here, in memory, on a clock that runs while the scheduler listens: it must
+not treat its own absence as the silence of replicas, whether it has just started or was too busy.
+The store keeps a copy (`Heartbeats.take_changed`), from which the next scheduler knows whom to
+expect.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from .dependencies import NeedsRole, Services
 from .errors import answer_errors
 from .host_check import HostCheck
 from .limits import Limits
+from .overload import Overload
 from .prometheus import RefusedCounter
 from .request_bodies import BODY_LIMIT, BodyLimit
 from .routes import events, job_side, jobs, nodes, overview, service, teams, tokens
@@ -74,9 +75,9 @@ def create_app(
         docs_url=None,
         redoc_url=None,
     )
-    app.state.services = Services(
-        store, control, state_dir, admin_token, metrics, limits or Limits()
-    )
+    limits = limits or Limits()
+    app.state.services = Services(store, control, state_dir, admin_token, metrics, limits)
+    app.add_middleware(Overload, limits=limits)
     app.add_middleware(BodyLimit, limit=BODY_LIMIT)
     app.add_middleware(HostCheck, hosts=hosts)
     app.add_middleware(RefusedCounter, metrics=metrics)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import select
 import time
 from typing import Any, cast
 
@@ -19,10 +20,14 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from .overload import GONE
+
 HEAD_TIMEOUT = 10.0
 """Seconds that the head of a request may take, from the connection or its first byte on."""
 MOST_CONNECTIONS = 4096
 """Connections at once, where the process may have twice as many descriptors."""
+_CLOSED = getattr(select, "POLLRDHUP", 0)
+"""What `poll` waits for besides errors: Linux tells that the other end sends no more."""
 QUIET = 60.0
 """Seconds between two log lines about the same."""
 
@@ -119,6 +124,7 @@ class BoundedProtocol(H11Protocol):
         super().__init__(*args, **kwargs)
         self._since = time.monotonic()
         self._answered = False
+        self.app_state = {**self.app_state, GONE: self._is_gone}
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # narrower than the base class's
@@ -142,6 +148,7 @@ class BoundedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
+        self.app_state = {}  # so that nothing here refers to itself, and is freed at once
         self._expect_nothing()
         super().connection_lost(exc)
 
@@ -154,6 +161,15 @@ class BoundedProtocol(H11Protocol):
     def _unheard(self) -> bool:
         """Whether the client has yet to send a request, or the rest of one."""
         return self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+
+    def _is_gone(self) -> bool:
+        """Tell whether the client has closed the connection, which may not have been read yet."""
+        number = self.transport.get_extra_info("socket").fileno()
+        if number < 0 or self.transport.is_closing():
+            return True
+        ends = select.poll()
+        ends.register(number, _CLOSED)
+        return bool(ends.poll(0))
 
     def _expect_head(self) -> None:
         if self._deadline is None:  # data that trickles in does not extend the time

@@ -7,12 +7,14 @@ import errno
 import logging
 import socket
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from pipollux_sched.controller.listening_clock import TICK
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.utils.vital_thread import VitalThread
 
@@ -40,6 +42,7 @@ class HttpServer:
         tls: certificate to show; None: plain HTTP.
         most: limit on concurrent connections; None: derived from the process's descriptors.
         head_timeout: seconds that the head of a request may take.
+        tick: called every second by the thread that answers requests; later where that is behind.
 
     Raises:
         HttpServerError: the address cannot be listened on.
@@ -56,6 +59,7 @@ class HttpServer:
         tls: Tls | None = None,
         most: int | None = None,
         head_timeout: float = HEAD_TIMEOUT,
+        tick: Callable[[], object] = lambda: None,
     ) -> None:
         if tls is not None:
             tls.check()
@@ -74,7 +78,7 @@ class HttpServer:
             ssl_certfile=None if tls is None else tls.certificate,
             ssl_keyfile=None if tls is None else tls.key,
         )
-        self._server = _Server(config)
+        self._server = _Server(config, tick)
         self._repeats = Repeats()
         self.thread = VitalThread("http", self._run)
         """Runs for as long as requests are answered."""
@@ -122,6 +126,10 @@ class HttpServer:
 class _Server(uvicorn.Server):
     config: BoundedConfig
 
+    def __init__(self, config: BoundedConfig, tick: Callable[[], object]) -> None:
+        super().__init__(config)
+        self._tick = tick
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start serving; log failures to accept a connection without a traceback each."""
         loop = asyncio.get_running_loop()
@@ -131,9 +139,14 @@ class _Server(uvicorn.Server):
             limit = {"ssl_handshake_timeout": self.config.head_timeout}
             loop.create_server = partial(loop.create_server, **limit)  # type: ignore[method-assign]  # uvicorn has no setting for it
         await super().startup(sockets)
+        self._beat(loop)
         # asyncio uses the number accepted at a turn as the length of the kernel's queue too.
         for listener in sockets or ():
             listener.listen(QUEUED)
+
+    def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._tick()
+        loop.call_later(TICK, self._beat, loop)
 
     def _note_failure(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         if str(context.get("message", "")).startswith("socket.accept()"):

@@ -37,12 +37,18 @@ class Limits:
     waiting: int = 256
     """Requests that wait for replicas, of all jobs together."""
     waiting_per_job: int = 64
-    computing: int = 4
+    computing: int = 3
     """Plans and reports computed at once."""
     computing_per_user: int = 2
     listeners: int = 32
     """Streams of events."""
     listeners_per_user: int = 8
+    reporting: int = 128
+    """Reports and hints under way at once: about a second's worth, and senders wait for five."""
+    reading: int = 32
+    """Users' requests under way at once; more are refused."""
+    pages: int = 4
+    """Users' requests computed at once; others wait for that."""
     keep_alive: float = 15.0
     """Seconds of silence after which a stream sends a comment."""
 

@@ -1,0 +1,153 @@
+"""Refusal, at next to no cost, of what cannot be answered in time.
+
+A request that waits longer than its sender does is computed for nobody, and makes all behind it
+late too, until nothing is answered in time. So a limited number of each kind is under way at once.
+More are refused before their token is read, with the moment to come again. Heartbeats are never
+refused: they cost no more than a refusal, and their absence would end jobs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from enum import StrEnum
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .errors import refusal
+from .limits import Limits
+from .report_pace import RATE
+
+__all__ = ["GONE", "Kind", "Overload", "Turns", "kind_of"]
+
+GONE = "pipollux_gone"
+"""Entry of a scope's `state`: tells whether the sender has closed its connection."""
+LATEST_TURN = 60.0
+"""Seconds after which a refused sender comes again at the latest."""
+PAGE_PAUSE = 2
+"""Seconds after which one comes again whose page was refused."""
+
+
+class Kind(StrEnum):
+    """Kinds of requests, which do not crowd each other out."""
+
+    VITAL = "vital"
+    """What jobs cannot do without. Cheap, or limited elsewhere; never refused here."""
+    REPORT = "report"
+    """Hints and reports of progress, which jobs send again."""
+    PAGE = "page"
+    """What users ask."""
+
+
+_JOBS_OWN = {
+    "heartbeats": Kind.VITAL,
+    "stops": Kind.VITAL,
+    "replicas": Kind.VITAL,
+    "inheritance": Kind.VITAL,
+    "reports": Kind.REPORT,
+    "hints": Kind.REPORT,
+}
+_OPEN_LONG = ("/healthz", "/events/stream")
+"""What must always be answered, and what takes a place for hours (`Limits.listeners`)."""
+
+
+def kind_of(path: str) -> Kind:
+    """Return the kind of a request, by its path.
+
+    Example:
+        >>> kind_of("/jobs/char-lm/heartbeats"), kind_of("/overview")
+        (<Kind.VITAL: 'vital'>, <Kind.PAGE: 'page'>)
+    """
+    if path.startswith("/jobs/"):
+        return _JOBS_OWN.get(path.rpartition("/")[2], Kind.PAGE)
+    return Kind.VITAL if path in _OPEN_LONG else Kind.PAGE
+
+
+class Turns:
+    """Hands out moments to come again, so that those refused together do not come together.
+
+    Belongs to one thread.
+
+    Example:
+        >>> turns = Turns(2.0, clock=lambda: 0.0)
+        >>> [turns.next() for _ in range(5)]
+        [1, 1, 2, 2, 3]
+
+    Args:
+        rate: turns a second.
+        clock: returns the time in seconds; must be monotonic.
+    """
+
+    def __init__(self, rate: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._gap, self._clock = 1.0 / rate, clock
+        self._last = 0.0
+
+    def next(self) -> int:
+        """Return the seconds until the next turn that nobody was given yet."""
+        now = self._clock()
+        self._last = min(max(self._last, now) + self._gap, now + LATEST_TURN)
+        return max(math.ceil(self._last - now), 1)
+
+
+class Overload:
+    """ASGI middleware: answers 503 to what is too much at once, and to what nobody waits for.
+
+    Args:
+        app: the application.
+        limits: how many requests of a kind may be under way.
+    """
+
+    def __init__(self, app: ASGIApp, limits: Limits) -> None:
+        self._app = app
+        self._most = {Kind.REPORT: limits.reporting, Kind.PAGE: limits.reading}
+        self._under_way = dict.fromkeys(Kind, 0)
+        self._turns = Turns(RATE)
+        self._computing = asyncio.Semaphore(limits.pages)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        kind = kind_of(scope["path"]) if scope["type"] == "http" else Kind.VITAL
+        if kind is Kind.VITAL:
+            # One whose sender has gone is a sign of life all the same.
+            await self._app(scope, receive, send)
+        elif self._under_way[kind] >= self._most[kind] or _is_gone(scope):
+            await self._refuse(kind)(scope, receive, send)
+        else:
+            self._under_way[kind] += 1
+            try:
+                await (self._page if kind is Kind.PAGE else self._app)(scope, receive, send)
+            finally:
+                self._under_way[kind] -= 1
+
+    async def _page(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a user once few others are being answered: each computes in a thread of its own,
+        and all threads have one interpreter with what answers the jobs.
+        """
+        await self._computing.acquire()
+        holds = True
+
+        async def send_and_leave(message: Message) -> None:
+            nonlocal holds
+            if holds:  # what is sent is computed, however slowly it is read
+                holds = False
+                self._computing.release()
+            await send(message)
+
+        try:
+            page = self._refuse(Kind.PAGE) if _is_gone(scope) else self._app
+            await page(scope, receive, send_and_leave)
+        finally:
+            if holds:
+                self._computing.release()
+
+    def _refuse(self, kind: Kind) -> ASGIApp:
+        seconds = PAGE_PAUSE if kind is Kind.PAGE else self._turns.next()
+        sentence = f"the scheduler has too much to do at the moment; ask again after {seconds} s"
+        return refusal(503, sentence, {"Retry-After": str(seconds)})
+
+
+def _is_gone(scope: Scope) -> bool:
+    gone: Callable[[], bool] | None = scope.get("state", {}).get(GONE)
+    return gone is not None and gone()
