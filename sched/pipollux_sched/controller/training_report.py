@@ -88,7 +88,7 @@ class TrainingReport(_Wire):
 
     def stored_points(self) -> list[Point]:
         """Return the points as the store keeps them."""
-        return [Point(**point.model_dump(), num_epochs=self.num_epochs) for point in self.points]
+        return [Point(**point.__dict__, num_epochs=self.num_epochs) for point in self.points]
 
     def stored_timeline(self) -> Timeline | None:
         """Return the timeline as the store keeps it."""

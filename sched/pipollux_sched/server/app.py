@@ -20,6 +20,7 @@ from .prometheus import RefusedCounter
 from .request_bodies import BODY_LIMIT, BodyLimit
 from .routes import events, job_side, jobs, nodes, overview, service, teams, tokens
 from .schemas import refusals
+from .short_way import ShortWay
 from .swagger_page import add_docs
 from .web_page import add_pages
 
@@ -77,6 +78,7 @@ def create_app(
     )
     limits = limits or Limits()
     app.state.services = Services(store, control, state_dir, admin_token, metrics, limits)
+    app.router.routes.append(ShortWay(app.state.services))
     app.add_middleware(Overload, limits=limits)
     app.add_middleware(BodyLimit, limit=BODY_LIMIT)
     app.add_middleware(HostCheck, hosts=hosts)

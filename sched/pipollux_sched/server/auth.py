@@ -83,9 +83,17 @@ class Auth:
         # Without the admin's token, the answer must not reveal which jobs exist.
         if job is None or credentials is None or not equal(credentials.credentials, job.token):
             raise self._refused(request, f"this needs the token of job {name!r}")
-        live = job.state.live
-        times = max((len(live.replicas) + len(live.newcomers)) / REPLICAS_OF_A_RATE, 1.0)
-        self._jobs.check(name, f"job {name!r}", times)
+        self._jobs.check(name, f"job {name!r}", _share(job))
+
+    def admits_at_once(self, name: str, token: str) -> bool:
+        """Tell whether a token is the job's and its rate allows one more request.
+
+        False: `admit_job` has to say, as this asks neither the store nor for other tokens.
+        """
+        job = self._store.present.get(name)
+        if job is None or not equal(token, job.token):
+            return False
+        return self._jobs.take(name, 1.0 / _share(job)) == 0.0
 
     def _find(self, name: str) -> JobRecord | None:
         try:
@@ -109,6 +117,12 @@ class Auth:
             return TooManyRequestsError(who, self._wrong.rate, seconds)
         detail = f"{what}, as in the header 'Authorization: Bearer TOKEN'"
         return HTTPException(401, detail, headers={"WWW-Authenticate": "Bearer"})
+
+
+def _share(job: JobRecord) -> float:
+    """Return how many times the rate of a job this one is allowed."""
+    live = job.state.live
+    return max((len(live.replicas) + len(live.newcomers)) / REPLICAS_OF_A_RATE, 1.0)
 
 
 def equal(given: str, wanted: str) -> bool:

@@ -17,6 +17,8 @@ from .errors import refusal
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 """What a machine calls itself."""
+MOST_ADMITTED = 64
+"""Headers that are remembered: names with a wildcard have no end."""
 
 
 class HostCheck:
@@ -32,14 +34,22 @@ class HostCheck:
         self._app = app
         # In the header an IPv6 address is in brackets.
         self._hosts = [f"[{h.strip('[]')}]" if ":" in h else h for h in (*LOOPBACK, *hosts)]
+        self._admitted: set[bytes] = set()
+        """Headers that were admitted, so that each is looked at once."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
+        named = [value for key, value in scope.get("headers", ()) if key == b"host"]
+        if len(named) == 1 and named[0] in self._admitted:
+            await self._app(scope, receive, send)
+            return
         admitted = False
 
         async def serve(scope: Scope, receive: Receive, send: Send) -> None:
             nonlocal admitted
             admitted = True
+            if len(named) == 1 and len(self._admitted) < MOST_ADMITTED:
+                self._admitted.add(named[0])
             await self._app(scope, receive, send)
 
         async def send_if_admitted(message: Message) -> None:

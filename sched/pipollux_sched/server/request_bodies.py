@@ -25,7 +25,7 @@ MAX_DEPTH = 32
 """Objects and arrays within one another; hints have five."""
 LARGE = 2**16
 """Bytes from which a body is read in another thread, so that others are answered meanwhile."""
-_UNSTORABLE = ("\\u0000", "\\ud")
+UNSTORABLE = ("\\u0000", "\\ud")
 """Escapes that may stand for what no database keeps: NUL, and halves of surrogate pairs."""
 
 
@@ -111,12 +111,17 @@ class JsonRequest(Request):
         """
         body = await self.body()
         try:
-            return await run_in_threadpool(_parse, body) if len(body) > LARGE else _parse(body)
+            return await run_in_threadpool(parse, body) if len(body) > LARGE else parse(body)
         except HTTPException as refused:
             return refused
 
 
-def _parse(body: bytes) -> dict[str, Any]:
+def parse(body: bytes) -> dict[str, Any]:
+    """Return the JSON object of a body.
+
+    Raises:
+        HTTPException: it is none, is too deep, or cannot be stored.
+    """
     try:
         text = body.decode()  # `json` would accept bytes that are not UTF-8
         value = json.loads(text)
@@ -129,7 +134,8 @@ def _parse(body: bytes) -> dict[str, Any]:
             422, f"the body is a JSON {type(value).__name__}; send an object, {{…}}"
         )
     _check_depth(value)
-    if any(escape in text.lower() for escape in _UNSTORABLE):
+    lower = text.lower()
+    if any(escape in lower for escape in UNSTORABLE):
         _check_text(value)
     return value
 

@@ -30,6 +30,8 @@ MOST = {
 }
 """Largest magnitude of each of these keys; a network's time grows with some power of the replicas,
 and a large power of them is more seconds than a float can say."""
+_HAS_LIMITS = {name.rpartition(".")[0] for name in MOST} - {""}
+"""Keys of objects in which a key has a limit of its own."""
 MOST_GRADIENT = 1e60
 """Largest squared norm and variance of a gradient, which may explode and still be reported."""
 MOST_NUMBER = 1e18
@@ -66,12 +68,11 @@ HintsField = Annotated[SchedHints, BeforeValidator(_read)]
 def _check(key: str, value: Any, most: float) -> None:
     """Refuse numbers larger than `most` or the limit of their key; depth is bounded."""
     most = MOST.get(key, most)
-    if isinstance(value, dict):
-        for name, child in value.items():
-            _check(f"{key}.{name}", child, most)
-    elif isinstance(value, list):
-        for index, child in enumerate(value):
-            _check(f"{key}.{index}", child, most)
+    if isinstance(value, dict | list):
+        for name, child in value.items() if isinstance(value, dict) else enumerate(value):
+            # Hints have hundreds of numbers, and a name for each takes longer than a look at it.
+            if type(child) not in (int, float) or abs(child) > most or key in _HAS_LIMITS:
+                _check(f"{key}.{name}", child, most)
     elif isinstance(value, int | float) and abs(value) > most:
         text = str(value) if isinstance(value, float) or abs(value) < 2**63 else "far too large"
         raise HintsError(f"hints: {key:.100} is {text}; at most {most} is allowed")

@@ -70,7 +70,7 @@ def keep(
             present[each.job] = job._replace(trains=True)
         outcomes.append(first)
         events += _events(each, now)
-        points += ({"job": each.job, **asdict(point)} for point in each.points)
+        points += ({"job": each.job, **point.__dict__} for point in each.points)
     if not events:
         return outcomes
     session.flush()  # what a first step led to comes before its points

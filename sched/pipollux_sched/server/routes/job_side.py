@@ -28,8 +28,11 @@ from pipollux_sched.store.replicas import check_replica
 MAX_WAIT = 60.0
 """Seconds that a request for replicas waits at most."""
 
+MOST_GENERATIONS = 2**62
+
 _Generation = Annotated[
-    int, Query(ge=1, le=2**62, description="The generation that asks: PIPOLLUX_GENERATION.")
+    int,
+    Query(ge=1, le=MOST_GENERATIONS, description="The generation that asks: PIPOLLUX_GENERATION."),
 ]
 _Wait = Annotated[
     float,
