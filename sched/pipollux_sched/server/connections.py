@@ -1,10 +1,10 @@
 """Limits on connections that uvicorn lacks: their number, and the time for a request's head.
 
-uvicorn 0.54 limits idle time between requests, the size of a request's head and how many requests
-are answered at once, but neither the number of connections nor the time that a head takes. A client
-that opens sockets and sends half a head on each can hold every descriptor of the process for good.
-`BoundedProtocol` is uvicorn's own protocol with these two limits; uvicorn receives it through its
-option `http`.
+uvicorn 0.54 limits idle time between requests and how many are answered at once, but neither the
+number of connections, nor the time that a request's head takes, nor, with its faster parser, the
+size of that head. A client that opens sockets and sends half a head on each can hold every
+descriptor of the process for good. `BoundedProtocol` is uvicorn's own protocol with these limits;
+uvicorn receives it through its option `http`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ import select
 import time
 from typing import Any, cast
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from .overload import GONE
 
 HEAD_TIMEOUT = 10.0
 """Seconds that the head of a request may take, from the connection or its first byte on."""
+MOST_HEAD = 2**16
+"""Bytes of a request's head at most."""
 MOST_CONNECTIONS = 4096
 """Connections at once, where the process may have twice as many descriptors."""
 _CLOSED = getattr(select, "POLLRDHUP", 0)
@@ -111,7 +112,7 @@ class BoundedConfig(uvicorn.Config):
         )
 
 
-class BoundedProtocol(H11Protocol):
+class BoundedProtocol(HttpToolsProtocol):
     """One connection. At the limit, the oldest without a complete request is evicted.
 
     So a new one is always accepted, and a client that sends its request at once is answered
@@ -126,6 +127,7 @@ class BoundedProtocol(H11Protocol):
         self._answered = False
         self.app_state = {**self.app_state, GONE: self._is_gone}
         self._deadline: asyncio.TimerHandle | None = None
+        self._head_size = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # narrower than the base class's
         """Accept the connection; another may be evicted for it."""
@@ -136,10 +138,15 @@ class BoundedProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """Receive data; a head that has begun must be complete in time."""
         super().data_received(data)
-        if self._waits:
-            self._expect_head()
-        else:
+        if not self._waits:
+            self._head_size = 0
             self._expect_nothing()
+            return
+        self._head_size += len(data)
+        if self._head_size > MOST_HEAD:
+            self._give_up()
+        else:
+            self._expect_head()
 
     def on_response_complete(self) -> None:
         """Record that the client sends complete requests."""
@@ -155,12 +162,12 @@ class BoundedProtocol(H11Protocol):
     @property
     def _waits(self) -> bool:
         """Whether the client has yet to send the head of its next request."""
-        return self.conn.their_state is h11.IDLE
+        return self.cycle is None or self.cycle.response_complete
 
     @property
     def _unheard(self) -> bool:
         """Whether the client has yet to send a request, or the rest of one."""
-        return self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+        return self._waits or self.cycle.more_body
 
     def _is_gone(self) -> bool:
         """Tell whether the client has closed the connection, which may not have been read yet."""
@@ -181,7 +188,7 @@ class BoundedProtocol(H11Protocol):
             self._deadline = None
 
     def _give_up(self) -> None:
-        self._deadline = None
+        self._expect_nothing()
         self.transport.abort()
 
     def _make_room(self) -> None:

@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from pipollux_sched.server.connections import Repeats
+from pipollux_sched.server.connections import MOST_HEAD, Repeats
 from pipollux_sched.server.http_server import HttpServer
 from pipollux_sched.server.request_bodies import BodyLimit
 
@@ -121,6 +121,18 @@ def test_a_head_or_body_that_takes_too_long() -> None:
                     with suppress(TimeoutError):
                         assert trickle.recv(1) == b""
                         break
+
+
+def test_a_head_that_is_too_large() -> None:
+    with served() as server, closing(connect(server, b"GET / HTTP/1.1\r\n")) as endless:
+        sent = 0
+        with suppress(ConnectionError):
+            while True:  # ends, as it is closed
+                endless.sendall(b"X-More: " + 1000 * b"x" + b"\r\n")
+                sent += 1010
+                assert sent < 2**24
+        assert sent > MOST_HEAD // 2
+        assert httpx.get(server.url, trust_env=False).status_code == 204
 
 
 def test_a_warning_is_written_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:

@@ -52,12 +52,13 @@ class Held:
 
 
 @contextmanager
-def served(app: Held) -> Iterator[httpx.Client]:
-    server = HttpServer(Overload(app, LIMITS), "127.0.0.1", 0)
+def served(app: Held) -> Iterator[tuple[httpx.Client, Overload]]:
+    overload = Overload(app, LIMITS)
+    server = HttpServer(overload, "127.0.0.1", 0)
     server.start()
     try:
         with httpx.Client(base_url=server.url, trust_env=False, timeout=PATIENCE) as client:
-            yield client
+            yield client, overload
     finally:
         app.go.set()
         server.stop()
@@ -90,7 +91,7 @@ def test_every_request_is_of_a_kind() -> None:
 
 def test_of_each_kind_so_many_and_never_too_many_heartbeats() -> None:
     app = Held()
-    with served(app) as client, ThreadPoolExecutor(6) as pool:
+    with served(app) as (client, overload), ThreadPoolExecutor(6) as pool:
         reports = [pool.submit(client.post, "/jobs/a/reports", json={}) for _ in range(2)]
         app.wait_for(2)
         refused = client.put("/jobs/a/hints", json={})
@@ -98,8 +99,8 @@ def test_of_each_kind_so_many_and_never_too_many_heartbeats() -> None:
         assert refused.headers["Retry-After"] == "1"
         assert "too much to do at the moment; ask again after 1 s" in refused.json()["detail"]
         pages = [pool.submit(client.get, "/overview") for _ in range(3)]
-        app.wait_for(3)
-        until(lambda: client.get("/nodes").status_code == 503)
+        until(lambda: overload._under_way[Kind.PAGE] == 3 and len(app.begun) == 3)
+        assert client.get("/nodes").status_code == 503
         assert app.begun == ["/jobs/a/reports"] * 2 + ["/overview"], "two wait for the first"
         beat = pool.submit(client.post, "/jobs/a/heartbeats", json={})
         app.wait_for(4)
@@ -112,7 +113,7 @@ def test_of_each_kind_so_many_and_never_too_many_heartbeats() -> None:
 
 def test_what_nobody_waits_for_is_not_computed() -> None:
     app = Held()
-    with served(app) as client, ThreadPoolExecutor(1) as pool:
+    with served(app) as (client, _), ThreadPoolExecutor(1) as pool:
         first = pool.submit(client.get, "/first")
         app.wait_for(1)
         host, port = client.base_url.host, client.base_url.port
