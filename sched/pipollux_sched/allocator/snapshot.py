@@ -8,11 +8,14 @@ is optimistic about allocations that it has not seen.
 
 from __future__ import annotations
 
+import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from pipollux_perfmodel import HintsError, SchedHints
 from pipollux_sched.lifecycle import JobState, Phase
@@ -37,6 +40,9 @@ from .strategy import Candidate
 __all__ = ["Snapshot", "SnapshotReader", "is_pinned", "present_nodes"]
 
 _LOG = logging.getLogger(__name__)
+_READING = threading.Lock()
+_READERS: WeakKeyDictionary[Store, SnapshotReader] = WeakKeyDictionary()
+"""Those of `Snapshot.read`, so that the next one who asks parses only what has changed."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,11 @@ class Snapshot:
         served = store.latest_events(1, types=["cluster"])
         seconds = served[0].get("restart_seconds") if served else None
         known = float(seconds) if isinstance(seconds, int | float) else DEFAULT_RESTART_SECONDS
-        return SnapshotReader(store, restart_seconds=known).read()
+        with _READING:
+            reader = _READERS.get(store)
+            if reader is None or reader.restart_seconds != known:
+                reader = _READERS[store] = SnapshotReader(store, restart_seconds=known)
+            return reader.read()
 
     def candidate(self, name: str) -> Candidate | None:
         """Return a candidate by name; None if the job cannot be decided on."""
@@ -87,9 +97,9 @@ class SnapshotReader:
         self, store: Store, *, restart_seconds: float, clock: Callable[[], float] = time.time
     ) -> None:
         self._store = store
-        self._restart_seconds = restart_seconds
+        self.restart_seconds = restart_seconds
         self._clock = clock
-        self._parsed: dict[str, tuple[Any, Any, JobSpec, SchedHints | None]] = {}
+        self._parsed: dict[str, tuple[Any, str | None, JobSpec, SchedHints | None]] = {}
         self._doubted: dict[str, str] = {}
         self._lengths = LearnedLengths(store)
         self._heirs = HeirReader(store)
@@ -104,7 +114,7 @@ class SnapshotReader:
             SpecError: the store holds a node or a job that this version cannot read.
         """
         store = self._store
-        hints, generations = store.hints(live=True), store.num_generations(live=True)
+        hints, generations = store.hint_texts(), store.num_generations(live=True)
         service, costs = store.attained_service(live=True), store.restart_costs()
         pauses, changes = store.pause_costs(), store.num_changes()
         jobs = store.jobs(live=True)
@@ -120,7 +130,7 @@ class SnapshotReader:
                 heirs.get(job.name),
                 generations=generations.get(job.name, 0),
                 service=service.get(job.name, 0.0),
-                restart=costs.get(job.name, self._restart_seconds),
+                restart=costs.get(job.name, self.restart_seconds),
                 rescale=_rescale_seconds(job.state, pauses.get(job.name)),
                 changes=changes.get(job.name, 0),
                 unfinished=unfinished.get(job.name),
@@ -150,7 +160,7 @@ class SnapshotReader:
     def _candidate(
         self,
         job: JobRecord,
-        hints: Mapping[str, Any] | None,
+        hints: str | None,
         heir: Heir | None,
         *,
         generations: int,
@@ -209,7 +219,7 @@ class SnapshotReader:
             )
 
     def _parse(
-        self, job: str, spec: Mapping[str, Any], hints: Mapping[str, Any] | None
+        self, job: str, spec: Mapping[str, Any], hints: str | None
     ) -> tuple[JobSpec, SchedHints | None]:
         """Parse a job's spec and hints from JSON."""
         known = self._parsed.get(job)
@@ -255,10 +265,11 @@ def _rescale_seconds(state: JobState, measured: float | None) -> float | None:
     return DEFAULT_RESCALE_SECONDS if measured is None else measured
 
 
-def _believed(job: str, hints: Mapping[str, Any] | None) -> SchedHints | None:
+def _believed(job: str, hints: str | None) -> SchedHints | None:
     """Read hints; ignore those of an older version that this one cannot read."""
+    told = json.loads(hints) if hints else None
     try:
-        return without_rows(SchedHints.from_json_object(hints)) if hints else None
+        return without_rows(SchedHints.from_json_object(told)) if told else None
     except HintsError as error:
         _LOG.warning("the hints of job %s are left aside: %s", job, error)
         return None

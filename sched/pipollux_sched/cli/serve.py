@@ -35,6 +35,10 @@ from .serve_address import AddressFlags, server_address
 from .serve_kubernetes_options import KubernetesFlags, kubernetes_options
 from .serve_slurm_options import SlurmFlags, slurm_pools
 
+SWITCH_INTERVAL = 0.0005
+"""Seconds after which a thread that computes lets another one go on: a decision on thousands of
+jobs takes seconds, in which a heartbeat waits so long for each look at its connection."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterFlags:
@@ -183,6 +187,7 @@ def serve(
         backend=nodes.backend,
         backend_options=own or pools,
     )
+    sys.setswitchinterval(SWITCH_INTERVAL)
     with Interruption() as interruption:
         scheduler.start()
         known = scheduler.store.nodes().values()

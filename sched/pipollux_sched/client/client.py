@@ -34,7 +34,8 @@ from pipollux_sched.views.tokens import MadeToken, TokenView
 from .connection import TIMEOUT, Connection, UnreachableError
 
 LONG_TIMEOUT = 600.0
-"""Seconds to wait for what may take long: large checkpoints deleted, a report, a plan."""
+"""Seconds to wait for what may take long: large checkpoints deleted, thousands of jobs submitted, a
+report, a plan."""
 
 
 class Client:
@@ -119,7 +120,10 @@ class Client:
         """Submit jobs, all or none of them; return them as the scheduler now knows them."""
         # Defaults are left out, so that a thousand jobs fit into one request.
         jobs = [spec.model_dump(mode="json", exclude_defaults=True) for spec in specs]
-        return self._connection.get(list[JobView], "POST", "/jobs/batch", json={"jobs": jobs})
+        # All or none are taken, so it is one request, however many there are.
+        return self._connection.get(
+            list[JobView], "POST", "/jobs/batch", json={"jobs": jobs}, timeout=LONG_TIMEOUT
+        )
 
     def cancel(self, name: str) -> JobView:
         """Cancel a job; return it as the scheduler now knows it."""

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import takewhile
 
 from pipollux_sched.backend import BackendError, Generations, ReplicaProgram, Report
 from pipollux_sched.backend.base import POLL_INTERVAL
@@ -36,6 +37,7 @@ from pipollux_sched.lifecycle import (
     RetryAfter,
     Shutdown,
     Start,
+    Started,
     StartReplicas,
     Stop,
     Switched,
@@ -169,6 +171,13 @@ class Executor:
         self._reports.extend(self._backend.poll())
         while self._reports:
             report = self._reports[0]
+            # A cluster that begins starts thousands of jobs, and a transaction waits for the disk.
+            started = list(takewhile(lambda each: isinstance(each.event, Started), self._reports))
+            if len(started) > 1:
+                self.handle_all([(each.job, each.event) for each in started])
+                for _ in started:
+                    self._reports.popleft()
+                continue
             if isinstance(report.event, Exited):
                 self.handle(report.job, self._completed(report, report.event))
                 # Not before: the next scheduler could not tell how it ended.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import ColumnElement, String, and_, case, cast, func, or_, select
+from sqlalchemy import ColumnElement, Select, String, and_, case, cast, func, or_, select
 from sqlalchemy.orm import Session, aliased
 
 from pipollux_sched.lifecycle import Intent, Phase
@@ -189,14 +189,21 @@ def _newcomers(live: Mapping[str, Any] | None) -> Iterator[str]:
 
 def goodput(session: Session) -> tuple[float, int]:
     """Return the total goodput of the running jobs, in samples/s, and how many reported one."""
-    query = (
-        select(func.sum(PointRow.goodput), func.count(PointRow.goodput))
-        .select_from(JobRow)
-        .join(PointRow, PointRow.event == _newest())
-        .where(JobRow.phase == Phase.RUNNING.value)
-    )
+    query = _of_running(func.sum(PointRow.goodput), func.count(PointRow.goodput))
     total, told = session.execute(query).one()
     return float(total or 0.0), int(told)
+
+
+def goodputs(session: Session) -> dict[str, float]:
+    """Return the goodput that each running job reported last, in samples/s, where it did."""
+    query = _of_running(JobRow.name, PointRow.goodput).order_by(JobRow.id)
+    return {name: told for name, told in session.execute(query) if told is not None}
+
+
+def _of_running(*columns: Any) -> Select[Any]:
+    """Return the query for columns of the running jobs and their latest progress."""
+    query = select(*columns).select_from(JobRow).join(PointRow, PointRow.event == _newest())
+    return query.where(JobRow.phase == Phase.RUNNING.value)
 
 
 def _newest() -> Any:

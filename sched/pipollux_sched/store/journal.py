@@ -164,7 +164,8 @@ def _keep_action(
                 created_at=now,
             )
             session.add(created)
-            drop_heartbeats(session, name, action.generation - 1)
+            if action.generation > 1:
+                drop_heartbeats(session, name, action.generation - 1)
         case Stop():
             row = find_generation(session, name, state.generation)
             if row is not None:

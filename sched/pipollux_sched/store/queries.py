@@ -146,16 +146,8 @@ class Overview:
 
     def goodputs(self) -> dict[str, float]:
         """Return the last reported goodput of each running job, in samples per second."""
-        running = select(JobRow.name).where(JobRow.phase == "Running")
         with self._database.read() as session:
-            found = {}
-            # One index lookup for each job; grouping would scan all points.
-            for name in session.scalars(running).all():
-                newest = select(PointRow).where(PointRow.job == name)
-                row = session.scalar(newest.order_by(PointRow.event.desc()).limit(1))
-                if row is not None and row.goodput is not None:
-                    found[name] = row.goodput
-            return found
+            return job_list.goodputs(session)
 
     def points(self, job: str, most: int) -> list[Point]:
         """Return at most `most` points of a job's progress, evenly thinned, with the newest.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from sqlalchemy import func, select
+from sqlalchemy import String, cast, func, select
 
 from pipollux_sched.lifecycle import Event
 
@@ -241,6 +241,13 @@ class Store:
         query = select(HintsRow).where(generations.among_live(HintsRow.job, live=live))
         with self._database.read() as session:
             return {row.job: row.hints for row in session.scalars(query)}
+
+    def hint_texts(self) -> dict[str, str]:
+        """Return the latest hints of the jobs that have not ended, as JSON that is not parsed."""
+        query = select(HintsRow.job, cast(HintsRow.hints, String))
+        with self._database.read() as session:
+            rows = session.execute(query.where(generations.among_live(HintsRow.job, live=True)))
+            return {job: text for job, text in rows}  # noqa: C416  # rows are no tuples for mypy
 
     def add_report(
         self,

@@ -21,6 +21,7 @@ from pipollux_sched.server.roles import Caller
 from pipollux_sched.server.schemas import refusals, text_reply
 from pipollux_sched.spec.job import JobBatch, JobSpec
 from pipollux_sched.spec.names import Name
+from pipollux_sched.spec.tokens import Role
 from pipollux_sched.store import ListedPhase, Store, UnknownJobError
 from pipollux_sched.views.explanation import ExplanationView
 from pipollux_sched.views.jobs import job_curves, list_jobs
@@ -89,6 +90,8 @@ def submit_all(
 def _signed(store: Store, caller: Caller, job: JobSpec) -> JobSpec:
     """Return a job as its sender may submit it: not for others, nor in place of others' jobs."""
     signed = caller.signed(job)
+    if caller.role is Role.ADMIN:  # thousands may be submitted at once
+        return signed
     try:
         before = store.job(job.name)
     except UnknownJobError:
