@@ -28,7 +28,7 @@ _REFUSALS = {
     413: "The body is larger than 1 MiB.",
     422: "The request makes no sense; the sentence names the field and what is allowed.",
     429: "Too many requests; Retry-After says when to ask again.",
-    503: "The scheduler is being stopped, or as many wait already as can.",
+    503: "The scheduler is being stopped, or has too much to do: Retry-After says until when.",
 }
 
 

@@ -181,7 +181,7 @@ def find_generation(session: Session, name: str, generation: int) -> GenerationR
 
 def restart_seconds(session: Session, name: str, generation: int, now: float) -> float | None:
     """Return the seconds since the previous generation was asked to stop for this one, if so."""
-    before = find_generation(session, name, generation - 1)
+    before = find_generation(session, name, generation - 1) if generation > 1 else None
     if before is None or before.intent != Intent.MOVE.value or before.stopping_at is None:
         return None
     return max(now - before.stopping_at, 0.0)

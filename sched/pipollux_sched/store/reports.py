@@ -57,6 +57,7 @@ def keep(
     """
     present = _present(session, {each.job for each in received})
     outcomes: list[bool | Exception] = []
+    beginning: list[ReceivedReport] = []
     events: list[dict[str, Any]] = []
     points: list[dict[str, Any]] = []
     for each in received:
@@ -66,13 +67,14 @@ def keep(
             continue
         first = bool(each.points) and job.runs and not job.trains
         if first:
-            _note_first_step(session, each, now)
+            beginning.append(each)
             present[each.job] = job._replace(trains=True)
         outcomes.append(first)
         events += _events(each, now)
         points += ({"job": each.job, **point.__dict__} for point in each.points)
     if not events:
         return outcomes
+    _note_first_steps(session, beginning, now)
     session.flush()  # what a first step led to comes before its points
     ids = session.scalars(_INSERT_EVENTS, events).all()
     kinds = (event["type"] for event in events)
@@ -97,11 +99,15 @@ def _why_refused(session: Session, received: ReceivedReport) -> StoreError:
     raise AssertionError(f"job {received.job} has changed within a transaction")
 
 
-def _note_first_step(session: Session, received: ReceivedReport, now: float) -> None:
-    row = journal.find_job(session, received.job)
-    seconds = journal.restart_seconds(session, received.job, received.generation, now)
-    event = FirstStep(received.generation, received.points[0].step, seconds)
-    journal.advance_job(session, row, event, now)
+def _note_first_steps(session: Session, received: Sequence[ReceivedReport], now: float) -> None:
+    found = session.scalars(select(JobRow).where(JobRow.name.in_([each.job for each in received])))
+    rows = {row.name: row for row in found}
+    # Each is of another job, so that none needs what another one wrote.
+    with session.no_autoflush:
+        for each in received:
+            seconds = journal.restart_seconds(session, each.job, each.generation, now)
+            event = FirstStep(each.generation, each.points[0].step, seconds)
+            journal.advance_job(session, rows[each.job], event, now)
 
 
 def _events(received: ReceivedReport, now: float) -> list[dict[str, Any]]:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Self
 
 from sqlalchemy import String, cast, func, select
 
-from pipollux_sched.lifecycle import Event
+from pipollux_sched.lifecycle import Event, Started
 
 from . import generations, journal, reports, retention
 from . import hints as hint_rows
@@ -208,10 +209,13 @@ class Store:
             found = session.scalars(select(JobRow).where(JobRow.name.in_(names)))
             rows = {row.name: row for row in found}
             now = self._clock()
-            return [
-                journal.advance_job(session, rows[name], event, now) if name in rows else None
-                for name, event in events
-            ]
+            # Starts of different jobs need nothing of what each other wrote.
+            apart = len(names) == len(events) and {type(x) for _, x in events} == {Started}
+            with session.no_autoflush if apart else nullcontext():
+                return [
+                    journal.advance_job(session, rows[name], event, now) if name in rows else None
+                    for name, event in events
+                ]
 
     def overdue(self) -> list[JobRecord]:
         """Return the live jobs whose deadline has passed without having been applied."""
@@ -245,9 +249,9 @@ class Store:
     def hint_texts(self) -> dict[str, str]:
         """Return the latest hints of the jobs that have not ended, as JSON that is not parsed."""
         query = select(HintsRow.job, cast(HintsRow.hints, String))
+        live = query.where(generations.among_live(HintsRow.job, live=True))
         with self._database.read() as session:
-            rows = session.execute(query.where(generations.among_live(HintsRow.job, live=True)))
-            return {job: text for job, text in rows}  # noqa: C416  # rows are no tuples for mypy
+            return {row[0]: row[1] for row in session.execute(live)}
 
     def add_report(
         self,
@@ -356,8 +360,7 @@ class Store:
     def prune(self, now: float) -> int:
         """Thin repeated reports of jobs as they age: see `.retention`.
 
-        Call it periodically; it takes at most a second, in small transactions, and continues on
-        the next call.
+        Call it periodically; it takes a second at most, in small transactions, and continues then.
 
         Returns:
             Number of deleted events.

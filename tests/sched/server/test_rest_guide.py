@@ -73,10 +73,13 @@ def test_the_limits_are_those_that_the_page_tells(repository: Path) -> None:
         f"more than {REPLICAS_OF_A_RATE} replicas |",
         f"| {limits.admin_rate:g} a second, {limits.admin_burst} at once |",
         f"| {limits.wrong_rate:g} a second, {limits.wrong_burst} at once;",
+        f"| {limits.reporting}; of more, each is told another second to come again |",
+        f"| {limits.reading}, of which {limits.pages} are computed at a time |",
         f"| {limits.waiting}, {limits.waiting_per_job} of one job |",
         f"| streams of events | {limits.listeners} |",
         f"| streams of events of one user | {limits.listeners_per_user} |",
-        f"these two are made at once, {limits.computing_per_user} of them for one user",
+        f"At most {limits.computing} of\nthese two are made at once, "
+        f"{limits.computing_per_user} of them for one user",
         f"A comment every {limits.keep_alive:g} s",
     ):
         assert words in text
