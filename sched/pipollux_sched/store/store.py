@@ -358,12 +358,9 @@ class Store:
             return [journal.event_object(event, point) for event, point in rows]
 
     def prune(self, now: float) -> int:
-        """Thin repeated reports of jobs as they age: see `.retention`.
+        """Thin repeated reports of jobs as they age (`.retention`); return how many were deleted.
 
         Call it periodically; it takes a second at most, in small transactions, and continues then.
-
-        Returns:
-            Number of deleted events.
         """
         return retention.prune(self._database, now)
 

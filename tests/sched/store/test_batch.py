@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,10 +15,17 @@ from pipollux_sched.allocator.snapshot import SnapshotReader
 from pipollux_sched.allocator.strategy import PolicyStrategy
 from pipollux_sched.client.client import Client
 from pipollux_sched.client.connection import ClientError
-from pipollux_sched.lifecycle import Allocate, Cancel, Phase
+from pipollux_sched.lifecycle import Allocate, Cancel, Phase, Started
 from pipollux_sched.policy import ExactPolicy
 from pipollux_sched.spec.job import JobSpec
-from pipollux_sched.store import ServerInfo, Store, Submission
+from pipollux_sched.store import (
+    ReceivedReport,
+    ServerInfo,
+    StaleGenerationError,
+    Store,
+    Submission,
+)
+from tests.cli.kept import HINTS, point
 from tests.sched.store.stores import serve_nodes
 from tests.sched.supervised import ADMIN, SCRIPT, Service
 
@@ -137,3 +146,31 @@ def test_a_narrow_job_does_not_start_before_a_wide_one_that_waits(tmp_path: Path
         allocator = Allocator(reader, PolicyStrategy(Watched()), carry_out=store.transition_all)
         allocator.run_once()
         assert started == ["2"]  # the narrow one is weighed with all, not put where room is
+
+
+def test_starts_and_first_steps_that_come_together(tmp_path: Path) -> None:
+    """Of each job what it alone would have brought about, and each job's first step once."""
+    names = ("a", "b", "c")
+    now = time.time()
+    with Store(tmp_path / "store.db", create=True) as store:
+        store.submit_all([Submission(name, {}, "", 0) for name in names])
+        store.transition_all([(name, Allocate([f"node-{name}"], "free")) for name in names])
+        store.transition_all([(name, Started(1, (f"pid of {name}",))) for name in names])
+        received = [ReceivedReport(name, 1, [point(7, now)]) for name in ("a", "b", "a")]
+        late = ReceivedReport("c", 2, [point(7, now)])
+        first = store.add_all_reports([*received, late, ReceivedReport("c", 1, [])])
+        assert first[:3] == [True, True, False]
+        assert isinstance(first[3], StaleGenerationError)
+        assert first[4] is False, "it held no step"
+        jobs = {job.name: job for job in store.jobs()}
+        assert [jobs[name].state.training for name in names] == [True, True, False]
+        for name in names:
+            (generation,) = store.generations(name)
+            assert generation.started_at is not None
+            assert generation.first_step == (None if name == "c" else 7)
+            kinds = [event["type"] for event in store.events(job=name)]
+            assert kinds[:3] == ["submitted", "allocated", "started"]
+            assert kinds.count("progress") == {"a": 2, "b": 1, "c": 0}[name]
+        assert store.hint_texts() == {}
+        store.put_hints("a", 1, HINTS)
+        assert {name: json.loads(text) for name, text in store.hint_texts().items()} == {"a": HINTS}
