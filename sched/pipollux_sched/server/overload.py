@@ -20,7 +20,7 @@ from .errors import refusal
 from .limits import Limits
 from .report_pace import RATE
 
-__all__ = ["GONE", "Kind", "Overload", "Turns", "kind_of"]
+__all__ = ["GONE", "Overload", "RequestKind", "Turns", "kind_of"]
 
 GONE = "pipollux_gone"
 """Entry of a scope's `state`: tells whether the sender has closed its connection."""
@@ -30,7 +30,7 @@ PAGE_PAUSE = 2
 """Seconds after which one comes again whose page was refused."""
 
 
-class Kind(StrEnum):
+class RequestKind(StrEnum):
     """Kinds of requests, which do not crowd each other out."""
 
     VITAL = "vital"
@@ -42,27 +42,27 @@ class Kind(StrEnum):
 
 
 _JOBS_OWN = {
-    "heartbeats": Kind.VITAL,
-    "stops": Kind.VITAL,
-    "replicas": Kind.VITAL,
-    "inheritance": Kind.VITAL,
-    "reports": Kind.REPORT,
-    "hints": Kind.REPORT,
+    "heartbeats": RequestKind.VITAL,
+    "stops": RequestKind.VITAL,
+    "replicas": RequestKind.VITAL,
+    "inheritance": RequestKind.VITAL,
+    "reports": RequestKind.REPORT,
+    "hints": RequestKind.REPORT,
 }
 _OPEN_LONG = ("/healthz", "/events/stream")
 """What must always be answered, and what takes a place for hours (`Limits.listeners`)."""
 
 
-def kind_of(path: str) -> Kind:
+def kind_of(path: str) -> RequestKind:
     """Return the kind of a request, by its path.
 
     Example:
         >>> kind_of("/jobs/char-lm/heartbeats"), kind_of("/overview")
-        (<Kind.VITAL: 'vital'>, <Kind.PAGE: 'page'>)
+        (<RequestKind.VITAL: 'vital'>, <RequestKind.PAGE: 'page'>)
     """
     if path.startswith("/jobs/"):
-        return _JOBS_OWN.get(path.rpartition("/")[2], Kind.PAGE)
-    return Kind.VITAL if path in _OPEN_LONG else Kind.PAGE
+        return _JOBS_OWN.get(path.rpartition("/")[2], RequestKind.PAGE)
+    return RequestKind.VITAL if path in _OPEN_LONG else RequestKind.PAGE
 
 
 class Turns:
@@ -101,15 +101,15 @@ class Overload:
 
     def __init__(self, app: ASGIApp, limits: Limits) -> None:
         self._app = app
-        self._most = {Kind.REPORT: limits.reporting, Kind.PAGE: limits.reading}
-        self._under_way = dict.fromkeys(Kind, 0)
+        self._most = {RequestKind.REPORT: limits.reporting, RequestKind.PAGE: limits.reading}
+        self._under_way = dict.fromkeys(RequestKind, 0)
         self._turns = Turns(RATE)
         self._computing = asyncio.Semaphore(limits.pages)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
-        kind = kind_of(scope["path"]) if scope["type"] == "http" else Kind.VITAL
-        if kind is Kind.VITAL:
+        kind = kind_of(scope["path"]) if scope["type"] == "http" else RequestKind.VITAL
+        if kind is RequestKind.VITAL:
             # One whose sender has gone is a sign of life all the same.
             await self._app(scope, receive, send)
         elif self._under_way[kind] >= self._most[kind] or _is_gone(scope):
@@ -117,7 +117,7 @@ class Overload:
         else:
             self._under_way[kind] += 1
             try:
-                await (self._page if kind is Kind.PAGE else self._app)(scope, receive, send)
+                await (self._page if kind is RequestKind.PAGE else self._app)(scope, receive, send)
             finally:
                 self._under_way[kind] -= 1
 
@@ -136,14 +136,14 @@ class Overload:
             await send(message)
 
         try:
-            page = self._refuse(Kind.PAGE) if _is_gone(scope) else self._app
+            page = self._refuse(RequestKind.PAGE) if _is_gone(scope) else self._app
             await page(scope, receive, send_and_leave)
         finally:
             if holds:
                 self._computing.release()
 
-    def _refuse(self, kind: Kind) -> ASGIApp:
-        seconds = PAGE_PAUSE if kind is Kind.PAGE else self._turns.next()
+    def _refuse(self, kind: RequestKind) -> ASGIApp:
+        seconds = PAGE_PAUSE if kind is RequestKind.PAGE else self._turns.next()
         sentence = f"the scheduler has too much to do at the moment; ask again after {seconds} s"
         return refusal(503, sentence, {"Retry-After": str(seconds)})
 

@@ -26,7 +26,7 @@ from pipollux_sched.controller.heartbeats import Heartbeats
 from pipollux_sched.controller.listening_clock import MOST_AHEAD, ListeningClock
 from pipollux_sched.server import Limits
 from pipollux_sched.server.http_server import HttpServer
-from pipollux_sched.server.overload import LATEST_TURN, Kind, Overload, Turns, kind_of
+from pipollux_sched.server.overload import LATEST_TURN, Overload, RequestKind, Turns, kind_of
 from pipollux_sched.server.roles import ACCESS, Access
 from tests.sched.supervised import Service, report
 
@@ -75,15 +75,15 @@ def test_every_request_is_of_a_kind() -> None:
     of_jobs = {path for (_, path), access in ACCESS.items() if access is Access.JOB}
     kinds = {path.rpartition("/")[2]: kind_of(path.format(name="heartbeats")) for path in of_jobs}
     assert kinds == {
-        "heartbeats": Kind.VITAL,
-        "stops": Kind.VITAL,
-        "replicas": Kind.VITAL,
-        "inheritance": Kind.VITAL,
-        "reports": Kind.REPORT,
-        "hints": Kind.REPORT,
+        "heartbeats": RequestKind.VITAL,
+        "stops": RequestKind.VITAL,
+        "replicas": RequestKind.VITAL,
+        "inheritance": RequestKind.VITAL,
+        "reports": RequestKind.REPORT,
+        "hints": RequestKind.REPORT,
     }
     others = {path for (_, path) in ACCESS} - of_jobs
-    assert {path for path in others if kind_of(path) is not Kind.PAGE} == {
+    assert {path for path in others if kind_of(path) is not RequestKind.PAGE} == {
         "/healthz",
         "/events/stream",
     }
@@ -99,7 +99,7 @@ def test_of_each_kind_so_many_and_never_too_many_heartbeats() -> None:
         assert refused.headers["Retry-After"] == "1"
         assert "too much to do at the moment; ask again after 1 s" in refused.json()["detail"]
         pages = [pool.submit(client.get, "/overview") for _ in range(3)]
-        until(lambda: overload._under_way[Kind.PAGE] == 3 and len(app.begun) == 3)
+        until(lambda: overload._under_way[RequestKind.PAGE] == 3 and len(app.begun) == 3)
         assert client.get("/nodes").status_code == 503
         assert app.begun == ["/jobs/a/reports"] * 2 + ["/overview"], "two wait for the first"
         beat = pool.submit(client.post, "/jobs/a/heartbeats", json={})
