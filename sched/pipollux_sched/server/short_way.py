@@ -19,6 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from pipollux_perfmodel import HintsError
 from pipollux_sched.controller.training_report import TrainingReport
+from pipollux_sched.errors import SchedulerError
 from pipollux_sched.spec.hints import read_hints
 
 from .dependencies import Services
@@ -44,7 +45,7 @@ _Endpoint = Callable[[str, bytes, bytes], Awaitable[bytes]]
 """Takes a job's name, the query and the body; returns the answer, or raises `_UnusualError`."""
 
 
-class _UnusualError(Exception):
+class _UnusualError(SchedulerError):
     """A request takes the usual way."""
 
 
