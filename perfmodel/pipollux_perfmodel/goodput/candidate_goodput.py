@@ -26,7 +26,7 @@ from pipollux_perfmodel.timing.step_time import (
 )
 
 from .batch_bounds import Integers
-from .batch_size import Floats
+from .batch_size import Floats, Nearby
 
 
 class _Columns(NamedTuple):
@@ -47,7 +47,7 @@ class _Columns(NamedTuple):
 
 
 class _Estimate(NamedTuple):
-    """What an estimate depends on besides the batch size, in single precision: (columns,) each.
+    """What an estimate depends on besides the batch size, in single precision; as `_Columns`.
 
     T_pipe is (fixed, slope · a)_line + overhead. Efficiency times batch size is, but for a factor
     of the column, batch size / (signal · batch size + noise).
@@ -115,7 +115,7 @@ class CandidateGoodput:
 
     def __call__(self, columns: Integers, atomic_bsz: Integers, accum_steps: Integers) -> Floats:
         """Return goodput, shape (candidates, columns)."""
-        everywhere = len(columns) == len(self._all.replicas)
+        everywhere = len(columns) == len(self._all.replicas) and bool((np.diff(columns) > 0).all())
         asked = self._all if everywhere else self._at(columns)
         return self._goodput(asked, atomic_bsz, accum_steps)
 
@@ -129,24 +129,64 @@ class CandidateGoodput:
         """Return goodput in a unit of each column's own, in single precision: see `GoodputOf`."""
         if self._in_single is None:
             return None
-        at = _Estimate(*(values[columns] for values in self._in_single))
-        size, steps = atomic_bsz.astype(np.float32), accum_steps.astype(np.float32)
+        at = _Estimate(*(take(values, columns) for values in self._in_single))
+        size = atomic_bsz.astype(np.float32, copy=False)
+        steps = accum_steps.astype(np.float32, copy=False)
         with np.errstate(divide="ignore", invalid="ignore"):  # whoever asks looks at the outcome
-            accum = at.slope * size
-            if self._is_line:
-                accum += at.fixed
-            else:
-                accum = _norm(accum, at.fixed, at.line)
-            accum += at.overhead
+            accum = self._accum(at, size)
             total = _norm(accum, at.network, at.gamma)
             accum *= steps
             total += accum
             total += at.tied
-            batch_size = size * (steps + 1) * at.replicas
+            batch_size = (steps + 1) * size
+            batch_size *= at.replicas
             total *= at.signal * batch_size + at.noise
             batch_size /= total
         estimate: Singles = batch_size
         return estimate
+
+    def most_nearby(
+        self, columns: Integers, atomic_bsz: Integers, accum_steps: Integers, nearby: Nearby
+    ) -> Singles | None:
+        """Return a bound on goodput nearby, relative to that of a candidate: see `GoodputOf`.
+
+        With A samples of one replica, of B in all, s steps and T_pipe = fixed + slope · A/(s + 1),
+
+            goodput  is in proportion to  B / (signal · B + noise) / T_iter
+            T_iter   = s · T_pipe + (T_pipe, T_net)_γ + T_tie
+
+        the first factor is concave in A, and T_iter convex, so both are bounded by their tangents.
+        And t steps more take t · fixed seconds more at least, for they leave less to hide T_net
+        behind. The quotient of two straight lines is greatest at an end of a range.
+        """
+        if self._in_single is None or not self._is_line or np.any(self._all.params.gamma < 1):
+            return None
+        at = _Estimate(*(take(values, columns) for values in self._in_single))
+        size, steps = atomic_bsz.astype(np.float32), accum_steps.astype(np.float32)
+        samples = size * (steps + 1)
+        with np.errstate(all="ignore"):  # whoever asks looks at the outcome
+            accum = self._accum(at, size)
+            optim = _norm(accum, at.network, at.gamma)
+            total = steps * accum + optim + at.tied
+            optim_slope = (accum / optim) ** (at.gamma - 1)
+            slower = at.slope * size * (steps + optim_slope) / total
+            better = at.noise / (at.noise + at.signal * at.replicas * samples)
+            later = nearby.more_steps.astype(np.float32) * ((at.fixed + at.overhead) / total)
+            gains = [
+                (1 + better * change) / (1 + slower * change + later)
+                for end in nearby[1:]
+                for change in [(end / samples - 1).astype(np.float32)]
+            ]
+        possible = nearby.least <= nearby.most
+        gain: Singles = np.where(possible, np.maximum(*gains), 0).max(axis=0, initial=1)
+        return gain
+
+    def _accum(self, at: _Estimate, size: Singles) -> Singles:
+        """Return T_pipe."""
+        accum = at.slope * size
+        accum = accum + at.fixed if self._is_line else _norm(accum, at.fixed, at.line)
+        accum += at.overhead
+        return accum
 
     @property
     def _is_line(self) -> bool:
@@ -175,13 +215,12 @@ class CandidateGoodput:
             everywhere.var / progress * everywhere.init_batch_size,
             params.tied_exchange,
         )
-        shape = everywhere.replicas.shape
         least, most = _PLAIN
         for values in exact:
             given = np.asarray(values)
             if not ((given == 0) | ((given > least) & (given < most))).all():
                 return None
-        return _Estimate(*(np.broadcast_to(values, shape).astype(np.float32) for values in exact))
+        return _Estimate(*(np.asarray(values, np.float32)[()] for values in exact))
 
     def _goodput(self, asked: _Columns, atomic_bsz: Integers, accum_steps: Integers) -> Floats:
         init, sqr, var = asked.init_batch_size, asked.sqr, asked.var

@@ -1,8 +1,7 @@
 """Columns of many jobs, looked at together where their models are of one form.
 
 What an evaluation costs beside its arithmetic is the same for one column and for a thousand. So
-columns of several jobs are put beside each other, up to a size that stays in a processor's cache,
-whatever the number of jobs. What a column is given does not depend on its neighbours.
+columns of several jobs are put beside each other, up to a number that bounds the memory. What a column is given does not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -16,11 +15,12 @@ from pipollux_perfmodel.timing.params import GradParams, PerfParams
 from pipollux_perfmodel.timing.stacked_params import stack_key
 
 from .batch_bounds import BatchBounds, Integers, stack_bounds
-from .batch_size import BatchChoice, choose, has_few
+from .batch_size import BatchChoice, choose
+from .candidates import has_few
 from .candidate_goodput import CandidateGoodput
 
-_MOST_COLUMNS = 1024
-"""Of one evaluation, unless one job has more: a hundred candidates of each are 0.4 MB a number."""
+_MOST_COLUMNS = 8192
+"""Of one evaluation, unless one job has more."""
 _KEPT_BYTES = 16 << 20
 """After so much was allocated at one go and freed, glibc's malloc keeps as much of what is freed.
 Else it gives the arrays of each stack back to the system, and has them mapped anew for the next."""
