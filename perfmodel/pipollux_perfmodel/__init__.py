@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pipollux_perfmodel.fitting.report import Assumption, FitReport, RegimeError
     from pipollux_perfmodel.goodput.config_search import ConfigSearch, Optimum, search_all
     from pipollux_perfmodel.goodput.goodput import GoodputFunction
-    from pipollux_perfmodel.goodput.speedup import Configuration, SpeedupFunction, learn_speedups
+    from pipollux_perfmodel.goodput.speedup import Configuration, SpeedupFunction, speedups_of
     from pipollux_perfmodel.hints.codec import (
         ParamsError,
         grad_params_from_json,
@@ -92,7 +92,6 @@ __all__ = [
     "ideal_schedule",
     "interleaved_memory",
     "largest_micro_bsz",
-    "learn_speedups",
     "least_memory",
     "least_schedule_memory",
     "one_f_one_b_schedule",
@@ -104,6 +103,7 @@ __all__ = [
     "reschedule",
     "restage",
     "search_all",
+    "speedups_of",
     "stage_memory",
     "stage_speedups",
 ]
@@ -111,7 +111,7 @@ __all__ = [
 _HOMES = {
     "goodput.config_search": ("ConfigSearch", "Optimum", "search_all"),
     "goodput.goodput": ("GoodputFunction",),
-    "goodput.speedup": ("Configuration", "SpeedupFunction", "learn_speedups"),
+    "goodput.speedup": ("Configuration", "SpeedupFunction", "speedups_of"),
     "hints.stage_speedups": ("stage_speedups",),
     "partitioning.layer_profile": ("Layer", "LayerProfile", "Link"),
     "partitioning.interleaved_memory": ("interleaved_memory",),

@@ -10,6 +10,7 @@ replicas are spread over nodes, all that matters is R, and whether there are one
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, Self
@@ -123,34 +124,53 @@ def search_all(searches: Sequence[ConfigSearch]) -> list[Optimum]:
         For each search arrays of the shape of its allocations. Where nothing is within bounds
         goodput is 0.0, and the atomic batch size the nearest within its own range.
     """
-    jobs = [_JobSearch(search) for search in searches]
-    answers = search_columns([part.columns for job in jobs for part in job.parts])
-    first = 0
+    jobs = _search_parts(searches)
     for job in jobs:
-        job.take_best(answers[first : first + len(job.parts)])
-        first += len(job.parts)
+        job.take_best()
     return [job.optimum() for job in jobs]
+
+
+def best_goodputs(searches: Sequence[ConfigSearch]) -> list[Floats]:
+    """Return the goodput alone of what `search_all` finds, flat, at a part of its cost."""
+    return [job.goodput() for job in _search_parts(searches)]
+
+
+def _search_parts(searches: Sequence[ConfigSearch]) -> list[_JobSearch]:
+    known: dict[tuple[int, int, int], _Distinct] = {}
+    jobs = [_JobSearch(search, known) for search in searches]
+    answers = iter(search_columns([part.columns for job in jobs for part in job.parts]))
+    for job in jobs:
+        job.answers = [next(answers) for _ in job.parts]
+    return jobs
 
 
 class _Part(NamedTuple):
     """One way to run a job on some of its distinct allocations."""
 
     plan: int
-    allocations: Bools
+    allocations: Bools | slice
     columns: ColumnSearch
 
 
 class _JobSearch:
     """One search, on the allocations that the model distinguishes."""
 
-    def __init__(self, search: ConfigSearch) -> None:
+    def __init__(
+        self, search: ConfigSearch, known: dict[tuple[int, int, int], _Distinct]
+    ) -> None:
         self._search = search
+        self.answers: Sequence[BatchChoice] = ()
+        """Of every part."""
         self._all_params = [
             search.perf_params if plan is None else check_params(PerfParams(*plan.perf_params))
             for plan in search.plans
         ]
-        nodes, replicas = search.num_nodes.ravel(), search.num_replicas.ravel()
-        self._nodes, self._replicas, self._inverse = _distinct(nodes, replicas, self._all_params)
+        # Jobs are often asked for the same allocations, in the very same arrays.
+        most = _most_nodes(self._all_params)
+        key = id(search.num_nodes), id(search.num_replicas), most
+        if key not in known:
+            known[key] = _distinct(search.num_nodes.ravel(), search.num_replicas.ravel(), most)
+        self._nodes, self._replicas, self._inverse = known[key]
         self.parts = list(self._ways())
 
     def _ways(self) -> Iterator[_Part]:
@@ -164,7 +184,14 @@ class _JobSearch:
                     columns = ColumnSearch(params, search.grad_params, limited, *where, count)
                     yield _Part(index, chosen, columns)
 
-    def take_best(self, answers: Sequence[BatchChoice]) -> None:
+    def goodput(self) -> Floats:
+        """Return the best goodput alone."""
+        best = np.zeros(self._replicas.shape)
+        for part, choice in zip(self.parts, self.answers, strict=True):
+            best[part.allocations] = np.fmax(best[part.allocations], choice.goodput)
+        return best[self._inverse]
+
+    def take_best(self) -> None:
         """Keep the best of the parts for every allocation, the first of equal ones."""
         search, replicas = self._search, self._replicas
         bounds = search.bounds
@@ -177,8 +204,8 @@ class _JobSearch:
             np.full_like(replicas, self._all_params[0].num_stages),
             np.zeros_like(replicas),
         )
-        for part, choice in zip(self.parts, answers, strict=True):
-            chosen = np.flatnonzero(part.allocations)
+        for part, choice in zip(self.parts, self.answers, strict=True):
+            chosen = np.arange(len(replicas))[part.allocations]
             better = choice.goodput > best.goodput[chosen]
             chosen = chosen[better]
             for kept, values in zip(best[:3], choice, strict=True):
@@ -200,13 +227,12 @@ def _limited(
     memory_limit: float | None,
     num_microbatches: int,
     num_replicas: Integers,
-) -> Iterator[tuple[Bools, BatchBounds]]:
-    """Yield allocations, as a mask, and their bounds within memory; none where no sample fits."""
-    everywhere = np.ones(num_replicas.shape, bool)
+) -> Iterator[tuple[Bools | slice, BatchBounds]]:
+    """Yield allocations, all or as a mask, and their bounds within memory; none where no sample fits."""
     if plan is None or memory_limit is None or not plan.shards_optimizer:
         limited = _within_memory(bounds, plan, memory_limit, num_microbatches)
         if limited is not None:
-            yield everywhere, limited
+            yield slice(None), limited
         return
     by_count = {
         count: _within_memory(bounds, plan.for_replicas(count), memory_limit, num_microbatches)
@@ -234,21 +260,31 @@ def _within_memory(
     return replace(bounds, min_atomic_bsz=least, max_atomic_bsz=most)
 
 
-def _distinct(
-    num_nodes: Integers, num_replicas: Integers, all_params: Sequence[PerfParams]
-) -> tuple[Integers, Integers, NDArray[np.intp]]:
-    """Return nodes and replicas of allocations that the model distinguishes, and their indices."""
-    nodes = num_nodes.astype(np.int64)
-    if not any(params.contention for params in all_params):
-        penalty = any(params.two_node_penalty for params in all_params)
-        # One node, several, or one, two, more; as many as there are replicas, to be possible.
-        nodes = np.minimum(nodes, 3 if penalty else 2)
+class _Distinct(NamedTuple):
+    """Allocations that the model distinguishes."""
+
+    num_nodes: Integers
+    num_replicas: Integers
+    inverse: NDArray[np.intp] | slice
+    """Which of them each allocation is."""
+
+
+def _most_nodes(all_params: Sequence[PerfParams]) -> int:
+    """Return the number of nodes from which on the model does not tell them apart."""
+    if any(params.contention for params in all_params):
+        return sys.maxsize
+    # One node, several, or one, two, more; as many as there are replicas, to be possible.
+    return 3 if any(params.two_node_penalty for params in all_params) else 2
+
+
+def _distinct(num_nodes: Integers, num_replicas: Integers, most_nodes: int) -> _Distinct:
+    nodes = np.minimum(num_nodes.astype(np.int64), most_nodes)
     replicas = num_replicas.astype(np.int64)
     if not len(replicas):
-        return nodes, replicas, np.zeros(0, np.intp)
+        return _Distinct(nodes, replicas, slice(None))
     width = int(replicas.max()) + 1
     codes = nodes * width + replicas
     if (codes[1:] > codes[:-1]).all():
-        return nodes, replicas, np.arange(len(codes))
+        return _Distinct(nodes, replicas, slice(None))
     codes, inverse = np.unique(codes, return_inverse=True)
-    return codes // width, codes % width, inverse
+    return _Distinct(codes // width, codes % width, inverse)

@@ -2,7 +2,7 @@
 
 The scheduler asks for the same few allocations thousands of times, so answers are kept, by the
 number of nodes and of replicas as far as the model distinguishes them (`step_time`). Those of many
-jobs are learned many times as fast together (`learn_speedups`).
+jobs are found many times as fast together (`speedups_of`).
 
 More replicas may do worse, when the batch size has reached its limit or nodes are slow. A policy
 that takes more for never worse can ask for a monotone speedup: that of the best number of replicas
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from pipollux_perfmodel.timing.gpipe import Numbers
 
-from .config_search import ConfigSearch, Optimum, PricedCut, search_all
+from .config_search import ConfigSearch, PricedCut, best_goodputs
 from .goodput import AtomicBszRange, GoodputFunction
 
 _BASE_SEARCH = 256  # numbers of replicas tried for one that bounds allow
@@ -125,18 +125,7 @@ class SpeedupFunction:
         Raises:
             ValueError: unless 1 <= num_nodes <= num_replicas, or both are 0.
         """
-        nodes, replicas = np.broadcast_arrays(num_nodes, num_replicas)
-        if np.any((nodes < 0) | (nodes > replicas) | ((nodes == 0) != (replicas == 0))):
-            raise ValueError(
-                f"num_nodes is {num_nodes}, num_replicas {num_replicas}; "
-                "give 1 <= num_nodes <= num_replicas, or 0 and 0"
-            )
-        rows = np.minimum(nodes, self._most_nodes)
-        if self._monotone:
-            known = self._known_up_to(int(rows.max(initial=0)), int(replicas.max(initial=0)))
-            speedup = np.fmax.accumulate(known, axis=1)[rows, replicas]
-        else:
-            speedup = self._look_up(rows, replicas)
+        speedup = self._answer(_cells(num_nodes, num_replicas, self._most_nodes))
         return speedup.item() if speedup.ndim == 0 else speedup
 
     @property
@@ -185,20 +174,26 @@ class SpeedupFunction:
         as_good = np.flatnonzero(self._look_up(row, replicas) >= speedup)
         return int(replicas[as_good[0]]) if as_good.size else num_replicas
 
-    def _known_up_to(self, num_nodes: int, num_replicas: int) -> NDArray[np.float64]:
+    def _answer(self, cells: _Cells) -> NDArray[np.float64]:
+        if self._monotone:
+            known = self._known_up_to(cells.num_rows, cells.num_columns)
+            return np.fmax.accumulate(known, axis=1)[cells.rows, cells.replicas]
+        return self._look_up(cells.rows, cells.replicas)
+
+    def _known_up_to(self, num_rows: int, num_columns: int) -> NDArray[np.float64]:
         """Return the table with every possible allocation up to that size filled in."""
-        rows, replicas = np.mgrid[: num_nodes + 1, : num_replicas + 1]
+        rows, replicas = np.mgrid[:num_rows, :num_columns]
         possible = (rows <= replicas) & ((rows > 0) == (replicas > 0))
         self._look_up(rows[possible], replicas[possible])
         return self._known
 
-    def _look_up(self, rows: Any, replicas: Any) -> Any:
-        known = self._grown(int(np.max(rows, initial=0)), int(np.max(replicas, initial=0)))
-        speedup = known[rows, replicas]
+    def _look_up(self, rows: NDArray[Any], replicas: NDArray[Any]) -> NDArray[np.float64]:
+        known = self._grown(int(rows.max(initial=0)) + 1, int(replicas.max(initial=0)) + 1)
+        speedup: NDArray[np.float64] = np.asarray(known[rows, replicas])
         missing = np.isnan(speedup)
         if missing.any():
             self._learn(known, rows[missing], replicas[missing])
-            speedup = known[rows, replicas]
+            speedup = np.asarray(known[rows, replicas])
         return speedup
 
     def _find_base(self, goodput: float) -> float:
@@ -220,16 +215,19 @@ class SpeedupFunction:
     def _goodput(self, num_nodes: Numbers, num_replicas: Numbers) -> Any:
         return self._goodput_fn.optimize(num_nodes, num_replicas, **self._bounds)[0]
 
-    def _grown(self, row: int, num_replicas: int) -> NDArray[np.float64]:
-        """Return the table of answers, grown to hold a row and a number of replicas."""
+    def _grown(self, num_rows: int, num_columns: int) -> NDArray[np.float64]:
+        """Return the table of answers, grown to hold so many rows and columns."""
         known = self._known
-        if row >= known.shape[0] or num_replicas >= known.shape[1]:
-            num_rows, num_columns = (
-                length if most < length else max(most + 1, 2 * length)
-                for most, length in zip((row, num_replicas), known.shape, strict=True)
+        rows, columns = known.shape
+        if num_rows > rows or num_columns > columns:
+            larger = np.full(
+                (
+                    rows if num_rows <= rows else max(num_rows, 2 * rows),
+                    columns if num_columns <= columns else max(num_columns, 2 * columns),
+                ),
+                np.nan,
             )
-            larger = np.full((num_rows, num_columns), np.nan)
-            larger[: known.shape[0], : known.shape[1]] = known
+            larger[:rows, :columns] = known
             self._known = known = larger
         return known
 
@@ -244,30 +242,50 @@ class SpeedupFunction:
         else:
             known[rows, replicas] = 0.0
 
-    def _asks(self, num_nodes: Numbers, num_replicas: Numbers) -> _Lesson | None:
-        """Return the search for answers that are missing; None: there are none, or it is alone."""
+    def _lesson(self, cells: _Cells, speedup: NDArray[np.float64]) -> _Lesson | None:
+        """Return the search for what is not a number; None: the function is asked alone."""
         if type(self._goodput_fn).optimize is not GoodputFunction.optimize:
             return None
-        nodes, replicas = np.broadcast_arrays(num_nodes, num_replicas)
-        rows = np.minimum(nodes, self._most_nodes).ravel()
-        replicas = replicas.ravel()
-        known = self._grown(int(rows.max(initial=0)), int(replicas.max(initial=0)))
-        missing = np.isnan(known[rows, replicas]) & (rows >= 1) & (rows <= replicas)
-        rows, replicas = rows[missing], replicas[missing]
-        if not rows.size or self._base_goodput == 0:
+        if self._base_goodput == 0:
             return None
+        missing, rows, replicas = np.isnan(speedup), cells.rows, cells.replicas
+        if missing.ndim != 1 or not missing.all():
+            rows, replicas = rows[missing], replicas[missing]
         if self._base_goodput is None:
             rows, replicas = np.append(rows, 1), np.append(replicas, 1)
         return _Lesson(
             self, rows, replicas, self._goodput_fn.search(rows, replicas, **self._bounds)
         )
 
-    def _take_in(self, lesson: _Lesson, found: Optimum) -> None:
+    def _take_in(self, lesson: _Lesson, goodput: NDArray[np.float64]) -> None:
         if self._base_goodput is None:
-            self._base_goodput = self._find_base(float(found.goodput[-1]))
-        known = self._grown(int(lesson.rows.max()), int(lesson.replicas.max()))
+            self._base_goodput = self._find_base(float(goodput[-1]))
         base = self._base_goodput
-        known[lesson.rows, lesson.replicas] = found.goodput / base if base > 0 else 0.0
+        known = self._grown(2, 2)  # it holds the allocations that were asked for, and the base
+        known[lesson.rows, lesson.replicas] = goodput / base if base > 0 else 0.0
+
+
+class _Cells(NamedTuple):
+    """Allocations as rows and columns of a table of answers."""
+
+    rows: NDArray[np.int64]
+    replicas: NDArray[np.int64]
+    num_rows: int
+    """Of a table that holds them."""
+    num_columns: int
+
+
+def _cells(num_nodes: Numbers, num_replicas: Numbers, most_nodes: int) -> _Cells:
+    nodes, replicas = np.broadcast_arrays(num_nodes, num_replicas)
+    if np.any((nodes < 0) | (nodes > replicas) | ((nodes == 0) != (replicas == 0))):
+        raise ValueError(
+            f"num_nodes is {num_nodes}, num_replicas {num_replicas}; "
+            "give 1 <= num_nodes <= num_replicas, or 0 and 0"
+        )
+    rows = np.minimum(nodes, most_nodes)
+    return _Cells(
+        rows, replicas, int(rows.max(initial=0)) + 1, int(replicas.max(initial=0)) + 1
+    )
 
 
 class _Lesson(NamedTuple):
@@ -279,29 +297,53 @@ class _Lesson(NamedTuple):
     search: ConfigSearch
 
 
-def learn_speedups(asked: Iterable[tuple[SpeedupFunction, Numbers, Numbers]]) -> None:
-    """Have many jobs' speedups computed together, so that to ask each function is to look it up.
+def speedups_of(
+    asked: Iterable[tuple[SpeedupFunction, Numbers, Numbers]],
+) -> list[NDArray[np.float64]]:
+    """Return the speedups of many jobs; those not known yet are computed together.
 
-    What a function answers is the same with and without it. Allocations that are known already, or
-    not possible, are passed over.
+    They are what each function answers. Jobs that are asked for the same allocations are fastest
+    with the very same arrays.
 
     Args:
         asked: functions, each with numbers of nodes and of replicas: integers, or arrays that
             broadcast.
 
+    Raises:
+        ValueError: as of each function.
+
     Example:
         >>> goodput_fn = GoodputFunction((0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5), (1.0, 8.0), 32)
         >>> functions = [SpeedupFunction(goodput_fn, size) for size in (64, 256)]
-        >>> learn_speedups((speedup_fn, 1, np.arange(1, 5)) for speedup_fn in functions)
+        >>> [len(found) for found in speedups_of((fn, 1, np.arange(1, 5)) for fn in functions)]
+        [4, 4]
     """
+    asked = list(asked)  # so that no two of these arrays have the same id
+    known: dict[tuple[int, int, int], _Cells] = {}
+    places: list[tuple[SpeedupFunction, _Cells]] = []
+    for speedup_fn, num_nodes, num_replicas in asked:
+        key = id(num_nodes), id(num_replicas), speedup_fn._most_nodes
+        cells = known.get(key)
+        if cells is None:
+            cells = known[key] = _cells(num_nodes, num_replicas, speedup_fn._most_nodes)
+        places.append((speedup_fn, cells))
+    found = [
+        fn._grown(cells.num_rows, cells.num_columns)[cells.rows, cells.replicas]
+        for fn, cells in places
+    ]
+    missing = [np.isnan(speedup).any() for speedup in found]
     lessons = [
         lesson
-        for speedup_fn, num_nodes, num_replicas in asked
-        if (lesson := speedup_fn._asks(num_nodes, num_replicas)) is not None
+        for (fn, cells), speedup, some in zip(places, found, missing, strict=True)
+        if some and (lesson := fn._lesson(cells, speedup)) is not None
     ]
-    found = search_all([lesson.search for lesson in lessons])
-    for lesson, optimum in zip(lessons, found, strict=True):
-        lesson.speedup_fn._take_in(lesson, optimum)
+    goodputs = best_goodputs([lesson.search for lesson in lessons])
+    for lesson, goodput in zip(lessons, goodputs, strict=True):
+        lesson.speedup_fn._take_in(lesson, goodput)
+    return [
+        fn._answer(cells) if some or fn._monotone else np.asarray(speedup)
+        for (fn, cells), speedup, some in zip(places, found, missing, strict=True)
+    ]
 
 
 def _count_distinguished(goodput_fn: GoodputFunction, plans: Sequence[PricedCut]) -> int:

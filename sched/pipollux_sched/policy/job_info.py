@@ -16,7 +16,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any, TypeAlias
 
-from pipollux_perfmodel import SpeedupFunction, learn_speedups
+from pipollux_perfmodel import SpeedupFunction, speedups_of
 
 from .restart_cost import DEFAULT_RESTART_SECONDS, change_factor
 
@@ -78,7 +78,7 @@ def prepare_speedups(asked: Iterable[tuple[ReplicaShape, Any, Any]]) -> None:
         asked: shapes, each with numbers of nodes and of replicas: integers, or arrays that
             broadcast.
     """
-    learn_speedups(
+    speedups_of(
         (shape.speedup_fn, num_nodes, num_replicas)
         for shape, num_nodes, num_replicas in asked
         if isinstance(shape.speedup_fn, SpeedupFunction)

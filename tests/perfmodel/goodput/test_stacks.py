@@ -13,10 +13,12 @@ from pipollux_perfmodel import (
     GoodputFunction,
     PerfParams,
     SpeedupFunction,
-    learn_speedups,
     search_all,
+    speedups_of,
 )
 from pipollux_perfmodel.goodput import batch_size, stacks
+from pipollux_perfmodel.goodput.candidate_goodput import CandidateGoodput
+from pipollux_perfmodel.goodput.candidates import Proposal, propose
 from pipollux_perfmodel.partitioning.layer_profile import Layer, LayerProfile
 from pipollux_perfmodel.partitioning.stage_plan import plan_stages
 from tests.extent import examples
@@ -88,6 +90,33 @@ def test_what_is_estimated_first_is_chosen_bit_for_bit_as_if_all_were_evaluated(
         np.testing.assert_array_equal(estimated.num_microbatches, evaluated.num_microbatches)
 
 
+@examples(60, 600)
+@given(jobs())
+def test_candidates_passed_over_change_no_bit(
+    asked: list[tuple[GoodputFunction, dict[str, Any]]],
+) -> None:
+    """Neither the bound on neighbours nor the search for equal ones leaves out what is best."""
+    found = []
+    for thorough in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(batch_size, "_FEW_TO_ESTIMATE", 10**9 if thorough else 0)
+            if thorough:
+                patch.setattr(batch_size, "propose", propose_all)
+                patch.setattr(CandidateGoodput, "most_nearby", lambda *_: None)
+            searches = [fn.search(NODES, REPLICAS, **bounds) for fn, bounds in asked]
+            found.append(search_all(searches))
+    for sparing, thorough in zip(*found, strict=True):
+        for values, expected in zip(sparing, thorough, strict=True):
+            np.testing.assert_array_equal(values, expected)
+
+
+def propose_all(*args: Any) -> Proposal:
+    """Propose what is equal to another candidate, too."""
+    return Proposal(
+        *(part._replace(allowed=np.ones_like(part.allowed)) for part in propose(*args))
+    )
+
+
 def test_many_jobs_are_bit_for_bit_as_alone_however_they_are_divided(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -112,7 +141,7 @@ def test_many_jobs_are_bit_for_bit_as_alone_however_they_are_divided(
 
 @examples(30, 300)
 @given(jobs(), st.booleans(), st.booleans())
-def test_learned_speedups_are_those_that_each_function_would_find(
+def test_speedups_found_together_are_those_that_each_function_would_find(
     asked: list[tuple[GoodputFunction, dict[str, Any]]], monotone: bool, based: bool
 ) -> None:
     options = {"monotone": monotone, "base_goodput": 3.0 if based else None}
@@ -120,20 +149,24 @@ def test_learned_speedups_are_those_that_each_function_would_find(
         [SpeedupFunction(fn, **bounds, **options) for fn, bounds in asked] for _ in range(2)
     )
     ones[0](1, 2)  # some is known before
-    learn_speedups((one, NODES, REPLICAS) for one in ones)
-    for one, other in zip(ones, others, strict=True):
+    found = speedups_of((one, NODES, REPLICAS) for one in ones)
+    for one, other, told in zip(ones, others, found, strict=True):
         assert one.base_goodput == pytest.approx(other.base_goodput, rel=1e-12)
         expected = other(NODES, REPLICAS)
+        np.testing.assert_array_equal(told, one(NODES, REPLICAS))
         np.testing.assert_allclose(one(NODES, REPLICAS), expected, rtol=1e-12, atol=0)
 
 
 def test_what_was_learned_is_not_searched_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     one = SpeedupFunction(GoodputFunction(SEVEN, (1.0, 8.0), 32), 1024, (8, 64), True)
-    learn_speedups([(one, NODES, REPLICAS), (one, 0, 0), (one, 3, 2)])
-    known = one(NODES, REPLICAS)
+    known, nothing, few = speedups_of([(one, NODES, REPLICAS), (one, 0, 0), (one, 1, [[2], [7]])])
     monkeypatch.setattr(GoodputFunction, "search", None)
-    learn_speedups([(one, NODES, REPLICAS)])
+    np.testing.assert_array_equal(speedups_of([(one, NODES, REPLICAS)]), [known])
     np.testing.assert_array_equal(one(NODES, REPLICAS), known)
+    assert nothing == 0.0
+    np.testing.assert_array_equal(few, known[1:3, None])
+    with pytest.raises(ValueError, match="num_nodes is 3, num_replicas 2"):
+        speedups_of([(one, 3, 2)])
 
 
 def test_a_goodput_of_its_own_is_asked_alone() -> None:
@@ -145,8 +178,8 @@ def test_a_goodput_of_its_own_is_asked_alone() -> None:
     one, other = (
         SpeedupFunction(Doubled(SEVEN, (1.0, 8.0), 32), 1024, (8, 64), True) for _ in range(2)
     )
-    learn_speedups([(one, NODES, REPLICAS)])
-    np.testing.assert_array_equal(one(NODES, REPLICAS), other(NODES, REPLICAS))
+    (found,) = speedups_of([(one, NODES, REPLICAS)])
+    np.testing.assert_array_equal(found, other(NODES, REPLICAS))
 
 
 def test_plans_within_memory_are_as_alone() -> None:
