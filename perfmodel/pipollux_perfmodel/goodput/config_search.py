@@ -155,9 +155,7 @@ class _Part(NamedTuple):
 class _JobSearch:
     """One search, on the allocations that the model distinguishes."""
 
-    def __init__(
-        self, search: ConfigSearch, known: dict[tuple[int, int, int], _Distinct]
-    ) -> None:
+    def __init__(self, search: ConfigSearch, known: dict[tuple[int, int, int], _Distinct]) -> None:
         self._search = search
         self.answers: Sequence[BatchChoice] = ()
         """Of every part."""
@@ -228,7 +226,7 @@ def _limited(
     num_microbatches: int,
     num_replicas: Integers,
 ) -> Iterator[tuple[Bools | slice, BatchBounds]]:
-    """Yield allocations, all or as a mask, and their bounds within memory; none where no sample fits."""
+    """Yield allocations, and their bounds within memory; none where no sample fits."""
     if plan is None or memory_limit is None or not plan.shards_optimizer:
         limited = _within_memory(bounds, plan, memory_limit, num_microbatches)
         if limited is not None:

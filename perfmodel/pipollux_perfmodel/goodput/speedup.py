@@ -283,9 +283,7 @@ def _cells(num_nodes: Numbers, num_replicas: Numbers, most_nodes: int) -> _Cells
             "give 1 <= num_nodes <= num_replicas, or 0 and 0"
         )
     rows = np.minimum(nodes, most_nodes)
-    return _Cells(
-        rows, replicas, int(rows.max(initial=0)) + 1, int(replicas.max(initial=0)) + 1
-    )
+    return _Cells(rows, replicas, int(rows.max(initial=0)) + 1, int(replicas.max(initial=0)) + 1)
 
 
 class _Lesson(NamedTuple):

@@ -1,7 +1,8 @@
 """Columns of many jobs, looked at together where their models are of one form.
 
 What an evaluation costs beside its arithmetic is the same for one column and for a thousand. So
-columns of several jobs are put beside each other, up to a number that bounds the memory. What a column is given does not depend on its neighbours.
+columns of several jobs are put beside each other, up to a number that bounds the memory. What a
+column is given does not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from pipollux_perfmodel.timing.stacked_params import stack_key
 
 from .batch_bounds import BatchBounds, Integers, stack_bounds
 from .batch_size import BatchChoice, choose
-from .candidates import has_few
 from .candidate_goodput import CandidateGoodput
+from .candidates import has_few
 
 _MOST_COLUMNS = 8192
 """Of one evaluation, unless one job has more."""

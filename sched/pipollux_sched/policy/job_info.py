@@ -16,6 +16,9 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pipollux_perfmodel import SpeedupFunction, speedups_of
 
 from .restart_cost import DEFAULT_RESTART_SECONDS, change_factor
@@ -69,20 +72,27 @@ class ReplicaShape:
         return self.gpu_type is None or self.gpu_type == node.gpu_type
 
 
-def prepare_speedups(asked: Iterable[tuple[ReplicaShape, Any, Any]]) -> None:
-    """Have the speedups that are about to be asked for computed together for all jobs.
+def find_speedups(
+    asked: Iterable[tuple[ReplicaShape, Any, Any]],
+) -> list[NDArray[np.float64]]:
+    """Return speedups of many jobs, which are computed together as far as they are not known.
 
-    It changes no answer. Speedups that are no `SpeedupFunction` are computed as they are asked for.
+    Speedups that are no `SpeedupFunction` are computed one by one.
 
     Args:
-        asked: shapes, each with numbers of nodes and of replicas: integers, or arrays that
-            broadcast.
+        asked: shapes, each with numbers of nodes and of replicas: integers, or arrays of one shape.
     """
-    speedups_of(
-        (shape.speedup_fn, num_nodes, num_replicas)
-        for shape, num_nodes, num_replicas in asked
-        if isinstance(shape.speedup_fn, SpeedupFunction)
-    )
+    questions = [(shape.speedup_fn, nodes, replicas) for shape, nodes, replicas in asked]
+    together = [one for one in questions if isinstance(one[0], SpeedupFunction)]
+    answers = iter(speedups_of(together))
+    return [
+        next(answers)
+        if isinstance(speedup_fn, SpeedupFunction)
+        else np.broadcast_to(
+            np.asarray(speedup_fn(nodes, replicas), dtype=np.float64), np.shape(replicas)
+        )
+        for speedup_fn, nodes, replicas in questions
+    ]
 
 
 @dataclass(frozen=True)

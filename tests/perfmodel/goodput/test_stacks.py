@@ -112,9 +112,7 @@ def test_candidates_passed_over_change_no_bit(
 
 def propose_all(*args: Any) -> Proposal:
     """Propose what is equal to another candidate, too."""
-    return Proposal(
-        *(part._replace(allowed=np.ones_like(part.allowed)) for part in propose(*args))
-    )
+    return Proposal(*(part._replace(allowed=np.ones_like(part.allowed)) for part in propose(*args)))
 
 
 def test_many_jobs_are_bit_for_bit_as_alone_however_they_are_divided(

@@ -172,13 +172,14 @@ def completion_gain(case: Case, allocations: Allocations) -> float:
     promises = objective.promise(instance)
     instance = build_instance(case.jobs, case.nodes, case.base, TEMPLATE, promises.closed)
     worth = objective.judge(instance, promises)
+    gains = instance.table.split(worth.gains())
     total = 0.0
     for number, configs in enumerate(instance.jobs):
         here, before = allocations[configs.name], case.base.get(configs.name, [])
         shape = shape_of(configs.job, here, case.nodes)
         same = shape is shape_of(configs.job, before, case.nodes)
         if not here or (list(here) == list(before) and same):
-            total += float(worth.gains(number)[configs.stay if here else NOTHING])
+            total += float(gains[number][configs.stay if here else NOTHING])
         else:
             speedup = float(shape.speedup_fn(len(set(here)), len(here)))
             held = Held(configs.shapes.index(shape), len(here))

@@ -39,16 +39,18 @@ class Assignment:
     Args:
         instance: jobs and nodes.
         worth: the gains of configurations.
-        gains: `worth.gains` of every job.
+        gains: of `worth`.
     """
 
-    def __init__(self, instance: Instance, worth: Worth, gains: Sequence[Floats]) -> None:
+    def __init__(self, instance: Instance, worth: Worth, gains: Floats) -> None:
         self._instance = instance
         self._worth = worth
-        self._gains = gains
+        self._all_gains = gains
+        self._gains = instance.table.split(gains)
         self._capacity = NodeCapacity(instance.nodes.free)
-        self.placed = [Placed(0, (), float(gain[NOTHING])) for gain in gains]
-        self._held: Ints = np.zeros((len(gains), len(instance.nodes.kinds)), dtype=np.int64)
+        nothing = gains[instance.table.first[:-1] + NOTHING].tolist()
+        self.placed = [Placed(0, (), gain) for gain in nothing]
+        self._held: Ints = np.zeros((len(nothing), len(instance.nodes.kinds)), dtype=np.int64)
         """(J, T): what every job holds."""
 
     @property
@@ -56,7 +58,7 @@ class Assignment:
         """The sum of all gains."""
         return float(sum(placed.gain for placed in self.placed))
 
-    def fill(self, chosen: Sequence[int], *, keep: bool) -> bool:
+    def fill(self, chosen: Ints, *, keep: bool) -> bool:
         """Give every job its chosen configuration, or the best that fits.
 
         Args:
@@ -66,27 +68,29 @@ class Assignment:
         Returns:
             Whether every job got its chosen configuration.
         """
-        stays = [configs.stay == pick for configs, pick in zip(self._jobs, chosen, strict=True)]
-        empty = [job for job in range(len(self._jobs)) if not self.placed[job].nodes]
+        table = self._instance.table
+        configs = table.first[:-1] + chosen
+        empty = np.array([not placed.nodes for placed in self.placed], dtype=bool)
         if keep:
-            for job in empty:
-                if stays[job]:
-                    self.give(job, chosen[job])
-        rest = [job for job in empty if not (keep and stays[job])]
+            stays = empty & np.isin(configs, table.stay)
+            self._leave(np.flatnonzero(stays).tolist())
+            empty &= ~stays
+        # The widest first: the most nodes, then the most slots.
+        slots = self._instance.need.max(axis=1)[table.shape[configs]] * table.replicas[configs]
+        order = np.lexsort((-slots, -table.num_nodes[configs]))
         complete = True
-        for job in sorted(rest, key=lambda j: self._width(j, chosen[j])):
-            if chosen[job] == NOTHING:
-                continue
-            if not self.give(job, chosen[job]):
+        for job in order[(empty & (chosen != NOTHING))[order]].tolist():
+            config = int(chosen[job])
+            if not self.give(job, config):
                 complete = False
                 self.upgrade(job)
-            elif self._lost_survivors(job, chosen[job]):
+            elif self._lost_survivors(job, config):
                 complete = False
                 # What is more than its choice is other jobs'.
-                self.upgrade(job, most=chosen[job])
+                self.upgrade(job, most=config)
         return complete
 
-    def fill_promised(self, places: Mapping[int, Place], chosen: Sequence[int]) -> None:
+    def fill_promised(self, places: Mapping[int, Place], chosen: Ints) -> None:
         """Give jobs what they are promised, then fill as `fill` does.
 
         Args:
@@ -98,7 +102,7 @@ class Assignment:
         for job in places:
             least = self.placed[job]
             self._clear(job)
-            if chosen[job] == NOTHING or not self.give(job, chosen[job]):
+            if chosen[job] == NOTHING or not self.give(job, int(chosen[job])):
                 self._put(job, least)
             elif not self.keeps(job):
                 self._clear(job)
@@ -111,7 +115,26 @@ class Assignment:
 
     def stay(self) -> bool:
         """Leave every job where it is; return whether that is possible."""
-        return all(configs.stay is None or self.give(j, configs.stay) for j, configs in self._all())
+        table = self._instance.table
+        return self._leave(table.job[table.stay].tolist())
+
+    def _leave(self, jobs: Sequence[int]) -> bool:
+        """Give jobs that hold nothing what they held; return whether all got that many replicas."""
+        instance, table = self._instance, self._instance.table
+        mine = np.isin(instance.bases.job, jobs)
+        owners, nodes, counts = (part[mine] for part in instance.bases)
+        ends = table.first[1:] - 1
+        if not self._capacity.put_all(
+            owners, nodes, counts, instance.need[table.shape[ends[owners]]]
+        ):
+            # Each of them, whether or not another one has no room.
+            given = [self.give(job, len(self._gains[job]) - 1) for job in jobs]
+            return all(given)
+        self._held[jobs] = instance.asked[ends[jobs]]
+        for job, gain in zip(jobs, self._all_gains[ends[jobs]].tolist(), strict=True):
+            configs = self._jobs[job]
+            self.placed[job] = Placed(int(configs.shape[-1]), configs.base, gain)
+        return True
 
     def improve(self) -> None:
         """Offer every job the best that fits, until no job gains."""
@@ -141,7 +164,8 @@ class Assignment:
         gains = self._gains[job]
         fitting = self._fitting(job)
         if most is not None:
-            asked = self._instance.asked[job]
+            first = self._instance.table.first[job]
+            asked = self._instance.asked[first : first + len(gains)]
             fitting = fitting[(asked[fitting] <= asked[most]).all(axis=1)]
         for config in fitting[np.argsort(-gains[fitting], kind="stable")].tolist():
             # On more nodes than the fewest a configuration gains less than listed, not more.
@@ -157,16 +181,13 @@ class Assignment:
     def _jobs(self) -> Sequence[JobConfigurations]:
         return self._instance.jobs
 
-    def _all(self) -> list[tuple[int, JobConfigurations]]:
-        return list(enumerate(self._jobs))
-
     def _wanting(self) -> list[int]:
         """Return the jobs that gain by a configuration within the total of what is free."""
-        counts = np.array([len(gains) for gains in self._gains])
+        table = self._instance.table
         room = self._capacity.free.sum(axis=0) + self._held
-        fits = (np.concatenate(self._instance.asked) <= np.repeat(room, counts, axis=0)).all(axis=1)
-        gains = np.where(fits, np.concatenate(self._gains), -np.inf)
-        best = np.maximum.reduceat(gains, np.cumsum(counts) - counts)
+        fits = (self._instance.asked <= room[table.job]).all(axis=1)
+        gains = np.where(fits, self._all_gains, -np.inf)
+        best = np.maximum.reduceat(gains, table.first[:-1])
         now = np.array([placed.gain for placed in self.placed])
         margin = _TOLERANCE * np.maximum(np.abs(best), np.abs(now))  # as in `_better`
         wanting: list[int] = np.flatnonzero(best > now + margin).tolist()
@@ -180,14 +201,6 @@ class Assignment:
         if configs.stay is not None:
             fits[configs.stay] = True
         return np.flatnonzero(fits)
-
-    def _width(self, job: int, config: int) -> tuple[int, int, int]:
-        """Return the sort key: most nodes first, then the most slots."""
-        configs = self._jobs[job]
-        shape = configs.shapes[configs.shape[config]]
-        slots = int(self._instance.nodes.need(shape).max())
-        replicas = int(configs.replicas[config])
-        return -int(configs.num_nodes[config]), -slots * replicas, job
 
     def _find(self, job: int, config: int) -> Placed | None:
         configs = self._jobs[job]

@@ -58,15 +58,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
-from pipollux_sched.policy.placement.node_choice import Floats
+from pipollux_sched.policy.job_info import JobInfo
+from pipollux_sched.policy.placement.node_choice import Floats, Ints
 
-from .configurations import NOTHING, Instance, JobConfigurations
+from .configurations import Instance, JobConfigurations
 from .fair_share import claims
 from .objective import Held, Worth
-from .promise import Behind, Floor, Promises, grant, keep, least_configurations
+from .promise import Behind, Floor, Promises, grant, keep, least_slots
 from .scarcity import charged, waiting_charges
 
 
@@ -113,102 +115,158 @@ class CompletionTime:
         if self.fairness is not None:
             # Of each equal share a part of at least 1/F: that is more than `part` of the least.
             return grant(instance, claims(instance, self.fairness, self.quantum), self.part)
-        found = (self._behind(instance, job) for job in range(len(instance.jobs)))
-        return keep(instance, [entry for entry in found if entry is not None], self.part)
+        return keep(instance, self._behind(instance), self.part)
 
     def judge(self, instance: Instance, promises: Promises) -> Worth:
         """Return the gains of all jobs, weighted by rank."""
-        unit = np.array([_unit_cost(instance, configs) for configs in instance.jobs])
-        powers = [(rank**self.rank_power).mean() for rank in _ranks(instance.jobs, unit)]
-        weights = unit * np.array(powers)
-        waiting = waiting_charges(instance)
-        charges = [self.scarcity * p * charge for p, charge in zip(powers, waiting, strict=True)]
-        return _Worth(self, instance.jobs, weights, promises, charges)
+        unit = unit_costs(instance)
+        powers = _mean_powers(instance.jobs, unit, self.rank_power)
+        charges = (self.scarcity * powers)[instance.table.shape_job] * waiting_charges(instance)
+        return _Worth(self, instance, unit * powers, promises, charges)
 
-    def _behind(self, instance: Instance, number: int) -> Behind | None:
-        """Return the job if it is to get or keep its least configuration before others get more."""
-        configs = instance.jobs[number]
-        due = self.part * (configs.job.age - self.patience)
-        if due <= 0:
-            return None
-        leasts = least_configurations(instance, number)
-        if not leasts:
-            return None
-        held = configs.job.attained_service / leasts[0].slots
-        quantum = self.quantum if configs.runs else 0.0
-        return Behind(number, due - held) if held < due + quantum else None
+    def _behind(self, instance: Instance) -> list[Behind]:
+        """Return the jobs that are to get or keep their least before others get more."""
+        infos = [configs.job for configs in instance.jobs]
+        due = self.part * (np.array([job.age for job in infos]) - self.patience)
+        slots = least_slots(instance)
+        held = np.array([job.attained_service for job in infos]) / np.maximum(slots, 1)
+        turn = np.where([configs.runs for configs in instance.jobs], self.quantum, 0.0)
+        behind = np.flatnonzero((due > 0) & (slots > 0) & (held < due + turn))
+        late = (due - held)[behind]
+        return [Behind(*entry) for entry in zip(behind.tolist(), late.tolist(), strict=True)]
 
 
 class _Worth:
     def __init__(
         self,
         objective: CompletionTime,
-        jobs: Sequence[JobConfigurations],
+        instance: Instance,
         weights: Floats,
         promises: Promises,
-        charges: Sequence[Floats],
+        charges: Floats,
     ) -> None:
-        self._objective, self._jobs, self._weights = objective, jobs, weights
+        self._objective, self._instance, self._weights = objective, instance, weights
         self._promises = promises
         self._charges = charges
-        """What a replica of each shape of each job is charged."""
-        best = [configs.speedup.max(initial=0.0) for configs in jobs]
-        self._everything = 1.0 + float(weights @ np.array(best))
+        """What a replica of every shape is charged."""
+        table = instance.table
+        best = np.maximum.reduceat(table.speedup, table.first[:-1])
+        self._everything = 1.0 + float(weights @ np.maximum(best, 0.0))
 
-    def gains(self, job: int) -> Floats:
-        configs = self._jobs[job]
-        gains: Floats = self._weights[job] * configs.speedup
-        kept = self._kept(job, configs.speedup, live=False)
-        if configs.live_shape is not None:
-            kept = np.where(configs.live, self._kept(job, configs.speedup, live=True), kept)
-        if configs.stay is not None:
-            kept[configs.stay] = 1.0
-        gains = charged(gains * kept, self._charges[job][configs.shape] * configs.replicas)
-        if job in self._promises.places:
-            floor = self._promises.floors.get(job, Floor())
-            least = np.full(len(gains), floor.moved)
-            if configs.stay is not None:
-                least[configs.stay] = floor.stays
-            gains[configs.speedup < least] -= self._everything
-            gains[NOTHING] = -self._everything
+    def gains(self) -> Floats:
+        table = self._instance.table
+        gains: Floats = self._weights[table.job] * table.speedup
+        charge = self._charges[table.shape] * table.replicas
+        gains = charged(gains * self._all_kept(), charge)
+        promised = np.array([*self._promises.places], dtype=np.int64)
+        floors = [self._promises.floors.get(job, Floor()) for job in promised.tolist()]
+        moved, stays = np.array(floors).reshape(-1, 2).T[::-1]
+        least = np.full(len(self._instance.jobs), -np.inf)
+        least[promised] = moved
+        floor = least[table.job]
+        least[promised] = stays
+        floor[table.stay] = least[table.job[table.stay]]
+        gains[table.speedup < floor] -= self._everything
+        gains[table.first[promised]] = -self._everything
         return gains
 
     def moved(self, job: int, speedup: float, held: Held, *, live: bool = False) -> float:
-        kept = self._kept(job, np.array([speedup]), live=live)
-        charge = self._charges[job][held.shape] * held.replicas
+        info = self._instance.jobs[job].job
+        work = np.array(info.likely_work or (np.inf,))[:, None]
+        seconds = info.change_seconds(live=live)
+        kept = _kept(work, np.array([speedup]), self._lasts(info), seconds)
+        shape = self._instance.table.first_shape[job] + held.shape
+        charge = self._charges[shape] * held.replicas
         gain = charged(self._weights[job] * speedup * kept, charge)[0]
         broken = speedup < self._promises.floors.get(job, Floor()).moved
         return float(gain) - broken * self._everything
 
-    def _kept(self, job: int, speedups: Floats, *, live: bool) -> Floats:
-        """Return the share of its time that an allocation trains, if it starts with a change."""
-        info = self._jobs[job].job
-        work = np.array(info.likely_work or (np.inf,))[:, None]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            left = np.where(speedups > 0, work / speedups, np.inf)
-        lasts = max(self._objective.horizon, info.age / (info.num_changes + 1))
-        used = np.minimum(left, lasts)
-        total = used + info.change_seconds(live=live)
-        shares: Floats = np.divide(used, total, out=np.ones_like(used), where=used > 0)
-        kept: Floats = shares.mean(axis=0)
+    def _all_kept(self) -> Floats:
+        """Return `_kept` of every configuration."""
+        table = self._instance.table
+        infos = [configs.job for configs in self._instance.jobs]
+        lasts = np.array([self._lasts(job) for job in infos])
+        live, restarted = (
+            np.array([job.change_seconds(live=live) for job in infos]) for live in (True, False)
+        )
+        seconds = np.where(table.live, live[table.job], restarted[table.job])
+        work = [job.likely_work or (np.inf,) for job in infos]
+        kept = np.empty(len(table.job))
+        counts = np.array([len(values) for values in work], np.int64)
+        for count in np.unique(counts).tolist():
+            values = np.array([one for one in work if len(one) == count]).T
+            row = np.cumsum(counts == count) - 1
+            mine = np.flatnonzero(counts[table.job] == count)
+            for some in np.array_split(mine, len(mine) * count // _AT_ONCE + 1):
+                job = table.job[some]
+                kept[some] = _kept(
+                    np.ascontiguousarray(values[:, row[job]]),
+                    table.speedup[some],
+                    lasts[job],
+                    seconds[some],
+                )
+        kept[table.stay] = 1.0
         return kept
 
+    def _lasts(self, info: JobInfo) -> float:
+        """Return for how long an allocation of a job is taken to last."""
+        return max(self._objective.horizon, info.age / (info.num_changes + 1))
 
-def _ranks(jobs: Sequence[JobConfigurations], unit: Floats) -> list[Floats]:
-    """Return the expected rank of each value of what each job has left."""
-    left = [
-        cost * np.array(configs.job.likely_work or (0.0,))
-        for cost, configs in zip(unit, jobs, strict=True)
-    ]
-    ranks = _others_with_more(left)
+
+_AT_ONCE = 2**18
+"""Numbers that are looked at together at most."""
+
+
+def _kept(work: Floats, speedups: Floats, lasts: Floats | float, seconds: Floats | float) -> Floats:
+    """Return the share of its time that an allocation trains, if it starts with a change.
+
+    Args:
+        work: equally likely values of what is left, in the rows.
+        speedups: of allocations, in the columns.
+        lasts: for how long each is taken to last.
+        seconds: what the change costs.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        left = np.where(speedups > 0, work / speedups, np.inf)
+    used = np.minimum(left, lasts)
+    total = used + seconds
+    shares: Floats = np.divide(used, total, out=np.ones_like(used), where=used > 0)
+    kept: Floats = shares.mean(axis=0)
+    return kept
+
+
+def _mean_powers(jobs: Sequence[JobConfigurations], unit: Floats, power: float) -> Floats:
+    """Return E[rank^power] of each job."""
+    work = [configs.job.likely_work or (0.0,) for configs in jobs]
+    counts = np.array([len(values) for values in work], np.int64)
+    powers = _ranks(jobs, unit, work, counts) ** power
+    first = np.cumsum(counts) - counts
+    means = np.empty(len(jobs))
+    for count in np.unique(counts).tolist():
+        mine = np.flatnonzero(counts == count)
+        means[mine] = powers[first[mine, None] + np.arange(count)].mean(axis=1)
+    return means
+
+
+def _ranks(
+    jobs: Sequence[JobConfigurations],
+    unit: Floats,
+    work: Sequence[Sequence[float]],
+    counts: Ints,
+) -> Floats:
+    """Return the expected rank of each value of what each job has left, one job after the other."""
+    left = np.repeat(unit, counts) * np.array([*chain.from_iterable(work)])
+    ranks = _others_with_more(left, counts)
+    values = np.split(np.arange(len(left)), np.cumsum(counts)[:-1])
     for members in _families(jobs):
         oldest_first = sorted(members)  # as in `left`: ties count for the same jobs
-        inside = _others_with_more([left[job] for job in oldest_first])
-        among = dict(zip(oldest_first, inside, strict=True))
+        mine = np.concatenate([values[job] for job in oldest_first])
         # As long as each other: the one that has done most has least left.
-        for place, job in enumerate(members):
-            ranks[job] += len(members) - 1 - place - among[job]
-    return [1.0 + rank for rank in ranks]
+        places = {job: len(members) - 1 - place for place, job in enumerate(members)}
+        more = np.array([places[job] for job in oldest_first])
+        own = counts[oldest_first]
+        ranks[mine] += np.repeat(more, own) - _others_with_more(left[mine], own)
+    return 1.0 + ranks
 
 
 def _families(jobs: Sequence[JobConfigurations]) -> list[list[int]]:
@@ -221,31 +279,30 @@ def _families(jobs: Sequence[JobConfigurations]) -> list[list[int]]:
     return [members for members in found.values() if len(members) > 1]
 
 
-def _others_with_more(left: Sequence[Floats]) -> list[Floats]:
+def _others_with_more(left: Floats, counts: Ints) -> Floats:
     """Return how many other jobs are expected to have at least as much left, for each value.
 
     Args:
         left: by job, the oldest first, equally likely values in ascending order.
+        counts: how many values each job has.
     """
-    if not left:
-        return []
-    counts = np.array([values.size for values in left])
-    owner = np.repeat(np.arange(len(left)), counts)
+    owner = np.repeat(np.arange(len(counts)), counts)
     share = 1.0 / counts[owner]
-    values = np.concatenate(left)
-    index = np.arange(values.size)
+    index = np.arange(left.size)
     # Of jobs with equal work left the younger has the higher rank: most jobs are short.
-    order = np.lexsort((-index, owner, -values))
-    more = np.empty(values.size)
+    order = np.lexsort((-index, owner, -left))
+    more = np.empty(left.size)
     more[order] = np.cumsum(share[order])
-    ends = np.cumsum(counts)
-    more -= (np.repeat(ends, counts) - index) * share  # the job itself
-    return np.split(more, ends[:-1])
+    more -= (np.cumsum(counts)[owner] - index) * share  # the job itself
+    return more
 
 
-def _unit_cost(instance: Instance, configs: JobConfigurations) -> float:
-    """Return u of a job; 0.0 if none of its configurations has a speedup above 0."""
-    shares = np.array([instance.nodes.share(shape) for shape in configs.shapes])
-    fast = configs.speedup > 0
-    taken = instance.num_jobs * shares[configs.shape[fast]] * configs.replicas[fast]
-    return float(((1.0 + taken) / configs.speedup[fast]).min(initial=np.inf)) if fast.any() else 0.0
+def unit_costs(instance: Instance) -> Floats:
+    """Return u of every job; 0.0 if none of its configurations has a speedup above 0."""
+    table = instance.table
+    fast = table.speedup > 0
+    taken = instance.num_jobs * instance.share[table.shape] * table.replicas
+    costs = np.divide(1.0 + taken, table.speedup, out=np.full(len(fast), np.inf), where=fast)
+    first = table.first[:-1]
+    found: Floats = np.minimum.reduceat(costs, first)
+    return np.where(np.logical_or.reduceat(fast, first), found, 0.0)

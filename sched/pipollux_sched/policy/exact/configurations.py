@@ -11,9 +11,10 @@ What pinned jobs hold is taken off the nodes first.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,21 +22,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from pipollux_sched.policy.allocation import shape_of
 from pipollux_sched.policy.change_cost import possible_survivors
-from pipollux_sched.policy.job_info import JobInfo, NodeInfo, ReplicaShape, prepare_speedups
-from pipollux_sched.policy.order import by_arrival, by_safety
-from pipollux_sched.policy.placement.node_choice import (
-    Bools,
-    Floats,
-    Ints,
-    NodeCounts,
-    amounts,
-    num_fitting,
-)
-from pipollux_sched.policy.rules import (
-    is_pinned,
-    must_move,
-    usable_nodes,
-)
+from pipollux_sched.policy.job_info import JobInfo, NodeInfo, ReplicaShape, find_speedups
+from pipollux_sched.policy.order import by_arrival
+from pipollux_sched.policy.placement.node_choice import Bools, Floats, Ints, NodeCounts
+from pipollux_sched.policy.rules import is_pinned, must_move
+
+from .nodes import Nodes, build_nodes, close_nodes
 
 NOTHING = 0
 """The index of the configuration to get nothing."""
@@ -43,7 +35,7 @@ NOTHING = 0
 
 @dataclass(frozen=True)
 class JobConfigurations:
-    """All configurations of one job; arrays of length C."""
+    """All configurations of one job; arrays of length C, which are parts of the `Table`'s."""
 
     name: Any
     job: JobInfo
@@ -55,6 +47,8 @@ class JobConfigurations:
     num_nodes: Ints
     speedup: Floats
     """Over one replica of the job's own shape."""
+    live: Bools
+    """Which configurations a survivor can reach."""
     base: NodeCounts
     """Where it lies now; empty if it holds nothing, or cannot stay."""
     runs: bool
@@ -69,16 +63,53 @@ class JobConfigurations:
         """The index of the configuration to stay as it is, if there is one."""
         return len(self.replicas) - 1 if self.base else None
 
-    @cached_property
-    def live(self) -> Bools:
-        """Tell which configurations a survivor can reach: (C,)."""
-        live: Bools = (self.replicas > 0) & (self.shape == self.live_shape)
-        return live
-
     def keeps_survivor(self, shape: int, nodes: NodeCounts) -> bool:
         """Tell whether a replica survives a change to these nodes."""
         there = {node for node, _ in self.survivors}
         return shape == self.live_shape and any(node in there for node, _ in nodes)
+
+
+@dataclass(frozen=True)
+class Table:
+    """All P configurations of J jobs, one job after the other, and their S shapes likewise."""
+
+    first: Ints
+    """Where the configurations of each job begin, and P: (J + 1,)."""
+    first_shape: Ints
+    """Where the shapes of each job begin, and S: (J + 1,)."""
+    job: Ints
+    """Index into the jobs: (P,)."""
+    shape: Ints
+    """Index into all shapes of all jobs: (P,)."""
+    replicas: Ints
+    num_nodes: Ints
+    speedup: Floats
+    live: Bools
+    stay: Ints
+    """Configurations to stay as it is, of jobs that may: (up to J,)."""
+    shapes: Sequence[ReplicaShape]
+    """(S,)"""
+    kind: Ints
+    """Of each shape, an index into `kinds`: (S,)."""
+    kinds: Sequence[ReplicaShape]
+    """A shape of each kind: those of a kind hold the same resources, on the same GPUs."""
+
+    @cached_property
+    def shape_job(self) -> Ints:
+        """The job of each shape: (S,)."""
+        return np.repeat(np.arange(len(self.first) - 1), np.diff(self.first_shape))
+
+    def split(self, values: NDArray[Any]) -> list[NDArray[Any]]:
+        """Return the values of each job's configurations, of those of all: (P, …)."""
+        return [values[begin:end] for begin, end in pairwise(self.first.tolist())]
+
+
+class Bases(NamedTuple):
+    """`JobConfigurations.base` of all jobs, one entry after the other."""
+
+    job: Ints
+    node: Ints
+    replicas: Ints
 
 
 @dataclass(frozen=True)
@@ -88,21 +119,54 @@ class Instance:
     nodes: Nodes
     jobs: Sequence[JobConfigurations]
     """Jobs that are not pinned, the oldest first."""
+    table: Table
+    """The configurations of all of them."""
     pinned: Mapping[Any, Sequence[Any]]
     """Allocations that stay as they are."""
     num_jobs: int
     """Pinned ones included."""
 
     @cached_property
-    def asked(self) -> Sequence[Ints]:
-        """By job, the resources of every configuration: (C, T)."""
-        return [self._asked(configs) for configs in self.jobs]
+    def need(self) -> Ints:
+        """What a replica of every shape holds: (S, T)."""
+        needs = [self.nodes.need(shape) for shape in self.table.kinds]
+        return np.array(needs, np.int64).reshape(-1, len(self.nodes.kinds))[self.table.kind]
 
-    def _asked(self, configs: JobConfigurations) -> Ints:
-        needs = [self.nodes.need(shape) for shape in configs.shapes]
-        each = needs[0] if len(needs) == 1 else np.stack(needs)[configs.shape]
-        asked: Ints = configs.replicas[:, None] * each
+    @cached_property
+    def share(self) -> Floats:
+        """`Nodes.share` of every shape: (S,)."""
+        return np.array([self.nodes.share(shape) for shape in self.table.kinds])[self.table.kind]
+
+    @cached_property
+    def asked(self) -> Ints:
+        """The resources of every configuration: (P, T)."""
+        asked: Ints = self.table.replicas[:, None] * self.need[self.table.shape]
         return asked
+
+    @cached_property
+    def bases(self) -> Bases:
+        """Where jobs lie that may stay."""
+        entries = [(job, *entry) for job, configs in enumerate(self.jobs) for entry in configs.base]
+        return Bases(*np.array(entries, np.int64).reshape(-1, 3).T)
+
+    @cached_property
+    def least_replicas(self) -> Ints:
+        """The fewest replicas of every shape that are worth something, (S,); 0: there are none.
+
+        Where none fit now, so that it is not known, the fewest that may be; 0 if they are too many.
+        """
+        table = self.table
+        most = np.iinfo(np.int64).max
+        least = np.full(len(table.shapes), most)
+        some = table.replicas > 0
+        np.minimum.at(least, table.shape[some], table.replicas[some])
+        for number in np.flatnonzero(least == most).tolist():
+            shape, job = table.shapes[number], self.jobs[table.shape_job[number]].job
+            reach, fewest = self.nodes.reach(shape), job.least_replicas
+            fits_now = bool(reach.size) and int(reach[-1]) >= fewest
+            unknown = not fits_now and fewest <= job.most_replicas(shape)
+            least[number] = fewest if unknown else 0
+        return least
 
 
 def build_instance(
@@ -124,36 +188,20 @@ def build_instance(
     pinned = {
         name: base_allocations[name]
         for name, job in jobs.items()
-        if is_pinned(job, base_allocations.get(name, ()), nodes)
+        if not job.preemptible and is_pinned(job, base_allocations.get(name, ()), nodes)
     }
-    places = _build_nodes(jobs, nodes, pinned, node_template)
+    places = build_nodes(jobs, nodes, pinned, node_template)
     index = {name: number for number, name in enumerate(places.names)}
     order = [name for name in by_arrival(jobs) if name not in pinned]
     if closed:
         held = {name: base_allocations.get(name, ()) for name in order}
-        _close(places, list(closed), held, jobs, nodes)
-    _prepare({name: jobs[name] for name in order}, base_allocations, nodes, places)
-    configs = [
-        _job_configurations(name, jobs[name], base_allocations.get(name, ()), nodes, places, index)
+        close_nodes(places, list(closed), held, jobs, nodes)
+    asked = [
+        _ask(name, jobs[name], base_allocations.get(name, ()), nodes, places, index)
         for name in order
     ]
-    return Instance(places, configs, pinned, len(jobs))
-
-
-def _prepare(
-    jobs: Mapping[Any, JobInfo],
-    allocations: Mapping[Any, Sequence[Any]],
-    nodes: Mapping[Any, NodeInfo],
-    places: Nodes,
-) -> None:
-    """Have all speedups that configurations need computed together."""
-    asked: list[tuple[ReplicaShape, Any, Any]] = []
-    for name, job in jobs.items():
-        asked.extend((shape, *places.sizes(shape, job)) for shape in counting_shapes(job))
-        held = allocations.get(name, ())
-        if held:
-            asked.append((shape_of(job, held, nodes), len(set(held)), len(held)))
-    prepare_speedups(asked)
+    configs, table = _tabulate(asked)
+    return Instance(places, configs, table, pinned, len(jobs))
 
 
 def counting_shapes(job: JobInfo) -> tuple[ReplicaShape, ...]:
@@ -162,6 +210,8 @@ def counting_shapes(job: JobInfo) -> tuple[ReplicaShape, ...]:
     Node names and the number of stages identify an allocation; of two shapes with the same number
     of stages for the same GPUs, the first counts (`shape_of`).
     """
+    if not job.shapes:
+        return job.all_shapes
     seen: set[tuple[int, str | None]] = set()
     counting = []
     for shape in job.all_shapes:
@@ -171,42 +221,49 @@ def counting_shapes(job: JobInfo) -> tuple[ReplicaShape, ...]:
     return tuple(counting)
 
 
-def _job_configurations(
+class _Asked(NamedTuple):
+    """One job, and what there is to choose."""
+
+    name: Any
+    job: JobInfo
+    shapes: tuple[ReplicaShape, ...]
+    sizes: list[tuple[int, Ints, Ints]]
+    """A shape with numbers of nodes and of replicas."""
+    stay: tuple[int, int, int] | None
+    """The shape, nodes and replicas with which it may stay."""
+    base: NodeCounts
+    runs: bool
+    live_shape: int | None
+    survivors: NodeCounts
+
+
+def _ask(
     name: Any,
     job: JobInfo,
     allocation: Sequence[Any],
     nodes: Mapping[Any, NodeInfo],
     places: Nodes,
     index: Mapping[Any, int],
-) -> JobConfigurations:
+) -> _Asked:
     shapes = counting_shapes(job)
-    parts = [_NOTHING_PART]
-    for number, shape in enumerate(shapes):
-        parts.append(_shape_configurations(number, shape, job, places))
-    base: NodeCounts = ()
-    live_shape: int | None = None
-    open_survivors: NodeCounts = ()
-    if allocation:
-        shape = shape_of(job, allocation, nodes)
-        # On a closed node a job may stay as it is, and not otherwise.
-        open_survivors = tuple(
-            sorted(
-                (index[node], n)
-                for node, n in possible_survivors(job, allocation, nodes).items()
-                if not places.closed[index[node]]
-            )
+    sizes = [(number, *places.sizes(shape, job)) for number, shape in enumerate(shapes)]
+    if not allocation:
+        return _Asked(name, job, shapes, sizes, None, (), False, None, ())
+    shape = shape_of(job, allocation, nodes)
+    # On a closed node a job may stay as it is, and not otherwise.
+    survivors = tuple(
+        sorted(
+            (index[node], n)
+            for node, n in possible_survivors(job, allocation, nodes).items()
+            if not places.closed[index[node]]
         )
-        live_shape = shapes.index(shape) if open_survivors else None
-        if _may_stay(job, shape, allocation, nodes):
-            base = tuple(sorted((index[node], n) for node, n in Counter(allocation).items()))
-            speedup = float(shape.speedup_fn(len(base), len(allocation)))
-            parts.append(_part(shapes.index(shape), [len(allocation)], [len(base)], [speedup]))
-    shape_of_row, replicas, num_nodes, speedups = map(np.concatenate, zip(*parts, strict=True))
-    return JobConfigurations(
-        *(name, job, shapes, shape_of_row, replicas, num_nodes, speedups, base, bool(allocation)),
-        live_shape=live_shape,
-        survivors=open_survivors,
     )
+    live_shape = shapes.index(shape) if survivors else None
+    if not _may_stay(job, shape, allocation, nodes):
+        return _Asked(name, job, shapes, sizes, None, (), True, live_shape, survivors)
+    base = tuple(sorted((index[node], n) for node, n in Counter(allocation).items()))
+    stay = shapes.index(shape), len(base), len(allocation)
+    return _Asked(name, job, shapes, sizes, stay, base, True, live_shape, survivors)
 
 
 def _may_stay(
@@ -220,31 +277,121 @@ def _may_stay(
 
 
 class _Part(NamedTuple):
-    """Some configurations of a job, as the arrays of `JobConfigurations`."""
+    """Some configurations of a job."""
 
-    shape: Ints
-    replicas: Ints
-    num_nodes: Ints
-    speedup: Floats
-
-
-def _part(shape: int, replicas: ArrayLike, num_nodes: ArrayLike, speedup: ArrayLike) -> _Part:
-    counts = np.asarray(replicas, dtype=np.int64)
-    nodes = np.asarray(num_nodes, dtype=np.int64)
-    return _Part(np.full_like(counts, shape), counts, nodes, np.asarray(speedup, dtype=np.float64))
+    job: int
+    shape: int
+    """Index into the job's shapes."""
+    num_nodes: Any
+    """Of each of them, or of the only one."""
+    replicas: Any
 
 
-_NOTHING_PART = _part(0, [0], [0], [0.0])
+def _tabulate(asked: Sequence[_Asked]) -> tuple[list[JobConfigurations], Table]:
+    """Return the configurations of each job, and of all of them."""
+    parts = [
+        part
+        for number, one in enumerate(asked)
+        for part in (
+            _Part(number, 0, _NONE, _NONE),
+            *(_Part(number, *size) for size in one.sizes if size[2].size),
+            *([_Part(number, *one.stay)] if one.stay else []),
+        )
+    ]
+    told = find_speedups(
+        (asked[part.job].shapes[part.shape], part.num_nodes, part.replicas)
+        for part in parts
+        if part.replicas is not _NONE
+    )
+    answers = iter(told)
+    speedups = [_NOTHING_WORTH if part.replicas is _NONE else next(answers) for part in parts]
+    counts = np.array([np.size(part.replicas) for part in parts], np.int64)
+    first_shape = _starts([len(one.shapes) for one in asked])
+    shapes = [shape for one in asked for shape in one.shapes]
+    numbers = np.array([first_shape[part.job] + part.shape for part in parts], np.int64)
+    sized = np.array(
+        [np.ndim(part.replicas) and part.replicas is not _NONE for part in parts], bool
+    )
+    speedup = _joined(speedups, np.float64)
+    kept = _worth_it(speedup, counts, sized)
+    job = np.repeat(np.array([part.job for part in parts], np.int64), counts)[kept]
+    shape = np.repeat(numbers, counts)[kept]
+    replicas = _joined([part.replicas for part in parts], np.int64)[kept]
+    num_nodes = _joined([part.num_nodes for part in parts], np.int64)[kept]
+    first = _starts(np.bincount(job, minlength=len(asked)))
+    live_shape = first_shape[:-1] + [
+        -len(shapes) - 1 if one.live_shape is None else one.live_shape for one in asked
+    ]
+    kinds: dict[Any, tuple[int, ReplicaShape]] = {}
+    table = Table(
+        first=first,
+        first_shape=first_shape,
+        job=job,
+        shape=shape,
+        replicas=replicas,
+        num_nodes=num_nodes,
+        speedup=speedup[kept],
+        live=(replicas > 0) & (shape == live_shape[job]),
+        stay=first[1:][[bool(one.base) for one in asked]] - 1,
+        shapes=shapes,
+        kind=np.array(
+            [kinds.setdefault(shape.holds, (len(kinds), shape))[0] for shape in shapes], np.int64
+        ),
+        kinds=[shape for _, shape in kinds.values()],
+    )
+    own = zip(
+        *(
+            table.split(values)
+            for values in (
+                table.shape - first_shape[job],
+                replicas,
+                num_nodes,
+                table.speedup,
+                table.live,
+            )
+        ),
+        strict=True,
+    )
+    configs = [
+        JobConfigurations(one.name, one.job, one.shapes, *arrays, *one[-4:])
+        for one, arrays in zip(asked, own, strict=True)
+    ]
+    return configs, table
 
 
-def _shape_configurations(number: int, shape: ReplicaShape, job: JobInfo, places: Nodes) -> _Part:
-    num_nodes, replicas = places.sizes(shape, job)
-    if not replicas.size:
-        return _part(number, [], [], [])
-    speedups = np.asarray(shape.speedup_fn(num_nodes, replicas), dtype=np.float64)
-    if speedups.shape != replicas.shape or not np.isfinite(speedups).all():
-        speedups = np.nan_to_num(np.broadcast_to(speedups, replicas.shape))
-    # What takes more and is not faster is never chosen.
-    best = np.maximum.accumulate(np.concatenate([[0.0], speedups[:-1]]))
-    worth = speedups > best
-    return _part(number, replicas[worth], num_nodes[worth], speedups[worth])
+_NONE = np.zeros(1, np.int64)
+_NOTHING_WORTH = np.zeros(1)
+
+
+def _starts(counts: ArrayLike) -> Ints:
+    """Return where parts of such lengths begin, one after the other, and where the last ends."""
+    starts: Ints = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+    return starts
+
+
+def _joined(parts: Sequence[ArrayLike], dtype: type[Any]) -> NDArray[Any]:
+    return np.hstack(parts).astype(dtype) if parts else np.zeros(0, dtype)
+
+
+def _worth_it(speedup: Floats, counts: Ints, sized: Bools) -> Bools:
+    """Tell what may be chosen: of several sizes none that takes more and is not faster.
+
+    What is not a finite speedup is replaced by one that is.
+
+    Args:
+        speedup: of all configurations.
+        counts: of each part, how many they are.
+        sized: whether the part is of several sizes in ascending order.
+    """
+    kept = np.ones(len(speedup), bool)
+    starts = _starts(counts)[:-1]
+    for count in np.unique(counts[sized]).tolist():
+        where = starts[sized & (counts == count), None] + np.arange(count)
+        values = speedup[where]
+        if not np.isfinite(values).all():
+            speedup[where] = values = np.nan_to_num(values)
+        best = np.maximum.accumulate(
+            np.concatenate([np.zeros((len(values), 1)), values[:, :-1]], axis=1), axis=1
+        )
+        kept[where] = values > best
+    return kept

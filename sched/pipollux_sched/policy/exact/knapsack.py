@@ -52,11 +52,11 @@ def knapsack(
         ...     np.array([0.0, 5.0])], 2)
         ([0, 1], 5.0)
     """
-    kept = [
-        # Of equal ones the first is chosen: the cheapest.
-        keep[np.argsort(cost[keep], kind="stable")]
-        for keep, cost in zip(promising(costs, values, capacity), costs, strict=True)
-    ]
+    kept = promising(costs, values, capacity)
+    for job, keep in enumerate(kept):
+        if len(keep) > 1:
+            # Of equal ones the first is chosen: the cheapest.
+            kept[job] = keep[np.argsort(costs[job][keep], kind="stable")]
     # Every job takes its cheapest at least, so that only what is beyond needs to be counted.
     beyond = [cost[keep] - cost[keep[0]] for keep, cost in zip(kept, costs, strict=True)]
     worth = [value[keep] for keep, value in zip(kept, values, strict=True)]
@@ -82,8 +82,8 @@ def knapsack(
 
 
 def _add_job(best: Floats, cost: Ints, value: Floats) -> Floats:
-    after: Floats = np.full_like(best, -np.inf)
-    for units, worth in zip(cost.tolist(), value.tolist(), strict=True):
+    after: Floats = best + value[0]  # the cheapest takes no units
+    for units, worth in zip(cost[1:].tolist(), value[1:].tolist(), strict=True):
         if units < len(best):
             to = after[units:]
             np.maximum(to, best[: len(best) - units] + worth, out=to)
@@ -116,8 +116,8 @@ def promising(costs: Sequence[Ints], values: Sequence[Floats], capacity: int) ->
     bound = price * capacity + float(top.sum())
     finite = np.where(np.isfinite(table.values), np.abs(table.values), 0.0)
     spare = max(bound - low.value, 0.0) + _TOLERANCE * float(finite.max(axis=1).sum())
-    kept = scores >= top[:, None] - spare
-    return [np.flatnonzero(row) for row in kept]
+    rows, items = np.nonzero(scores >= top[:, None] - spare)
+    return np.split(items, np.searchsorted(rows, np.arange(1, len(costs))))
 
 
 class _Choice(NamedTuple):

@@ -93,13 +93,13 @@ class _Program:
         return None if answer.x is None else np.asarray(answer.x)
 
 
-def solve_whole(instance: Instance, worth: Worth, gains: Sequence[Floats]) -> list[Placed] | None:
+def solve_whole(instance: Instance, worth: Worth, gains: Floats) -> list[Placed] | None:
     """Find the best allocation of a small cluster.
 
     Args:
         instance: jobs and nodes.
         worth: the gains of configurations.
-        gains: `worth.gains` of every job.
+        gains: of `worth`.
 
     Returns:
         The allocation of every job; None if the search stopped without any answer.
@@ -109,10 +109,8 @@ def solve_whole(instance: Instance, worth: Worth, gains: Sequence[Floats]) -> li
     used: list[list[dict[int, float]]] = [[{} for _ in nodes.kinds] for _ in nodes.names]
     spread: list[dict[int, float]] = [{} for _ in nodes.names]
     parts = [
-        _add_job(
-            program, instance, job, list(_choices(instance, worth, job, gains[job])), used, spread
-        )
-        for job in range(len(instance.jobs))
+        _add_job(program, instance, job, list(_choices(instance, worth, job, own)), used, spread)
+        for job, own in enumerate(instance.table.split(gains))
     ]
     for node, kinds in enumerate(used):
         for kind, terms in enumerate(kinds):

@@ -32,8 +32,8 @@ class Held(NamedTuple):
 class Worth(Protocol):
     """The gains of one instance."""
 
-    def gains(self, job: int) -> Floats:
-        """Return the gain of every configuration of a job: (C,).
+    def gains(self) -> Floats:
+        """Return the gain of every configuration of all jobs, as in `Instance.table`: (P,).
 
         Of one that a survivor can reach (`JobConfigurations.live`), it is the gain if one does.
         """
@@ -84,31 +84,25 @@ class FairSpeedup:
     def judge(self, instance: Instance, promises: Promises) -> Worth:  # noqa: ARG002  # as above
         """Return every configuration's term of the power mean."""
         fair = [fair_speedup(instance, configs) for configs in instance.jobs]
-        return _FairWorth(instance.jobs, fair, self._power)
+        return _FairWorth(instance, fair, self._power)
 
 
 class _FairWorth:
-    def __init__(
-        self, jobs: Sequence[JobConfigurations], fair: Sequence[float], power: float
-    ) -> None:
-        self._jobs, self._fair, self._power = jobs, fair, power
+    def __init__(self, instance: Instance, fair: Sequence[float], power: float) -> None:
+        self._instance, self._fair, self._power = instance, fair, power
 
-    def gains(self, job: int) -> Floats:
-        configs = self._jobs[job]
-        values = configs.speedup / self._fair[job]
-        if configs.runs:
-            factors = np.where(
-                configs.live,
-                configs.job.change_factor(live=True),
-                configs.job.change_factor(live=False),
-            )
-            if configs.stay is not None:
-                factors[configs.stay] = 1.0
-            values = values * factors
-        return power_terms(values, self._power)
+    def gains(self) -> Floats:
+        table, jobs = self._instance.table, self._instance.jobs
+        live, restarted = (
+            np.array([c.job.change_factor(live=live) if c.runs else 1.0 for c in jobs])
+            for live in (True, False)
+        )
+        factors = np.where(table.live, live[table.job], restarted[table.job])
+        factors[table.stay] = 1.0
+        return power_terms(table.speedup / np.array(self._fair)[table.job] * factors, self._power)
 
     def moved(self, job: int, speedup: float, held: Held, *, live: bool = False) -> float:  # noqa: ARG002  # as above
-        configs = self._jobs[job]
+        configs = self._instance.jobs[job]
         factor = configs.job.change_factor(live=live) if configs.runs else 1.0
         return float(power_terms(np.array(speedup / self._fair[job] * factor), self._power))
 

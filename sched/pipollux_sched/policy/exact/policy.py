@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 from pipollux_sched.policy.allocation import Allocation, as_allocation
 from pipollux_sched.policy.job_info import JobInfo, NodeInfo
 from pipollux_sched.policy.placement.first_fit import place_arrival
-from pipollux_sched.policy.placement.node_choice import Floats
+from pipollux_sched.policy.placement.node_choice import Floats, Ints
 
 from .assignment import Assignment, Placed
 from .completion_time import CompletionTime
@@ -119,8 +119,7 @@ class ExactPolicy:
             name: as_allocation(jobs[name], held, nodes) for name, held in instance.pinned.items()
         }
         worth = self._objective.judge(instance, promises)
-        gains = [worth.gains(job) for job in range(len(instance.jobs))]
-        placed, certificate = _solve(instance, worth, gains, promises)
+        placed, certificate = _solve(instance, worth, worth.gains(), promises)
         for configs, found in zip(instance.jobs, placed, strict=True):
             held = base_allocations.get(configs.name, ())
             result[configs.name] = _allocation(instance, configs, found, held)
@@ -128,10 +127,10 @@ class ExactPolicy:
 
 
 def _solve(
-    instance: Instance, worth: Worth, gains: Sequence[Floats], promises: Promises
+    instance: Instance, worth: Worth, gains: Floats, promises: Promises
 ) -> tuple[list[Placed], Certificate]:
     if not instance.jobs or not instance.nodes.names:
-        nothing = [Placed(0, (), float(gain[0])) for gain in gains]
+        nothing = [Placed(0, (), gain) for gain in gains[instance.table.first[:-1]].tolist()]
         total = float(sum(found.gain for found in nothing))
         return nothing, Certificate(total, total)
     chosen, bound = relax(instance, gains)
@@ -152,9 +151,7 @@ def _solve(
     return placed, certificate
 
 
-def _arrange(
-    instance: Instance, worth: Worth, gains: Sequence[Floats], chosen: Sequence[int]
-) -> Assignment:
+def _arrange(instance: Instance, worth: Worth, gains: Floats, chosen: Ints) -> Assignment:
     """Return the best of several arrangements; of equal ones the one that moves least."""
     unmoved = Assignment(instance, worth, gains)
     tried = [unmoved] if unmoved.stay() else []
@@ -174,8 +171,8 @@ def _arrange(
 def _filled(
     instance: Instance,
     worth: Worth,
-    gains: Sequence[Floats],
-    chosen: Sequence[int],
+    gains: Floats,
+    chosen: Ints,
     *,
     keep: bool,
 ) -> tuple[Assignment, bool]:
@@ -187,8 +184,7 @@ def _filled(
 
 
 def _is_small(instance: Instance) -> bool:
-    rows = sum(len(configs.shapes) for configs in instance.jobs)
-    return rows * len(instance.nodes.names) <= _SMALL
+    return len(instance.table.shapes) * len(instance.nodes.names) <= _SMALL
 
 
 def _allocation(

@@ -30,10 +30,11 @@ from pipollux_sched.policy.placement.node_choice import (
     Ints,
     NodeCapacity,
     NodeCounts,
+    frozen,
     num_fitting,
 )
 
-from .configurations import Instance, JobConfigurations
+from .configurations import Instance
 from .fair_share import FairClaim
 
 _ATTEMPTS = 8
@@ -91,23 +92,25 @@ def least_configurations(instance: Instance, job: int) -> list[Least]:
 
     A shape that fits nowhere now counts as well: pinned jobs may be in the way.
     """
-    configs = instance.jobs[job]
-    found = [_least(instance, configs, number) for number in range(len(configs.shapes))]
-    return sorted((least for least in found if least is not None), key=lambda least: least.slots)
+    first = instance.table.first_shape[job]
+    shapes = instance.jobs[job].shapes
+    fewest = instance.least_replicas[first : first + len(shapes)].tolist()
+    found = [
+        Least(number, count, count * shape.slots)
+        for number, (shape, count) in enumerate(zip(shapes, fewest, strict=True))
+        if count
+    ]
+    return sorted(found, key=lambda least: least.slots)
 
 
-def _least(instance: Instance, configs: JobConfigurations, number: int) -> Least | None:
-    shape = configs.shapes[number]
-    fewest = configs.job.least_replicas
-    mine = configs.replicas[(configs.shape == number) & (configs.replicas > 0)]
-    if mine.size:
-        fewest = int(mine.min())
-    else:
-        reach = instance.nodes.reach(shape)
-        fits_now = bool(reach.size) and int(reach[-1]) >= fewest
-        if fits_now or fewest > configs.job.most_replicas(shape):
-            return None  # it fits, and its speedup is 0
-    return Least(number, fewest, fewest * shape.slots)
+def least_slots(instance: Instance) -> Ints:
+    """Return the fewest slots that each job runs on, (J,); 0: it does not run."""
+    table = instance.table
+    most = np.iinfo(np.int64).max
+    fewest = instance.least_replicas
+    slots = np.array([shape.slots for shape in table.shapes], np.int64) * fewest
+    least = np.minimum.reduceat(np.where(fewest > 0, slots, most), table.first_shape[:-1])
+    return np.where(least == most, 0, least)
 
 
 def keep(instance: Instance, behind: Sequence[Behind], part: float) -> Promises:
@@ -159,6 +162,8 @@ class _Ledger:
         self._nodes = instance.nodes
         self._capacity = NodeCapacity(instance.nodes.free)
         self._open: Bools = np.ones(len(instance.nodes.names), dtype=bool)
+        self._still_open: dict[int, Bools] = {}
+        """Of `Nodes.allowed`, by its id, what is not closed."""
         self._most_closed = most_closed
         self._hopeless: set[tuple[bytes, bytes, int]] = set()
         self._newcomers: Ints = np.zeros(len(instance.nodes.names), dtype=np.int64)
@@ -171,8 +176,9 @@ class _Ledger:
         stay = configs.stay
         assert stay is not None  # noqa: S101  # it has a base
         shape = int(configs.shape[stay])
-        least = _least(self._instance, configs, shape)
-        left = int(configs.replicas[stay]) if least is None else least.replicas
+        first = self._instance.table.first_shape[job]
+        least = int(self._instance.least_replicas[first + shape])
+        left = least or int(configs.replicas[stay])
         nodes = []
         for node, count in sorted(configs.base, key=lambda entry: -entry[1]):
             if left > 0:
@@ -250,7 +256,12 @@ class _Ledger:
 
     def _wanted(self, job: int, least: Least) -> tuple[Ints, Bools]:
         shape = self._instance.jobs[job].shapes[least.shape]
-        return self._nodes.need(shape), self._nodes.allowed(shape) & self._open
+        need, allowed = self._nodes.wanted(shape)
+        if self.closed:
+            if id(allowed) not in self._still_open:
+                self._still_open[id(allowed)] = frozen(allowed & self._open)
+            allowed = self._still_open[id(allowed)]
+        return need, allowed
 
     def _put(self, job: int, place: Place) -> None:
         self._capacity.put(place.nodes, self._need(job, place))
@@ -331,6 +342,8 @@ class _Ledger:
         if chosen and len(self.closed) + len(chosen) <= self._most_closed:
             self.closed.extend(chosen)
             self._open[chosen] = False
+            self._still_open.clear()
+            self._capacity.forget()
 
 
 def _until(order: Ints, there: Ints, replicas: int) -> Iterator[int]:

@@ -13,8 +13,6 @@ its optimum:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array, vstack
@@ -22,7 +20,7 @@ from scipy.sparse import csr_array, vstack
 from pipollux_sched.policy.placement.node_choice import Floats, Ints
 from pipollux_sched.utils.c_stdout import silent_c_stdout
 
-from .configurations import Instance, JobConfigurations
+from .configurations import Instance
 from .knapsack import knapsack
 
 _STAY_BONUS = 1e-9
@@ -35,100 +33,77 @@ _MOST_UNITS = 10**6
 """Units of the scarcest resource up to which the knapsack is solved by dynamic programming."""
 
 
-def relax(
-    instance: Instance, gains: Sequence[Floats], *, whole_nodes: bool = False
-) -> tuple[list[int], float]:
+def relax(instance: Instance, gains: Floats, *, whole_nodes: bool = False) -> tuple[Ints, float]:
     """Choose one configuration for every job.
 
     Args:
         instance: jobs and nodes.
-        gains: the gains of every job's configurations.
+        gains: the gains of all configurations, (P,).
         whole_nodes: count a configuration on several nodes, unless it is to stay, as if it took all
             of these nodes: the choice then fits where distributed jobs must not share nodes.
 
     Returns:
-        The configuration of every job, and the sum of their gains. No allocation exceeds it, except
-        with `whole_nodes`.
+        The configuration of every job, (J,), and the sum of their gains. No allocation exceeds it,
+        except with `whole_nodes`.
     """
-    preferred = [_prefer_stay(configs, gain) for configs, gain in zip_jobs(instance, gains)]
-    costs: Sequence[Ints] = instance.asked
-    if whole_nodes:
-        costs = [_costs_of_whole_nodes(instance, configs) for configs in instance.jobs]
-    if any(shape.gpu_type is not None for configs in instance.jobs for shape in configs.shapes):
+    table = instance.table
+    preferred = gains.copy()
+    preferred[table.stay] += _STAY_BONUS * abs(gains[table.stay])
+    costs = _costs_of_whole_nodes(instance) if whole_nodes else instance.asked
+    if any(shape.gpu_type is not None for shape in table.kinds):
         chosen = _choose_over_types(instance, costs, preferred)
     else:
         kind = _scarcest(instance, costs)
         # Bytes of memory are counted in units as large as they can be.
-        unit = int(np.gcd.reduce(np.concatenate([cost[:, kind] for cost in costs]))) or 1
+        unit = int(np.gcd.reduce(costs[:, kind])) or 1
         capacity = int(instance.nodes.free[:, kind].sum()) // unit
         if capacity <= _MOST_UNITS:
-            units = [cost[:, kind] // unit for cost in costs]
-            chosen, _ = knapsack(units, preferred, capacity)
+            units = costs[:, kind] // unit
+            picks, _ = knapsack(table.split(units), table.split(preferred), capacity)
+            chosen = np.array(picks)
         else:
             chosen = _choose_over_types(instance, costs, preferred)
-    return chosen, float(sum(gain[config] for gain, config in zip(gains, chosen, strict=True)))
+    return chosen, float(sum(gains[table.first[:-1] + chosen].tolist()))
 
 
-def zip_jobs(instance: Instance, gains: Sequence[Floats]) -> list[tuple[JobConfigurations, Floats]]:
-    """Pair every job's configurations with their gains."""
-    return list(zip(instance.jobs, gains, strict=True))
-
-
-def _prefer_stay(configs: JobConfigurations, gains: Floats) -> Floats:
-    if configs.stay is None:
-        return gains
-    preferred = gains.copy()
-    preferred[configs.stay] += _STAY_BONUS * abs(gains[configs.stay])
-    return preferred
-
-
-def _costs_of_whole_nodes(instance: Instance, configs: JobConfigurations) -> Ints:
-    """Return the resources of every configuration, those on several nodes as if whole: (C, T)."""
-    needs = np.stack([instance.nodes.need(shape) for shape in configs.shapes])
-    reach = np.stack([instance.nodes.reach(shape) for shape in configs.shapes])
-    held = reach[configs.shape, np.maximum(configs.num_nodes, 1) - 1]
-    spread = configs.num_nodes > 1
-    if configs.stay is not None:
-        spread[configs.stay] = False
-    replicas = np.where(spread, held, configs.replicas)
-    costs: Ints = replicas[:, None] * needs[configs.shape]
+def _costs_of_whole_nodes(instance: Instance) -> Ints:
+    """Return the resources of every configuration, those on several nodes as if whole: (P, T)."""
+    table = instance.table
+    reach = np.stack([instance.nodes.reach(shape) for shape in table.kinds])
+    held = reach[table.kind[table.shape], np.maximum(table.num_nodes, 1) - 1]
+    spread = table.num_nodes > 1
+    spread[table.stay] = False
+    replicas = np.where(spread, held, table.replicas)
+    costs: Ints = replicas[:, None] * instance.need[table.shape]
     return costs
 
 
-def _scarcest(instance: Instance, costs: Sequence[Ints]) -> int:
+def _scarcest(instance: Instance, costs: Ints) -> int:
     """Return the resource that is scarcest relative to what all jobs could take."""
-    wanted = sum(cost.max(axis=0) for cost in costs)
+    wanted = np.maximum.reduceat(costs, instance.table.first[:-1], axis=0).sum(axis=0)
     free = instance.nodes.free.sum(axis=0)
     return int((wanted / np.maximum(free, 1)).argmax())
 
 
-def _choose_over_types(
-    instance: Instance, all_costs: Sequence[Ints], gains: Sequence[Floats]
-) -> list[int]:
-    nodes = instance.nodes
-    types = sorted({s.gpu_type for o in instance.jobs for s in o.shapes if s.gpu_type is not None})
+def _choose_over_types(instance: Instance, costs: Ints, gains: Floats) -> Ints:
+    nodes, table = instance.nodes, instance.table
+    types = sorted({kind.gpu_type for kind in table.kinds if kind.gpu_type is not None})
     # One resource for every type, and one of all nodes together.
     of_type = [nodes.gpu_types == kind for kind in types]
     capacity = np.concatenate(
         [nodes.free.sum(axis=0), *(nodes.free[mask].sum(axis=0) for mask in of_type)]
     )
-    blocks, owners = [], []
-    for number, (configs, costs) in enumerate(zip(instance.jobs, all_costs, strict=True)):
-        kinds = np.array([shape.gpu_type for shape in configs.shapes], dtype=object)[configs.shape]
-        typed = [np.where((kinds == kind)[:, None], costs, 0) for kind in types]
-        blocks.append(np.concatenate([costs, *typed], axis=1))
-        owners.append(np.full(len(costs), number))
-    owner = np.concatenate(owners)
-    one_each = csr_array((np.ones(len(owner)), (owner, np.arange(len(owner)))))
-    rows = vstack([one_each, csr_array(np.concatenate(blocks).T)])
+    own = np.array([kind.gpu_type for kind in table.kinds], dtype=object)[table.kind][table.shape]
+    typed = [np.where((own == kind)[:, None], costs, 0) for kind in types]
+    one_each = csr_array((np.ones(len(gains)), (table.job, np.arange(len(gains)))))
+    rows = vstack([one_each, csr_array(np.concatenate([costs, *typed], axis=1).T)])
     upper = np.concatenate([np.ones(len(instance.jobs)), capacity])
     lower = np.concatenate([np.ones(len(instance.jobs)), np.full(len(capacity), -np.inf)])
-    value = np.concatenate(gains)
-    scale = SCALE / (float(np.abs(value).max()) or 1.0)
+    scale = SCALE / (float(np.abs(gains).max()) or 1.0)
     with silent_c_stdout():
         answer = milp(
-            -value * scale,
-            integrality=np.ones(len(value)),
+            -gains * scale,
+            integrality=np.ones(len(gains)),
             bounds=Bounds(0, 1),
             constraints=LinearConstraint(rows, lower, upper),
             options={"mip_rel_gap": 0.0},
@@ -136,5 +111,5 @@ def _choose_over_types(
     if answer.x is None:
         raise RuntimeError(f"HiGHS found no choice of configs: {answer.message}")
     picked = np.flatnonzero(answer.x > 0.5)
-    first = np.concatenate([[0], np.cumsum([len(gain) for gain in gains])])[:-1]
-    return [int(config) for config in picked - first[owner[picked]]]
+    chosen: Ints = picked - table.first[table.job[picked]]
+    return chosen

@@ -19,48 +19,38 @@ jobs are not charged, and without them nobody is: on one type of GPU nothing cha
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 
 from pipollux_sched.policy.placement.node_choice import Floats
 
-from .configurations import Instance, JobConfigurations
+from .configurations import Instance
 
 LEAST_KEPT = 0.01
 """The share of its gain that a charge leaves at least: a slot that nobody else wants is used."""
 
 
-def waiting_charges(instance: Instance) -> list[Floats]:
-    """Return n_t · share of every shape of every job; 0.0 where there is nothing to pay."""
-    types = [_types(configs) for configs in instance.jobs]
-    captives = Counter(next(iter(kinds)) for kinds in types if len(kinds) == 1)
-    return [
-        _charges(instance, configs, captives) if len(kinds) > 1 else np.zeros(len(configs.shapes))
-        for configs, kinds in zip(instance.jobs, types, strict=True)
-    ]
+def waiting_charges(instance: Instance) -> Floats:
+    """Return n_t · share of every shape of every job, (S,); 0.0 where there is nothing to pay."""
+    table = instance.table
+    charges = np.zeros(len(table.shapes))
+    if all(shape.gpu_type is None for shape in table.kinds):
+        return charges
+    names = list(dict.fromkeys(shape.gpu_type for shape in table.kinds))
+    gpu_type = np.array([names.index(shape.gpu_type) for shape in table.kinds])[table.kind]
+    # The types of GPU that each job runs on; None: any.
+    runs = np.zeros((len(instance.jobs), len(names)), dtype=bool)
+    fast = table.speedup > 0
+    runs[table.job[fast], gpu_type[table.shape[fast]]] = True
+    captive = runs.sum(axis=1) == 1
+    captives = runs[captive].sum(axis=0)
+    # A shape for any type is charged nothing: which one it takes is not chosen here.
+    typed = np.array([name is not None for name in names])[gpu_type]
+    pays = typed & (runs.sum(axis=1) > 1)[table.shape_job]
+    charges[pays] = captives[gpu_type[pays]] * instance.share[pays]
+    return charges
 
 
 def charged(gains: Floats, charges: Floats) -> Floats:
     """Return gains of at least 0 less charges, above 0 where they were."""
     left: Floats = np.maximum(gains - charges, LEAST_KEPT * gains)
     return left
-
-
-def _types(configs: JobConfigurations) -> set[str | None]:
-    """Return the types of GPU that a job runs on; None: any."""
-    return {configs.shapes[shape].gpu_type for shape in set(configs.shape[configs.speedup > 0])}
-
-
-def _charges(
-    instance: Instance, configs: JobConfigurations, captives: Counter[str | None]
-) -> Floats:
-    # A shape for any type is charged nothing: which one it takes is not chosen here.
-    return np.array(
-        [
-            captives[shape.gpu_type] * instance.nodes.share(shape)
-            if shape.gpu_type is not None
-            else 0.0
-            for shape in configs.shapes
-        ]
-    )

@@ -8,7 +8,7 @@ at most one distributed job. Every policy places by these rules.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from pipollux_sched.policy.job_info import NodeInfo, ReplicaShape
 Ints: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float64]
 Bools: TypeAlias = NDArray[np.bool_]
+A = TypeVar("A", bound=np.generic)
 NodeCounts: TypeAlias = tuple[tuple[int, int], ...]
 """(node, number of replicas) of every node that a job lies on."""
 
@@ -26,6 +27,12 @@ def amounts(infos: Iterable[ReplicaShape | NodeInfo], kinds: Sequence[str]) -> I
     """Return what shapes hold or nodes have of each kind of resource: (len(infos), T)."""
     rows = [[info.resources.get(kind, 0) for kind in kinds] for info in infos]
     return np.array(rows, dtype=np.int64).reshape(len(rows), len(kinds))
+
+
+def frozen(values: NDArray[A]) -> NDArray[A]:
+    """Return an array that cannot be written to any more."""
+    values.flags.writeable = False
+    return values
 
 
 def num_fitting(need: Ints, free: Ints) -> Ints:
@@ -187,6 +194,16 @@ def _narrow(nodes: Ints, wanted: Bools) -> Ints:
     return chosen if chosen.size else nodes
 
 
+class _Counts(NamedTuple):
+    """What fits on each node, as it was when some changes had been made."""
+
+    need: Ints
+    allowed: Bools
+    counts: Ints
+    wants: list[tuple[int, int]]
+    """What a replica holds, by index of the resource."""
+
+
 class NodeCapacity:
     """What is free on N nodes, and how many distributed jobs each carries.
 
@@ -199,15 +216,49 @@ class NodeCapacity:
         """(N, T)."""
         self.num_distributed: Ints = np.zeros(len(free), dtype=np.int64)
         """(N,)."""
+        self._kept: dict[tuple[int, int], _Counts] = {}
+        """Answers of `counts`, by the ids of what was asked, which they hold on to."""
 
     def counts(self, need: Ints, allowed: Bools) -> Ints:
         """Return how many replicas fit on each of the allowed nodes, 0 elsewhere: (N,).
+
+        For arrays that are `frozen` the answer is kept up to date, until they are asked for again.
 
         Args:
             need: what one replica holds, (T,).
             allowed: (N,).
         """
-        return np.where(allowed, num_fitting(need, self.free), 0)
+        key = id(need), id(allowed)
+        if key not in self._kept:
+            found = np.where(allowed, num_fitting(need, self.free), 0)
+            if need.flags.writeable or allowed.flags.writeable:
+                return found
+            wants = [(kind, amount) for kind, amount in enumerate(need.tolist()) if amount]
+            self._kept[key] = _Counts(need, allowed, found, wants)
+        return self._kept[key].counts
+
+    def forget(self) -> None:
+        """Keep no answers of `counts` up to date any more."""
+        self._kept.clear()
+
+    def put_all(self, owners: Ints, nodes: Ints, counts: Ints, needs: Ints) -> bool:
+        """Take the room of many jobs if there is enough for all; return whether there was.
+
+        Args:
+            owners: the job of each entry, as an index.
+            nodes: its node.
+            counts: its number of replicas there.
+            needs: what one of them holds: (entries, T).
+        """
+        free, distributed = self.free.copy(), self.num_distributed.copy()
+        np.subtract.at(free, nodes, counts[:, None] * needs)
+        spread = nodes[np.bincount(owners)[owners] > 1]
+        np.add.at(distributed, spread, 1)
+        if (free < np.minimum(self.free, 0)).any() or (distributed[spread] > 1).any():
+            return False
+        self.free, self.num_distributed = free, distributed
+        self.forget()
+        return True
 
     def find(self, need: Ints, allowed: Bools, num_replicas: int) -> NodeCounts | None:
         """Find nodes for a job (`find_nodes`), in ascending order."""
@@ -251,3 +302,8 @@ class NodeCapacity:
         for node, count in placed:
             self.free[node] -= sign * count * need
             self.num_distributed[node] += sign * (len(placed) > 1)
+            free = self.free[node].tolist()
+            for kept in self._kept.values():
+                if kept.allowed[node]:
+                    fits = min(free[kind] // amount for kind, amount in kept.wants)
+                    kept.counts[node] = max(fits, 0)

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pipollux_sched.policy import CompletionTime, ExactPolicy, JobInfo, NodeInfo
-from pipollux_sched.policy.exact.completion_time import _unit_cost
+from pipollux_sched.policy.exact.completion_time import unit_costs
 from pipollux_sched.policy.exact.configurations import Instance, build_instance
 from pipollux_sched.policy.exact.objective import Held
 from pipollux_sched.policy.exact.promise import Promises
@@ -59,7 +59,7 @@ def instance_of(jobs: list[JobInfo]) -> Instance:
 def weight(jobs: list[JobInfo], number: int, power: float) -> float:
     """Return u_j · E[rank_j^a] by the definition, one job after the other."""
     instance = instance_of(jobs)
-    units = [_unit_cost(instance, configs) for configs in instance.jobs]
+    units = unit_costs(instance)
     mine = jobs[number]
 
     def at_least(other: int, value: float) -> float:
@@ -86,9 +86,10 @@ def test_weights_are_the_mean_powers_of_ranks(jobs: list[JobInfo], power: float)
     instance = instance_of(jobs)
     objective = CompletionTime(rank_power=power)
     worth = objective.judge(instance, Promises())
+    gains = instance.table.split(worth.gains())
     for number, configs in enumerate(instance.jobs):
         expected = weight(jobs, number, power) * configs.speedup
-        assert np.allclose(worth.gains(number)[:1], expected[:1])
+        assert np.allclose(gains[number][:1], expected[:1])
         moved = worth.moved(number, 1.0, Held(0, 1))
         kept = [1.0] if not jobs[number].likely_work else []
         for left in jobs[number].likely_work:

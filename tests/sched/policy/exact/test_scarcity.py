@@ -74,7 +74,8 @@ def test_charges_are_the_waiting_of_captive_jobs() -> None:
     jobs = {f"captive-{n}": job(n, 50_000.0, 0.0) for n in range(3)}
     jobs |= {"free": job(3, 5000.0, 0.3), "narrow": job(4, 100.0, 0.2)}
     instance = build_instance(jobs, NODES, {}, NODES["fast"])
-    charges = dict(zip([c.name for c in instance.jobs], waiting_charges(instance), strict=True))
+    by_job = waiting_charges(instance).reshape(-1, 2)
+    charges = dict(zip([c.name for c in instance.jobs], by_job, strict=True))
     assert all(not charges[f"captive-{n}"].any() for n in range(3))
     assert np.allclose(charges["free"], [3 / 4, 0.0]), "of the fast type, and of the slow one"
     plain, paying = (
@@ -83,7 +84,7 @@ def test_charges_are_the_waiting_of_captive_jobs() -> None:
     ranks = {"free": 4, "narrow": 5}
     for number, configs in enumerate(instance.jobs):
         power = ranks.get(configs.name, 1) ** 0.75
-        free, paid = plain.gains(number), paying.gains(number)
+        free, paid = (instance.table.split(worth.gains())[number] for worth in (plain, paying))
         slots = np.where(configs.shape == 0, configs.replicas, 0)
         due = 0.5 * power * charges[configs.name][0] * slots
         assert np.allclose(paid, np.maximum(free - due, LEAST_KEPT * free))
