@@ -65,6 +65,8 @@ def shape_of(
     An allocation without a number of stages is taken to have the job's own shape, or, where that is
     for other GPUs, the first shape that fits its nodes' GPUs.
     """
+    if not job.shapes:
+        return job.all_shapes[0]
     stages = getattr(allocation, "num_stages", None)
     where = [nodes[name] for name in allocation if name in nodes]
     fitting = [s for s in job.all_shapes if all(s.runs_on(node) for node in where)]

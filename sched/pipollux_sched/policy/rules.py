@@ -20,7 +20,11 @@ Allocations: TypeAlias = Mapping[Any, Sequence[Any]]
 
 def usable_nodes(nodes: Nodes) -> dict[Any, NodeInfo]:
     """Return the nodes that take new replicas: healthy, and not draining."""
-    return {name: node for name, node in nodes.items() if node.healthy and not node.draining}
+    return {name: node for name, node in nodes.items() if _takes_replicas(node)}
+
+
+def _takes_replicas(node: NodeInfo) -> bool:
+    return node.healthy and not node.draining
 
 
 def is_pinned(job: JobInfo, allocation: Sequence[Any], nodes: Nodes) -> bool:
@@ -35,8 +39,7 @@ def is_pinned(job: JobInfo, allocation: Sequence[Any], nodes: Nodes) -> bool:
 
 def must_move(job: JobInfo, allocation: Sequence[Any], nodes: Nodes) -> bool:
     """Tell whether a job must leave its nodes: one is gone, not healthy, or draining."""
-    usable = usable_nodes({name: nodes[name] for name in allocation if name in nodes})
-    stays = all(name in usable for name in allocation)
+    stays = all(name in nodes and _takes_replicas(nodes[name]) for name in allocation)
     return not stays and not is_pinned(job, allocation, nodes)
 
 

@@ -18,7 +18,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from pipollux_sched.policy.allocation import shape_of
 from pipollux_sched.policy.change_cost import possible_survivors
@@ -251,12 +251,9 @@ def _ask(
         return _Asked(name, job, shapes, sizes, None, (), False, None, ())
     shape = shape_of(job, allocation, nodes)
     # On a closed node a job may stay as it is, and not otherwise.
+    possible = possible_survivors(job, allocation, nodes)
     survivors = tuple(
-        sorted(
-            (index[node], n)
-            for node, n in possible_survivors(job, allocation, nodes).items()
-            if not places.closed[index[node]]
-        )
+        sorted((index[node], n) for node, n in possible.items() if not places.closed[index[node]])
     )
     live_shape = shapes.index(shape) if survivors else None
     if not _may_stay(job, shape, allocation, nodes):
@@ -276,117 +273,82 @@ def _may_stay(
     return within and stages in (None, shape.num_stages)
 
 
-class _Part(NamedTuple):
-    """Some configurations of a job."""
-
-    job: int
-    shape: int
-    """Index into the job's shapes."""
-    num_nodes: Any
-    """Of each of them, or of the only one."""
-    replicas: Any
-
-
 def _tabulate(asked: Sequence[_Asked]) -> tuple[list[JobConfigurations], Table]:
     """Return the configurations of each job, and of all of them."""
-    parts = [
-        part
-        for number, one in enumerate(asked)
-        for part in (
-            _Part(number, 0, _NONE, _NONE),
-            *(_Part(number, *size) for size in one.sizes if size[2].size),
-            *([_Part(number, *one.stay)] if one.stay else []),
-        )
-    ]
-    told = find_speedups(
-        (asked[part.job].shapes[part.shape], part.num_nodes, part.replicas)
-        for part in parts
-        if part.replicas is not _NONE
+    sizes = [(job, *size) for job, one in enumerate(asked) for size in one.sizes if size[2].size]
+    stays = [(job, *one.stay) for job, one in enumerate(asked) if one.stay]
+    found = find_speedups(
+        (asked[job].shapes[shape], num_nodes, replicas)
+        for job, shape, num_nodes, replicas in (*sizes, *stays)
     )
-    answers = iter(told)
-    speedups = [_NOTHING_WORTH if part.replicas is _NONE else next(answers) for part in parts]
-    counts = np.array([np.size(part.replicas) for part in parts], np.int64)
-    first_shape = _starts([len(one.shapes) for one in asked])
-    shapes = [shape for one in asked for shape in one.shapes]
-    numbers = np.array([first_shape[part.job] + part.shape for part in parts], np.int64)
-    sized = np.array(
-        [np.ndim(part.replicas) and part.replicas is not _NONE for part in parts], bool
+    counts = np.array([len(size[3]) for size in sizes], np.int64)
+    speedup = np.concatenate([_NO_SPEEDUPS, *found[: len(sizes)]])
+    kept = _worth_it(speedup, counts)
+    of_size, of_stay = (
+        np.array([one[:2] for one in part], np.int64).reshape(-1, 2).T for part in (sizes, stays)
     )
-    speedup = _joined(speedups, np.float64)
-    kept = _worth_it(speedup, counts, sized)
-    job = np.repeat(np.array([part.job for part in parts], np.int64), counts)[kept]
-    shape = np.repeat(numbers, counts)[kept]
-    replicas = _joined([part.replicas for part in parts], np.int64)[kept]
-    num_nodes = _joined([part.num_nodes for part in parts], np.int64)[kept]
+    stay_nodes, stay_replicas = np.array([one[2:] for one in stays], np.int64).reshape(-1, 2).T
+    every, no_job = np.arange(len(asked)), np.zeros(len(asked), np.int64)
+    job, shape = np.repeat(of_size, counts, axis=1)[:, kept]
+    # Nothing, then the sizes of each shape, then to stay.
+    rank = np.concatenate([3 * every, 3 * job + 1, 3 * of_stay[0] + 2])
+    order = np.argsort(rank, kind="stable")
+    job = rank[order] // 3
     first = _starts(np.bincount(job, minlength=len(asked)))
-    live_shape = first_shape[:-1] + [
-        -len(shapes) - 1 if one.live_shape is None else one.live_shape for one in asked
-    ]
+    own = np.concatenate([no_job, shape, of_stay[1]])[order]
+    replicas = np.concatenate([_NO_SIZES, *(size[3] for size in sizes)])[kept]
+    num_nodes = np.concatenate([_NO_SIZES, *(size[2] for size in sizes)])[kept]
+    replicas = np.concatenate([no_job, replicas, stay_replicas])[order]
+    live_shape = np.array([-1 if one.live_shape is None else one.live_shape for one in asked])
+    first_shape = _starts(np.array([len(one.shapes) for one in asked], np.int64))
+    shapes = [shape for one in asked for shape in one.shapes]
     kinds: dict[Any, tuple[int, ReplicaShape]] = {}
+    kind = [kinds.setdefault(shape.holds, (len(kinds), shape))[0] for shape in shapes]
     table = Table(
         first=first,
         first_shape=first_shape,
         job=job,
-        shape=shape,
+        shape=first_shape[job] + own,
         replicas=replicas,
-        num_nodes=num_nodes,
-        speedup=speedup[kept],
-        live=(replicas > 0) & (shape == live_shape[job]),
-        stay=first[1:][[bool(one.base) for one in asked]] - 1,
+        num_nodes=np.concatenate([no_job, num_nodes, stay_nodes])[order],
+        speedup=np.concatenate(
+            [np.zeros(len(asked)), speedup[kept], np.array(found[len(sizes) :], np.float64)]
+        )[order],
+        live=(replicas > 0) & (own == live_shape[job]),
+        stay=first[1:][of_stay[0]] - 1,
         shapes=shapes,
-        kind=np.array(
-            [kinds.setdefault(shape.holds, (len(kinds), shape))[0] for shape in shapes], np.int64
-        ),
+        kind=np.array(kind, np.int64),
         kinds=[shape for _, shape in kinds.values()],
     )
-    own = zip(
-        *(
-            table.split(values)
-            for values in (
-                table.shape - first_shape[job],
-                replicas,
-                num_nodes,
-                table.speedup,
-                table.live,
-            )
-        ),
-        strict=True,
-    )
+    columns = own, replicas, table.num_nodes, table.speedup, table.live
     configs = [
         JobConfigurations(one.name, one.job, one.shapes, *arrays, *one[-4:])
-        for one, arrays in zip(asked, own, strict=True)
+        for one, arrays in zip(asked, zip(*map(table.split, columns), strict=True), strict=True)
     ]
     return configs, table
 
 
-_NONE = np.zeros(1, np.int64)
-_NOTHING_WORTH = np.zeros(1)
+_NO_SIZES, _NO_SPEEDUPS = np.zeros(0, np.int64), np.zeros(0)
 
 
-def _starts(counts: ArrayLike) -> Ints:
+def _starts(counts: Ints) -> Ints:
     """Return where parts of such lengths begin, one after the other, and where the last ends."""
-    starts: Ints = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-    return starts
+    return np.concatenate([[0], np.cumsum(counts)])
 
 
-def _joined(parts: Sequence[ArrayLike], dtype: type[Any]) -> NDArray[Any]:
-    return np.hstack(parts).astype(dtype) if parts else np.zeros(0, dtype)
-
-
-def _worth_it(speedup: Floats, counts: Ints, sized: Bools) -> Bools:
-    """Tell what may be chosen: of several sizes none that takes more and is not faster.
+def _worth_it(speedup: Floats, counts: Ints) -> Bools:
+    """Tell which sizes may be chosen: none that takes more than another one and is not faster.
 
     What is not a finite speedup is replaced by one that is.
 
     Args:
-        speedup: of all configurations.
-        counts: of each part, how many they are.
-        sized: whether the part is of several sizes in ascending order.
+        speedup: of the sizes of each shape of each job, in ascending order.
+        counts: how many they are of each.
     """
-    kept = np.ones(len(speedup), bool)
+    kept = np.empty(len(speedup), bool)
     starts = _starts(counts)[:-1]
-    for count in np.unique(counts[sized]).tolist():
-        where = starts[sized & (counts == count), None] + np.arange(count)
+    for count in np.unique(counts).tolist():
+        where = starts[counts == count, None] + np.arange(count)
         values = speedup[where]
         if not np.isfinite(values).all():
             speedup[where] = values = np.nan_to_num(values)

@@ -52,38 +52,48 @@ def knapsack(
         ...     np.array([0.0, 5.0])], 2)
         ([0, 1], 5.0)
     """
+    if not costs:
+        return [], 0.0
     kept = promising(costs, values, capacity)
-    for job, keep in enumerate(kept):
-        if len(keep) > 1:
-            # Of equal ones the first is chosen: the cheapest.
-            kept[job] = keep[np.argsort(costs[job][keep], kind="stable")]
+    counts = np.array([len(keep) for keep in kept])
+    first, owner = np.cumsum(counts) - counts, np.repeat(np.arange(len(kept)), counts)
+    before = np.cumsum([0, *(len(cost) for cost in costs[:-1])])
+    items = np.concatenate(kept)
+    cost, value = (np.concatenate(part)[before[owner] + items] for part in (costs, values))
+    # Of equal ones the first is chosen: the cheapest.
+    order = np.lexsort((cost, owner))
+    items, cost, value = items[order], cost[order], value[order]
     # Every job takes its cheapest at least, so that only what is beyond needs to be counted.
-    beyond = [cost[keep] - cost[keep[0]] for keep, cost in zip(kept, costs, strict=True)]
-    worth = [value[keep] for keep, value in zip(kept, values, strict=True)]
-    spent = sum(int(cost[keep[0]]) for keep, cost in zip(kept, costs, strict=True))
-    units = min(capacity - spent, sum(int(cost[-1]) for cost in beyond))
+    beyond = cost - cost[first][owner]
+    last = first + counts - 1
+    units = min(capacity - int(cost[first].sum()), int(beyond[last].sum()))
     # Where one item is left there is no choice.
-    open_jobs = [job for job, keep in enumerate(kept) if len(keep) > 1]
+    total = sum(value[first[counts == 1]].tolist())
+    chosen: list[int] = items[first].tolist()
+    left_open = np.flatnonzero(counts > 1)
+    of_open = list(
+        zip(left_open.tolist(), first[left_open].tolist(), last[left_open].tolist(), strict=True)
+    )
+    more, worth = beyond.tolist(), value.tolist()
     reached: list[Floats] = [np.zeros(units + 1)]
-    for job in open_jobs:
-        reached.append(_add_job(reached[-1], beyond[job], worth[job]))
+    for _, begin, end in of_open:
+        reached.append(_add_job(reached[-1], more[begin : end + 1], worth[begin : end + 1]))
     left = int(reached[-1].argmax())
-    total = float(reached[-1][left])
-    total += sum(float(value[0]) for value in worth if len(value) == 1)
-    chosen = [int(keep[0]) for keep in kept]
-    for number, job in reversed(list(enumerate(open_jobs))):
-        cost, value = beyond[job], worth[job]
-        before = np.where(cost <= left, reached[number][np.maximum(left - cost, 0)], -np.inf)
-        # The very sums of which the greatest was kept.
-        pick = int((before + value == reached[number + 1][left]).argmax())
-        chosen[job] = int(kept[job][pick])
-        left -= int(cost[pick])
+    total = float(reached[-1][left]) + total
+    for number, (job, begin, end) in reversed(list(enumerate(of_open))):
+        best = reached[number + 1][left]
+        for item in range(begin, end + 1):
+            # The very sums of which the greatest was kept.
+            if more[item] <= left and reached[number][left - more[item]] + worth[item] == best:
+                chosen[job] = int(items[item])
+                left -= more[item]
+                break
     return chosen, total
 
 
-def _add_job(best: Floats, cost: Ints, value: Floats) -> Floats:
-    after: Floats = best + value[0]  # the cheapest takes no units
-    for units, worth in zip(cost[1:].tolist(), value[1:].tolist(), strict=True):
+def _add_job(best: Floats, costs: Sequence[int], values: Sequence[float]) -> Floats:
+    after: Floats = best + values[0]  # the cheapest takes no units
+    for units, worth in zip(costs[1:], values[1:], strict=True):
         if units < len(best):
             to = after[units:]
             np.maximum(to, best[: len(best) - units] + worth, out=to)

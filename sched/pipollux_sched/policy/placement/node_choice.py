@@ -23,6 +23,9 @@ NodeCounts: TypeAlias = tuple[tuple[int, int], ...]
 """(node, number of replicas) of every node that a job lies on."""
 
 
+_NO_ROOM = np.iinfo(np.int64).max
+
+
 def amounts(infos: Iterable[ReplicaShape | NodeInfo], kinds: Sequence[str]) -> Ints:
     """Return what shapes hold or nodes have of each kind of resource: (len(infos), T)."""
     rows = [[info.resources.get(kind, 0) for kind in kinds] for info in infos]
@@ -178,6 +181,10 @@ def _tightest(
     counts: Ints, num_replicas: int, preferred: Bools | None, avoided: Bools | None
 ) -> int | None:
     """Return the node with the least room of those that hold all replicas, if one does."""
+    if avoided is None and preferred is None:
+        room = np.where(counts >= num_replicas, counts, _NO_ROOM)
+        node = int(room.argmin())
+        return None if room[node] == _NO_ROOM else node
     enough = np.flatnonzero(counts >= num_replicas)
     if not enough.size:
         return None
@@ -301,7 +308,8 @@ class NodeCapacity:
     def _change(self, placed: NodeCounts, need: Ints, sign: int) -> None:
         for node, count in placed:
             self.free[node] -= sign * count * need
-            self.num_distributed[node] += sign * (len(placed) > 1)
+            if len(placed) > 1:
+                self.num_distributed[node] += sign
             free = self.free[node].tolist()
             for kept in self._kept.values():
                 if kept.allowed[node]:

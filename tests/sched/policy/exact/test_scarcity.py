@@ -74,7 +74,7 @@ def test_charges_are_the_waiting_of_captive_jobs() -> None:
     jobs = {f"captive-{n}": job(n, 50_000.0, 0.0) for n in range(3)}
     jobs |= {"free": job(3, 5000.0, 0.3), "narrow": job(4, 100.0, 0.2)}
     instance = build_instance(jobs, NODES, {}, NODES["fast"])
-    by_job = waiting_charges(instance).reshape(-1, 2)
+    by_job = np.split(waiting_charges(instance), instance.table.first_shape[1:-1])
     charges = dict(zip([c.name for c in instance.jobs], by_job, strict=True))
     assert all(not charges[f"captive-{n}"].any() for n in range(3))
     assert np.allclose(charges["free"], [3 / 4, 0.0]), "of the fast type, and of the slow one"
