@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, Self
 
 import numpy as np
@@ -246,16 +246,16 @@ def _within_memory(
     bounds: BatchBounds, plan: PricedCut | None, memory_limit: float | None, num_microbatches: int
 ) -> BatchBounds | None:
     """Return the bounds within memory, None if not one sample fits."""
-    bounds = replace(bounds, needs_two_batches=num_microbatches == 1)
-    if plan is None or memory_limit is None:
-        return bounds
-    # Memory is counted in whole samples, so each micro-batch has at least one.
-    least = max(bounds.min_atomic_bsz, num_microbatches)
-    room = float(plan.largest_micro_bsz(memory_limit, num_microbatches)) * num_microbatches
-    most = int(min(bounds.max_atomic_bsz, room))
-    if most < least:
-        return None
-    return replace(bounds, min_atomic_bsz=least, max_atomic_bsz=most)
+    two = num_microbatches == 1
+    least, most = bounds.min_atomic_bsz, bounds.max_atomic_bsz
+    if plan is not None and memory_limit is not None:
+        # Memory is counted in whole samples, so each micro-batch has at least one.
+        least = max(least, num_microbatches)
+        room = float(plan.largest_micro_bsz(memory_limit, num_microbatches)) * num_microbatches
+        most = int(min(most, room))
+        if most < least:
+            return None
+    return bounds.within(two, least, most)
 
 
 class _Distinct(NamedTuple):

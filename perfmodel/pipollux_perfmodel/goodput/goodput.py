@@ -222,9 +222,11 @@ class GoodputFunction:
         Raises:
             ValueError: as `optimize`.
         """
-        nodes, replicas = np.broadcast_arrays(num_nodes, num_replicas)
+        nodes, replicas = np.asarray(num_nodes), np.asarray(num_replicas)
+        if nodes.shape != replicas.shape:
+            nodes, replicas = np.broadcast_arrays(nodes, replicas)
         counts = tuple(np.atleast_1d(num_microbatches).tolist())
-        if np.any((nodes < 1) | (nodes > replicas)) or not counts or min(counts) < 1:
+        if (nodes < 1).any() or (nodes > replicas).any() or not counts or min(counts) < 1:
             raise ValueError(
                 f"num_nodes is {num_nodes}, num_replicas {num_replicas}, num_microbatches "
                 f"{num_microbatches}; give 1 <= num_nodes <= num_replicas, num_microbatches >= 1"

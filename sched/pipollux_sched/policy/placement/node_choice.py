@@ -307,11 +307,13 @@ class NodeCapacity:
 
     def _change(self, placed: NodeCounts, need: Ints, sign: int) -> None:
         for node, count in placed:
-            self.free[node] -= sign * count * need
+            row = self.free[node]
+            row -= sign * count * need
             if len(placed) > 1:
                 self.num_distributed[node] += sign
-            free = self.free[node].tolist()
-            for kept in self._kept.values():
-                if kept.allowed[node]:
-                    fits = min(free[kind] // amount for kind, amount in kept.wants)
-                    kept.counts[node] = max(fits, 0)
+            if self._kept:
+                free = row.tolist()
+                for kept in self._kept.values():
+                    if kept.allowed[node]:
+                        fits = [free[kind] // amount for kind, amount in kept.wants]
+                        kept.counts[node] = max(min(fits), 0)
