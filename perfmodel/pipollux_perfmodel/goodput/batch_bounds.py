@@ -7,7 +7,6 @@ number, else it is an array with an entry for each column.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -23,8 +22,7 @@ TOLERANCE = 1e-8
 """Of floor and ceil, as AdaptDL's."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchBounds:
+class BatchBounds(NamedTuple):
     """Bounds of a job's batch size."""
 
     init_batch_size: float
@@ -44,21 +42,6 @@ class BatchBounds:
     """Whether the largest batch size may be passed by less than one sample per replica (and step,
     in as few steps as the largest atomic batch size allows), so that a batch is not refused because
     replicas do not divide it."""
-
-    def within(
-        self, needs_two_batches: bool, min_atomic_bsz: int, max_atomic_bsz: int
-    ) -> BatchBounds:
-        """Return the same with other bounds of the atomic batch size."""
-        # The fields one by one: `dataclasses.replace` takes four times as long.
-        return BatchBounds(
-            init_batch_size=self.init_batch_size,
-            max_batch_size=self.max_batch_size,
-            min_atomic_bsz=min_atomic_bsz,
-            max_atomic_bsz=max_atomic_bsz,
-            accumulation=self.accumulation,
-            needs_two_batches=needs_two_batches,
-            rounds_up=self.rounds_up,
-        )
 
     @property
     def rules(self) -> tuple[bool, bool, bool]:

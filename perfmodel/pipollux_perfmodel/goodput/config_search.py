@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol, Self
 
 import numpy as np
@@ -92,8 +91,7 @@ class _Best(NamedTuple):
     plan: Integers
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConfigSearch:
+class ConfigSearch(NamedTuple):
     """The search for the best configurations of one job (`GoodputFunction.search`)."""
 
     perf_params: PerfParams
@@ -255,7 +253,7 @@ def _within_memory(
         most = int(min(most, room))
         if most < least:
             return None
-    return bounds.within(two, least, most)
+    return bounds._replace(needs_two_batches=two, min_atomic_bsz=least, max_atomic_bsz=most)
 
 
 class _Distinct(NamedTuple):

@@ -338,10 +338,13 @@ def speedups_of(
     goodputs = best_goodputs([lesson.search for lesson in lessons])
     for lesson, goodput in zip(lessons, goodputs, strict=True):
         lesson.speedup_fn._take_in(lesson, goodput)
-    return [
-        fn._answer(cells) if some or fn._monotone else np.asarray(speedup)
-        for (fn, cells), speedup, some in zip(places, found, missing, strict=True)
-    ]
+    for number, ((fn, cells), some) in enumerate(zip(places, missing, strict=True)):
+        if some:
+            found[number] = fn._known[cells.rows, cells.replicas]
+            some = np.isnan(found[number]).any()
+        if some or fn._monotone:
+            found[number] = fn._answer(cells)
+    return [np.asarray(speedup) for speedup in found]
 
 
 def _count_distinguished(goodput_fn: GoodputFunction, plans: Sequence[PricedCut]) -> int:
