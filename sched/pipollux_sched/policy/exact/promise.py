@@ -191,9 +191,8 @@ class _Ledger:
         leasts = least_configurations(self._instance, job)
         for least in leasts:
             need, allowed = self._wanted(job, least)
-            key = need.tobytes(), allowed.tobytes(), least.replicas
             # Room only shrinks as promises are made.
-            if key in self._hopeless:
+            if self._hopeless and self._key(need, allowed, least) in self._hopeless:
                 continue
             nodes = self._capacity.find(need, allowed, least.replicas)
             if nodes is None:
@@ -201,9 +200,13 @@ class _Ledger:
             if nodes is not None:
                 self._put(job, Place(least.shape, nodes))
                 return
-            self._hopeless.add(key)
+            self._hopeless.add(self._key(need, allowed, least))
         if leasts:
             self._close(job, leasts[0])
+
+    @staticmethod
+    def _key(need: Ints, allowed: Bools, least: Least) -> tuple[bytes, bytes, int]:
+        return need.tobytes(), allowed.tobytes(), least.replicas
 
     def grant(self, claim: FairClaim) -> None:
         """Promise a job what it claims, or the most that there is room for."""

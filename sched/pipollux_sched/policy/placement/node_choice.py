@@ -8,6 +8,7 @@ at most one distributed job. Every policy places by these rules.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -21,9 +22,6 @@ Bools: TypeAlias = NDArray[np.bool_]
 A = TypeVar("A", bound=np.generic)
 NodeCounts: TypeAlias = tuple[tuple[int, int], ...]
 """(node, number of replicas) of every node that a job lies on."""
-
-
-_NO_ROOM = np.iinfo(np.int64).max
 
 
 def amounts(infos: Iterable[ReplicaShape | NodeInfo], kinds: Sequence[str]) -> Ints:
@@ -181,10 +179,6 @@ def _tightest(
     counts: Ints, num_replicas: int, preferred: Bools | None, avoided: Bools | None
 ) -> int | None:
     """Return the node with the least room of those that hold all replicas, if one does."""
-    if avoided is None and preferred is None:
-        room = np.where(counts >= num_replicas, counts, _NO_ROOM)
-        node = int(room.argmin())
-        return None if room[node] == _NO_ROOM else node
     enough = np.flatnonzero(counts >= num_replicas)
     if not enough.size:
         return None
@@ -209,6 +203,25 @@ class _Counts(NamedTuple):
     counts: Ints
     wants: list[tuple[int, int]]
     """What a replica holds, by index of the resource."""
+    by_room: dict[int, list[int]]
+    """Heaps of the nodes on which so many fit; a node may be in others, too, where it was."""
+
+    def change(self, node: int, free: Sequence[int]) -> None:
+        """Take in what is free on a node."""
+        if self.allowed[node]:
+            count = max(min([free[kind] // amount for kind, amount in self.wants]), 0)
+            self.counts[node] = count
+            heappush(self.by_room.setdefault(count, []), node)
+
+    def tightest(self, num_replicas: int) -> int | None:
+        """Return the first node with the least room of those that hold all replicas."""
+        for room in sorted(room for room in self.by_room if room >= num_replicas):
+            nodes = self.by_room[room]
+            while nodes:
+                if self.counts[nodes[0]] == room:
+                    return nodes[0]
+                heappop(nodes)
+        return None
 
 
 class NodeCapacity:
@@ -241,7 +254,10 @@ class NodeCapacity:
             if need.flags.writeable or allowed.flags.writeable:
                 return found
             wants = [(kind, amount) for kind, amount in enumerate(need.tolist()) if amount]
-            self._kept[key] = _Counts(need, allowed, found, wants)
+            by_room: dict[int, list[int]] = {}
+            for node, count in enumerate(found.tolist()):
+                by_room.setdefault(count, []).append(node)  # in order, which makes it a heap
+            self._kept[key] = _Counts(need, allowed, found, wants, by_room)
         return self._kept[key].counts
 
     def forget(self) -> None:
@@ -269,7 +285,12 @@ class NodeCapacity:
 
     def find(self, need: Ints, allowed: Bools, num_replicas: int) -> NodeCounts | None:
         """Find nodes for a job (`find_nodes`), in ascending order."""
-        found = find_nodes(self.counts(need, allowed), self.num_distributed > 0, num_replicas)
+        counts = self.counts(need, allowed)
+        kept = self._kept.get((id(need), id(allowed)))
+        node = None if kept is None else kept.tightest(num_replicas)
+        if node is not None:
+            return ((node, num_replicas),)
+        found = find_nodes(counts, self.num_distributed > 0, num_replicas)
         return None if found is None else tuple(sorted(found))
 
     def find_keeping(
@@ -314,6 +335,4 @@ class NodeCapacity:
             if self._kept:
                 free = row.tolist()
                 for kept in self._kept.values():
-                    if kept.allowed[node]:
-                        fits = [free[kind] // amount for kind, amount in kept.wants]
-                        kept.counts[node] = max(min(fits), 0)
+                    kept.change(node, free)
