@@ -15,11 +15,13 @@ from pipollux_hybrid.partition.balance import Partitioning
 from pipollux_hybrid.pipeline.num_microbatches import candidate_microbatches, initial_microbatches
 from pipollux_perfmodel import GoodputFunction, PerfParams
 
-from .inheritance import ModelTraits, contradiction, fit, rows_to_pass_on
+from .inheritance import ModelTraits, contradiction, fit, left_over, rows_to_pass_on
 from .step_profile import StepProfile
+from .step_summary import FitData
 
 if TYPE_CHECKING:
     from pipollux_perfmodel import Optimum, SchedHints
+    from pipollux_perfmodel.goodput.corrections import StepRatio
 
 __all__ = ["Autotuner"]
 
@@ -45,6 +47,8 @@ class Autotuner:
         """Of the model that the profile is of, until it is wrapped that of what was inherited."""
         self._noise = ctx.component(MeasuredNoise)
         self.perf_params: PerfParams | None = None
+        self.step_ratios: tuple[StepRatio, ...] = ()
+        """What they leave over of the measured steps."""
         self.shape_chosen = False
         """Whether this run has chosen the batch size it starts with."""
         self.cut: Partitioning | None = None
@@ -110,9 +114,12 @@ class Autotuner:
         why = contradiction(self.profile, self._context.pipeline.checkpoint_mode)
         if why is not None:
             self._drop_inherited(why)
-        params = self.fitted(self._context.pipeline.order)
-        if params is None:
+        order = self._context.pipeline.order
+        data = self._fit_data(order)
+        if data is None:
             return
+        params = fit(data, order)
+        self.step_ratios = left_over(params, data)
         if self.num_stages > 1:
             self.overlap = params.overlap
         elif self.overlap is not None:
@@ -125,9 +132,12 @@ class Autotuner:
 
     def fitted(self, order: StageOrder) -> PerfParams | None:
         """Return the fit to the steps of as many stages by a schedule; None: there were none."""
-        pipeline, processes = self._context.pipeline, self._context.env.processes_per_replica
-        data = self.profile.fit_data(self.num_stages, pipeline.checkpoint_mode, processes, order)
+        data = self._fit_data(order)
         return None if data is None else fit(data, order)
+
+    def _fit_data(self, order: StageOrder) -> FitData | None:
+        pipeline, processes = self._context.pipeline, self._context.env.processes_per_replica
+        return self.profile.fit_data(self.num_stages, pipeline.checkpoint_mode, processes, order)
 
     def wrap(self, traits: ModelTraits) -> None:
         """Note what is trained; drop what was inherited if it is of another model."""
@@ -249,6 +259,7 @@ class Autotuner:
             remaining_samples=self._remaining_samples(),
             trained_samples=self.progress * self.noise.init_batch_size,
             step_profile=rows_to_pass_on(self.profile, self.traits),
+            step_ratios=self.step_ratios or None,
         )
 
     def _remaining_samples(self) -> float | None:

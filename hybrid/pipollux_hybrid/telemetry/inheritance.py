@@ -27,6 +27,7 @@ from .step_profile import StepProfile
 from .step_summary import FitData, StepConfiguration, StepSummary, fit_data
 
 if TYPE_CHECKING:
+    from pipollux_perfmodel.goodput.corrections import StepRatio
     from pipollux_perfmodel.hints.step_rows import StepRow, StepRows
     from pipollux_perfmodel.timing.params import Checkpoints
 
@@ -183,6 +184,20 @@ def fit(data: FitData, order: StageOrder) -> PerfParams:
         chunks_per_stage=order.chunks_per_stage,
     )
     return fitted._replace(tied_exchange=data.exchange)
+
+
+def left_over(params: PerfParams, data: FitData) -> tuple[StepRatio, ...]:
+    """Return what a fit leaves over of the optimizer steps that it was made to."""
+    from pipollux_perfmodel.goodput.corrections import step_ratios
+
+    return step_ratios(
+        params._replace(tied_exchange=0.0),  # the measured times are without that
+        data.num_nodes,
+        data.num_replicas,
+        data.atomic_bsz,
+        data.optim_step_time,
+        data.num_microbatches,
+    )
 
 
 def _predicted(

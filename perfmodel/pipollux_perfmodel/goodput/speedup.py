@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from pipollux_perfmodel.timing.gpipe import Numbers
 
 from .config_search import ConfigSearch, PricedCut, best_goodputs
+from .corrections import StepCorrections
 from .goodput import AtomicBszRange, GoodputFunction
 
 _BASE_SEARCH = 256  # numbers of replicas tried for one that bounds allow
@@ -74,6 +75,7 @@ class SpeedupFunction:
         monotone: whether replicas that would do harm may stay idle, so that more are never worse.
         base_goodput: goodput that has speedup 1, so that several ways to run one job (numbers of
             stages, types of GPU) have one measure; None: that of one replica, as above.
+        corrections: what measured steps say beyond the model of their times; None: nothing.
 
     Raises:
         ValueError: when `base_goodput` is not a finite number above 0.
@@ -98,6 +100,7 @@ class SpeedupFunction:
         memory_limit: float | None = None,
         monotone: bool = False,
         base_goodput: float | None = None,
+        corrections: StepCorrections | None = None,
     ) -> None:
         if base_goodput is not None and not (math.isfinite(base_goodput) and base_goodput > 0):
             raise ValueError(
@@ -118,6 +121,7 @@ class SpeedupFunction:
         self._known = np.full((1, max(mem_size, 1)), np.nan)
         self._known[0, 0] = 0.0
         self._base_goodput = base_goodput
+        self._corrections = corrections
 
     def __call__(self, num_nodes: Numbers, num_replicas: Numbers) -> Numbers:
         """Return the speedup, a float for scalars, else an array of the broadcast shape.
@@ -162,7 +166,7 @@ class SpeedupFunction:
             num_microbatches=best.num_microbatches,
             atomic_bsz=best.atomic_bsz if found else 0,
             accum_steps=best.accum_steps,
-            goodput=best.goodput,
+            goodput=float(self._corrected(best.goodput, num_nodes, num_replicas)),
             speedup=speedup,
         )
 
@@ -213,7 +217,13 @@ class SpeedupFunction:
         return float(many[feasible[0]] / replicas[feasible[0]])
 
     def _goodput(self, num_nodes: Numbers, num_replicas: Numbers) -> Any:
-        return self._goodput_fn.optimize(num_nodes, num_replicas, **self._bounds)[0]
+        found = self._goodput_fn.optimize(num_nodes, num_replicas, **self._bounds)[0]
+        return self._corrected(found, num_nodes, num_replicas)
+
+    def _corrected(self, goodput: Any, num_nodes: Numbers, num_replicas: Numbers) -> Any:
+        if self._corrections is None:
+            return goodput
+        return goodput * self._corrections.factors(num_nodes, num_replicas)
 
     def _grown(self, num_rows: int, num_columns: int) -> NDArray[np.float64]:
         """Return the table of answers, grown to hold so many rows and columns."""
@@ -258,6 +268,7 @@ class SpeedupFunction:
         )
 
     def _take_in(self, lesson: _Lesson, goodput: NDArray[np.float64]) -> None:
+        goodput = self._corrected(goodput, lesson.rows, lesson.replicas)
         if self._base_goodput is None:
             self._base_goodput = self._find_base(float(goodput[-1]))
         base = self._base_goodput

@@ -3,9 +3,9 @@
 The JSON is AdaptDL's (camelCase keys, `gradParams` as {norm, var}, `perfParams` as its seven
 numbers), accepted as it is, with more keys: `numStages`, `numMicrobatches`, `version`; in
 `perfParams` the numbers of a pipeline (`codec`); and, written only where they are known, `layers`,
-`balance`, `memoryLimit`, `shardedOptimizer`, `remainingSamples`, `trainedSamples` and `stepProfile`
-(`step_rows`). Whatever else is in it is refused by name: a hint that is silently dropped is a job
-that is silently misjudged.
+`balance`, `memoryLimit`, `shardedOptimizer`, `remainingSamples`, `trainedSamples`, `stepProfile`
+(`step_rows`) and `stepRatios`. Whatever else is in it is refused by name: a hint that is silently
+dropped is a job that is silently misjudged.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pydantic import (
 from pydantic.alias_generators import to_camel
 
 from pipollux_perfmodel.errors import InputError
+from pipollux_perfmodel.goodput.corrections import MAX_RATIOS, StepCorrections, StepRatio
 from pipollux_perfmodel.goodput.goodput import GoodputFunction
 from pipollux_perfmodel.goodput.speedup import SpeedupFunction
 from pipollux_perfmodel.partitioning.layer_profile import check_balance
@@ -61,7 +62,9 @@ _ONLY_KNOWN = (
     "remaining_samples",
     "trained_samples",
     "step_profile",
+    "step_ratios",
 )
+_StepRatio = tuple[_Count, _Count, Annotated[float, Field(ge=0.1, le=10.0)]]
 _UnknownCount = Annotated[_Count | None, BeforeValidator(_zero_is_unknown)]
 
 
@@ -115,12 +118,16 @@ class SchedHints(BaseModel):
     say."""
     step_profile: StepRows | None = None
     """Step times that the next job of the family begins with; None: there are none."""
+    step_ratios: Annotated[tuple[_StepRatio, ...], Field(max_length=MAX_RATIOS)] | None = None
+    """What `perf_params` leave over of measured steps, as `[nodes, replicas, measured time over
+    predicted]`; None: nothing."""
     version: Literal[1] = 1
     """Version of this format."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._check_sizes()
+        self._check_ratios()
         self._check_layers()
         self._settle_stages()
         return self
@@ -134,6 +141,14 @@ class SchedHints(BaseModel):
             raise ValueError(
                 f"maxBatchSize {largest} is below initBatchSize {init}; give at least {init}"
             )
+
+    def _check_ratios(self) -> None:
+        for nodes, replicas, _ in self.step_ratios or ():
+            if nodes > replicas:
+                raise ValueError(
+                    f"stepRatios: {nodes} nodes are more than {replicas} replicas; a replica lies "
+                    "on one node"
+                )
 
     def _check_layers(self) -> None:
         if self.balance is None:
@@ -195,6 +210,13 @@ class SchedHints(BaseModel):
             return None
         return GoodputFunction(self.perf_params, self.grad_params, self.init_batch_size)
 
+    @property
+    def corrections(self) -> StepCorrections | None:
+        """What measured steps say beyond the step time parameters; None: nothing."""
+        if not self.step_ratios:
+            return None
+        return StepCorrections(StepRatio(*entry) for entry in self.step_ratios)
+
     def speedup_function(self) -> SpeedupFunction | None:
         """Return the job's speedup; None until its goodput is known."""
         goodput_fn = self.goodput_function()
@@ -206,6 +228,7 @@ class SchedHints(BaseModel):
             atomic_bsz_range=self.local_bsz_bounds,
             accumulation=self.gradient_accumulation,
             num_microbatches=self.num_microbatches,
+            corrections=self.corrections,
         )
 
 

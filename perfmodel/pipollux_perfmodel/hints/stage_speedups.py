@@ -171,6 +171,7 @@ class _Pricing:
             plans=(plan,) if plan else (),
             memory_limit=hints.memory_limit if plan else None,
             base_goodput=base_goodput,
+            corrections=hints.corrections if num_stages == hints.num_stages else None,
         )
 
     def _microbatches(self, num_stages: int) -> tuple[int, ...]:

@@ -59,6 +59,11 @@ def tell_everything() -> None:
 
     assert metrics.noise is not None
     assert hints.trained_samples == metrics.progress * metrics.noise.init_batch_size > 0
+    # One allocation was measured, with batches of 4 and 2, so the fit leaves little over.
+    assert hints.step_ratios is not None
+    ((nodes, replicas, ratio),) = hints.step_ratios
+    assert (nodes, replicas) == (1, 1)
+    assert ratio == pytest.approx(1.0, rel=0.5)
 
     # Of a batch twice the initial one, a sample is worth less, by as much as AdaScale's gain says.
     metrics.samples_left, context().batch.scale = 100.0, 2.0

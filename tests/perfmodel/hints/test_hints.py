@@ -187,7 +187,12 @@ PROFILE: dict[str, Any] = {"version": 1, "layers": [LAYER] * 3}
 def test_layers_travel_in_their_own_form() -> None:
     given = {**ADAPTDL, "layers": PROFILE, "balance": [3], "memoryLimit": 8e9}
     hints = SchedHints.from_json_object(
-        {**given, "remainingSamples": 5000.5, "trainedSamples": 70.5}
+        {
+            **given,
+            "remainingSamples": 5000.5,
+            "trainedSamples": 70.5,
+            "stepRatios": [[1, 2, 1.25], [2, 4, 0.9]],
+        }
     )
     assert hints.layers is not None
     assert hints.layers.num_layers == 3
@@ -196,13 +201,17 @@ def test_layers_travel_in_their_own_form() -> None:
     assert json.loads(wire)["layers"] == hints.layers.to_json_object()
     assert json.loads(wire)["remainingSamples"] == 5000.5
     assert json.loads(wire)["trainedSamples"] == 70.5
+    assert json.loads(wire)["stepRatios"] == [[1, 2, 1.25], [2, 4, 0.9]]
 
 
 def test_what_is_not_known_is_not_written() -> None:
     """An earlier scheduler would refuse keys that it does not know."""
     written = SchedHints.from_json_object(ADAPTDL).to_json_object()
     assert (
-        not {"layers", "balance", "memoryLimit", "remainingSamples", "trainedSamples"}
+        not {
+            *("layers", "balance", "memoryLimit", "remainingSamples", "trainedSamples"),
+            "stepRatios",
+        }
         & written.keys()
     )
 
@@ -221,6 +230,12 @@ def test_what_is_not_known_is_not_written() -> None:
         ({"memoryLimit": 0}, "memoryLimit is 0"),
         ({"remainingSamples": -1}, "remainingSamples is -1"),
         ({"trainedSamples": -1}, "trainedSamples is -1"),
+        ({"stepRatios": [[1, 2, 0.0]]}, "stepRatios.* is 0"),
+        ({"stepRatios": [[1, 2, 1e300]]}, r"stepRatios.* is 1e\+300"),
+        ({"stepRatios": [[0, 2, 1.0]]}, "stepRatios.* is 0"),
+        ({"stepRatios": [[3, 2, 1.0]]}, "stepRatios: 3 nodes .* 2 replicas"),
+        ({"stepRatios": [[1, 2]]}, "stepRatios"),
+        ({"stepRatios": [[1, 2, 1.0]] * 65}, "stepRatios .* at most 64 items"),
     ],
 )
 def test_layers_that_cannot_be_believed(change: dict[str, Any], message: str) -> None:

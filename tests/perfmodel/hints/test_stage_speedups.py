@@ -44,14 +44,23 @@ def hints(num_stages: int = 1, slower: float = 1.0, **fields: Any) -> SchedHints
     return SchedHints(**{**known, **fields})
 
 
-def test_what_runs_is_judged_by_its_measurements() -> None:
-    job = hints(slower=1.7)
+@pytest.mark.parametrize("ratios", [None, ((1, 1, 1.1), (1, 2, 1.5), (2, 4, 0.8))])
+def test_what_runs_is_judged_by_its_measurements(
+    ratios: tuple[tuple[int, int, float], ...] | None,
+) -> None:
+    """By the fit, and what that leaves over; other numbers of stages have nothing left over."""
+    job = hints(slower=1.7, step_ratios=ratios)
     found, alone = stage_speedups(job, 1, [1, 2]), job.speedup_function()
     assert alone is not None
     for allocation in ((1, 1), (1, 2), (2, 4)):
         assert found[1](*allocation) == pytest.approx(alone(*allocation))
         ours, theirs = found[1].configuration(*allocation), alone.configuration(*allocation)
         assert ours == theirs
+        plain = stage_speedups(hints(slower=1.7), 1, [1, 2])
+        factor = 1.0 if ratios is None else {1: 1.1, 2: 1.5, 4: 0.8}[allocation[1]]
+        kept = {k: fn.configuration(*allocation).goodput for k, fn in plain.items()}
+        assert ours.goodput == pytest.approx(kept[1] / factor)
+        assert found[2].configuration(*allocation).goodput == pytest.approx(kept[2])
 
 
 @pytest.mark.parametrize("slower", [0.5, 1.0, 3.0])

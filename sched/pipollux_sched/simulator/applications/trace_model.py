@@ -21,6 +21,7 @@ from pipollux_perfmodel import (
     PerfParams,
     SpeedupFunction,
 )
+from pipollux_perfmodel.goodput.corrections import StepCorrections, step_ratios
 from pipollux_sched.policy import ReplicaShape
 
 from .base import JobModel, RunningJob, TrueStepTimes
@@ -82,7 +83,9 @@ class TraceJobModel:
     def observe(self, running: RunningJob, times: TrueStepTimes, gradients: GradParams) -> None:
         """Note what an iteration took; a configuration that was seen before adds nothing."""
         key = running.num_nodes, running.num_replicas, running.atomic_bsz
-        self._profile.setdefault(key, times)
+        if key not in self._profile:
+            self._profile[key] = times
+            self._speedup = None
         self.max_profiled_replicas = max(self.max_profiled_replicas, running.num_replicas)
         if gradients != self._gradients:
             self._gradients = gradients
@@ -151,9 +154,17 @@ class TraceJobModel:
             )
             bounds = app.min_local_bsz, app.max_local_bsz
             self._speedup = SpeedupFunction(
-                self._goodput, app.max_batch_size, bounds, accumulation=True
+                *(self._goodput, app.max_batch_size, bounds),
+                accumulation=True,
+                corrections=self._corrections(self._goodput.perf_params),
             )
         return self._speedup
+
+    def _corrections(self, params: PerfParams) -> StepCorrections:
+        """Return what the profile says beyond the fit, as jobs report it (`step_ratios`)."""
+        columns = map(np.array, zip(*self._profile, strict=True))
+        optim = [times.optim_step for times in self._profile.values()]
+        return StepCorrections(step_ratios(params, *columns, optim))
 
     def _surprised(self, goodput: GoodputFunction) -> bool:
         """Whether what was seen since the last fit asks for another.

@@ -1,0 +1,124 @@
+"""What measured steps say about allocations beyond the model of their times.
+
+The model of step times has few parameters, so of what it is fitted to it leaves some over: a second
+node may cost more than the network's two numbers say, eight replicas may lie worse than six. What
+is left over at a measured allocation is known, and it is likely at those like it:
+
+    e_i = log(measured_i / predicted_i)           of allocation i, by its optimizer steps
+    e   = the e_i of the allocation itself                        where it was measured
+        = Σ w_i · e_i / (Σ w_i + w_0)     w_i = exp(−(log2 R_i − log2 R)² / (2 σ²))   elsewhere
+
+with the i on one node for one node, and on several for several, and |e| <= 1. This is kernel
+regression (Nadaraya; Watson; 1964) with a prior that the model is right. Goodput is exp(−e) times
+what the model says. Which batch size is best is left to the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from pipollux_perfmodel.timing.params import PerfParams
+from pipollux_perfmodel.timing.step_time import step_time
+
+MAX_RATIOS = 64
+"""The most allocations that are told apart."""
+_WIDTH = 0.35
+"""σ: in doublings of the number of replicas."""
+_PRIOR = 0.3
+"""w_0: what it weighs that the model is right, in measured allocations of the same R."""
+_MOST = 1.0
+"""|e| at most: what is further off was measured in other conditions."""
+_DIGITS = 4
+
+
+class StepRatio(NamedTuple):
+    """How long steps of one allocation took, over what the model says."""
+
+    num_nodes: int
+    num_replicas: int
+    ratio: float
+    """Measured over predicted seconds of an optimizer step; the geometric mean of several."""
+
+
+def step_ratios(
+    params: PerfParams,
+    num_nodes: ArrayLike,
+    num_replicas: ArrayLike,
+    atomic_bsz: ArrayLike,
+    optim_step_time: ArrayLike,
+    num_microbatches: ArrayLike = 1,
+) -> tuple[StepRatio, ...]:
+    """Return what a model leaves over of measured optimizer steps, by allocation.
+
+    Args:
+        params: of the model.
+        num_nodes: of each configuration, as all that follow.
+        num_replicas: R.
+        atomic_bsz: samples of a replica.
+        optim_step_time: seconds.
+        num_microbatches: M.
+
+    Returns:
+        The `MAX_RATIOS` allocations with the fewest replicas.
+
+    Example:
+        >>> params = PerfParams(0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5)
+        >>> step_ratios(params, [1, 1], [1, 1], [10, 30], [0.4, 0.4])
+        (StepRatio(num_nodes=1, num_replicas=1, ratio=1.4142),)
+    """
+    nodes, replicas, sizes, counts, measured = np.broadcast_arrays(
+        num_nodes, num_replicas, atomic_bsz, num_microbatches, optim_step_time
+    )
+    predicted = step_time(params, nodes, replicas, sizes, np.zeros_like(sizes), counts).total
+    found: dict[tuple[int, int], list[float]] = {}
+    for n, r, error in zip(nodes, replicas, np.log(measured / predicted), strict=True):
+        found.setdefault((int(r), int(n)), []).append(float(error))
+    return tuple(
+        StepRatio(n, r, round(float(np.exp(np.clip(np.mean(errors), -_MOST, _MOST))), _DIGITS))
+        for (r, n), errors in sorted(found.items())[:MAX_RATIOS]
+    )
+
+
+class StepCorrections:
+    """Factors on a job's goodput by allocation.
+
+    Example:
+        >>> corrections = StepCorrections([StepRatio(1, 4, 1.25)])
+        >>> corrections.factors([1, 1, 2], [4, 5, 4]).round(2).tolist()
+        [0.8, 0.86, 1.0]
+    """
+
+    def __init__(self, ratios: Iterable[StepRatio]) -> None:
+        left_over: dict[tuple[bool, int], list[float]] = {}
+        for nodes, replicas, ratio in ratios:
+            error = float(np.clip(np.log(ratio), -_MOST, _MOST))
+            left_over.setdefault((nodes > 1, replicas), []).append(error)
+        self._errors = {key: float(np.mean(errors)) for key, errors in left_over.items()}
+        self._known: dict[tuple[bool, int], float] = {}
+
+    def factors(self, num_nodes: ArrayLike, num_replicas: ArrayLike) -> NDArray[np.float64]:
+        """Return the factor for every allocation; 1.0 where nothing like it was measured."""
+        nodes, replicas = np.broadcast_arrays(num_nodes, num_replicas)
+        pairs = zip((nodes > 1).ravel().tolist(), replicas.ravel().tolist(), strict=True)
+        return np.array([self._factor(*pair) for pair in pairs]).reshape(nodes.shape)
+
+    def _factor(self, spread: bool, num_replicas: int) -> float:
+        key = spread, num_replicas
+        if key not in self._known:
+            found = self._errors.get(key)
+            error = self._expected(spread, num_replicas) if found is None else found
+            self._known[key] = float(np.exp(-error))
+        return self._known[key]
+
+    def _expected(self, spread: bool, num_replicas: int) -> float:
+        """Return e of an allocation that was not measured."""
+        like = [(r, error) for (several, r), error in self._errors.items() if several == spread]
+        if not like or num_replicas < 1:
+            return 0.0
+        replicas, errors = np.array(like).T
+        weights = np.exp(-((np.log2(replicas / num_replicas) / _WIDTH) ** 2) / 2)
+        return float(weights @ errors / (weights.sum() + _PRIOR))
