@@ -162,9 +162,9 @@ class TraceJobModel:
 
     def _corrections(self, params: PerfParams) -> StepCorrections:
         """Return what the profile says beyond the fit, as jobs report it (`step_ratios`)."""
-        columns = map(np.array, zip(*self._profile, strict=True))
-        optim = [times.optim_step for times in self._profile.values()]
-        return StepCorrections(step_ratios(params, *columns, optim))
+        nodes, replicas, sizes = map(np.array, zip(*self._profile, strict=True))
+        optim = np.array([times.optim_step for times in self._profile.values()])
+        return StepCorrections(step_ratios(params, nodes, replicas, sizes, optim))
 
     def _surprised(self, goodput: GoodputFunction) -> bool:
         """Whether what was seen since the last fit asks for another.
