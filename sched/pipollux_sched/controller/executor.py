@@ -51,9 +51,8 @@ _LOG = logging.getLogger(__name__)
 
 TICK = 0.2
 """Seconds between two looks at the processes."""
-PAUSE_PER_LOOK, MOST_PAUSE = 10.0, 2.0
-"""A look at thousands of processes takes long: the pause after it is so many times as long, up to
-so many seconds."""
+TICK_EACH = 2.5e-4
+"""The same for each job that runs, where that is more: a look at thousands of them takes long."""
 STOP_PATIENCE = 5.0
 """Seconds beyond their grace after which jobs that were asked to stop are waited for no longer."""
 HARD_GRACE = 5.0
@@ -133,14 +132,12 @@ class Executor:
     def run(self, ending: threading.Event) -> None:
         """Carry out actions until the scheduler stops."""
         while not ending.is_set():
-            began = time.monotonic()
             try:
                 self.step()
             except Exception:  # an error of one job must not end the others
                 _LOG.exception("the executor failed; it goes on in a second")
                 ending.wait(1.0)
-            took = time.monotonic() - began
-            self.wait(min(max(TICK, PAUSE_PER_LOOK * took), MOST_PAUSE))
+            self.wait(max(TICK, TICK_EACH * len(self._backend.running())))
 
     def wait(self, timeout: float) -> None:
         """Wait until an action is queued, or `timeout` seconds have passed."""
