@@ -358,10 +358,7 @@ class Store:
             return [journal.event_object(event, point) for event, point in rows]
 
     def prune(self, now: float) -> int:
-        """Thin repeated reports of jobs as they age (`.retention`); return how many were deleted.
-
-        Call it periodically; it takes a second at most, in small transactions, and continues then.
-        """
+        """Thin repeated reports (`.retention`), a second at most at a time; return how many."""
         return retention.prune(self._database, now)
 
     def num_bytes(self) -> int:
