@@ -187,7 +187,8 @@ def _may_gain(
     gain = goodput_of.most_nearby(columns, sizes, steps, Nearby(more, least, most))
     if gain is None:
         return np.ones(len(columns), bool)
-    return fewer | ~(gain <= _BETTER * (1 - 2 * ESTIMATE_ERROR))
+    may_gain: Bools = fewer | ~(gain <= _BETTER * (1 - 2 * ESTIMATE_ERROR))
+    return may_gain
 
 
 def _refine(
@@ -271,7 +272,8 @@ def _best(
         else:
             rows, number = np.nonzero(near & new)
             kind = places[number] if kinds is None else kinds[places[number]]
-            few.append((places[number], *(part[rows, kind] for part in candidates[:2])))
+            sizes, steps = (part[rows, kind] for part in candidates[:2])
+            few.append((places[number], sizes, steps))
     if few:
         _best_of_few(best, goodput_of, columns, *map(np.concatenate, zip(*few, strict=True)))
     return best

@@ -45,7 +45,12 @@ class Proposal(NamedTuple):
     @property
     def both(self) -> Candidates:
         """All of them, those rounded up first."""
-        return Candidates(*map(np.concatenate, zip(self.up, self.down, strict=True)))
+        up, down = self
+        return Candidates(
+            np.concatenate((up.atomic_bsz, down.atomic_bsz)),
+            np.concatenate((up.accum_steps, down.accum_steps)),
+            np.concatenate((up.allowed, down.allowed)),
+        )
 
 
 def propose(bounds: ColumnBounds, num_replicas: Integers, multiple: int) -> Proposal:
@@ -75,12 +80,10 @@ def compact(candidates: Candidates) -> Candidates:
     counts = np.count_nonzero(candidates.allowed, axis=0)
     rows, kinds = np.nonzero(candidates.allowed)
     places = np.cumsum(candidates.allowed, axis=0)[rows, kinds] - 1
-    parts = []
-    for values in candidates[:2]:
-        part = np.ones((int(counts.max(initial=0)), len(counts)), np.int64)
-        part[places, kinds] = values[rows, kinds]
-        parts.append(part)
-    return Candidates(*parts, np.arange(len(parts[0]))[:, None] < counts)
+    sizes, steps = np.ones((2, int(counts.max(initial=0)), len(counts)), np.int64)
+    sizes[places, kinds] = candidates.atomic_bsz[rows, kinds]
+    steps[places, kinds] = candidates.accum_steps[rows, kinds]
+    return Candidates(sizes, steps, np.arange(len(sizes))[:, None] < counts)
 
 
 def has_few(bounds: BatchBounds, multiple: int) -> bool:

@@ -83,7 +83,11 @@ def find_speedups(
         asked: shapes, each with numbers of nodes and of replicas: integers, or arrays of one shape.
     """
     questions = [(shape.speedup_fn, nodes, replicas) for shape, nodes, replicas in asked]
-    together = [one for one in questions if isinstance(one[0], SpeedupFunction)]
+    together = [
+        (speedup_fn, nodes, replicas)
+        for speedup_fn, nodes, replicas in questions
+        if isinstance(speedup_fn, SpeedupFunction)
+    ]
     answers = iter(speedups_of(together))
     return [
         next(answers)

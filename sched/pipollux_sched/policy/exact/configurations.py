@@ -321,9 +321,23 @@ def _tabulate(asked: Sequence[_Asked]) -> tuple[list[JobConfigurations], Table]:
         kinds=[shape for _, shape in kinds.values()],
     )
     columns = own, replicas, table.num_nodes, table.speedup, table.live
+    parts = zip(*map(table.split, columns), strict=True)
     configs = [
-        JobConfigurations(one.name, one.job, one.shapes, *arrays, *one[-4:])
-        for one, arrays in zip(asked, zip(*map(table.split, columns), strict=True), strict=True)
+        JobConfigurations(
+            name=one.name,
+            job=one.job,
+            shapes=one.shapes,
+            shape=shape,
+            replicas=count,
+            num_nodes=num_nodes,
+            speedup=speedup,
+            live=live,
+            base=one.base,
+            runs=one.runs,
+            live_shape=one.live_shape,
+            survivors=one.survivors,
+        )
+        for one, (shape, count, num_nodes, speedup, live) in zip(asked, parts, strict=True)
     ]
     return configs, table
 
