@@ -147,7 +147,7 @@ FIELDS: dict[str, tuple[str, str]] = {
         # What an earlier run had is looked at by the leader alone, at wrapping.
         "_checkpoints _disturbed _last_save _launched _lock _losses _part _part_ended "
         "_part_started _proposal _reporter _step_time _timed _waited limits_before "
-        "order_before profile",
+        "order_before profile step_ratios",
     ),
     "NoiseMeter": (
         "_batch _measured_at _mesh _noise _optimizer _parameters _previous _steps",
