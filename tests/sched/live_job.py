@@ -38,10 +38,11 @@ def main() -> None:
     loader = pipollux.AdaptiveDataLoader(TensorDataset(torch.arange(SIZE)), 6, shuffle=True)
     model = pipollux.HybridParallel(module, optimizer, num_stages=1, check_replicas=True)
     metrics, env = context().component(Metrics), context().env
-    done = 0
     log = (Path(os.environ["RESULTS"]) / f"{env.generation}-{env.replica}.txt").open("a")
     for epoch in pipollux.remaining_epochs_until(int(os.environ.get("EPOCHS", "1000000"))):
         for (numbers,) in loader:
+            # Not before the loop: one that joins learns in it how far the others are.
+            done = metrics.step
             optimizer.zero_grad()
             loss = F.cross_entropy(model(numbers), numbers % 3)
             loss.backward()
@@ -49,7 +50,6 @@ def main() -> None:
             pipollux.report(loss=loss)
             if metrics.step == done:
                 continue  # another replica has died, and this batch is done again
-            done = metrics.step
             part = context().batch.micro_step
             assert part is not None
             content = b"".join(p.detach().numpy().tobytes() for p in module.parameters())

@@ -33,16 +33,16 @@ def main() -> None:
     metrics, env = context().component(Metrics), context().env
     name = f"{env.generation}-{env.replica}-{env.stage}.txt"
     log = (Path(os.environ["RESULTS"]) / name).open("a")
-    done = metrics.step
     for epoch in pipollux.remaining_epochs_until(int(os.environ.get("EPOCHS", "1000000"))):
         for (numbers,) in loader:
+            # Not before the loop: one that joins learns in it how far the others are.
+            done = metrics.step
             optimizer.zero_grad()
             loss = model.train_step(numbers, numbers % 3, F.cross_entropy)
             optimizer.step()
             pipollux.report(loss=loss)
             if metrics.step == done:
                 continue  # a replica was lost, and the step is done again
-            done = metrics.step
             line = {
                 "step": metrics.step,
                 "epoch": epoch,
