@@ -78,9 +78,13 @@ def test_exact_measurements_give_back_the_job(both: dict[str, Any]) -> None:
 
 
 def test_each_number_of_stages_is_fitted_by_itself(
-    one_stage: dict[str, Any], both: dict[str, Any]
+    tmp_path: Path, one_stage: dict[str, Any], both: dict[str, Any]
 ) -> None:
-    assert fitted(one_stage, 1) == fitted(both, 1)
+    """Whichever comes first in the file."""
+    alone = fit_to(measured(tmp_path, lines(exact_rows(TWO_STAGES))))
+    mixed = fit_to(measured(tmp_path, lines([*exact_rows(TWO_STAGES), *exact_rows(ONE_STAGE)])))
+    assert fitted(alone, 2) == fitted(both, 2) == fitted(mixed, 2)
+    assert fitted(one_stage, 1) == fitted(both, 1) == fitted(mixed, 1)
 
 
 def test_the_file_is_what_is_printed_and_twice_the_same(tmp_path: Path, repository: Path) -> None:

@@ -74,6 +74,14 @@ def shape_of(
     return [*same, *fitting, job.all_shapes[0]][0]
 
 
+def runs_as(allocation: Sequence[Any], shape: ReplicaShape) -> bool:
+    """Tell whether an allocation has so many stages, or does not say how many it has.
+
+    With the shape that `shape_of` says it is False for a job that has its shape no more.
+    """
+    return getattr(allocation, "num_stages", None) in (None, shape.num_stages)
+
+
 def as_allocation(job: JobInfo, held: Sequence[Any], nodes: Mapping[Any, NodeInfo]) -> Allocation:
     """Return what a job holds with the shape that it runs in."""
     return Allocation(held, shape_of(job, held, nodes) if held else None)

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
-from .allocation import Allocation, shape_of
+from .allocation import Allocation, runs_as, shape_of
 from .job_info import JobInfo, NodeInfo
 from .rules import usable_nodes
 
@@ -93,9 +93,9 @@ def possible_survivors(
     """
     if job.rescale_seconds is None or not held:
         return Counter()
-    shape, stages = shape_of(job, held, nodes), getattr(held, "num_stages", None)
+    shape = shape_of(job, held, nodes)
     there = all(n in nodes and nodes[n].healthy and shape.runs_on(nodes[n]) for n in held)
-    if not there or stages not in (None, shape.num_stages):
+    if not there or not runs_as(held, shape):
         return Counter()
     usable = usable_nodes({name: nodes[name] for name in held})
     return Counter(name for name in held if name in usable)

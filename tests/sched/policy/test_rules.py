@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 
 from pipollux_sched.policy import Allocation, JobInfo, NodeInfo, ReplicaShape, shape_of
 from tests.extent import examples
@@ -50,21 +50,15 @@ def test_answers_are_feasible(policy: str, case: Case) -> None:
 @QUICK
 @given(case=cases())
 def test_the_order_of_jobs_and_nodes_does_not_matter(policy: str, case: Case) -> None:
-    first, other = ask(policy, case), ask(policy, mirrored(case))
-    assert first == other
-    assert stages(first) == stages(other)
+    first, again, other = ask(policy, case), ask(policy, case), ask(policy, mirrored(case))
+    assert first == again == other
+    assert stages(first) == stages(again) == stages(other)
 
 
 @every_policy
 @QUICK
 @given(case=cases())
 def test_asked_again_with_nothing_changed_nothing_changes(policy: str, case: Case) -> None:
-    """What runs in a shape that its job has no more is left out: once it has started in another, it
-    can be changed live, which is cheaper than before.
-    """
-    for name, held in case.base.items():
-        own = {shape.num_stages for shape in case.jobs[name].all_shapes}
-        assume(not held or getattr(held, "num_stages", None) in {None, *own})
     made = POLICIES[policy].make()
     first, _ = made.optimize(case.jobs, case.nodes, case.base, TEMPLATE)
     again = Case(case.jobs, case.nodes, {name: nodes for name, nodes in first.items() if nodes})

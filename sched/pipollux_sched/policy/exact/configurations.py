@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipollux_sched.policy.allocation import shape_of
+from pipollux_sched.policy.allocation import runs_as, shape_of
 from pipollux_sched.policy.change_cost import possible_survivors
 from pipollux_sched.policy.job_info import JobInfo, NodeInfo, ReplicaShape, find_speedups
 from pipollux_sched.policy.order import by_arrival
@@ -268,9 +268,8 @@ def _may_stay(
 ) -> bool:
     if must_move(job, allocation, nodes) or not all(shape.runs_on(nodes[n]) for n in allocation):
         return False
-    stages = getattr(allocation, "num_stages", None)
     within = job.least_replicas <= len(allocation) <= job.most_replicas(shape)
-    return within and stages in (None, shape.num_stages)
+    return within and runs_as(allocation, shape)
 
 
 def _tabulate(asked: Sequence[_Asked]) -> tuple[list[JobConfigurations], Table]:

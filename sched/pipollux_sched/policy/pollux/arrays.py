@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pipollux_sched.policy.allocation import is_first_choice, shape_of
+from pipollux_sched.policy.allocation import is_first_choice, runs_as, shape_of
 from pipollux_sched.policy.change_cost import possible_survivors
 from pipollux_sched.policy.job_info import JobInfo, NodeInfo, ReplicaShape
 from pipollux_sched.policy.order import by_safety, name_order
@@ -157,8 +157,7 @@ def _set_base(
         if node in index:
             cluster.base[row, index[node]] += 1
     cluster.live[row] = bool(possible_survivors(info, allocation, nodes))
-    stages = getattr(allocation, "num_stages", None)
-    unknown = stages is not None and stages != shape.num_stages
+    unknown = not runs_as(allocation, shape)
     wrong = not all(shape.runs_on(nodes[node]) for node in allocation if node in nodes)
     if not cluster.pinned[row]:
         cluster.broken[span] = must_move(info, allocation, nodes) or unknown or wrong

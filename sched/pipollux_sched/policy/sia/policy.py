@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from pipollux_sched.policy.allocation import Allocation, shape_of
+from pipollux_sched.policy.allocation import Allocation, runs_as, shape_of
 from pipollux_sched.policy.change_cost import ChangeKind, num_survivors, possible_survivors
 from pipollux_sched.policy.job_info import JobInfo, NodeInfo
 from pipollux_sched.policy.order import by_arrival, name_order
@@ -92,7 +92,12 @@ class SiaPolicy:
         """
         cluster = _Cluster.of(jobs, nodes, base_allocations)
         state = ClusterState(jobs, nodes, base_allocations)
-        state.keep_running()
+        # What runs in a shape that its job has no more starts again in any case.
+        state.keep_running(
+            lambda name, held: (
+                held.shape is not None and runs_as(base_allocations[name], held.shape)
+            )
+        )
         current = answer(jobs, base_allocations, state.allocations)
         better: dict[Any, Allocation] | None = current
         while better is not None:
