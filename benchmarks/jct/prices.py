@@ -1,20 +1,21 @@
 """Average completion times with one price of a change, and with two: a restart, a live change.
 
-    python benchmarks/jct/prices.py ARTIFACT --results DIR [--workloads 1] [--as-scheduler]
-        [--found]
+    python benchmarks/jct/prices.py ARTIFACT --results DIR [--workloads 1] [--loads 1]
+        [--as-scheduler] [--found]
 
 ARTIFACT is the folder `simulator` of petuum/adaptdl, branch osdi21-artifact. Every workload is
 simulated with every change at 30 s, and with live changes at `--rescale-seconds` where a replica
 stays in place; with the policy told exactly how long jobs still train, not told, and learning it
-from the jobs that complete. With --as-scheduler the policy is asked as a scheduler asks it, when a
-job arrives or completes too, and jobs begin with what the last completed one of their family
-measured. What was simulated is kept in DIR, a file each, and not simulated again; with --found
-nothing is simulated. Prints Markdown.
+from the jobs that complete; with `--told 2` within a factor of two. With --as-scheduler the policy
+is asked as a scheduler asks it, when a job arrives or completes too, and jobs begin with what the
+last completed one of their family measured. What was simulated is kept in DIR, a file each, and not
+simulated again; with --found nothing is simulated. Prints Markdown.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +43,7 @@ def main() -> None:
     parser.add_argument("artifact", type=Path)
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--workloads", default=",".join(map(str, jct.WORKLOADS)))
+    parser.add_argument("--loads", default="1.0")
     parser.add_argument("--policies", default="exact")
     parser.add_argument("--told", default=",".join(TOLD))
     parser.add_argument("--as-scheduler", action="store_true")
@@ -51,15 +53,16 @@ def main() -> None:
     options.results.mkdir(parents=True, exist_ok=True)
     titles = [title for _, title, _ in COLUMNS]
     lines = jct.head(
-        ["workload", "policy", "told", "a live change costs", "against Pollux", *titles]
+        ["workload", "load", "policy", "told", "a live change costs", "against Pollux", *titles]
     )
-    for number in map(int, options.workloads.split(",")):
-        published = jct.published_jct(options.artifact, "pollux", (1.0, number))["avg_jct_s"]
+    numbers, loads = options.workloads.split(","), options.loads.split(",")
+    for which in itertools.product(map(float, loads), map(int, numbers)):
+        published = jct.published_jct(options.artifact, "pollux", which)["avg_jct_s"]
         for policy in options.policies.split(","):
             for told in options.told.split(","):
                 base: float | None = None
                 for price in (None, options.rescale_seconds):
-                    row = case(options, number, policy, told, price)
+                    row = case(options, which, policy, told, price)
                     if row is None:
                         continue
                     shown = [form.format(row[key]) for key, _, form in COLUMNS]
@@ -68,25 +71,28 @@ def main() -> None:
                     base = row["avg_jct_s"] if price is None else base
                     costs = "a restart: 30 s" if price is None else f"{price:g} s"
                     against = f"{row['avg_jct_s'] / published - 1:+.1%}"
-                    cells = [f"{number}", policy, TOLD[told], costs, against, *shown]
+                    knows = TOLD.get(told, f"within a factor of {told}")
+                    cells = [f"{which[1]}", f"{which[0]:g}", policy, knows, costs, against, *shown]
                     lines.append(f"| {' | '.join(cells)} |")
     print("\n".join(lines))
 
 
 def case(
-    options: argparse.Namespace, number: int, policy: str, told: str, price: float | None
+    options: argparse.Namespace, which: jct.Case, policy: str, told: str, price: float | None
 ) -> dict[str, Any] | None:
     """Return the metrics of one case, simulated unless it was before; None: it is not to be."""
     cost = "restart" if price is None else f"{price:g}"
     kind = "scheduler" if options.as_scheduler else "prices"
-    target = options.results / f"{kind}-{policy}-{told}-{cost}-{number}.json"
+    load, number = which
+    at = "" if load == 1.0 else f"-load-{load:g}"
+    target = options.results / f"{kind}-{policy}-{told}-{cost}-{number}{at}.json"
     if not target.exists():
         if options.found:
             return None
         settings = Options(rescale_seconds=price, known_length=KnownLength.parse(told))
         if options.as_scheduler:
             settings = replace(settings, decides_at="changes", inherit_models=True)
-        row = simulate(options.artifact, number, policy, settings)
+        row = simulate(options.artifact, which, policy, settings)
         beside = target.with_suffix(".part")
         beside.write_text(json.dumps(row))
         beside.replace(target)
@@ -94,10 +100,10 @@ def case(
     return found
 
 
-def simulate(artifact: Path, number: int, policy: str, settings: Options) -> dict[str, Any]:
+def simulate(artifact: Path, which: jct.Case, policy: str, settings: Options) -> dict[str, Any]:
     """Simulate one case."""
     experiment = Experiment(make_nodes({"": (16, 4)}), settings, artifact / "traces")
-    return measure(experiment.run(jct.workload(artifact, (1.0, number)), policy)).to_dict()
+    return measure(experiment.run(jct.workload(artifact, which), policy)).to_dict()
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ _NEIGHBOUR_STEPS = np.array([-1, 0, 1, 2, 3])
 _NEIGHBOUR_BLOCKS = np.array([-1, 0, 1, 2])
 _BETTER = 1.003  # how much better a choice must be than AdaptDL's to be taken in its place
 _FEW_TO_ESTIMATE = 4096  # candidates of all columns up to which all are evaluated at once
-_CHUNK = 512  # columns that are looked at together: a few arrays of their candidates fit a cache
+_CHUNK = 1024  # columns that are looked at together: a few arrays of their candidates fit a cache
 ESTIMATE_ERROR = 1e-4
 """Fifty times what single precision errs by."""
 

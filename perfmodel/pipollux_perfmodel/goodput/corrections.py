@@ -93,32 +93,22 @@ class StepCorrections:
     """
 
     def __init__(self, ratios: Iterable[StepRatio]) -> None:
-        left_over: dict[tuple[bool, int], list[float]] = {}
+        errors: dict[tuple[bool, int], list[float]] = {}
         for nodes, replicas, ratio in ratios:
             error = float(np.clip(np.log(ratio), -_MOST, _MOST))
-            left_over.setdefault((nodes > 1, replicas), []).append(error)
-        self._errors = {key: float(np.mean(errors)) for key, errors in left_over.items()}
-        self._known: dict[tuple[bool, int], float] = {}
+            errors.setdefault((nodes > 1, replicas), []).append(error)
+        self._spread = np.array([spread for spread, _ in errors], bool)
+        self._doublings = np.log2([replicas for _, replicas in errors])
+        self._errors = np.array([np.mean(those) for those in errors.values()])
 
     def factors(self, num_nodes: ArrayLike, num_replicas: ArrayLike) -> NDArray[np.float64]:
         """Return the factor for every allocation; 1.0 where nothing like it was measured."""
         nodes, replicas = np.broadcast_arrays(num_nodes, num_replicas)
-        pairs = zip((nodes > 1).ravel().tolist(), replicas.ravel().tolist(), strict=True)
-        return np.array([self._factor(*pair) for pair in pairs]).reshape(nodes.shape)
-
-    def _factor(self, spread: bool, num_replicas: int) -> float:
-        key = spread, num_replicas
-        if key not in self._known:
-            found = self._errors.get(key)
-            error = self._expected(spread, num_replicas) if found is None else found
-            self._known[key] = float(np.exp(-error))
-        return self._known[key]
-
-    def _expected(self, spread: bool, num_replicas: int) -> float:
-        """Return e of an allocation that was not measured."""
-        like = [(r, error) for (several, r), error in self._errors.items() if several == spread]
-        if not like or num_replicas < 1:
-            return 0.0
-        replicas, errors = np.array(like).T
-        weights = np.exp(-((np.log2(replicas / num_replicas) / _WIDTH) ** 2) / 2)
-        return float(weights @ errors / (weights.sum() + _PRIOR))
+        away = np.log2(np.maximum(replicas, 1))[..., None] - self._doublings
+        alike = (nodes > 1)[..., None] == self._spread
+        weights = alike * np.exp(-((away / _WIDTH) ** 2) / 2)
+        expected = weights @ self._errors / (weights.sum(axis=-1) + _PRIOR)
+        measured = alike & (away == 0)
+        known = measured @ self._errors
+        factors: NDArray[np.float64] = np.exp(-np.where(measured.any(axis=-1), known, expected))
+        return factors

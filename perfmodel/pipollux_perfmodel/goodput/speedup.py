@@ -252,13 +252,13 @@ class SpeedupFunction:
         else:
             known[rows, replicas] = 0.0
 
-    def _lesson(self, cells: _Cells, speedup: NDArray[np.float64]) -> _Lesson | None:
-        """Return the search for what is not a number; None: the function is asked alone."""
+    def _lesson(self, cells: _Cells, missing: NDArray[np.bool_]) -> _Lesson | None:
+        """Return the search for what is missing; None: the function is asked alone."""
         if type(self._goodput_fn).optimize is not GoodputFunction.optimize:
             return None
         if self._base_goodput == 0:
             return None
-        missing, rows, replicas = np.isnan(speedup), cells.rows, cells.replicas
+        rows, replicas = cells.rows, cells.replicas
         if missing.ndim != 1 or not missing.all():
             rows, replicas = rows[missing], replicas[missing]
         if self._base_goodput is None:
@@ -340,11 +340,12 @@ def speedups_of(
         fn._grown(cells.num_rows, cells.num_columns)[cells.rows, cells.replicas]
         for fn, cells in places
     ]
-    missing = [np.isnan(speedup).any() for speedup in found]
+    unknown = [np.isnan(speedup) for speedup in found]
+    missing = [cells.any() for cells in unknown]
     lessons = [
         lesson
-        for (fn, cells), speedup, some in zip(places, found, missing, strict=True)
-        if some and (lesson := fn._lesson(cells, speedup)) is not None
+        for (fn, cells), those, some in zip(places, unknown, missing, strict=True)
+        if some and (lesson := fn._lesson(cells, those)) is not None
     ]
     goodputs = best_goodputs([lesson.search for lesson in lessons])
     for lesson, goodput in zip(lessons, goodputs, strict=True):

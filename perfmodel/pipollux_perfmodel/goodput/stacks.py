@@ -2,12 +2,16 @@
 
 What an evaluation costs beside its arithmetic is the same for one column and for a thousand. So
 columns of several jobs are put beside each other, up to a number that bounds the memory. What a
-column is given does not depend on its neighbours.
+column is given does not depend on its neighbours. Of several such stacks some are looked at at the
+same time, in threads: most of it is NumPy's arithmetic, which runs beside other threads.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +29,8 @@ _MOST_COLUMNS = 8192
 _KEPT_BYTES = 16 << 20
 """After so much was allocated at one go and freed, glibc's malloc keeps as much of what is freed.
 Else it gives the arrays of each stack back to the system, and has them mapped anew for the next."""
+_MOST_THREADS = 4
+"""What is Python's own runs in one thread at a time, so that more would wait for each other."""
 
 
 class ColumnSearch(NamedTuple):
@@ -44,11 +50,20 @@ def search_columns(searches: Sequence[ColumnSearch]) -> list[BatchChoice]:
     """Return the best batch sizes of every search, as if each were asked for alone."""
     if len(searches) > 1:
         np.empty(_KEPT_BYTES, np.uint8)
+    stacks = list(_stacks(searches))
+    parts = [[searches[index] for index in stack] for stack in stacks]
     answers: dict[int, BatchChoice] = {}
-    for stack in _stacks(searches):
-        found = _search([searches[index] for index in stack])
+    for stack, found in zip(stacks, _search_all(parts), strict=True):
         answers.update(zip(stack, found, strict=True))
     return [answers[index] for index in range(len(searches))]
+
+
+def _search_all(stacks: Sequence[Sequence[ColumnSearch]]) -> list[list[BatchChoice]]:
+    threads = min(_MOST_THREADS, os.cpu_count() or 1, len(stacks))
+    if threads < 2:
+        return [_search(stack) for stack in stacks]
+    with ThreadPoolExecutor(threads, thread_name_prefix="goodput") as pool:
+        return list(pool.map(_search, stacks))
 
 
 def _stacks(searches: Sequence[ColumnSearch]) -> Iterator[list[int]]:
@@ -93,6 +108,9 @@ def _search(parts: Sequence[ColumnSearch]) -> list[BatchChoice]:
     )
     bounds = stack_bounds([part.bounds for part in parts], num_columns)
     found = choose(bounds, replicas, count, goodput_of)
-    ends = np.cumsum(num_columns)[:-1]
-    columns = zip(*(np.split(values, ends) for values in found), strict=True)
-    return [BatchChoice(*values) for values in columns]
+    goodput, atomic_bsz, accum_steps = found
+    ends = np.cumsum([0, *num_columns]).tolist()
+    return [
+        BatchChoice(goodput[begin:end], atomic_bsz[begin:end], accum_steps[begin:end])
+        for begin, end in pairwise(ends)
+    ]

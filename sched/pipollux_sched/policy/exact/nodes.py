@@ -124,7 +124,8 @@ def build_nodes(
 ) -> Nodes:
     """Return the usable nodes with what pinned jobs leave of them."""
     names = by_safety(usable_nodes(nodes))
-    kinds = sorted({k for job in jobs.values() for s in job.all_shapes for k in s.resources})
+    held = {shape.holds for job in jobs.values() for shape in job.all_shapes}
+    kinds = sorted({kind for _, resources in held for kind, _ in resources})
     capacity = amounts([nodes[name] for name in names], kinds)
     types = np.array([nodes[name].gpu_type for name in names], dtype=np.str_)
     closed = np.zeros(len(names), dtype=bool)

@@ -1,7 +1,8 @@
 """What a job of a traced application knows of itself.
 
 `TraceJobModel` learns as Pollux's agent does: every configuration that ran gives a row of its
-profile, the step time model is fitted to the profile, and the batch size follows the goodput.
+profile, the step time model is fitted to the profile, and the batch size follows the goodput. With
+our own fit it corrects speedups by what that leaves over (`StepCorrections`), as our jobs do.
 `FixedBatchModel` is for jobs whose user fixed the batch size; it knows the true step times, as the
 oracle does that Optimus was given in Pollux's comparison.
 """
@@ -20,6 +21,7 @@ from pipollux_perfmodel import (
     GradParams,
     PerfParams,
     SpeedupFunction,
+    fit_perf_params,
 )
 from pipollux_perfmodel.goodput.corrections import StepCorrections, step_ratios
 from pipollux_sched.policy import ReplicaShape
@@ -160,8 +162,10 @@ class TraceJobModel:
             )
         return self._speedup
 
-    def _corrections(self, params: PerfParams) -> StepCorrections:
-        """Return what the profile says beyond the fit, as jobs report it (`step_ratios`)."""
+    def _corrections(self, params: PerfParams) -> StepCorrections | None:
+        """Return what the profile says beyond our fit, as jobs report it; AdaptDL's do not."""
+        if self._app.fit is not fit_perf_params:
+            return None
         nodes, replicas, sizes = map(np.array, zip(*self._profile, strict=True))
         optim = np.array([times.optim_step for times in self._profile.values()])
         return StepCorrections(step_ratios(params, nodes, replicas, sizes, optim))
