@@ -76,6 +76,13 @@ class Families:
             if before is not None and before.job != name
         }
 
+    def forget(self) -> None:
+        """Look at all jobs again: one has changed what makes it alike."""
+        with self._lock:
+            self._seen = 0
+            self._alike.clear()
+            self._latest.clear()
+
     def _look_at_new_jobs(self) -> None:
         query = select(JobRow.id, JobRow.name, JobRow.spec).where(JobRow.id > self._seen)
         with self._database.read() as session:

@@ -86,12 +86,12 @@ class Store:
         """How generations were started, and where they have saved."""
         self.overview = Overview(self._database)
         """Figures over many jobs, and curves of one."""
-        self.teams = TeamRecords(self._database, clock)
+        self.families = Families(self._database)
+        """What new jobs begin with."""
+        self.teams = TeamRecords(self._database, clock, self.families.forget)
         """Quotas of teams, and notices given to jobs."""
         self.tokens = TokenRecords(self._database, clock)
         """Tokens of users."""
-        self.families = Families(self._database)
-        """What new jobs begin with."""
         self.deletions = Deletions(self._database, clock)
         """Deletes jobs that have ended."""
 

@@ -37,11 +37,15 @@ class TeamRecords:
     Args:
         database: database of the store.
         clock: returns the time, in seconds since the epoch.
+        moved: called when a job has gone to another team.
     """
 
-    def __init__(self, database: Database, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, database: Database, clock: Callable[[], float], moved: Callable[[], None]
+    ) -> None:
         self._database = database
         self._clock = clock
+        self._moved = moved
 
     def spec(self) -> dict[str, Any] | None:
         """Return the teams as JSON; None: there are none."""
@@ -76,7 +80,10 @@ class TeamRecords:
                 row.spec = spec
                 data = {"team": team, "before": before}
                 journal.log(session, self._clock(), "updated", job, None, data)
-            return job_record(row)
+            record = job_record(row)
+        if before != team:
+            self._moved()
+        return record
 
     def notices(self) -> dict[str, float]:
         """Return the jobs that were told to give slots back, and when they have to."""

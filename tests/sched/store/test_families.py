@@ -93,6 +93,17 @@ def test_a_job_that_is_run_again_is_of_the_family_that_it_is_of_now(store: Store
     assert before(store, "toy-2") is None
 
 
+def test_jobs_that_have_moved_to_another_team_are_alike_there(store: Store) -> None:
+    hints = {"maxProfiledReplicas": 1}
+    complete(store, "toy-1", hints, team="red")
+    complete(store, "toy-2", hints, team="blue")
+    assert before(store, "toy-3", team="red") == "toy-1"
+    assert before(store, "toy-3", team="blue") == "toy-2"
+    store.teams.move("toy-2", "red")
+    assert before(store, "toy-3", team="red") == "toy-2"
+    assert before(store, "toy-3", team="blue") is None
+
+
 def test_of_a_large_family_the_latest_count(store: Store) -> None:
     """And of those that completed, however many wait."""
     complete(store, "toy-1", {"maxProfiledReplicas": 1})
