@@ -2,11 +2,14 @@
 
     python benchmarks/service-load/heartbeats.py [--jobs 4000] [--seconds 60] [--shares 8,4,2,1]
     python benchmarks/service-load/heartbeats.py --parts each --shares= --serve "--interval 3600"
+    python benchmarks/service-load/heartbeats.py --parts= --shares 1 --seconds 150
+        --heartbeat-interval 50 --hints-interval 120
 
 A real `pipollux serve` with 1250 nodes of 8 slots and 4000 jobs of 1, 2 or 6 replicas, 10 000 in
 all, which are only listed (`listed.py`). Another process sends what they would send
 (`replica_load.py`): first of one kind, as fast as it is answered, then all of an eighth, a quarter,
-a half and all of the jobs, by their own timing. Prints tables in Markdown.
+a half and all of the jobs, by their own timing. Replicas of a scheduler with `--heartbeat-timeout
+300` send a heartbeat each 50 s. Prints tables in Markdown.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,6 +83,8 @@ def main() -> None:
     parser.add_argument("--flat-out", type=float, default=10.0, help="seconds of each kind")
     parser.add_argument("--shares", default="8,4,2,1", help="of the jobs: an eighth, …")
     parser.add_argument("--parts", default="idle,page,each", help="what is measured besides")
+    parser.add_argument("--heartbeat-interval", type=float, default=10.0)
+    parser.add_argument("--hints-interval", type=float, default=30.0)
     parser.add_argument("--serve", default="", help="further options of `pipollux serve`")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -95,7 +100,11 @@ def main() -> None:
             if "each" in options.parts:
                 measure_each(served, jobs[:FLOODING], hints, options.flat_out)
             for share in map(int, options.shares.split(",") if options.shares else ()):
-                measure_live(served, jobs[::share], hints, options.seconds)
+                intervals = {
+                    "heartbeat_interval": options.heartbeat_interval,
+                    "hints_interval": options.hints_interval,
+                }
+                measure_live(served, jobs[::share], hints, options.seconds, intervals)
         finally:
             served.process.kill()  # jobs that are only listed have nothing to save
             served.process.wait(60)
@@ -185,13 +194,17 @@ def measure_each(
 
 
 def measure_live(
-    served: Served, jobs: list[list[Any]], hints: dict[str, Any], seconds: float
+    served: Served,
+    jobs: list[list[Any]],
+    hints: dict[str, Any],
+    seconds: float,
+    intervals: Mapping[str, float],
 ) -> None:
     """Let some jobs send all that they send, by their own timing."""
     replicas = sum(job[3] for job in jobs)
     before, stored = served.cpu, served.store_bytes
     began = time.perf_counter()
-    found = load(served, jobs, seconds, hints=hints)
+    found = load(served, jobs, seconds, hints=hints, **intervals)
     wall = time.perf_counter() - began
     print(f"\n| {len(jobs)} jobs, {replicas} replicas, {seconds:.0f} s | a second | median | p99 |")
     print("|---|---|---|---|")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 from collections.abc import Callable, Mapping
@@ -38,6 +39,9 @@ from .serve_slurm_options import SlurmFlags, slurm_pools
 SWITCH_INTERVAL = 0.0005
 """Seconds after which a thread that computes lets another one go on: a decision on thousands of
 jobs takes seconds, in which a heartbeat waits so long for each look at its connection."""
+COLLECTION_THRESHOLDS = (50_000, 20, 50)
+"""How seldom Python looks for cyclic garbage: with thousands of jobs in memory a look at all of them
+takes a good part of a second, and by default a burst of requests sets off one after the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +192,7 @@ def serve(
         backend_options=own or pools,
     )
     sys.setswitchinterval(SWITCH_INTERVAL)
+    gc.set_threshold(*COLLECTION_THRESHOLDS)
     with Interruption() as interruption:
         scheduler.start()
         known = scheduler.store.nodes().values()

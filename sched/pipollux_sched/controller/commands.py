@@ -18,6 +18,7 @@ from pipollux_sched.lifecycle import (
     Cancel,
     ChangeRefused,
     Event,
+    LiveReady,
     NewcomerLost,
     NodeLost,
     Phase,
@@ -37,6 +38,7 @@ from pipollux_sched.store import (
     ReceivedHeartbeat,
     Store,
     Submission,
+    UnknownJobError,
 )
 from pipollux_sched.views.teams import stored_teams
 
@@ -301,6 +303,17 @@ class Control:
                 self._board.forget(job.name)
                 return job
         return job
+
+    def note_ready(
+        self, events: Sequence[tuple[str, LiveReady]]
+    ) -> list[JobRecord | UnknownJobError]:
+        """Let happen to jobs that they can be changed live, or no longer; return the jobs then."""
+        found: list[JobRecord | UnknownJobError] = []
+        for (name, _), job in zip(events, self._executor.handle_all(events), strict=True):
+            if job is not None and not job.state.running_on:
+                self._board.forget(name)
+            found.append(UnknownJobError(f"no job is named {name!r}") if job is None else job)
+        return found
 
     def answer(self, job: JobRecord, replica: int) -> ReplicaAnswer:
         """Return what a replica is told with the answer to its heartbeat."""

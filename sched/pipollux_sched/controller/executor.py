@@ -102,10 +102,7 @@ class Executor:
         with self._lock:
             change = self._store.transition(name, event)
             self._todo.extend((name, action) for action in change.actions)
-        if isinstance(event, Switched | LiveReady):
-            live = change.job.state.live
-            can_survive = live.why_not is None
-            self._backend.admit(name, event.generation, live.replicas, can_survive=can_survive)
+        self._admit(event, change.job)
         if change.actions:
             self.woken.set()
         phase = change.job.phase
@@ -114,20 +111,31 @@ class Executor:
             self._on_ended()
         return change.job
 
-    def handle_all(self, events: Sequence[tuple[str, Event]]) -> None:
-        """Apply events to jobs in one transaction; deleted jobs are skipped."""
+    def handle_all(self, events: Sequence[tuple[str, Event]]) -> list[JobRecord | None]:
+        """Apply events to jobs in one transaction; None for a job that was deleted."""
         with self._lock:
             changes = self._store.transition_all(events)
-            for (name, _), change in zip(events, changes, strict=True):
+            for (name, event), change in zip(events, changes, strict=True):
                 if change is None:
-                    _LOG.warning("job %s was decided on, but is gone", name)
+                    _LOG.warning("%s is for job %s, which is gone", type(event).__name__, name)
                 else:
                     self._todo.extend((name, action) for action in change.actions)
+        for (_, event), change in zip(events, changes, strict=True):
+            if change is not None:
+                self._admit(event, change.job)
         if self._todo:
             self.woken.set()
         done = (change.job.phase for change in changes if change is not None)
         if any(phase.ended or phase is Phase.SUSPENDED for phase in done):
             self._on_ended()
+        return [None if change is None else change.job for change in changes]
+
+    def _admit(self, event: Event, job: JobRecord) -> None:
+        """Tell the backend which replicas there are where that may have changed."""
+        if isinstance(event, Switched | LiveReady):
+            live = job.state.live
+            can_survive = live.why_not is None
+            self._backend.admit(job.name, event.generation, live.replicas, can_survive=can_survive)
 
     def run(self, ending: threading.Event) -> None:
         """Carry out actions until the scheduler stops."""

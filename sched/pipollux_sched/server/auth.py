@@ -85,12 +85,12 @@ class Auth:
             raise self._refused(request, f"this needs the token of job {name!r}")
         self._jobs.check(name, f"job {name!r}", _share(job))
 
-    def admits_at_once(self, name: str, token: str) -> bool:
+    async def admits_at_once(self, name: str, token: str) -> bool:
         """Tell whether a token is the job's and its rate allows one more request.
 
-        False: `admit_job` has to say, as this asks neither the store nor for other tokens.
+        False: `admit_job` has to say, as this does not ask for other tokens.
         """
-        job = self._store.present.get(name)
+        job = self._store.present.get(name) or await run_in_threadpool(self._find, name)
         if job is None or not equal(token, job.token):
             return False
         return self._jobs.take(name, 1.0 / _share(job)) == 0.0

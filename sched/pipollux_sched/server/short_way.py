@@ -75,7 +75,7 @@ class ShortWay(BaseRoute):
         message = await receive()
         body: bytes = message.get("body", b"")
         try:
-            if endpoint is None or not self._admits(name, scope) or len(body) > LARGE:
+            if endpoint is None or len(body) > LARGE or not await self._admits(name, scope):
                 raise _UnusualError
             answer = await endpoint(name, scope["query_string"], body)
         except _UnusualError:
@@ -96,12 +96,12 @@ class ShortWay(BaseRoute):
         endpoint = self._endpoints.get((scope["method"], what))
         return None if endpoint is None or scope["path"] != f"/jobs/{rest}" else (name, endpoint)
 
-    def _admits(self, name: str, scope: Scope) -> bool:
+    async def _admits(self, name: str, scope: Scope) -> bool:
         tokens = [value for key, value in scope["headers"] if key == b"authorization"]
         if len(tokens) != 1 or not tokens[0].startswith(_BEARER):
             return False
         token = tokens[0].removeprefix(_BEARER).decode("latin-1")
-        return self._services.auth.admits_at_once(name, token)
+        return await self._services.auth.admits_at_once(name, token)
 
     async def _heartbeat(self, name: str, query: bytes, body: bytes) -> bytes:
         heartbeat = _read(HeartbeatBody, query, body)

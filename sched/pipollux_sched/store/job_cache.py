@@ -29,7 +29,8 @@ class JobCache:
         self._read = read
         self._lock = threading.Lock()
         self._known: dict[str, JobRecord] = {}
-        self._num_changes = 0
+        self._being_read: dict[str, object] = {}
+        """By job, who began to read it last, unless it has changed since."""
 
     def get(self, name: str) -> JobRecord | None:
         """Return a job without asking the database; None: it has to be asked, with `find`."""
@@ -44,17 +45,24 @@ class JobCache:
         known = self._known.get(name)
         if known is not None:
             return known
-        before = self._num_changes
-        job = self._read(name)
+        me = object()
         with self._lock:
-            # It may have changed after it was read.
-            if self._num_changes == before and not job.phase.ended:
-                self._known[name] = job
+            self._being_read[name] = me
+        job: JobRecord | None = None
+        try:
+            job = self._read(name)
+        finally:
+            with self._lock:
+                # It may have changed after it was read.
+                if self._being_read.get(name) is me:
+                    del self._being_read[name]
+                    if job is not None and not job.phase.ended:
+                        self._known[name] = job
         return job
 
     def drop(self, names: Collection[str]) -> None:
         """Forget jobs that have changed."""
         with self._lock:
-            self._num_changes += 1
             for name in names:
                 self._known.pop(name, None)
+                self._being_read.pop(name, None)

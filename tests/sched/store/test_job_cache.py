@@ -76,3 +76,36 @@ def test_what_changed_while_it_was_read_is_not_kept(store: Store) -> None:
     cache = JobCache(read)
     assert cache.find("toy") == store.job("toy")
     assert cache.get("toy") is None
+
+
+def test_what_others_change_meanwhile_does_not_matter(store: Store) -> None:
+    """Else, where something changes all the time, nothing would ever be in memory."""
+
+    def read(name: str) -> JobRecord:
+        cache.drop(["other"])
+        return store.job(name)
+
+    cache = JobCache(read)
+    known = cache.find("toy")
+    assert cache.get("toy") is known
+
+
+def test_of_two_that_read_a_job_the_one_from_before_a_change_is_not_kept(store: Store) -> None:
+    """It began before the change and ends after the other one, which began after it."""
+    old = store.job("toy")
+    begun: list[str] = []
+
+    def read(name: str) -> JobRecord:
+        begun.append(name)
+        if len(begun) > 1:
+            return store.job(name)
+        store.transition("toy", Allocate(["node-a"], "it is free"))
+        cache.drop([name])
+        assert cache.find(name).state.generation == 1
+        return old
+
+    cache = JobCache(read)
+    assert cache.find("toy") is old
+    found = cache.get("toy")
+    assert found is not None
+    assert found.state.generation == 1

@@ -11,6 +11,7 @@ from starlette.concurrency import run_in_threadpool
 
 from pipollux_sched.controller.live_board import LiveWord, MeetingPoint
 from pipollux_sched.controller.training_report import TrainingReport
+from pipollux_sched.lifecycle import LiveReady
 from pipollux_sched.server.dependencies import NeedsJob, Services, ServicesDep, StoreDep
 from pipollux_sched.server.request_bodies import JsonRoute
 from pipollux_sched.server.schemas import (
@@ -203,8 +204,13 @@ async def post_heartbeat(name: str, services: ServicesDep, heartbeat: HeartbeatB
     if heartbeat.live is None:
         return LiveAnswer()
     events = control.hear_word(job, heartbeat.replica, heartbeat.live.word())
-    if events:
-        job = await run_in_threadpool(control.follow_word, job, events)
+    match events:
+        case []:
+            pass
+        case [LiveReady() as event]:  # all jobs of a cluster may begin at once
+            job = await services.ready.put((name, event))
+        case _:
+            job = await run_in_threadpool(control.follow_word, job, events)
     return LiveAnswer.of(job.state, control.answer(job, heartbeat.replica))
 
 
