@@ -40,8 +40,9 @@ SWITCH_INTERVAL = 0.0005
 """Seconds after which a thread that computes lets another one go on: a decision on thousands of
 jobs takes seconds, in which a heartbeat waits so long for each look at its connection."""
 COLLECTION_THRESHOLDS = (50_000, 20, 50)
-"""How seldom Python looks for cyclic garbage: with thousands of jobs in memory a look at all of them
-takes a good part of a second, and by default a burst of requests sets off one after the other."""
+"""How seldom Python looks for cyclic garbage: with thousands of jobs in memory a look at all of it
+takes a good part of a second, and by default a burst of requests sets off one after the other.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ import logging
 import resource
 import select
 import time
-from typing import Any, cast
+from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -103,6 +103,9 @@ class BoundedConfig(uvicorn.Config):
         super().__init__(app, http=BoundedProtocol, backlog=accepted_at_a_turn, **options)
         self.most = most
         self.head_timeout = head_timeout
+        self.unheard: tuple[dict[BoundedProtocol, None], dict[BoundedProtocol, None]] = {}, {}
+        """Connections whose client has yet to send a request, or the rest of one: those that were
+        never answered, the oldest first, and the others, the one that is quiet longest first."""
         self.crowded = QuietLog(
             f"more than {most} connections at once: %d that had sent no whole request were closed"
         )
@@ -123,8 +126,6 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._since = time.monotonic()
-        self._answered = False
         self.app_state = {**self.app_state, GONE: self._is_gone}
         self._deadline: asyncio.TimerHandle | None = None
         self._head_size = 0
@@ -133,11 +134,14 @@ class BoundedProtocol(HttpToolsProtocol):
         """Accept the connection; another may be evicted for it."""
         self._make_room()
         super().connection_made(transport)
+        self.config.unheard[False][self] = None
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
         """Receive data; a head that has begun must be complete in time."""
         super().data_received(data)
+        if not self._unheard:
+            self._count_as_heard()
         if not self._waits:
             self._head_size = 0
             self._expect_nothing()
@@ -150,13 +154,16 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Record that the client sends complete requests."""
-        self._answered = True
         super().on_response_complete()
+        self._count_as_heard()
+        if self._unheard and not self.transport.is_closing():
+            self.config.unheard[True][self] = None
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
         self.app_state = {}  # so that nothing here refers to itself, and is freed at once
         self._expect_nothing()
+        self._count_as_heard()
         super().connection_lost(exc)
 
     @property
@@ -192,17 +199,21 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.abort()
 
     def _make_room(self) -> None:
-        others = cast(set[BoundedProtocol], self.connections)
-        if len(others) < self.config.most:
+        if len(self.connections) < self.config.most:
             return
-        unheard = [other for other in others if other._unheard]
-        if unheard:
-            # Connections that were never answered are evicted before idle keep-alive connections,
-            # and a new one whose request was not read yet comes last.
-            oldest = min(unheard, key=lambda other: (other._answered, other._since))
+        # Connections that were never answered are evicted before idle keep-alive connections, and a
+        # new one whose request was not read yet comes last.
+        never, before = self.config.unheard
+        oldest = next(iter(never or before), None)
+        if oldest is not None:
             oldest._leave()
             self.config.crowded.note()
 
+    def _count_as_heard(self) -> None:
+        for connections in self.config.unheard:
+            connections.pop(self, None)
+
     def _leave(self) -> None:
+        self._count_as_heard()
         self.connections.discard(self)
         self.transport.abort()
