@@ -103,9 +103,11 @@ class BoundedConfig(uvicorn.Config):
         super().__init__(app, http=BoundedProtocol, backlog=accepted_at_a_turn, **options)
         self.most = most
         self.head_timeout = head_timeout
-        self.unheard: tuple[dict[BoundedProtocol, None], dict[BoundedProtocol, None]] = {}, {}
-        """Connections whose client has yet to send a request, or the rest of one: those that were
-        never answered, the oldest first, and the others, the one that is quiet longest first."""
+        self.never_answered: dict[BoundedProtocol, None] = {}
+        """Connections whose client has yet to send its first request, or the rest of it, the oldest
+        first."""
+        self.idle: dict[BoundedProtocol, None] = {}
+        """Those whose client has yet to send another one, the one that is quiet longest first."""
         self.crowded = QuietLog(
             f"more than {most} connections at once: %d that had sent no whole request were closed"
         )
@@ -134,7 +136,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Accept the connection; another may be evicted for it."""
         self._make_room()
         super().connection_made(transport)
-        self.config.unheard[False][self] = None
+        self.config.never_answered[self] = None
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
@@ -157,7 +159,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         self._count_as_heard()
         if self._unheard and not self.transport.is_closing():
-            self.config.unheard[True][self] = None
+            self.config.idle[self] = None
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
@@ -203,15 +205,14 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         # Connections that were never answered are evicted before idle keep-alive connections, and a
         # new one whose request was not read yet comes last.
-        never, before = self.config.unheard
-        oldest = next(iter(never or before), None)
+        oldest = next(iter(self.config.never_answered or self.config.idle), None)
         if oldest is not None:
             oldest._leave()
             self.config.crowded.note()
 
     def _count_as_heard(self) -> None:
-        for connections in self.config.unheard:
-            connections.pop(self, None)
+        self.config.never_answered.pop(self, None)
+        self.config.idle.pop(self, None)
 
     def _leave(self) -> None:
         self._count_as_heard()

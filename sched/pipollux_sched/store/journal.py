@@ -21,6 +21,7 @@ from pipollux_sched.lifecycle import (
     FirstStep,
     Intent,
     JobState,
+    LiveReady,
     Phase,
     Record,
     Recover,
@@ -39,6 +40,9 @@ from .generations import CHANGED, ENDED
 from .heartbeats import drop_heartbeats
 from .records import JobRecord, Point, job_record, job_state, write_job_state
 from .tables import EventRow, GenerationRow, JobRow, PointRow
+
+APART: frozenset[type[Event]] = frozenset({LiveReady, Started})
+"""Events that concern nothing but their job."""
 
 
 class Change(NamedTuple):

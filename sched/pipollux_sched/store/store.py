@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from sqlalchemy import String, cast, func, select
 
-from pipollux_sched.lifecycle import Event, LiveReady, Started
+from pipollux_sched.lifecycle import Event
 
 from . import generations, journal, reports, retention
 from . import hints as hint_rows
@@ -47,9 +47,6 @@ from .submissions import Submission, run_again, take_in
 from .tables import EventRow, HintsRow, JobRow
 from .teams import TeamRecords
 from .tokens import TokenRecords
-
-_APART: frozenset[type[Event]] = frozenset({LiveReady, Started})
-"""Events that concern their job alone."""
 
 
 class Store:
@@ -213,7 +210,7 @@ class Store:
             rows = {row.name: row for row in found}
             now = self._clock()
             # Of different jobs these need nothing of what each other wrote.
-            apart = len(names) == len(events) and {type(x) for _, x in events} <= _APART
+            apart = len(names) == len(events) and {type(x) for _, x in events} <= journal.APART
             with session.no_autoflush if apart else nullcontext():
                 return [
                     journal.advance_job(session, rows[name], event, now) if name in rows else None
