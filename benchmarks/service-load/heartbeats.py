@@ -87,6 +87,10 @@ def main() -> None:
     parser.add_argument("--hints-interval", type=float, default=30.0)
     parser.add_argument("--serve", default="", help="further options of `pipollux serve`")
     options = parser.parse_args()
+    intervals = {
+        "heartbeat_interval": options.heartbeat_interval,
+        "hints_interval": options.hints_interval,
+    }
     with tempfile.TemporaryDirectory() as name:
         served = serve(Path(name), options.serve.split())
         try:
@@ -100,10 +104,6 @@ def main() -> None:
             if "each" in options.parts:
                 measure_each(served, jobs[:FLOODING], hints, options.flat_out)
             for share in map(int, options.shares.split(",") if options.shares else ()):
-                intervals = {
-                    "heartbeat_interval": options.heartbeat_interval,
-                    "hints_interval": options.hints_interval,
-                }
                 measure_live(served, jobs[::share], hints, options.seconds, intervals)
         finally:
             served.process.kill()  # jobs that are only listed have nothing to save

@@ -102,7 +102,7 @@ class Connection:
             self._open = await asyncio.open_connection(self._url.hostname, self._url.port)
         try:
             yield self._open
-        except BaseException:
+        except BaseException:  # goes on; what was half sent must not be read on
             self.close()
             raise
         self._used = time.monotonic()

@@ -243,7 +243,7 @@ class ProcessEngine:
                     return_outputs=not trains,
                 )
             self.notes.idle()
-        except Exception as error:
+        except Exception as error:  # goes on, with what it means if that is known
             schedule._internal_losses.clear()
             told = self._told(error)
             if told is error:

@@ -104,6 +104,7 @@ class StepCorrections:
     def factors(self, num_nodes: ArrayLike, num_replicas: ArrayLike) -> NDArray[np.float64]:
         """Return the factor for every allocation; 1.0 where nothing like it was measured."""
         nodes, replicas = np.broadcast_arrays(num_nodes, num_replicas)
+        # No replicas are worth nothing, whatever their factor.
         away = np.log2(np.maximum(replicas, 1))[..., None] - self._doublings
         alike = (nodes > 1)[..., None] == self._spread
         weights = alike * np.exp(-((away / _WIDTH) ** 2) / 2)

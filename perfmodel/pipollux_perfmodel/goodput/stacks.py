@@ -59,7 +59,9 @@ def search_columns(searches: Sequence[ColumnSearch]) -> list[BatchChoice]:
 
 
 def _search_all(stacks: Sequence[Sequence[ColumnSearch]]) -> list[list[BatchChoice]]:
-    threads = min(_MOST_THREADS, os.cpu_count() or 1, len(stacks))
+    # Not all systems tell which processors this process may use.
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = min(_MOST_THREADS, allowed or 1, len(stacks))
     if threads < 2:
         return [_search(stack) for stack in stacks]
     with ThreadPoolExecutor(threads, thread_name_prefix="goodput") as pool:

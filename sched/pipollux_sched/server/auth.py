@@ -79,21 +79,24 @@ class Auth:
         if self._is_admin(credentials):
             self._admin.check("admin", "the admin token")
             return
-        job = self._store.present.get(name) or await run_in_threadpool(self._find, name)
+        job = await self._job(name)
         # Without the admin's token, the answer must not reveal which jobs exist.
         if job is None or credentials is None or not equal(credentials.credentials, job.token):
             raise self._refused(request, f"this needs the token of job {name!r}")
         self._jobs.check(name, f"job {name!r}", _share(job))
 
-    async def admits_at_once(self, name: str, token: str) -> bool:
+    async def admits_own_token(self, name: str, token: str) -> bool:
         """Tell whether a token is the job's and its rate allows one more request.
 
         False: `admit_job` has to say, as this does not ask for other tokens.
         """
-        job = self._store.present.get(name) or await run_in_threadpool(self._find, name)
+        job = await self._job(name)
         if job is None or not equal(token, job.token):
             return False
         return self._jobs.take(name, 1.0 / _share(job)) == 0.0
+
+    async def _job(self, name: str) -> JobRecord | None:
+        return self._store.present.get(name) or await run_in_threadpool(self._find, name)
 
     def _find(self, name: str) -> JobRecord | None:
         try:

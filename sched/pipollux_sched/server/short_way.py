@@ -101,7 +101,7 @@ class ShortWay(BaseRoute):
         if len(tokens) != 1 or not tokens[0].startswith(_BEARER):
             return False
         token = tokens[0].removeprefix(_BEARER).decode("latin-1")
-        return await self._services.auth.admits_at_once(name, token)
+        return await self._services.auth.admits_own_token(name, token)
 
     async def _heartbeat(self, name: str, query: bytes, body: bytes) -> bytes:
         heartbeat = _read(HeartbeatBody, query, body)

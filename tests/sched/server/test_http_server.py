@@ -102,6 +102,30 @@ def test_half_open_connections_keep_nobody_from_being_answered(
     assert len(caplog.records) == 1
 
 
+def test_who_was_answered_has_to_go_last_and_of_those_who_is_quiet_longest() -> None:
+    request = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
+    with served() as server, ExitStack() as open_ones:
+
+        def connected(first: bytes) -> socket.socket:
+            return open_ones.enter_context(closing(connect(server, first)))
+
+        def is_answered(connection: socket.socket) -> bool:
+            return connection.recv(1000).startswith(b"HTTP/1.1 204 ")
+
+        kept = [connected(request) for _ in range(19)]
+        assert all(map(is_answered, kept))
+        kept[0].sendall(request)
+        assert is_answered(kept[0]), "now the second one is quiet longest"
+        silent = connected(b"")
+        kept.append(connected(request))
+        assert is_closed(silent)
+        assert is_answered(kept[-1])
+        assert is_answered(connected(request))
+        assert is_closed(kept[1])
+        kept[0].sendall(request)
+        assert is_answered(kept[0])
+
+
 def test_a_head_or_body_that_takes_too_long() -> None:
     with served(head_timeout=0.2, body_timeout=0.2) as server:
         for beginning in BEGINNINGS[:2]:

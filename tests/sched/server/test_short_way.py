@@ -9,8 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
+from pipollux_sched.lifecycle import LiveReady
 from pipollux_sched.server import Limits
 from pipollux_sched.server.short_way import ShortWay
+from pipollux_sched.store import UnknownJobError
 from tests.cli.kept import HINTS
 from tests.sched.supervised import ADMIN, Service, report
 
@@ -144,6 +146,32 @@ def test_what_comes_on_the_short_way_is_kept(service: Service) -> None:
     assert service.store.hints()["a"]["initBatchSize"] == HINTS["initBatchSize"]
     now = service.metrics.registry.get_sample_value("pipollux_heartbeats_received_total")
     assert now == (counted or 0.0) + 1
+
+
+def test_a_job_that_is_not_in_memory_goes_the_short_way(service: Service) -> None:
+    routes = service.app.router.routes
+    before = list(routes)
+    routes[:] = [route for route in routes if isinstance(route, ShortWay)]
+    try:
+        service.store.present.drop(["a"])
+        assert service.job.post("/jobs/a/heartbeats", json=BEAT).status_code == 200
+        assert service.job.post("/jobs/nobody/heartbeats", json=BEAT).status_code == 404
+    finally:
+        routes[:] = before
+
+
+def test_jobs_that_can_be_changed_live_are_noted_together(service: Service) -> None:
+    jobs = {name: service.submit(name, ["node-a"]) for name in ("c", "d")}
+    for name, cannot in (("c", None), ("d", "its loop says so")):
+        beat = {**BEAT, "live": {**LIVE, "cannot": cannot}}
+        assert jobs[name].post(f"/jobs/{name}/heartbeats", json=beat).status_code == 200
+        assert service.store.job(name).state.live.why_not == cannot
+    told = [("c", LiveReady(1, "no more")), ("gone", LiveReady(1)), ("d", LiveReady(1))]
+    one, none, other = service.control.note_ready(told)
+    assert isinstance(none, UnknownJobError)
+    assert one == service.store.job("c")
+    assert other == service.store.job("d")
+    assert [service.store.job(n).state.live.why_not for n in "cd"] == ["no more", None]
 
 
 def test_a_job_beyond_its_rate_is_refused_on_both_ways(service: Service) -> None:
