@@ -7,7 +7,7 @@ Within this process writers queue for a lock, and a commit wakes those that wait
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,21 +21,28 @@ from .engines import make_engine, reading, writing
 from .errors import StoreError, StoreUnavailableError
 from .leader_lock import LeaderLock
 from .location import Location
+from .records import JobRecord, job_record
 from .tables import JobRow
 
 _CHANGED_JOBS = "changed jobs"
 
 
 class _Writing(Session):
-    """A session that notes the names of the jobs whose rows it changes, in its `info`."""
+    """A session that notes the jobs whose rows it changes, in its `info`: None of a deleted one."""
 
 
 @event.listens_for(_Writing, "after_flush")
 def _note_changed_jobs(session: Session, _context: Any) -> None:
-    rows = (*session.new, *session.dirty, *session.deleted)
-    names = {row.name for row in rows if isinstance(row, JobRow)}
-    if names:
-        session.info.setdefault(_CHANGED_JOBS, set()).update(names)
+    noted: dict[str, JobRow | None] = session.info.setdefault(_CHANGED_JOBS, {})
+    noted |= {row.name: row for row in (*session.new, *session.dirty) if isinstance(row, JobRow)}
+    noted |= {row.name: None for row in session.deleted if isinstance(row, JobRow)}
+
+
+def _changed_jobs(session: Session) -> dict[str, JobRecord | None]:
+    """Return what a transaction that is about to be committed has made of jobs; None: deleted."""
+    session.flush()
+    noted: dict[str, JobRow | None] = session.info.get(_CHANGED_JOBS, {})
+    return {name: None if row is None else job_record(row) for name, row in noted.items()}
 
 
 class Database:
@@ -62,9 +69,9 @@ class Database:
         self._version = 0
         self._closed = False
         self._leader_lock: LeaderLock | None = None
-        self.on_jobs_changed: Callable[[Collection[str]], object] = lambda _: None
-        """Called with the names of jobs whose rows a transaction of this object has changed, once
-        it is committed, before `write` returns."""
+        self.on_jobs_changed: Callable[[Mapping[str, JobRecord | None]], object] = lambda _: None
+        """Called with the jobs whose rows a transaction of this object has changed, once it is
+        committed, before the next one begins. None: it was deleted, or nobody knows what it is."""
         try:
             self._open(create)
         except BaseException as error:  # also Ctrl-C: nothing stays open
@@ -129,12 +136,18 @@ class Database:
         """
         self._check_open()
         writer = self._writer if durable else self._hasty_writer
-        with self._available(), self._lock, _Writing(writer) as session, session.begin():
-            if self._leader_lock is not None:
-                self._leader_lock.check_token(session)
-            yield session
-        changed: Collection[str] = session.info.get(_CHANGED_JOBS, ())
-        if changed:
+        changed: dict[str, JobRecord | None] = {}
+        with self._available(), self._lock:
+            try:
+                with _Writing(writer) as session, session.begin():
+                    if self._leader_lock is not None:
+                        self._leader_lock.check_token(session)
+                    yield session
+                    changed = _changed_jobs(session)
+            except BaseException:
+                # A commit that fails may have come about all the same.
+                self.on_jobs_changed(dict.fromkeys(changed))
+                raise
             self.on_jobs_changed(changed)
         with self._changed:
             self._version += 1

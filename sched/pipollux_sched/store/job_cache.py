@@ -1,14 +1,14 @@
 """Jobs that are asked for again and again, in memory, as of the last commit.
 
 Every request of a job's replicas asks for its job: for its token, its generation, its number of
-replicas. A record is dropped when the transaction that changed it was committed, before whoever
+replicas. A record is replaced when the transaction that changed it was committed, before whoever
 changed it goes on, so nobody is given an older one than the database would have given.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 
 from .records import JobRecord
 
@@ -16,7 +16,7 @@ __all__ = ["JobCache"]
 
 
 class JobCache:
-    """The records of jobs that have not ended and were asked for since they changed last.
+    """The records of jobs that have not ended and were asked for.
 
     Every method may be called from any thread. Only changes through the same store object are
     noticed: that of the one scheduler that writes.
@@ -60,9 +60,18 @@ class JobCache:
                         self._known[name] = job
         return job
 
-    def drop(self, names: Collection[str]) -> None:
-        """Forget jobs that have changed."""
+    def keep(self, changed: Mapping[str, JobRecord | None]) -> None:
+        """Note what jobs have become, of those that are here: called in the order of commits.
+
+        Args:
+            changed: by name; None for a job that is to be read again when it is asked for.
+        """
         with self._lock:
-            for name in names:
-                self._known.pop(name, None)
+            for name, job in changed.items():
                 self._being_read.pop(name, None)
+                if name not in self._known:
+                    continue
+                if job is None or job.phase.ended:
+                    del self._known[name]
+                else:
+                    self._known[name] = job

@@ -6,11 +6,12 @@ begun and will commit.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from sqlalchemy import Select, func, or_, select
+from sqlalchemy import Select, and_, func, or_, select
 from sqlalchemy.orm import Session, aliased
 
 from pipollux_sched.lifecycle import (
@@ -42,7 +43,7 @@ from .records import JobRecord, Point, job_record, job_state, write_job_state
 from .tables import EventRow, GenerationRow, JobRow, PointRow
 
 APART: frozenset[type[Event]] = frozenset({LiveReady, Started})
-"""Events that concern nothing but their job."""
+"""Events that concern nothing but their job, and leave it in its generation."""
 
 
 class Change(NamedTuple):
@@ -72,8 +73,22 @@ def check_present(row: JobRow, generation: int) -> None:
         )
 
 
-def advance_job(session: Session, row: JobRow, event: Event, now: float) -> Change:
+def advance_job(
+    session: Session,
+    row: JobRow,
+    event: Event,
+    now: float,
+    present: Mapping[str, GenerationRow] | None = None,
+) -> Change:
     """Apply an event to a job, and record all of its consequences.
+
+    Args:
+        session: of the transaction.
+        row: the job's.
+        event: what happens to it.
+        now: the time.
+        present: the rows of `present_generations`, where many jobs are asked for at once; None:
+            the job's own is looked for.
 
     Raises:
         JobEndedError: `event` is a user's request on a live job, but the job has ended.
@@ -84,13 +99,30 @@ def advance_job(session: Session, row: JobRow, event: Event, now: float) -> Chan
     write_job_state(row, after)
     if after.phase.ended and not before.phase.ended:
         row.ended_at = now
-    _keep_event(session, row.name, before, event, now)
+    _keep_event(session, row.name, before, event, now, present)
     if isinstance(event, Switched | Survived) and after.live.number != before.live.number:
         _keep_membership(session, row.name, after, event, now)
     for action in actions:
         _keep_action(session, row, after, action, now)
     todo = tuple(action for action in actions if not isinstance(action, Record))
     return Change(job_record(row), todo)
+
+
+def advance_all(
+    session: Session, events: Sequence[tuple[str, Event]], now: float
+) -> list[Change | None]:
+    """Apply events to jobs, one after the other; None for an unknown job."""
+    names = {name for name, _ in events}
+    found = session.scalars(select(JobRow).where(JobRow.name.in_(names))).all()
+    rows = {row.name: row for row in found}
+    # Of different jobs these need nothing of what each other wrote.
+    apart = len(names) == len(events) and {type(event) for _, event in events} <= APART
+    present = present_generations(session, found) if apart else None
+    with session.no_autoflush if apart else nullcontext():
+        return [
+            advance_job(session, rows[name], event, now, present) if name in rows else None
+            for name, event in events
+        ]
 
 
 def _check_asked(name: str, state: JobState, event: Event) -> None:
@@ -104,11 +136,21 @@ def _check_asked(name: str, state: JobState, event: Event) -> None:
     )
 
 
-def _keep_event(session: Session, name: str, before: JobState, event: Event, now: float) -> None:
+def _keep_event(
+    session: Session,
+    name: str,
+    before: JobState,
+    event: Event,
+    now: float,
+    present: Mapping[str, GenerationRow] | None,
+) -> None:
     """Record in the row of a generation what `event` says of it."""
     if not isinstance(event, Started | FirstStep | Exited | Recover) or not before.running_on:
         return
-    row = find_generation(session, name, before.generation)
+    if present is None:
+        row = find_generation(session, name, before.generation)
+    else:
+        row = present.get(name)
     if row is None or (not isinstance(event, Recover) and event.generation != before.generation):
         return
     if isinstance(event, Exited | Recover):
@@ -181,6 +223,14 @@ def find_generation(session: Session, name: str, generation: int) -> GenerationR
     mine = (GenerationRow.job == name, GenerationRow.generation == generation)
     query = select(GenerationRow).where(*mine).order_by(GenerationRow.membership.desc())
     return session.scalar(query.limit(1))
+
+
+def present_generations(session: Session, rows: Sequence[JobRow]) -> dict[str, GenerationRow]:
+    """Return the rows of the last memberships of jobs' present generations, by job."""
+    mine = and_(GenerationRow.job == JobRow.name, GenerationRow.generation == JobRow.generation)
+    query = select(GenerationRow).join(JobRow, mine).order_by(GenerationRow.membership)
+    named = query.where(JobRow.name.in_([row.name for row in rows]))
+    return {row.job: row for row in session.scalars(named)}
 
 
 def restart_seconds(session: Session, name: str, generation: int, now: float) -> float | None:

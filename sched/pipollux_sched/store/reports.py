@@ -102,12 +102,13 @@ def _why_refused(session: Session, received: ReceivedReport) -> StoreError:
 def _note_first_steps(session: Session, received: Sequence[ReceivedReport], now: float) -> None:
     found = session.scalars(select(JobRow).where(JobRow.name.in_([each.job for each in received])))
     rows = {row.name: row for row in found}
+    present = journal.present_generations(session, list(rows.values()))
     # Each is of another job, so that none needs what another one wrote.
     with session.no_autoflush:
         for each in received:
             seconds = journal.restart_seconds(session, each.job, each.generation, now)
             event = FirstStep(each.generation, each.points[0].step, seconds)
-            journal.advance_job(session, rows[each.job], event, now)
+            journal.advance_job(session, rows[each.job], event, now, present)
 
 
 def _events(received: ReceivedReport, now: float) -> list[dict[str, Any]]:

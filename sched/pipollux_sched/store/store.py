@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Self
 
@@ -77,7 +76,7 @@ class Store:
         self._clock = clock
         self.present = JobCache(self.job)
         """Jobs whose replicas ask for them again and again."""
-        self._database.on_jobs_changed = self.present.drop
+        self._database.on_jobs_changed = self.present.keep
         self.replicas = ReplicaAddresses(self._database, clock)
         """Where the replicas of running jobs can be reached."""
         self.heartbeats = HeartbeatRecords(self._database, clock)
@@ -204,18 +203,8 @@ class Store:
 
     def transition_all(self, events: Sequence[tuple[str, Event]]) -> list[Change | None]:
         """Apply events to jobs, in one transaction; None for an unknown job."""
-        names = {name for name, _ in events}
         with self._database.write() as session:
-            found = session.scalars(select(JobRow).where(JobRow.name.in_(names)))
-            rows = {row.name: row for row in found}
-            now = self._clock()
-            # Of different jobs these need nothing of what each other wrote.
-            apart = len(names) == len(events) and {type(x) for _, x in events} <= journal.APART
-            with session.no_autoflush if apart else nullcontext():
-                return [
-                    journal.advance_job(session, rows[name], event, now) if name in rows else None
-                    for name, event in events
-                ]
+            return journal.advance_all(session, events, self._clock())
 
     def overdue(self) -> list[JobRecord]:
         """Return the live jobs whose deadline has passed without having been applied."""

@@ -15,7 +15,7 @@ from pipollux_sched.allocator.snapshot import SnapshotReader
 from pipollux_sched.allocator.strategy import PolicyStrategy
 from pipollux_sched.client.client import Client
 from pipollux_sched.client.connection import ClientError
-from pipollux_sched.lifecycle import Allocate, Cancel, Phase, Started
+from pipollux_sched.lifecycle import Allocate, Cancel, Exited, Outcome, Phase, Started
 from pipollux_sched.policy import ExactPolicy
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import (
@@ -174,3 +174,22 @@ def test_starts_and_first_steps_that_come_together(tmp_path: Path) -> None:
         assert store.hint_texts() == {}
         store.put_hints("a", 1, HINTS)
         assert {name: json.loads(text) for name, text in store.hint_texts().items()} == {"a": HINTS}
+
+
+def test_jobs_of_different_generations_start_together(tmp_path: Path) -> None:
+    """What is noted is noted of the present generation of each."""
+    now = iter(range(1, 1000))
+    with Store(tmp_path / "store.db", create=True, clock=lambda: float(next(now))) as store:
+        store.submit_all([Submission(name, {}, "", 0) for name in ("a", "b")])
+        store.transition_all([(name, Allocate(["node-a"], "free")) for name in ("a", "b")])
+        store.transition("a", Started(1, ("pid",)))
+        store.transition("a", Allocate(["node-b"], "better"))
+        store.transition("a", Exited(1, Outcome.STOPPED, step=0))
+        (before,) = (x for x in store.generations("a") if x.generation == 1)
+        store.transition_all([("a", Started(2, ("pid",))), ("b", Started(1, ("pid",)))])
+        reports = [ReceivedReport("a", 2, [point(7, 2.0)]), ReceivedReport("b", 1, [point(9, 2.0)])]
+        assert store.add_all_reports(reports) == [True, True]
+        old, new = store.generations("a")
+        assert old == before
+        assert new.started_at is not None
+        assert [new.first_step, store.generations("b")[0].first_step] == [7, 9]

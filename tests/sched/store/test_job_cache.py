@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
+from sqlalchemy import event
+from sqlalchemy.orm import Session
 
 from pipollux_sched.lifecycle import Allocate, Cancel, Exited, Outcome, Started
 from pipollux_sched.store import JobCache, JobRecord, Store, UnknownJobError
@@ -20,20 +23,24 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 def test_every_change_is_seen_at_once(store: Store) -> None:
-    """Each way in which a job changes; between them it is asked for, so that it is in memory."""
+    """Each way in which a job changes; once it was asked for it stays in memory."""
 
     def seen() -> JobRecord:
+        known = store.present.get("toy")
         found = store.present.find("toy")
         assert found == store.job("toy")
+        assert known in (None, found)
         return found
 
     assert store.present.get("toy") is None
     assert seen() is store.present.get("toy")
     store.transition("toy", Allocate(["node-a"], "it is free"))
+    assert store.present.get("toy") == store.job("toy"), "it is not read again"
     assert seen().state.generation == 1
     store.transition("toy", Started(1, ("1",)))
     seen()
     store.add_report("toy", 1, [point(1)])
+    assert store.present.get("toy") == seen()
     assert seen().state.training
     store.transition_all([("toy", Exited(1, Outcome.STOPPED, step=1))])
     assert not seen().state.running_on
@@ -65,12 +72,29 @@ def test_a_change_that_was_not_committed_is_none(store: Store) -> None:
     assert store.present.get("toy") is known
 
 
+def test_where_a_commit_fails_it_is_read_again(store: Store) -> None:
+    """It may have come about all the same: the connection broke before the answer."""
+
+    def broken(_session: Session) -> NoReturn:
+        raise KeyboardInterrupt
+
+    store.present.find("toy")
+    event.listen(Session, "after_commit", broken)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            store.transition("toy", Allocate(["node-a"], "it is free"))
+    finally:
+        event.remove(Session, "after_commit", broken)
+    assert store.present.get("toy") is None
+    assert store.present.find("toy").state.generation == 1
+
+
 def test_what_changed_while_it_was_read_is_not_kept(store: Store) -> None:
     """The reader has the old record when the change is announced."""
 
     def read(name: str) -> JobRecord:
         before = store.job(name)
-        cache.drop([name])
+        cache.keep({name: store.job(name)})
         return before
 
     cache = JobCache(read)
@@ -82,7 +106,7 @@ def test_what_others_change_meanwhile_does_not_matter(store: Store) -> None:
     """Else, where something changes all the time, nothing would ever be in memory."""
 
     def read(name: str) -> JobRecord:
-        cache.drop(["other"])
+        cache.keep({"other": None})
         return store.job(name)
 
     cache = JobCache(read)
@@ -100,7 +124,7 @@ def test_of_two_that_read_a_job_the_one_from_before_a_change_is_not_kept(store: 
         if len(begun) > 1:
             return store.job(name)
         store.transition("toy", Allocate(["node-a"], "it is free"))
-        cache.drop([name])
+        cache.keep({name: store.job(name)})
         assert cache.find(name).state.generation == 1
         return old
 
