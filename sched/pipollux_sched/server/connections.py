@@ -25,7 +25,7 @@ HEAD_TIMEOUT = 10.0
 """Seconds that the head of a request may take, from the connection or its first byte on."""
 MOST_HEAD = 2**16
 """Bytes of a request's head at most."""
-MOST_CONNECTIONS = 4096
+MOST_CONNECTIONS = 16384
 """Connections at once, where the process may have twice as many descriptors."""
 _CLOSED = getattr(select, "POLLRDHUP", 0)
 """What `poll` waits for besides errors: Linux tells that the other end sends no more."""

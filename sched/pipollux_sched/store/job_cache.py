@@ -16,7 +16,7 @@ __all__ = ["JobCache"]
 
 
 class JobCache:
-    """The records of jobs that have not ended and were asked for.
+    """The records of jobs that have not ended and were asked for, or have changed.
 
     Every method may be called from any thread. Only changes through the same store object are
     noticed: that of the one scheduler that writes.
@@ -61,7 +61,7 @@ class JobCache:
         return job
 
     def keep(self, changed: Mapping[str, JobRecord | None]) -> None:
-        """Note what jobs have become, of those that are here: called in the order of commits.
+        """Note what jobs have become; called in the order of commits.
 
         Args:
             changed: by name; None for a job that is to be read again when it is asked for.
@@ -69,9 +69,7 @@ class JobCache:
         with self._lock:
             for name, job in changed.items():
                 self._being_read.pop(name, None)
-                if name not in self._known:
-                    continue
                 if job is None or job.phase.ended:
-                    del self._known[name]
-                else:
+                    self._known.pop(name, None)
+                else:  # its replicas will ask
                     self._known[name] = job

@@ -32,7 +32,7 @@ def test_every_change_is_seen_at_once(store: Store) -> None:
         assert known in (None, found)
         return found
 
-    assert store.present.get("toy") is None
+    assert store.present.get("toy") == store.job("toy"), "it was just submitted"
     assert seen() is store.present.get("toy")
     store.transition("toy", Allocate(["node-a"], "it is free"))
     assert store.present.get("toy") == store.job("toy"), "it is not read again"
@@ -94,8 +94,19 @@ def test_what_changed_while_it_was_read_is_not_kept(store: Store) -> None:
 
     def read(name: str) -> JobRecord:
         before = store.job(name)
+        store.transition(name, Allocate(["node-a"], "it is free"))
         cache.keep({name: store.job(name)})
         return before
+
+    cache = JobCache(read)
+    assert cache.find("toy") != store.job("toy")
+    assert cache.get("toy") == store.job("toy")
+
+
+def test_what_was_deleted_while_it_was_read_is_not_kept(store: Store) -> None:
+    def read(name: str) -> JobRecord:
+        cache.keep({name: None})
+        return store.job(name)
 
     cache = JobCache(read)
     assert cache.find("toy") == store.job("toy")
