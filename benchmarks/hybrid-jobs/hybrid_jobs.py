@@ -2,7 +2,7 @@
 
     OPENBLAS_NUM_THREADS=1 python benchmarks/hybrid-jobs/hybrid_jobs.py \
         [--seed 0] [--jobs 80] [--hours 24] [--clusters one,two] [--only NAME,…] \
-        [--scarcity 0.7] [--tail 0] [--processes 1]
+        [--interval 60] [--scarcity 0.7] [--tail 0] [--processes 1]
 
 GPT-like models of 1.3 to 13 billion parameters arrive as in the Philly trace. All contenders see
 the same jobs, which train as `PipelineTruth` says; they differ in the policy and in what jobs know
@@ -44,7 +44,7 @@ from pipollux_sched.simulator import (
 )
 from pipollux_sched.simulator.applications.pipeline import NUM_EPOCHS
 from pipollux_sched.simulator.applications.pipeline_job import STAGE_COUNTS
-from pipollux_sched.simulator.engine.cluster import Cluster, Result
+from pipollux_sched.simulator.engine.cluster import Cluster, Options, Result
 
 GPUS = 8  # of a node
 CLUSTERS: dict[str, dict[str, Device]] = {
@@ -111,6 +111,7 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=24.0, help="in which jobs arrive")
     parser.add_argument("--clusters", default=",".join(CLUSTERS))
     parser.add_argument("--only", default="", help="contenders whose names begin so, by commas")
+    parser.add_argument("--interval", type=float, default=60.0, help="seconds between decisions")
     usual = CompletionTime()
     parser.add_argument("--scarcity", type=float, default=usual.scarcity)
     parser.add_argument("--tail", type=float, default=usual.tail)
@@ -120,13 +121,15 @@ def main() -> None:
     with ProcessPoolExecutor(options.processes) as pool:
         for name in options.clusters.split(","):
             devices = devices_of(name)
-            arguments = (name, options.seed, options.jobs, options.hours, objective)
+            size = (options.jobs, options.hours)
+            arguments = (name, options.seed, *size, options.interval, objective)
             begins = tuple(options.only.split(","))
             taking_part = [who for who in contenders(devices) if who.name.startswith(begins)]
             runs = [pool.submit(simulate, who, *arguments) for who in taking_part]
             nodes = Counter(device.name for device in CLUSTERS[name].values())
             print(
-                f"\nNodes of {GPUS} GPUs: {dict(nodes)}; {options.jobs} jobs, seed {options.seed}, "
+                f"\nNodes of {GPUS} GPUs: {dict(nodes)}; {options.jobs} jobs, "
+                f"seed {options.seed}, every {options.interval:g} s, "
                 f"scarcity {options.scarcity:g}, tail {options.tail:g}\n"
             )
             print(
@@ -209,6 +212,7 @@ def simulate(
     seed: int,
     num_jobs: int,
     hours: float,
+    interval: float,
     objective: CompletionTime,
 ) -> Outcome:
     """Let one contender run all jobs."""
@@ -221,7 +225,7 @@ def simulate(
     }
     policy = SiaPolicy() if who.sia_policy else ExactPolicy(objective)
     applications = {name: who.application(name, devices) for name in GPT_MODELS}
-    result = Cluster(workload, applications, nodes, policy).run()
+    result = Cluster(workload, applications, nodes, policy, Options(interval=interval)).run()
     return Outcome(who.name, _row(who, result), _stages(result))
 
 
