@@ -2,7 +2,7 @@
 
     OPENBLAS_NUM_THREADS=1 python benchmarks/hybrid-jobs/hybrid_jobs.py \
         [--seed 0] [--jobs 80] [--hours 24] [--clusters one,two] [--only NAME,…] \
-        [--processes 1]
+        [--interval 60] [--scarcity 0.7] [--tail 0] [--processes 1]
 
 GPT-like models of 1.3 to 13 billion parameters arrive as in the Philly trace. All contenders see
 the same jobs, which train as `PipelineTruth` says; they differ in the policy and in what jobs know
@@ -14,6 +14,8 @@ and may choose:
     Sia            `SiaPolicy` and Sia's model: its fixed K, 48 samples a replica
     Sia's model    `ExactPolicy` with jobs as Sia knows them
     Sia's policy   `SiaPolicy` with every K that fits
+
+`--scarcity` and `--tail` are those of `CompletionTime`, for all rows of `ExactPolicy`.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from functools import partial
 
 import numpy as np
 
-from pipollux_sched.policy import ExactPolicy, NodeInfo, ReplicaShape, SiaPolicy
+from pipollux_sched.policy import CompletionTime, ExactPolicy, NodeInfo, ReplicaShape, SiaPolicy
 from pipollux_sched.simulator import (
     A100_40G,
     DEVICES,
@@ -42,7 +44,7 @@ from pipollux_sched.simulator import (
 )
 from pipollux_sched.simulator.applications.pipeline import NUM_EPOCHS
 from pipollux_sched.simulator.applications.pipeline_job import STAGE_COUNTS
-from pipollux_sched.simulator.engine.cluster import Cluster, Result
+from pipollux_sched.simulator.engine.cluster import Cluster, Options, Result
 
 GPUS = 8  # of a node
 CLUSTERS: dict[str, dict[str, Device]] = {
@@ -109,18 +111,26 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=24.0, help="in which jobs arrive")
     parser.add_argument("--clusters", default=",".join(CLUSTERS))
     parser.add_argument("--only", default="", help="contenders whose names begin so, by commas")
+    parser.add_argument("--interval", type=float, default=60.0, help="seconds between decisions")
+    usual = CompletionTime()
+    parser.add_argument("--scarcity", type=float, default=usual.scarcity)
+    parser.add_argument("--tail", type=float, default=usual.tail)
     parser.add_argument("--processes", type=int, default=1)
     options = parser.parse_args()
+    objective = CompletionTime(scarcity=options.scarcity, tail=options.tail)
     with ProcessPoolExecutor(options.processes) as pool:
         for name in options.clusters.split(","):
             devices = devices_of(name)
-            arguments = (name, options.seed, options.jobs, options.hours)
+            size = (options.jobs, options.hours)
+            arguments = (name, options.seed, *size, options.interval, objective)
             begins = tuple(options.only.split(","))
             taking_part = [who for who in contenders(devices) if who.name.startswith(begins)]
             runs = [pool.submit(simulate, who, *arguments) for who in taking_part]
             nodes = Counter(device.name for device in CLUSTERS[name].values())
             print(
-                f"\nNodes of {GPUS} GPUs: {dict(nodes)}; {options.jobs} jobs, seed {options.seed}\n"
+                f"\nNodes of {GPUS} GPUs: {dict(nodes)}; {options.jobs} jobs, "
+                f"seed {options.seed}, every {options.interval:g} s, "
+                f"scarcity {options.scarcity:g}, tail {options.tail:g}\n"
             )
             print(
                 "| | average JCT | median | p99 | makespan | restarts per job | GPUs held "
@@ -196,7 +206,15 @@ def _rate(app: PipelineApplication, stages: int, gpus: int, batch_size: int) -> 
     return gain / (optim + running.accum_steps * accum)
 
 
-def simulate(who: Contender, cluster: str, seed: int, num_jobs: int, hours: float) -> Outcome:
+def simulate(
+    who: Contender,
+    cluster: str,
+    seed: int,
+    num_jobs: int,
+    hours: float,
+    interval: float,
+    objective: CompletionTime,
+) -> Outcome:
     """Let one contender run all jobs."""
     devices = devices_of(cluster)
     requests = {name: PipelineApplication(name, devices).requests for name in GPT_MODELS}
@@ -205,9 +223,9 @@ def simulate(who: Contender, cluster: str, seed: int, num_jobs: int, hours: floa
         name: NodeInfo({"slots": GPUS}, gpu_type=device.name)
         for name, device in CLUSTERS[cluster].items()
     }
-    policy = SiaPolicy() if who.sia_policy else ExactPolicy()
+    policy = SiaPolicy() if who.sia_policy else ExactPolicy(objective)
     applications = {name: who.application(name, devices) for name in GPT_MODELS}
-    result = Cluster(workload, applications, nodes, policy).run()
+    result = Cluster(workload, applications, nodes, policy, Options(interval=interval)).run()
     return Outcome(who.name, _row(who, result), _stages(result))
 
 

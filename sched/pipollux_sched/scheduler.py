@@ -127,7 +127,7 @@ class Scheduler:
             FixedStrategy(allocations or {}) if fixed else PolicyStrategy(policy)
         )
         self._policy_name = "fixed" if fixed else type(policy).__name__
-        knobs = ("fairness", "scarcity")
+        knobs = ("fairness", "scarcity", "tail")
         self._knobs = {name: None if fixed else getattr(policy, name, None) for name in knobs}
         self._autoscaler: Autoscaler | None = None
         if not fixed and autoscaling is not None and expander is not None:

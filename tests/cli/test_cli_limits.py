@@ -78,6 +78,8 @@ def test_every_value_of_every_command(command: str, capsys: pytest.CaptureFixtur
         (["serve", "--interval", "0"], "'--interval'"),
         (["serve", "--policy", "fifo", "--fairness", "1.25"], "'--fairness'"),
         (["serve", "--policy", "fifo", "--scarcity", "1"], "'--scarcity'"),
+        (["serve", "--policy", "fifo", "--tail", "1"], "'--tail'"),
+        (["serve", "--tail", "11"], "'--tail'"),
         (["serve", "--grace", "-1"], "'--grace'"),
         (["serve", "--heartbeat-timeout", "1e9"], "'--heartbeat-timeout'"),
         (["serve", "--port", "65536"], "'--port'"),

@@ -7,6 +7,8 @@ from typing import Annotated, TypeAlias
 
 import typer
 
+from pipollux_sched.policy import MOST_TAIL
+
 from .completion import complete_jobs, complete_nodes, complete_policies
 from .console import LineFormat, OutputFormat, TextFormat
 
@@ -131,6 +133,18 @@ Scarcity: TypeAlias = Annotated[
         help="Share of what jobs that run on several types of GPU are charged for making those "
         "wait that run on one only; by the policy exact.",
         show_default="0.7",
+    ),
+]
+
+Tail: TypeAlias = Annotated[
+    float | None,
+    typer.Option(
+        metavar="Q",
+        min=0.0,
+        max=MOST_TAIL,
+        help="How much more late jobs count: completion times to the power 1 + Q are kept short, "
+        "1 their squares; by the policy exact.",
+        show_default="0",
     ),
 ]
 

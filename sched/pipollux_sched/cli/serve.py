@@ -31,7 +31,15 @@ from pipollux_sched.utils.text import count
 from pipollux_sched.utils.units import MOST_SECONDS
 
 from .option_group import with_groups
-from .options import ClusterFile, Fairness, PassEnvironment, PolicyName, Scarcity, StateDirectory
+from .options import (
+    ClusterFile,
+    Fairness,
+    PassEnvironment,
+    PolicyName,
+    Scarcity,
+    StateDirectory,
+    Tail,
+)
 from .serve_address import AddressFlags, server_address
 from .serve_kubernetes_options import KubernetesFlags, kubernetes_options
 from .serve_slurm_options import SlurmFlags, slurm_pools
@@ -80,6 +88,7 @@ class PolicyFlags:
     policy: PolicyName = None
     fairness: Fairness = None
     scarcity: Scarcity = None
+    tail: Tail = None
     teams: Annotated[
         Path | None,
         typer.Option(
@@ -213,7 +222,9 @@ def serve(
 def _policy(deciding: PolicyFlags) -> Policy:
     name = deciding.policy or DEFAULT_POLICY
     try:
-        return make_policy(name, fairness=deciding.fairness, scarcity=deciding.scarcity)
+        return make_policy(
+            name, fairness=deciding.fairness, scarcity=deciding.scarcity, tail=deciding.tail
+        )
     except ValueError as error:
         knob, _, reason = str(error).partition(": ")
         raise typer.BadParameter(reason, param_hint=f"'--{knob}'") from None

@@ -88,7 +88,12 @@ class SimulationInputs:
         own = DEFAULT_POLICY if history is None else history.policy or DEFAULT_POLICY
         names = policy_names(own if policy is None else policy)
         if DEFAULT_POLICY not in names:
-            make_policy(names[0], fairness=cluster.fairness, scarcity=cluster.scarcity)
+            make_policy(
+                names[0],
+                fairness=cluster.fairness,
+                scarcity=cluster.scarcity,
+                tail=cluster.tail,
+            )
         there = _nodes(cluster, history)
         options = _options(cluster, jobs, seed, history, [*there])
         experiment = Experiment(
@@ -99,6 +104,7 @@ class SimulationInputs:
             _fit(jobs.fit),
             fairness=cluster.fairness,
             scarcity=cluster.scarcity,
+            tail=cluster.tail,
         )
         chosen, past = _workloads(paths, experiment, cluster, jobs, history)
         for workload in chosen:

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 
 import typer
 
-from .options import Fairness, Scarcity
+from .options import Fairness, Scarcity, Tail
 from .simulate_history import USUAL
 
 __all__ = ["FitName", "MixName", "SimulatedClusterFlags", "SimulatedJobFlags"]
@@ -37,6 +37,7 @@ class SimulatedClusterFlags:
     panel: ClassVar[str] = "The cluster"
     fairness: Fairness = None
     scarcity: Scarcity = None
+    tail: Tail = None
     on_arrival: Annotated[
         bool,
         typer.Option("--on-arrival", help="Decide at every arrival, too, as a scheduler does."),

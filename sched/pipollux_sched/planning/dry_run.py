@@ -26,6 +26,7 @@ from pipollux_sched.views.cluster import (
     serving_fairness,
     serving_policy,
     serving_scarcity,
+    serving_tail,
 )
 from pipollux_sched.views.models import PlannedChange, PlanView
 
@@ -51,7 +52,11 @@ def live_plan(store: Store, policy: str | None = None, seed: int = 0) -> PlanVie
     name = policy or (serving if serving in POLICIES else DEFAULT_POLICY)
     knobs: dict[str, float | None] = {}
     if name == serving:
-        knobs = {"fairness": serving_fairness(store), "scarcity": serving_scarcity(store)}
+        knobs = {
+            "fairness": serving_fairness(store),
+            "scarcity": serving_scarcity(store),
+            "tail": serving_tail(store),
+        }
     strategy: Strategy = PolicyStrategy(make_policy(name, seed=seed, **knobs))
     if serves_evenly(store):
         strategy = EvenStrategy(strategy)

@@ -15,7 +15,7 @@ from pipollux_sched.policy.autoscaling.utility import UtilityBand, utility
 from pipollux_sched.policy.baselines.fifo import FifoPolicy
 from pipollux_sched.policy.baselines.optimus import OptimusPolicy
 from pipollux_sched.policy.baselines.tiresias import TiresiasPolicy
-from pipollux_sched.policy.exact.completion_time import CompletionTime
+from pipollux_sched.policy.exact.completion_time import MOST_TAIL, CompletionTime
 from pipollux_sched.policy.exact.fair_share import FairStanding, fair_standings
 from pipollux_sched.policy.exact.objective import FairSpeedup, Objective, Worth
 from pipollux_sched.policy.exact.policy import Certificate, ExactPolicy
@@ -42,6 +42,7 @@ __all__ = [
     "DEFAULT_POLICY",
     "DEFAULT_RESCALE_SECONDS",
     "DEFAULT_RESTART_SECONDS",
+    "MOST_TAIL",
     "POLICIES",
     "Allocation",
     "AutoscalingRules",

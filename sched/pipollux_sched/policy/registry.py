@@ -39,6 +39,7 @@ def make_policy(
     seed: int = 0,
     fairness: float | None = None,
     scarcity: float | None = None,
+    tail: float | None = None,
 ) -> Policy:
     """Return a new policy.
 
@@ -47,10 +48,11 @@ def make_policy(
         seed: of its random numbers; deterministic policies ignore it.
         fairness: F of `CompletionTime.fairness`, a promise that only "exact" makes; None: none.
         scarcity: of `CompletionTime.scarcity`, a charge that only "exact" makes; None: its own.
+        tail: of `CompletionTime.tail`, a weight that only "exact" gives; None: its own.
 
     Raises:
         ValueError: no policy has this name, and the message names the known ones; or it cannot
-            promise fairness, or charge for scarcity.
+            promise fairness, charge for scarcity or weigh late jobs.
 
     Example:
         >>> type(make_policy("pollux", seed=3)).__name__
@@ -60,13 +62,13 @@ def make_policy(
         close = difflib.get_close_matches(name.lower(), POLICIES, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
         raise ValueError(f"policy: {name!r} is not known; {hint}known are {', '.join(POLICIES)}")
-    said = {"fairness": fairness, "scarcity": scarcity}
+    said = {"fairness": fairness, "scarcity": scarcity, "tail": tail}
     chosen = {knob: value for knob, value in said.items() if value is not None}
     if not chosen:
         return POLICIES[name](seed)
     if name != "exact":
         knob, value = next(iter(chosen.items()))
-        what = {"fairness": "promise", "scarcity": "charge"}[knob]
+        what = {"fairness": "promise", "scarcity": "charge", "tail": "weight"}[knob]
         raise ValueError(
             f"{knob}: {value} is a {what} of the policy exact, not of {name}; leave it out, or "
             "take the policy exact"

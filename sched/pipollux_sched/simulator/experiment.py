@@ -61,6 +61,8 @@ class Experiment:
     """What the policy "exact" promises (`CompletionTime.fairness`); None: nothing."""
     scarcity: float | None = None
     """What it charges for scarce types of GPU (`CompletionTime.scarcity`); None: the usual."""
+    tail: float | None = None
+    """How much more late jobs count with it (`CompletionTime.tail`); None: the usual."""
     _applications: dict[str, Application] = field(default_factory=dict, init=False, repr=False)
     _isolated: list[IsolatedTimes] = field(default_factory=list, init=False, repr=False)
 
@@ -110,6 +112,7 @@ class Experiment:
             seed=self.seed,
             fairness=self.fairness if own else None,
             scarcity=self.scarcity if own else None,
+            tail=self.tail if own else None,
         )
         known = Experience() if experience is None else experience
         nodes = dict(self.nodes)

@@ -94,6 +94,11 @@ def serving_scarcity(store: Store) -> float | None:
     return _serving_number(store, "scarcity")
 
 
+def serving_tail(store: Store) -> float | None:
+    """Return how much more late jobs count with it (`CompletionTime.tail`)."""
+    return _serving_number(store, "tail")
+
+
 def _serving_number(store: Store, name: str) -> float | None:
     served = store.latest_events(1, types=["cluster"])
     found = served[-1].get(name) if served else None

@@ -253,17 +253,17 @@ def test_a_plan_promises_and_charges_what_the_scheduler_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = ClusterSpec(nodes=(NodeSpec(name="a", slots=1, kind="cpu"),))
-    policy = make_policy(fairness=1.25, scarcity=0.5)
+    policy = make_policy(fairness=1.25, scarcity=0.5, tail=1.0)
     with Scheduler(tmp_path / "state", cluster, policy) as scheduler:
         asked: list[tuple[Any, ...]] = []
 
         def made(name: str, **given: Any) -> Policy:
             found = make_policy(name, **given)
-            knobs = (getattr(found, knob, None) for knob in ("fairness", "scarcity"))
+            knobs = (getattr(found, knob, None) for knob in ("fairness", "scarcity", "tail"))
             asked.append((name, given["seed"], *knobs))
             return found
 
         monkeypatch.setattr(dry_run, "make_policy", made)
         dry_run.live_plan(scheduler.store)
         dry_run.live_plan(scheduler.store, "sia", 3)
-    assert asked == [("exact", 0, 1.25, 0.5), ("sia", 3, None, None)]
+    assert asked == [("exact", 0, 1.25, 0.5, 1.0), ("sia", 3, None, None, None)]

@@ -32,6 +32,9 @@ less left, however long both are: they are trained one after the other, not side
 the fraction H_j / (H_j + D_j) are means over the values. A job of which not even that is known
 counts as the shortest: most are short.
 
+With a `tail` q above 0, late jobs count more: those that wait are counted by what a second adds to
+the sum of JCT^(1 + q), instead of all as one, and go before others of their length (`ranks`).
+
 A job that runs on several types of GPU pays for slots of a type that others need, which run on no
 other: `scarcity` · E[rank_j^a] times what `scarcity.waiting_charges` says. So it leaves them to
 those others where it does nearly as well elsewhere.
@@ -56,20 +59,22 @@ are packed: of a node with C slots C − w + 1 for replicas of at most w.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 
 from pipollux_sched.policy.job_info import JobInfo
-from pipollux_sched.policy.placement.node_choice import Floats, Ints
+from pipollux_sched.policy.placement.node_choice import Floats
 
-from .configurations import Instance, JobConfigurations
+from .configurations import Instance
 from .fair_share import claims
 from .objective import Held, Worth
 from .promise import Behind, Floor, Promises, grant, keep, least_slots
+from .ranks import mean_powers, unit_costs
 from .scarcity import charged, waiting_charges
+
+MOST_TAIL = 10.0
+"""The greatest `CompletionTime.tail`: beyond, only the oldest jobs would count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +101,9 @@ class CompletionTime:
     scarcity: float = 0.7
     """Share of what jobs that run on several types of GPU are charged for making those wait that
     run on one only; 0: nothing. More: long captive jobs end sooner, others later."""
+    tail: float = 0.0
+    """q: how much more late jobs count, at most `MOST_TAIL`. 0: the average completion time is to
+    be short; 1: that of their squares. More: the last jobs end sooner, most others later."""
 
     def __post_init__(self) -> None:
         for name in ("rank_power", "part"):
@@ -104,6 +112,8 @@ class CompletionTime:
         for name in ("horizon", "patience", "quantum", "scarcity"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}: {getattr(self, name)} must be at least 0")
+        if not 0 <= self.tail <= MOST_TAIL:
+            raise ValueError(f"tail: {self.tail} must be between 0 and {MOST_TAIL:g}")
         if self.fairness is not None and not 1 <= self.fairness < math.inf:
             raise ValueError(
                 f"fairness: {self.fairness} must be a finite factor of at least 1, as in 1.25 for "
@@ -120,9 +130,9 @@ class CompletionTime:
     def judge(self, instance: Instance, promises: Promises) -> Worth:
         """Return the gains of all jobs, weighted by rank."""
         unit = unit_costs(instance)
-        powers = _mean_powers(instance.jobs, unit, self.rank_power)
+        powers = mean_powers(instance, unit, self.rank_power, self.tail)
         charges = (self.scarcity * powers)[instance.table.shape_job] * waiting_charges(instance)
-        return _Worth(self, instance, unit * powers, promises, charges)
+        return _Worth(self, instance, unit.total * powers, promises, charges)
 
     def _behind(self, instance: Instance) -> list[Behind]:
         """Return the jobs that are to get or keep their least before others get more."""
@@ -233,76 +243,3 @@ def _kept(work: Floats, speedups: Floats, lasts: Floats | float, seconds: Floats
     shares: Floats = np.divide(used, total, out=np.ones_like(used), where=used > 0)
     kept: Floats = shares.mean(axis=0)
     return kept
-
-
-def _mean_powers(jobs: Sequence[JobConfigurations], unit: Floats, power: float) -> Floats:
-    """Return E[rank^power] of each job."""
-    work = [configs.job.likely_work or (0.0,) for configs in jobs]
-    counts = np.array([len(values) for values in work], np.int64)
-    powers = _ranks(jobs, unit, work, counts) ** power
-    first = np.cumsum(counts) - counts
-    means = np.empty(len(jobs))
-    for count in np.unique(counts).tolist():
-        mine = np.flatnonzero(counts == count)
-        means[mine] = powers[first[mine, None] + np.arange(count)].mean(axis=1)
-    return means
-
-
-def _ranks(
-    jobs: Sequence[JobConfigurations],
-    unit: Floats,
-    work: Sequence[Sequence[float]],
-    counts: Ints,
-) -> Floats:
-    """Return the expected rank of each value of what each job has left, one job after the other."""
-    left = np.repeat(unit, counts) * np.array([*chain.from_iterable(work)])
-    ranks = _others_with_more(left, counts)
-    values = np.split(np.arange(len(left)), np.cumsum(counts)[:-1])
-    for members in _families(jobs):
-        oldest_first = sorted(members)  # as in `left`: ties count for the same jobs
-        mine = np.concatenate([values[job] for job in oldest_first])
-        # As long as each other: the one that has done most has least left.
-        places = {job: len(members) - 1 - place for place, job in enumerate(members)}
-        more = np.array([places[job] for job in oldest_first])
-        own = counts[oldest_first]
-        ranks[mine] += np.repeat(more, own) - _others_with_more(left[mine], own)
-    return 1.0 + ranks
-
-
-def _families(jobs: Sequence[JobConfigurations]) -> list[list[int]]:
-    """Return the members of each family of two and more, those that have done most first."""
-    found: dict[str, list[int]] = {}
-    # Of those that have done as much, the youngest first: most jobs are short.
-    for job in sorted(range(len(jobs)), key=lambda job: (-jobs[job].job.work_done, -job)):
-        if jobs[job].job.family and jobs[job].job.work_left:
-            found.setdefault(jobs[job].job.family, []).append(job)
-    return [members for members in found.values() if len(members) > 1]
-
-
-def _others_with_more(left: Floats, counts: Ints) -> Floats:
-    """Return how many other jobs are expected to have at least as much left, for each value.
-
-    Args:
-        left: by job, the oldest first, equally likely values in ascending order.
-        counts: how many values each job has.
-    """
-    owner = np.repeat(np.arange(len(counts)), counts)
-    share = 1.0 / counts[owner]
-    index = np.arange(left.size)
-    # Of jobs with equal work left the younger has the higher rank: most jobs are short.
-    order = np.lexsort((-index, owner, -left))
-    more = np.empty(left.size)
-    more[order] = np.cumsum(share[order])
-    more -= (np.cumsum(counts)[owner] - index) * share  # the job itself
-    return more
-
-
-def unit_costs(instance: Instance) -> Floats:
-    """Return u of every job; 0.0 if none of its configurations has a speedup above 0."""
-    table = instance.table
-    fast = table.speedup > 0
-    taken = instance.num_jobs * instance.share[table.shape] * table.replicas
-    costs = np.divide(1.0 + taken, table.speedup, out=np.full(len(fast), np.inf), where=fast)
-    first = table.first[:-1]
-    found: Floats = np.minimum.reduceat(costs, first)
-    return np.where(np.logical_or.reduceat(fast, first), found, 0.0)

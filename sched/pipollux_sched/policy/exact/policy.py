@@ -79,6 +79,11 @@ class ExactPolicy:
         """What its objective charges (`CompletionTime.scarcity`); None: nothing."""
         return getattr(self._objective, "scarcity", None)
 
+    @property
+    def tail(self) -> float | None:
+        """How much more late jobs count (`CompletionTime.tail`); None: its objective does not."""
+        return getattr(self._objective, "tail", None)
+
     allocate_job = staticmethod(place_arrival)
 
     def optimize(

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
+
 import numpy as np
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pipollux_sched.policy import CompletionTime, ExactPolicy, JobInfo, NodeInfo
-from pipollux_sched.policy.exact.completion_time import unit_costs
+from pipollux_sched.policy import (
+    MOST_TAIL,
+    CompletionTime,
+    ExactPolicy,
+    JobInfo,
+    NodeInfo,
+    make_policy,
+)
 from pipollux_sched.policy.exact.configurations import Instance, build_instance
 from pipollux_sched.policy.exact.objective import Held
 from pipollux_sched.policy.exact.promise import Promises
+from pipollux_sched.policy.exact.ranks import unit_costs
 
 NODE = NodeInfo({"slots": 4})
 work = st.integers(0, 6).map(lambda n: 100.0 * n)
@@ -46,6 +57,7 @@ def infos(draw: st.DrawFn) -> list[JobInfo]:
                 remaining_work=values[0] if kind == "told" else None,
                 work_left=values if kind == "learned" else (),
                 work_done=draw(work),
+                age=draw(work),
                 family=draw(st.sampled_from(["", "a", "b"])),
             )
         )
@@ -56,48 +68,127 @@ def instance_of(jobs: list[JobInfo]) -> Instance:
     return build_instance(dict(enumerate(jobs)), {"n": NODE}, {}, NODE)
 
 
-def weight(jobs: list[JobInfo], number: int, power: float) -> float:
+def weight(jobs: list[JobInfo], number: int, power: float, tail: float) -> float:
     """Return u_j · E[rank_j^a] by the definition, one job after the other."""
-    instance = instance_of(jobs)
-    units = unit_costs(instance)
+    units = unit_costs(instance_of(jobs))
     mine = jobs[number]
+    work = [np.array(job.likely_work or (0.0,)) for job in jobs]
+    # Only ratios of costs matter, except to a charge: their mean is 1.
+    ends = [np.maximum(job.age + units.own[n] * work[n], 1.0) for n, job in enumerate(jobs)]
+    longest = max(end.max() for end in ends)
+    costs = [(end / longest) ** tail for end in ends]
+    scale = np.mean([cost.mean() for cost in costs])
+    costs = [cost / scale for cost in costs]
+    left = [units.total[n] * work[n] / costs[n] for n in range(len(jobs))]
 
-    def at_least(other: int, value: float) -> float:
-        """Return with what probability another job has at least as much left."""
+    def behind(other: int, value: float) -> float:
+        """Return the costs of another job, if it has at least as much left, times how likely."""
         his = jobs[other]
         if mine.work_left and his.work_left and mine.family == his.family != "":
             if his.work_done != mine.work_done:
-                return float(his.work_done < mine.work_done)
-            return float(other < number)
-        left = units[other] * np.array(his.likely_work or (0.0,))
-        return float(np.mean((left > value) | ((left == value) & (other < number))))
+                return float(his.work_done < mine.work_done) * float(costs[other].mean())
+            return float(other < number) * float(costs[other].mean())
+        more = (left[other] > value) | ((left[other] == value) & (other < number))
+        return float(np.mean(more * costs[other]))
 
     others = [other for other in range(len(jobs)) if other != number]
     powers = [
-        (1.0 + sum(at_least(other, units[number] * value) for other in others)) ** power
-        for value in (mine.likely_work or (0.0,))
+        (own + sum(behind(other, value) for other in others)) ** power
+        for value, own in zip(left[number].tolist(), costs[number].tolist(), strict=True)
     ]
-    return units[number] * float(np.mean(powers))
+    return float(units.total[number]) * float(np.mean(powers))
 
 
-@example([member(0, 0.0), member(1, 0.0)], 0.5)  # ties, in the order of their ages
-@given(infos(), st.sampled_from([0.5, 0.75, 1.0]))
-def test_weights_are_the_mean_powers_of_ranks(jobs: list[JobInfo], power: float) -> None:
+@example([member(0, 0.0), member(1, 0.0)], 0.5, 0.0)  # ties, in the order of their ages
+@given(infos(), st.sampled_from([0.5, 0.75, 1.0]), st.sampled_from([0.0, 0.5, 1.0, 2.0]))
+def test_weights_are_the_mean_powers_of_ranks(
+    jobs: list[JobInfo], power: float, tail: float
+) -> None:
     instance = instance_of(jobs)
-    objective = CompletionTime(rank_power=power)
+    objective = CompletionTime(rank_power=power, tail=tail, part=0.0)
     worth = objective.judge(instance, Promises())
     gains = instance.table.split(worth.gains())
     for number, configs in enumerate(instance.jobs):
-        expected = weight(jobs, number, power) * configs.speedup
+        expected = weight(jobs, number, power, tail) * configs.speedup
         assert np.allclose(gains[number][:1], expected[:1])
         moved = worth.moved(number, 1.0, Held(0, 1))
-        kept = [1.0] if not jobs[number].likely_work else []
+        kept = []
+        lasts = max(300.0, jobs[number].age)
         for left in jobs[number].likely_work:
-            used = min(left, 300.0)
+            used = min(left, lasts)
             kept.append(used / (used + 30.0) if used else 1.0)
         if not jobs[number].likely_work:
-            kept = [300.0 / 330.0]
-        assert np.isclose(moved, weight(jobs, number, power) * np.mean(kept))
+            kept = [lasts / (lasts + 30.0)]
+        assert np.isclose(moved, weight(jobs, number, power, tail) * np.mean(kept))
+
+
+def one_replica(number: int, age: float, left: float) -> JobInfo:
+    """Return a job that runs on one slot, and whose start costs nothing."""
+    return JobInfo(
+        {"slots": 1},
+        lambda nodes, replicas: replicas,  # noqa: ARG005  # as every speedup function
+        float(number),
+        0,
+        1,
+        age=age,
+        remaining_work=left,
+        restart_seconds=0.0,
+    )
+
+
+times = st.integers(1, 10_000).map(float)
+
+
+@given(
+    st.lists(st.tuples(times, times), min_size=2, max_size=5, unique=True),
+    st.sampled_from([0.0, 0.5, 1.0, 2.0]),
+)
+def test_the_first_job_begins_the_best_of_all_orders(
+    drawn: list[tuple[float, float]], tail: float
+) -> None:
+    """What a second of waiting adds to the sum of JCT^(1 + q) is least, by brute force."""
+    jobs = {n: one_replica(n, age, left) for n, (age, left) in enumerate(drawn)}
+
+    def cost(order: Iterable[int]) -> float:
+        total = now = 0.0
+        for number in order:
+            age, left = drawn[number]
+            now += left
+            total += (age + left) ** tail * now
+        return total
+
+    orders = [*itertools.permutations(jobs)]
+    best = min(map(cost, orders))
+    node = NodeInfo({"slots": 1})
+    policy = ExactPolicy(CompletionTime(rank_power=1.0, tail=tail, part=0.0))
+    given, _ = policy.optimize(jobs, {"n": node}, {}, node)
+    chosen = [number for number, nodes in given.items() if nodes]
+    assert len(chosen) == 1
+    assert min(cost(o) for o in orders if o[0] == chosen[0]) <= best * (1 + 1e-9)
+
+
+def test_late_jobs_go_first_where_they_count_more() -> None:
+    jobs = {"new": one_replica(1, 0.0, 1000.0), "old": one_replica(0, 50_000.0, 3000.0)}
+    node = NodeInfo({"slots": 1})
+
+    def first(tail: float) -> list[str]:
+        policy = ExactPolicy(CompletionTime(tail=tail, part=0.0))
+        given, _ = policy.optimize(jobs, {"n": node}, {}, node)
+        return [name for name, nodes in given.items() if nodes]
+
+    assert first(0.0) == ["new"]
+    assert first(1.0) == ["old"]
+
+
+@pytest.mark.parametrize("tail", [-0.1, MOST_TAIL + 0.1, float("nan")])
+def test_a_tail_is_a_power_in_bounds(tail: float) -> None:
+    with pytest.raises(ValueError, match=r"tail: .* must be between 0 and 10"):
+        make_policy(tail=tail)
+
+
+def test_other_policies_weigh_no_late_jobs() -> None:
+    with pytest.raises(ValueError, match=r"tail: 1.0 is a weight of the policy exact, not of sia"):
+        make_policy("sia", tail=1.0)
 
 
 def test_jobs_of_a_family_are_trained_one_after_the_other() -> None:
