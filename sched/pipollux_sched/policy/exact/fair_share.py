@@ -11,12 +11,17 @@ share. A promise of F >= 1 is that rho <= F for every job. Symbols, in seconds, 
     T    c + (W + L) / s           its whole time alone on an equal share
     E    a + c' + L / s            its age when it ends if it has its equal share from now on; c' is
                                    c, or 0 if it runs
-    slack    F · T − E − reserve   how long it may go without before the promise breaks
+    slack    how long it may go without before the promise breaks
 
-Of the slack that work to come gives, (F − 1) · L / s, only `COUNTED` counts. Where L is not known,
-the shortest of its likely values stands for it (`JobInfo.work_left`), or 0. With 0 the promise is
-on progress: by now the job has done at least what it would have done on its equal share in a life
-1/F as long. If that holds at its end it implies rho <= F, whatever the length was.
+A late job may have up to `MOST_SHARES` times the speedup of its share. So where L is known, and a
+job is served only when it has to be,
+
+    slack = F · T − (a + c' + L / (MOST_SHARES · s)) − reserve
+
+Where only likely values of L are known (`JobInfo.work_left`), their quantile `LIKELY` stands for
+it: the promise then holds as far as that was right. Where nothing is known L is 0, and the promise
+is on progress: by now the job has done at least what it would have done on its equal share in a
+life 1/F as long. If that holds at its end it implies rho <= F, whatever the length was.
 
 A job that would have less than the least that it runs on has it for a part of the time: s is then
 the speedup of its least, times the share of the least that 1/N is.
@@ -24,7 +29,8 @@ the speedup of its least, times the share of the least that 1/N is.
 `claims` tells which jobs have no slack left. Each claims a speedup that brings it home in time, at
 most `MOST_SHARES` times that of its equal share; the one whose rho is to be the greatest at the
 next decision comes first. One that runs counts as a turn later than it is, and so keeps its place
-for about as long before the next one that does not fit beside it has its turn.
+for about as long before the next one that does not fit beside it has its turn. One that no
+allocation brings home in time claims its share, so that it takes no more from those that can be.
 """
 
 from __future__ import annotations
@@ -40,8 +46,8 @@ from .configurations import Instance, JobConfigurations, build_instance
 
 RESERVE = 60.0
 """Seconds that a promise keeps back: the next decision is as late, and models are not exact."""
-COUNTED = 0.5
-"""Share of the slack of work to come that counts: how well a job scales changes as it trains."""
+LIKELY = 0.5
+"""Quantile of the likely values of the work left that stands for it."""
 MOST_SHARES = 1.25
 """A late job claims at most so many times the speedup of its equal share."""
 TURN = 0.2
@@ -77,7 +83,7 @@ class FairStanding:
     left: float
     """L."""
     knows_length: bool
-    """Whether L is known for certain."""
+    """Whether anything is known of L."""
 
     @property
     def comes_first(self) -> bool:
@@ -103,6 +109,15 @@ class FairClaim(NamedTuple):
     """With so much it is in time if its allocation changes."""
     urgency: float
     """The greatest comes first."""
+    left: float
+    """Work to come that a change would speed up."""
+    least_saved: float
+    """Seconds that a change of a running job is to save at least."""
+
+    def is_worth(self, before: float, after: float) -> bool:
+        """Tell whether a change from one speedup to another saves what it costs, and more."""
+        saved = self.left / max(before, _TOLERANCE) - self.left / max(after, _TOLERANCE)
+        return saved >= self.least_saved
 
 
 def standing(
@@ -117,7 +132,8 @@ def standing(
         quantum: the longest turn of a job, in seconds.
     """
     configs = instance.jobs[number]
-    job, left = configs.job, min(configs.job.likely_work, default=0.0)
+    job, likely = configs.job, sorted(configs.job.likely_work) or [0.0]
+    left = likely[min(int(LIKELY * len(likely)), len(likely) - 1)]
     share = _lifetime_share(instance, configs, left)
     if not share.speedup > 0:
         return None
@@ -131,10 +147,10 @@ def standing(
         alone=alone,
         finish=finish,
         time_left=deadline - job.age - start,
-        slack=deadline - finish - (1 - COUNTED) * (fairness - 1) * to_come,
+        slack=deadline - job.age - start - to_come / MOST_SHARES,
         margin=_margin(configs, share, min(quantum, TURN * alone)),
         left=left,
-        knows_length=job.remaining_work is not None,
+        knows_length=bool(job.likely_work),
     )
 
 
@@ -227,24 +243,44 @@ def _claims(instance: Instance, fairness: float, quantum: float) -> Iterator[Fai
         if stands is not None and stands.comes_first:
             turn = min(quantum, TURN * stands.alone) if configs.runs else 0.0
             later = RESERVE + configs.job.restart_seconds + turn
+            if _is_lost(stands, configs):
+                share = stands.share.speedup
+                speedups, later = (share, share / fairness, share / fairness), 0.0
+            else:
+                speedups = _claimed(stands, configs, fairness)
             urgency = (stands.finish + later) / stands.alone
-            yield FairClaim(number, *_claimed(stands, configs, fairness), urgency)
+            price = WORTH * _change_seconds(configs)
+            yield FairClaim(number, *speedups, urgency, _to_speed_up(stands, configs), price)
+
+
+def _is_lost(stands: FairStanding, configs: JobConfigurations) -> bool:
+    """Tell whether a job is late whatever it gets from now on."""
+    fastest = max(float(configs.speedup.max()), _TOLERANCE)
+    return stands.knows_length and stands.time_left + RESERVE < stands.left / fastest
+
+
+def _change_seconds(configs: JobConfigurations) -> float:
+    return configs.job.change_seconds(live=configs.live_shape is not None)
+
+
+def _to_speed_up(stands: FairStanding, configs: JobConfigurations) -> float:
+    """Return the work to come; where it is not known, at least as much as was done."""
+    return stands.left if stands.knows_length else max(stands.left, configs.job.work_done)
 
 
 def _claimed(
     stands: FairStanding, configs: JobConfigurations, fairness: float
 ) -> tuple[float, float, float]:
     """Return the speedups of a claim."""
-    share, job = stands.share.speedup, configs.job
+    share = stands.share.speedup
     least = 0.0 if stands.knows_length else share / fairness
-    change = job.change_seconds(live=configs.live_shape is not None)
+    change = _change_seconds(configs)
     late = stands.time_left + RESERVE
     wanted = max(_in_time(stands.left, stands.time_left, MOST_SHARES * share), share * bool(least))
     stays = max(_in_time(stands.left, late, share), least)
     moved = max(_in_time(stands.left, late - change * configs.runs, MOST_SHARES * share), least)
     if configs.stay is not None:
-        has = float(configs.speedup[configs.stay])
-        left = stands.left if stands.knows_length else max(stands.left, job.work_done)
+        has, left = float(configs.speedup[configs.stay]), _to_speed_up(stands, configs)
         if left / max(has, _TOLERANCE) - left / max(wanted, _TOLERANCE) < WORTH * change:
             stays = min(stays, has)
     return wanted, stays, moved

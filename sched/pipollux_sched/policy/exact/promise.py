@@ -209,8 +209,14 @@ class _Ledger:
         return need.tobytes(), allowed.tobytes(), least.replicas
 
     def grant(self, claim: FairClaim) -> None:
-        """Promise a job what it claims, or the most that there is room for."""
+        """Promise a job what it claims, or the most that there is room for.
+
+        A job that runs keeps what it holds where a change saves less than it costs: there may be
+        room only for as much as it has.
+        """
         place = self._kept(claim) or self._found(claim.job, claim.wanted)
+        if place is not None and not self._is_worth(claim, place):
+            place = self._base(claim.job) or place
         if place is None:
             self.promise(claim.job)
         else:
@@ -218,14 +224,14 @@ class _Ledger:
 
     def floor(self, claim: FairClaim) -> Floor:
         """Return what keeps a promise: no more than what there is room for."""
-        shape, nodes = self.places[claim.job]
+        place = self.places[claim.job]
         configs = self._instance.jobs[claim.job]
-        replicas = sum(count for _, count in nodes)
-        has = float(configs.shapes[shape].speedup_fn(len(nodes), replicas))
-        stay = configs.stay
-        if stay is not None and (shape, nodes) == (configs.shape[stay], configs.base):
-            return Floor(min(claim.stays, has), claim.moved)
-        return Floor(claim.stays, min(claim.moved, has))
+        has, stay = self._speedup(claim.job, place), configs.stay
+        # Not to be changed for an allocation that is no faster.
+        stays = min(claim.stays, has)
+        if stay is not None and place == (configs.shape[stay], configs.base):
+            return Floor(stays, claim.moved)
+        return Floor(stays, min(claim.moved, has))
 
     def _kept(self, claim: FairClaim) -> Place | None:
         """Return what a job holds if that is enough and there is room."""
@@ -233,9 +239,30 @@ class _Ledger:
         stay = configs.stay
         if stay is None or configs.speedup[stay] < claim.stays:
             return None
+        return self._base(claim.job)
+
+    def _base(self, job: int) -> Place | None:
+        """Return what a job holds if it may stay and there is room."""
+        configs = self._instance.jobs[job]
+        stay = configs.stay
+        if stay is None:
+            return None
         shape = int(configs.shape[stay])
         need = self._nodes.need(configs.shapes[shape])
         return Place(shape, configs.base) if self._capacity.accepts(configs.base, need) else None
+
+    def _is_worth(self, claim: FairClaim, place: Place) -> bool:
+        """Tell whether a place saves what a change costs; of a job that cannot stay it does."""
+        configs = self._instance.jobs[claim.job]
+        if configs.stay is None:
+            return True
+        has = float(configs.speedup[configs.stay])
+        return claim.is_worth(has, self._speedup(claim.job, place))
+
+    def _speedup(self, job: int, place: Place) -> float:
+        replicas = sum(count for _, count in place.nodes)
+        shape = self._instance.jobs[job].shapes[place.shape]
+        return float(shape.speedup_fn(len(place.nodes), replicas))
 
     def _found(self, job: int, speedup: float) -> Place | None:
         """Return room for the cheapest configuration that has a speedup, or else the fastest."""
