@@ -19,9 +19,10 @@ job is served only when it has to be,
     slack = F · T − (a + c' + L / (MOST_SHARES · s)) − reserve
 
 Where only likely values of L are known (`JobInfo.work_left`), their quantile `LIKELY` stands for
-it: the promise then holds as far as that was right. Where nothing is known L is 0, and the promise
-is on progress: by now the job has done at least what it would have done on its equal share in a
-life 1/F as long. If that holds at its end it implies rho <= F, whatever the length was.
+it: the promise then holds as far as that was right. In case that it was too long, the job is kept
+within F^`GUARD` by the shortest of them, without catching up. Where nothing is known L is 0, and
+the promise is on progress: by now the job has done at least what it would have done on its equal
+share in a life 1/F as long. If that holds at its end it implies rho <= F, whatever the length was.
 
 A job that would have less than the least that it runs on has it for a part of the time: s is then
 the speedup of its least, times the share of the least that 1/N is.
@@ -48,6 +49,8 @@ RESERVE = 60.0
 """Seconds that a promise keeps back: the next decision is as late, and models are not exact."""
 LIKELY = 0.5
 """Quantile of the likely values of the work left that stands for it."""
+GUARD = 3
+"""Power of F by which a job is kept if it is as short as it may be, where that is not known."""
 MOST_SHARES = 1.25
 """A late job claims at most so many times the speedup of its equal share."""
 TURN = 0.2
@@ -138,16 +141,20 @@ def standing(
     if not share.speedup > 0:
         return None
     start = 0.0 if configs.runs else job.restart_seconds
-    to_come = left / share.speedup
-    alone = max(job.restart_seconds + job.work_done / share.speedup + to_come, 1.0)
-    finish = job.age + start + to_come
+    to_come, at_least = left / share.speedup, likely[0] / share.speedup
+    so_far = job.restart_seconds + job.work_done / share.speedup
+    alone, finish = max(so_far + to_come, 1.0), job.age + start + to_come
     deadline = fairness * alone - RESERVE
+    slack = deadline - job.age - start - to_come / MOST_SHARES
+    if len(likely) > 1:
+        guarded = fairness**GUARD * (so_far + at_least) - RESERVE
+        slack = min(slack, guarded - job.age - start - at_least)
     return FairStanding(
         share=share,
         alone=alone,
         finish=finish,
         time_left=deadline - job.age - start,
-        slack=deadline - job.age - start - to_come / MOST_SHARES,
+        slack=slack,
         margin=_margin(configs, share, min(quantum, TURN * alone)),
         left=left,
         knows_length=bool(job.likely_work),

@@ -21,7 +21,7 @@ from pipollux_sched.policy import (
     violations,
 )
 from pipollux_sched.policy.exact.configurations import build_instance
-from pipollux_sched.policy.exact.fair_share import claims
+from pipollux_sched.policy.exact.fair_share import GUARD, claims
 from pipollux_sched.simulator import (
     Cluster,
     IsolatedTimes,
@@ -240,6 +240,14 @@ def test_a_long_job_beside_a_stream_of_short_ones_ends_in_time(known_length: str
     assert max(job.finish_time_fairness for job in without.jobs) > 1.5
     fair = simulated(1.25, known_length)
     assert max(job.finish_time_fairness for job in fair.jobs) <= 1.25
+
+
+def test_a_long_job_of_unknown_length_is_guarded() -> None:
+    """What is likely for it, the only one of its kind, is far too long most of the time."""
+    bound = 1.25**GUARD
+    assert max(job.finish_time_fairness for job in simulated(None, "learned").jobs) > bound
+    fair = simulated(1.25, "learned")
+    assert max(job.finish_time_fairness for job in fair.jobs) <= bound
 
 
 @pytest.mark.parametrize("fairness", [0.9, float("inf"), float("nan")])
