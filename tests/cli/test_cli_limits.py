@@ -11,7 +11,8 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import pytest
 import typer
 
-from pipollux_sched.cli import main
+from pipollux_sched import policy
+from pipollux_sched.cli import main, options
 from pipollux_sched.cli.app import COMMANDS
 
 HUGE = "9999999999999999999999"
@@ -97,3 +98,7 @@ def test_what_is_out_of_bounds(
     assert (ended.value.code, said.count("\n")) == (2, 1)
     assert what in said
     assert len(said) < 2100
+
+
+def test_a_bound_that_is_not_imported_is_the_policys() -> None:
+    assert options.MOST_TAIL == policy.MOST_TAIL

@@ -7,8 +7,6 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-from pipollux_sched.policy import MOST_TAIL
-
 from .completion import complete_jobs, complete_nodes, complete_policies
 from .console import LineFormat, OutputFormat, TextFormat
 
@@ -135,6 +133,9 @@ Scarcity: TypeAlias = Annotated[
         show_default="0.7",
     ),
 ]
+
+MOST_TAIL = 10.0
+"""That of `policy.CompletionTime`, whose import would make every command slow."""
 
 Tail: TypeAlias = Annotated[
     float | None,
