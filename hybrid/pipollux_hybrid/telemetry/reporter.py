@@ -195,10 +195,11 @@ class Reporter:
         for listener in self._listeners:
             self._call(listener, listener.close)
         self._retry_at = self._next_report = 0.0
-        self._fit()
-        self._send_hints(client)
-        self._send_report(client)
-        self._keep_unsent()
+        # Each by itself: hints that fail must not take the last report with them.
+        self._safely(lambda _: self._fit(), client)
+        self._safely(self._send_hints, client)
+        self._safely(self._send_report, client)
+        self._safely(lambda _: self._keep_unsent(), client)
 
     def _turn(self, client: httpx.Client) -> None:
         self._show()

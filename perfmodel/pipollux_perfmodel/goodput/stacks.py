@@ -2,8 +2,9 @@
 
 What an evaluation costs beside its arithmetic is the same for one column and for a thousand. So
 columns of several jobs are put beside each other, up to a number that bounds the memory. What a
-column is given does not depend on its neighbours. Of several such stacks some are looked at at the
-same time, in threads: most of it is NumPy's arithmetic, which runs beside other threads.
+column is given does not depend on its neighbours. Where there are more, some of these stacks are
+looked at at the same time, in threads: most of it is NumPy's arithmetic, which runs beside other
+threads. One job's own model is looked at in the thread that asks, beside a training.
 """
 
 from __future__ import annotations
@@ -62,10 +63,16 @@ def _search_all(stacks: Sequence[Sequence[ColumnSearch]]) -> list[list[BatchChoi
     # Not all systems tell which processors this process may use.
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = min(_MOST_THREADS, allowed or 1, len(stacks))
-    if threads < 2:
-        return [_search(stack) for stack in stacks]
-    with ThreadPoolExecutor(threads, thread_name_prefix="goodput") as pool:
-        return list(pool.map(_search, stacks))
+    columns = sum(len(part.num_replicas) for stack in stacks for part in stack)
+    if threads > 1 and columns > _MOST_COLUMNS:
+        with ThreadPoolExecutor(threads, thread_name_prefix="goodput") as pool:
+            try:
+                found = [pool.submit(_search, stack) for stack in stacks]
+            except RuntimeError:  # a job's last fit: the interpreter ends, and begins no threads
+                pool.shutdown(cancel_futures=True)
+            else:
+                return [each.result() for each in found]
+    return [_search(stack) for stack in stacks]
 
 
 def _stacks(searches: Sequence[ColumnSearch]) -> Iterator[list[int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -58,6 +59,26 @@ def test_what_was_taken_is_not_kept(
     finally:
         supervisor.stop()
     assert supervisor.steps() == [1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fit_that_fails_at_the_end_does_not_cost_the_last_report(
+    reporter: Callable[[Path, int], Reporter], tmp_path: Path
+) -> None:
+    def fit() -> NoReturn:
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    supervisor = Supervisor()
+    supervisor.start()
+    try:
+        teller = reporter(tmp_path, supervisor.port)
+        teller.send_hints_of(fit)
+        for step in (1, 2, 3):
+            tell(teller, step)
+        teller.close()
+    finally:
+        supervisor.stop()
+    assert supervisor.steps() == [1, 2, 3]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -135,6 +137,32 @@ def test_many_jobs_are_bit_for_bit_as_alone_however_they_are_divided(
         for found, one in zip(search_all(asked), alone, strict=True):
             for values, expected in zip(found, one, strict=True):
                 np.testing.assert_array_equal(values, expected)
+
+
+def test_what_is_asked_when_the_interpreter_ends_is_answered() -> None:
+    """As the last hints of a job are: no thread can be begun then."""
+    script = """
+import atexit, os, threading
+import numpy as np
+from pipollux_perfmodel import GoodputFunction, PerfParams
+from pipollux_perfmodel.goodput import stacks
+from pipollux_perfmodel.goodput.config_search import search_all
+
+def ask():
+    stacks._MOST_COLUMNS = 1
+    os.sched_getaffinity = lambda _: {0, 1}
+    times = PerfParams(0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5)
+    fn, bounds = GoodputFunction(times, (1.0, 9.0), 32), {"max_batch_size": 64}
+    nodes, replicas = np.array([1, 1]), np.array([1, 2])
+    asked = [fn.search(nodes, replicas, **bounds) for _ in range(3)]
+    print(len(search_all(asked)), threading.active_count())
+
+ask()
+atexit.register(ask)
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert (done.stdout, done.stderr) == ("3 1\n3 1\n", "")
 
 
 @examples(30, 300)
