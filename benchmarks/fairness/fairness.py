@@ -106,8 +106,8 @@ def save(target: Path, row: dict[str, Any]) -> None:
     beside.replace(target)
 
 
-def simulate(data: Path, case: Case) -> dict[str, Any]:
-    """Return the metrics of one simulation, and of every job its fairness."""
+def setting(data: Path, case: Case) -> tuple[Experiment, Workload]:
+    """Return what a case is simulated in."""
     options = Options(
         known_length=KnownLength.parse(case.told),
         decides_at="arrivals",
@@ -117,7 +117,12 @@ def simulate(data: Path, case: Case) -> dict[str, Any]:
     nodes = make_nodes({"": (16, 4)})
     experiment = Experiment(nodes, options, data / "traces", fairness=case.fairness)
     path = data / "workloads" / f"workload-{case.number}.csv"
-    workload = Workload(path.stem, tuple(read_workload(path)))
+    return experiment, Workload(path.stem, tuple(read_workload(path)))
+
+
+def simulate(data: Path, case: Case) -> dict[str, Any]:
+    """Return the metrics of one simulation, and of every job its fairness."""
+    experiment, workload = setting(data, case)
     outcome = experiment.run(workload, case.policy)
     alone = floors(experiment, workload, outcome)
     jobs = [

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+from fairness import Case, setting  # lies beside
 
 from pipollux_sched.policy import (
     CompletionTime,
@@ -33,15 +34,9 @@ from pipollux_sched.policy.allocation import Allocation
 from pipollux_sched.policy.exact.configurations import build_instance
 from pipollux_sched.simulator import (
     Cluster,
-    Experiment,
     IsolatedTimes,
-    KnownLength,
-    Options,
     SimulationOutcome,
-    Workload,
-    make_nodes,
     outcome,
-    read_workload,
 )
 
 BOUND = 1.25
@@ -81,9 +76,9 @@ class Watched:
     adapts_batch_size: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        self._policy = ExactPolicy(CompletionTime(fairness=self.fairness))
-        self._without = ExactPolicy()
         self._objective = CompletionTime(fairness=self.fairness)
+        self._policy = ExactPolicy(self._objective)
+        self._without = ExactPolicy()
 
     def allocate_job(self, *_: Any) -> Any:
         """Place nothing between decisions."""
@@ -150,15 +145,11 @@ def main() -> None:
 
 def simulate(data: Path, number: int, told: str, policy: Watched) -> SimulationOutcome:
     """Simulate as `fairness.py` does."""
-    settings = Options(
-        known_length=KnownLength.parse(told), decides_at="arrivals", inherit_models=True
-    )
-    nodes = make_nodes({"": (16, 4)})
-    path = data / "workloads" / f"workload-{number}.csv"
-    workload = Workload(path.stem, tuple(read_workload(path)))
-    applications = Experiment(nodes, settings, data / "traces").applications(workload)
-    found = Cluster(workload.jobs, applications, nodes, policy, settings).run()
-    alone = IsolatedTimes(nodes, settings.restart_seconds)
+    experiment, workload = setting(data, Case("exact", told, policy.fairness, number))
+    nodes, options = experiment.nodes, experiment.options
+    applications = experiment.applications(workload)
+    found = Cluster(workload.jobs, applications, nodes, policy, options).run()
+    alone = IsolatedTimes(nodes, options.restart_seconds)
     return outcome(found, applications, alone, workload=workload.name, policy="exact", seed=0)
 
 
