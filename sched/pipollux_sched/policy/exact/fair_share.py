@@ -13,25 +13,26 @@ share. A promise of F >= 1 is that rho <= F for every job. Symbols, in seconds, 
                                    c, or 0 if it runs
     slack    how long it may go without before the promise breaks
 
-A late job may have up to `MOST_SHARES` times the speedup of its share. So where L is known, and a
-job is served only when it has to be,
+A job is served only when it has to be, and then may have its share, as all can at once: jobs that
+caught up faster would make each other late. So where L is known
 
-    slack = F · T − (a + c' + L / (MOST_SHARES · s)) − reserve
+    slack = F · T − E − reserve
 
 Where only likely values of L are known (`JobInfo.work_left`), their quantile `LIKELY` stands for
 it: the promise then holds as far as that was right. In case that it was too long, the job is kept
-within F^`GUARD` by the shortest of them, without catching up. Where nothing is known L is 0, and
-the promise is on progress: by now the job has done at least what it would have done on its equal
-share in a life 1/F as long. If that holds at its end it implies rho <= F, whatever the length was.
+within F^`GUARD` by the shortest of them. Where nothing is known L is 0, and the promise is on
+progress: by now the job has done at least what it would have done on its equal share in a life 1/F
+as long. If that holds at its end it implies rho <= F, whatever the length was.
 
-A job that would have less than the least that it runs on has it for a part of the time: s is then
-the speedup of its least, times the share of the least that 1/N is.
+A share between two numbers of replicas is the greater for a part of the time, and the smaller for
+the rest; below the least that a job runs on it is that for a part of the time. So a little more or
+less of N makes s a little less or more.
 
 `claims` tells which jobs have no slack left. Each claims a speedup that brings it home in time, at
-most `MOST_SHARES` times that of its equal share; the one whose rho is to be the greatest at the
-next decision comes first. One that runs counts as a turn later than it is, and so keeps its place
-for about as long before the next one that does not fit beside it has its turn. One that no
-allocation brings home in time claims its share, so that it takes no more from those that can be.
+most that of its equal share; the one whose rho is to be the greatest at the next decision comes
+first. One that runs counts as a turn later than it is, and so keeps its place for about as long
+before the next one that does not fit beside it has its turn. One that no allocation brings home in
+time claims its share.
 """
 
 from __future__ import annotations
@@ -51,8 +52,6 @@ LIKELY = 0.5
 """Quantile of the likely values of the work left that stands for it."""
 GUARD = 3
 """Power of F by which a job is kept if it is as short as it may be, where that is not known."""
-MOST_SHARES = 1.25
-"""A late job claims at most so many times the speedup of its equal share."""
 TURN = 0.2
 """A job's turn is no longer than this share of its time alone."""
 WORTH = 2.0
@@ -65,8 +64,9 @@ class EqualShare(NamedTuple):
 
     speedup: float
     replicas: int
+    """The most that it has at a time."""
     slots: float
-    """Of which a job that runs on more has its least for a part of the time."""
+    """On average over time."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class FairClaim(NamedTuple):
     stays: float
     """With so much it is in time if it stays as it is."""
     moved: float
-    """With so much it is in time if its allocation changes."""
+    """With so much it is in time, or no later, if its allocation changes."""
     urgency: float
     """The greatest comes first."""
     left: float
@@ -136,7 +136,7 @@ def standing(
     """
     configs = instance.jobs[number]
     job, likely = configs.job, sorted(configs.job.likely_work) or [0.0]
-    left = likely[min(int(LIKELY * len(likely)), len(likely) - 1)]
+    left = likely[int(LIKELY * len(likely))]
     share = _lifetime_share(instance, configs, left)
     if not share.speedup > 0:
         return None
@@ -145,7 +145,7 @@ def standing(
     so_far = job.restart_seconds + job.work_done / share.speedup
     alone, finish = max(so_far + to_come, 1.0), job.age + start + to_come
     deadline = fairness * alone - RESERVE
-    slack = deadline - job.age - start - to_come / MOST_SHARES
+    slack = deadline - job.age - start - to_come
     if len(likely) > 1:
         guarded = fairness**GUARD * (so_far + at_least) - RESERVE
         slack = min(slack, guarded - job.age - start - at_least)
@@ -224,12 +224,19 @@ def _share(
         return EqualShare(0.0, 1, 0.0)
     most = job.allowed_replicas or job.max_replicas
     most = most if shape.max_replicas is None else min(most, shape.max_replicas)
-    equal = 1.0 / (part * num_jobs)
-    # Slightly more, so that a third of 48 slots is 16.
-    replicas = max(min(int(equal + _TOLERANCE), most), job.least_replicas)
-    speedup = float(shape.speedup_fn(-(-replicas // per_node), replicas))
-    part_of_time = min(equal / replicas, 1.0)
-    return EqualShare(speedup * part_of_time, replicas, min(equal, replicas) * shape.slots)
+    equal = min(1.0 / (part * num_jobs), float(most))
+    # Slightly less, so that a third of 48 slots is 16.
+    above = max(math.ceil(equal - _TOLERANCE), job.least_replicas)
+    below = above - 1 if above > job.least_replicas else 0
+    above_for = (equal - below) / (above - below)
+    speedup = above_for * _speedup(shape, above, per_node)
+    if below:
+        speedup += (1.0 - above_for) * _speedup(shape, below, per_node)
+    return EqualShare(speedup, above, equal * shape.slots)
+
+
+def _speedup(shape: ReplicaShape, replicas: int, per_node: int) -> float:
+    return float(shape.speedup_fn(-(-replicas // per_node), replicas))
 
 
 def claims(instance: Instance, fairness: float, quantum: float) -> list[FairClaim]:
@@ -250,14 +257,17 @@ def _claims(instance: Instance, fairness: float, quantum: float) -> Iterator[Fai
         if stands is not None and stands.comes_first:
             turn = min(quantum, TURN * stands.alone) if configs.runs else 0.0
             later = RESERVE + configs.job.restart_seconds + turn
+            share = stands.share.speedup
             if _is_lost(stands, configs):
-                share = stands.share.speedup
-                speedups, later = (share, share / fairness, share / fairness), 0.0
+                wanted, enough, later = share, share / fairness, 0.0
             else:
-                speedups = _claimed(stands, configs, fairness)
+                wanted, enough = _claimed(stands, fairness)
             urgency = (stands.finish + later) / stands.alone
             price = WORTH * _change_seconds(configs)
-            yield FairClaim(number, *speedups, urgency, _to_speed_up(stands, configs), price)
+            yield FairClaim(
+                *(number, wanted, enough, max(enough, _moved(stands, configs)), urgency),
+                *(_to_speed_up(stands, configs), price),
+            )
 
 
 def _is_lost(stands: FairStanding, configs: JobConfigurations) -> bool:
@@ -275,24 +285,30 @@ def _to_speed_up(stands: FairStanding, configs: JobConfigurations) -> float:
     return stands.left if stands.knows_length else max(stands.left, configs.job.work_done)
 
 
-def _claimed(
-    stands: FairStanding, configs: JobConfigurations, fairness: float
-) -> tuple[float, float, float]:
-    """Return the speedups of a claim."""
-    share = stands.share.speedup
-    least = 0.0 if stands.knows_length else share / fairness
-    change = _change_seconds(configs)
-    late = stands.time_left + RESERVE
-    wanted = max(_in_time(stands.left, stands.time_left, MOST_SHARES * share), share * bool(least))
-    stays = max(_in_time(stands.left, late, share), least)
-    moved = max(_in_time(stands.left, late - change * configs.runs, MOST_SHARES * share), least)
-    if configs.stay is not None:
-        has, left = float(configs.speedup[configs.stay]), _to_speed_up(stands, configs)
-        if left / max(has, _TOLERANCE) - left / max(wanted, _TOLERANCE) < WORTH * change:
-            stays = min(stays, has)
-    return wanted, stays, moved
+def _claimed(stands: FairStanding, fairness: float) -> tuple[float, float]:
+    """Return the speedup that a job claims, and the least that is enough."""
+    share, late = stands.share.speedup, stands.time_left + RESERVE
+    if not stands.knows_length:
+        return share, share / fairness if late > 0 else share
+    wanted, enough = (_in_time(stands.left, time, share) for time in (stands.time_left, late))
+    return wanted, enough
+
+
+def _moved(stands: FairStanding, configs: JobConfigurations) -> float:
+    """Return the least speedup with which a job that changes is in time, or no later for it.
+
+    One that has more than its share may be made to change for those that have less.
+    """
+    change, share = _change_seconds(configs), stands.share.speedup
+    has = 0.0 if configs.stay is None else float(configs.speedup[configs.stay])
+    most = math.inf if 0 < has <= share else share
+    in_time = _in_time(stands.left, stands.time_left + RESERVE - change * configs.runs, most)
+    if not has:
+        return in_time
+    left = _to_speed_up(stands, configs)
+    return min(in_time, _in_time(left, left / has - change, most))
 
 
 def _in_time(left: float, seconds: float, most: float) -> float:
     """Return the speedup at which work is done in time, or the most."""
-    return most if seconds * most <= left else left / seconds
+    return min(left / seconds, most) if seconds > 0 else most

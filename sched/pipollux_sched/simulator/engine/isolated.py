@@ -1,10 +1,10 @@
 """How long a job would take alone on its equal share of the cluster: what fairness is measured by.
 
 Finish-time fairness (Themis, NSDI'20) is rho = JCT / that time. The share is the cluster's slots
-over the number of jobs that were unfinished in the job's lifetime, averaged over time. Alone on it,
-a job starts once, at its arrival, and trains every epoch at the best of its batch sizes, which it
-knows from the start. The same yardstick is held to every policy, those that leave batch sizes
-alone included.
+over the number of jobs that were unfinished in the job's lifetime, averaged over time; between two
+numbers of replicas it is the greater for a part of the time. Alone on it, a job starts once, at its
+arrival, and trains every epoch at the best of its batch sizes, which it knows from the start. The
+same yardstick is held to every policy, those that leave batch sizes alone included.
 """
 
 from __future__ import annotations
@@ -29,8 +29,16 @@ class _Lying(NamedTuple):
     gpu_type: str
 
 
+class _Pace(NamedTuple):
+    """How fast a job trains through an epoch."""
+
+    rate: float
+    """Progress per second."""
+    batch_size: int
+
+
 class IsolatedTimes:
-    """Times of jobs alone on a share of a cluster, each worked out once.
+    """Times of jobs alone on a share of a cluster; each whole number is looked at once.
 
     Args:
         nodes: of the cluster.
@@ -40,7 +48,7 @@ class IsolatedTimes:
     def __init__(self, nodes: Mapping[str, NodeInfo], restart_seconds: float) -> None:
         self._nodes = nodes
         self._restart_seconds = restart_seconds
-        self._known: dict[tuple[str, int], float] = {}
+        self._known: dict[tuple[str, int], list[_Pace]] = {}
 
     @property
     def num_slots(self) -> int:
@@ -48,31 +56,51 @@ class IsolatedTimes:
         return sum(node.resources.get("slots", 0) for node in self._nodes.values())
 
     def seconds(self, app: Application, share: float) -> float:
-        """Return how long a job takes alone on a number of slots, on at least one replica.
+        """Return how long a job takes alone on a number of slots.
 
-        Replicas are of the job's own shape, whole, as close together as they can be, and no more
-        than the job can use.
+        Replicas are of the job's own shape, as close together as they can be, and no more than the
+        job can use. A share of less than one replica is one for a part of the time.
         """
-        lying = self._lying(app, share)
-        key = app.name, sum(lying.placement)
-        if key not in self._known:
-            self._known[key] = self._run(app, _ways(app, lying))
-        return self._known[key]
+        seconds = self._restart_seconds
+        epoch, last = 0, 0
+        paces = self._paces(app, share)
+        while epoch <= last:
+            rate, batch_size = paces[epoch]
+            seconds += (app.progress(epoch + 1) - app.progress(epoch)) / rate
+            last = min(app.completion_epoch(batch_size), app.max_epochs - 1)
+            epoch += 1
+        return seconds
 
     def rates(self, app: Application, share: float) -> list[float]:
         """Return the progress per second in each epoch, alone on a number of slots as above."""
-        ways = _ways(app, self._lying(app, share))
-        return [max(_rate(app, way, epoch) for way in ways) for epoch in range(app.max_epochs)]
+        return [pace.rate for pace in self._paces(app, share)]
 
-    def _lying(self, app: Application, share: float) -> _Lying:
-        """Return how a job lies on a number of slots."""
+    def _paces(self, app: Application, share: float) -> list[_Pace]:
+        """Return the pace in each epoch; the batch size is that of the smaller number."""
         shape = app.new_model().shapes()[0]
+        most = min(app.max_replicas(), sum(self._rooms(shape)[0]), shape.max_replicas or math.inf)
         width = shape.resources.get("slots", shape.num_stages)
-        rooms, gpu_type = self._rooms(shape)
-        most = min(app.max_replicas(), sum(rooms), shape.max_replicas or math.inf)
+        # One replica at least, also where no node holds it: then nothing else ran there either.
+        replicas = min(share / width, max(most, 1))
         # Slightly more, so that a third of 48 slots is 16.
-        replicas = int(max(min(math.floor(share / width + 1e-9), most), 1))
-        return _Lying(shape, _packed(replicas, rooms), gpu_type)
+        below = math.floor(replicas + 1e-9)
+        part = max(replicas - below, 0.0)
+        if not below:
+            return [pace._replace(rate=part * pace.rate) for pace in self._whole(app, 1)]
+        if not part:
+            return self._whole(app, below)
+        pairs = zip(self._whole(app, below), self._whole(app, below + 1), strict=True)
+        return [_Pace((1 - part) * a.rate + part * b.rate, a.batch_size) for a, b in pairs]
+
+    def _whole(self, app: Application, replicas: int) -> list[_Pace]:
+        """Return the pace in each epoch on a whole number of replicas."""
+        key = app.name, replicas
+        if key not in self._known:
+            shape = app.new_model().shapes()[0]
+            rooms, gpu_type = self._rooms(shape)
+            ways = _ways(app, _Lying(shape, _packed(replicas, rooms), gpu_type))
+            self._known[key] = [_best(app, ways, epoch) for epoch in range(app.max_epochs)]
+        return self._known[key]
 
     def _rooms(self, shape: ReplicaShape) -> tuple[list[int], str]:
         """Return how many replicas nodes hold, on the type of GPU that holds most, and the type."""
@@ -84,17 +112,6 @@ class IsolatedTimes:
                 )
         gpu_type = max(sorted(rooms), key=lambda name: sum(rooms[name]), default="")
         return sorted(rooms[gpu_type], reverse=True), gpu_type
-
-    def _run(self, app: Application, ways: Sequence[RunningJob]) -> float:
-        """Return the seconds of a whole training, by the truth."""
-        seconds = self._restart_seconds
-        epoch, last = 0, 0
-        while epoch <= last:
-            rate, batch_size = max((_rate(app, way, epoch), way.batch_size) for way in ways)
-            seconds += (app.progress(epoch + 1) - app.progress(epoch)) / rate
-            last = min(app.completion_epoch(batch_size), app.max_epochs - 1)
-            epoch += 1
-        return seconds
 
 
 def _ways(app: Application, lying: _Lying) -> list[RunningJob]:
@@ -108,6 +125,11 @@ def _ways(app: Application, lying: _Lying) -> list[RunningJob]:
         for size in sorted(sizes)
         if app.max_replicas(size) >= sum(placement)
     ]
+
+
+def _best(app: Application, ways: Sequence[RunningJob], epoch: int) -> _Pace:
+    """Return the fastest pace through an epoch."""
+    return max(_Pace(_rate(app, way, epoch), way.batch_size) for way in ways)
 
 
 def _rate(app: Application, way: RunningJob, epoch: int) -> float:
