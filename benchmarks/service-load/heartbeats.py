@@ -9,7 +9,8 @@ A real `pipollux serve` with 1250 nodes of 8 slots and 4000 jobs of 1, 2 or 6 re
 all, which are only listed (`listed.py`). Another process sends what they would send
 (`replica_load.py`): first of one kind, as fast as it is answered, then all of an eighth, a quarter,
 a half and all of the jobs, by their own timing. Replicas of a scheduler with `--heartbeat-timeout
-300` send a heartbeat each 50 s. Prints tables in Markdown.
+300` send a heartbeat each 50 s. With `--serve "--store postgresql://USER@HOST/EMPTY_DATABASE"` the
+store is that database. Prints tables in Markdown.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import psutil
+import psycopg
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -71,7 +73,12 @@ class Served(NamedTuple):
 
     @property
     def store_bytes(self) -> int:
-        """Size of the store's files."""
+        """Size of the store's files, or of its database."""
+        where = str(self.directory.store)
+        if where.startswith("postgresql"):
+            with psycopg.connect(where) as connection:
+                row = connection.execute("SELECT pg_database_size(current_database())").fetchone()
+            return int(row[0]) if row else 0
         return sum(path.stat().st_size for path in self.directory.path.glob("pipollux.db*"))
 
 
