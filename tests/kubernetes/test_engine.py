@@ -151,6 +151,20 @@ def test_nodes_and_what_others_hold(
     assert "n3" not in rig.engine.nodes()  # it has no devices
 
 
+def test_the_pods_of_a_namesake_hold_devices(memory: MemoryCluster, tmp_path: Path) -> None:
+    """A scheduler in another namespace may have the same label."""
+    rig = Rig(memory, "default", tmp_path / "rig")
+    memory.create_namespace("other")
+    theirs = pod("theirs", ["sleep", "600"], gpus=3, node="n1",
+                 labels={"pipollux.dev/scheduler": "pipollux"})  # fmt: skip
+    with memory.client("other") as client:
+        client.create(Pod.from_dict(theirs))
+        until(lambda: rig.engine.nodes()["n1"].slots == 1, "3 of 4 are taken")
+        client.delete(Pod, "theirs", grace_period=0)
+        until(lambda: rig.engine.nodes()["n1"].slots == 4, "they are back")
+    rig.close()
+
+
 def test_the_api_server_away(rig: Rig, cluster: Cluster) -> None:
     """While nothing answers, nobody knows; afterwards everything is as it is now."""
     (key,) = rig.start(RUNS)

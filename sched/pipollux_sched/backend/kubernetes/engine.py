@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightkube.config.kubeconfig import SingleConfig
-from lightkube.operators import not_in
+from lightkube.operators import not_equal, not_in
 
 from pipollux_sched.backend.base import (
     POLL_INTERVAL,
@@ -31,10 +31,10 @@ from pipollux_sched.spec.job import JobSpec, SpecError
 from pipollux_sched.store import StateDir
 
 from . import names
-from .api import Api, Job, NodeObject, Object, Pod, Secret, Service, load_config
+from .api import Api, Job, NodeObject, Pod, Secret, Service, load_config
 from .job_resource import JobResource, view_job
-from .mirror import Mirror, Mirrors, Selection
-from .node_state import ClusterNode, Usage, make_nodes, usage_by_node, view_node, view_usage
+from .mirror import Derived, Mirror, Mirrors, Selection
+from .node_state import ClusterNode, make_nodes, usage_by_node, view_node, view_usage
 from .options import KubernetesOptions
 from .owner import Owners, no_owners
 from .pod_log import LogFollower, PodLog
@@ -49,6 +49,19 @@ ABSENCE = 15.0
 """Seconds after which a node that is not there counts as gone: its own watch may be late."""
 RECOVERY = 30.0
 """Seconds that pods of an earlier scheduler have to end once they were killed."""
+
+
+class _Judged(NamedTuple):
+    """The state of a replica, and what it was made of."""
+
+    pod: PodView
+    node: ClusterNode | None
+    ordered: bool
+    state: ReplicaState
+
+    def holds(self, pod: PodView, node: ClusterNode | None, *, ordered: bool) -> bool:
+        """Return whether it would be the same if it were made again."""
+        return self.pod is pod and self.node is node and self.ordered == ordered
 
 
 class KubernetesEngine(Engine):
@@ -76,17 +89,34 @@ class KubernetesEngine(Engine):
         self._options, self._state_dir = options, state_dir
         self._api = Api(config, options.namespace)
         ours = Selection(Pod, self._api.namespace, {names.SCHEDULER_LABEL: options.scheduler})
-        running = Selection(Pod, "*", fields={"status.phase": not_in(["Succeeded", "Failed"])})
-        self._pods: Mirror[PodView] = Mirror(ours, view_pod, self._note_change, self._last_view)
-        self._others: Mirror[Usage] = Mirror(running, self._usage_of_others)
-        self._nodes: Mirror[ClusterNode] = Mirror(Selection(NodeObject), view_node)
+        running = {"status.phase": not_in(["Succeeded", "Failed"])}
+        # Two, so that our own pods, which may be most of the cluster's, come once.
+        others = Selection(
+            Pod, "*", {names.SCHEDULER_LABEL: not_in([options.scheduler])}, fields=running
+        )
+        namesakes = Selection(
+            Pod, "*", ours.labels, {"metadata.namespace": not_equal(self.namespace), **running}
+        )
         self._logs: dict[ReplicaKey, PodLog] = {}
-        self._follower = LogFollower(self.namespace, self._pods.last_values, self._log)
+        self._follower = LogFollower(self.namespace, self._log)
+        self._pods: Mirror[PodView] = Mirror(
+            ours, view_pod, self._follower.look, self._last_view, lambda pod: pod.key.job
+        )
+        self._others = [Mirror(others, view_usage), Mirror(namesakes, view_usage)]
+        self._nodes: Mirror[ClusterNode] = Mirror(Selection(NodeObject), view_node)
         self._versions = count(1)
         self._ordered: set[ReplicaKey] = set()
         self._prepared: set[tuple[str, int]] = set()
         self._absent: dict[str, float] = {}
-        mirrors: list[Mirror[Any]] = [self._pods, self._others, self._nodes, *self._more_mirrors()]
+        more = self._more_mirrors()
+        # What nodes say first: nobody knows of a replica whether its node is still there.
+        seen: list[Mirror[Any]] = [self._nodes, self._pods]
+        self._states = Derived(seen, self._make_states)
+        self._known: dict[str, _Judged] = {}
+        """By name of their pods the replicas' states, except where time counts."""
+        self._replicas = Derived([*seen, *more], self._make_replicas)
+        self._free = Derived([*seen, *self._others], self._make_nodes)
+        mirrors: list[Mirror[Any]] = [*seen, *self._others, *more]
         self._owners: Owners = no_owners
         self._controller: ResourceController | None = None
         if has_resources:
@@ -125,16 +155,8 @@ class KubernetesEngine(Engine):
 
     def nodes(self) -> Mapping[str, Node]:
         """Return the nodes that have devices for us: see `Engine`."""
-        views = self._nodes.values()
-        by_object = {view.object_name: view.name for view in views}
-        ours: dict[str, int] = {}
-        for pod in self._pods.values():
-            if pod.node and self._state(pod).ended is None:
-                name = by_object.get(pod.node, pod.node)
-                ours[name] = ours.get(name, 0) + pod.slots(self._options.device)
-        wanted = self._options.node_selector.items()
-        chosen = [view for view in views if wanted <= view.labels.items()]
-        return make_nodes(chosen, usage_by_node(self._others.values()), ours, self._options)
+        self._wait_for_absent_nodes()
+        return self._free.get()
 
     def checkpoints(self, program: ReplicaProgram) -> str:
         """Return the job's own folder, or one on the volume for checkpoints."""
@@ -162,6 +184,7 @@ class KubernetesEngine(Engine):
             made = self._api.get(Pod, names.pod_name(launch.key(replica)))
         if made is not None:
             self._pods.note(made)
+            self._look_at(names.pod_name(launch.key(replica)))
 
     def signal(self, key: ReplicaKey, signal: Signal) -> None:
         """Delete the pod of a replica; its kubelet tells it, and waits for the grace period."""
@@ -172,21 +195,20 @@ class KubernetesEngine(Engine):
         if signal is Signal.STOP:
             grace = int(self._options.grace) + GRACE_MARGIN
         if pod.deletion_grace is None or (signal is Signal.KILL and pod.deletion_grace > grace):
-            self._ordered.add(key)
+            self._order([key])
             if signal is Signal.STOP:
                 self._expect_end(pod)
             self._api.delete(Pod, pod.name, grace)
 
     def listing(self) -> Listing:
         """Return what the watches know: see `Engine`."""
-        self._nodes.values()  # raises where nobody knows whether nodes are still there
-        pods = self._pods.values()
-        return Listing(next(self._versions), {pod.key: self._state(pod) for pod in pods})
+        self._wait_for_absent_nodes()
+        return Listing(next(self._versions), self._replicas.get())
 
     def forget(self, job: str, generation: int) -> None:
         """Remove a generation's pods and its secret, and the service of a job that has no pods."""
         try:
-            pods = [pod for pod in self._pods.values() if pod.key.job == job]
+            pods = self._pods.group(job)
             for pod in pods:
                 if pod.key.generation == generation:
                     self._remove(pod)
@@ -214,7 +236,9 @@ class KubernetesEngine(Engine):
             self._forget_key(key)
 
     def _forget_key(self, key: ReplicaKey) -> None:
-        self._ordered.discard(key)
+        if key in self._ordered:
+            self._ordered.discard(key)
+            self._reconsider()
         self._logs.pop(key, None)
         self._follower.drop(key)
 
@@ -275,14 +299,11 @@ class KubernetesEngine(Engine):
     def _make_controller(self, mirrors: list[Mirror[Any]]) -> ResourceController:
         """Return what keeps custom resources in step, and add their mirror."""
         resources: Mirror[JobResource] = Mirror(
-            Selection(Job, self.namespace), view_job, lambda: controller.wake()
+            Selection(Job, self.namespace), view_job, lambda *_: controller.wake()
         )
         controller = ResourceController(self._api, resources, self._state_dir)
         mirrors.append(resources)
         return controller
-
-    def _note_change(self) -> None:
-        self._follower.wake()
 
     def _expect_end(self, pod: PodView) -> None:
         """Follow the log of a pod that runs and is about to be told to end."""
@@ -290,7 +311,17 @@ class KubernetesEngine(Engine):
             if self._log(pod.key).since() is None:  # nothing of it was brought so far
                 with suppress(BackendError):
                     self.fetch_log(pod.key)
-            self._follower.expect_end(pod.key, lambda: self._mirrors.call(self._follower.wake))
+            self._follower.expect_end(pod.key, lambda: self._look_at(pod.name))
+
+    def _look_at(self, name: str) -> None:
+        """Let the follower of logs look at a pod that no watch has told of."""
+
+        def look() -> None:
+            pod = self._pods.find((self.namespace, name))
+            if pod is not None:
+                self._follower.look([pod])
+
+        self._mirrors.call(look)
 
     def _log(self, key: ReplicaKey) -> PodLog:
         return self._logs.setdefault(key, PodLog(self._state_dir.log(*key)))
@@ -300,22 +331,68 @@ class KubernetesEngine(Engine):
 
     def _state(self, pod: PodView) -> ReplicaState:
         node = self._nodes.find(("", pod.node)) if pod.node else None
-        gone = self._is_gone(pod.node) if pod.node and node is None else False
-        if node is not None:
-            self._absent.pop(pod.node, None)
+        return self._state_on(pod, node)
+
+    def _state_on(self, pod: PodView, node: ClusterNode | None) -> ReplicaState:
+        gone = bool(pod.node) and node is None and self._is_gone(pod.node)
         return replica_state(pod, node, gone=gone, ordered=pod.key in self._ordered)
+
+    def _make_states(self) -> list[tuple[PodView, ReplicaState]]:
+        """Return all pods of ours, each with the state of its replica."""
+        nodes = {view.object_name: view for view in self._nodes.values()}
+        pods = self._pods.values()
+        absent = {pod.node for pod in pods if pod.node} - nodes.keys()
+        self._absent = {name: at for name, at in self._absent.items() if name in absent}
+        known, self._known = self._known, {}
+        states = []
+        for pod in pods:
+            node, ordered = nodes.get(pod.node), pod.key in self._ordered
+            last = known.get(pod.name)
+            # Of ten thousand, few differ from one look to the next.
+            if last is None or not last.holds(pod, node, ordered=ordered):
+                last = _Judged(pod, node, ordered, self._state_on(pod, node))
+            if pod.node not in absent:
+                self._known[pod.name] = last
+            states.append((pod, last.state))
+        return states
+
+    def _make_replicas(self) -> dict[ReplicaKey, ReplicaState]:
+        """Return what a listing shows."""
+        return {pod.key: state for pod, state in self._states.get()}
+
+    def _make_nodes(self) -> dict[str, Node]:
+        """Return the nodes that have devices for us."""
+        views = self._nodes.values()
+        by_object = {view.object_name: view.name for view in views}
+        ours: dict[str, int] = {}
+        for pod, state in self._states.get():
+            if pod.node and state.ended is None:
+                name = by_object.get(pod.node, pod.node)
+                ours[name] = ours.get(name, 0) + pod.slots(self._options.device)
+        wanted = self._options.node_selector.items()
+        chosen = [view for view in views if wanted <= view.labels.items()]
+        used = usage_by_node(pod for mirror in self._others for pod in mirror.values())
+        return make_nodes(chosen, used, ours, self._options)
+
+    def _order(self, keys: Iterable[ReplicaKey]) -> None:
+        """Note replicas that this scheduler has told to stop or end."""
+        self._ordered.update(keys)
+        self._reconsider()
+
+    def _reconsider(self) -> None:
+        """Look at all replicas again, though no watch has told of a change."""
+        for derived in (self._states, self._replicas, self._free):
+            derived.forget()
+
+    def _wait_for_absent_nodes(self) -> None:
+        """See to it that time counts while the node of a replica is not there."""
+        if self._absent:
+            self._reconsider()
 
     def _is_gone(self, node: str) -> bool:
         """Return whether a node that is not there has not been for a while."""
         now = time.monotonic()
         return now - self._absent.setdefault(node, now) >= ABSENCE
-
-    def _usage_of_others(self, pod: Object) -> Usage | None:
-        metadata = pod["metadata"]
-        label = (metadata.get("labels") or {}).get(names.SCHEDULER_LABEL)
-        if metadata["namespace"] == self.namespace and label == self._options.scheduler:
-            return None
-        return view_usage(pod)
 
     def _running(self, keys: Iterable[ReplicaKey]) -> list[ReplicaKey]:
         pods = filter(None, map(self._find, keys))

@@ -13,7 +13,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import httpx2
 from lightkube import AsyncClient
@@ -24,7 +24,7 @@ from pipollux_sched.backend.base import ClusterUnavailableError
 
 from .api import TIMEOUT, Object, describe_error, error_code
 
-__all__ = ["Mirror", "Mirrors", "Selection"]
+__all__ = ["Derived", "Mirror", "Mirrors", "Selection"]
 
 _LOG = logging.getLogger(__name__)
 QUIET = 60.0
@@ -50,11 +50,14 @@ class Selection:
     fields: dict[str, Any] | None = None
 
 
-@dataclass(frozen=True)
-class _Entry(Generic[V]):
+class _Entry(NamedTuple, Generic[V]):
     version: int
     uid: str
     value: V
+
+
+Listed: TypeAlias = tuple[Name, _Entry[V]]
+"""A listed object, as `Mirror.read` returns it."""
 
 
 class Mirror(Generic[V]):
@@ -63,55 +66,75 @@ class Mirror(Generic[V]):
     Args:
         selection: which objects.
         view: called with each object as JSON; returns None for one to leave out.
-        on_change: called after every change, by the thread of the watches.
+        on_change: called after every change with the views that are new or differ, and with those
+            that are gone; by the thread of the watches.
         last: makes of the last view of a deleted object what is kept until `drop`; None: it is not
             kept.
+        group: returns what `group` finds a view by.
     """
 
     def __init__(
         self,
         selection: Selection,
         view: Callable[[Object], V | None],
-        on_change: Callable[[], None] = lambda: None,
+        on_change: Callable[[Sequence[V], Sequence[V]], None] = lambda *_: None,
         last: Callable[[V], V] | None = None,
+        group: Callable[[V], str] = lambda _: "",
     ) -> None:
         self.selection = selection
         self._view = view
         self._on_change = on_change
         self._last = last
+        self._group = group
         self._kept: dict[Name, V] = {}
         self._lock = threading.Lock()
         self._entries: dict[Name, _Entry[V]] = {}
+        self._groups: dict[str, dict[Name, None]] = {}
         self._changes = 0
         self._problem = "it was not reached yet"
         self._answered = threading.Event()
 
     @property
     def changes(self) -> int:
-        """Grows with every change."""
+        """Grows with every change of what `values` returns."""
         return self._changes
+
+    def check(self) -> None:
+        """Do nothing, if the server answers.
+
+        Raises:
+            ClusterUnavailableError: it does not, so that the objects may be out of date.
+        """
+        self._answered.wait(TIMEOUT)
+        if problem := self._problem:
+            raise ClusterUnavailableError(problem)
 
     def values(self) -> list[V]:
         """Return all objects.
 
         Raises:
-            ClusterUnavailableError: the server does not answer, so that they may be out of date.
+            ClusterUnavailableError: see `check`.
         """
-        self._answered.wait(TIMEOUT)
+        self.check()
         with self._lock:
-            if self._problem:
-                raise ClusterUnavailableError(self._problem)
             return [*(entry.value for entry in self._entries.values()), *self._kept.values()]
+
+    def group(self, group: str) -> list[V]:
+        """Return those of all objects that belong together.
+
+        Raises:
+            ClusterUnavailableError: see `check`.
+        """
+        self.check()
+        with self._lock:
+            there = [self._entries[name].value for name in self._groups.get(group, ())]
+            return there + [value for value in self._kept.values() if self._group(value) == group]
 
     def drop(self, name: Name) -> None:
         """Forget a deleted object."""
         with self._lock:
-            self._kept.pop(name, None)
-
-    def last_values(self) -> list[V]:
-        """Return the last that was known of all objects, whether the server answers or not."""
-        with self._lock:
-            return [entry.value for entry in self._entries.values()]
+            if self._kept.pop(name, None) is not None:
+                self._changes += 1
 
     def find(self, name: Name) -> V | None:
         """Return the last that was known of an object, whether the server answers or not."""
@@ -129,50 +152,120 @@ class Mirror(Generic[V]):
             self._problem = problem
         self._answered.set()
 
-    def replace(self, objects: Sequence[Object], version: str) -> None:
-        """Take over all objects as they were at a version; what is newer stays."""
-        listed = {}
-        for found in objects:
-            value = self._view(found)
-            if value is not None:
-                listed[_name(found)] = _entry(found, value)
+    def read(self, found: Object) -> Listed[V] | None:
+        """Return what is kept of a listed object; None if it is left out."""
+        value = self._view(found)
+        return None if value is None else (_name(found), _entry(found, value))
+
+    def replace(self, listed: dict[Name, _Entry[V]], version: str) -> None:
+        """Take over all objects as they were at a version, see `read`; what is newer stays."""
         with self._lock:
+            before = self._entries
             newer = {
-                name: entry
-                for name, entry in self._entries.items()
-                if entry.version > _number(version)
+                name: entry for name, entry in before.items() if entry.version > _number(version)
             }
-            self._entries = listed | newer
+            self._entries = {
+                # What was made of the same view stays valid.
+                name: entry._replace(value=before[name].value)
+                if name in before and before[name].value == entry.value
+                else entry
+                for name, entry in (listed | newer).items()
+            }
+            self._groups = {}
+            for name, entry in self._entries.items():
+                self._groups.setdefault(self._group(entry.value), {})[name] = None
+            changed = [
+                entry.value
+                for name, entry in self._entries.items()
+                if name not in before or before[name].value is not entry.value
+            ]
+            gone = [before[name].value for name in before.keys() - self._entries.keys()]
             self._problem = ""
-            self._changes += 1
+            if changed or gone:
+                self._changes += 1
         self._answered.set()
-        self._on_change()
+        self._on_change(changed, gone)
 
     def apply(self, change: str, changed: Object) -> None:
         """Take over one change of a watch."""
         if change == "DELETED":
-            view = self._view(changed)
+            view, name = self._view(changed), _name(changed)
             with self._lock:
-                entry = self._entries.get(_name(changed))
-                if entry is not None and entry.uid == _uid(changed):
-                    del self._entries[_name(changed)]
-                    self._changes += 1
-                    if self._last is not None and view is not None:
-                        self._kept[_name(changed)] = self._last(view)
+                entry = self._entries.get(name)
+                if entry is None or entry.uid != _uid(changed):
+                    return
+                self._remove(name)
+                self._changes += 1
+                if self._last is not None and view is not None:
+                    self._kept[name] = self._last(view)
+            self._on_change([], [entry.value])
         elif change in ("ADDED", "MODIFIED"):
-            self._store(changed, replace=True)
-        self._on_change()
+            new, gone = self._store(changed, replace=True)
+            if new or gone:
+                self._on_change(new, gone)
 
-    def _store(self, found: Object, *, replace: bool) -> None:
+    def _store(self, found: Object, *, replace: bool) -> tuple[list[V], list[V]]:
+        """Take over an object; return the view that is new, and the one that is gone."""
         value, name = self._view(found), _name(found)
         with self._lock:
             known = self._entries.get(name)
             if value is None:
-                if replace:
-                    self._entries.pop(name, None)
-            elif known is None or known.version < _number(_version(found)):
-                self._entries[name] = _entry(found, value)
+                if known is None or not replace:
+                    return [], []
+                self._remove(name)
+                self._changes += 1
+                return [], [known.value]
+            made = _entry(found, value)
+            if known is not None and known.version >= made.version:
+                return [], []
+            if known is not None and known.value == value:
+                self._entries[name] = made._replace(value=known.value)
+                return [], []
+            if known is not None and self._group(known.value) != self._group(value):
+                self._remove(name)
+            self._entries[name] = made
+            self._groups.setdefault(self._group(value), {})[name] = None
             self._changes += 1
+        return [value], []
+
+    def _remove(self, name: Name) -> None:
+        """Take an entry out, with the lock held."""
+        group = self._group(self._entries.pop(name).value)
+        self._groups[group].pop(name)
+        if not self._groups[group]:
+            del self._groups[group]
+
+
+class Derived(Generic[V]):
+    """What is made of some mirrors, and made again only when one of them has changed.
+
+    Args:
+        mirrors: those that it is made of.
+        make: makes it.
+    """
+
+    def __init__(self, mirrors: Sequence[Mirror[Any]], make: Callable[[], V]) -> None:
+        self._mirrors = mirrors
+        self._make = make
+        self._made: tuple[list[int], V] | None = None
+
+    def get(self) -> V:
+        """Return it.
+
+        Raises:
+            ClusterUnavailableError: see `Mirror.check`.
+        """
+        for mirror in self._mirrors:
+            mirror.check()
+        # Before: what changes while it is made is not in it for sure.
+        changes = [mirror.changes for mirror in self._mirrors]
+        if self._made is None or self._made[0] != changes:
+            self._made = changes, self._make()
+        return self._made[1]
+
+    def forget(self) -> None:
+        """Make it again the next time."""
+        self._made = None
 
 
 class Mirrors:
@@ -266,9 +359,10 @@ async def _list(client: AsyncClient, mirror: Mirror[Any]) -> str:
         fields=chosen.fields,
         chunk_size=500,
     )
-    objects = [dict(found) async for found in listed]
+    # Each at once, as thousands of pods as JSON take hundreds of megabytes.
+    kept = dict(filter(None, [mirror.read(dict(found)) async for found in listed]))
     version = str(listed.resourceVersion)
-    mirror.replace(objects, version)
+    mirror.replace(kept, version)
     return version
 
 
