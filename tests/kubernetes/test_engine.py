@@ -10,7 +10,7 @@ from lightkube import Client
 from lightkube.resources.core_v1 import Pod, Secret, Service
 
 from pipollux_sched.backend.base import ClusterUnavailableError, Signal
-from pipollux_sched.backend.kubernetes import engine as engine_module
+from pipollux_sched.backend.kubernetes import replica_states
 
 from .cluster import GPU, Cluster, until
 from .engines import DEAF, RUNS, Rig
@@ -210,4 +210,4 @@ def test_gone_without_a_trace(rig: Rig, client: Client) -> None:
 @pytest.fixture(autouse=True)
 def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that is not there counts as gone at once."""
-    monkeypatch.setattr(engine_module, "ABSENCE", 0.0)
+    monkeypatch.setattr(replica_states, "ABSENCE", 0.0)

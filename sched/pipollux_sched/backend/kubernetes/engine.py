@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightkube.config.kubeconfig import SingleConfig
 from lightkube.operators import not_equal, not_in
@@ -33,35 +33,22 @@ from pipollux_sched.store import StateDir
 from . import names
 from .api import Api, Job, NodeObject, Pod, Secret, Service, load_config
 from .job_resource import JobResource, view_job
-from .mirror import Derived, Mirror, Mirrors, Selection
+from .mirror import Derived, Mirror, Selection
 from .node_state import ClusterNode, make_nodes, usage_by_node, view_node, view_usage
 from .options import KubernetesOptions
 from .owner import Owners, no_owners
 from .pod_log import LogFollower, PodLog
-from .pod_state import KILL_GRACE, PodView, replica_state, view_pod, without_finalizer
+from .pod_state import KILL_GRACE, PodView, view_pod, without_finalizer
 from .pods import GRACE_MARGIN, make_pod, make_secret, make_service
+from .replica_states import ReplicaStates
 from .resource_controller import ResourceController
+from .watches import Mirrors
 
 __all__ = ["KubernetesEngine"]
 
 _LOG = logging.getLogger(__name__)
-ABSENCE = 15.0
-"""Seconds after which a node that is not there counts as gone: its own watch may be late."""
 RECOVERY = 30.0
 """Seconds that pods of an earlier scheduler have to end once they were killed."""
-
-
-class _Judged(NamedTuple):
-    """The state of a replica, and what it was made of."""
-
-    pod: PodView
-    node: ClusterNode | None
-    ordered: bool
-    state: ReplicaState
-
-    def holds(self, pod: PodView, node: ClusterNode | None, *, ordered: bool) -> bool:
-        """Return whether it would be the same if it were made again."""
-        return self.pod is pod and self.node is node and self.ordered == ordered
 
 
 class KubernetesEngine(Engine):
@@ -105,17 +92,13 @@ class KubernetesEngine(Engine):
         self._others = [Mirror(others, view_usage), Mirror(namesakes, view_usage)]
         self._nodes: Mirror[ClusterNode] = Mirror(Selection(NodeObject), view_node)
         self._versions = count(1)
-        self._ordered: set[ReplicaKey] = set()
         self._prepared: set[tuple[str, int]] = set()
-        self._absent: dict[str, float] = {}
         more = self._more_mirrors()
+        self._states = ReplicaStates(self._pods, self._nodes)
         # What nodes say first: nobody knows of a replica whether its node is still there.
         seen: list[Mirror[Any]] = [self._nodes, self._pods]
-        self._states = Derived(seen, self._make_states)
-        self._known: dict[str, _Judged] = {}
-        """By name of their pods the replicas' states, except where time counts."""
-        self._replicas = Derived([*seen, *more], self._make_replicas)
-        self._free = Derived([*seen, *self._others], self._make_nodes)
+        self._replicas = Derived([*seen, self._states, *more], self._make_replicas)
+        self._free = Derived([*seen, self._states, *self._others], self._make_nodes)
         mirrors: list[Mirror[Any]] = [*seen, *self._others, *more]
         self._owners: Owners = no_owners
         self._controller: ResourceController | None = None
@@ -155,7 +138,6 @@ class KubernetesEngine(Engine):
 
     def nodes(self) -> Mapping[str, Node]:
         """Return the nodes that have devices for us: see `Engine`."""
-        self._wait_for_absent_nodes()
         return self._free.get()
 
     def checkpoints(self, program: ReplicaProgram) -> str:
@@ -195,14 +177,13 @@ class KubernetesEngine(Engine):
         if signal is Signal.STOP:
             grace = int(self._options.grace) + GRACE_MARGIN
         if pod.deletion_grace is None or (signal is Signal.KILL and pod.deletion_grace > grace):
-            self._order([key])
+            self._states.order([key])
             if signal is Signal.STOP:
                 self._expect_end(pod)
             self._api.delete(Pod, pod.name, grace)
 
     def listing(self) -> Listing:
         """Return what the watches know: see `Engine`."""
-        self._wait_for_absent_nodes()
         return Listing(next(self._versions), self._replicas.get())
 
     def forget(self, job: str, generation: int) -> None:
@@ -232,13 +213,13 @@ class KubernetesEngine(Engine):
 
     def _forget_keys(self, job: str, generation: int) -> None:
         self._prepared.discard((job, generation))
-        for key in [key for key in (*self._ordered, *self._logs) if key[:2] == (job, generation)]:
+        for key in [
+            key for key in (*self._states.ordered, *self._logs) if key[:2] == (job, generation)
+        ]:
             self._forget_key(key)
 
     def _forget_key(self, key: ReplicaKey) -> None:
-        if key in self._ordered:
-            self._ordered.discard(key)
-            self._reconsider()
+        self._states.forget(key)
         self._logs.pop(key, None)
         self._follower.drop(key)
 
@@ -261,7 +242,7 @@ class KubernetesEngine(Engine):
         left = [pod for pod in self._pods.values() if pod.key[:2] not in adopted]
         found = [f"pod {pod.name} on {pod.node or 'no node'}" for pod in left]
         for signal, seconds in ((Signal.STOP, grace), (Signal.KILL, RECOVERY)):
-            running = [pod.key for pod in left if self._state(pod).ended is None]
+            running = [pod.key for pod in left if self._states.of(pod).ended is None]
             for key in running:
                 self.signal(key, signal)
             self._await_end(running, seconds)
@@ -329,43 +310,16 @@ class KubernetesEngine(Engine):
     def _find(self, key: ReplicaKey) -> PodView | None:
         return self._pods.find((self._api.namespace, names.pod_name(key)))
 
-    def _state(self, pod: PodView) -> ReplicaState:
-        node = self._nodes.find(("", pod.node)) if pod.node else None
-        return self._state_on(pod, node)
-
-    def _state_on(self, pod: PodView, node: ClusterNode | None) -> ReplicaState:
-        gone = bool(pod.node) and node is None and self._is_gone(pod.node)
-        return replica_state(pod, node, gone=gone, ordered=pod.key in self._ordered)
-
-    def _make_states(self) -> list[tuple[PodView, ReplicaState]]:
-        """Return all pods of ours, each with the state of its replica."""
-        nodes = {view.object_name: view for view in self._nodes.values()}
-        pods = self._pods.values()
-        absent = {pod.node for pod in pods if pod.node} - nodes.keys()
-        self._absent = {name: at for name, at in self._absent.items() if name in absent}
-        known, self._known = self._known, {}
-        states = []
-        for pod in pods:
-            node, ordered = nodes.get(pod.node), pod.key in self._ordered
-            last = known.get(pod.name)
-            # Of ten thousand, few differ from one look to the next.
-            if last is None or not last.holds(pod, node, ordered=ordered):
-                last = _Judged(pod, node, ordered, self._state_on(pod, node))
-            if pod.node not in absent:
-                self._known[pod.name] = last
-            states.append((pod, last.state))
-        return states
-
     def _make_replicas(self) -> dict[ReplicaKey, ReplicaState]:
         """Return what a listing shows."""
-        return {pod.key: state for pod, state in self._states.get()}
+        return {pod.key: state for pod, state in self._states.all()}
 
     def _make_nodes(self) -> dict[str, Node]:
         """Return the nodes that have devices for us."""
         views = self._nodes.values()
         by_object = {view.object_name: view.name for view in views}
         ours: dict[str, int] = {}
-        for pod, state in self._states.get():
+        for pod, state in self._states.all():
             if pod.node and state.ended is None:
                 name = by_object.get(pod.node, pod.node)
                 ours[name] = ours.get(name, 0) + pod.slots(self._options.device)
@@ -374,29 +328,9 @@ class KubernetesEngine(Engine):
         used = usage_by_node(pod for mirror in self._others for pod in mirror.values())
         return make_nodes(chosen, used, ours, self._options)
 
-    def _order(self, keys: Iterable[ReplicaKey]) -> None:
-        """Note replicas that this scheduler has told to stop or end."""
-        self._ordered.update(keys)
-        self._reconsider()
-
-    def _reconsider(self) -> None:
-        """Look at all replicas again, though no watch has told of a change."""
-        for derived in (self._states, self._replicas, self._free):
-            derived.forget()
-
-    def _wait_for_absent_nodes(self) -> None:
-        """See to it that time counts while the node of a replica is not there."""
-        if self._absent:
-            self._reconsider()
-
-    def _is_gone(self, node: str) -> bool:
-        """Return whether a node that is not there has not been for a while."""
-        now = time.monotonic()
-        return now - self._absent.setdefault(node, now) >= ABSENCE
-
     def _running(self, keys: Iterable[ReplicaKey]) -> list[ReplicaKey]:
         pods = filter(None, map(self._find, keys))
-        return [pod.key for pod in pods if self._state(pod).ended is None]
+        return [pod.key for pod in pods if self._states.of(pod).ended is None]
 
     def _await_end(self, keys: Collection[ReplicaKey], seconds: float) -> None:
         deadline = time.monotonic() + seconds

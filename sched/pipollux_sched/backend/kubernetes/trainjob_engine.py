@@ -80,7 +80,7 @@ class TrainJobEngine(KubernetesEngine):
             return
         of_job = self._pods.group(key.job)
         pods = {key.replica: pod for key, pod in _by_key(of_job).items() if key[:2] == generation}
-        self._order(
+        self._states.order(
             ReplicaKey(*generation, replica)
             for replica in range(trainjob.num_nodes)
             if replica not in pods or pods[replica].terminated is None
@@ -107,8 +107,8 @@ class TrainJobEngine(KubernetesEngine):
 
     def _make_replicas(self) -> dict[ReplicaKey, ReplicaState]:
         """Return the replicas of all TrainJobs, those too whose pods are not made yet."""
-        states = {pod.name: state for pod, state in self._states.get()}
-        pods = _by_key(pod for pod, _ in self._states.get())
+        states = {pod.name: state for pod, state in self._states.all()}
+        pods = _by_key(pod for pod, _ in self._states.all())
         found: dict[ReplicaKey, ReplicaState] = {}
         for trainjob in self._trainjobs.values():
             for replica in range(trainjob.num_nodes):
