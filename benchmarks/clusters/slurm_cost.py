@@ -1,14 +1,17 @@
 """What the scheduler costs on Slurm with many replicas, and how long a replica takes to start.
 
     python benchmarks/clusters/slurm_cost.py [--replicas 200] [--seconds 60] [--starts 8]
+    python benchmarks/clusters/slurm_cost.py --read 10000
 
-Replicas are steps of a real Slurm that beat and sleep. Prints Markdown.
+Replicas are steps of a real Slurm that beat and sleep. With `--read` there is no Slurm: the engine
+reads what it would print of so many steps. Prints Markdown.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import resource
 import shutil
 import tempfile
 import time
@@ -18,14 +21,19 @@ from pathlib import Path
 from statistics import median
 
 import psutil
+from slurm_listings import listings  # lies beside
 from slurm_world import HERE, SlurmWorld  # lies beside
 
+from pipollux_sched.backend.slurm.output import STEP_FORMAT
 from pipollux_sched.spec.job import JobSpec
 
 PROGRAMS = ("squeue", "scontrol", "srun", "scancel", "sbatch")
 OPTIONS = ("--nodes=3", "--interval=5", "--grace=5", "--heartbeat-timeout=120")
+SETTINGS = {"SrunPortRange": "20000-29999"}
+"""An srun listens on three ports, and the usual range of the tests has 800."""
 JOB_REPLICAS = 10
 PATIENCE = 300.0
+CALLS = 10
 
 
 class SleeperWorld(SlurmWorld):
@@ -45,7 +53,7 @@ class SleeperWorld(SlurmWorld):
             script = self._programs / name
             script.write_text(f'#!/bin/sh\necho {name} >> {self.calls}\nexec {real} "$@"\n')
             script.chmod(0o755)
-        super().__init__(folder, slots=slots, options=OPTIONS)
+        super().__init__(folder, slots=slots, options=OPTIONS, settings=SETTINGS)
 
     def command(self) -> list[str]:
         """Return the command of a scheduler: see `World`."""
@@ -67,6 +75,29 @@ class SleeperWorld(SlurmWorld):
         assert self._server is not None
         times = psutil.Process(self._server.pid).cpu_times()
         return times.user + times.system, times.children_user + times.children_system
+
+    def controller_seconds(self) -> float:
+        """Return the CPU time of slurmctld."""
+        pid = int((self.slurm.folder / "slurmctld.pid").read_text())
+        times = psutil.Process(pid).cpu_times()
+        return float(times.user + times.system)
+
+    def squeue(self) -> tuple[float, float]:
+        """Return seconds and CPU seconds of one `squeue` of all steps."""
+        begun, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        self.slurm.call("squeue", "-h", "--me", "-s", "-o", STEP_FORMAT)
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
+        return time.monotonic() - begun, cpu
+
+    def replica_mib(self, replicas: int) -> float:
+        """Return the memory on the scheduler's machine of a replica: its srun's and its runner's.
+
+        What processes share is divided among them.
+        """
+        assert self._server is not None
+        processes = psutil.Process(self._server.pid).children(recursive=True)
+        return sum(_own_share(process) for process in processes) / replicas / 2**20
 
     def launch_job(self, name: str, replicas: int) -> None:
         """Submit a job of sleepers."""
@@ -111,10 +142,11 @@ def cost(world: SleeperWorld, replicas: int, seconds: float) -> list[str]:
     took, used = time.monotonic() - begun, sum(world.cpu_seconds()) - before
     time.sleep(15.0)  # until nothing is starting any more, and a look has shown it
     own, of_commands = world.cpu_seconds()
-    counted, begun = world.counted(), time.monotonic()
+    counted, begun, of_slurm = world.counted(), time.monotonic(), world.controller_seconds()
     time.sleep(seconds)
     minutes = (time.monotonic() - begun) / 60.0
     own_now, commands_now = world.cpu_seconds()
+    of_slurm = world.controller_seconds() - of_slurm
     calls = world.counted() - counted
     a_minute = ", ".join(f"{name} {calls[name] / minutes:.0f}" for name in PROGRAMS if calls[name])
     assert sum(len(world.began(name)) for name in names) == total
@@ -122,8 +154,24 @@ def cost(world: SleeperWorld, replicas: int, seconds: float) -> list[str]:
         f"| start of {total} replicas | {took:.0f} s, {used:.1f} CPU s |",
         f"| CPU s a minute, scheduler | {(own_now - own) / minutes:.2f} |",
         f"| CPU s a minute, its calls to Slurm | {(commands_now - of_commands) / minutes:.2f} |",
+        f"| CPU s a minute, slurmctld | {of_slurm / minutes:.2f} |",
         f"| calls a minute | {a_minute} |",
+        f"| `squeue` of all steps | {_squeues(world)} |",
+        f"| memory of a replica on the scheduler's machine | {world.replica_mib(total):.1f} MiB |",
     ]
+
+
+def _squeues(world: SleeperWorld) -> str:
+    taken = [world.squeue() for _ in range(CALLS)]
+    seconds, cpu = (median(column) for column in zip(*taken, strict=True))
+    return f"median {1000 * seconds:.0f} ms, {1000 * cpu:.0f} ms of CPU ({CALLS} calls)"
+
+
+def _own_share(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_full_info().pss)
+    except psutil.Error:  # a command that has ended
+        return 0
 
 
 def ratios(ours: Sequence[float], plain: Sequence[float]) -> str:
@@ -141,7 +189,11 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--starts", type=int, default=8)
+    parser.add_argument("--read", type=int, metavar="STEPS")
     options = parser.parse_args()
+    if options.read:
+        listings(options.read)
+        return
     folder = Path(tempfile.mkdtemp(prefix="pipollux-slurm-cost-"))
     slots = -(-(options.replicas + options.starts) // 3) + JOB_REPLICAS
     with SleeperWorld(folder, slots) as world:

@@ -23,6 +23,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     replica = int(os.environ["PIPOLLUX_REPLICA"])
     folder = Path(os.environ["PIPOLLUX_CHECKPOINT_DIR"])
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / f"began-{replica}").write_text(str(begun))
     step = 0
     while True:

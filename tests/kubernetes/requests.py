@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from pipollux_sched.backend.kubernetes import api, mirror
+from pipollux_sched.backend.kubernetes import api
+from pipollux_sched.backend.kubernetes import watches as watches_module
 
 FOLDER = Path(__file__).parents[2] / "deploy/kubernetes"
 VERBS = {"post": "create"}
@@ -57,5 +58,5 @@ def record_requests(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
         return Recording
 
     monkeypatch.setattr(api, "Client", recording(api.Client))
-    monkeypatch.setattr(mirror, "AsyncClient", recording(mirror.AsyncClient))
+    monkeypatch.setattr(watches_module, "AsyncClient", recording(watches_module.AsyncClient))
     return found

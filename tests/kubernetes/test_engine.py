@@ -10,7 +10,7 @@ from lightkube import Client
 from lightkube.resources.core_v1 import Pod, Secret, Service
 
 from pipollux_sched.backend.base import ClusterUnavailableError, Signal
-from pipollux_sched.backend.kubernetes import engine as engine_module
+from pipollux_sched.backend.kubernetes import replica_states
 
 from .cluster import GPU, Cluster, until
 from .engines import DEAF, RUNS, Rig
@@ -151,6 +151,20 @@ def test_nodes_and_what_others_hold(
     assert "n3" not in rig.engine.nodes()  # it has no devices
 
 
+def test_the_pods_of_a_namesake_hold_devices(memory: MemoryCluster, tmp_path: Path) -> None:
+    """A scheduler in another namespace may have the same label."""
+    rig = Rig(memory, "default", tmp_path / "rig")
+    memory.create_namespace("other")
+    theirs = pod("theirs", ["sleep", "600"], gpus=3, node="n1",
+                 labels={"pipollux.dev/scheduler": "pipollux"})  # fmt: skip
+    with memory.client("other") as client:
+        client.create(Pod.from_dict(theirs))
+        until(lambda: rig.engine.nodes()["n1"].slots == 1, "3 of 4 are taken")
+        client.delete(Pod, "theirs", grace_period=0)
+        until(lambda: rig.engine.nodes()["n1"].slots == 4, "they are back")
+    rig.close()
+
+
 def test_the_api_server_away(rig: Rig, cluster: Cluster) -> None:
     """While nothing answers, nobody knows; afterwards everything is as it is now."""
     (key,) = rig.start(RUNS)
@@ -196,4 +210,4 @@ def test_gone_without_a_trace(rig: Rig, client: Client) -> None:
 @pytest.fixture(autouse=True)
 def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that is not there counts as gone at once."""
-    monkeypatch.setattr(engine_module, "ABSENCE", 0.0)
+    monkeypatch.setattr(replica_states, "ABSENCE", 0.0)

@@ -209,8 +209,10 @@ def _list(registry: Registry, request: Request, target: _Target) -> Answer | Wat
             query.get("allowWatchBookmarks") in ("true", "1"),
         )
     with registry.store.lock:
-        things = registry.store.list(resource, target.namespace)
+        there = registry.store.view(resource)
         version = registry.store.version
+    within = [thing for thing in there if target.namespace in ("", _place(thing)[0])]
+    things = sorted(within, key=_place)
     listed: Object = {"resourceVersion": str(version)}
     if resource.custom:
         listed["continue"] = ""
@@ -227,10 +229,9 @@ def _list(registry: Registry, request: Request, target: _Target) -> Answer | Wat
             listed["remainingItemCount"] = len(things) - limit
         token = json.dumps([int(listed["resourceVersion"]), _place(chosen[-1])])
         listed["continue"] = base64.urlsafe_b64encode(token.encode()).decode()
-    for thing in chosen:
-        if not resource.custom:  # the kind of the list says it
-            thing.pop("kind", None)
-            thing.pop("apiVersion", None)
+    if not resource.custom:  # the kind of the list says it
+        said = ("kind", "apiVersion")
+        chosen = [{k: v for k, v in thing.items() if k not in said} for thing in chosen]
     body = {"kind": f"{resource.kind}List", "apiVersion": resource.api_version}
     return Answer(200, body | {"metadata": listed, "items": chosen})
 

@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any
 
 from lightkube.config.kubeconfig import SingleConfig
-from lightkube.operators import not_in
+from lightkube.operators import not_equal, not_in
 
 from pipollux_sched.backend.base import (
     POLL_INTERVAL,
@@ -31,22 +31,22 @@ from pipollux_sched.spec.job import JobSpec, SpecError
 from pipollux_sched.store import StateDir
 
 from . import names
-from .api import Api, Job, NodeObject, Object, Pod, Secret, Service, load_config
+from .api import Api, Job, NodeObject, Pod, Secret, Service, load_config
 from .job_resource import JobResource, view_job
-from .mirror import Mirror, Mirrors, Selection
-from .node_state import ClusterNode, Usage, make_nodes, usage_by_node, view_node, view_usage
+from .mirror import Derived, Mirror, Selection
+from .node_state import ClusterNode, make_nodes, usage_by_node, view_node, view_usage
 from .options import KubernetesOptions
 from .owner import Owners, no_owners
 from .pod_log import LogFollower, PodLog
-from .pod_state import KILL_GRACE, PodView, replica_state, view_pod, without_finalizer
+from .pod_state import KILL_GRACE, PodView, view_pod, without_finalizer
 from .pods import GRACE_MARGIN, make_pod, make_secret, make_service
+from .replica_states import ReplicaStates
 from .resource_controller import ResourceController
+from .watches import Mirrors
 
 __all__ = ["KubernetesEngine"]
 
 _LOG = logging.getLogger(__name__)
-ABSENCE = 15.0
-"""Seconds after which a node that is not there counts as gone: its own watch may be late."""
 RECOVERY = 30.0
 """Seconds that pods of an earlier scheduler have to end once they were killed."""
 
@@ -76,17 +76,30 @@ class KubernetesEngine(Engine):
         self._options, self._state_dir = options, state_dir
         self._api = Api(config, options.namespace)
         ours = Selection(Pod, self._api.namespace, {names.SCHEDULER_LABEL: options.scheduler})
-        running = Selection(Pod, "*", fields={"status.phase": not_in(["Succeeded", "Failed"])})
-        self._pods: Mirror[PodView] = Mirror(ours, view_pod, self._note_change, self._last_view)
-        self._others: Mirror[Usage] = Mirror(running, self._usage_of_others)
-        self._nodes: Mirror[ClusterNode] = Mirror(Selection(NodeObject), view_node)
+        running = {"status.phase": not_in(["Succeeded", "Failed"])}
+        # Two, so that our own pods, which may be most of the cluster's, come once.
+        others = Selection(
+            Pod, "*", {names.SCHEDULER_LABEL: not_in([options.scheduler])}, fields=running
+        )
+        namesakes = Selection(
+            Pod, "*", ours.labels, {"metadata.namespace": not_equal(self.namespace), **running}
+        )
         self._logs: dict[ReplicaKey, PodLog] = {}
-        self._follower = LogFollower(self.namespace, self._pods.last_values, self._log)
+        self._follower = LogFollower(self.namespace, self._log)
+        self._pods: Mirror[PodView] = Mirror(
+            ours, view_pod, self._follower.look, self._last_view, lambda pod: pod.key.job
+        )
+        self._others = [Mirror(others, view_usage), Mirror(namesakes, view_usage)]
+        self._nodes: Mirror[ClusterNode] = Mirror(Selection(NodeObject), view_node)
         self._versions = count(1)
-        self._ordered: set[ReplicaKey] = set()
         self._prepared: set[tuple[str, int]] = set()
-        self._absent: dict[str, float] = {}
-        mirrors: list[Mirror[Any]] = [self._pods, self._others, self._nodes, *self._more_mirrors()]
+        more = self._more_mirrors()
+        self._states = ReplicaStates(self._pods, self._nodes)
+        # What nodes say first: nobody knows of a replica whether its node is still there.
+        seen: list[Mirror[Any]] = [self._nodes, self._pods]
+        self._replicas = Derived([*seen, self._states, *more], self._make_replicas)
+        self._free = Derived([*seen, self._states, *self._others], self._make_nodes)
+        mirrors: list[Mirror[Any]] = [*seen, *self._others, *more]
         self._owners: Owners = no_owners
         self._controller: ResourceController | None = None
         if has_resources:
@@ -125,16 +138,7 @@ class KubernetesEngine(Engine):
 
     def nodes(self) -> Mapping[str, Node]:
         """Return the nodes that have devices for us: see `Engine`."""
-        views = self._nodes.values()
-        by_object = {view.object_name: view.name for view in views}
-        ours: dict[str, int] = {}
-        for pod in self._pods.values():
-            if pod.node and self._state(pod).ended is None:
-                name = by_object.get(pod.node, pod.node)
-                ours[name] = ours.get(name, 0) + pod.slots(self._options.device)
-        wanted = self._options.node_selector.items()
-        chosen = [view for view in views if wanted <= view.labels.items()]
-        return make_nodes(chosen, usage_by_node(self._others.values()), ours, self._options)
+        return self._free.get()
 
     def checkpoints(self, program: ReplicaProgram) -> str:
         """Return the job's own folder, or one on the volume for checkpoints."""
@@ -162,6 +166,7 @@ class KubernetesEngine(Engine):
             made = self._api.get(Pod, names.pod_name(launch.key(replica)))
         if made is not None:
             self._pods.note(made)
+            self._look_at(names.pod_name(launch.key(replica)))
 
     def signal(self, key: ReplicaKey, signal: Signal) -> None:
         """Delete the pod of a replica; its kubelet tells it, and waits for the grace period."""
@@ -172,21 +177,19 @@ class KubernetesEngine(Engine):
         if signal is Signal.STOP:
             grace = int(self._options.grace) + GRACE_MARGIN
         if pod.deletion_grace is None or (signal is Signal.KILL and pod.deletion_grace > grace):
-            self._ordered.add(key)
+            self._states.order([key])
             if signal is Signal.STOP:
                 self._expect_end(pod)
             self._api.delete(Pod, pod.name, grace)
 
     def listing(self) -> Listing:
         """Return what the watches know: see `Engine`."""
-        self._nodes.values()  # raises where nobody knows whether nodes are still there
-        pods = self._pods.values()
-        return Listing(next(self._versions), {pod.key: self._state(pod) for pod in pods})
+        return Listing(next(self._versions), self._replicas.get())
 
     def forget(self, job: str, generation: int) -> None:
         """Remove a generation's pods and its secret, and the service of a job that has no pods."""
         try:
-            pods = [pod for pod in self._pods.values() if pod.key.job == job]
+            pods = self._pods.group(job)
             for pod in pods:
                 if pod.key.generation == generation:
                     self._remove(pod)
@@ -210,11 +213,13 @@ class KubernetesEngine(Engine):
 
     def _forget_keys(self, job: str, generation: int) -> None:
         self._prepared.discard((job, generation))
-        for key in [key for key in (*self._ordered, *self._logs) if key[:2] == (job, generation)]:
+        for key in [
+            key for key in (*self._states.ordered, *self._logs) if key[:2] == (job, generation)
+        ]:
             self._forget_key(key)
 
     def _forget_key(self, key: ReplicaKey) -> None:
-        self._ordered.discard(key)
+        self._states.forget(key)
         self._logs.pop(key, None)
         self._follower.drop(key)
 
@@ -237,7 +242,7 @@ class KubernetesEngine(Engine):
         left = [pod for pod in self._pods.values() if pod.key[:2] not in adopted]
         found = [f"pod {pod.name} on {pod.node or 'no node'}" for pod in left]
         for signal, seconds in ((Signal.STOP, grace), (Signal.KILL, RECOVERY)):
-            running = [pod.key for pod in left if self._state(pod).ended is None]
+            running = [pod.key for pod in left if self._states.of(pod).ended is None]
             for key in running:
                 self.signal(key, signal)
             self._await_end(running, seconds)
@@ -275,14 +280,11 @@ class KubernetesEngine(Engine):
     def _make_controller(self, mirrors: list[Mirror[Any]]) -> ResourceController:
         """Return what keeps custom resources in step, and add their mirror."""
         resources: Mirror[JobResource] = Mirror(
-            Selection(Job, self.namespace), view_job, lambda: controller.wake()
+            Selection(Job, self.namespace), view_job, lambda *_: controller.wake()
         )
         controller = ResourceController(self._api, resources, self._state_dir)
         mirrors.append(resources)
         return controller
-
-    def _note_change(self) -> None:
-        self._follower.wake()
 
     def _expect_end(self, pod: PodView) -> None:
         """Follow the log of a pod that runs and is about to be told to end."""
@@ -290,7 +292,17 @@ class KubernetesEngine(Engine):
             if self._log(pod.key).since() is None:  # nothing of it was brought so far
                 with suppress(BackendError):
                     self.fetch_log(pod.key)
-            self._follower.expect_end(pod.key, lambda: self._mirrors.call(self._follower.wake))
+            self._follower.expect_end(pod.key, lambda: self._look_at(pod.name))
+
+    def _look_at(self, name: str) -> None:
+        """Let the follower of logs look at a pod that no watch has told of."""
+
+        def look() -> None:
+            pod = self._pods.find((self.namespace, name))
+            if pod is not None:
+                self._follower.look([pod])
+
+        self._mirrors.call(look)
 
     def _log(self, key: ReplicaKey) -> PodLog:
         return self._logs.setdefault(key, PodLog(self._state_dir.log(*key)))
@@ -298,28 +310,27 @@ class KubernetesEngine(Engine):
     def _find(self, key: ReplicaKey) -> PodView | None:
         return self._pods.find((self._api.namespace, names.pod_name(key)))
 
-    def _state(self, pod: PodView) -> ReplicaState:
-        node = self._nodes.find(("", pod.node)) if pod.node else None
-        gone = self._is_gone(pod.node) if pod.node and node is None else False
-        if node is not None:
-            self._absent.pop(pod.node, None)
-        return replica_state(pod, node, gone=gone, ordered=pod.key in self._ordered)
+    def _make_replicas(self) -> dict[ReplicaKey, ReplicaState]:
+        """Return what a listing shows."""
+        return {pod.key: state for pod, state in self._states.all()}
 
-    def _is_gone(self, node: str) -> bool:
-        """Return whether a node that is not there has not been for a while."""
-        now = time.monotonic()
-        return now - self._absent.setdefault(node, now) >= ABSENCE
-
-    def _usage_of_others(self, pod: Object) -> Usage | None:
-        metadata = pod["metadata"]
-        label = (metadata.get("labels") or {}).get(names.SCHEDULER_LABEL)
-        if metadata["namespace"] == self.namespace and label == self._options.scheduler:
-            return None
-        return view_usage(pod)
+    def _make_nodes(self) -> dict[str, Node]:
+        """Return the nodes that have devices for us."""
+        views = self._nodes.values()
+        by_object = {view.object_name: view.name for view in views}
+        ours: dict[str, int] = {}
+        for pod, state in self._states.all():
+            if pod.node and state.ended is None:
+                name = by_object.get(pod.node, pod.node)
+                ours[name] = ours.get(name, 0) + pod.slots(self._options.device)
+        wanted = self._options.node_selector.items()
+        chosen = [view for view in views if wanted <= view.labels.items()]
+        used = usage_by_node(pod for mirror in self._others for pod in mirror.values())
+        return make_nodes(chosen, used, ours, self._options)
 
     def _running(self, keys: Iterable[ReplicaKey]) -> list[ReplicaKey]:
         pods = filter(None, map(self._find, keys))
-        return [pod.key for pod in pods if self._state(pod).ended is None]
+        return [pod.key for pod in pods if self._states.of(pod).ended is None]
 
     def _await_end(self, keys: Collection[ReplicaKey], seconds: float) -> None:
         deadline = time.monotonic() + seconds

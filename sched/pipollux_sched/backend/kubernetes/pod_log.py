@@ -117,26 +117,26 @@ class LogFollower:
 
     Args:
         namespace: of the pods.
-        pods: returns the pods as they are now.
         log_of: returns the log of a replica.
     """
 
-    def __init__(
-        self,
-        namespace: str,
-        pods: Callable[[], list[PodView]],
-        log_of: Callable[[ReplicaKey], PodLog],
-    ) -> None:
-        self._namespace, self._pods, self._log_of = namespace, pods, log_of
+    def __init__(self, namespace: str, log_of: Callable[[ReplicaKey], PodLog]) -> None:
+        self._namespace, self._log_of = namespace, log_of
         self._woken = asyncio.Event()
+        self._news: dict[str, PodView] = {}
+        """By name the pods that have changed, and that `run` has not looked at since."""
         self._followed: dict[ReplicaKey, _Following] = {}
         self._wanted: dict[ReplicaKey, _Following] = {}
 
-    def wake(self) -> None:
-        """Look for further pods; called in the thread of the watches."""
+    def look(self, changed: Iterable[PodView], gone: Iterable[PodView] = ()) -> None:
+        """Look at pods that have changed; called in the thread of the watches."""
+        for pod in gone:
+            self._news.pop(pod.name, None)
+            self._followed.pop(pod.key, None)
+        self._news.update((pod.name, pod) for pod in changed)
         self._woken.set()
 
-    def expect_end(self, key: ReplicaKey, wake: Callable[[], None]) -> None:
+    def expect_end(self, key: ReplicaKey, look: Callable[[], None]) -> None:
         """Follow the log of a replica that is about to be deleted; wait until that has begun.
 
         The line that was brought last comes once more, which shows it. A log without any line
@@ -144,12 +144,12 @@ class LogFollower:
 
         Args:
             key: the replica.
-            wake: calls `wake` in the thread of the watches.
+            look: calls `look` with its pod in the thread of the watches.
         """
         if key in self._followed:
             return
         following = self._wanted.setdefault(key, _Following())
-        wake()
+        look()
         following.begun.wait(FIRST_LINE if self._log_of(key).since() is None else FOLLOWED)
 
     def drop(self, key: ReplicaKey) -> None:
@@ -168,14 +168,12 @@ class LogFollower:
             while True:
                 await self._woken.wait()
                 self._woken.clear()
-                pods = {pod.key: pod for pod in self._pods()}
-                for key in self._followed.keys() - pods.keys():
-                    del self._followed[key]
-                for key, pod in pods.items():
-                    ending = pod.deletion_grace or key in self._wanted
-                    if ending and pod.is_running and key not in self._followed:
-                        following = self._wanted.pop(key, None) or _Following()
-                        self._followed[key] = following
+                news, self._news = self._news, {}
+                for pod in news.values():
+                    ending = pod.deletion_grace or pod.key in self._wanted
+                    if ending and pod.is_running and pod.key not in self._followed:
+                        following = self._wanted.pop(pod.key, None) or _Following()
+                        self._followed[pod.key] = following
                         tasks.create_task(self._follow(client, pod, following))
 
     async def _follow(self, client: AsyncClient, pod: PodView, following: _Following) -> None:

@@ -8,6 +8,7 @@ without the finalizer it would be gone at that moment, and its exit status with 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from lightkube.utils.quantity import parse_quantity
@@ -54,7 +55,7 @@ class PodView(NamedTuple):
 
     def slots(self, device: str) -> int:
         """Return how many of a resource it holds."""
-        return int(parse_quantity(str(self.requests.get(device, "0"))) or 0)
+        return _whole(str(self.requests.get(device, "0")))
 
     @property
     def is_running(self) -> bool:
@@ -66,6 +67,11 @@ class PodView(NamedTuple):
         """How the main container ended; None if it has not."""
         found: Mapping[str, Any] | None = self.container.get("terminated")
         return found
+
+
+@lru_cache
+def _whole(quantity: str) -> int:
+    return int(parse_quantity(quantity) or 0)
 
 
 def view_pod(pod: Object) -> PodView | None:

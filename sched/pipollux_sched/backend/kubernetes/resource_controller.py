@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from pipollux_sched.backend.base import BackendError, ClusterUnavailableError
 from pipollux_sched.backend.job_actions import JobActions
@@ -53,8 +53,16 @@ STEP_INTERVAL = 10.0
 """Seconds between two updates of a status in which only the step has changed."""
 PAUSE = 0.5
 """Seconds after which the store is looked at again."""
+SHARE = 0.1
+"""Share of a core that looking may take, as the store of thousands of jobs changes all the time."""
+LONGEST_REST = 5.0
+"""Seconds at most for which nothing is looked at for that."""
 MADE_BY = f"{names.GROUP}/made-by"
 """Annotation of a resource that was made for a job: the state directory that knows the job."""
+
+
+_Both: TypeAlias = tuple[JobResource, JobRecord, int | None]
+"""A resource, its job, and the steps that it has made."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,8 @@ class ResourceController:
         self._api, self._resources, self._state_dir = api, resources, state_dir
         self._identity = _identity(state_dir)
         self._written: dict[str, float] = {}
+        self._in_step: dict[str, _Both] = {}
+        """What was found in step, by job, so that nothing is to be done until it changes."""
         self._changed = threading.Event()
         self._actions: JobActions
         self._problems: dict[str, str] = {}
@@ -92,9 +102,11 @@ class ResourceController:
         """
         seen: tuple[int, int] | None = None
         while not ending.is_set():
+            begun = time.thread_time()
             found = jobs.version(), self._resources.changes
             if found != seen and self.step(jobs):
                 seen = found
+            ending.wait(rest_after(time.thread_time() - begun))
             self._changed.wait(PAUSE)
             self._changed.clear()
 
@@ -143,6 +155,11 @@ class ResourceController:
     def _bring_in_step(
         self, name: str, resource: JobResource | None, job: JobRecord | None, step: int | None
     ) -> None:
+        # With thousands of jobs, to read all links and to compose all statuses takes too long.
+        known = self._in_step.pop(name, None)
+        if known is not None and known == (resource, job, step):
+            self._in_step[name] = known
+            return
         link = self._link(name) if job is not None else None
         if job is None:
             if resource is not None and not resource.deleted:
@@ -160,7 +177,8 @@ class ResourceController:
                 self._write_status(resource, succeeding_status(resource, time.time()))
         else:
             self._agree_on_suspension(job, resource, link)
-            self._write_job_status(job, resource, step)
+            if self._write_job_status(job, resource, step) and self._link(name) == link:
+                self._in_step[name] = resource, job, step
 
     def _take_up(self, resource: JobResource) -> None:
         """Submit the job of a new resource, or delete the resource of a deleted job."""
@@ -230,18 +248,20 @@ class ResourceController:
             self._api.patch(Job, job.name, {"spec": {"suspend": job.state.suspended}})
             self._keep_link(job.name, ResourceLink(link.uid, job.state.suspended))
 
-    def _write_job_status(self, job: JobRecord, resource: JobResource, step: int | None) -> None:
+    def _write_job_status(self, job: JobRecord, resource: JobResource, step: int | None) -> bool:
+        """Write the status of a job's resource; return whether it was right already."""
         wanted = job_status(job, resource, self._identity, step)
         old = dict(resource.status)
         if old == wanted:
-            return
+            return True
         if {**old, "step": step} == {**wanted, "step": step}:
             if time.monotonic() - self._written.get(job.name, 0.0) < STEP_INTERVAL:
-                return
+                return False
         elif (old.get("phase"), old.get("reason")) != (wanted["phase"], wanted["reason"]):
             event = phase_event(resource, self._api.namespace, wanted, time.time())
             self._api.create(Event, event)
         self._write_status(resource, wanted)
+        return False
 
     def _write_status(self, resource: JobResource, status: Mapping[str, Any]) -> None:
         """Replace the status of a resource, if it differs."""
@@ -274,6 +294,16 @@ class ResourceController:
         with suppress(OSError):
             self._link_file(job).unlink()
             self._link_file(job).parent.rmdir()  # if it is empty
+
+
+def rest_after(seconds: float) -> float:
+    """Return for how long nothing is looked at after a look that has computed for some seconds.
+
+    Example:
+        >>> rest_after(0.02), rest_after(0.2), rest_after(10.0)
+        (0.0, 1.3, 5.0)
+    """
+    return min(max(seconds * (1.0 / SHARE - 1.0) - PAUSE, 0.0), LONGEST_REST)
 
 
 def _identity(state_dir: StateDir) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -11,7 +11,6 @@ from pipollux_sched.backend.base import (
     BackendError,
     Ended,
     Launch,
-    Listing,
     ReplicaKey,
     ReplicaProgram,
     ReplicaState,
@@ -75,11 +74,13 @@ class TrainJobEngine(KubernetesEngine):
         """Suspend the TrainJob, which deletes all of its pods; a kill does not wait for them."""
         generation = key.job, key.generation
         name = trainjob_name(*generation)
-        trainjob = next((one for one in self._trainjobs.values() if one.name == name), None)
+        self._trainjobs.check()
+        trainjob = self._trainjobs.find((self.namespace, name))
         if trainjob is None:
             return
-        pods = {key.replica: pod for key, pod in self._by_key().items() if key[:2] == generation}
-        self._ordered.update(
+        of_job = self._pods.group(key.job)
+        pods = {key.replica: pod for key, pod in _by_key(of_job).items() if key[:2] == generation}
+        self._states.order(
             ReplicaKey(*generation, replica)
             for replica in range(trainjob.num_nodes)
             if replica not in pods or pods[replica].terminated is None
@@ -92,7 +93,7 @@ class TrainJobEngine(KubernetesEngine):
                 self._trainjobs.note(patched)
         if signal is Signal.STOP:
             return
-        for pod in self._pods.values():  # of a replica there may be two: see `_by_key`
+        for pod in self._pods.group(key.job):  # of a replica there may be two: see `_by_key`
             grace = pod.deletion_grace
             if pod.key == key and pod.terminated is None and (grace is None or grace > KILL_GRACE):
                 self._api.delete(Pod, pod.name, KILL_GRACE)
@@ -104,24 +105,24 @@ class TrainJobEngine(KubernetesEngine):
             with suppress(BackendError):  # how it ended is known without its last lines
                 self.fetch_log(pod.key)
 
-    def listing(self) -> Listing:
+    def _make_replicas(self) -> dict[ReplicaKey, ReplicaState]:
         """Return the replicas of all TrainJobs, those too whose pods are not made yet."""
-        version, _ = super().listing()
-        pods = self._by_key()
+        states = {pod.name: state for pod, state in self._states.all()}
+        pods = _by_key(pod for pod, _ in self._states.all())
         found: dict[ReplicaKey, ReplicaState] = {}
         for trainjob in self._trainjobs.values():
             for replica in range(trainjob.num_nodes):
                 key = ReplicaKey(trainjob.job, trainjob.generation, replica)
                 pod = pods.get(key)
-                found[key] = self._state(pod) if pod else _without_pod(trainjob)
-        return Listing(version, found)
+                found[key] = states[pod.name] if pod else _without_pod(trainjob)
+        return found
 
     def forget(self, job: str, generation: int) -> None:
         """Delete the TrainJob, and with it all that the Trainer has made from it."""
         try:
             self._api.delete(TrainJob, trainjob_name(job, generation))
             self._api.delete(Secret, names.secret_name(job, generation))
-            for pod in self._pods.values():
+            for pod in self._pods.group(job):
                 if pod.key[:2] == (job, generation):
                     self._pods.drop((self.namespace, pod.name))
         except BackendError as error:
@@ -143,15 +144,16 @@ class TrainJobEngine(KubernetesEngine):
         return found
 
     def _find(self, key: ReplicaKey) -> PodView | None:
-        return self._by_key().get(key)
+        return _by_key(self._pods.group(key.job)).get(key)
 
-    def _by_key(self) -> dict[ReplicaKey, PodView]:
-        """Return the pods of replicas; the one that has ended, where another took its place."""
-        found: dict[ReplicaKey, PodView] = {}
-        for pod in self._pods.values():
-            if pod.key not in found or pod.terminated is not None:
-                found[pod.key] = pod
-        return found
+
+def _by_key(pods: Iterable[PodView]) -> dict[ReplicaKey, PodView]:
+    """Return the pods of replicas; the one that has ended, where another took its place."""
+    found: dict[ReplicaKey, PodView] = {}
+    for pod in pods:
+        if pod.key not in found or pod.terminated is not None:
+            found[pod.key] = pod
+    return found
 
 
 def _without_pod(trainjob: TrainJobView) -> ReplicaState:

@@ -218,7 +218,7 @@ class SlurmEngine(Engine):
                 self._end_left(found, signal)
                 time.sleep(min(0.5, max(deadline - time.monotonic(), 0.0)))
                 found = self._left_behind(self._slurm.refresh(), kept)
-        silent = [(key, handle) for key, handle in found if self._is_out_of_reach(key)]
+        silent = self._out_of_reach(found)
         if silent:
             steps = "; ".join(f"{handle} ({step_name(key)})" for key, handle in silent)
             raise BackendError(
@@ -273,11 +273,22 @@ class SlurmEngine(Engine):
         return sorted(found.items())
 
     def _listed(
-        self, snapshot: SlurmSnapshot, kept: Collection[tuple[str, int]]
+        self,
+        snapshot: SlurmSnapshot,
+        kept: Collection[tuple[str, int]],
+        named: Collection[str] = (),
     ) -> dict[ReplicaKey, StepLine]:
-        """Return the steps of replicas on nodes that are up, but those of adopted generations."""
+        """Return the steps of replicas on nodes that are up.
+
+        Args:
+            snapshot: what Slurm has.
+            kept: adopted generations, whose steps are left out.
+            named: names of further steps that are left out.
+        """
         found = {}
         for (pool, name), step in snapshot.steps.items():
+            if name in named:
+                continue
             key = read_step_name(name)
             if key is None or pool not in snapshot.allocations or key[:2] in kept:
                 continue
@@ -288,9 +299,11 @@ class SlurmEngine(Engine):
     def _kill_strays(self, snapshot: SlurmSnapshot) -> None:
         """Kill steps that were taken for lost, and are found again when their node is back."""
         self._strays_seen = snapshot.number
-        live = {key for key, replica in self._replicas.items() if replica.ended is None}
-        found = self._listed(snapshot, ())
-        self._strays.look({key: found[key] for key in found.keys() - live}, snapshot)
+        live = [replica for replica in self._replicas.values() if replica.ended is None]
+        # By name at first, as that is nearly all of them.
+        found = self._listed(snapshot, (), {replica.name for replica in live})
+        others = found.keys() - {replica.key for replica in live}
+        self._strays.look({key: found[key] for key in others}, snapshot)
         self._pools.replace({step.pool: step.why for step in self._strays.stuck})
 
     def _end_left(self, found: Collection[tuple[ReplicaKey, str]], signal: Signal) -> None:
@@ -305,10 +318,18 @@ class SlurmEngine(Engine):
         """Return whether a signal is of use: a step without a record has nothing to save."""
         return any(signal is Signal.KILL or key in self._replicas for key, _ in found)
 
-    def _is_out_of_reach(self, key: ReplicaKey) -> bool:
-        """Return whether a step's node does not answer, so that it has got no signal."""
+    def _out_of_reach(
+        self, found: Collection[tuple[ReplicaKey, str]]
+    ) -> list[tuple[ReplicaKey, str]]:
+        """Return those steps whose node does not answer, so that they have got no signal."""
         snapshot = self._slurm.latest
-        nodes = {step.node for (_, name), step in snapshot.steps.items() if name == step_name(key)}
-        if key in self._replicas:
-            nodes.add(self._replicas[key].record.node)
-        return any(is_silent(snapshot.nodes.get(node)) for node in nodes)
+        nodes: dict[str, set[str]] = {}
+        for (_, name), step in snapshot.steps.items():
+            nodes.setdefault(name, set()).add(step.node)
+        for key, replica in self._replicas.items():
+            nodes.setdefault(step_name(key), set()).add(replica.record.node)
+        return [
+            (key, handle)
+            for key, handle in found
+            if any(is_silent(snapshot.nodes.get(node)) for node in nodes.get(step_name(key), ()))
+        ]

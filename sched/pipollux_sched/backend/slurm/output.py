@@ -13,6 +13,7 @@ STEP_FORMAT = "%i|%N|%j"
 _ASSIGNMENT = re.compile(r"(?:^|\s)([A-Za-z][\w:/]*)=")
 _ALLOCATED = re.compile(r"\bNodes=(\S+) CPU_IDs=(\S*) Mem=(\d+) GRES=(\S*)")
 _GPU = re.compile(r"\bgpu(?::([^:(,]+?))?:(\d+)(?=\(|,|$)")
+_JOB = re.compile(r"JobId=(\d+)\b")
 _STEP = re.compile(r"(\d+)\.(\d+)")
 
 
@@ -130,6 +131,22 @@ def _node(fields: dict[str, str]) -> NodeLine:
         memory=int(fields.get("RealMemory", "0")) * 2**20,
         cpus=int(fields.get("CPUTot", "0")),
     )
+
+
+def split_jobs(text: str) -> dict[int, str]:
+    r"""Return the line of each job that `scontrol show job -o` printed.
+
+    A number that comes twice is left out: what users write into a job may have line breaks.
+
+    Example:
+        >>> split_jobs("JobId=7 JobName=a\nJobId=8 Comment=x\nJobId=7 Nodes=n1")
+        {8: 'JobId=8 Comment=x'}
+    """
+    found: dict[int, list[str]] = {}
+    for line in text.splitlines():
+        if match := _JOB.match(line):
+            found.setdefault(int(match[1]), []).append(line)
+    return {number: lines[0] for number, lines in found.items() if len(lines) == 1}
 
 
 def read_shares(text: str) -> list[Share]:

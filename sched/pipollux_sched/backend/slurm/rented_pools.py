@@ -206,12 +206,13 @@ class RentedPools(Pools):
     def give_back(self, busy: Collection[int]) -> None:
         """Give back draining nodes on which nothing runs any more."""
         with self._lock:
-            for number in sorted(self._draining.keys() - set(busy)):
-                steps = number not in self._stuck and any(
-                    step.job == number and step.name != CHECK_NAME
-                    for step in self._snapshot.steps.values()
-                )
-                if number in self._snapshot.allocations and not steps:
+            left = self._draining.keys() - set(busy)
+            if not left:
+                return
+            steps = self._snapshot.steps.values()
+            have_steps = {step.job for step in steps if step.name != CHECK_NAME}
+            for number in sorted(left & self._snapshot.allocations.keys()):
+                if number in self._stuck or number not in have_steps:
                     self._release(number)
 
     def _running(self, jobs: Mapping[int, SlurmJob]) -> list[int]:

@@ -22,6 +22,7 @@ from .output import (
     read_nodes,
     read_shares,
     read_steps,
+    split_jobs,
 )
 
 __all__ = ["SlurmAllocation", "SlurmReader", "SlurmSnapshot", "SlurmWatch"]
@@ -31,6 +32,8 @@ REFRESH_INTERVAL = 2.0
 """Seconds between two snapshots, each of which takes three commands."""
 HURRIED_INTERVAL = 1.0
 """The same, where something has changed."""
+ASKED_FOR_ALONE = 8
+"""Allocations that are asked for one by one; if more are new, Slurm is asked for all jobs."""
 NODES_AT_ONCE = 500
 """Nodes whose state one command asks for; a command line has a limited length."""
 
@@ -84,14 +87,11 @@ class SlurmReader:
         begun = time.monotonic()
         jobs = read_jobs(run(["squeue", "-h", "--me", "-t", "all", "-o", JOB_FORMAT]))
         steps = read_steps(run(["squeue", "-h", "--me", "-s", "-o", STEP_FORMAT]))
-        allocations = {}
-        for number in self._chosen(jobs):
-            job = jobs.get(number)
-            if job is not None and job.state == "RUNNING":
-                allocations[number] = SlurmAllocation(job, self._shares_of(job))
-        self._shares = {
-            (number, allocation.job.nodes): self._shares[number, allocation.job.nodes]
-            for number, allocation in allocations.items()
+        chosen = [jobs[number] for number in self._chosen(jobs) if number in jobs]
+        running = [job for job in chosen if job.state == "RUNNING"]
+        self._shares = self._shares_of(running)
+        allocations = {
+            job.job: SlurmAllocation(job, self._shares[job.job, job.nodes]) for job in running
         }
         names = sorted({name for held in allocations.values() for name in held.shares})
         self._number += 1
@@ -104,17 +104,22 @@ class SlurmReader:
             allocations=allocations,
         )
 
-    def _shares_of(self, job: SlurmJob) -> dict[str, Share]:
-        known = self._shares.get((job.job, job.nodes))
-        if known is not None:
-            return known
-        shares = {
-            name: share
-            for share in read_shares(run(["scontrol", "show", "job", "-d", "-o", str(job.job)]))
-            for name in host_names(share.nodes)
-        }
-        self._shares[job.job, job.nodes] = shares
-        return shares
+    def _shares_of(self, jobs: list[SlurmJob]) -> dict[tuple[int, str], dict[str, Share]]:
+        """Return what allocations hold of each of their nodes, asking for those that are new."""
+        keys = [(job.job, job.nodes) for job in jobs]
+        new = [key for key in keys if key not in self._shares]
+        command = ["scontrol", "show", "job", "-d", "-o"]
+        texts: dict[int, str] = {}
+        if len(new) > ASKED_FOR_ALONE:
+            texts = split_jobs(run(command))
+        for key in new:
+            number, _ = key
+            # One that has ended in the meantime is not among all, and Slurm says so.
+            text = texts.get(number) or run([*command, str(number)])
+            self._shares[key] = {
+                name: share for share in read_shares(text) for name in host_names(share.nodes)
+            }
+        return {key: self._shares[key] for key in keys}
 
 
 def host_names(hosts: str) -> list[str]:

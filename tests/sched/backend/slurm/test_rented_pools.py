@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from pipollux_sched.backend.base import BackendError, Signal
-from pipollux_sched.backend.slurm import node_check, rented_pools
+from pipollux_sched.backend.slurm import node_check, rented_pools, snapshot
 from pipollux_sched.backend.slurm.engine import SlurmEngine
 from pipollux_sched.backend.slurm.expander import SlurmExpander
 from pipollux_sched.backend.slurm.rented_pools import PoolOptions, RentedPools
@@ -54,6 +54,15 @@ def test_a_request_that_is_refused_is_reported_in_the_words_of_slurm(
         "Slurm refused sbatch: sbatch: error: Batch job submission failed: "
         "Invalid partition name specified"
     )
+
+
+def test_what_many_allocations_hold_is_read_from_one_answer(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot, "ASKED_FOR_ALONE", 0)
+    engine = make_engine(RentedPools(options(2)))
+    until(lambda: num_ready(engine) == 2)
+    assert [node.spec.slots for node in engine.nodes().values()] == [4, 4]
 
 
 def test_nodes_come_and_go_as_the_autoscaler_wants(
