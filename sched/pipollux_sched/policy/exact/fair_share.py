@@ -18,11 +18,11 @@ caught up faster would make each other late. So where L is known
 
     slack = F · T − E − reserve
 
-Where only likely values of L are known (`JobInfo.work_left`), their quantile `LIKELY` stands for
-it: the promise then holds as far as that was right. In case that it was too long, the job is kept
-within F^`GUARD` by the shortest of them. Where nothing is known L is 0, and the promise is on
-progress: by now the job has done at least what it would have done on its equal share in a life 1/F
-as long. If that holds at its end it implies rho <= F, whatever the length was.
+Where nothing is known of L it is 0, and the promise is on progress: by now the job has done at
+least what it would have done on its equal share in a life 1/F as long. If that holds at its end it
+implies rho <= F, whatever the length was. Where only likely values are known (`JobInfo.work_left`)
+the slack is by the shortest of them, and by F^`GUARD`: the shortest is too short for most jobs, so
+that it hurries them all. What a job claims is by the quantile `LIKELY`.
 
 A share between two numbers of replicas is the greater for a part of the time, and the smaller for
 the rest; below the least that a job runs on it is that for a part of the time. So a little more or
@@ -50,8 +50,8 @@ RESERVE = 60.0
 """Seconds that a promise keeps back: the next decision is as late, and models are not exact."""
 LIKELY = 0.5
 """Quantile of the likely values of the work left that stands for it."""
-GUARD = 3
-"""Power of F by which a job is kept if it is as short as it may be, where that is not known."""
+GUARD = 2
+"""Power of F that is promised where lengths are only likely."""
 TURN = 0.2
 """A job's turn is no longer than this share of its time alone."""
 WORTH = 2.0
@@ -145,10 +145,8 @@ def standing(
     so_far = job.restart_seconds + job.work_done / share.speedup
     alone, finish = max(so_far + to_come, 1.0), job.age + start + to_come
     deadline = fairness * alone - RESERVE
-    slack = deadline - job.age - start - to_come
-    if len(likely) > 1:
-        guarded = fairness**GUARD * (so_far + at_least) - RESERVE
-        slack = min(slack, guarded - job.age - start - at_least)
+    power = GUARD if len(likely) > 1 else 1
+    slack = fairness**power * (so_far + at_least) - RESERVE - job.age - start - at_least
     return FairStanding(
         share=share,
         alone=alone,
