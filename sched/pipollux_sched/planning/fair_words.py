@@ -24,23 +24,21 @@ def fair_limit(job: Candidate, state: Snapshot, fairness: float | None) -> Limit
     held = {one.name: one.held for one in state.candidates if one.allocation}
     template = node_template(state.nodes)
     stands = fair_standings(jobs, state.nodes, held, template, fairness).get(job.name)
-    return None if stands is None else Limit(LimitKind.FAIRNESS, spell_standing(stands, fairness))
+    return None if stands is None else Limit(LimitKind.FAIRNESS, spell_standing(stands))
 
 
-def spell_standing(stands: FairStanding, fairness: float) -> str:
+def spell_standing(stands: FairStanding) -> str:
     """Spell where a job stands, as a sentence."""
     share = f"its equal share of {_slots(stands.share.slots)}"
     if stands.knows_length:
         late = f"with it from now on it ends {stands.fairness:.2f} times as late as on it alone"
     else:
         late = f"what it has done by now took {stands.fairness:.2f} times as long as on it alone"
+    late += f", of {stands.promised:.4g} times that are promised"
     if stands.comes_first:
-        return f"It gets {share} first: {late}, of {fairness:g} times that are promised."
+        return f"It gets {share} first: {late}."
     spare = seconds(stands.slack - stands.margin)
-    return (
-        f"Others may come before {share} for {spare} yet: {late}, of {fairness:g} times that are "
-        "promised."
-    )
+    return f"Others may come before {share} for {spare} yet: {late}."
 
 
 def _slots(number: float) -> str:

@@ -29,8 +29,8 @@ def test_a_scheduler_that_is_started_again_goes_on_with_it(store: Store, clock: 
 
 def test_a_standing_in_words() -> None:
     share = EqualShare(3.5, 4, 4.0)
-    stands = FairStanding(share, 1000.0, 1210.0, 0.0, -20.0, 90.0, 500.0, True)
-    assert spell_standing(stands, 1.25) == (
+    stands = FairStanding(share, 1000.0, 1210.0, 0.0, -20.0, 1.25, 90.0, 500.0, True)
+    assert spell_standing(stands) == (
         "It gets its equal share of 4 slots first: with it from now on it ends 1.21 times as late "
         "as on it alone, of 1.25 times that are promised."
     )

@@ -81,6 +81,8 @@ class FairStanding:
     time_left: float
     """From now to F · T, less the start that the job may need, and less the reserve."""
     slack: float
+    promised: float
+    """What rho is kept within: F, or its power where L is only likely."""
     margin: float
     """With so little slack the job comes first."""
     left: float
@@ -145,14 +147,15 @@ def standing(
     so_far = job.restart_seconds + job.work_done / share.speedup
     alone, finish = max(so_far + to_come, 1.0), job.age + start + to_come
     deadline = fairness * alone - RESERVE
-    power = GUARD if len(likely) > 1 else 1
-    slack = fairness**power * (so_far + at_least) - RESERVE - job.age - start - at_least
+    promised = fairness**GUARD if len(likely) > 1 else fairness
+    slack = promised * (so_far + at_least) - RESERVE - job.age - start - at_least
     return FairStanding(
         share=share,
         alone=alone,
         finish=finish,
         time_left=deadline - job.age - start,
         slack=slack,
+        promised=promised,
         margin=_margin(configs, share, min(quantum, TURN * alone)),
         left=left,
         knows_length=bool(job.likely_work),
