@@ -300,7 +300,8 @@ def _moved(stands: FairStanding, configs: JobConfigurations) -> float:
 
     One that has more than its share may be made to change for those that have less.
     """
-    change, share = _change_seconds(configs), stands.share.speedup
+    # Also where it can be changed live: to be moved as a whole it has to start again.
+    change, share = configs.job.restart_seconds, stands.share.speedup
     has = 0.0 if configs.stay is None else float(configs.speedup[configs.stay])
     most = math.inf if 0 < has <= share else share
     in_time = _in_time(stands.left, stands.time_left + RESERVE - change * configs.runs, most)

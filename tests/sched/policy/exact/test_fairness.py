@@ -169,12 +169,16 @@ def test_a_late_job_claims_no_more_than_its_share(age: float) -> None:
     assert [claim.wanted for claim in found] == [pytest.approx(8.0)] * 2
 
 
+@pytest.mark.parametrize("rescale_seconds", [None, 1.0])
 @pytest.mark.parametrize(("held", "moved"), [(4, math.inf), (8, math.inf), (16, 8.0)])
 def test_a_late_job_is_made_to_change_only_for_what_it_has_beyond_its_share(
-    held: int, moved: float
+    held: int, moved: float, rescale_seconds: float | None
 ) -> None:
     """10 s before its end a start would only make it later, whatever it got."""
-    job = late_job(age=2000.0, remaining_work=10.0 * held, max_replicas=16, mean_jobs=2.0)
+    job = late_job(
+        age=2000.0, remaining_work=10.0 * held, max_replicas=16, mean_jobs=2.0,
+        rescale_seconds=rescale_seconds,
+    )  # fmt: skip
     nodes = {name: NodeInfo({"slots": 8}) for name in "ab"}
     base = {"a": ["a"] * min(held, 8) + ["b"] * (held - 8)}
     instance = build_instance({"a": job, "b": late_job(age=0.0)}, nodes, base, nodes["a"])
