@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import psutil
-import psycopg
+from sqlalchemy import create_engine, text
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -76,9 +76,8 @@ class Served(NamedTuple):
         """Size of the store's files, or of its database."""
         where = str(self.directory.store)
         if where.startswith("postgresql"):
-            with psycopg.connect(where) as connection:
-                row = connection.execute("SELECT pg_database_size(current_database())").fetchone()
-            return int(row[0]) if row else 0
+            with create_engine(where).connect() as connection:
+                return int(connection.scalar(text("SELECT pg_database_size(current_database())")))
         return sum(path.stat().st_size for path in self.directory.path.glob("pipollux.db*"))
 
 
@@ -269,9 +268,9 @@ def load(served: Served, jobs: list[list[Any]], seconds: float, **plan: Any) -> 
         **plan,
     }
     command = [sys.executable, str(Path(__file__).with_name("replica_load.py"))]
-    text = json.dumps(told).encode()
+    sent = json.dumps(told).encode()
     done = subprocess.run(
-        command, input=text, check=True, stdout=subprocess.PIPE, timeout=seconds + PATIENCE
+        command, input=sent, check=True, stdout=subprocess.PIPE, timeout=seconds + PATIENCE
     )
     return json.loads(done.stdout)
 
