@@ -163,10 +163,15 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
-        self.app_state = {}  # so that nothing here refers to itself, and is freed at once
         self._expect_nothing()
         self._count_as_heard()
         super().connection_lost(exc)
+        # Nothing here refers to itself any more, so that it is freed at once: Python looks for
+        # cyclic garbage so seldom that thousands of connections a minute would fill the memory.
+        self.app_state = {}
+        self.scope = self.cycle = None  # type: ignore[assignment]  # as before the first request
+        self.pipeline.clear()
+        self._unset_keepalive_if_required()
 
     @property
     def _waits(self) -> bool:
