@@ -90,7 +90,7 @@ def listings(num_steps: int) -> None:
                 show("nodes()", there.nodes)
                 started.kill()
         finally:
-            there._pools.options = PoolOptions(name=POOL, num_nodes=0, keep=True)  # type: ignore[attr-defined]
+            there._pools.options = PoolOptions(name=POOL, num_nodes=0, keep=True)  # type: ignore[attr-defined]  # rented
             there.close()
 
 

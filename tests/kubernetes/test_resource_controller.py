@@ -42,7 +42,7 @@ def test_what_is_in_step_is_looked_at_again_when_it_changes(
         status = job_status(store.job("a"), view_job(resource), "me", None)
         resource |= {"status": status}
         resources.replace(dict(filter(None, [resources.read(resource)])), "5")
-        controller = ResourceController(None, resources, directory)  # type: ignore[arg-type]
+        controller = ResourceController(None, resources, directory)  # type: ignore[arg-type]  # no API
         jobs = StoredJobs(store, None)  # type: ignore[arg-type]  # no command is given
         assert controller.step(jobs)
         monkeypatch.setattr(resource_controller, "job_status", refuse)

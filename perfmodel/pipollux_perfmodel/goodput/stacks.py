@@ -4,7 +4,8 @@ What an evaluation costs beside its arithmetic is the same for one column and fo
 columns of several jobs are put beside each other, up to a number that bounds the memory. What a
 column is given does not depend on its neighbours. Where there are more, some of these stacks are
 looked at at the same time, in threads: most of it is NumPy's arithmetic, which runs beside other
-threads. One job's own model is looked at in the thread that asks, beside a training.
+threads. Few columns, as one job's own model mostly has, are looked at in the thread that asks,
+beside a training.
 """
 
 from __future__ import annotations
