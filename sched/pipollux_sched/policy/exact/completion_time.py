@@ -97,7 +97,8 @@ class CompletionTime:
     """Seconds for which a job that had to wait keeps its least configuration."""
     fairness: float | None = None
     """F: no job is to end later than F times as late as on its equal share (`fair_share`), where
-    that can be; None: no such promise, and only `part` is promised."""
+    that can be, or F² where lengths are only likely; None: no such promise, and only `part` is
+    promised."""
     scarcity: float = 0.7
     """Share of what jobs that run on several types of GPU are charged for making those wait that
     run on one only; 0: nothing. More: long captive jobs end sooner, others later."""
