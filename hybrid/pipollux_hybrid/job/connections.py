@@ -12,35 +12,53 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["Address", "address_of", "new_connections", "open_connections"]
+__all__ = ["Address", "Ends", "ends_of", "new_connections", "open_connections", "opposite"]
 
 Address = tuple[str, int]
 """Of one end of a connection: IP address and port."""
+Ends = tuple[Address, Address]
+"""Of a connection: that of the process which asks, and that of the other one.
+
+Both are needed to know a connection: two processes of a host may have the same port, where what
+they are connected with differs.
+"""
 
 
 def open_connections() -> dict[str, socket.socket]:
     """Return this process's TCP connections by the kernel's names of them: copies, to be closed."""
     found = {}
     for entry in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # it was closed meanwhile, or is no connection
-            name = os.readlink(entry)
-            if not name.startswith("socket:") or name in found:
+        with suppress(OSError):  # it was closed meanwhile
+            if not os.readlink(entry).startswith("socket:"):
                 continue
-            connection = socket.socket(fileno=os.dup(int(entry.name)))
+            copy = os.dup(int(entry.name))
             try:
-                is_tcp = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PROTOCOL)
-                if is_tcp == socket.IPPROTO_TCP and connection.getpeername():
-                    found[name] = connection
-            finally:
-                if name not in found:
-                    connection.close()
+                connection = socket.socket(fileno=copy)
+            except OSError:  # the number has become that of a file
+                os.close(copy)
+                continue
+            # The copy's, as the number may also have become another connection's.
+            name = f"socket:[{os.fstat(copy).st_ino}]"
+            if name not in found and _is_connected(connection):
+                found[name] = connection
+            else:
+                connection.close()
     return found
 
 
-def address_of(name: tuple[str, int]) -> Address:
-    """Return an end of a connection; what IPv6 makes of an IPv4 address is that address."""
-    host, port = name[:2]
-    return host.removeprefix("::ffff:"), port
+def ends_of(connection: socket.socket) -> Ends:
+    """Return where a connection begins and ends.
+
+    Raises:
+        OSError: It is none any more.
+    """
+    return _address(connection.getsockname()), _address(connection.getpeername())
+
+
+def opposite(ends: Ends) -> Ends:
+    """Return a connection's ends as the other process has them."""
+    here, there = ends
+    return there, here
 
 
 @contextmanager
@@ -62,3 +80,17 @@ def _names() -> set[str]:
     for connection in connections.values():
         connection.close()
     return set(connections)
+
+
+def _address(name: tuple[str, int]) -> Address:
+    """Return an end of a connection; what IPv6 makes of an IPv4 address is that address."""
+    host, port = name[:2]
+    return host.removeprefix("::ffff:"), port
+
+
+def _is_connected(connection: socket.socket) -> bool:
+    try:
+        protocol = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PROTOCOL)
+        return protocol == socket.IPPROTO_TCP and bool(connection.getpeername())
+    except OSError:
+        return False

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from pipollux_hybrid.errors import PeerLostError, ReplicaBrokenError
 
-from .connections import Address, address_of, open_connections
+from .connections import Ends, ends_of, open_connections, opposite
 from .env import JobEnvironment
 
 __all__ = ["PeerWatch", "broken_replica", "lost_peers"]
@@ -67,18 +67,22 @@ class PeerWatch:
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         after = open_connections()
         opened = [after[name] for name in after.keys() - before.keys()]
-        everyone: list[tuple[str, list[Address], list[Address]]] = [("", [], [])] * env.world_size
-        ends, others = ([address_of(x.getsockname()) for x in y] for y in (opened, before.values()))
-        dist.all_gather_object(everyone, (socket.gethostname(), ends, others), group=group)
+        everyone: list[tuple[str, list[Ends], list[Ends]]] = [("", [], [])] * env.world_size
+        mine = {ends: connection for connection in opened for ends in _ends(connection)}
+        names = {ends: name for name, connection in before.items() for ends in _ends(connection)}
+        dist.all_gather_object(everyone, (socket.gethostname(), [*mine], [*names]), group=group)
         self._hosts = [name for name, _, _ in everyone]
-        ranks = {address: rank for rank, (_, ends, _) in enumerate(everyone) for address in ends}
-        theirs = {address for _, _, others in everyone for address in others}
-        shared = {n for n, x in before.items() if address_of(x.getpeername()) in theirs}
-        self._shared = shared - spared
+        theirs = {opposite(ends) for _, _, others in everyone for ends in others}
+        self._shared = {name for ends, name in names.items() if ends in theirs} - spared
         """Names of the connections that collectives of all replicas have."""
-        peers = {ranks.get(address_of(x.getpeername())): x for x in opened}
-        self._connections = {rank: x for rank, x in peers.items() if rank is not None}
-        self._addresses = {address_of(x.getpeername())[0] for x in self._connections.values()}
+        self._connections = {
+            rank: mine[opposite(ends)]
+            for rank, (_, found, _) in enumerate(everyone)
+            for ends in found
+            if opposite(ends) in mine
+        }
+        peers = self._connections.values()
+        self._addresses = {there[0] for x in peers for _, there in _ends(x)}
         for connection in {*before.values(), *after.values()} - {*self._connections.values()}:
             connection.close()  # not of this group
         for connection in self._connections.values():
@@ -238,7 +242,7 @@ class PeerWatch:
             with connection, suppress(OSError):  # it was closed meanwhile
                 if name in self._spared or os.fstat(connection.fileno()).st_ino in watched:
                     continue  # nobody waits for these, and their end means the process's
-                if address_of(connection.getpeername())[0] in self._addresses:
+                if ends_of(connection)[1][0] in self._addresses:
                     connection.shutdown(socket.SHUT_RDWR)
         if (world := dist.group.WORLD) is not None and dist.get_backend() == "nccl":
             world._get_backend(torch.device("cuda")).abort()  # its kernels wait on the device
@@ -277,3 +281,11 @@ def _silence(connection: socket.socket) -> float:
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
     ages = (struct.unpack_from("I", info, offset)[0] for offset in (_LAST_DATA, _LAST_ACK))
     return float(min(ages)) / 1000
+
+
+def _ends(connection: socket.socket) -> list[Ends]:
+    """Return a connection's ends, of one that lives."""
+    try:
+        return [ends_of(connection)]
+    except OSError:
+        return []

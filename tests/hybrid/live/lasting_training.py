@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -29,13 +30,17 @@ def holdings(process: psutil.Process) -> dict[str, int]:
     live = live_membership(context())
     assert live is not None
     store = live._watch.store
+    try:
+        keys = store.num_keys() if store is not None else 0
+    except dist.DistNetworkError:
+        return {}  # another replica was lost since the last exchange
     ports = [x for x in process.net_connections("tcp") if x.status == psutil.CONN_LISTEN]
     return {
         "threads": process.num_threads(),
         "descriptors": process.num_fds(),
         "ports": len(ports),
         "memory": process.memory_info().rss // 1024,
-        "keys": store.num_keys() if store is not None else 0,
+        "keys": keys,
         "objects": len(gc.get_objects()),
     }
 
