@@ -14,12 +14,14 @@ import importlib
 import sys
 import time
 import types
+from collections import ChainMap, defaultdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas
 
+from pipollux_perfmodel.hints.step_rows import MAX_RELATIVES
 from pipollux_sched.policy import (
     CompletedJob,
     JobInfo,
@@ -39,8 +41,9 @@ class Adapter:
     Args:
         policy: name of one of `POLICIES`.
         known_length: what the policy is told of how long jobs will still train.
-        inherit_models: whether a job begins with the measurements of the last completed one of its
-            family, and the gradients that this one began with.
+        inherit_models: whether a job begins with what others of its family have measured, those at
+            work too, with the fit of the last one that completed, or else of the latest at work, and
+            with the gradients that this one began with.
     """
 
     cluster: Any
@@ -53,8 +56,8 @@ class Adapter:
         self._known_length = known_length
         self._inherit_models = inherit_models
         self._lengths = LengthHistory()
-        self._last: dict[str, Any] = {}
-        """The last completed job of each family."""
+        self._completed: dict[str, list[Any]] = defaultdict(list)
+        """The completed jobs of each family, the last one last."""
         self._first_gradients: dict[str, Any] = {}
         """Of each job that has trained."""
         self._seen_done: set[str] = set()
@@ -91,16 +94,31 @@ class Adapter:
                 self._seen_done.add(job.name)
                 family, trained = family_of(job.name), _samples(job)
                 self._lengths.add(CompletedJob(family, trained, trained / _base_goodput(job)))
-                self._last[family] = job
+                self._completed[family].append(job)
 
     def _inherit(self, job: Any) -> bool:
-        """Let a job that has not measured anything begin as one of its family ended."""
-        before = self._last.get(family_of(job.name))
-        if job.profile or before is None:
+        """Let a job that has not measured anything begin with what its relatives have."""
+        relatives = self._relatives(family_of(job.name))
+        if job.profile or not relatives:
             return False
-        job.profile, job.perf_params = dict(before.profile), before.perf_params
-        job.grad_params = self._first_gradients[before.name]
+        job.profile = dict(ChainMap(*(one.profile for one in relatives)))
+        job.perf_params = relatives[0].perf_params
+        job.grad_params = self._first_gradients[relatives[0].name]
         return True
+
+    def _relatives(self, family: str) -> list[Any]:
+        """Return who hands down what it measured, as a scheduler's store does (`Families`)."""
+        completed = self._completed[family]
+        at_work = [
+            job
+            for job in self.cluster.jobs
+            if job.perf_params is not None
+            and job.completion_time is None
+            and family_of(job.name) == family
+            and job.name in self._first_gradients
+        ]
+        latest = reversed([*completed[:-1], *at_work])
+        return [*completed[-1:], *latest][:MAX_RELATIVES]
 
     def _length(self, job: Any) -> dict[str, Any]:
         """Return what the policy is told of a job's length, as fields of `JobInfo`."""

@@ -83,6 +83,18 @@ def test_a_job_begins_with_what_its_predecessor_measured(service: Service) -> No
     assert set(rows[:-1]) == {(2, 0)}
 
 
+def test_a_job_begins_with_what_jobs_at_work_have_measured_so_far(service: Service) -> None:
+    complete(service, "toy-1", {**SANE, "maxProfiledReplicas": 4, "stepProfile": PROFILE})
+    rows = [{**ROW, "numReplicas": 8, "optimStepTime": 0.4}, {**ROW, "optimStepTime": 9.0}]
+    hints = {**SANE, "maxProfiledReplicas": 8, "stepProfile": {**PROFILE, "rows": rows}}
+    with service.submit("toy-2", ["node-b"]) as job:
+        job.put("/jobs/toy-2/hints?generation=1", json=hints).raise_for_status()
+        (told,) = run_job(service, "toy-3", 1)
+    found = [(row["num_replicas"], row["optim"], row["passed_on"]) for row in told.at_first]
+    assert found == [(4, 0.3, 1), (8, 0.4, 1)]  # of the same the one that completed counts
+    assert service.store.hints()["toy-3"]["maxProfiledReplicas"] == 8
+
+
 @pytest.mark.exhaustive
 def test_another_model_of_the_family_goes_on_without(service: Service) -> None:
     complete(service, "toy-1", {**SANE, "maxProfiledReplicas": 4, "stepProfile": PROFILE})
@@ -116,7 +128,7 @@ def test_a_job_without_predecessor_or_scheduler_begins_as_ever(service: Service)
 
 def test_processes_are_told_by_their_own_token_alone(service: Service) -> None:
     heir = service.submit("toy-2", ["node-a"])
-    nothing = {"predecessor": None, "step_profile": None}
+    nothing = {"predecessor": None, "relatives": [], "step_profile": None}
     assert heir.get("/jobs/toy-2/inheritance?generation=1").json() == nothing
     complete(service, "toy-1", {**SANE, "stepProfile": PROFILE})
     answer = heir.get("/jobs/toy-2/inheritance?generation=1")

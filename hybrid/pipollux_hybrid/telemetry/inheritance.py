@@ -1,4 +1,4 @@
-"""Step times that a job begins with: those of the last job of its family that completed.
+"""Step times that a job begins with: those that jobs of its family have measured.
 
 Processes that a scheduler starts ask it for them once, before the model is wrapped, as long as the
 job has measured nothing itself. The leader asks, for a moment at most, and tells the others. What
@@ -65,7 +65,7 @@ class ModelTraits(NamedTuple):
 
 
 def inherit(ctx: JobContext, profile: StepProfile) -> ModelTraits | None:
-    """Let a job that has measured nothing begin with what its predecessor measured.
+    """Let a job that has measured nothing begin with what others of its family measured.
 
     All processes call it at the same place. Whatever goes wrong, the job begins without.
 
@@ -80,13 +80,13 @@ def inherit(ctx: JobContext, profile: StepProfile) -> ModelTraits | None:
         return None
     from pydantic import ValidationError
 
-    from pipollux_perfmodel.hints.step_rows import StepRows
+    from pipollux_perfmodel.hints.step_rows import InheritedRows
 
     try:
         told = json.loads(answer)["step_profile"]
         if told is None:
             return None
-        rows = StepRows.model_validate(told)
+        rows = InheritedRows.model_validate(told)
     except (ValidationError, ValueError, LookupError, TypeError) as error:
         if ctx.env.leads:
             LOG.warning("what earlier jobs measured cannot be read and is left out: %s", error)

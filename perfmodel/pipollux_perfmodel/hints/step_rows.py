@@ -1,4 +1,4 @@
-"""Measured step times in hints: what a job hands down to the next one of its family.
+"""Measured step times in hints: what a job hands down to others of its family.
 
 A row is what the fit takes of one configuration. Rows are few, and each is handed down a few times
 only, so that what was wrong once, or on other hardware, is forgotten.
@@ -6,7 +6,9 @@ only, so that what was wrong once, or on other hardware, is forgotten.
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from collections.abc import Sequence
+from itertools import chain
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.alias_generators import to_camel
@@ -15,12 +17,24 @@ from pipollux_perfmodel.timing.params import ScheduleKind
 
 from .codec import MAX_CHUNKS, STRICT_KEYS, CheckpointsField
 
-__all__ = ["MAX_PASSED_ON", "MAX_ROWS", "StepRow", "StepRows"]
+__all__ = [
+    "MAX_INHERITED",
+    "MAX_PASSED_ON",
+    "MAX_RELATIVES",
+    "MAX_ROWS",
+    "InheritedRows",
+    "StepRow",
+    "StepRows",
+]
 
 MAX_ROWS = 64
 """The most rows that a job hands down."""
 MAX_PASSED_ON = 3
 """How many times a row is handed down at most, from the job that measured it on."""
+MAX_RELATIVES = 16
+"""The most jobs whose rows one job begins with: the last that completed, and the latest others."""
+MAX_INHERITED = 256
+"""The most rows that one job begins with."""
 _MAX_STAGES = 1024
 
 _Count = Annotated[int, Field(ge=1, le=2**31)]
@@ -71,6 +85,13 @@ class StepRow(_Row):
     passed_on: Annotated[int, Field(ge=0, le=MAX_PASSED_ON - 1)] = 0
     """How many times it was handed down before; 0: this job measured it itself."""
 
+    @property
+    def configuration(self) -> tuple[Any, ...]:
+        """What was measured: all but the times."""
+        replicas = self.num_nodes, self.num_replicas, self.processes
+        batch = self.atomic_bsz, self.num_microbatches
+        return (self.num_stages, *replicas, *batch, self.schedule, self.chunks_per_stage)
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.num_nodes > self.num_replicas:
@@ -100,6 +121,40 @@ class StepRows(_Row):
     """One for each configuration."""
 
     @property
+    def traits(self) -> dict[str, Any]:
+        """What rows of one model have in common, as fields."""
+        return self.model_dump(include={"checkpoint", "num_layers", "num_parameters"})
+
+    @property
     def max_replicas(self) -> int:
         """Largest number of replicas that was measured."""
         return max(row.num_replicas for row in self.rows)
+
+
+class InheritedRows(StepRows):
+    """The rows that a job begins with: those of its relatives, together."""
+
+    rows: Annotated[tuple[StepRow, ...], Field(min_length=1, max_length=MAX_INHERITED)]
+    """One for each configuration, those that were handed down least first."""
+
+    @classmethod
+    def of(cls, relatives: Sequence[StepRows]) -> InheritedRows | None:
+        """Return what jobs hand down to another one.
+
+        Of a configuration that several have, the row that was handed down least counts, and of
+        equals the earlier job's. Rows of another model than the first job's are left out.
+
+        Args:
+            relatives: the rows of one job each, in order.
+
+        Returns:
+            What they measured themselves first; None: there are no jobs.
+        """
+        if not relatives:
+            return None
+        traits = relatives[0].traits
+        alike = chain.from_iterable(x.rows for x in relatives if x.traits == traits)
+        found: dict[tuple[Any, ...], StepRow] = {}
+        for row in sorted(alike, key=lambda row: row.passed_on):
+            found.setdefault(row.configuration, row)
+        return cls(**traits, rows=tuple(found.values())[:MAX_INHERITED])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Literal, Self
 
 from pydantic import ValidationError
 
-from pipollux_perfmodel.hints.step_rows import StepRows
+from pipollux_perfmodel.hints.step_rows import InheritedRows, StepRows
 from pipollux_sched.controller.live_board import ReplicaAnswer
 from pipollux_sched.lifecycle import JobState
 from pipollux_sched.store import Predecessor
@@ -75,19 +76,23 @@ class DiscoveryReply(View):
 
 
 class InheritanceReply(View):
-    """What a job begins with: step times, as its predecessor's hints had them; null: nothing."""
+    """What a job begins with: step times, as the hints of its relatives had them; null: nothing."""
 
     predecessor: str | None = None
-    step_profile: StepRows | None = None
+    relatives: tuple[str, ...] = ()
+    """Who hands them down, the predecessor first."""
+    step_profile: InheritedRows | None = None
 
     @classmethod
-    def of(cls, before: Predecessor) -> Self:
-        """Return what a predecessor hands down; rows of another version are left out."""
-        try:
-            rows = StepRows.model_validate(before.hints.get("stepProfile"))
-        except ValidationError:
-            return cls(predecessor=before.job)
-        return cls(predecessor=before.job, step_profile=rows)
+    def of(cls, relatives: Sequence[Predecessor]) -> Self:
+        """Return what relatives hand down; rows of another version are left out."""
+        found = {}
+        for one in relatives:
+            with suppress(ValidationError):
+                found[one.job] = StepRows.model_validate(one.hints.get("stepProfile"))
+        before = relatives[0].job if relatives else None
+        rows = InheritedRows.of([*found.values()])
+        return cls(predecessor=before, relatives=tuple(found), step_profile=rows)
 
 
 class MembershipReply(View):

@@ -1,9 +1,12 @@
-"""Jobs that are alike, and what the last one of them measured.
+"""Jobs that are alike, and what they measured.
 
-A new job begins with the hints of its predecessor: the last job of its family that completed. A job
-that names no family shares one with the jobs of the same script and image whose names differ only
-in the number at their end. What is measured depends on the type of GPU and on the stages, so jobs
-that ask for other ones are not alike; nor are those of other users or teams.
+A new job is planned for by the hints of its predecessor: the last job of its family that completed
+or, while none has, the one at work that has reported last. It begins with the step times of its
+relatives: its predecessor, and those that have reported last. Jobs that failed hand nothing down.
+
+A job that names no family shares one with the jobs of the same script and image whose names differ
+only in the number at their end. What is measured depends on the type of GPU and on the stages, so
+jobs that ask for other ones are not alike; nor are those of other users or teams.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from sqlalchemy import Select, select
 
+from pipollux_perfmodel.hints.step_rows import MAX_RELATIVES
 from pipollux_sched.lifecycle import Phase
 
 from .database import Database
@@ -24,12 +28,14 @@ MOST_LOOKED_AT = 10_000
 """Jobs of an old store that are looked at; earlier ones hand nothing down."""
 MOST_ALIKE = 64
 """Jobs of a family that are asked for their hints: the latest."""
+RENEWED = 300.0
+"""Seconds between two looks at what a predecessor at work has reported."""
 
 FamilyKey: TypeAlias = tuple[Any, ...]
 
 
 class Predecessor(NamedTuple):
-    """The last job of a family that completed."""
+    """A job that hands down what it measured."""
 
     job: str
     hints: Mapping[str, Any]
@@ -76,6 +82,35 @@ class Families:
             if before is not None and before.job != name
         }
 
+    def relatives(self, name: str, spec: Mapping[str, Any]) -> list[Predecessor]:
+        """Return the jobs with whose step times a job begins, at most `MAX_RELATIVES`.
+
+        Args:
+            name: of the job.
+            spec: its spec, as JSON.
+
+        Returns:
+            Its predecessor first, then those that have reported last.
+        """
+        key = key_of(name, spec)
+        if key is None:
+            return []
+        with self._lock:
+            self._look_at_new_jobs()
+            first, names = self._find(key), [*self._alike.get(key, ())]
+        with self._database.read() as session:
+            latest = session.execute(
+                _reported(names).order_by(HintsRow.time.desc()).limit(MAX_RELATIVES + 1)
+            ).all()
+            found = {} if first is None else {first.job: first}
+            for row in latest:
+                if row.name not in found and key_of(row.name, row.spec) == key:
+                    found[row.name] = Predecessor(
+                        row.name, session.get_one(HintsRow, row.name).hints
+                    )
+        found.pop(name, None)
+        return [*found.values()][:MAX_RELATIVES]
+
     def forget(self) -> None:
         """Look at all jobs again: one has changed what makes it alike."""
         with self._lock:
@@ -98,10 +133,13 @@ class Families:
         if not names:
             return None
         with self._database.read() as session:
-            last = session.execute(_last_completed(names)).first()
+            completed = JobRow.phase == Phase.COMPLETE.value
+            order = completed.desc(), JobRow.ended_at.desc(), HintsRow.time.desc(), JobRow.id.desc()
+            last = session.execute(_reported(names).order_by(*order).limit(1)).first()
             if last is None:
                 return None
-            mark = (last.name, last.time)
+            works = last.phase != Phase.COMPLETE.value
+            mark = (last.name, last.time // RENEWED if works else last.time)
             known = self._latest.get(key)
             if known is not None and known[0] == mark:
                 return known[1]
@@ -137,11 +175,10 @@ def key_of(name: str, spec: Mapping[str, Any]) -> FamilyKey | None:
     return (family is None, family or family_of(name), *program, *owner, *stages)
 
 
-def _last_completed(names: Collection[str]) -> Select[tuple[str, float, dict[str, Any]]]:
+def _reported(names: Collection[str]) -> Select[tuple[str, str, float, dict[str, Any]]]:
+    """Ask for those of the jobs that have hints to hand down."""
     return (
-        select(JobRow.name, HintsRow.time, JobRow.spec)
+        select(JobRow.name, JobRow.phase, HintsRow.time, JobRow.spec)
         .join(HintsRow, HintsRow.job == JobRow.name)
-        .where(JobRow.name.in_(names), JobRow.phase == Phase.COMPLETE.value)
-        .order_by(JobRow.ended_at.desc(), JobRow.id.desc())
-        .limit(1)
+        .where(JobRow.name.in_(names), JobRow.phase != Phase.FAILED.value)
     )

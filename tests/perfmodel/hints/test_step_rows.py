@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from pipollux_perfmodel import HintsError, SchedHints
-from pipollux_perfmodel.hints.step_rows import MAX_PASSED_ON, MAX_ROWS, StepRow, StepRows
+from pipollux_perfmodel.hints.step_rows import (
+    MAX_INHERITED,
+    MAX_PASSED_ON,
+    MAX_ROWS,
+    InheritedRows,
+    StepRow,
+    StepRows,
+)
 
 ROW: dict[str, Any] = {
     "numStages": 2,
@@ -84,3 +91,63 @@ def test_a_profile_knows_its_own_keys() -> None:
     with pytest.raises(HintsError, match=r"stepProfile.numLayer is not .* did you mean numLayers?"):
         read(numLayer=6)
     assert StepRows.model_validate(PROFILE).rows == (StepRow.model_validate(ROW),)
+
+
+def rows_of(*entries: tuple[int, int], seconds: float = 1.0, **traits: Any) -> StepRows:
+    """What a job hands down: (replicas, how many times it was handed down) of each row."""
+    rows = [
+        {**ROW, "numReplicas": replicas, "passedOn": times, "optimStepTime": seconds}
+        for replicas, times in entries
+    ]
+    return StepRows.model_validate({**PROFILE, "rows": rows, **traits})
+
+
+def test_of_several_jobs_what_was_handed_down_least_counts() -> None:
+    """Of equals the earlier job's, and nothing of another model."""
+    several = (
+        rows_of((1, 1), (2, 0), seconds=1.0),
+        rows_of((1, 0), (2, 0), (4, 2), seconds=2.0),
+        rows_of((1, 0), (8, 0), seconds=3.0, numParameters=7),
+    )
+    found = InheritedRows.of(several)
+    assert found is not None
+    assert [(x.num_replicas, x.passed_on, x.optim_step_time) for x in found.rows] == [
+        *((2, 0, 1.0), (1, 0, 2.0), (4, 2, 2.0)),
+    ]
+    assert (found.num_layers, found.num_parameters) == (6, 1000)
+    assert InheritedRows.of([]) is None
+
+
+OTHER: dict[str, Any] = {
+    "numStages": 1,
+    "numNodes": 2,
+    "numReplicas": 2,
+    "atomicBsz": 8,
+    "numMicrobatches": 2,
+    "processes": 1,
+    "schedule": "gpipe",
+    "chunksPerStage": 1,
+}
+TIMES = {"accumStepTime", "optimStepTime", "forward", "backward", "exchangeTime", "passedOn"}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_each_field_that_is_no_time_makes_another_configuration(name: str) -> None:
+    row = {**ROW, "forward": [], "backward": []}
+    other = StepRow.model_validate({**row, name: OTHER[name]})
+    assert other.configuration != StepRow.model_validate(row).configuration
+    assert OTHER.keys() | TIMES == other.model_dump(by_alias=True).keys()
+
+
+def test_more_rows_come_together_than_one_job_hands_down() -> None:
+    several = [rows_of(*((k, i % 3) for k in range(1, MAX_ROWS + 1))) for i in range(3)]
+    spread = [
+        rows_of(*((MAX_ROWS * i + k, i % 3) for k in range(1, MAX_ROWS + 1))) for i in range(6)
+    ]
+    found = InheritedRows.of(several)
+    assert found is not None
+    assert [x.passed_on for x in found.rows] == [0] * MAX_ROWS
+    found = InheritedRows.of(spread)
+    assert found is not None
+    assert len(found.rows) == MAX_INHERITED
+    assert [x.passed_on for x in found.rows] == sorted([0, 1] * 2 * MAX_ROWS)

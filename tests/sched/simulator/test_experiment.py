@@ -189,3 +189,18 @@ def test_a_job_may_begin_with_what_its_family_measured(tmp_path: Path) -> None:
         first, second = experiment.run(Workload("w", jobs), "exact").jobs
         restarts[inherit] = first.num_restarts, second.num_restarts
     assert restarts[False][0] == restarts[False][1] == restarts[True][0] > restarts[True][1]
+
+
+def test_it_begins_with_what_jobs_at_work_have_measured_so_far(tmp_path: Path) -> None:
+    """The second one comes while the first trains."""
+    write_traces(tmp_path)
+    jobs = tuple(JobArrival(f"j-{n}", 110.0 * n, "cifar10", 1, 128) for n in range(2))
+    known = {}
+    for inherit in (False, True):
+        experiment = Experiment(make_nodes({"": (2, 2)}), Options(inherit_models=inherit), tmp_path)
+        first, second = experiment.run(Workload("w", jobs), "exact").jobs
+        assert first.completed is not None
+        assert second.started is not None
+        assert first.completed > second.started
+        known[inherit] = max(len(interval.nodes) for interval in second.history[:1])
+    assert known == {False: 1, True: 2}

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from pipollux_perfmodel.hints.step_rows import MAX_RELATIVES
 from pipollux_sched.lifecycle import Allocate, Cancel, Exited, Outcome
 from pipollux_sched.spec.job import JobSpec, SpecError, parse_job
 from pipollux_sched.store import Store
-from pipollux_sched.store.families import MOST_ALIKE
+from pipollux_sched.store.families import MOST_ALIKE, RENEWED
 from tests.sched.store.stores import Clock
 
 
@@ -20,6 +21,12 @@ def spec(name: str, **fields: Any) -> dict[str, Any]:
 
 def submit(store: Store, name: str, **fields: Any) -> None:
     store.submit(name, spec(name, **fields), f"token of {name}", 3)
+
+
+def train(store: Store, name: str, hints: Mapping[str, Any], **fields: Any) -> None:
+    submit(store, name, **fields)
+    store.transition(name, Allocate(["a"], "it is free"))
+    store.put_hints(name, 1, hints)
 
 
 def complete(store: Store, name: str, hints: Mapping[str, Any] | None, **fields: Any) -> None:
@@ -42,9 +49,7 @@ def test_the_last_that_completed_and_measured_something(store: Store, clock: Clo
     complete(store, "toy-2", {"maxProfiledReplicas": 2})
     clock.now += 1
     complete(store, "toy-3", None)
-    submit(store, "toy-4")
-    store.transition("toy-4", Allocate(["a"], "it is free"))
-    store.put_hints("toy-4", 1, {"maxProfiledReplicas": 4})
+    train(store, "toy-4", {"maxProfiledReplicas": 4})
     found = store.families.predecessors({"toy-9": spec("toy-9"), "else": spec("else")})
     assert {name: (one.job, one.hints["maxProfiledReplicas"]) for name, one in found.items()} == {
         "toy-9": ("toy-2", 2)
@@ -58,6 +63,58 @@ def test_the_last_that_completed_and_measured_something(store: Store, clock: Clo
     store.deletions.begin("toy-2")
     store.deletions.finish(store.deletions.pending()[0])
     assert before(store, "toy-9") == "toy-1"
+
+
+def related(store: Store, name: str) -> list[str]:
+    return [one.job for one in store.families.relatives(name, spec(name))]
+
+
+def test_those_at_work_hand_down_what_they_have_measured_so_far(store: Store, clock: Clock) -> None:
+    """While none has completed, the latest to report is the predecessor."""
+    train(store, "toy-1", {"maxProfiledReplicas": 1})
+    clock.now += 1
+    train(store, "toy-2", {"maxProfiledReplicas": 2})
+    assert before(store, "toy-9") == "toy-2"
+    assert related(store, "toy-9") == ["toy-2", "toy-1"]
+    assert related(store, "toy-2") == ["toy-1"]
+    clock.now += 1
+    store.put_hints("toy-1", 1, {"maxProfiledReplicas": 4})
+    assert before(store, "toy-9") == "toy-1"
+    assert related(store, "toy-9") == ["toy-1", "toy-2"]
+    complete(store, "toy-3", {"maxProfiledReplicas": 8})
+    clock.now += 1
+    store.put_hints("toy-2", 1, {"maxProfiledReplicas": 16})
+    assert before(store, "toy-9") == "toy-3"
+    assert related(store, "toy-9") == ["toy-3", "toy-2", "toy-1"]
+    store.transition("toy-2", Cancel())
+    store.transition("toy-2", Exited(1, Outcome.STOPPED, step=1))
+    assert related(store, "toy-9") == ["toy-3", "toy-1"]
+    assert related(store, "boy-9") == []
+    assert store.families.relatives("toy-9", spec("toy-9", family="")) == []
+
+
+def test_what_a_predecessor_at_work_reports_is_not_read_each_time(
+    store: Store, clock: Clock
+) -> None:
+    clock.now = 10 * RENEWED
+    train(store, "toy-1", {"maxProfiledReplicas": 1})
+    heirs = {"toy-9": spec("toy-9")}
+    first = store.families.predecessors(heirs)["toy-9"].hints
+    clock.now += RENEWED - 1
+    store.put_hints("toy-1", 1, {"maxProfiledReplicas": 2})
+    assert store.families.predecessors(heirs)["toy-9"].hints is first
+    clock.now += 1
+    store.put_hints("toy-1", 1, {"maxProfiledReplicas": 4})
+    assert store.families.predecessors(heirs)["toy-9"].hints["maxProfiledReplicas"] == 4
+
+
+def test_of_many_relatives_the_predecessor_and_the_latest(store: Store, clock: Clock) -> None:
+    complete(store, "toy-0", {"maxProfiledReplicas": 1})
+    for number in range(1, MAX_RELATIVES + 4):
+        clock.now += 1
+        train(store, f"toy-{number}", {"maxProfiledReplicas": 1})
+    numbers = [0, *range(MAX_RELATIVES + 3, 4, -1)]
+    assert related(store, "toy") == [f"toy-{number}" for number in numbers]
 
 
 def test_who_is_alike(store: Store) -> None:

@@ -148,13 +148,12 @@ async def put_hints(
     services.metrics.hints.inc()
 
 
-@router.get("/inheritance", summary="Ask what an earlier job measured")
+@router.get("/inheritance", summary="Ask what jobs like it measured")
 def get_inheritance(name: str, store: StoreDep, generation: _Generation) -> InheritanceReply:
-    """Return the step times that the last job of the family that completed hands down."""
+    """Return the step times that the family's jobs hand down, those at work too."""
     job = store.job(name)
     check_replica(name, job.state.generation, len(job.state.running_on), generation)
-    before = store.families.predecessors({name: job.spec}).get(name)
-    return InheritanceReply() if before is None else InheritanceReply.of(before)
+    return InheritanceReply.of(store.families.relatives(name, job.spec))
 
 
 @router.post("/reports", summary="Report progress")

@@ -76,8 +76,12 @@ class JobModel(Protocol):
     def observe(self, running: RunningJob, times: TrueStepTimes, gradients: GradParams) -> None:
         """Record the times of an iteration, and the gradients' size and noise."""
 
-    def inherit(self, predecessor: JobModel) -> None:
-        """Begin with what a completed job of the same application has measured."""
+    def inherit(self, relatives: Sequence[JobModel]) -> None:
+        """Begin with what jobs of the same application have measured.
+
+        Args:
+            relatives: one at least. The first one's gradients count, as they were at its start.
+        """
 
     def shapes(self) -> tuple[ReplicaShape, ...]:
         """Return the ways a replica may run, with their speedups; the job's own shape first."""

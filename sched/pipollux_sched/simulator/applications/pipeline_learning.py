@@ -12,6 +12,7 @@ something was seen that they would have missed by more than 4 %.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -48,13 +49,12 @@ class StepTimeLearner:
         self._seen: dict[str, _Seen] = {}
         self._known: dict[tuple[int, str, Checkpoints], PerfParams] = {}
 
-    def copy(self) -> StepTimeLearner:
-        """Return a learner that has seen the same."""
-        other = StepTimeLearner(self._job)
-        other._seen = {
-            name: _Seen(dict(seen.points), seen.network) for name, seen in self._seen.items()
-        }
-        return other
+    def inherit(self, others: Sequence[StepTimeLearner]) -> None:
+        """Begin with what others have seen; of two that saw the same the first counts."""
+        for other in reversed(others):
+            for name, seen in other._seen.items():
+                self._seen.setdefault(name, _Seen()).points |= seen.points
+        self._known.clear()
 
     def observe(self, running: RunningJob, times: TrueStepTimes) -> bool:
         """Note step times; tell whether parameters given out so far would have missed them.

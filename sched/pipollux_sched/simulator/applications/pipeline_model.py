@@ -70,12 +70,13 @@ class PipelineJobModel:
             self._shapes = None
             self._chosen.clear()
 
-    def inherit(self, predecessor: JobModel) -> None:
-        """Begin with a completed job's step times, and with the gradients that it began with."""
-        if isinstance(predecessor, PipelineJobModel):
-            self._learner = predecessor._learner.copy()
-            self.max_profiled_replicas = predecessor.max_profiled_replicas
-            self._first_gradients = predecessor._first_gradients
+    def inherit(self, relatives: Sequence[JobModel]) -> None:
+        """Begin with the jobs' step times, and with the gradients that the first one began with."""
+        alike = [model for model in relatives if isinstance(model, PipelineJobModel)]
+        if alike:
+            self._learner.inherit([model._learner for model in alike])
+            self.max_profiled_replicas = max(model.max_profiled_replicas for model in alike)
+            self._first_gradients = alike[0]._first_gradients
             self._gradients = self._first_gradients or UNSEEN_GRADIENTS
             self._shapes = None
             self._chosen.clear()

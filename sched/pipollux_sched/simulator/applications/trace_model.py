@@ -10,6 +10,7 @@ oracle does that Optimus was given in Pollux's comparison.
 from __future__ import annotations
 
 import math
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
@@ -24,11 +25,14 @@ from pipollux_perfmodel import (
     fit_perf_params,
 )
 from pipollux_perfmodel.goodput.corrections import StepCorrections, step_ratios
+from pipollux_perfmodel.hints.step_rows import MAX_INHERITED, MAX_PASSED_ON, MAX_ROWS
 from pipollux_sched.policy import ReplicaShape
 
 from .base import JobModel, RunningJob, TrueStepTimes
 
 _SLOT = {"slots": 1}
+_Row: TypeAlias = tuple[int, int, int]
+"""Nodes, replicas and atomic batch size."""
 
 
 Fit: TypeAlias = Callable[..., PerfParams]
@@ -73,12 +77,15 @@ class TraceJobModel:
 
     def __init__(self, app: BatchSizes) -> None:
         self._app = app
-        self._profile: dict[tuple[int, int, int], TrueStepTimes] = {}
+        self._profile: dict[_Row, TrueStepTimes] = {}
+        self._passed_on: dict[_Row, int] = {}
+        """How many times each row was handed down; the latest to be seen last."""
         self._gradients: GradParams | None = None
         self._first_gradients: GradParams | None = None
         self._goodput: GoodputFunction | None = None
         self._speedup: SpeedupFunction | None = None
         self._fitted = 0
+        self._last: _Row | None = None
         self._chosen: dict[tuple[int, int], Configuration] = {}
         self.max_profiled_replicas = 0
 
@@ -88,18 +95,36 @@ class TraceJobModel:
         if key not in self._profile:
             self._profile[key] = times
             self._speedup = None
+        if key != self._last:
+            self._last = key
+            self._passed_on.pop(key, None)
+            self._passed_on[key] = 0
         self.max_profiled_replicas = max(self.max_profiled_replicas, running.num_replicas)
         if gradients != self._gradients:
             self._gradients = gradients
             self._first_gradients = self._first_gradients or gradients
             self._speedup = None
 
-    def inherit(self, predecessor: JobModel) -> None:
-        """Begin with a completed job's profile, and with the gradients that it began with."""
-        if isinstance(predecessor, TraceJobModel):
-            self._profile = dict(predecessor._profile)
-            self.max_profiled_replicas = predecessor.max_profiled_replicas
-            self._gradients = self._first_gradients = predecessor._first_gradients
+    def inherit(self, relatives: Sequence[JobModel]) -> None:
+        """Begin with the jobs' profiles, and with the gradients that the first one began with.
+
+        As many rows are handed down as jobs hand down, and as often (`InheritedRows`).
+        """
+        alike = [model for model in relatives if isinstance(model, TraceJobModel)]
+        rows = [entry for model in alike for entry in model._handed_down()]
+        found: dict[_Row, int] = {}
+        for key, times in sorted(rows, key=lambda entry: entry[1]):
+            found.setdefault(key, times + 1)
+        profiles = ChainMap(*(model._profile for model in alike))
+        self._passed_on = dict(reversed([*found.items()][:MAX_INHERITED]))
+        self._profile = {key: profiles[key] for key in self._passed_on}
+        self.max_profiled_replicas = max((replicas for _, replicas, _ in found), default=0)
+        self._gradients = self._first_gradients = alike[0]._first_gradients if alike else None
+
+    def _handed_down(self) -> list[tuple[_Row, int]]:
+        """Return which rows it hands down, and how many times each was before: own ones first."""
+        latest = [entry for entry in reversed(self._passed_on.items()) if entry[1] < MAX_PASSED_ON]
+        return sorted(latest, key=lambda entry: entry[1])[:MAX_ROWS]
 
     def shapes(self) -> tuple[ReplicaShape, ...]:
         """Return the one shape of a model that fits on one GPU."""
@@ -221,7 +246,7 @@ class FixedBatchModel:
         self.max_profiled_replicas = max(self.max_profiled_replicas, running.num_replicas)
         self._gradients = gradients
 
-    def inherit(self, predecessor: JobModel) -> None:
+    def inherit(self, relatives: Sequence[JobModel]) -> None:
         """Inherit nothing: times are known."""
 
     def shapes(self) -> tuple[ReplicaShape, ...]:

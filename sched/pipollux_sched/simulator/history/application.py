@@ -149,10 +149,10 @@ class HistoryJobModel:
         self._known = True
         self.max_profiled_replicas = max(self.max_profiled_replicas, running.num_replicas)
 
-    def inherit(self, predecessor: JobModel) -> None:
-        """Begin with what a job that was like it has measured."""
+    def inherit(self, relatives: Sequence[JobModel]) -> None:
+        """Begin with what jobs that were like it have measured."""
         self._known = True
-        self.max_profiled_replicas = predecessor.max_profiled_replicas
+        self.max_profiled_replicas = max(model.max_profiled_replicas for model in relatives)
 
     def shapes(self) -> tuple[ReplicaShape, ...]:
         """Return one shape per number of stages, its own first; that alone until it has trained."""

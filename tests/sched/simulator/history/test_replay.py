@@ -152,7 +152,7 @@ def test_a_job_knows_itself_once_it_has_trained() -> None:
     assert float(shape.speedup_fn(1, 4)) < 4.0
     assert (model.max_profiled_replicas, model.base_goodput() > 0) == (2, True)
     heir = app.new_model()
-    heir.inherit(model)
+    heir.inherit([model])
     assert heir.shapes()[0].speedup_fn is shape.speedup_fn
     assert heir.max_profiled_replicas == 2
 
