@@ -42,8 +42,8 @@ class Adapter:
         policy: name of one of `POLICIES`.
         known_length: what the policy is told of how long jobs will still train.
         inherit_models: whether a job begins with what others of its family have measured, those at
-            work too, with the fit of the last one that completed, or else of the latest at work, and
-            with the gradients that this one began with.
+            work too, and with the fit of the last one that completed, or else of the latest at
+            work, and the gradients that this one began with.
     """
 
     cluster: Any

@@ -1,4 +1,4 @@
-"""Hints of jobs that have sent none yet: those of the last job of their family that completed.
+"""Hints of jobs that have sent none yet: those of their predecessors (`store.families`).
 
 They say how such a job scales, so that its first allocation may be as large as pays; what that
 other job had trained, or had left, says nothing of this one.

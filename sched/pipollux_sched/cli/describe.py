@@ -235,7 +235,7 @@ def _hints(hints: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
 
 def _planned_by(predecessor: str | None) -> Iterator[tuple[str, str]]:
     if predecessor is not None:
-        yield "planned for by", f"those of job {clean(predecessor)}, the last of its family"
+        yield "planned for by", f"those of job {clean(predecessor)} of its family"
 
 
 def _outcome(outcome: str | None, intent: str | None) -> str:

@@ -101,7 +101,7 @@ def _changes(found: ExplanationView) -> Iterator[str]:
 def _planned_by(predecessor: str) -> str:
     return (
         "It has measured nothing yet, and is planned for by what job "
-        f"{clean(predecessor)} measured, the last of its family that completed."
+        f"{clean(predecessor)} of its family measured."
     )
 
 

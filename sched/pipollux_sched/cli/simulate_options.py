@@ -150,7 +150,7 @@ class SimulatedJobFlags:
         bool | None,
         typer.Option(
             "--inherit-models/--no-inherit-models",
-            help="Let jobs begin with what the last completed job of their family measured.",
+            help="Let jobs begin with what others of their family have measured.",
             show_default="only with --from-state",
         ),
     ] = None

@@ -81,6 +81,7 @@ class JobModel(Protocol):
 
         Args:
             relatives: one at least. The first one's gradients count, as they were at its start.
+                It may be asked again, as they measure more, until the job starts.
         """
 
     def shapes(self) -> tuple[ReplicaShape, ...]:

@@ -49,12 +49,19 @@ class StepTimeLearner:
         self._seen: dict[str, _Seen] = {}
         self._known: dict[tuple[int, str, Checkpoints], PerfParams] = {}
 
-    def inherit(self, others: Sequence[StepTimeLearner]) -> None:
-        """Begin with what others have seen; of two that saw the same the first counts."""
-        for other in reversed(others):
-            for name, seen in other._seen.items():
-                self._seen.setdefault(name, _Seen()).points |= seen.points
-        self._known.clear()
+    def inherit(self, others: Sequence[StepTimeLearner]) -> bool:
+        """Take in what others have seen; tell whether anything of it is new."""
+        new = False
+        for other in others:
+            for name, theirs in other._seen.items():
+                seen = self._seen.setdefault(name, _Seen())
+                more = {x: times for x, times in theirs.points.items() if x not in seen.points}
+                if more:
+                    seen.points |= more
+                    seen.network, new = None, True
+        if new:
+            self._known.clear()
+        return new
 
     def observe(self, running: RunningJob, times: TrueStepTimes) -> bool:
         """Note step times; tell whether parameters given out so far would have missed them.

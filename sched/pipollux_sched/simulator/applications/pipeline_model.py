@@ -73,11 +73,14 @@ class PipelineJobModel:
     def inherit(self, relatives: Sequence[JobModel]) -> None:
         """Begin with the jobs' step times, and with the gradients that the first one began with."""
         alike = [model for model in relatives if isinstance(model, PipelineJobModel)]
-        if alike:
-            self._learner.inherit([model._learner for model in alike])
+        if not alike:
+            return
+        gradients = alike[0]._first_gradients
+        new = self._learner.inherit([model._learner for model in alike])
+        if new or gradients != self._first_gradients:
             self.max_profiled_replicas = max(model.max_profiled_replicas for model in alike)
-            self._first_gradients = alike[0]._first_gradients
-            self._gradients = self._first_gradients or UNSEEN_GRADIENTS
+            self._first_gradients = gradients
+            self._gradients = gradients or UNSEEN_GRADIENTS
             self._shapes = None
             self._chosen.clear()
 

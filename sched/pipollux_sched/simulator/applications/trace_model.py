@@ -117,9 +117,12 @@ class TraceJobModel:
             found.setdefault(key, times + 1)
         profiles = ChainMap(*(model._profile for model in alike))
         self._passed_on = dict(reversed([*found.items()][:MAX_INHERITED]))
-        self._profile = {key: profiles[key] for key in self._passed_on}
-        self.max_profiled_replicas = max((replicas for _, replicas, _ in found), default=0)
-        self._gradients = self._first_gradients = alike[0]._first_gradients if alike else None
+        profile = {key: profiles[key] for key in self._passed_on}
+        gradients = alike[0]._first_gradients if alike else None
+        if (profile, gradients) != (self._profile, self._gradients):
+            self._profile, self._goodput = profile, None
+            self.max_profiled_replicas = max((replicas for _, replicas, _ in profile), default=0)
+            self._gradients = self._first_gradients = gradients
 
     def _handed_down(self) -> list[tuple[_Row, int]]:
         """Return which rows it hands down, and how many times each was before: own ones first."""

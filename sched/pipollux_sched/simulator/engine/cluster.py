@@ -146,7 +146,7 @@ class Cluster:
         if not self.workload or not self.nodes:
             raise SimulationError("there is nothing to simulate; give jobs and nodes")
         self._heirs: set[str] = set()
-        """Jobs that began with the model of an earlier one."""
+        """Jobs that began with what others had measured."""
         self._at_changes = self.options.decides_at == "changes"
         self._fixed = not getattr(self.policy, "adapts_batch_size", True)
         self._all_nodes, self.nodes = dict(self.nodes), dict(self.nodes)
@@ -269,9 +269,14 @@ class Cluster:
             row = self._waiting.pop(0)
             app = self.applications[row.application]
             model = app.new_model(row.batch_size if self._fixed else None)
-            if self.options.inherit_models and self.experience.bequeath(row, model):
-                self._heirs.add(row.name)
             self._active[row.name] = self._job(row, app, model)
+
+    def _bequeath(self) -> None:
+        """Let jobs that wait for their first start begin with what their families know by now."""
+        if self.options.inherit_models:
+            for name, job in self._active.items():
+                if self._is_new(name) and self.experience.bequeath(job):
+                    self._heirs.add(name)
 
     def _job(self, row: JobArrival, app: Application, model: JobModel) -> SimulatedJob:
         """Return a job that has arrived, with its own prices of changes where it has them."""
@@ -292,6 +297,7 @@ class Cluster:
         self._arrive()
         if not self._active or not self.nodes:
             return
+        self._bequeath()
         mean_jobs = self._mean_jobs()
         infos = {name: self._info(job, mean_jobs.get(name)) for name, job in self._active.items()}
         base = {

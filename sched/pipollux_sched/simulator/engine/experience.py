@@ -9,22 +9,22 @@ from typing import Any
 from pipollux_perfmodel.hints.step_rows import MAX_RELATIVES
 from pipollux_sched.policy import CompletedJob, LengthHistory
 from pipollux_sched.simulator.applications.base import JobModel
-from pipollux_sched.simulator.workload.arrivals import JobArrival
 
 from .job import SimulatedJob
 
 
 @dataclass
 class _Family:
-    """Models of jobs that are alike: each begins with what the others have measured."""
+    """Jobs that are alike: each begins with what the others have measured."""
 
     completed: list[JobModel] = field(default_factory=list)
-    active: dict[str, JobModel] = field(default_factory=dict)
-    """By name of the job, the latest to arrive last."""
+    active: dict[str, SimulatedJob] = field(default_factory=dict)
+    """Those that have not completed, by name, the latest to arrive last."""
 
     def relatives(self) -> list[JobModel]:
-        """Return those that hand down what they measured: the last that completed goes first."""
-        measured = [x for x in self.active.values() if x.max_profiled_replicas > 0]
+        """Return who hands down what it measured: the last that completed goes first."""
+        started = [job.model for job in self.active.values() if job.started is not None]
+        measured = [model for model in started if model.max_profiled_replicas > 0]
         before = self.completed[-1:]
         return [*before, *reversed([*self.completed[:-1], *measured])][:MAX_RELATIVES]
 
@@ -46,11 +46,11 @@ class Experience:
         family.active.pop(job.name, None)
         family.completed.append(job.model)
 
-    def bequeath(self, job: JobArrival, model: JobModel) -> bool:
-        """Let a job that arrives inherit from its family; tell whether there was anything."""
-        family = self._families[job.lineage]
+    def bequeath(self, job: SimulatedJob) -> bool:
+        """Let a job that has not started inherit from its family; tell whether it could."""
+        family = self._families[job.arrival.lineage]
+        family.active[job.name] = job
         relatives = family.relatives()
         if relatives:
-            model.inherit(relatives)
-        family.active[job.name] = model
+            job.model.inherit(relatives)
         return bool(relatives)
