@@ -103,7 +103,7 @@ def test_another_model_of_the_family_goes_on_without(service: Service) -> None:
     assert (silent.at_last, silent.lines) == ([], [])  # one of them says so
     assert other.at_last == []
     assert other.lines == [
-        "step times of earlier jobs of the family are dropped: they are of another model, with "
+        "step times of other jobs of the family are dropped: they are of another model, with "
         f"num_parameters {num_parameters(WIDTH)} instead of {num_parameters(WIDTH + 1)}"
     ]
     assert service.store.hints()["toy-3"]["maxProfiledReplicas"] == 2

@@ -152,12 +152,12 @@ class Autotuner:
         self._drop_inherited(f"they are of another model, with {' and '.join(differences)}")
 
     def _drop_inherited(self, why: str) -> None:
-        """Drop all step times that earlier jobs measured, with one line that says why."""
+        """Drop all step times that other jobs measured, with one line that says why."""
         if not self.profile.inherited:
             return
         self.profile.inherit({})
         if self._context.env.leads:
-            LOG.warning("step times of earlier jobs of the family are dropped: %s", why)
+            LOG.warning("step times of other jobs of the family are dropped: %s", why)
 
     def fit_and_hint(self) -> SchedHints | None:
         """Fit, and return what the scheduler is to know; None: nothing yet."""

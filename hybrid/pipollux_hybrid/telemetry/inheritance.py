@@ -89,7 +89,7 @@ def inherit(ctx: JobContext, profile: StepProfile) -> ModelTraits | None:
         rows = InheritedRows.model_validate(told)
     except (ValidationError, ValueError, LookupError, TypeError) as error:
         if ctx.env.leads:
-            LOG.warning("what earlier jobs measured cannot be read and is left out: %s", error)
+            LOG.warning("what other jobs measured cannot be read and is left out: %s", error)
         return None
     profile.inherit({_configuration(row): _summary(row) for row in rows.rows})
     return ModelTraits.of(rows)
@@ -117,7 +117,7 @@ def _ask(env: JobEnvironment) -> bytes:
 
 
 def rows_to_pass_on(profile: StepProfile, traits: ModelTraits | None) -> StepRows | None:
-    """Return what the next job of the family is to begin with; None: nothing yet.
+    """Return what other jobs of the family are to begin with; None: nothing yet.
 
     The latest of its own go first; of what was inherited, what was handed down least.
     """
@@ -158,7 +158,7 @@ def contradiction(profile: StepProfile, checkpoint: Checkpoints) -> str | None:
             said = "measured" if before is not None else "foretell"
             return (
                 f"{configuration.num_replicas} replicas with an atomic batch size of "
-                f"{configuration.atomic_bsz} take {summary.optim:.3g} s a step, and earlier jobs "
+                f"{configuration.atomic_bsz} take {summary.optim:.3g} s a step, and other jobs "
                 f"{said} {expected:.3g} s"
             )
     profile.settle(own)

@@ -170,12 +170,12 @@ class StepProfile:
 
     @property
     def inherited(self) -> dict[StepConfiguration, StepSummary]:
-        """What earlier jobs of the family measured, of configurations old and new."""
+        """What other jobs of the family measured, of configurations old and new."""
         with self._lock:
             return dict(self._inherited)
 
     def inherit(self, rows: Mapping[StepConfiguration, StepSummary]) -> None:
-        """Take what earlier jobs of the family measured in place of what was inherited before."""
+        """Take what other jobs of the family measured in place of what was inherited before."""
         with self._lock:
             self._inherited = dict(rows)
 

@@ -117,7 +117,7 @@ class SchedHints(BaseModel):
     """Such samples that the job has trained, with those before its restarts; None: it does not
     say."""
     step_profile: StepRows | None = None
-    """Step times that the next job of the family begins with; None: there are none."""
+    """Step times that other jobs of the family begin with; None: there are none."""
     step_ratios: Annotated[tuple[_StepRatio, ...], Field(max_length=MAX_RATIOS)] | None = None
     """What `perf_params` leave over of measured steps, as `[nodes, replicas, measured time over
     predicted]`; None: nothing."""

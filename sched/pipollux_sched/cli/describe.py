@@ -226,7 +226,7 @@ def _hints(hints: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
             yield name, f"{count(len(layers), 'entry').replace('entrys', 'entries')} measured"
         elif name == "stepProfile":
             rows = value.get("rows", ()) if isinstance(value, Mapping) else ()
-            yield name, f"{count(len(rows), 'configuration')} for the next job of the family"
+            yield name, f"{count(len(rows), 'configuration')} for other jobs of the family"
         elif isinstance(value, Mapping):
             yield name, ", ".join(f"{key}={_short(v)}" for key, v in value.items())
         else:

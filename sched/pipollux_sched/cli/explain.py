@@ -101,7 +101,7 @@ def _changes(found: ExplanationView) -> Iterator[str]:
 def _planned_by(predecessor: str) -> str:
     return (
         "It has measured nothing yet, and is planned for by what job "
-        f"{clean(predecessor)} of its family measured."
+        f"{clean(predecessor)} measured, which is of its family."
     )
 
 

@@ -1,4 +1,4 @@
-"""Step times of earlier jobs: what a job makes of them, and when it lets go of them."""
+"""Step times of other jobs: what a job makes of them, and when it lets go of them."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_an_own_measurement_of_the_same_contradicts(factor: float) -> None:
     told = contradiction(heir, "never")
     assert told is not None
     assert told.startswith("2 replicas with an atomic batch size of 8 take ")
-    assert told.endswith("and earlier jobs measured 0.3 s")
+    assert told.endswith("and other jobs measured 0.3 s")
     few = measured({configuration(2): 0.3 * factor}, steps=SURE - 1)
     few.inherit(handed_down(OLD))
     assert contradiction(few, "never") is None  # not sure yet

@@ -83,7 +83,7 @@ def test_it_gets_at_once_what_pays(world: World) -> None:
     job = world.store.job("toy-2")
     why, shown = explanation(world.store, job), job_details(world.store, job)
     assert (why.planned_by, shown.planned_by) == (None, None)
-    assert "2 configurations for the next job of the family" in plain(job_sections(shown))
+    assert "2 configurations for other jobs of the family" in plain(job_sections(shown))
     (logged,) = world.store.events(job="toy-2", types=["hints"])
     assert "stepProfile" not in logged["hints"]
 
