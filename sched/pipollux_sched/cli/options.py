@@ -145,7 +145,7 @@ Tail: TypeAlias = Annotated[
         max=MOST_TAIL,
         help="How much more late jobs count: completion times to the power 1 + Q are kept short, "
         "1 their squares; by the policy exact.",
-        show_default="0",
+        show_default="0, and 1 where a type of GPU is scarce",
     ),
 ]
 

@@ -33,7 +33,9 @@ the fraction H_j / (H_j + D_j) are means over the values. A job of which not eve
 counts as the shortest: most are short.
 
 With a `tail` q above 0, late jobs count more: those that wait are counted by what a second adds to
-the sum of JCT^(1 + q), instead of all as one, and go before others of their length (`ranks`).
+the sum of JCT^(1 + q), instead of all as one, and go before others of their length (`ranks`). It is
+0 but where jobs with a choice of GPU share a type with jobs that have none: the longest of these
+wait for all shorter ones, while other GPUs stand idle, and q is `SCARCE_TAIL`.
 
 A job that runs on several types of GPU pays for slots of a type that others need, which run on no
 other: `scarcity` · E[rank_j^a] times what `scarcity.waiting_charges` says. So it leaves them to
@@ -75,6 +77,8 @@ from .scarcity import charged, waiting_charges
 
 MOST_TAIL = 10.0
 """The greatest `CompletionTime.tail`: beyond, only the oldest jobs would count."""
+SCARCE_TAIL = 1.0
+"""That where a type of GPU is scarce (`scarcity`), if nothing is said of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +106,10 @@ class CompletionTime:
     scarcity: float = 0.7
     """Share of what jobs that run on several types of GPU are charged for making those wait that
     run on one only; 0: nothing. More: long captive jobs end sooner, others later."""
-    tail: float = 0.0
+    tail: float | None = None
     """q: how much more late jobs count, at most `MOST_TAIL`. 0: the average completion time is to
-    be short; 1: that of their squares. More: the last jobs end sooner, most others later."""
+    be short; 1: that of their squares. More: the last jobs end sooner, most others later. None: 0,
+    but `SCARCE_TAIL` while there are jobs that are charged for making others wait (`scarcity`)."""
 
     def __post_init__(self) -> None:
         for name in ("rank_power", "part"):
@@ -113,8 +118,8 @@ class CompletionTime:
         for name in ("horizon", "patience", "quantum", "scarcity"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}: {getattr(self, name)} must be at least 0")
-        if not 0 <= self.tail <= MOST_TAIL:
-            raise ValueError(f"tail: {self.tail} must be between 0 and {MOST_TAIL:g}")
+        if self.tail is not None and not 0 <= self.tail <= MOST_TAIL:
+            raise ValueError(f"tail: {self.tail} must be between 0 and {MOST_TAIL:g}, or None")
         if self.fairness is not None and not 1 <= self.fairness < math.inf:
             raise ValueError(
                 f"fairness: {self.fairness} must be a finite factor of at least 1, as in 1.25 for "
@@ -131,8 +136,12 @@ class CompletionTime:
     def judge(self, instance: Instance, promises: Promises) -> Worth:
         """Return the gains of all jobs, weighted by rank."""
         unit = unit_costs(instance)
-        powers = mean_powers(instance, unit, self.rank_power, self.tail)
-        charges = (self.scarcity * powers)[instance.table.shape_job] * waiting_charges(instance)
+        charges = waiting_charges(instance)
+        tail = self.tail
+        if tail is None:
+            tail = SCARCE_TAIL if charges.any() else 0.0
+        powers = mean_powers(instance, unit, self.rank_power, tail)
+        charges *= (self.scarcity * powers)[instance.table.shape_job]
         return _Worth(self, instance, unit.total * powers, promises, charges)
 
     def _behind(self, instance: Instance) -> list[Behind]:

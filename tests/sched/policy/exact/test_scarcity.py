@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from pipollux_sched.policy import (
     ReplicaShape,
     make_policy,
 )
+from pipollux_sched.policy.exact.completion_time import SCARCE_TAIL
 from pipollux_sched.policy.exact.configurations import build_instance
 from pipollux_sched.policy.exact.objective import Held
 from pipollux_sched.policy.exact.promise import Promises
@@ -42,7 +45,7 @@ def job(number: int, left: float, slow: float) -> JobInfo:
 
 
 def types(jobs: dict[str, JobInfo], scarcity: float) -> dict[str, set[str]]:
-    policy = ExactPolicy(CompletionTime(scarcity=scarcity))
+    policy = ExactPolicy(CompletionTime(scarcity=scarcity, tail=0.0))
     given, _ = policy.optimize(jobs, NODES, {}, NODES["fast"])
     return {name: set(nodes) for name, nodes in given.items()}
 
@@ -79,7 +82,8 @@ def test_charges_are_the_waiting_of_captive_jobs() -> None:
     assert all(not charges[f"captive-{n}"].any() for n in range(3))
     assert np.allclose(charges["free"], [3 / 4, 0.0]), "of the fast type, and of the slow one"
     plain, paying = (
-        CompletionTime(scarcity=scarcity).judge(instance, Promises()) for scarcity in (0.0, 0.5)
+        CompletionTime(scarcity=scarcity, tail=0.0).judge(instance, Promises())
+        for scarcity in (0.0, 0.5)
     )
     ranks = {"free": 4, "narrow": 5}
     for number, configs in enumerate(instance.jobs):
@@ -95,6 +99,25 @@ def test_charges_are_the_waiting_of_captive_jobs() -> None:
             assert np.isclose(
                 paying.moved(number, speedup, held), max(without - cost, LEAST_KEPT * without)
             )
+
+
+@pytest.mark.parametrize(
+    ("slow", "tail"),
+    [((0.0, 0.0, 0.3), SCARCE_TAIL), ((0.0, 0.0, 0.0), 0.0), ((0.3, 0.2, 0.3), 0.0)],
+    ids=["some have a choice", "none has", "all have"],
+)
+def test_late_jobs_count_more_where_a_type_is_scarce(slow: Sequence[float], tail: float) -> None:
+    jobs = {
+        f"job-{n}": replace(job(n, 3000.0 * (n + 1), speed), age=1000.0 * (3 - n))
+        for n, speed in enumerate(slow)
+    }
+    instance = build_instance(jobs, NODES, {}, NODES["fast"])
+    usual, same, other = (
+        CompletionTime(tail=q).judge(instance, Promises()).gains()
+        for q in (None, tail, SCARCE_TAIL - tail)
+    )
+    assert (usual == same).all()
+    assert (usual != other).any()
 
 
 @pytest.mark.parametrize("scarcity", [-0.1, float("nan")])
