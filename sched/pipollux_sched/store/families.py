@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 from sqlalchemy import Select, select
 
-from pipollux_perfmodel.hints.step_rows import MAX_RELATIVES
 from pipollux_sched.lifecycle import Phase
 
 from .database import Database
@@ -92,6 +91,9 @@ class Families:
         Returns:
             Its predecessor first, then those that have reported last.
         """
+        # With all of numpy, which who only lists jobs does without.
+        from pipollux_perfmodel.hints.step_rows import MAX_RELATIVES
+
         key = key_of(name, spec)
         if key is None:
             return []
