@@ -92,7 +92,8 @@ class InheritanceReply(View):
                 found[one.job] = StepRows.model_validate(one.hints.get("stepProfile"))
         before = relatives[0].job if relatives else None
         rows = InheritedRows.of([*found.values()])
-        return cls(predecessor=before, relatives=tuple(found), step_profile=rows)
+        told = tuple(job for job, theirs in found.items() if rows and theirs.traits == rows.traits)
+        return cls(predecessor=before, relatives=told, step_profile=rows)
 
 
 class MembershipReply(View):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,12 +12,15 @@ from pipollux_sched.simulator.applications.base import JobModel
 
 from .job import SimulatedJob
 
+RENEWED = 300.0
+"""Seconds between two looks of a job that waits at what its family has measured."""
+
 
 @dataclass
 class _Family:
     """Jobs that are alike: each begins with what the others have measured."""
 
-    completed: list[JobModel] = field(default_factory=list)
+    completed: deque[JobModel] = field(default_factory=lambda: deque(maxlen=MAX_RELATIVES))
     active: dict[str, SimulatedJob] = field(default_factory=dict)
     """Those that have not completed, by name, the latest to arrive last."""
 
@@ -25,8 +28,8 @@ class _Family:
         """Return who hands down what it measured: the last that completed goes first."""
         started = [job.model for job in self.active.values() if job.started is not None]
         measured = [model for model in started if model.max_profiled_replicas > 0]
-        before = self.completed[-1:]
-        return [*before, *reversed([*self.completed[:-1], *measured])][:MAX_RELATIVES]
+        latest = [*self.completed]
+        return [*latest[-1:], *reversed([*latest[:-1], *measured])][:MAX_RELATIVES]
 
 
 @dataclass
@@ -35,6 +38,8 @@ class Experience:
 
     lengths: LengthHistory = field(default_factory=LengthHistory)
     _families: dict[Any, _Family] = field(default_factory=lambda: defaultdict(_Family))
+    _looked: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    """At which relatives jobs that wait have looked, and when."""
 
     def add(self, job: SimulatedJob) -> None:
         """Take in a completed job."""
@@ -44,6 +49,7 @@ class Experience:
             self.lengths.add(CompletedJob(job.arrival.family, trained, trained / goodput))
         family = self._families[job.arrival.lineage]
         family.active.pop(job.name, None)
+        self._looked.pop(job.name, None)
         family.completed.append(job.model)
 
     def bequeath(self, job: SimulatedJob) -> bool:
@@ -51,6 +57,8 @@ class Experience:
         family = self._families[job.arrival.lineage]
         family.active[job.name] = job
         relatives = family.relatives()
-        if relatives:
+        looked = (job.clock // RENEWED, *map(id, relatives))
+        if relatives and self._looked.get(job.name) != looked:
+            self._looked[job.name] = looked
             job.model.inherit(relatives)
         return bool(relatives)
