@@ -4,8 +4,8 @@
         [--found]
 
 DATA holds `traces` and `workloads` of Pollux's public artifact. 16 nodes of 4 GPUs, a start takes
-30 s; a round every 60 s and at every arrival, and jobs begin with what the last completed one of
-their family measured, both as under the scheduler. "live" is with live changes at 1 s. What was
+30 s; a round every 60 s and at every arrival, and jobs begin with what others of their family have
+measured, both as under the scheduler. "live" is with live changes at 1 s. What was
 simulated is kept in DIR, a file each, and not simulated again; with --found nothing is simulated.
 Prints Markdown.
 

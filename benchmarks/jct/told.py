@@ -6,9 +6,9 @@ ARTIFACT is the folder `simulator` of petuum/adaptdl, branch osdi21-artifact. Ev
 simulated with the policy told exactly how long jobs still train, told wrong by a factor of up to
 two, not told, and learning it from the jobs that complete; in the simulator of Pipollux, with its
 own fit of step times and with AdaptDL's, and in the artifact's own, unchanged (`in_artifact`, which
-needs pandas), there also with jobs that inherit what the last completed one of their family
-measured. What was simulated is kept in DIR, a file each, and not simulated again; with --found
-nothing is simulated. Prints Markdown, without the rows of which nothing is known.
+needs pandas), there also with jobs that begin with what others of their family have measured. What
+was simulated is kept in DIR, a file each, and not simulated again; with --found nothing is
+simulated. Prints Markdown, without the rows of which nothing is known.
 """
 
 from __future__ import annotations
