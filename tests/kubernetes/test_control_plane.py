@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from lightkube import Client
-from lightkube.resources.core_v1 import Node, Pod
+from lightkube.resources.core_v1 import Node, Pod, ServiceAccount
 
 from tests.services import require_kubernetes
 
@@ -90,8 +90,13 @@ def test_a_container_finds_the_api_server(cluster: ControlPlane, client: Client)
         "try: list(lightkube.Client().list(Pod))\n"
         "except e.ApiError as error: print(error.status.reason)\n"
     )
+
+    def has_token() -> bool:
+        return bool(client.get(ServiceAccount, "default").secrets)
+
     asking = pod("it", ["python", "-c", asks])
     del asking["spec"]["automountServiceAccountToken"]
+    until(has_token, "the namespace's account has a token")
     client.create(Pod.from_dict(asking))
     assert ended(client, "it").exitCode == 0
     assert list(client.log("it")) == ["Forbidden\n"], "it has a token, and no rights"
