@@ -1,6 +1,6 @@
 """Prints, of the replicas of a job on this host, which connection each takes for which other one's.
 
-They have so few ports that several connections have the same one.
+They have so few ports that several connections have the same one nearly always.
 """
 
 from __future__ import annotations

