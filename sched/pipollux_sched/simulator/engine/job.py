@@ -239,7 +239,8 @@ class SimulatedJob:
             return
         placement = tuple(Counter(self.members).values())
         self._pass(min(self._delay, until - self.clock), waiting=True)
-        while until - self.clock > 0 and self.completed is None:
+        # A sum may round to less than `until`: a job that still starts does not train then.
+        while self._delay <= 0 < until - self.clock and self.completed is None:
             self._train(until, placement, pace, gpu_type)
         self.clock = until if self.completed is None else self.clock
 

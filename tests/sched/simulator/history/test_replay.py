@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pipollux_perfmodel import GoodputFunction, SchedHints
@@ -96,6 +96,7 @@ def test_a_life_is_replayed_as_it_was(tmp_path: Path, policy: str) -> None:
         max_size=6,
     )
 )
+@example(jobs=[(1.1, 1000.0, 1), (5.403799477157102, 11226.0, 1)])  # one starts, one comes
 @examples(5)
 def test_any_life_is_replayed_as_it_was(
     tmp_path_factory: pytest.TempPathFactory, jobs: list[tuple[float, float, int]]
