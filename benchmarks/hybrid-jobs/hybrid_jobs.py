@@ -130,7 +130,8 @@ def main() -> None:
             print(
                 f"\nNodes of {GPUS} GPUs: {dict(nodes)}; {options.jobs} jobs, "
                 f"seed {options.seed}, every {options.interval:g} s, "
-                f"scarcity {options.scarcity:g}, tail {options.tail or 'as usual'}\n"
+                f"scarcity {options.scarcity:g}, "
+                f"tail {'as usual' if options.tail is None else options.tail}\n"
             )
             print(
                 "| | average JCT | median | p99 | makespan | restarts per job | GPUs held "

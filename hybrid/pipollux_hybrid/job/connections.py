@@ -92,5 +92,5 @@ def _is_connected(connection: socket.socket) -> bool:
     try:
         protocol = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PROTOCOL)
         return protocol == socket.IPPROTO_TCP and bool(connection.getpeername())
-    except OSError:
+    except OSError:  # it has been closed by its other end
         return False

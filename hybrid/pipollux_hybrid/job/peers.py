@@ -287,5 +287,5 @@ def _ends(connection: socket.socket) -> list[Ends]:
     """Return a connection's ends, of one that lives."""
     try:
         return [ends_of(connection)]
-    except OSError:
+    except OSError:  # its other end has closed it meanwhile
         return []

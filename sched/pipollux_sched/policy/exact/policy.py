@@ -81,7 +81,7 @@ class ExactPolicy:
 
     @property
     def tail(self) -> float | None:
-        """How much more late jobs count (`CompletionTime.tail`); None: its objective does not."""
+        """How much more late jobs count (`CompletionTime.tail`); None: as usual, or not."""
         return getattr(self._objective, "tail", None)
 
     allocate_job = staticmethod(place_arrival)
