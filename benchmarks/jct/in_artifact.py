@@ -15,6 +15,7 @@ import sys
 import time
 import types
 from collections import ChainMap, defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +247,11 @@ def run(
         done = sum(job.completion_time is not None for job in cluster.jobs)
         if cluster.current_time % 3600 == 0:
             print(f"{cluster.current_time / 3600:.0f} h: {done} done", file=sys.stderr)
+    return outcome(cluster, adapter.seconds)
+
+
+def outcome(cluster: Any, policy_seconds: Sequence[float]) -> dict[str, Any]:
+    """Return the metrics of a simulation that is done."""
     jcts = np.array(list(cluster.get_jcts().values()), dtype=float)
     return {
         "avg_jct_s": float(jcts.mean()),
@@ -255,6 +261,6 @@ def run(
             - min(job.submission_time for job in cluster.jobs)
         ),
         "restarts_per_job": float(np.mean([job.num_restarts or 0 for job in cluster.jobs])),
-        "policy_seconds_median": float(np.median(adapter.seconds)),
+        "policy_seconds_median": float(np.median(policy_seconds)),
         "jcts": cluster.get_jcts(),
     }

@@ -6,9 +6,10 @@ ARTIFACT is the folder `simulator` of petuum/adaptdl, branch osdi21-artifact. Ev
 simulated with the policy told exactly how long jobs still train, told wrong by a factor of up to
 two, not told, and learning it from the jobs that complete; in the simulator of Pipollux, with its
 own fit of step times and with AdaptDL's, and in the artifact's own, unchanged (`in_artifact`, which
-needs pandas), there also with jobs that begin with what others of their family have measured. What
-was simulated is kept in DIR, a file each, and not simulated again; with --found nothing is
-simulated. Prints Markdown, without the rows of which nothing is known.
+needs pandas), there also with jobs that begin with what others of their family have measured, and
+with jobs and decisions as ours (`pipollux_in_artifact`). What was simulated is kept in DIR, a file
+each, and not simulated again; with --found nothing is simulated. Prints Markdown, without the rows
+of which nothing is known.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 import in_artifact
 import jct
 import numpy as np
+import pipollux_in_artifact
 
 from pipollux_perfmodel import fit_like_adaptdl, fit_perf_params
 from pipollux_sched.simulator import Experiment, KnownLength, Options, make_nodes, measure
@@ -59,6 +61,16 @@ def theirs(*, inherit_models: bool) -> Run:
     return run
 
 
+def whole(*, rescale_seconds: float | None) -> Run:
+    """Return what simulates a workload in the artifact, with jobs' agents of ours."""
+
+    def run(artifact: Path, number: int, known_length: KnownLength) -> Row:
+        path = artifact / "workloads" / f"workload-{number}.csv"
+        return pipollux_in_artifact.run(artifact, path, POLICY, known_length, rescale_seconds)
+
+    return run
+
+
 WHERE: dict[str, tuple[str, Run]] = {
     "here": ("Pipollux's simulator", ours(fit_perf_params)),
     "here-adaptdl": ("Pipollux's simulator, AdaptDL's fit", ours(fit_like_adaptdl)),
@@ -66,6 +78,14 @@ WHERE: dict[str, tuple[str, Run]] = {
     "artifact-heirs": (
         "the artifact's simulator, models inherited",
         theirs(inherit_models=True),
+    ),
+    "artifact-pipollux": (
+        "the artifact's simulator, jobs and decisions as ours",
+        whole(rescale_seconds=None),
+    ),
+    "artifact-live": (
+        "the same, with live changes at 1 s",
+        whole(rescale_seconds=1.0),
     ),
 }
 

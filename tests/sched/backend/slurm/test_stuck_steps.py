@@ -81,6 +81,8 @@ def test_a_scheduler_starts_though_a_forgotten_replica_is_listed(
     assert runs(second, state_dir, other).ended is None
     assert "(forgotten.g1.r0)" in leaves(second, "n1")
     assert state(second, other).ended is None
+    second.signal(other, Signal.KILL)  # the patience of the end is short here
+    assert ended(second, other).status == -9
 
 
 def test_an_allocation_with_a_stuck_step_is_replaced(
