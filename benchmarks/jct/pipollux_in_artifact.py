@@ -50,8 +50,16 @@ LOOK = 5
 """Whole seconds between two looks at whether a job has completed."""
 INTERVAL = 60
 """Seconds after which the policy is asked though nothing has arrived or completed."""
-START_SECONDS = 30.0
-"""What the artifact lets every start take."""
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What changes cost."""
+
+    start_seconds: float = 30.0
+    """A start or restart; by default as in the artifact."""
+    rescale_seconds: float | None = None
+    """A live change, to those that stay; None: every change is a restart."""
 
 
 @dataclass
@@ -64,8 +72,7 @@ class Agent:
     app: TraceApplication
     """The bounds of its batch sizes, and its length."""
     model: JobModel
-    rescale_seconds: float | None
-    restart_seconds: float = START_SECONDS
+    prices: Prices
     nodes: tuple[Any, ...] = ()
     """What it holds."""
     members: tuple[Any, ...] = ()
@@ -78,6 +85,16 @@ class Agent:
     def name(self) -> str:
         """Name in the workload."""
         return self.arrival.name
+
+    @property
+    def restart_seconds(self) -> float:
+        """What a restart costs, as a start does."""
+        return self.prices.start_seconds
+
+    @property
+    def rescale_seconds(self) -> float | None:
+        """What a live change costs."""
+        return self.prices.rescale_seconds
 
     @property
     def clock(self) -> float:
@@ -184,6 +201,8 @@ def job_class(base: type[Any]) -> type[Any]:
             if self.live is None:
                 self.join_at = float("inf")
                 super().reallocate(placement)
+                if placement:
+                    self.rescale_time = self.agent.prices.start_seconds
                 return
             stay, pauses = self.live
             if pauses:
@@ -193,7 +212,7 @@ def job_class(base: type[Any]) -> type[Any]:
             if sum(stay) == sum(placement):
                 self.join_at = float("inf")
             else:
-                self.join_at = self.current_time + START_SECONDS
+                self.join_at = self.current_time + self.agent.prices.start_seconds
 
     return Job
 
@@ -285,7 +304,7 @@ def run(
     workload: Path,
     policy: str,
     known_length: KnownLength,
-    rescale_seconds: float | None = None,
+    prices: Prices,
 ) -> dict[str, Any]:
     """Simulate a workload on 16 nodes of 4 GPUs.
 
@@ -294,7 +313,7 @@ def run(
         workload: a CSV file in it.
         policy: name of one of `POLICIES`.
         known_length: what it is told.
-        rescale_seconds: what a live change costs those that stay; None: all are restarts.
+        prices: of changes.
     """
     simulator = in_artifact.load_simulator(artifact)
     with (
@@ -302,7 +321,7 @@ def run(
         mock.patch.object(simulator, "PolluxPolicy", Scheduler),
         mock.patch.object(simulator, "Job", job_class(simulator.Job)),
     ):
-        return _run(simulator, artifact, workload, policy, known_length, rescale_seconds)
+        return _run(simulator, artifact, workload, policy, known_length, prices)
 
 
 def _run(
@@ -311,7 +330,7 @@ def _run(
     workload: Path,
     policy: str,
     known_length: KnownLength,
-    rescale_seconds: float | None,
+    prices: Prices,
 ) -> dict[str, Any]:
     apps = read_applications(artifact / "traces")
     agents: dict[str, Agent] = {}
@@ -320,7 +339,7 @@ def _run(
     theirs = {job.name: job for job in cluster.jobs}
     for row in read_workload(workload):
         app = apps[row.application]
-        agent = Agent(theirs[row.name], row, app, app.new_model(), rescale_seconds)
+        agent = Agent(theirs[row.name], row, app, app.new_model(), prices)
         agents[row.name] = theirs[row.name].agent = agent
     arrivals = sorted({math.ceil(agent.arrival.time) for agent in agents.values()})
     while not cluster.all_complete():

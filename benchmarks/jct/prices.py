@@ -1,14 +1,14 @@
 """Average completion times with one price of a change, and with two: a restart, a live change.
 
     python benchmarks/jct/prices.py ARTIFACT --results DIR [--workloads 1] [--loads 1]
-        [--as-scheduler] [--found]
+        [--as-scheduler] [--restart-seconds 30] [--found]
 
 ARTIFACT is the folder `simulator` of petuum/adaptdl, branch osdi21-artifact. Every workload is
-simulated with every change at 30 s, and with live changes at `--rescale-seconds` where a replica
-stays in place; with the policy told exactly how long jobs still train, not told, and learning it
-from the jobs that complete; with `--told 2` within a factor of two. With --as-scheduler the policy
-is asked as a scheduler asks it, when a job arrives or completes too, and jobs begin with what
-others of their family have measured. What was simulated is kept in DIR, a file each, and not
+simulated with every change at `--restart-seconds`, and with live changes at `--rescale-seconds`
+where a replica stays in place; with the policy told exactly how long jobs still train, not told,
+and learning it from the jobs that complete; with `--told 2` within a factor of two. With
+--as-scheduler the policy is asked as a scheduler asks it, when a job arrives or completes too, and
+jobs begin with what others of their family have measured. What was simulated is kept in DIR, a file each, and not
 simulated again; with --found nothing is simulated. Prints Markdown.
 """
 
@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--policies", default="exact")
     parser.add_argument("--told", default=",".join(TOLD))
     parser.add_argument("--as-scheduler", action="store_true")
+    parser.add_argument("--restart-seconds", type=float, default=30.0)
     parser.add_argument("--rescale-seconds", type=float, default=1.0)
     parser.add_argument("--found", action="store_true")
     options = parser.parse_args()
@@ -56,6 +57,7 @@ def main() -> None:
         ["workload", "load", "policy", "told", "a live change costs", "against Pollux", *titles]
     )
     numbers, loads = options.workloads.split(","), options.loads.split(",")
+    restart = f"a restart: {options.restart_seconds:g} s"
     for which in itertools.product(map(float, loads), map(int, numbers)):
         published = jct.published_jct(options.artifact, "pollux", which)["avg_jct_s"]
         for policy in options.policies.split(","):
@@ -69,7 +71,7 @@ def main() -> None:
                     if base is not None:
                         shown[0] += f" ({row['avg_jct_s'] / base - 1:+.1%})"
                     base = row["avg_jct_s"] if price is None else base
-                    costs = "a restart: 30 s" if price is None else f"{price:g} s"
+                    costs = restart if price is None else f"{price:g} s; {restart}"
                     against = f"{row['avg_jct_s'] / published - 1:+.1%}"
                     knows = TOLD.get(told, f"within a factor of {told}")
                     cells = [f"{which[1]}", f"{which[0]:g}", policy, knows, costs, against, *shown]
@@ -85,11 +87,17 @@ def case(
     kind = "scheduler" if options.as_scheduler else "prices"
     load, number = which
     at = "" if load == 1.0 else f"-load-{load:g}"
+    if options.restart_seconds != Options().restart_seconds:
+        at += f"-restart-{options.restart_seconds:g}"
     target = options.results / f"{kind}-{policy}-{told}-{cost}-{number}{at}.json"
     if not target.exists():
         if options.found:
             return None
-        settings = Options(rescale_seconds=price, known_length=KnownLength.parse(told))
+        settings = Options(
+            restart_seconds=options.restart_seconds,
+            rescale_seconds=price,
+            known_length=KnownLength.parse(told),
+        )
         if options.as_scheduler:
             settings = replace(settings, decides_at="changes", inherit_models=True)
         row = simulate(options.artifact, which, policy, settings)

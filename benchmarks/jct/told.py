@@ -24,6 +24,7 @@ import in_artifact
 import jct
 import numpy as np
 import pipollux_in_artifact
+from pipollux_in_artifact import Prices
 
 from pipollux_perfmodel import fit_like_adaptdl, fit_perf_params
 from pipollux_sched.simulator import Experiment, KnownLength, Options, make_nodes, measure
@@ -61,12 +62,12 @@ def theirs(*, inherit_models: bool) -> Run:
     return run
 
 
-def whole(*, rescale_seconds: float | None) -> Run:
+def whole(prices: Prices) -> Run:
     """Return what simulates a workload in the artifact, with jobs' agents of ours."""
 
     def run(artifact: Path, number: int, known_length: KnownLength) -> Row:
         path = artifact / "workloads" / f"workload-{number}.csv"
-        return pipollux_in_artifact.run(artifact, path, POLICY, known_length, rescale_seconds)
+        return pipollux_in_artifact.run(artifact, path, POLICY, known_length, prices)
 
     return run
 
@@ -81,11 +82,15 @@ WHERE: dict[str, tuple[str, Run]] = {
     ),
     "artifact-pipollux": (
         "the artifact's simulator, jobs and decisions as ours",
-        whole(rescale_seconds=None),
+        whole(Prices()),
     ),
     "artifact-live": (
         "the same, with live changes at 1 s",
-        whole(rescale_seconds=1.0),
+        whole(Prices(rescale_seconds=1.0)),
+    ),
+    "artifact-measured": (
+        "the same, and starts at 10 s",
+        whole(Prices(start_seconds=10.0, rescale_seconds=1.0)),
     ),
 }
 
