@@ -8,8 +8,8 @@ simulated with every change at `--restart-seconds`, and with live changes at `--
 where a replica stays in place; with the policy told exactly how long jobs still train, not told,
 and learning it from the jobs that complete; with `--told 2` within a factor of two. With
 --as-scheduler the policy is asked as a scheduler asks it, when a job arrives or completes too, and
-jobs begin with what others of their family have measured. What was simulated is kept in DIR, a file each, and not
-simulated again; with --found nothing is simulated. Prints Markdown.
+jobs begin with what others of their family have measured. What was simulated is kept in DIR, a file
+each, and not simulated again; with --found nothing is simulated. Prints Markdown.
 """
 
 from __future__ import annotations
