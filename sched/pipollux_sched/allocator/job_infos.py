@@ -86,6 +86,8 @@ def job_info(
     num_stages: int | None = None,
     teams: TeamsSpec | None = None,
     history: LengthHistory | None = None,
+    has_trained: bool = True,
+    relatives: Sequence[float] = (),
     mean_jobs: float | None = None,
 ) -> JobInfo:
     """Convert a job to the policy's form.
@@ -104,6 +106,8 @@ def job_info(
         num_stages: K that it runs with, which is always one of its shapes; None: it does not run.
         teams: say its team and priority; None: there are no teams.
         history: what completed jobs say of its length; None: nothing.
+        has_trained: whether the hints are its own; else it has trained nothing yet.
+        relatives: how many samples others of its family say that they train.
         mean_jobs: that were unfinished, averaged over its life; None: not known.
     """
     said = hints_worth(spec, hints)
@@ -128,7 +132,7 @@ def job_info(
         attained_service=attained_service,
         mean_jobs=mean_jobs,
         allowed_replicas=spec.max_replicas,
-        **length_of(spec, hints, own, history),
+        **length_of(spec, hints, own, history, has_trained=has_trained, relatives=relatives),
         requested_replicas=spec.requested_replicas,
         team="" if teams is None else teams.team_of(spec),
         priority=priority,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pipollux_perfmodel import HintsError, SchedHints, SpeedupFunction
@@ -12,7 +13,7 @@ from pipollux_sched.store import CompletedRecord, Store
 
 from .hints import worth
 
-__all__ = ["LearnedLengths", "family_name", "length_of", "whole_samples"]
+__all__ = ["LearnedLengths", "declared_lengths", "family_name", "length_of", "whole_samples"]
 
 
 class LearnedLengths:
@@ -78,32 +79,60 @@ def family_name(spec: JobSpec) -> str:
     return family_of(spec.name) if spec.family is None else spec.family or spec.name
 
 
+def declared_lengths(
+    jobs: Iterable[tuple[JobSpec, SchedHints | None]],
+) -> dict[str, tuple[float, ...]]:
+    """Return how many samples jobs that are not done say that they train, by family.
+
+    Args:
+        jobs: what their users asked for, and what they have reported themselves.
+    """
+    found: dict[str, list[float]] = {}
+    for spec, hints in jobs:
+        if hints is not None and None not in (hints.trained_samples, hints.remaining_samples):
+            whole = (hints.trained_samples or 0.0) + (hints.remaining_samples or 0.0)
+            if 0 < whole < math.inf:
+                found.setdefault(family_name(spec), []).append(whole)
+    return {family: tuple(samples) for family, samples in found.items()}
+
+
 def length_of(
-    spec: JobSpec, hints: SchedHints | None, own: SpeedupCallable, history: LengthHistory | None
+    spec: JobSpec,
+    hints: SchedHints | None,
+    own: SpeedupCallable,
+    history: LengthHistory | None,
+    *,
+    has_trained: bool = True,
+    relatives: Sequence[float] = (),
 ) -> dict[str, Any]:
     """Return what is known of how long a job still trains, as fields of `JobInfo`.
 
     Args:
         spec: what the user asked for.
-        hints: the job's own, as far as they are believed.
+        hints: by which it is planned for, as far as they are believed.
         own: the speedup of its own shape.
         history: completed jobs; None: nothing is learned from them.
+        has_trained: whether the hints are the job's own; else it has trained nothing yet.
+        relatives: how many samples others of its family say that they train.
     """
     if hints is None or not isinstance(own, SpeedupFunction) or not own.base_goodput > 0:
         return {}
-    trained, left, goodput = hints.trained_samples, hints.remaining_samples, own.base_goodput
+    trained = hints.trained_samples if has_trained else 0.0
+    left, goodput = hints.remaining_samples, own.base_goodput
     told = {} if left is None else {"remaining_work": left / goodput}
     if trained is not None:
         told["work_done"] = trained / goodput
     if not all(map(math.isfinite, told.values())):
         return {}
-    if trained is None or history is None or not history.knows(declared=left is not None):
+    if trained is None or history is None:
+        return told
+    if not history.knows(declared=left is not None) and (left is not None or not relatives):
         return told
     family = family_name(spec)
     declared = None if left is None else trained + left
     return {
         # What jobs declare says more than that they are of a family.
         "family": family if left is None else "",
-        "work_left": history.work_left(family, trained, goodput, declared),
+        "work_left": history.work_left(family, trained, goodput, declared, relatives),
         "work_done": told["work_done"],
     }

@@ -12,7 +12,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -33,7 +33,7 @@ from pipollux_sched.views.teams import stored_teams
 
 from .inherited_hints import Heir, HeirReader, without_rows
 from .job_infos import hints_worth, job_info, node_info
-from .learned_lengths import LearnedLengths
+from .learned_lengths import LearnedLengths, declared_lengths, family_name
 from .mean_jobs import mean_jobs
 from .strategy import Candidate
 
@@ -123,10 +123,12 @@ class SnapshotReader:
         notices, now = {} if teams is None else store.teams.notices(), self._clock()
         overdue = {name for name, due in notices.items() if due <= now}
         heirs = self._heirs.read({job.name: job.spec for job in jobs if job.name not in hints})
+        parsed = [self._parse(job.name, job.spec, hints.get(job.name)) for job in jobs]
+        declared = declared_lengths(parsed)
         candidates = [
             self._candidate(
                 job,
-                hints.get(job.name),
+                *told,
                 heirs.get(job.name),
                 generations=generations.get(job.name, 0),
                 service=service.get(job.name, 0.0),
@@ -136,12 +138,13 @@ class SnapshotReader:
                 unfinished=unfinished.get(job.name),
                 teams=teams,
                 history=history,
+                relatives=declared.get(family_name(told[0]), ()),
                 overdue=job.name in overdue,
             )
-            for job in jobs
+            for job, told in zip(jobs, parsed, strict=True)
             if not job.state.suspended
         ]
-        for gone in self._parsed.keys() - {job.name for job in candidates}:
+        for gone in self._parsed.keys() - {job.name for job in jobs}:
             del self._parsed[gone]
         nodes = {
             name: replace(node, draining=node.draining or name in leaving)
@@ -160,7 +163,8 @@ class SnapshotReader:
     def _candidate(
         self,
         job: JobRecord,
-        hints: str | None,
+        spec: JobSpec,
+        believed: SchedHints | None,
         heir: Heir | None,
         *,
         generations: int,
@@ -171,9 +175,9 @@ class SnapshotReader:
         unfinished: float | None,
         teams: TeamsSpec | None,
         history: LengthHistory,
+        relatives: Sequence[float],
         overdue: bool,
     ) -> Candidate:
-        spec, believed = self._parse(job.name, job.spec, hints)
         if believed or spec.hints or (heir and not hints_worth(spec, heir.hints).speedups):
             heir = None
         told = believed or spec.hints or (heir.hints if heir else None)
@@ -192,6 +196,8 @@ class SnapshotReader:
             num_stages=job.state.num_stages if job.state.assigned else None,
             teams=teams,
             history=history,
+            has_trained=believed is not None,
+            relatives=relatives,
         )
         return Candidate(
             job.name,

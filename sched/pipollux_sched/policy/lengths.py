@@ -12,6 +12,7 @@ The distribution of X, given that X > a, has these witnesses:
 
 * every completed job, at x_i: with `FAMILY_WEIGHT` if it is of the job's family, else with 1.
   Within a family the number of samples is what the jobs share, so x_i follows from it;
+* every other job of its family that is not done and declares its whole work: as a completed one;
 * that work is heavy-tailed: Pareto's law from `LEAST_WORK` on, with exponent `TAIL`, which weighs
   as much as `TAIL_WEIGHT` completed jobs. By it, what is left grows with a;
 * a job that declares its whole work d: in place of both, d · r_i with the weights above, where r_i
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -115,7 +116,12 @@ class LengthHistory:
         return any(job.declared for job in self._all) if declared else bool(self._all)
 
     def work_left(
-        self, family: str, trained: float, goodput: float, declared: float | None = None
+        self,
+        family: str,
+        trained: float,
+        goodput: float,
+        declared: float | None = None,
+        relatives: Sequence[float] = (),
     ) -> tuple[float, ...]:
         """Return equally likely values of the work that a job has left, in ascending order.
 
@@ -124,6 +130,8 @@ class LengthHistory:
             trained: samples so far, each worth one of a batch of the initial size.
             goodput: of one replica, in such samples per second.
             declared: such samples in all, as the job says; None: it does not say.
+            relatives: what others of its family say that are not done; it counts where the job
+                does not say.
 
         Returns:
             `NUM_VALUES` values, in seconds of one replica; none while the goodput is not known.
@@ -133,7 +141,7 @@ class LengthHistory:
         done = trained / goodput
         own = self._families.get(family, [])
         if declared is None:
-            whole, weights = self._lengths(own, goodput)
+            whole, weights = self._lengths([*(job.samples for job in own), *relatives], goodput)
         else:
             whole, weights = self._errors(own, max(declared, trained) / goodput)
         left, weights = whole[whole > done] - done, weights[whole > done]
@@ -142,10 +150,9 @@ class LengthHistory:
             left, weights = np.concatenate([left, tail]), np.concatenate([weights, share])
         return _quantiles(left, weights)
 
-    def _lengths(self, own: list[CompletedJob], goodput: float) -> _Weighted:
+    def _lengths(self, samples: Sequence[float], goodput: float) -> _Weighted:
         others = np.array([job.work for job in self._all])
-        mine = np.array([job.samples for job in own]) / goodput
-        return _weighted(mine, others)
+        return _weighted(np.array(samples) / goodput, others)
 
     def _errors(self, own: list[CompletedJob], declared: float) -> _Weighted:
         mine, others = (

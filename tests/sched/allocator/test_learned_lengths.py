@@ -86,6 +86,34 @@ def test_what_a_job_declares_counts_as_far_as_others_kept_to_it(store: Store, cl
     assert max(history.work_left("a", 0.0, 1.0, 500.0)) == 500.0
 
 
+def waiting(store: Store, name: str, **fields: Any) -> None:
+    """Submit a job that is to wait: it has reported nothing."""
+    store.submit(name, {"name": name, "script": "x", **fields}, "token", 3)
+
+
+def test_one_that_waits_is_as_long_as_its_family_was(store: Store) -> None:
+    for number in range(30):
+        run(store, f"bert-{number}", {"trainedSamples": 1000.0})
+    waiting(store, "bert-99")
+    waiting(store, "gpt-1")
+    left = lengths(store)
+    assert left["bert-99"][7] == pytest.approx(1000.0 / goodput())
+    assert left["gpt-1"] == (), "nothing is known of how fast it trains"
+
+
+def test_one_that_waits_is_as_long_as_others_say_that_are_at_work(store: Store) -> None:
+    waiting(store, "bert-99")
+    run(store, "bert-1", {"trainedSamples": 100.0}, end=False)
+    assert lengths(store)["bert-99"] == (), "the other does not say"
+    run(store, "bert-2", {"trainedSamples": 100.0, "remainingSamples": 900.0}, end=False)
+    left = lengths(store)
+    assert left["bert-99"][7] == pytest.approx(1000.0 / goodput())
+    assert left["bert-1"][7] == pytest.approx(900.0 / goodput()), "it has trained 100 of them"
+    assert left["bert-2"] == (pytest.approx(900.0 / goodput()),), "its own word counts"
+    waiting(store, "bert-long", hints={**HINTS, "remainingSamples": 5000.0})
+    assert lengths(store)["bert-long"] == (pytest.approx(5000.0 / goodput()),)
+
+
 def test_each_job_is_read_once(store: Store, clock: Clock) -> None:
     learned = LearnedLengths(store)
     for number in range(3):

@@ -37,17 +37,17 @@ def test_a_family_is_a_name_without_its_number(name: str, family: str) -> None:
 lengths = st.lists(st.integers(1, 50).map(lambda n: n * 100.0), min_size=1, max_size=8)
 
 
-@given(mine=lengths, others=lengths, done=st.integers(0, 60).map(lambda n: n * 100.0))
+@given(mine=lengths, others=lengths, said=lengths, done=st.integers(0, 60).map(lambda n: n * 100.0))
 def test_values_are_quantiles_of_all_that_is_still_possible(
-    mine: list[float], others: list[float], done: float
+    mine: list[float], others: list[float], said: list[float], done: float
 ) -> None:
     """Brute force: exact weights, and where half of a step is passed."""
     known = history(*mine, family="own")
     known.extend(CompletedJob("other", work * 7.0, work) for work in others)
-    left = known.work_left("own", trained=done * 2.0, goodput=2.0)
+    left = known.work_left("own", trained=done * 2.0, goodput=2.0, relatives=said)
 
     # What a family shares is samples: at twice the goodput they are half the seconds.
-    weights = [(work / 2.0 - done, Fraction(int(FAMILY_WEIGHT))) for work in mine]
+    weights = [(work / 2.0 - done, Fraction(int(FAMILY_WEIGHT))) for work in [*mine, *said]]
     weights += [(work - done, Fraction(1)) for work in [*mine, *others]]
     possible = sorted(pair for pair in weights if pair[0] > 0)
     tail = TAIL_WEIGHT * (LEAST_WORK / max(done, LEAST_WORK)) ** TAIL
@@ -61,6 +61,14 @@ def test_values_are_quantiles_of_all_that_is_still_possible(
     assert len(left) == NUM_VALUES
     assert min(left) > 0
     assert list(left) == sorted(left)
+
+
+def test_what_others_of_a_family_say_counts_where_a_job_does_not() -> None:
+    known = LengthHistory()
+    alone = known.work_left("own", 100.0, 1.0, relatives=[1000.0])
+    assert np.mean(np.array(alone) == 900.0) >= 0.8
+    said = known.work_left("own", 0.0, 2.0, declared=1000.0)
+    assert known.work_left("own", 0.0, 2.0, declared=1000.0, relatives=[800.0]) == said
 
 
 def test_of_a_heavy_tail_what_is_left_grows_with_what_is_done() -> None:

@@ -115,9 +115,24 @@ def test_declared_lengths_are_told_of_those_that_declare_them() -> None:
     run(policy, *jobs, interval=100.0, known_length=KnownLength.parse("declared"))
     left = [(seen["j"].remaining_work, seen["k"].likely_work) for seen in policy.seen[:3]]
     assert left == [(None, ()), (pytest.approx(201.0), ()), (pytest.approx(101.0), ())]
-    # By then both have completed, so that lengths can be learned, once it has trained.
-    late = [seen["late"] for seen in policy.seen if "late" in seen]
-    assert [bool(info.work_left) for info in late[:2]] == [False, True]
+    # By then both have completed, so that lengths can be learned.
+    late = next(seen["late"] for seen in policy.seen if "late" in seen)
+    assert late.work_left
+
+
+def test_what_one_declares_is_known_of_its_family() -> None:
+    policy = Give(**{"a-1": ["a"], "a-2": ["b"], "b-1": ["a"]})
+    declares = JobTerms(declares_length=True)
+    jobs = [row(name, 0.0, terms=declares) for name in ("a-1", "a-2", "b-1")]
+    run(policy, *jobs[::2], interval=100.0, known_length=KnownLength.parse("declared"))
+    assert [seen["b-1"].likely_work for seen in policy.seen[:1]] == [()]
+    policy.seen.clear()
+    jobs[1] = row("a-2", 150.0, terms=declares)
+    run(policy, *jobs, interval=100.0, known_length=KnownLength.parse("declared"))
+    told = next(seen for seen in policy.seen if "a-2" in seen)
+    assert told["a-1"].remaining_work == pytest.approx(151.0)
+    assert told["a-2"].work_left[5] == pytest.approx(300.0), "as long as all of the other"
+    assert told["a-2"].family == "a"
 
 
 def teams() -> TeamsSpec:

@@ -34,7 +34,7 @@ from pipollux_sched.spec.teams import TeamsSpec
 from .experience import Experience
 from .failures import NodeEvent
 from .job import SimulatedJob
-from .job_infos import simulated_info
+from .job_infos import declared_lengths, simulated_info
 from .waiting import place_waiting
 
 Watch: TypeAlias = Callable[[float, int], None]
@@ -158,6 +158,7 @@ class Cluster:
         self._policy_seconds: list[float] = []
         self._teams = None if self.options.teams is None else self.options.teams.for_policy()
         self._notices: Mapping[str, float] = {}
+        self._declared: Mapping[str, Sequence[float]] = {}
 
     def run(self, watch: Watch | None = None) -> Result:
         """Simulate until all jobs are done.
@@ -299,6 +300,7 @@ class Cluster:
             return
         self._bequeath()
         mean_jobs = self._mean_jobs()
+        self._declared = declared_lengths(self._active.values())
         infos = {name: self._info(job, mean_jobs.get(name)) for name, job in self._active.items()}
         base = {
             name: Allocation(job.nodes, job.shape)
@@ -331,6 +333,7 @@ class Cluster:
             fixed=self._fixed,
             teams=self.options.teams,
             mean_jobs=mean_jobs,
+            relatives=self._declared.get(job.arrival.family, ()),
         )
         if self._at_changes and job.starting:
             return replace(info, preemptible=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pipollux_sched.policy import JobInfo, LengthHistory
@@ -20,6 +21,7 @@ def simulated_info(
     fixed: bool,
     teams: TeamsSpec | None = None,
     mean_jobs: float | None = None,
+    relatives: Sequence[float] = (),
 ) -> JobInfo:
     """Return what a policy may know of a simulated job.
 
@@ -31,6 +33,7 @@ def simulated_info(
         fixed: whether the policy leaves the user's batch size alone.
         teams: say its team and priority; None: there are no teams.
         mean_jobs: that were unfinished, averaged over its life; None: it has just arrived.
+        relatives: how many samples others of its family declare (`declared_lengths`).
     """
     own, *others = job.model.shapes()
     terms, most = job.arrival.terms, _most_replicas(job, fixed=fixed)
@@ -55,7 +58,7 @@ def simulated_info(
         attained_service=job.attained_service,
         mean_jobs=mean_jobs,
         allowed_replicas=_allowed_replicas(job, fixed=fixed),
-        **{"work_done": _work_done(job), **_length(job, known_length, history)},
+        **{"work_done": _work_done(job), **_length(job, known_length, history, relatives)},
         requested_replicas=min(job.arrival.num_replicas, most) if fixed else None,
         team="" if teams is None else teams.team_of(job.arrival),
         priority=priority,
@@ -86,24 +89,42 @@ def _allowed_replicas(job: SimulatedJob, *, fixed: bool) -> int:
     return max(most if own is None else min(most, own), 1)
 
 
-def _length(job: SimulatedJob, known: KnownLength, history: LengthHistory) -> dict[str, Any]:
+def declared_lengths(jobs: Iterable[SimulatedJob]) -> dict[str, tuple[float, ...]]:
+    """Return how many samples jobs that have trained say that they train in all, by family."""
+    found: dict[str, list[float]] = {}
+    for job in jobs:
+        if _declares(job):
+            whole = job.app.progress(job.last_epoch) * job.app.init_batch_size
+            found.setdefault(job.arrival.family, []).append(whole)
+    return {family: tuple(samples) for family, samples in found.items()}
+
+
+def _declares(job: SimulatedJob) -> bool:
+    """Tell whether it says how long it trains: what it inherits says nothing of that."""
+    return job.arrival.terms.declares_length and job.progress > 0
+
+
+def _length(
+    job: SimulatedJob, known: KnownLength, history: LengthHistory, relatives: Sequence[float]
+) -> dict[str, Any]:
     """Return what a policy is told of its length, as fields of `JobInfo`."""
     left = _remaining_work(job)
-    if known.declared and job.progress <= 0:
-        return {}  # what it inherits says nothing of its own length
-    if known.declared and job.arrival.terms.declares_length:
+    if known.declared and _declares(job):
         return {"remaining_work": left}
-    if known.declared and not history.knows(declared=False):
+    relatives = relatives if known.declared else ()
+    if known.declared and not (history.knows(declared=False) or relatives):
         return {}
-    learned = _learned_length(job, history) if known.learned else {}
+    learned = _learned_length(job, history, relatives) if known.learned else {}
     return {"remaining_work": known.estimate(job.name, left), **learned}
 
 
-def _learned_length(job: SimulatedJob, history: LengthHistory) -> dict[str, Any]:
+def _learned_length(
+    job: SimulatedJob, history: LengthHistory, relatives: Sequence[float]
+) -> dict[str, Any]:
     """Return what is known of its length, as fields of `JobInfo`."""
     family, goodput = job.arrival.family, job.model.base_goodput()
     trained = job.progress * job.app.init_batch_size
-    left = history.work_left(family, trained, goodput)
+    left = history.work_left(family, trained, goodput, relatives=relatives)
     return {"family": family, "work_left": left}
 
 
