@@ -136,13 +136,24 @@ def serve(folder: Path, options: Sequence[str]) -> Served:
     return Served(directory, process, admin)
 
 
-def submit(folder: Path, served: Served, number: int) -> list[list[Any]]:
-    """Submit the jobs at once, and wait until all run; return what their replicas know."""
+def submit(
+    folder: Path, served: Served, number: int, widths: Sequence[int] = WIDTHS, growth: int = 1
+) -> list[list[Any]]:
+    """Submit the jobs at once, and wait until all run; return what their replicas know.
+
+    Args:
+        folder: for the script.
+        served: the scheduler.
+        number: of jobs.
+        widths: how many replicas they begin with, in turn.
+        growth: how many times as many they may have.
+    """
     (folder / "job.py").write_text(JOB)
     script = str(folder / "job.py")
     specs = [
-        {"name": f"job-{n:04}", "script": script, "min_replicas": width, "max_replicas": width}
-        for n, width in zip(range(number), itertools.cycle(WIDTHS), strict=False)
+        {"name": f"job-{n:04}", "script": script, "min_replicas": width, "max_replicas": most}
+        for n, width in zip(range(number), itertools.cycle(widths), strict=False)
+        for most in (width * growth,)
     ]
     before, began = served.cpu, time.perf_counter()
     served.admin.post("/jobs/batch", json={"jobs": specs}).raise_for_status()
@@ -256,7 +267,13 @@ def measure_page(served: Served) -> None:
     sys.stdout.flush()
 
 
-def load(served: Served, jobs: list[list[Any]], seconds: float, **plan: Any) -> Any:
+def load(
+    served: Served,
+    jobs: list[list[Any]],
+    seconds: float,
+    script: str = "replica_load.py",
+    **plan: Any,
+) -> Any:
     """Let another process send, for so many seconds at most; return what it measured."""
     told = {
         "url": str(served.admin.base_url),
@@ -267,7 +284,7 @@ def load(served: Served, jobs: list[list[Any]], seconds: float, **plan: Any) -> 
         "step_time": 0.5,
         **plan,
     }
-    command = [sys.executable, str(Path(__file__).with_name("replica_load.py"))]
+    command = [sys.executable, str(Path(__file__).with_name(script))]
     sent = json.dumps(told).encode()
     done = subprocess.run(
         command, input=sent, check=True, stdout=subprocess.PIPE, timeout=seconds + PATIENCE

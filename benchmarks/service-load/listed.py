@@ -30,6 +30,9 @@ from pipollux_sched.cli import main
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import StateDir
 
+STARTED = "started"
+"""File in the state directory with a line for each replica that was to be started."""
+
 
 class ListedEngine(Engine):
     """Lists the replicas that it was told to start as running, until they are told to end.
@@ -46,6 +49,7 @@ class ListedEngine(Engine):
         self._nodes, self._state_dir = nodes, state_dir
         self._replicas: dict[ReplicaKey, ReplicaState] = {}
         self._version = 0
+        self._started = (state_dir.path / STARTED).open("a", buffering=1)
 
     def check(self, spec: JobSpec) -> None:
         """Refuse what the local engine refuses."""
@@ -61,6 +65,7 @@ class ListedEngine(Engine):
 
     def start(self, program: ReplicaProgram, launch: Launch, replica: int) -> None:  # noqa: ARG002  # nothing is run
         """List a replica as running."""
+        self._started.write(f"{launch.job} {launch.generation} {replica}\n")
         self._replicas[launch.key(replica)] = ReplicaState(f"listed-{len(self._replicas)}")
 
     def signal(self, key: ReplicaKey, signal: Signal) -> None:  # noqa: ARG002  # any ends it
@@ -77,6 +82,10 @@ class ListedEngine(Engine):
         """List a generation no more."""
         for key in [key for key in self._replicas if key[:2] == (job, generation)]:
             del self._replicas[key]
+
+    def close(self) -> None:
+        """Close the file."""
+        self._started.close()
 
     def recover(self, adopted: Collection[tuple[str, int]], grace: float) -> list[str]:  # noqa: ARG002  # nothing is left
         """Find nothing: no process outlives a scheduler."""

@@ -146,7 +146,7 @@ class Load:
         """Be all replicas of all jobs for a time."""
         self._end = time.monotonic() + self._plan["seconds"]
         tasks = [
-            asyncio.ensure_future(self._beat(job, replica))
+            asyncio.ensure_future(self._beat(job, replica, self._plan["heartbeat_interval"]))
             for job in self.jobs
             for replica in range(job.replicas)
         ]
@@ -171,13 +171,14 @@ class Load:
                 else:
                     await sends[kind](connection, job, step % job.replicas, time.monotonic())
 
-    async def _beat(self, job: Job, replica: int) -> None:
+    async def _beat(self, job: Job, replica: int, within: float) -> None:
+        """Send a replica's heartbeats, the first one within so many seconds."""
         interval = self._plan["heartbeat_interval"]
-        due = time.monotonic() + self._chance.uniform(0.0, interval)
+        due = time.monotonic() + self._chance.uniform(0.0, within)
         connection = Connection(self._url, job.token, keeps=False)
         backoff, taken = FIRST_BACKOFF, 0.0
         while due < self._end:
-            await asyncio.sleep(max(due - time.monotonic(), 0.0))
+            await self._until(job, replica, due)
             answer = await self._send_heartbeat(connection, job, replica, due)
             now = time.monotonic()
             if connection.later is not None:
@@ -192,6 +193,10 @@ class Load:
             taken, backoff = now, FIRST_BACKOFF
             again = answer.get("again")
             due = now + (interval if again is None else min(again, interval))
+
+    async def _until(self, _job: Job, _replica: int, due: float) -> None:
+        """Wait until a heartbeat is due."""
+        await asyncio.sleep(max(due - time.monotonic(), 0.0))
 
     async def _send_heartbeat(
         self, connection: Connection, job: Job, replica: int, due: float

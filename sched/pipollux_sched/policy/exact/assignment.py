@@ -2,9 +2,10 @@
 
 The knapsack's choice need not fit: free slots lie scattered, a node carries at most one distributed
 job, and CPUs or memory may bind. So jobs that stay are placed first, then the others, the widest
-first; a job without room takes the best configuration that fits. If that loses value, two more
-arrangements are tried, and the best counts: one in which jobs that were to stay may move within
-their configuration, and one of configurations chosen as if distributed jobs took whole nodes.
+first; a job without room takes the best configuration that fits. If that loses value, three more
+arrangements are tried, and the best counts: one in which jobs that can be changed live where they
+are come before those that move, one in which jobs that were to stay may move within their
+configuration, and one of configurations chosen as if distributed jobs took whole nodes.
 Finally every job is offered what is left.
 """
 
@@ -58,12 +59,13 @@ class Assignment:
         """The sum of all gains."""
         return float(sum(placed.gain for placed in self.placed))
 
-    def fill(self, chosen: Ints, *, keep: bool) -> bool:
+    def fill(self, chosen: Ints, *, keep: bool, at_home: bool = False) -> bool:
         """Give every job its chosen configuration, or the best that fits.
 
         Args:
             chosen: a configuration of every job.
             keep: whether jobs that are to stay are placed before all others.
+            at_home: whether those that can be changed live where they are come next.
 
         Returns:
             Whether every job got its chosen configuration.
@@ -79,7 +81,10 @@ class Assignment:
         slots = self._instance.need.max(axis=1)[table.shape[configs]] * table.replicas[configs]
         order = np.lexsort((-slots, -table.num_nodes[configs]))
         complete = True
-        for job in order[(empty & (chosen != NOTHING))[order]].tolist():
+        waiting = order[(empty & (chosen != NOTHING))[order]].tolist()
+        if at_home:
+            waiting = [job for job in waiting if not self._change_at_home(job, int(chosen[job]))]
+        for job in waiting:
             config = int(chosen[job])
             if not self.give(job, config):
                 complete = False
@@ -218,6 +223,17 @@ class Assignment:
         placed = [Placed(number, n, self._gain(job, config, n)) for n in found if n is not None]
         # Of equal ones the first, which keeps more survivors.
         return max(placed, key=lambda one: one.gain, default=None)
+
+    def _change_at_home(self, job: int, config: int) -> bool:
+        """Give a job a configuration on the fewest nodes if a survivor stays; return whether."""
+        configs = self._jobs[job]
+        found = self._find(job, config) if configs.live[config] else None
+        if found is None or len(found.nodes) > configs.num_nodes[config]:
+            return False
+        if not configs.keeps_survivor(found.shape, found.nodes):
+            return False
+        self._put(job, found)
+        return True
 
     def _lost_survivors(self, job: int, config: int) -> bool:
         """Tell whether a job was given a configuration without the survivor that it counts on."""

@@ -166,6 +166,8 @@ def _arrange(instance: Instance, worth: Worth, gains: Floats, chosen: Ints) -> A
         fitting, _ = relax(instance, gains, whole_nodes=True)
         tried.append(_filled(instance, worth, gains, chosen, keep=False)[0])
         tried.append(_filled(instance, worth, gains, fitting, keep=True)[0])
+        if instance.table.live.any():
+            tried.append(_filled(instance, worth, gains, chosen, keep=True, at_home=True)[0])
     best = tried[0]
     for other in tried[1:]:
         if other.total > best.total + _TOLERANCE * abs(best.total):
@@ -180,10 +182,11 @@ def _filled(
     chosen: Ints,
     *,
     keep: bool,
+    at_home: bool = False,
 ) -> tuple[Assignment, bool]:
     """Return an arrangement, and whether every job got its chosen configuration."""
     assignment = Assignment(instance, worth, gains)
-    complete = assignment.fill(chosen, keep=keep)
+    complete = assignment.fill(chosen, keep=keep, at_home=at_home)
     assignment.improve()
     return assignment, complete
 

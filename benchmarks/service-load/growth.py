@@ -1,0 +1,88 @@
+"""A scheduler whose thousands of jobs all grow live at once.
+
+    python benchmarks/service-load/growth.py [--jobs 4000] [--seconds 240]
+
+A real `pipollux serve` with 1250 nodes of 8 slots, and jobs of one replica that may have two, which
+are only listed (`listed.py`). Another process sends what their replicas send (`live_load.py`). As
+soon as all have sent hints a decision gives each a second replica, which joins it live. Prints a
+table in Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import listed  # lies beside
+from heartbeats import (  # lies beside
+    begin_training,
+    load,
+    make_hints,
+    serve,
+    show_refused,
+    submit,
+)
+
+START_SECONDS = 8.0
+"""After which a newcomer is there, on average."""
+
+
+def main() -> None:
+    """Serve, submit, let them grow."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--jobs", type=int, default=4000)
+    parser.add_argument("--seconds", type=float, default=240.0)
+    parser.add_argument("--heartbeat-interval", type=float, default=10.0)
+    parser.add_argument("--serve", default="--interval 90", help="options of `pipollux serve`")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        served = serve(Path(name), options.serve.split())
+        try:
+            jobs = submit(Path(name), served, options.jobs, widths=(1,), growth=2)
+            hints = make_hints()
+            begin_training(served, jobs)
+            before, began = served.cpu, time.perf_counter()
+            found = load(
+                *(served, jobs, options.seconds, "live_load.py"),
+                hints=hints,
+                heartbeat_interval=options.heartbeat_interval,
+                started=str(served.directory.path / listed.STARTED),
+                start_seconds=START_SECONDS,
+            )
+            wall = time.perf_counter() - began
+            print(f"\n| {len(jobs)} jobs grow, {options.seconds:.0f} s | |\n|---|---|")
+            print(f"| newcomers started, after the first | {spread(found['started'])} |")
+            print(f"| changes told, after that | {spread(found['changed'])} |")
+            times = sorted(found["heartbeat"]["milliseconds"])
+            middle, slow = statistics.median(times), times[int(0.99 * (len(times) - 1))]
+            print(
+                f"| heartbeats a second, median, p99 | {len(times) / options.seconds:.0f}, ", end=""
+            )
+            print(f"{middle:.0f} ms, {slow:.0f} ms |")
+            for kind in ("heartbeat", "report", "hints"):
+                show_refused(found[kind])
+            print(f"| longest between two heartbeats of a replica | {found['longest_gap']:.0f} s |")
+            print(f"| the scheduler's CPU: share of a core | {(served.cpu - before) / wall:.2f} |")
+            print(f"| its memory | {served.mib:.0f} MiB |")
+        finally:
+            served.process.kill()  # jobs that are only listed have nothing to save
+            served.process.wait(60)
+
+
+def spread(seconds: Sequence[float]) -> str:
+    """Return how many there are, and when the first, the middle one and the last came."""
+    if not seconds:
+        return "none"
+    first, middle, last = min(seconds), statistics.median(seconds), max(seconds)
+    return f"{len(seconds)}: {first:.1f}, {middle:.1f} and {last:.1f} s"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""What the replicas of many jobs and their newcomers send while the jobs are changed live.
+
+Run by `growth.py`. They say and do what `pipollux_hybrid.live` does with the scheduler: replica 0
+tells that the job can be changed; a newcomer waits to join; when all are told which membership is
+to be formed, replica 0 names a place where they find each other, and when all have found it they
+train together, and say so at once. What they do among themselves takes no time here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections import defaultdict
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from replica_load import Connection, Job, Load, summary  # lies beside
+
+LOOK = 0.2
+"""Seconds between two looks at which newcomers were started."""
+
+
+@dataclass
+class Life:
+    """What the replicas of a job know of each other."""
+
+    number: int = 1
+    """Of the membership that trains."""
+    replicas: list[int] = field(default_factory=lambda: [0])
+    store: int = 0
+    """For which membership replica 0 has named a place."""
+    formed: set[int] = field(default_factory=set)
+    """Who is ready for the next one."""
+    entered: bool = False
+    """Whether the present one came about by a change."""
+    told: bool = False
+    """Whether the scheduler has taken it in that it did."""
+
+
+class LiveLoad(Load):
+    """The replicas of some jobs, those that come among them.
+
+    Args:
+        plan: of `Load`; besides `started`, the file in which the engine notes what it starts, and
+            `start_seconds`, after which a newcomer is there.
+    """
+
+    def __init__(self, plan: dict[str, Any]) -> None:
+        super().__init__(plan)
+        self._lives: dict[str, Life] = defaultdict(Life)
+        self._woken: dict[tuple[str, int], asyncio.Event] = defaultdict(asyncio.Event)
+        self.started: list[float] = []
+        """When newcomers were started."""
+        self.changed: list[float] = []
+        """When the scheduler was told of changes that have come about."""
+
+    async def live(self) -> None:
+        """Be all replicas of all jobs for a time, and those that come."""
+        newcomers = asyncio.ensure_future(self._be_newcomers())
+        await super().live()
+        await newcomers
+
+    async def _be_newcomers(self) -> None:
+        jobs = {job.name: job for job in self.jobs}
+        beats = []
+        with Path(self._plan["started"]).open() as file:
+            file.seek(0, 2)
+            while time.monotonic() < self._end:
+                for line in iter(file.readline, ""):
+                    name, _, replica = line.split()
+                    self.started.append(time.monotonic())
+                    beats.append(asyncio.ensure_future(self._join(jobs[name], int(replica))))
+                await asyncio.sleep(LOOK)
+        await asyncio.gather(*beats)
+
+    async def _join(self, job: Job, replica: int) -> None:
+        await asyncio.sleep(self._plan["start_seconds"] * self._chance.uniform(0.8, 1.2))
+        await self._beat(job, replica, within=0.0)
+
+    async def _until(self, job: Job, replica: int, due: float) -> None:
+        """Wait until a heartbeat is due, or one is to be sent at once."""
+        woken = self._woken[job.name, replica]
+        with suppress(TimeoutError):
+            await asyncio.wait_for(woken.wait(), max(due - time.monotonic(), 0.0))
+        woken.clear()
+
+    async def _send_heartbeat(
+        self, connection: Connection, job: Job, replica: int, due: float
+    ) -> Any:
+        life = self._lives[job.name]
+        told = self._says(life, replica)
+        body = {
+            "generation": job.generation,
+            "replica": replica,
+            "step": int(2 * due),
+            "live": told,
+        }
+        path = f"/jobs/{job.name}/heartbeats"
+        answer = await self._send("heartbeat", connection, "POST", path, body, due)
+        if answer is not None:
+            if life.entered and not life.told and told.get("membership") == life.number:
+                life.told = True
+                self.changed.append(time.monotonic())
+            self._hear(job, life, replica, answer)
+        return answer
+
+    def _says(self, life: Life, replica: int) -> dict[str, Any]:
+        place = {"epoch": 3, "loop": 1}
+        if replica not in life.replicas:
+            return {"membership": 0, "parked": True, **place}
+        told: dict[str, Any] = {"membership": life.number}
+        if life.entered:
+            told |= {"replicas": life.replicas, "step": 100, "seconds": 0.1}
+        if replica == life.replicas[0]:
+            told |= {**place, "balance": [1], "cannot": None, "schedule": "gpipe"}
+            if life.store:
+                told["store"] = {"number": life.store, "host": "127.0.0.1", "port": 9}
+        return told
+
+    def _hear(self, job: Job, life: Life, replica: int, answer: dict[str, Any]) -> None:
+        proposal, store = answer.get("proposal"), answer.get("store")
+        if not proposal or proposal["number"] <= life.number:
+            return
+        number, members = proposal["number"], [int(one) for one in proposal["replicas"]]
+        if replica == members[0]:
+            life.store = number
+        if replica == members[0] or (store and store["number"] == number):
+            life.formed.add(replica)
+        if life.formed >= set(members):
+            life.number, life.replicas = number, members
+            life.formed, life.entered, life.told = set(), True, False
+            for one in members:
+                self._woken[job.name, one].set()
+
+
+def results(load: LiveLoad) -> dict[str, Any]:
+    """Return what was measured, as JSON can hold it."""
+    begin = min(load.started, default=0.0)
+    changes = {
+        "started": [at - begin for at in load.started],
+        "changed": [at - begin for at in load.changed],
+    }
+    return {**summary(load), **changes}
+
+
+async def run(plan: dict[str, Any]) -> dict[str, Any]:
+    """Carry out a plan."""
+    load = LiveLoad(plan)
+    await load.live()
+    return results(load)
+
+
+if __name__ == "__main__":
+    json.dump(asyncio.run(run(json.load(sys.stdin))), sys.stdout)
