@@ -126,8 +126,9 @@ class LiveLoad(Load):
         if not proposal or proposal["number"] <= life.number:
             return
         number, members = proposal["number"], [int(one) for one in proposal["replicas"]]
-        if replica == members[0]:
+        if replica == members[0] and life.store != number:
             life.store = number
+            self._woken[job.name, replica].set()
         if replica == members[0] or (store and store["number"] == number):
             life.formed.add(replica)
         if life.formed >= set(members):

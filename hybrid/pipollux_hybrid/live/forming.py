@@ -25,8 +25,9 @@ from .skeleton import Spare
 __all__ = ["Forming"]
 
 _LOG = logging.getLogger(__name__)
-PATIENCE = 20.0
-"""Seconds for all replicas of a membership to meet."""
+PATIENCE = 60.0
+"""Seconds for all replicas of a membership to meet: a scheduler with thousands of changes at a time
+tells each of them every 15 s where the others are."""
 LOOK_INTERVAL = 0.05
 
 

@@ -28,6 +28,11 @@ SOON = 0.25
 """Seconds between two heartbeats of replicas that take part in a change, where they are few."""
 MOST_SOON = 8
 """Replicas that each say something so soon; more do so less often, as a job has one rate."""
+CHANGING_RATE = 200.0
+"""Heartbeats a second that those of all replicas that take part in changes amount to, at most, as
+long as none has to wait longer than `LATEST`."""
+LATEST = 15.0
+"""Seconds between two of its heartbeats: those that form groups wait 60 s for each other."""
 LEADERS_INTERVAL = 1.0
 """Seconds between two heartbeats of replica 0, from whose answer the others learn of changes."""
 LEADERS_RATE = 100.0
@@ -103,6 +108,9 @@ class LiveBoard:
         self._lock = threading.Lock()
         self._places: dict[str, ScriptPlace] = {}
         self._stores: dict[str, tuple[int, MeetingPoint]] = {}
+        self._changing: dict[str, int] = {}
+        """How many replicas take part in a change, by job."""
+        self._num_changing = 0
 
     def note(self, job: str, state: JobState, replica: int, word: LiveWord) -> list[Event]:
         """Note what a replica says; return what has happened to its job.
@@ -128,10 +136,13 @@ class LiveBoard:
         with self._lock:
             place, known = self._places.get(job), self._stores.get(job)
             leaders = max(LEADERS_INTERVAL, len(self._places) / LEADERS_RATE)
+            taking_part = {*state.live.replicas, *change.replicas} if change is not None else ()
+            self._count(job, len(taking_part))
+            changing = min(self._num_changing / CHANGING_RATE, LATEST)
         leads = replica == state.live.replicas[0] and state.live.why_not is None
         again = leaders if leads else None
         if change is not None:
-            again = SOON * max(1.0, state.live.num_ids / MOST_SOON)
+            again = max(SOON * max(1.0, state.live.num_ids / MOST_SOON), changing)
         forming = change is not None and change.stage is ChangeStage.FORMING
         store = known[1] if known is not None and known[0] == state.generation else None
         here = place if place is not None and place.generation == state.generation else None
@@ -143,6 +154,13 @@ class LiveBoard:
         with self._lock:
             self._places.pop(job, None)
             self._stores.pop(job, None)
+            self._count(job, 0)
+
+    def _count(self, job: str, replicas: int) -> None:
+        """Note how many replicas of a job take part in a change."""
+        self._num_changing += replicas - self._changing.pop(job, 0)
+        if replicas:
+            self._changing[job] = replicas
 
 
 def _events(state: JobState, replica: int, word: LiveWord) -> Iterator[Event]:
