@@ -4,8 +4,9 @@
 
 A real `pipollux serve` with 1250 nodes of 8 slots, and jobs of one replica that may have two, which
 are only listed (`listed.py`). Another process sends what their replicas send (`live_load.py`). As
-soon as all have sent hints a decision gives each a second replica, which joins it live. Prints a
-table in Markdown.
+soon as they have sent hints a decision gives each a second replica. Half of them have room for it
+where they are, and it joins them live; the others are moved, and of those only the starts are
+measured: their new replicas send nothing. Prints a table in Markdown.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from sqlalchemy import create_engine, text
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 import listed  # lies beside
 from heartbeats import (  # lies beside
+    Served,
     begin_training,
     load,
     make_hints,
@@ -30,6 +34,12 @@ from heartbeats import (  # lies beside
     submit,
 )
 
+EVENTS = (
+    ("changes that came about", "changed"),
+    ("jobs that are stopped to be moved", "stopping"),
+    ("… that have stopped", "stopped"),
+    ("… that have started again", "started"),
+)
 START_SECONDS = 8.0
 """After which a newcomer is there, on average."""
 
@@ -71,9 +81,20 @@ def main() -> None:
             print(f"| longest between two heartbeats of a replica | {found['longest_gap']:.0f} s |")
             print(f"| the scheduler's CPU: share of a core | {(served.cpu - before) / wall:.2f} |")
             print(f"| its memory | {served.mib:.0f} MiB |")
+            for words, kind in EVENTS:
+                print(f"| {words}, in the store | {spread(times_of(served, kind))} |")
         finally:
             served.process.kill()  # jobs that are only listed have nothing to save
             served.process.wait(60)
+
+
+def times_of(served: Served, kind: str) -> list[float]:
+    """Return when events of a kind came, after the decision; those before it are left out."""
+    query = text("SELECT time FROM events WHERE type = :kind")
+    with create_engine(f"sqlite:///{served.directory.store}").connect() as connection:
+        decided = connection.scalar(text("SELECT min(time) FROM events WHERE type = 'changing'"))
+        found = connection.scalars(query, {"kind": kind}).all()
+    return [float(at) - decided for at in found if decided is not None and at >= decided]
 
 
 def spread(seconds: Sequence[float]) -> str:

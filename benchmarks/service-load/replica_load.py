@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from pipollux_hybrid.job.heartbeat import FIRST_BACKOFF, REQUEST_TIMEOUT
+from pipollux_hybrid.job.heartbeat import FIRST_BACKOFF, OVER, REQUEST_TIMEOUT
 from pipollux_hybrid.telemetry.reporter import (
     MAX_BACKOFF,
     MAX_POINTS,
@@ -67,6 +67,8 @@ class Connection:
         self._lines = _header_lines(base) + f"Authorization: Bearer {token}\r\n".encode()
         self._open: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._used = 0.0
+        self.over = False
+        """Whether the scheduler has said that the job's generation is: its replicas end."""
         self.later: float | None = None
         """Seconds after which the scheduler wants to be asked again; None: it did not say."""
 
@@ -83,6 +85,7 @@ class Connection:
             writer.write(head + body)
             answer = await reader.readuntil(b"\r\n\r\n")
             status = int(answer[9:12])
+            self.over = status == OVER
             size = 0
             for line in answer.split(b"\r\n")[1:]:
                 if line[:15].lower() == b"content-length:":
@@ -181,6 +184,8 @@ class Load:
             await self._until(job, replica, due)
             answer = await self._send_heartbeat(connection, job, replica, due)
             now = time.monotonic()
+            if connection.over:
+                return
             if connection.later is not None:
                 due = now + min(connection.later, interval)
                 continue
@@ -233,6 +238,8 @@ class Load:
                     points, pace = [], max(answer.get("again", 0.0), REPORT_INTERVAL)
                     next_report = time.monotonic() + pace - REPORT_INTERVAL
             now = time.monotonic()
+            if connection.over:
+                break
             if connection.later is not None:
                 due = now + max(connection.later, REPORT_INTERVAL)
                 continue

@@ -271,7 +271,7 @@ class Executor:
             take_unsent_report(self._store, report.unsent, name, event.generation)
         if event.cannot_start and any(map(_has_trained, self._store.generations(name))):
             event = replace(event, cannot_start=False)
-        point = self._store.last_points().get(name)
+        point = self._store.last_points([name]).get(name)
         if point is None:
             return event
         step = event.step if event.step is not None else point.step

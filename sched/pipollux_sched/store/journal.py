@@ -266,13 +266,20 @@ def overdue(session: Session, now: float) -> list[JobRecord]:
     return [job_record(row) for row in session.scalars(query)]
 
 
-def last_points(session: Session) -> dict[str, Point]:
-    """Return the latest progress by job; jobs that never reported are left out."""
+def last_points(session: Session, names: Collection[str] | None) -> dict[str, Point]:
+    """Return the latest progress by job; jobs that never reported are left out.
+
+    Args:
+        session: of the database.
+        names: of the jobs; None: all.
+    """
     # One index lookup for each job, not a scan of all points.
     other = aliased(PointRow)
     latest = select(func.max(other.event)).where(other.job == JobRow.name)
     newest = latest.correlate(JobRow).scalar_subquery()
     query = select(PointRow).join(JobRow, PointRow.event == newest)
+    if names is not None:
+        query = query.where(JobRow.name.in_(names))
     return {row.job: point_of(row) for row in session.scalars(query)}
 
 

@@ -269,10 +269,14 @@ class Store:
         with self._database.write(durable=False) as session:
             return reports.keep(session, received, self._clock())
 
-    def last_points(self) -> dict[str, Point]:
-        """Return the latest progress by job; jobs that never reported are left out."""
+    def last_points(self, names: Collection[str] | None = None) -> dict[str, Point]:
+        """Return the latest progress by job; jobs that never reported are left out.
+
+        Args:
+            names: of the jobs; None: all.
+        """
         with self._database.read() as session:
-            return journal.last_points(session)
+            return journal.last_points(session, names)
 
     # Generations
 

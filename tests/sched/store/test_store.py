@@ -95,7 +95,8 @@ def test_events_are_flat_and_in_order(store: Store) -> None:
     assert events[6]["events"] == [[0, 0, "forward", 0.0, 0.1]]
     assert [event["id"] for event in store.events(after=8)] == [9, 10]
     assert len(store.events(job="toy", types=["progress"], limit=2)) == 2
-    assert store.last_points()["toy"] == point(3)
+    assert store.last_points() == store.last_points(["toy", "other"]) == {"toy": point(3)}
+    assert store.last_points(["other"]) == {}
     assert store.last_event() == 10
 
 
