@@ -13,10 +13,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import takewhile
+from itertools import groupby
 
 from pipollux_sched.backend import BackendError, Generations, ReplicaProgram, Report
 from pipollux_sched.backend.base import POLL_INTERVAL
@@ -43,7 +43,7 @@ from pipollux_sched.lifecycle import (
     Switched,
 )
 from pipollux_sched.spec.job import SpecError
-from pipollux_sched.store import GenerationRecord, JobRecord, Store, UnknownJobError
+from pipollux_sched.store import GenerationRecord, JobRecord, Point, Store, UnknownJobError
 
 from .unsent_report import take_unsent_report
 
@@ -105,9 +105,7 @@ class Executor:
         self._admit(event, change.job)
         if change.actions:
             self.woken.set()
-        phase = change.job.phase
-        waits = phase is Phase.QUEUED and isinstance(event, Exited)
-        if phase.ended or phase is Phase.SUSPENDED or waits:
+        if _frees(event, change.job):
             self._on_ended()
         return change.job
 
@@ -125,8 +123,8 @@ class Executor:
                 self._admit(event, change.job)
         if self._todo:
             self.woken.set()
-        done = (change.job.phase for change in changes if change is not None)
-        if any(phase.ended or phase is Phase.SUSPENDED for phase in done):
+        pairs = zip(events, changes, strict=True)
+        if any(_frees(event, change.job) for (_, event), change in pairs if change is not None):
             self._on_ended()
         return [None if change is None else change.job for change in changes]
 
@@ -180,21 +178,18 @@ class Executor:
         self._act()
         self._reports.extend(self._backend.poll())
         while self._reports:
-            report = self._reports[0]
-            # A cluster that begins starts thousands of jobs, and a transaction waits for the disk.
-            started = list(takewhile(lambda each: isinstance(each.event, Started), self._reports))
-            if len(started) > 1:
-                self.handle_all([(each.job, each.event) for each in started])
-                for _ in started:
-                    self._reports.popleft()
-                continue
-            if isinstance(report.event, Exited):
-                self.handle(report.job, self._completed(report, report.event))
-                # Not before: the next scheduler could not tell how it ended.
-                self._backend.forget(report.job, report.event.generation)
+            # Thousands of jobs may start or end at once, and a transaction waits for the disk.
+            kind, found = next(groupby(self._reports, key=lambda each: type(each.event)))
+            alike = list(found)
+            if kind is Exited:
+                self._take_in_ends(alike)
+            elif kind is Started:
+                self.handle_all([(each.job, each.event) for each in alike])
             else:
-                self.handle(report.job, report.event)
-            self._reports.popleft()
+                del alike[1:]
+                self.handle(alike[0].job, alike[0].event)
+            for _ in alike:
+                self._reports.popleft()
         self._act()
 
     def _act(self) -> None:
@@ -261,22 +256,38 @@ class Executor:
             gone = Exited(action.generation, Outcome.FAILED, message=action.why)
             self.handle(name, gone)
 
-    def _completed(self, report: Report, event: Exited) -> Exited:
+    def _take_in_ends(self, reports: Sequence[Report]) -> None:
+        ends = [(each, each.event) for each in reports if isinstance(each.event, Exited)]
+        for report, event in ends:
+            if report.unsent is not None:
+                take_unsent_report(self._store, report.unsent, report.job, event.generation)
+        points = self._store.last_points([report.job for report, _ in ends])
+        self.handle_all(
+            [(each.job, self._completed(each.job, event, points)) for each, event in ends]
+        )
+        # Not before: the next scheduler could not tell how it ended.
+        for report, event in ends:
+            self._backend.forget(report.job, event.generation)
+
+    def _completed(self, name: str, event: Exited, points: Mapping[str, Point]) -> Exited:
         """Add the progress of the training, which the backend does not know.
 
         A script that has trained before can start: the present failure may be transient.
         """
-        name = report.job
-        if report.unsent is not None:
-            take_unsent_report(self._store, report.unsent, name, event.generation)
         if event.cannot_start and any(map(_has_trained, self._store.generations(name))):
             event = replace(event, cannot_start=False)
-        point = self._store.last_points([name]).get(name)
+        point = points.get(name)
         if point is None:
             return event
         step = event.step if event.step is not None else point.step
         # Points count epochs from 0; the number of completed epochs is one more.
         return replace(event, step=step, epoch=point.epoch + 1)
+
+
+def _frees(event: Event, job: JobRecord) -> bool:
+    """Tell whether a job has ended, or waits for an allocation, after an event."""
+    waits = job.phase is Phase.QUEUED and isinstance(event, Exited)
+    return job.phase.ended or job.phase is Phase.SUSPENDED or waits
 
 
 def _has_trained(record: GenerationRecord) -> bool:
