@@ -71,9 +71,10 @@ class LiveLoad(Load):
             file.seek(0, 2)
             while time.monotonic() < self._end:
                 for line in iter(file.readline, ""):
-                    name, _, replica = line.split()
-                    self.started.append(time.monotonic())
-                    beats.append(asyncio.ensure_future(self._join(jobs[name], int(replica))))
+                    name, generation, replica = line.split()
+                    if int(generation) == jobs[name].generation:  # else it was moved
+                        self.started.append(time.monotonic())
+                        beats.append(asyncio.ensure_future(self._join(jobs[name], int(replica))))
                 await asyncio.sleep(LOOK)
         await asyncio.gather(*beats)
 
