@@ -227,3 +227,19 @@ def test_a_growth_that_can_keep_nothing_takes_no_more_than_was_chosen() -> None:
     answer, certificate = ExactPolicy(FairSpeedup()).solve(jobs, nodes, base, nodes["b0"])
     assert all(answer.values())
     assert certificate.gap < 0.01
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_of_jobs_that_all_grow_as_many_as_can_stay_where_they_are(wide: bool) -> None:
+    """Four of eight can have a second replica on each full node; wider jobs still find room."""
+    nodes = {f"n{number}": NodeInfo({"slots": 8}) for number in range(10)}
+    grows = replace(job(age=5000.0, rescale_seconds=1.0, remaining_work=1e5), max_replicas=2)
+    names = [f"j{number:02}" for number in range(32)]
+    jobs = dict.fromkeys(names, grows)
+    base = {name: [f"n{number // 8}"] for number, name in enumerate(names)}
+    if wide:
+        jobs |= {f"wide{number}": replace(job(), min_replicas=8) for number in range(2)}
+    answer, _ = ExactPolicy().optimize(jobs, nodes, base, nodes["n0"])
+    assert {len(answer[name]) for name in names} == {2}
+    assert sum(base[name][0] in answer[name] for name in names) == 16
+    assert all(len(answer[name]) == 8 for name in jobs.keys() - base)
