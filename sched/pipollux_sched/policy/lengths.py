@@ -27,6 +27,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +44,8 @@ _LONGEST_TAIL = 1e3
 """Pareto's law is cut off at so many times what is done, as it has no mean."""
 _MOST_KEPT = 1000
 """Completed jobs that count at most: the last ones, and the last ones of each family."""
+_MOST_RELATIVES = 64
+"""Jobs that count at most of those of a family which are not done: the last ones."""
 
 _NUMBER = re.compile(r"[-_.]?\d+$")
 
@@ -95,6 +98,8 @@ class LengthHistory:
 
     _all: list[CompletedJob] = field(default_factory=list)
     _families: dict[str, list[CompletedJob]] = field(default_factory=dict)
+    _untrained: dict[tuple[Any, ...], tuple[float, ...]] = field(default_factory=dict)
+    """What was said of jobs that have trained nothing yet: thousands alike may wait."""
 
     def __len__(self) -> int:
         """Return the number of jobs that it has taken in and still counts."""
@@ -102,6 +107,7 @@ class LengthHistory:
 
     def add(self, job: CompletedJob) -> None:
         """Take a completed job in."""
+        self._untrained.clear()
         for jobs in (self._all, self._families.setdefault(job.family, [])):
             jobs.append(job)
             del jobs[:-_MOST_KEPT]
@@ -138,6 +144,24 @@ class LengthHistory:
         """
         if not 0 < goodput < math.inf or not trained >= 0:
             return ()
+        relatives = tuple(relatives[-_MOST_RELATIVES:])
+        if trained > 0:
+            return self._work_left(family, trained, goodput, declared, relatives)
+        asked = family, goodput, declared, relatives
+        if asked not in self._untrained:
+            if len(self._untrained) >= _MOST_KEPT:
+                self._untrained.clear()
+            self._untrained[asked] = self._work_left(family, 0.0, goodput, declared, relatives)
+        return self._untrained[asked]
+
+    def _work_left(
+        self,
+        family: str,
+        trained: float,
+        goodput: float,
+        declared: float | None,
+        relatives: Sequence[float],
+    ) -> tuple[float, ...]:
         done = trained / goodput
         own = self._families.get(family, [])
         if declared is None:

@@ -71,6 +71,18 @@ def test_what_others_of_a_family_say_counts_where_a_job_does_not() -> None:
     assert known.work_left("own", 0.0, 2.0, declared=1000.0, relatives=[800.0]) == said
 
 
+def test_the_last_relatives_count_and_what_completes_is_taken_in() -> None:
+    known = LengthHistory()
+    said = [100.0] * 1000 + [700.0] * 64
+    assert np.mean(np.array(known.work_left("own", 0.0, 1.0, relatives=said)) == 700.0) >= 0.9
+    assert known.work_left("own", 0.0, 1.0, relatives=said[-64:]) == known.work_left(
+        "own", 0.0, 1.0, relatives=said
+    )
+    before = known.work_left("own", 0.0, 1.0)
+    known.extend(CompletedJob("own", 500.0, 500.0) for _ in range(30))
+    assert known.work_left("own", 0.0, 1.0)[7] == 500.0 != before[7]
+
+
 def test_of_a_heavy_tail_what_is_left_grows_with_what_is_done() -> None:
     """Pareto's law: the median of what is left is (2^(1 / TAIL) − 1) times what is done."""
     none = LengthHistory()
