@@ -321,37 +321,29 @@ def run(
         mock.patch.object(simulator, "PolluxPolicy", Scheduler),
         mock.patch.object(simulator, "Job", job_class(simulator.Job)),
     ):
-        return _run(simulator, artifact, workload, policy, known_length, prices)
-
-
-def _run(
-    simulator: Any,
-    artifact: Path,
-    workload: Path,
-    policy: str,
-    known_length: KnownLength,
-    prices: Prices,
-) -> dict[str, Any]:
-    apps = read_applications(artifact / "traces")
-    agents: dict[str, Agent] = {}
-    scheduler = Scheduler(make_policy(policy, seed=0), known_length, agents)
-    cluster = scheduler.cluster = simulator.Cluster(pandas.read_csv(workload), scheduler, 16)
-    theirs = {job.name: job for job in cluster.jobs}
-    for row in read_workload(workload):
-        app = apps[row.application]
-        agent = Agent(theirs[row.name], row, app, app.new_model(), prices)
-        agents[row.name] = theirs[row.name].agent = agent
-    arrivals = sorted({math.ceil(agent.arrival.time) for agent in agents.values()})
-    while not cluster.all_complete():
-        moments = [cluster.current_time + LOOK, *(t for t in arrivals if t > cluster.current_time)]
-        cluster.step(min(moments) - cluster.current_time)
-        del cluster.logs[:-1]  # copies of all jobs at all times
-    restarts, rescales = (
-        float(np.mean([getattr(agent, name) for agent in agents.values()]))
-        for name in ("num_restarts", "num_rescales")
-    )
-    return {
-        **in_artifact.outcome(cluster, scheduler.seconds),
-        "restarts_per_job": restarts,
-        "rescales_per_job": rescales,
-    }
+        apps = read_applications(artifact / "traces")
+        agents: dict[str, Agent] = {}
+        scheduler = Scheduler(make_policy(policy, seed=0), known_length, agents)
+        cluster = scheduler.cluster = simulator.Cluster(pandas.read_csv(workload), scheduler, 16)
+        theirs = {job.name: job for job in cluster.jobs}
+        for row in read_workload(workload):
+            app = apps[row.application]
+            agent = Agent(theirs[row.name], row, app, app.new_model(), prices)
+            agents[row.name] = theirs[row.name].agent = agent
+        arrivals = sorted({math.ceil(agent.arrival.time) for agent in agents.values()})
+        while not cluster.all_complete():
+            moments = [
+                cluster.current_time + LOOK,
+                *(t for t in arrivals if t > cluster.current_time),
+            ]
+            cluster.step(min(moments) - cluster.current_time)
+            del cluster.logs[:-1]  # copies of all jobs at all times
+        restarts, rescales = (
+            float(np.mean([getattr(agent, name) for agent in agents.values()]))
+            for name in ("num_restarts", "num_rescales")
+        )
+        return {
+            **in_artifact.outcome(cluster, scheduler.seconds),
+            "restarts_per_job": restarts,
+            "rescales_per_job": rescales,
+        }
