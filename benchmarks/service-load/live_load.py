@@ -85,7 +85,7 @@ class LiveLoad(Load):
     async def _until(self, job: Job, replica: int, due: float) -> None:
         """Wait until a heartbeat is due, or one is to be sent at once."""
         woken = self._woken[job.name, replica]
-        with suppress(TimeoutError):
+        with suppress(TimeoutError):  # nobody woke it: it is due
             await asyncio.wait_for(woken.wait(), max(due - time.monotonic(), 0.0))
         woken.clear()
 
