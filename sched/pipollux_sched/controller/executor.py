@@ -37,7 +37,6 @@ from pipollux_sched.lifecycle import (
     RetryAfter,
     Shutdown,
     Start,
-    Started,
     StartReplicas,
     Stop,
     Switched,
@@ -183,11 +182,8 @@ class Executor:
             alike = list(found)
             if kind is Exited:
                 self._take_in_ends(alike)
-            elif kind is Started:
-                self.handle_all([(each.job, each.event) for each in alike])
             else:
-                del alike[1:]
-                self.handle(alike[0].job, alike[0].event)
+                self.handle_all([(each.job, each.event) for each in alike])
             for _ in alike:
                 self._reports.popleft()
         self._act()
@@ -260,7 +256,8 @@ class Executor:
         ends = [(each, each.event) for each in reports if isinstance(each.event, Exited)]
         for report, event in ends:
             if report.unsent is not None:
-                take_unsent_report(self._store, report.unsent, report.job, event.generation)
+                with suppress(UnknownJobError):  # it was deleted meanwhile
+                    take_unsent_report(self._store, report.unsent, report.job, event.generation)
         points = self._store.last_points([report.job for report, _ in ends])
         self.handle_all(
             [(each.job, self._completed(each.job, event, points)) for each, event in ends]

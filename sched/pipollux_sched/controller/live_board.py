@@ -132,21 +132,21 @@ class LiveBoard:
 
     def answer(self, job: str, state: JobState, replica: int) -> ReplicaAnswer:
         """Return what a replica is told."""
-        change = state.live.change
+        live, change = state.live, state.live.change
+        taking_part = max(len(live.replicas), len(change.replicas)) if change is not None else 0
         with self._lock:
             place, known = self._places.get(job), self._stores.get(job)
             leaders = max(LEADERS_INTERVAL, len(self._places) / LEADERS_RATE)
-            taking_part = {*state.live.replicas, *change.replicas} if change is not None else ()
-            self._count(job, len(taking_part))
+            self._count(job, taking_part)
             changing = min(self._num_changing / CHANGING_RATE, LATEST)
-        leads = replica == state.live.replicas[0] and state.live.why_not is None
+        leads = replica == live.replicas[0] and live.why_not is None
         again = leaders if leads else None
         if change is not None:
-            again = max(SOON * max(1.0, state.live.num_ids / MOST_SOON), changing)
+            again = max(SOON * max(1.0, live.num_ids / MOST_SOON), changing)
         forming = change is not None and change.stage is ChangeStage.FORMING
         store = known[1] if known is not None and known[0] == state.generation else None
         here = place if place is not None and place.generation == state.generation else None
-        joins = replica not in state.live.replicas
+        joins = replica not in live.replicas
         return ReplicaAnswer(again, forming, here if joins else None, store)
 
     def forget(self, job: str) -> None:
@@ -157,7 +157,7 @@ class LiveBoard:
             self._count(job, 0)
 
     def _count(self, job: str, replicas: int) -> None:
-        """Note how many replicas of a job take part in a change."""
+        """Note how many replicas of a job take part in a change, at least."""
         self._num_changing += replicas - self._changing.pop(job, 0)
         if replicas:
             self._changing[job] = replicas

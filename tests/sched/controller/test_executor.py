@@ -8,9 +8,10 @@ import pytest
 
 from pipollux_sched.backend import Report
 from pipollux_sched.controller.executor import Executor
-from pipollux_sched.lifecycle import Allocate, Event, Exited, Outcome, Phase, Started
+from pipollux_sched.lifecycle import Allocate, Event, Exited, NewcomerLost, Outcome, Phase, Started
 from pipollux_sched.store import ReceivedReport, Store, Submission
 from tests.sched.store.stores import point
+from tests.sched.supervised import POINT
 
 NAMES = ("a", "b", "c")
 
@@ -30,8 +31,8 @@ class Ended:
     def forget(self, job: str, generation: int) -> None:
         self.forgotten.append((job, generation))
 
-    def say(self, job: str, event: Event) -> None:
-        self.happened.append(Report(job, event))
+    def say(self, job: str, event: Event, unsent: dict[str, object] | None = None) -> None:
+        self.happened.append(Report(job, event, unsent))
 
 
 @pytest.fixture(autouse=True)
@@ -65,9 +66,11 @@ def test_ends_that_come_together_have_each_its_own_progress(store: Store) -> Non
 
 def test_a_job_that_is_gone_keeps_nobody_from_ending(store: Store) -> None:
     backend = Ended()
+    backend.say("deleted", NewcomerLost(1, 1, "its node is gone"))
     for name in ("a", "deleted", "c"):
-        backend.say(name, Exited(1, Outcome.COMPLETE))
+        backend.say(name, Exited(1, Outcome.COMPLETE), {"generation": 1, "points": [POINT]})
     make(store, backend).step()
+    assert store.events(job="a")[-1]["step"] == 7
     assert [store.job(name).phase for name in "abc"] == [
         *(Phase.COMPLETE, Phase.RUNNING, Phase.COMPLETE)
     ]

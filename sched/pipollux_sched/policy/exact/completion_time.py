@@ -14,7 +14,7 @@ is the rate at which the jobs' total remaining time in the cluster falls. Symbol
             the cluster that it takes from others, in the cheapest configuration
     T_j     u_j · remaining work: what is left of the job, in the same unit
     rank_j  number of jobs with at least as much left as job j has, itself included
-    w_j     u_j · E[rank_j^a]     0 <= a <= 1
+    w_j     u_j · E[rank_j^a]     0 <= a <= 1, `rank_power`
     D_j     seconds that a start or a restart of job j takes, or a live change, measured
     H_j     seconds for which the job will use an allocation: what it has left on it, or how long
             an allocation lasts if that is less. That is taken to be the average so far,
@@ -23,7 +23,9 @@ is the rate at which the jobs' total remaining time in the cluster falls. Symbol
 rank_j is the number of jobs that wait for a second of job j's work if shorter jobs go first. With
 a = 1 and linear speedups the greatest sum is shortest remaining processing time first, which is
 optimal. With concave speedups the optimum (Berg, Vesilo & Harchol-Balter, *heSRPT*, 2020) also
-depends on rank alone and shares the cluster more evenly, as this sum does, more so for a < 1.
+depends on rank alone and shares the cluster more evenly, as this sum does, more so for a < 1. The
+smaller a, the sooner the last of all jobs ends, as more of them train side by side on few GPUs
+each, where they scale best; the others end later.
 
 What is left of a job may be a distribution (`JobInfo.work_left`). Then rank_j is that of each of
 its values: the number of other jobs that are expected to have at least as much left, and itself.
@@ -35,7 +37,7 @@ counts as the shortest: most are short.
 With a `tail` q above 0, late jobs count more: those that wait are counted by what a second adds to
 the sum of JCT^(1 + q), instead of all as one, and go before others of their length (`ranks`). It is
 0 but where jobs with a choice of GPU share a type with jobs that have none: the longest of these
-wait for all shorter ones, while other GPUs stand idle, and q is `SCARCE_TAIL`.
+wait for all shorter ones, while other GPUs stand idle, q is `SCARCE_TAIL` and a `SCARCE_RANK_POWER`.
 
 A job that runs on several types of GPU pays for slots of a type that others need, which run on no
 other: `scarcity` · E[rank_j^a] times what `scarcity.waiting_charges` says. So it leaves them to
@@ -79,6 +81,8 @@ MOST_TAIL = 10.0
 """The greatest `CompletionTime.tail`: beyond, only the oldest jobs would count."""
 SCARCE_TAIL = 1.0
 """That where a type of GPU is scarce (`scarcity`), if nothing is said of it."""
+RANK_POWER, SCARCE_RANK_POWER = 0.5, 0.75
+"""`CompletionTime.rank_power`, if nothing is said of it, and that where a type is scarce."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +93,10 @@ class CompletionTime:
         ValueError: a number is out of range; the message names it.
     """
 
-    rank_power: float = 0.75
-    """a."""
+    rank_power: float | None = None
+    """a, from 0 to 1. More: shorter jobs go first, for a short average. Less: jobs share the cluster
+    more evenly, and the last of them ends sooner. None: `RANK_POWER`, but `SCARCE_RANK_POWER` while
+    there are jobs that are charged for making others wait (`scarcity`)."""
     horizon: float = 300.0
     """The least seconds for which an allocation is taken to last."""
     part: float = 0.1
@@ -112,9 +118,10 @@ class CompletionTime:
     but `SCARCE_TAIL` while there are jobs that are charged for making others wait (`scarcity`)."""
 
     def __post_init__(self) -> None:
-        for name in ("rank_power", "part"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}: {getattr(self, name)} must be between 0 and 1")
+        if not 0 <= self.part <= 1:
+            raise ValueError(f"part: {self.part} must be between 0 and 1")
+        if self.rank_power is not None and not 0 <= self.rank_power <= 1:
+            raise ValueError(f"rank_power: {self.rank_power} must be between 0 and 1, or None")
         for name in ("horizon", "patience", "quantum", "scarcity"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}: {getattr(self, name)} must be at least 0")
@@ -137,10 +144,11 @@ class CompletionTime:
         """Return the gains of all jobs, weighted by rank."""
         unit = unit_costs(instance)
         charges = waiting_charges(instance)
-        tail = self.tail
-        if tail is None:
-            tail = SCARCE_TAIL if charges.any() else 0.0
-        powers = mean_powers(instance, unit, self.rank_power, tail)
+        scarce = bool(charges.any())
+        usual = (SCARCE_RANK_POWER, SCARCE_TAIL) if scarce else (RANK_POWER, 0.0)
+        power = usual[0] if self.rank_power is None else self.rank_power
+        tail = usual[1] if self.tail is None else self.tail
+        powers = mean_powers(instance, unit, power, tail)
         charges *= (self.scarcity * powers)[instance.table.shape_job]
         return _Worth(self, instance, unit.total * powers, promises, charges)
 

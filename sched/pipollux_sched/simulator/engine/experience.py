@@ -9,11 +9,9 @@ from typing import Any
 from pipollux_perfmodel.hints.step_rows import MAX_RELATIVES
 from pipollux_sched.policy import CompletedJob, LengthHistory
 from pipollux_sched.simulator.applications.base import JobModel
+from pipollux_sched.store.families import RENEWED
 
 from .job import SimulatedJob
-
-RENEWED = 300.0
-"""Seconds between two looks of a job that waits at what its family has measured."""
 
 
 @dataclass

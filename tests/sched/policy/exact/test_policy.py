@@ -125,7 +125,7 @@ def test_a_long_job_is_not_starved_by_a_stream_of_short_ones() -> None:
                 remaining_work=1e6,
             ),
             f"short-{decision}": JobInfo(
-                {"slots": 1}, scaling(0.0), age, 0, 1, remaining_work=interval
+                {"slots": 1}, scaling(0.0), age, 0, 1, remaining_work=2 * interval
             ),
         }  # fmt: skip
         current = {name: nodes_of for name, nodes_of in base.items() if name in jobs}
