@@ -44,6 +44,7 @@ from .metrics import SchedulerMetrics
 from .policy import (
     DEFAULT_POLICY,
     DEFAULT_RESTART_SECONDS,
+    KNOBS,
     AutoscalingRules,
     NodePlan,
     Policy,
@@ -127,8 +128,7 @@ class Scheduler:
             FixedStrategy(allocations or {}) if fixed else PolicyStrategy(policy)
         )
         self._policy_name = "fixed" if fixed else type(policy).__name__
-        knobs = ("fairness", "scarcity", "tail")
-        self._knobs = {name: None if fixed else getattr(policy, name, None) for name in knobs}
+        self._knobs = {name: None if fixed else getattr(policy, name, None) for name in KNOBS}
         self._autoscaler: Autoscaler | None = None
         if not fixed and autoscaling is not None and expander is not None:
             self._autoscaler = Autoscaler(autoscaling, expander, policy, on_change=self._note_nodes)

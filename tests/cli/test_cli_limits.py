@@ -81,6 +81,8 @@ def test_every_value_of_every_command(command: str, capsys: pytest.CaptureFixtur
         (["serve", "--policy", "fifo", "--scarcity", "1"], "'--scarcity'"),
         (["serve", "--policy", "fifo", "--tail", "1"], "'--tail'"),
         (["serve", "--tail", "11"], "'--tail'"),
+        (["serve", "--policy", "fifo", "--rank-power", "1"], "'--rank-power'"),
+        (["serve", "--rank-power", "1.1"], "'--rank-power'"),
         (["serve", "--grace", "-1"], "'--grace'"),
         (["serve", "--heartbeat-timeout", "1e9"], "'--heartbeat-timeout'"),
         (["serve", "--port", "65536"], "'--port'"),

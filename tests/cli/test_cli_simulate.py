@@ -193,6 +193,11 @@ def test_lines_of_libraries_do_not_get_into_the_output() -> None:
             "or take the policy exact",
         ),
         (
+            ["pipelines.csv", "-p", "fifo", "--rank-power", "0"],
+            "rank_power: 0.0 is a weight of the policy exact, not of fifo; leave it out, "
+            "or take the policy exact",
+        ),
+        (
             ["pipelines.csv", "--rescale-seconds", "31"],
             "rescale_seconds: 31.0 must be between 0 and restart_seconds = 30.0, or left out",
         ),

@@ -149,6 +149,18 @@ Tail: TypeAlias = Annotated[
     ),
 ]
 
+RankPower: TypeAlias = Annotated[
+    float | None,
+    typer.Option(
+        metavar="A",
+        min=0.0,
+        max=1.0,
+        help="How much more short jobs count: near 1 the average completion time is short, near 0 "
+        "jobs share the cluster and the last of them ends sooner; by the policy exact.",
+        show_default="0.5, and 0.75 where a type of GPU is scarce",
+    ),
+]
+
 PolicyName: TypeAlias = Annotated[
     str | None,
     typer.Option(

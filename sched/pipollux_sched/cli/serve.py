@@ -36,6 +36,7 @@ from .options import (
     Fairness,
     PassEnvironment,
     PolicyName,
+    RankPower,
     Scarcity,
     StateDirectory,
     Tail,
@@ -89,6 +90,7 @@ class PolicyFlags:
     fairness: Fairness = None
     scarcity: Scarcity = None
     tail: Tail = None
+    rank_power: RankPower = None
     teams: Annotated[
         Path | None,
         typer.Option(
@@ -223,11 +225,15 @@ def _policy(deciding: PolicyFlags) -> Policy:
     name = deciding.policy or DEFAULT_POLICY
     try:
         return make_policy(
-            name, fairness=deciding.fairness, scarcity=deciding.scarcity, tail=deciding.tail
+            name,
+            fairness=deciding.fairness,
+            scarcity=deciding.scarcity,
+            tail=deciding.tail,
+            rank_power=deciding.rank_power,
         )
     except ValueError as error:
         knob, _, reason = str(error).partition(": ")
-        raise typer.BadParameter(reason, param_hint=f"'--{knob}'") from None
+        raise typer.BadParameter(reason, param_hint=f"'--{knob.replace('_', '-')}'") from None
 
 
 def _cluster(backend: str, file: Path | None) -> ClusterSpec | Path | None:

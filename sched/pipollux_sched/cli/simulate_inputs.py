@@ -93,6 +93,7 @@ class SimulationInputs:
                 fairness=cluster.fairness,
                 scarcity=cluster.scarcity,
                 tail=cluster.tail,
+                rank_power=cluster.rank_power,
             )
         there = _nodes(cluster, history)
         options = _options(cluster, jobs, seed, history, [*there])
@@ -105,6 +106,7 @@ class SimulationInputs:
             fairness=cluster.fairness,
             scarcity=cluster.scarcity,
             tail=cluster.tail,
+            rank_power=cluster.rank_power,
         )
         chosen, past = _workloads(paths, experiment, cluster, jobs, history)
         for workload in chosen:

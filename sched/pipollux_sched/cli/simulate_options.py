@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 
 import typer
 
-from .options import Fairness, Scarcity, Tail
+from .options import Fairness, RankPower, Scarcity, Tail
 from .simulate_history import USUAL
 
 __all__ = ["FitName", "MixName", "SimulatedClusterFlags", "SimulatedJobFlags"]
@@ -38,6 +38,7 @@ class SimulatedClusterFlags:
     fairness: Fairness = None
     scarcity: Scarcity = None
     tail: Tail = None
+    rank_power: RankPower = None
     on_arrival: Annotated[
         bool,
         typer.Option("--on-arrival", help="Decide at every arrival, too, as a scheduler does."),

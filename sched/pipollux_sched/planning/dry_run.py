@@ -19,15 +19,9 @@ from pipollux_sched.allocator.strategy import (
 )
 from pipollux_sched.allocator.team_strategy import team_reasons, within_teams
 from pipollux_sched.errors import SchedulerError
-from pipollux_sched.policy import DEFAULT_POLICY, POLICIES, Allocation, NodeInfo, make_policy
+from pipollux_sched.policy import DEFAULT_POLICY, KNOBS, POLICIES, Allocation, NodeInfo, make_policy
 from pipollux_sched.store import Store
-from pipollux_sched.views.cluster import (
-    serves_evenly,
-    serving_fairness,
-    serving_policy,
-    serving_scarcity,
-    serving_tail,
-)
+from pipollux_sched.views.cluster import serves_evenly, serving_knobs, serving_policy
 from pipollux_sched.views.models import PlannedChange, PlanView
 
 
@@ -50,13 +44,7 @@ def live_plan(store: Store, policy: str | None = None, seed: int = 0) -> PlanVie
     """
     serving = serving_policy(store)
     name = policy or (serving if serving in POLICIES else DEFAULT_POLICY)
-    knobs: dict[str, float | None] = {}
-    if name == serving:
-        knobs = {
-            "fairness": serving_fairness(store),
-            "scarcity": serving_scarcity(store),
-            "tail": serving_tail(store),
-        }
+    knobs = serving_knobs(store, KNOBS) if name == serving else {}
     strategy: Strategy = PolicyStrategy(make_policy(name, seed=seed, **knobs))
     if serves_evenly(store):
         strategy = EvenStrategy(strategy)

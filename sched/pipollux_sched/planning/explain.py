@@ -28,7 +28,7 @@ from pipollux_sched.spec.job import JobSpec, parse_job
 from pipollux_sched.store import JobRecord, Store
 from pipollux_sched.utils.text import seconds, spell_moment
 from pipollux_sched.views.changes import change_under_way
-from pipollux_sched.views.cluster import serving_fairness
+from pipollux_sched.views.cluster import serving_knobs
 from pipollux_sched.views.explanation import (
     Alternative,
     ExplanationView,
@@ -139,7 +139,7 @@ def _find_standing(store: Store, job: JobRecord) -> Standing:
     free = free_of(live.nodes, live.candidates)
     bounds = ReplicaBounds(spec.max_replicas, measured, before)
     found = standing(candidate, live.nodes, free, bounds, pin)
-    promise = fair_limit(candidate, live, serving_fairness(store))
+    promise = fair_limit(candidate, live, serving_knobs(store, ["fairness"])["fairness"])
     limits = found.limits if promise is None else (*found.limits, promise)
     found = replace(found, limits=limits, planned_by=before)
     return _within_team(found, live, job.name)

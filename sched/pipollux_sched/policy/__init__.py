@@ -34,7 +34,7 @@ from .change_cost import (
 from .contention import Contention
 from .job_info import JobInfo, NodeInfo, ReplicaShape, SpeedupCallable
 from .lengths import CompletedJob, LengthHistory, family_of
-from .registry import DEFAULT_POLICY, POLICIES, make_policy
+from .registry import DEFAULT_POLICY, KNOBS, POLICIES, make_policy
 from .restart_cost import DEFAULT_RESTART_SECONDS
 from .rules import is_pinned, must_move, usable_nodes, violations
 
@@ -42,6 +42,7 @@ __all__ = [
     "DEFAULT_POLICY",
     "DEFAULT_RESCALE_SECONDS",
     "DEFAULT_RESTART_SECONDS",
+    "KNOBS",
     "MOST_TAIL",
     "POLICIES",
     "Allocation",

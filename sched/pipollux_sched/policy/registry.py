@@ -32,6 +32,9 @@ POLICIES: Mapping[str, Factory] = {
 }
 """Every policy with its defaults, by name."""
 
+KNOBS = {"fairness": "promise", "scarcity": "charge", "tail": "weight", "rank_power": "weight"}
+"""What each number of `CompletionTime` is that `make_policy` takes, by name."""
+
 
 def make_policy(
     name: str = DEFAULT_POLICY,
@@ -40,6 +43,7 @@ def make_policy(
     fairness: float | None = None,
     scarcity: float | None = None,
     tail: float | None = None,
+    rank_power: float | None = None,
 ) -> Policy:
     """Return a new policy.
 
@@ -49,10 +53,11 @@ def make_policy(
         fairness: F of `CompletionTime.fairness`, a promise that only "exact" makes; None: none.
         scarcity: of `CompletionTime.scarcity`, a charge that only "exact" makes; None: its own.
         tail: of `CompletionTime.tail`, a weight that only "exact" gives; None: its own.
+        rank_power: of `CompletionTime.rank_power`, likewise.
 
     Raises:
         ValueError: no policy has this name, and the message names the known ones; or it cannot
-            promise fairness, charge for scarcity or weigh late jobs.
+            promise fairness, charge for scarcity or weigh late and short jobs.
 
     Example:
         >>> type(make_policy("pollux", seed=3)).__name__
@@ -62,15 +67,14 @@ def make_policy(
         close = difflib.get_close_matches(name.lower(), POLICIES, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
         raise ValueError(f"policy: {name!r} is not known; {hint}known are {', '.join(POLICIES)}")
-    said = {"fairness": fairness, "scarcity": scarcity, "tail": tail}
+    said = {"fairness": fairness, "scarcity": scarcity, "tail": tail, "rank_power": rank_power}
     chosen = {knob: value for knob, value in said.items() if value is not None}
     if not chosen:
         return POLICIES[name](seed)
     if name != "exact":
         knob, value = next(iter(chosen.items()))
-        what = {"fairness": "promise", "scarcity": "charge", "tail": "weight"}[knob]
         raise ValueError(
-            f"{knob}: {value} is a {what} of the policy exact, not of {name}; leave it out, or "
-            "take the policy exact"
+            f"{knob}: {value} is a {KNOBS[knob]} of the policy exact, not of {name}; leave it "
+            "out, or take the policy exact"
         )
     return ExactPolicy(CompletionTime(**chosen))

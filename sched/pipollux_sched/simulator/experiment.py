@@ -63,6 +63,8 @@ class Experiment:
     """What it charges for scarce types of GPU (`CompletionTime.scarcity`); None: the usual."""
     tail: float | None = None
     """How much more late jobs count with it (`CompletionTime.tail`); None: the usual."""
+    rank_power: float | None = None
+    """How much more short jobs count with it (`CompletionTime.rank_power`); None: the usual."""
     _applications: dict[str, Application] = field(default_factory=dict, init=False, repr=False)
     _isolated: list[IsolatedTimes] = field(default_factory=list, init=False, repr=False)
 
@@ -113,6 +115,7 @@ class Experiment:
             fairness=self.fairness if own else None,
             scarcity=self.scarcity if own else None,
             tail=self.tail if own else None,
+            rank_power=self.rank_power if own else None,
         )
         known = Experience() if experience is None else experience
         nodes = dict(self.nodes)

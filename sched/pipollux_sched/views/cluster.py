@@ -84,25 +84,14 @@ def serving_policy(store: Store) -> str:
     return str(served[-1].get("policy", "")).removesuffix("Policy").lower() if served else ""
 
 
-def serving_fairness(store: Store) -> float | None:
-    """Return what the present or last policy promises (`CompletionTime.fairness`)."""
-    return _serving_number(store, "fairness")
-
-
-def serving_scarcity(store: Store) -> float | None:
-    """Return what the present or last policy charges (`CompletionTime.scarcity`)."""
-    return _serving_number(store, "scarcity")
-
-
-def serving_tail(store: Store) -> float | None:
-    """Return how much more late jobs count with it (`CompletionTime.tail`)."""
-    return _serving_number(store, "tail")
-
-
-def _serving_number(store: Store, name: str) -> float | None:
+def serving_knobs(store: Store, names: Iterable[str]) -> dict[str, float | None]:
+    """Return numbers of the present or last policy, as `policy.KNOBS`; None: it has none."""
     served = store.latest_events(1, types=["cluster"])
-    found = served[-1].get(name) if served else None
-    return float(found) if isinstance(found, int | float) else None
+    found = {name: served[-1].get(name) if served else None for name in names}
+    return {
+        name: float(value) if isinstance(value, int | float) else None
+        for name, value in found.items()
+    }
 
 
 def serves_evenly(store: Store) -> bool:

@@ -24,7 +24,7 @@ from pipollux_sched.planning.plan import (
     plan,
     replica_cap,
 )
-from pipollux_sched.policy import JobInfo, NodeInfo, Policy, make_policy
+from pipollux_sched.policy import KNOBS, JobInfo, NodeInfo, Policy, make_policy
 from pipollux_sched.scheduler import Scheduler
 from pipollux_sched.spec.job import (
     ClusterSpec,
@@ -253,17 +253,17 @@ def test_a_plan_promises_and_charges_what_the_scheduler_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = ClusterSpec(nodes=(NodeSpec(name="a", slots=1, kind="cpu"),))
-    policy = make_policy(fairness=1.25, scarcity=0.5, tail=1.0)
+    policy = make_policy(fairness=1.25, scarcity=0.5, tail=1.0, rank_power=0.25)
     with Scheduler(tmp_path / "state", cluster, policy) as scheduler:
         asked: list[tuple[Any, ...]] = []
 
         def made(name: str, **given: Any) -> Policy:
             found = make_policy(name, **given)
-            knobs = (getattr(found, knob, None) for knob in ("fairness", "scarcity", "tail"))
+            knobs = (getattr(found, knob, None) for knob in KNOBS)
             asked.append((name, given["seed"], *knobs))
             return found
 
         monkeypatch.setattr(dry_run, "make_policy", made)
         dry_run.live_plan(scheduler.store)
         dry_run.live_plan(scheduler.store, "sia", 3)
-    assert asked == [("exact", 0, 1.25, 0.5, 1.0), ("sia", 3, None, None, None)]
+    assert asked == [("exact", 0, 1.25, 0.5, 1.0, 0.25), ("sia", 3, *4 * [None])]

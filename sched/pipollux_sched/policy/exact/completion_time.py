@@ -37,7 +37,8 @@ counts as the shortest: most are short.
 With a `tail` q above 0, late jobs count more: those that wait are counted by what a second adds to
 the sum of JCT^(1 + q), instead of all as one, and go before others of their length (`ranks`). It is
 0 but where jobs with a choice of GPU share a type with jobs that have none: the longest of these
-wait for all shorter ones, while other GPUs stand idle, q is `SCARCE_TAIL` and a `SCARCE_RANK_POWER`.
+wait for all shorter ones, while other GPUs stand idle. There q is `SCARCE_TAIL`, and a
+`SCARCE_RANK_POWER`.
 
 A job that runs on several types of GPU pays for slots of a type that others need, which run on no
 other: `scarcity` · E[rank_j^a] times what `scarcity.waiting_charges` says. So it leaves them to
@@ -94,9 +95,9 @@ class CompletionTime:
     """
 
     rank_power: float | None = None
-    """a, from 0 to 1. More: shorter jobs go first, for a short average. Less: jobs share the cluster
-    more evenly, and the last of them ends sooner. None: `RANK_POWER`, but `SCARCE_RANK_POWER` while
-    there are jobs that are charged for making others wait (`scarcity`)."""
+    """a: how much more short jobs count, 0 to 1. More: the average is shorter. Less: jobs share the
+    cluster more evenly, and the last of them ends sooner. None: `RANK_POWER`, but
+    `SCARCE_RANK_POWER` while there are jobs that are charged for making others wait."""
     horizon: float = 300.0
     """The least seconds for which an allocation is taken to last."""
     part: float = 0.1

@@ -84,6 +84,11 @@ class ExactPolicy:
         """How much more late jobs count (`CompletionTime.tail`); None: as usual, or not."""
         return getattr(self._objective, "tail", None)
 
+    @property
+    def rank_power(self) -> float | None:
+        """How much more short jobs count (`CompletionTime.rank_power`); None: as usual, or not."""
+        return getattr(self._objective, "rank_power", None)
+
     allocate_job = staticmethod(place_arrival)
 
     def optimize(
