@@ -2,7 +2,7 @@
 
     OPENBLAS_NUM_THREADS=1 python benchmarks/hybrid-jobs/hybrid_jobs.py \
         [--seed 0] [--jobs 80] [--hours 24] [--clusters one,two] [--only NAME,…] \
-        [--interval 60] [--scarcity 0.7] [--tail 0] [--processes 1]
+        [--interval 60] [--scarcity 0.7] [--tail 0] [--rank-power 0.5] [--processes 1]
 
 GPT-like models of 1.3 to 13 billion parameters arrive as in the Philly trace. All contenders see
 the same jobs, which train as `PipelineTruth` says; they differ in the policy and in what jobs know
@@ -15,7 +15,7 @@ and may choose:
     Sia's model    `ExactPolicy` with jobs as Sia knows them
     Sia's policy   `SiaPolicy` with every K that fits
 
-`--scarcity` and `--tail` are those of `CompletionTime`, for all rows of `ExactPolicy`.
+`--scarcity`, `--tail` and `--rank-power` are those of `CompletionTime`, for all rows of `ExactPolicy`.
 """
 
 from __future__ import annotations
@@ -115,9 +115,11 @@ def main() -> None:
     usual = CompletionTime()
     parser.add_argument("--scarcity", type=float, default=usual.scarcity)
     parser.add_argument("--tail", type=float, default=usual.tail)
+    parser.add_argument("--rank-power", type=float, default=usual.rank_power)
     parser.add_argument("--processes", type=int, default=1)
     options = parser.parse_args()
-    objective = CompletionTime(scarcity=options.scarcity, tail=options.tail)
+    knobs = {name: getattr(options, name) for name in ("scarcity", "tail", "rank_power")}
+    objective = CompletionTime(**knobs)
     with ProcessPoolExecutor(options.processes) as pool:
         for name in options.clusters.split(","):
             devices = devices_of(name)
@@ -130,8 +132,8 @@ def main() -> None:
             print(
                 f"\nNodes of {GPUS} GPUs: {dict(nodes)}; {options.jobs} jobs, "
                 f"seed {options.seed}, every {options.interval:g} s, "
-                f"scarcity {options.scarcity:g}, "
-                f"tail {'as usual' if options.tail is None else options.tail}\n"
+                + ", ".join(f"{knob} {_said(value)}" for knob, value in knobs.items())
+                + "\n"
             )
             print(
                 "| | average JCT | median | p99 | makespan | restarts per job | GPUs held "
@@ -144,6 +146,10 @@ def main() -> None:
                 print(outcomes[-1].row, flush=True)
             for outcome in outcomes:
                 print(f"{outcome.name}: {outcome.stages}", flush=True)
+
+
+def _said(value: float | None) -> str:
+    return "as usual" if value is None else f"{value:g}"
 
 
 def devices_of(cluster: str) -> tuple[Device, ...]:

@@ -37,8 +37,7 @@ counts as the shortest: most are short.
 With a `tail` q above 0, late jobs count more: those that wait are counted by what a second adds to
 the sum of JCT^(1 + q), instead of all as one, and go before others of their length (`ranks`). It is
 0 but where jobs with a choice of GPU share a type with jobs that have none: the longest of these
-wait for all shorter ones, while other GPUs stand idle. There q is `SCARCE_TAIL`, and a
-`SCARCE_RANK_POWER`.
+wait for all shorter ones, while other GPUs stand idle, and q is `SCARCE_TAIL`.
 
 A job that runs on several types of GPU pays for slots of a type that others need, which run on no
 other: `scarcity` · E[rank_j^a] times what `scarcity.waiting_charges` says. So it leaves them to
@@ -82,8 +81,6 @@ MOST_TAIL = 10.0
 """The greatest `CompletionTime.tail`: beyond, only the oldest jobs would count."""
 SCARCE_TAIL = 1.0
 """That where a type of GPU is scarce (`scarcity`), if nothing is said of it."""
-RANK_POWER, SCARCE_RANK_POWER = 0.5, 0.75
-"""`CompletionTime.rank_power`, if nothing is said of it, and that where a type is scarce."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +91,9 @@ class CompletionTime:
         ValueError: a number is out of range; the message names it.
     """
 
-    rank_power: float | None = None
+    rank_power: float = 0.5
     """a: how much more short jobs count, 0 to 1. More: the average is shorter. Less: jobs share the
-    cluster more evenly, and the last of them ends sooner. None: `RANK_POWER`, but
-    `SCARCE_RANK_POWER` while there are jobs that are charged for making others wait."""
+    cluster more evenly, and the last of them ends sooner."""
     horizon: float = 300.0
     """The least seconds for which an allocation is taken to last."""
     part: float = 0.1
@@ -119,10 +115,9 @@ class CompletionTime:
     but `SCARCE_TAIL` while there are jobs that are charged for making others wait (`scarcity`)."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.part <= 1:
-            raise ValueError(f"part: {self.part} must be between 0 and 1")
-        if self.rank_power is not None and not 0 <= self.rank_power <= 1:
-            raise ValueError(f"rank_power: {self.rank_power} must be between 0 and 1, or None")
+        for name in ("rank_power", "part"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}: {getattr(self, name)} must be between 0 and 1")
         for name in ("horizon", "patience", "quantum", "scarcity"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}: {getattr(self, name)} must be at least 0")
@@ -145,11 +140,10 @@ class CompletionTime:
         """Return the gains of all jobs, weighted by rank."""
         unit = unit_costs(instance)
         charges = waiting_charges(instance)
-        scarce = bool(charges.any())
-        usual = (SCARCE_RANK_POWER, SCARCE_TAIL) if scarce else (RANK_POWER, 0.0)
-        power = usual[0] if self.rank_power is None else self.rank_power
-        tail = usual[1] if self.tail is None else self.tail
-        powers = mean_powers(instance, unit, power, tail)
+        tail = self.tail
+        if tail is None:
+            tail = SCARCE_TAIL if charges.any() else 0.0
+        powers = mean_powers(instance, unit, self.rank_power, tail)
         charges *= (self.scarcity * powers)[instance.table.shape_job]
         return _Worth(self, instance, unit.total * powers, promises, charges)
 

@@ -86,7 +86,7 @@ class ExactPolicy:
 
     @property
     def rank_power(self) -> float | None:
-        """How much more short jobs count (`CompletionTime.rank_power`); None: as usual, or not."""
+        """How much more short jobs count (`CompletionTime.rank_power`); None: no more."""
         return getattr(self._objective, "rank_power", None)
 
     allocate_job = staticmethod(place_arrival)

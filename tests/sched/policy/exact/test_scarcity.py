@@ -17,11 +17,7 @@ from pipollux_sched.policy import (
     ReplicaShape,
     make_policy,
 )
-from pipollux_sched.policy.exact.completion_time import (
-    RANK_POWER,
-    SCARCE_RANK_POWER,
-    SCARCE_TAIL,
-)
+from pipollux_sched.policy.exact.completion_time import SCARCE_TAIL
 from pipollux_sched.policy.exact.configurations import build_instance
 from pipollux_sched.policy.exact.objective import Held
 from pipollux_sched.policy.exact.promise import Promises
@@ -91,7 +87,7 @@ def test_charges_are_the_waiting_of_captive_jobs() -> None:
     )
     ranks = {"free": 4, "narrow": 5}
     for number, configs in enumerate(instance.jobs):
-        power = ranks.get(configs.name, 1) ** 0.75
+        power = ranks.get(configs.name, 1) ** CompletionTime().rank_power
         free, paid = (instance.table.split(worth.gains())[number] for worth in (plain, paying))
         slots = np.where(configs.shape == 0, configs.replicas, 0)
         due = 0.5 * power * charges[configs.name][0] * slots
@@ -106,30 +102,22 @@ def test_charges_are_the_waiting_of_captive_jobs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slow", "scarce"),
-    [((0.0, 0.0, 0.3), True), ((0.0, 0.0, 0.0), False), ((0.3, 0.2, 0.3), False)],
+    ("slow", "tail"),
+    [((0.0, 0.0, 0.3), SCARCE_TAIL), ((0.0, 0.0, 0.0), 0.0), ((0.3, 0.2, 0.3), 0.0)],
     ids=["some have a choice", "none has", "all have"],
 )
-def test_late_and_short_jobs_count_more_where_a_type_is_scarce(
-    slow: Sequence[float], scarce: bool
-) -> None:
+def test_late_jobs_count_more_where_a_type_is_scarce(slow: Sequence[float], tail: float) -> None:
     jobs = {
         f"job-{n}": replace(job(n, 3000.0 * (n + 1), speed), age=1000.0 * (3 - n))
         for n, speed in enumerate(slow)
     }
     instance = build_instance(jobs, NODES, {}, NODES["fast"])
-    step = -1 if scarce else 1
-    tails, powers = (0.0, SCARCE_TAIL)[::step], (RANK_POWER, SCARCE_RANK_POWER)[::step]
-    usual, same, late, short = (
-        CompletionTime(tail=q, rank_power=a).judge(instance, Promises()).gains()
-        for q, a in (
-            *((None, None), (tails[0], powers[0])),
-            *((tails[1], None), (None, powers[1])),
-        )
+    usual, same, other = (
+        CompletionTime(tail=q).judge(instance, Promises()).gains()
+        for q in (None, tail, SCARCE_TAIL - tail)
     )
     assert (usual == same).all()
-    assert (usual != late).any()
-    assert (usual != short).any()
+    assert (usual != other).any()
 
 
 @pytest.mark.parametrize("scarcity", [-0.1, float("nan")])
