@@ -15,7 +15,8 @@ and may choose:
     Sia's model    `ExactPolicy` with jobs as Sia knows them
     Sia's policy   `SiaPolicy` with every K that fits
 
-`--scarcity`, `--tail` and `--rank-power` are those of `CompletionTime`, for all rows of `ExactPolicy`.
+`--scarcity`, `--tail` and `--rank-power` are those of `CompletionTime`, for all rows of
+`ExactPolicy`.
 """
 
 from __future__ import annotations
