@@ -1,12 +1,12 @@
 """A scheduler whose thousands of jobs all grow live at once.
 
-    python benchmarks/service-load/growth.py [--jobs 4000] [--seconds 240]
+    python benchmarks/service-load/growth.py [--jobs 4000] [--width 1] [--seconds 240]
 
-A real `pipollux serve` with 1250 nodes of 8 slots, and jobs of one replica that may have two, which
-are only listed (`listed.py`). Another process sends what their replicas send (`live_load.py`). As
-soon as they have sent hints a decision gives each a second replica. Half of them have room for it
-where they are, and it joins them live; the others are moved, and of those only the starts are
-measured: their new replicas send nothing. Prints a table in Markdown.
+A real `pipollux serve` with 1250 nodes of 8 slots, and jobs of `--width` replicas that may have
+twice as many, which are only listed (`listed.py`). Another process sends what their replicas send
+(`live_load.py`). As soon as they have sent hints a decision gives each its others. Of 4000 jobs of
+one half have room where they are, and are joined live; the others are moved, and of those only the
+starts are measured: their new replicas send nothing. Prints a table in Markdown.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy import create_engine, text
 
@@ -48,6 +49,7 @@ def main() -> None:
     """Serve, submit, let them grow."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--jobs", type=int, default=4000)
+    parser.add_argument("--width", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--heartbeat-interval", type=float, default=10.0)
     parser.add_argument("--serve", default="--interval 90", help="options of `pipollux serve`")
@@ -55,8 +57,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         served = serve(Path(name), options.serve.split())
         try:
-            jobs = submit(Path(name), served, options.jobs, widths=(1,), growth=2)
-            hints = make_hints()
+            jobs = submit(Path(name), served, options.jobs, widths=(options.width,), growth=2)
+            hints = widened(make_hints(), options.width)
             begin_training(served, jobs)
             before, began = served.cpu, time.perf_counter()
             found = load(
@@ -86,6 +88,14 @@ def main() -> None:
         finally:
             served.process.kill()  # jobs that are only listed have nothing to save
             served.process.wait(60)
+
+
+def widened(hints: dict[str, Any], width: int) -> dict[str, Any]:
+    """Return hints of a job that trains well on so many times as many replicas."""
+    gradients = {"norm": hints["gradParams"]["norm"], "var": width * hints["gradParams"]["var"]}
+    sizes = {name: width * hints[name] for name in ("initBatchSize", "maxBatchSize")}
+    most = max(width, hints["maxProfiledReplicas"])
+    return {**hints, **sizes, "gradParams": gradients, "maxProfiledReplicas": most}
 
 
 def times_of(served: Served, kind: str) -> list[float]:

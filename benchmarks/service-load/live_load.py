@@ -28,9 +28,9 @@ LOOK = 0.2
 class Life:
     """What the replicas of a job know of each other."""
 
+    replicas: list[int]
     number: int = 1
     """Of the membership that trains."""
-    replicas: list[int] = field(default_factory=lambda: [0])
     store: int = 0
     """For which membership replica 0 has named a place."""
     formed: set[int] = field(default_factory=set)
@@ -51,7 +51,7 @@ class LiveLoad(Load):
 
     def __init__(self, plan: dict[str, Any]) -> None:
         super().__init__(plan)
-        self._lives: dict[str, Life] = defaultdict(Life)
+        self._lives = {job.name: Life([*range(job.replicas)]) for job in self.jobs}
         self._woken: dict[tuple[str, int], asyncio.Event] = defaultdict(asyncio.Event)
         self.started: list[float] = []
         """When newcomers were started."""

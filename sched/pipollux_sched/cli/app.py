@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from pipollux_sched.errors import PipolluxError
+from pipollux_sched.utils.text import clean
 
 from .checked_command import CheckedCommand
 from .console import FAILED, USAGE, complain
@@ -28,6 +29,8 @@ class _Entry(NamedTuple):
     summary: str
 
 
+_MOST_SHOWN = 60
+"""Characters of a wrong value."""
 COMMANDS = {
     "demo": _Entry("demo", "Run two jobs under the scheduler on this machine, and write a report."),
     "plan": _Entry("plan", "Print what each job would get; change nothing."),
@@ -164,5 +167,12 @@ def _usage_error(error: Exception, args: Sequence[str]) -> int:
         raise error
     command = f"pipollux {args[0]}" if args and args[0] in COMMANDS else "pipollux"
     said = error.format_message().rstrip(".").replace(": Value error, ", ": ")
+    said = said.replace("Input should be", f"{_given(error)} must be")
     complain(f"{said}; see '{command} --help'")
     return USAGE
+
+
+def _given(error: Exception) -> str:
+    """Return the value that typer refused, which its own text leaves out."""
+    problems = getattr(error.__cause__, "errors", None)  # pydantic's
+    return repr(clean(problems()[0]["input"], _MOST_SHOWN)) if problems else "it"
