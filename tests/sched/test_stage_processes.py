@@ -166,8 +166,7 @@ def is_of(process: psutil.Process, replica: int) -> bool:
 
 
 def has_replaced_one(jobs: Jobs) -> bool:
-    state = jobs["stages"].state
-    return trains_on(A, B)(jobs) and 2 in state.live.replicas and state.generation == 1
+    return trains_on(A, B)(jobs) and 2 in jobs["stages"].state.live.replicas
 
 
 def newcomers_of(directory: Path, stage: int) -> list[psutil.Process]:
@@ -219,6 +218,8 @@ def test_a_process_of_one_of_two_replicas_is_killed_or_frozen(
         scheduler.submit(job(tmp_path, process_per_stage=True))
         assert scheduler.wait(trains_on(A, B), timeout=240)
         assert scheduler.wait(can_change, timeout=240)
+        # It begins on one replica if it arrives between two rounds, and may then be restarted.
+        begun = scheduler.jobs()["stages"].state.generation
         (killed,) = (x for x in scripts_of(directory, stage) if is_of(x, replica))
         killed.send_signal(how)
         assert scheduler.wait(has_replaced_one, timeout=240)
@@ -227,7 +228,7 @@ def test_a_process_of_one_of_two_replicas_is_killed_or_frozen(
         scheduler.control.cancel("stages")
         assert scheduler.wait(lambda jobs: jobs["stages"].phase.ended, timeout=240)
         events = scheduler.store.events(job="stages")
-    assert (now.generation, now.failures, now.live.replicas) == (1, 0, (1 - replica, 2))
+    assert (now.generation, now.failures, now.live.replicas) == (begun, 0, (1 - replica, 2))
     (survived,) = (event for event in events if event["type"] == "survived")
     assert survived["lost"] == [replica]
     assert check_steps(tmp_path, killed=True) == {(2, 2), (4, 2)}
