@@ -20,7 +20,7 @@ from pipollux_sched.backend.slurm.expander import SlurmExpander
 from pipollux_sched.backend.slurm.rented_pools import RentedPools
 from pipollux_sched.cli.serving import serve_until
 from pipollux_sched.controller.watchdog import HEARTBEAT_TIMEOUT
-from pipollux_sched.policy import DEFAULT_POLICY, AutoscalingRules, Policy, make_policy
+from pipollux_sched.policy import DEFAULT_POLICY, KNOBS, AutoscalingRules, Policy, make_policy
 from pipollux_sched.report.event_text import TELLING_TYPES, event_line
 from pipollux_sched.scheduler import STOP_GRACE, Scheduler
 from pipollux_sched.spec.job import ClusterSpec, load_cluster
@@ -224,13 +224,7 @@ def serve(
 def _policy(deciding: PolicyFlags) -> Policy:
     name = deciding.policy or DEFAULT_POLICY
     try:
-        return make_policy(
-            name,
-            fairness=deciding.fairness,
-            scarcity=deciding.scarcity,
-            tail=deciding.tail,
-            rank_power=deciding.rank_power,
-        )
+        return make_policy(name, **{knob: getattr(deciding, knob) for knob in KNOBS})
     except ValueError as error:
         knob, _, reason = str(error).partition(": ")
         raise typer.BadParameter(reason, param_hint=f"'--{knob.replace('_', '-')}'") from None

@@ -80,34 +80,19 @@ class SimulationInputs:
             ValueError: a file or an option is invalid.
             OSError: a file cannot be read.
         """
-        from pipollux_sched.policy import DEFAULT_POLICY, make_policy
+        from pipollux_sched.policy import DEFAULT_POLICY, KNOBS, make_policy
         from pipollux_sched.simulator import Experiment
 
         _check_source(paths, jobs)
         history = None if jobs.from_state is None else read_past(jobs.from_state)
         own = DEFAULT_POLICY if history is None else history.policy or DEFAULT_POLICY
         names = policy_names(own if policy is None else policy)
+        knobs = {name: getattr(cluster, name) for name in KNOBS}
         if DEFAULT_POLICY not in names:
-            make_policy(
-                names[0],
-                fairness=cluster.fairness,
-                scarcity=cluster.scarcity,
-                tail=cluster.tail,
-                rank_power=cluster.rank_power,
-            )
+            make_policy(names[0], **knobs)
         there = _nodes(cluster, history)
         options = _options(cluster, jobs, seed, history, [*there])
-        experiment = Experiment(
-            there,
-            options,
-            jobs.traces,
-            seed,
-            _fit(jobs.fit),
-            fairness=cluster.fairness,
-            scarcity=cluster.scarcity,
-            tail=cluster.tail,
-            rank_power=cluster.rank_power,
-        )
+        experiment = Experiment(there, options, jobs.traces, seed, _fit(jobs.fit), **knobs)
         chosen, past = _workloads(paths, experiment, cluster, jobs, history)
         for workload in chosen:
             experiment.applications(workload)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipollux_perfmodel import fit_perf_params
-from pipollux_sched.policy import NodeInfo, make_policy
+from pipollux_sched.policy import KNOBS, NodeInfo, make_policy
 from pipollux_sched.simulator.applications.base import Application
 from pipollux_sched.simulator.applications.devices import A100_40G
 from pipollux_sched.simulator.applications.gpt import GPT_MODELS
@@ -108,15 +108,8 @@ class Experiment:
             SimulationError: the policy broke a rule, or some job never gets to run.
         """
         applications = self.applications(workload)
-        own = policy == "exact"
-        made = make_policy(
-            policy,
-            seed=self.seed,
-            fairness=self.fairness if own else None,
-            scarcity=self.scarcity if own else None,
-            tail=self.tail if own else None,
-            rank_power=self.rank_power if own else None,
-        )
+        knobs = {name: getattr(self, name) for name in KNOBS} if policy == "exact" else {}
+        made = make_policy(policy, seed=self.seed, **knobs)
         known = Experience() if experience is None else experience
         nodes = dict(self.nodes)
         cluster = Cluster(workload.jobs, applications, nodes, made, self.options, known)

@@ -257,13 +257,15 @@ class Trained(Steady):
 APPLICATIONS = {"short": Trained("short", 10), "long": Trained("long", 80)}
 
 
-def worst(fairness: float | None, known_length: str, gap: float = 400.0) -> float:
+def worst(
+    fairness: float | None, known_length: str, gap: float = 400.0, rank_power: float | None = None
+) -> float:
     """Return the greatest rho of a long job and a stream of short ones on four slots."""
     jobs = [JobArrival("long", 0.0, "long", 1, 10)]
     jobs += [JobArrival(f"short-{n}", 10.0 + gap * n, "short", 1, 10) for n in range(40)]
     nodes = make_nodes({"": (1, 4)})
     options = Options(known_length=KnownLength.parse(known_length), decides_at="arrivals")
-    policy = make_policy(fairness=fairness)
+    policy = make_policy(fairness=fairness, rank_power=rank_power)
     result = Cluster(jobs, APPLICATIONS, nodes, policy, options).run()
     alone = IsolatedTimes(nodes, options.restart_seconds)
     found = outcome(result, APPLICATIONS, alone, workload="w", policy="exact", seed=0)
@@ -280,11 +282,16 @@ def test_a_long_job_beside_a_stream_of_short_ones_is_hardly_late(
     assert worst(1.25, known_length, gap) <= 1.3
 
 
-@pytest.mark.parametrize("gap", [390.0, 400.0, 450.0])
-def test_a_long_job_of_likely_length_is_not_much_later(gap: float) -> None:
+@pytest.mark.parametrize(
+    ("gap", "rank_power"),
+    [(380.0, 0.75), (400.0, 0.75), (450.0, 0.75), (390.0, None), (400.0, None), (450.0, None)],
+)
+def test_a_long_job_of_likely_length_is_not_much_later(
+    gap: float, rank_power: float | None
+) -> None:
     """What is likely for it, the only one of its kind, is far too long most of the time."""
-    assert worst(None, "learned", gap) > 1.25**GUARD
-    assert worst(1.25, "learned", gap) <= 1.25**GUARD
+    assert worst(None, "learned", gap, rank_power) > 1.25**GUARD
+    assert worst(1.25, "learned", gap, rank_power) <= 1.25**GUARD
 
 
 @pytest.mark.parametrize("fairness", [0.9, float("inf"), float("nan")])

@@ -110,10 +110,13 @@ def test_the_shorter_job_comes_first() -> None:
     assert {name: len(nodes_of) for name, nodes_of in answer.items()} == {"long": 0, "short": 4}
 
 
-def test_a_long_job_is_not_starved_by_a_stream_of_short_ones() -> None:
+@pytest.mark.parametrize(("rank_power", "work"), [(0.75, 60.0), (CompletionTime.rank_power, 120.0)])
+def test_a_long_job_is_not_starved_by_a_stream_of_short_ones(
+    rank_power: float, work: float
+) -> None:
     """One slot, a new short job at every decision: the long one still gets its part."""
     nodes = {"n": NodeInfo({"slots": 1})}
-    knobs = CompletionTime(part=0.2, patience=300.0, quantum=300.0)
+    knobs = CompletionTime(rank_power=rank_power, part=0.2, patience=300.0, quantum=300.0)
     policy, interval = ExactPolicy(knobs), 60.0
     base: dict[str, list[str]] = {}
     held = 0.0
@@ -125,7 +128,7 @@ def test_a_long_job_is_not_starved_by_a_stream_of_short_ones() -> None:
                 remaining_work=1e6,
             ),
             f"short-{decision}": JobInfo(
-                {"slots": 1}, scaling(0.0), age, 0, 1, remaining_work=2 * interval
+                {"slots": 1}, scaling(0.0), age, 0, 1, remaining_work=work
             ),
         }  # fmt: skip
         current = {name: nodes_of for name, nodes_of in base.items() if name in jobs}
