@@ -67,6 +67,12 @@ def _run() -> int:
         _, failure = error.get_first_failure()
         code = int(failure.exitcode)
         return code if code >= 0 else 128 - code
+    except Exception as error:  # any but a stop's is the caller's
+        # Where a stop arrives before torch has begun to time a call, torch fails at the end of
+        # that call and so hides the stop, but has ended the script as for one.
+        if isinstance(error.__context__, SignalException):
+            return STOPPED
+        raise
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -60,3 +61,55 @@ def test_the_first_process_of_a_container_ends_while_it_loads(tmp_path: Path) ->
             assert first.wait(60) == agent.STOPPED
         finally:
             first.kill()
+
+
+UNLUCKY = """
+import os, runpy, signal, sys, time
+from pathlib import Path
+from torch.distributed.elastic.metrics import api
+
+began = Path(sys.argv.pop(1))
+
+class Clock:
+    def time(self):
+        if began.exists():
+            os.kill(os.getpid(), signal.SIGTERM)
+        return time.time()
+
+api.time = Clock()
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs the agent, which is told to stop at the very moment at which torch begins to time a call."""
+SAVES = """
+import signal, sys
+from pathlib import Path
+
+def stop(number, frame):
+    Path(sys.argv[1]).with_name("saved").touch()
+    sys.exit(143)
+
+signal.signal(signal.SIGTERM, stop)
+Path(sys.argv[1]).touch()
+signal.pause()
+"""
+
+
+def test_a_stop_that_torch_hides_is_a_stop(tmp_path: Path) -> None:
+    """Its calls are timed, and one that is interrupted before that raises another error."""
+    script, began, result = (tmp_path / name for name in ("saves.py", "began", "result.json"))
+    script.write_text(SAVES)
+    rendezvous = ("--rdzv-endpoint=127.0.0.1:0", "--rdzv-backend=pipollux", "--rdzv-conf=rank=0")
+    sizes = ("--nnodes=1", "--nproc-per-node=1", "--max-restarts=0")
+    told = (*rendezvous, *sizes, "--", str(script), str(began))
+    ended = subprocess.run(
+        [sys.executable, "-c", UNLUCKY, str(began), str(agent.__file__), *told],
+        env={**os.environ, "PIPOLLUX_RESULT_FILE": str(result)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ended.returncode == agent.STOPPED, ended.stderr
+    assert json.loads(result.read_text())["asked"]
+    assert (tmp_path / "saved").exists(), "the script was told"
