@@ -243,3 +243,21 @@ def test_of_jobs_that_all_grow_as_many_as_can_stay_where_they_are(wide: bool) ->
     assert {len(answer[name]) for name in names} == {2}
     assert sum(base[name][0] in answer[name] for name in names) == 16
     assert all(len(answer[name]) == 8 for name in jobs.keys() - base)
+
+
+@pytest.mark.parametrize("start", [False, True])
+def test_of_nodes_alike_a_job_takes_those_that_no_job_holds_which_is_still_to_be_placed(
+    start: bool,
+) -> None:
+    """Jobs that grow twofold keep all their replicas, beside one that starts, too."""
+    nodes = {f"n{number:02}": NodeInfo({"slots": 4}) for number in range(20)}
+    grows = replace(job(age=5000.0, rescale_seconds=1.0, remaining_work=1e5), max_replicas=32)
+    held = {"a": range(8, 12), "b": range(3), "c": range(4, 6)}
+    base = {name: [f"n{node:02}" for node in its for _ in range(4)] for name, its in held.items()}
+    jobs = {name: replace(grows, max_replicas=2 * len(its)) for name, its in base.items()}
+    if start:
+        jobs["new"] = replace(job(), min_replicas=3, max_replicas=3)
+    answer, _ = ExactPolicy().optimize(jobs, nodes, base, nodes["n00"])
+    for name, its in base.items():
+        assert len(answer[name]) == 2 * len(its)
+        assert num_survivors(Allocation(its), answer[name]) == len(its)

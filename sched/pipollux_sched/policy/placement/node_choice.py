@@ -52,6 +52,7 @@ def find_nodes(
     *,
     preferred: Bools | None = None,
     avoided: Bools | None = None,
+    claimed: Bools | None = None,
     max_nodes: int | None = None,
 ) -> NodeCounts | None:
     """Find nodes for all replicas of a job; None if they do not fit.
@@ -62,6 +63,7 @@ def find_nodes(
         num_replicas: how many replicas to place, at least 1.
         preferred: (N,), nodes to prefer among those that are as tight for a whole job.
         avoided: (N,), nodes to choose last, however tight they are.
+        claimed: (N,), nodes to choose last among those with as much room.
         max_nodes: the most nodes that will do; None: any number.
 
     Returns:
@@ -75,20 +77,21 @@ def find_nodes(
         >>> find_nodes(np.array([4, 2, 3]), closed, 6)
         ((0, 4), (1, 2))
     """
-    node = _tightest(counts, num_replicas, preferred, avoided)
+    node = _tightest(counts, num_replicas, preferred, avoided, claimed)
     if node is not None:
         return ((node, num_replicas),)
     counts = np.where(closed, 0, counts)
     found: list[tuple[int, int]] = []
     left = num_replicas
-    for node in np.argsort(-counts, kind="stable").tolist():
+    roomiest = np.lexsort((np.zeros_like(closed) if claimed is None else claimed, -counts))
+    for node in roomiest.tolist():
         count = int(counts[node])
         if count == 0:
             return None
         if count >= left:
             if max_nodes is not None and len(found) >= max_nodes:
                 return None
-            last = _tightest(counts, left, None, avoided)
+            last = _tightest(counts, left, None, avoided, claimed)
             assert last is not None  # noqa: S101  # this very node holds what is left
             return (*found, (last, left))
         found.append((node, count))
@@ -103,6 +106,7 @@ def find_keeping(
     num_replicas: int,
     survivors: Ints,
     *,
+    claimed: Bools | None = None,
     max_nodes: int | None = None,
 ) -> NodeCounts | None:
     """Find nodes for all replicas of a job that keep some of them where they are.
@@ -112,6 +116,7 @@ def find_keeping(
         closed: (N,), nodes that take no further distributed job.
         num_replicas: how many replicas to place, at least 1.
         survivors: (N,), how many could stay on each node.
+        claimed: (N,), of the other nodes those to choose last among those with as much room.
         max_nodes: the most nodes that will do; None: any number.
 
     Returns:
@@ -143,7 +148,7 @@ def find_keeping(
     roomiest = homes[[counts[homes].argmax()]]
     open_counts = np.where(closed, 0, counts)
     tried = [
-        _spread(open_counts, chosen, num_replicas, stays)
+        _spread(open_counts, chosen, num_replicas, stays, claimed)
         for chosen in (homes, homes[:enough], homes[:1], roomiest)
     ]
     found = [nodes for nodes in tried if nodes is not None]
@@ -155,7 +160,9 @@ def find_keeping(
     )
 
 
-def _spread(counts: Ints, homes: Ints, num_replicas: int, stays: Ints) -> NodeCounts | None:
+def _spread(
+    counts: Ints, homes: Ints, num_replicas: int, stays: Ints, claimed: Bools | None
+) -> NodeCounts | None:
     """Place replicas on some nodes of their job, and where these are full on others."""
     placed: dict[int, int] = {}
     left = num_replicas
@@ -168,7 +175,7 @@ def _spread(counts: Ints, homes: Ints, num_replicas: int, stays: Ints) -> NodeCo
         others = counts.copy()
         others[homes] = 0
         none_closed = np.zeros(len(counts), dtype=bool)
-        rest = find_nodes(others, none_closed, left, preferred=stays > 0)
+        rest = find_nodes(others, none_closed, left, preferred=stays > 0, claimed=claimed)
         if rest is None:
             return None
         placed.update(rest)
@@ -176,7 +183,11 @@ def _spread(counts: Ints, homes: Ints, num_replicas: int, stays: Ints) -> NodeCo
 
 
 def _tightest(
-    counts: Ints, num_replicas: int, preferred: Bools | None, avoided: Bools | None
+    counts: Ints,
+    num_replicas: int,
+    preferred: Bools | None,
+    avoided: Bools | None,
+    claimed: Bools | None,
 ) -> int | None:
     """Return the node with the least room of those that hold all replicas, if one does."""
     enough = np.flatnonzero(counts >= num_replicas)
@@ -184,9 +195,12 @@ def _tightest(
         return None
     if avoided is not None:
         enough = _narrow(enough, ~avoided)
+    tightest = enough[counts[enough] == counts[enough].min()]
     if preferred is not None:
-        enough = _narrow(enough[counts[enough] == counts[enough].min()], preferred)
-    return int(enough[counts[enough].argmin()])
+        tightest = _narrow(tightest, preferred)
+    if claimed is not None:
+        tightest = _narrow(tightest, ~claimed)
+    return int(tightest[0])
 
 
 def _narrow(nodes: Ints, wanted: Bools) -> Ints:
@@ -213,15 +227,27 @@ class _Counts(NamedTuple):
             self.counts[node] = count
             heappush(self.by_room.setdefault(count, []), node)
 
-    def tightest(self, num_replicas: int) -> int | None:
-        """Return the first node with the least room of those that hold all replicas."""
+    def tightest(self, num_replicas: int, claims: Ints) -> int | None:
+        """Return the first node with the least room of those that hold all replicas.
+
+        Args:
+            num_replicas: how many.
+            claims: `NodeCapacity.claims`.
+        """
         for room in sorted(room for room in self.by_room if room >= num_replicas):
             nodes = self.by_room[room]
             while nodes:
                 if self.counts[nodes[0]] == room:
-                    return nodes[0]
+                    return self._unclaimed(nodes[0], claims)
                 heappop(nodes)
         return None
+
+    def _unclaimed(self, node: int, claims: Ints) -> int:
+        """Return the first node with as much room as this one that nobody claims, or this one."""
+        if not claims[node]:
+            return node
+        alike = np.flatnonzero((self.counts == self.counts[node]) & (claims == 0))
+        return int(alike[0]) if alike.size else node
 
 
 class NodeCapacity:
@@ -236,6 +262,9 @@ class NodeCapacity:
         """(N, T)."""
         self.num_distributed: Ints = np.zeros(len(free), dtype=np.int64)
         """(N,)."""
+        self.claims: Ints = np.zeros(len(free), dtype=np.int64)
+        """(N,): how many jobs that are still to be placed may keep replicas there. Of nodes with as
+        much room, those that nobody claims are found first."""
         self._kept: dict[tuple[int, int], _Counts] = {}
         """Answers of `counts`, by the ids of what was asked, which they hold on to."""
 
@@ -287,10 +316,11 @@ class NodeCapacity:
         """Find nodes for a job (`find_nodes`), in ascending order."""
         counts = self.counts(need, allowed)
         kept = self._kept.get((id(need), id(allowed)))
-        node = None if kept is None else kept.tightest(num_replicas)
+        node = None if kept is None else kept.tightest(num_replicas, self.claims)
         if node is not None:
             return ((node, num_replicas),)
-        found = find_nodes(counts, self.num_distributed > 0, num_replicas)
+        closed, claimed = self.num_distributed > 0, self.claims > 0
+        found = find_nodes(counts, closed, num_replicas, claimed=claimed)
         return None if found is None else tuple(sorted(found))
 
     def find_keeping(
@@ -301,7 +331,8 @@ class NodeCapacity:
         for node, count in survivors:
             stays[node] = count
         counts = self.counts(need, allowed)
-        found = find_keeping(counts, self.num_distributed > 0, num_replicas, stays)
+        closed, claimed = self.num_distributed > 0, self.claims > 0
+        found = find_keeping(counts, closed, num_replicas, stays, claimed=claimed)
         return None if found is None else tuple(sorted(found))
 
     def most(self, need: Ints, allowed: Bools) -> int:
