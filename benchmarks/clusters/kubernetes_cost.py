@@ -1,13 +1,14 @@
 """What the Kubernetes backend costs: CPU and requests of a scheduler, time to a first process.
 
     python benchmarks/clusters/kubernetes_cost.py requests [--replicas 200] [--seconds 60]
-    python benchmarks/clusters/kubernetes_cost.py listings [--jobs 4000] [--seconds 60]
+    python benchmarks/clusters/kubernetes_cost.py listings [--jobs 4000] [--seconds 60] [--real]
     sudo PIPOLLUX_KUBERNETES=… python benchmarks/clusters/kubernetes_cost.py latency [--turns 8]
 
 `requests` serves the cluster in memory, whose containers are idle shells, and looks at the process
 of the scheduler alone: without jobs, while all replicas start, and when they run. `listings` looks
 at the engine alone, beside an API server in another process that has as many pods as a large
-cluster. `latency` takes turns on a real kubelet: `kubectl run`, and a replica of the engine.
+cluster: that of the tests, or with --real Kubernetes' own, with etcd. `latency` takes turns on a
+real kubelet: `kubectl run`, and a replica of the engine.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from kubernetes_full_memory import FullInMemory  # lies beside
+from kubernetes_full_real import FullControlPlane  # lies beside
 from kubernetes_listings import listings  # lies beside
 from kubernetes_site import NAMESPACE, Site, end_in_order  # lies beside
 
@@ -46,12 +49,14 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=4000)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--real", action="store_true")
     options = parser.parse_args()
     end_in_order()
     if options.what == "requests":
         requests(options.replicas, options.seconds)
     elif options.what == "listings":
-        listings(options.jobs, options.seconds)
+        serves = FullControlPlane if options.real else FullInMemory
+        listings(serves, options.jobs, options.seconds)
     else:
         latency(options.turns)
 

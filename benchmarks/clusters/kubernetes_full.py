@@ -1,18 +1,20 @@
-"""The API server of the tests, in a process of its own, with as many objects as a large cluster.
+"""A cluster with as many objects as a large one has, in a process of its own.
 
-Its nodes, pods and custom resources are there when it begins to serve; no kubelet runs them.
+Its nodes, pods and custom resources are there when it begins to serve; no kubelet runs them. What
+serves them is either the API server of the tests (`kubernetes_full_memory`) or a real control plane
+(`kubernetes_full_real`).
 """
 
 from __future__ import annotations
 
-import json
 import multiprocessing
-import random
 import time
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple, Self
 
 from kubernetes_site import CRD, NAMESPACE  # lies beside
@@ -26,16 +28,14 @@ from pipollux_sched.backend.kubernetes.options import KubernetesOptions
 from pipollux_sched.backend.kubernetes.owner import Owner
 from pipollux_sched.backend.kubernetes.pods import make_pod
 from pipollux_sched.backend.kubernetes.resource_controller import MADE_BY
-from tests.kubernetes.cluster import IMAGE
-from tests.kubernetes.memory import defaults, kinds
-from tests.kubernetes.memory.cluster import MemoryCluster
+from tests.kubernetes.cluster import IMAGE, Cluster
 from tests.kubernetes.memory.conditions import set_condition
-from tests.kubernetes.memory.resources import PODS, Resource
 
 GPUS = 8
 WIDTHS = (1, 1, 2, 6)
 """Replicas of four jobs: of 4000 together 10 000."""
 OPTIONS = KubernetesOptions(namespace=NAMESPACE, python="python", checkpoint_claim="checkpoints")
+Object = dict[str, Any]
 
 
 class Size(NamedTuple):
@@ -59,38 +59,121 @@ class Size(NamedTuple):
         return [f"node-{n:04d}" for n in range(-(-self.num_replicas // GPUS))]
 
 
-class FullCluster:
-    """That process; a context manager.
+class Full(ABC):
+    """What serves the objects.
 
     Args:
-        folder: an empty one.
+        folder: an empty one, for what it keeps.
         size: how much there is.
         identity: of the state directory that knows the jobs.
     """
 
     def __init__(self, folder: Path, size: Size, identity: str) -> None:
+        self.size, self.identity = size, identity
+        self.cluster = self.make(folder)
+
+    @abstractmethod
+    def make(self, folder: Path) -> Cluster:
+        """Return a cluster that has not started."""
+
+    @abstractmethod
+    def fill(self) -> list[str]:
+        """Add nodes, jobs and their pods, all of which run; return the names of these."""
+
+    @abstractmethod
+    def turn_readiness(self, pod: str) -> None:
+        """Let a pod become ready, or no more."""
+
+    @abstractmethod
+    def length(self, pod: str) -> int:
+        """Return how long a pod is as JSON."""
+
+    @abstractmethod
+    def used(self) -> str:
+        """Return in words what the servers have used so far."""
+
+    def jobs(self) -> dict[str, Object]:
+        """Return the custom resources of all jobs, by name."""
+        spec = {"image": IMAGE, "script": "/train.py", "suspend": False}
+        kind = {"apiVersion": f"{names.GROUP}/{names.VERSION}", "kind": names.KIND}
+        note = {MADE_BY: self.identity}
+        return {
+            job: {
+                **kind,
+                "metadata": {"name": job, "namespace": NAMESPACE, "annotations": note},
+                "spec": dict(spec),
+            }
+            for job in self.size.widths
+        }
+
+    def pods(self, uids: Mapping[str, str]) -> Iterator[Object]:
+        """Yield the pods of all jobs, without a status.
+
+        Args:
+            uids: of their custom resources.
+        """
+        places = (node for node in self.size.nodes for _ in range(GPUS))
+        for job, width in self.size.widths.items():
+            owner = Owner(job, uids[job])
+            program = ReplicaProgram(job=job, script=Path("/train.py"), image=IMAGE)
+            launch = Launch(
+                job=job,
+                generation=1,
+                seats={replica: Seat(next(places), (0,)) for replica in range(width)},
+                num_first=width,
+                supervisor_url="http://pipollux:8080",
+                checkpoints=f"/checkpoints/{job}/1",
+            )
+            for replica, seat in launch.seats.items():
+                made = make_pod(program, launch, replica, owner, OPTIONS)
+                yield {
+                    "apiVersion": "v1",
+                    "kind": "Pod",
+                    "metadata": {"namespace": NAMESPACE, **made["metadata"]},
+                    "spec": {**made["spec"], "nodeName": seat.node},
+                }
+
+
+class FullCluster:
+    """That process; a context manager.
+
+    Args:
+        serves: what serves the objects there.
+        folder: an empty one.
+        size: how much there is.
+        identity: of the state directory that knows the jobs.
+    """
+
+    def __init__(self, serves: type[Full], folder: Path, size: Size, identity: str) -> None:
         context = multiprocessing.get_context("spawn")
         self._ours, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, folder, size, identity))
+        arguments = theirs, serves, folder, size, identity
+        self._process = context.Process(target=_serve, args=arguments)
         self._process.start()
+        theirs.close()  # so that its end is seen here
         config = KubeConfig.from_file(self._ours.recv()).get()
         assert config is not None
         self.config: SingleConfig = config
 
     def change_pods(self, number: int, pause: float = 0.0) -> None:
         """Let pods drawn at random become ready, or no more, one after the other."""
-        self._ours.send(("change", number, pause))
-        self._ours.recv()
+        self._ask("change", number, pause)
 
     def expire_watches(self) -> None:
         """End all watches; none can go on from where it was."""
-        self._ours.send(("expire",))
-        self._ours.recv()
+        self._ask("expire")
 
     def pod_bytes(self) -> int:
         """Return how long a pod is as JSON."""
-        self._ours.send(("bytes",))
-        return int(self._ours.recv())
+        return int(self._ask("bytes"))
+
+    def used(self) -> str:
+        """Return in words what the servers have used so far."""
+        return str(self._ask("used"))
+
+    def _ask(self, *command: object) -> Any:
+        self._ours.send(command)
+        return self._ours.recv()
 
     def __enter__(self) -> Self:
         return self
@@ -101,71 +184,10 @@ class FullCluster:
         self._process.join()
 
 
-def _serve(commands: Connection, folder: Path, size: Size, identity: str) -> None:
-    with MemoryCluster(folder, size.nodes, GPUS, kubelets=False) as cluster:
-        assert isinstance(cluster, MemoryCluster)
-        cluster.declare(CRD)
-        cluster.create_namespace(NAMESPACE)
-        pods = _fill(cluster, size, identity)
-        commands.send(cluster.kubeconfig)
-        drawn, store = random.Random(0), cluster.registry.store
-        while True:
-            match commands.recv():
-                case ("change", number, pause):
-                    for name in drawn.choices(pods, k=number):
-                        store.change(PODS, NAMESPACE, name, _turn_readiness)
-                        time.sleep(pause)
-                    commands.send(None)
-                case ("expire",):
-                    commands.send(cluster.expire_watches())
-                case ("bytes",):
-                    commands.send(len(json.dumps(store.get(PODS, NAMESPACE, pods[0]))))
-                case _:
-                    return
-
-
-def _fill(cluster: MemoryCluster, size: Size, identity: str) -> list[str]:
-    """Add jobs and their pods; return the names of these."""
-    store, pods = cluster.registry.store, []
-    resource = kinds.find(store, names.GROUP, names.VERSION, names.PLURAL)
-    places = (node for node in size.nodes for _ in range(GPUS))
-    for job, width in size.widths.items():
-        spec = {"image": IMAGE, "script": "/train.py", "suspend": False}
-        metadata = {"name": job, "annotations": {MADE_BY: identity}}
-        made = cluster.registry.create(resource, NAMESPACE, _object(resource, metadata, spec))
-        owner = Owner(job, made["metadata"]["uid"])
-        program = ReplicaProgram(job=job, script=Path("/train.py"), image=IMAGE)
-        launch = Launch(
-            job=job,
-            generation=1,
-            seats={replica: Seat(next(places), (0,)) for replica in range(width)},
-            num_first=width,
-            supervisor_url="http://pipollux:8080",
-            checkpoints=f"/checkpoints/{job}/1",
-        )
-        for replica, seat in launch.seats.items():
-            wanted = make_pod(program, launch, replica, owner, OPTIONS)
-            pod = _object(PODS, wanted["metadata"], {**wanted["spec"], "nodeName": seat.node})
-            defaults.fill_in(PODS, pod)
-            _let_run(pod)
-            pods.append(store.create(PODS, pod)["metadata"]["name"])
-    return pods
-
-
-def _object(
-    resource: Resource, metadata: Mapping[str, Any], spec: Mapping[str, Any]
-) -> dict[str, Any]:
-    return {
-        "apiVersion": resource.api_version,
-        "kind": resource.kind,
-        "metadata": {"namespace": NAMESPACE, **metadata},
-        "spec": dict(spec),
-    }
-
-
-def _let_run(pod: dict[str, Any]) -> None:
-    """Give a pod the status of one that runs, and what servers note about who wrote what."""
-    status = pod["status"] = {**pod["status"], "phase": "Running", "podIP": "10.0.0.1"}
+def let_run(pod: Object) -> Object:
+    """Give a pod the status of one that runs, and return that."""
+    status: Object = pod.setdefault("status", {})
+    status |= {"phase": "Running", "podIP": "10.0.0.1"}
     for condition in ("Initialized", "Ready", "ContainersReady", "PodScheduled"):
         set_condition(pod, condition, "True")
     (container,) = pod["spec"]["containers"]
@@ -182,13 +204,37 @@ def _let_run(pod: dict[str, Any]) -> None:
             "lastState": {},
         }
     ]
-    written = {f"f:{key}": {} for key in pod["spec"]}
-    written |= {f'k:{{"name":"{entry["name"]}"}}': {".": {}} for entry in container["env"]}
-    pod["metadata"]["managedFields"] = [
-        {"manager": "pipollux", "operation": "Update", "apiVersion": "v1", "fieldsV1": written}
-    ]
+    return status
 
 
-def _turn_readiness(pod: dict[str, Any]) -> None:
+def turn_readiness(pod: Object) -> None:
+    """Let a pod be ready if it is not, and not if it is."""
     (ready,) = [entry for entry in pod["status"]["conditions"] if entry["type"] == "Ready"]
     ready["status"] = "False" if ready["status"] == "True" else "True"
+
+
+def _serve(
+    commands: Connection, serves: type[Full], folder: Path, size: Size, identity: str
+) -> None:
+    full = serves(folder, size, identity)
+    with full.cluster as cluster:
+        cluster.declare(CRD)
+        cluster.create_namespace(NAMESPACE)
+        pods = full.fill()
+        commands.send(cluster.kubeconfig)
+        drawn = Random(0)
+        while True:
+            match commands.recv():
+                case ("change", number, pause):
+                    for name in drawn.choices(pods, k=number):
+                        full.turn_readiness(name)
+                        time.sleep(pause)
+                    commands.send(None)
+                case ("expire",):
+                    commands.send(cluster.expire_watches())
+                case ("bytes",):
+                    commands.send(full.length(pods[0]))
+                case ("used",):
+                    commands.send(full.used())
+                case _:
+                    return

@@ -16,7 +16,7 @@ import psutil
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "service-load"))
 
-from kubernetes_full import GPUS, OPTIONS, FullCluster, Size  # lies beside
+from kubernetes_full import GPUS, OPTIONS, Full, FullCluster, Size  # lies beside
 from store import point, spec  # of benchmarks/service-load
 
 from pipollux_sched.backend.base import ClusterUnavailableError
@@ -36,17 +36,24 @@ APART = 0.02
 PATIENCE = 300.0
 
 
-def listings(num_jobs: int, seconds: float) -> None:
-    """Print what the engine, in this process, uses where so many jobs run."""
+def listings(serves: type[Full], num_jobs: int, seconds: float) -> None:
+    """Print what the engine, in this process, uses where so many jobs run.
+
+    Args:
+        serves: the API server, in another process.
+        num_jobs: how many.
+        seconds: how long to look at a cluster in which nothing changes.
+    """
     size = Size(num_jobs)
     with tempfile.TemporaryDirectory() as name:
         state_dir = StateDir(Path(name) / "state")
         state_dir.create()
         identity = "0123456789abcdef"
         (state_dir.path / "kubernetes.id").write_text(identity)
-        with FullCluster(Path(name) / "cluster", size, identity) as cluster:
+        with FullCluster(serves, Path(name) / "cluster", size, identity) as cluster:
             length, num_nodes = cluster.pod_bytes(), len(size.nodes)
             print(f"{size.num_replicas} pods of {length} bytes, {num_nodes} nodes\n")
+            print(f"To create them: {cluster.used()}\n")
             print("| | CPU | |\n|---|---|---|")
             with Store(state_dir.store, create=True) as store:
                 _run_jobs(store, size)
@@ -58,6 +65,7 @@ def listings(num_jobs: int, seconds: float) -> None:
                     _controller(engine, store)
                 finally:
                     engine.close()
+                print(f"\nIn the end: {cluster.used()}")
 
 
 def _engine(engine: KubernetesEngine, cluster: FullCluster, size: Size, seconds: float) -> None:
