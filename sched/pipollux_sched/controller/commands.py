@@ -21,6 +21,7 @@ from pipollux_sched.lifecycle import (
     LiveReady,
     NewcomerLost,
     NodeLost,
+    Parked,
     Phase,
     Resume,
     Survived,
@@ -304,10 +305,14 @@ class Control:
                 return job
         return job
 
-    def note_ready(
-        self, events: Sequence[tuple[str, LiveReady]]
+    def note_words(
+        self, events: Sequence[tuple[str, LiveReady | Parked]]
     ) -> list[JobRecord | UnknownJobError]:
-        """Let happen to jobs that they can be changed live, or no longer; return the jobs then."""
+        """Let happen to jobs that they can be changed live, or no longer, and that newcomers wait.
+
+        Returns:
+            The jobs then.
+        """
         found: list[JobRecord | UnknownJobError] = []
         for (name, _), job in zip(events, self._executor.handle_all(events), strict=True):
             if job is not None and not job.state.running_on:

@@ -168,7 +168,7 @@ def _events(state: JobState, replica: int, word: LiveWord) -> Iterator[Event]:
     if replica == live.replicas[0] and word.balance and word.cannot != live.why_not:
         yield LiveReady(generation, word.cannot)
     if change is not None:
-        if word.parked and replica in dict(live.newcomers) and replica not in change.parked:
+        if word.parked and replica not in change.parked and replica in dict(live.newcomers):
             yield Parked(generation, replica)
         if word.refused == change.number:
             yield ChangeRefused(generation, change.number, word.why, word.for_good)

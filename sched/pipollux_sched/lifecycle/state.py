@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 CANCELLED = "Cancelled"
 """Reason of the phase `FAILED` where users are told that the job was cancelled."""
@@ -117,20 +118,23 @@ class LiveState:
     lost: tuple[int, ...] = ()
     """Ids of replicas that were ended, and without which the others have yet to go on."""
 
-    @property
+    # Each heartbeat asks for these, and a job may have thousands of replicas.
+    @cached_property
     def newcomers(self) -> tuple[tuple[int, str], ...]:
         """Ids and nodes of the replicas that are about to join."""
         if self.change is None:
             return ()
+        here = frozenset(self.replicas)
         both = zip(self.change.replicas, self.change.nodes, strict=True)
-        return tuple((replica, node) for replica, node in both if replica not in self.replicas)
+        return tuple((replica, node) for replica, node in both if replica not in here)
 
-    @property
+    @cached_property
     def leavers(self) -> tuple[int, ...]:
         """Ids of the replicas that are about to leave."""
         if self.change is None:
             return ()
-        return tuple(replica for replica in self.replicas if replica not in self.change.replicas)
+        staying = frozenset(self.change.replicas)
+        return tuple(replica for replica in self.replicas if replica not in staying)
 
 
 @dataclass(frozen=True)

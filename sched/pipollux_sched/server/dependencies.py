@@ -15,7 +15,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.concurrency import run_in_threadpool
 
 from pipollux_sched.controller.commands import Control
-from pipollux_sched.lifecycle import LiveReady
+from pipollux_sched.lifecycle import LiveReady, Parked
 from pipollux_sched.metrics import SchedulerMetrics
 from pipollux_sched.spec.tokens import Role
 from pipollux_sched.store import (
@@ -69,7 +69,7 @@ class Services:
         self.reports: Batcher[ReceivedReport, bool] = Batcher(store.add_all_reports)
         self.heartbeats: Batcher[ReceivedHeartbeat, None] = Batcher(store.heartbeats.keep)
         self.beginnings: Batcher[str, None] = Batcher(control.note_training)
-        self.ready: Batcher[tuple[str, LiveReady], JobRecord] = Batcher(control.note_ready)
+        self.words: Batcher[tuple[str, LiveReady | Parked], JobRecord] = Batcher(control.note_words)
         self.report_pace = ReportPace()
         self.tail = Tail(store)
         self.collector = SchedulerCollector(store)

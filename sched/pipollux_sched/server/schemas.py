@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any, Literal, Self
 
 from pydantic import ValidationError
@@ -154,6 +155,8 @@ class LiveAnswer(View):
         return cls(again=answer.again, proposal=proposal, bulletin=bulletin, store=store)
 
 
-def _membership(number: int, replicas: Sequence[int], nodes: Sequence[str]) -> dict[str, Any]:
+# All newcomers of a job are told the same, and may be thousands.
+@lru_cache(maxsize=128)
+def _membership(number: int, replicas: tuple[int, ...], nodes: tuple[str, ...]) -> dict[str, Any]:
     ids = [str(replica) for replica in replicas]
     return {"number": number, "replicas": ids, "num_nodes": len(set(nodes))}

@@ -167,7 +167,7 @@ def test_jobs_that_can_be_changed_live_are_noted_together(service: Service) -> N
         assert jobs[name].post(f"/jobs/{name}/heartbeats", json=beat).status_code == 200
         assert service.store.job(name).state.live.why_not == cannot
     told = [("c", LiveReady(1, "no more")), ("gone", LiveReady(1)), ("d", LiveReady(1))]
-    one, none, other = service.control.note_ready(told)
+    one, none, other = service.control.note_words(told)
     assert isinstance(none, UnknownJobError)
     assert one == service.store.job("c")
     assert other == service.store.job("d")

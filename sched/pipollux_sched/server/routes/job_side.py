@@ -11,7 +11,7 @@ from starlette.concurrency import run_in_threadpool
 
 from pipollux_sched.controller.live_board import LiveWord, MeetingPoint
 from pipollux_sched.controller.training_report import TrainingReport
-from pipollux_sched.lifecycle import LiveReady
+from pipollux_sched.lifecycle import LiveReady, Parked
 from pipollux_sched.server.dependencies import NeedsJob, Services, ServicesDep, StoreDep
 from pipollux_sched.server.request_bodies import JsonRoute
 from pipollux_sched.server.schemas import (
@@ -206,8 +206,8 @@ async def post_heartbeat(name: str, services: ServicesDep, heartbeat: HeartbeatB
     match events:
         case []:
             pass
-        case [LiveReady() as event]:  # all jobs of a cluster may begin at once
-            job = await services.ready.put((name, event))
+        case [LiveReady() | Parked() as event]:  # thousands may come at once
+            job = await services.words.put((name, event))
         case _:
             job = await run_in_threadpool(control.follow_word, job, events)
     return LiveAnswer.of(job.state, control.answer(job, heartbeat.replica))
