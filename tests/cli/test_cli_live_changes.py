@@ -51,7 +51,7 @@ def test_a_change_that_is_under_way(let: Let, say: Say) -> None:
     assert "Changing" not in say("describe", JOB)
     let(1020.0, Allocate(["node-a", "node-b", "node-b"], "grows from 1 to 3 replicas"))
     on_its_way = "replica 2 on node-b is on its way"
-    let(1021.0, Parked(1, 1))
+    let(1021.0, Parked(1, (1,)))
     told = f"from 1 to 3 replicas; replica 1 on node-b waits to join; {on_its_way}"
     described = say("describe", JOB)
     assert "Allocation 3 replicas of 1 stage on node-a, node-b ×2 Trains on 1 replica" in described
@@ -60,7 +60,7 @@ def test_a_change_that_is_under_way(let: Let, say: Say) -> None:
     assert f"Changing: {told}." in say("explain", JOB)
     assert data(say, "describe")["changing"] == told
     assert data(say, "explain")["changing"] == told
-    let(1022.0, Parked(1, 2))
+    let(1022.0, Parked(1, (2,)))
     told = "replica 1 on node-b is about to join; replica 2 on node-b is about to join"
     assert f"Changing from 1 to 3 replicas; {told} " in say("describe", JOB)
     let(1023.0, Switched(1, 2, step=20, seconds=0.25), Allocate(["node-b"], "leaves node-a"))
@@ -71,7 +71,7 @@ def test_a_change_that_is_under_way(let: Let, say: Say) -> None:
 
 
 def test_memberships_are_listed_with_their_pauses(let: Let, say: Say) -> None:
-    let(1020.0, Allocate(["node-a", "node-b"], GROWS), Parked(1, 1))
+    let(1020.0, Allocate(["node-a", "node-b"], GROWS), Parked(1, (1,)))
     let(1023.0, Switched(1, 2, step=20, seconds=0.25), Allocate(["node-b"], "leaves node-a"))
     let(1030.0, Switched(1, 3, step=30, seconds=0.05))
     text = say("describe", JOB)
@@ -87,7 +87,7 @@ def test_memberships_are_listed_with_their_pauses(let: Let, say: Say) -> None:
 def test_explain_tells_whether_a_change_would_be_live(let: Let, say: Say) -> None:
     assert "A change would be live: replicas join and leave while" in say("explain", JOB)
     assert data(say, "explain")["next_change"] == {"live": True, "why_restart": None}
-    let(1020.0, Allocate(["node-a", "node-b"], GROWS), Parked(1, 1), Switched(1, 2, 20, 0.25))
+    let(1020.0, Allocate(["node-a", "node-b"], GROWS), Parked(1, (1,)), Switched(1, 2, 20, 0.25))
     assert "A live change: the others train while replicas join or leave." in say("explain", JOB)
     why = "the state 'mine' says live = False"
     let(1021.0, LiveReady(1, why))

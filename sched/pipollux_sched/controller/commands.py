@@ -306,19 +306,20 @@ class Control:
         return job
 
     def note_words(
-        self, events: Sequence[tuple[str, LiveReady | Parked]]
+        self, words: Sequence[tuple[str, LiveReady | Parked]]
     ) -> list[JobRecord | UnknownJobError]:
         """Let happen to jobs that they can be changed live, or no longer, and that newcomers wait.
 
         Returns:
             The jobs then.
         """
-        found: list[JobRecord | UnknownJobError] = []
+        events = _together(words)
+        jobs: dict[str, JobRecord | None] = {}
         for (name, _), job in zip(events, self._executor.handle_all(events), strict=True):
             if job is not None and not job.state.running_on:
                 self._board.forget(name)
-            found.append(UnknownJobError(f"no job is named {name!r}") if job is None else job)
-        return found
+            jobs[name] = job
+        return [jobs[name] or UnknownJobError(f"no job is named {name!r}") for name, _ in words]
 
     def answer(self, job: JobRecord, replica: int) -> ReplicaAnswer:
         """Return what a replica is told with the answer to its heartbeat."""
@@ -379,3 +380,15 @@ class Control:
     def _check_running(self) -> None:
         if self._stopping():
             raise UnavailableError("the scheduler is being stopped and takes nothing new")
+
+
+def _together(words: Sequence[tuple[str, LiveReady | Parked]]) -> list[tuple[str, Event]]:
+    """Return the events with one for all newcomers of a job: each writes the whole job's state."""
+    waiting: dict[tuple[str, int], list[int]] = {}
+    events: list[tuple[str, Event]] = []
+    for name, event in words:
+        if isinstance(event, Parked):
+            waiting.setdefault((name, event.generation), []).extend(event.replicas)
+        else:
+            events.append((name, event))
+    return events + [(name, Parked(number, (*those,))) for (name, number), those in waiting.items()]

@@ -169,7 +169,7 @@ def _events(state: JobState, replica: int, word: LiveWord) -> Iterator[Event]:
         yield LiveReady(generation, word.cannot)
     if change is not None:
         if word.parked and replica not in change.parked and replica in dict(live.newcomers):
-            yield Parked(generation, replica)
+            yield Parked(generation, (replica,))
         if word.refused == change.number:
             yield ChangeRefused(generation, change.number, word.why, word.for_good)
     # Replica 0 speaks for all.

@@ -68,10 +68,10 @@ class LiveReady:
 
 @dataclass(frozen=True)
 class Parked:
-    """A newcomer waits at the loop that the others are in."""
+    """Newcomers wait at the loop that the others are in."""
 
     generation: int
-    replica: int
+    replicas: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -156,18 +156,18 @@ def ready(state: JobState, event: LiveReady) -> Transition:
 
 
 def parked(state: JobState, event: Parked) -> Transition:
-    """Note a newcomer that waits; when all do, the replicas are told to form their groups."""
+    """Note newcomers that wait; when all do, the replicas are told to form their groups."""
     change = state.live.change
-    coming = [replica for replica, _ in state.live.newcomers]
-    if not _runs(state, event.generation) or change is None or event.replica not in coming:
+    if not _runs(state, event.generation) or change is None:
         return state, ()
-    if event.replica in change.parked:
+    missing = {replica for replica, _ in state.live.newcomers} - set(change.parked)
+    new = [replica for replica in dict.fromkeys(event.replicas) if replica in missing]
+    if not new:
         return state, ()
-    waiting = (*change.parked, event.replica)
-    stage = ChangeStage.FORMING if len(waiting) == len(coming) else change.stage
-    changed = replace(change, parked=waiting, stage=stage)
-    record = Record("parked", state.generation, {"replica": event.replica})
-    return replace(state, live=replace(state.live, change=changed)), (record,)
+    stage = ChangeStage.FORMING if len(new) == len(missing) else change.stage
+    changed = replace(change, parked=(*change.parked, *new), stage=stage)
+    records = tuple(Record("parked", state.generation, {"replica": replica}) for replica in new)
+    return replace(state, live=replace(state.live, change=changed)), records
 
 
 def switched(state: JobState, event: Switched, now: float) -> Transition:

@@ -185,7 +185,7 @@ def test_figures_for_prometheus(service: Service, client: Client) -> None:
     with service.client("wrong") as stranger:
         stranger.get("/jobs")
     for event in (
-        *(LiveReady(1), Allocate(["node-a", "node-b"], "it grows"), Parked(1, 1)),
+        *(LiveReady(1), Allocate(["node-a", "node-b"], "it grows"), Parked(1, (1,))),
         *(Switched(1, 2, step=1, seconds=0.1), LiveReady(1, "it says so")),
     ):
         service.store.transition("counted", event)

@@ -9,7 +9,14 @@ from typing import Any
 import httpx
 import pytest
 
-from pipollux_sched.lifecycle import LiveReady
+from pipollux_sched.lifecycle import (
+    Allocate,
+    ChangeStage,
+    FirstStep,
+    LiveReady,
+    Parked,
+    Started,
+)
 from pipollux_sched.server import Limits
 from pipollux_sched.server.short_way import ShortWay
 from pipollux_sched.store import UnknownJobError
@@ -172,6 +179,26 @@ def test_jobs_that_can_be_changed_live_are_noted_together(service: Service) -> N
     assert one == service.store.job("c")
     assert other == service.store.job("d")
     assert [service.store.job(n).state.live.why_not for n in "cd"] == ["no more", None]
+
+
+def test_newcomers_that_wait_are_noted_together(service: Service) -> None:
+    """One change of a job's state for all that come in a moment, a record for each."""
+    service.submit("grows", ["node-a"])
+    grow = Allocate(["node-a"] * 4, "it grows")
+    for event in (Started(1, ("4711",)), FirstStep(1, 1), LiveReady(1), grow):
+        service.store.transition("grows", event)
+    told = [("grows", Parked(1, (2,))), ("grows", Parked(1, (1,))), ("grows", Parked(1, (2,)))]
+    noted = service.control.note_words(told)
+    assert noted == [service.store.job("grows")] * 3
+    change = service.store.job("grows").state.live.change
+    assert change is not None
+    assert (change.parked, change.stage) == ((2, 1), ChangeStage.STARTING)
+    service.control.note_words([("grows", Parked(1, (3, 1)))])
+    change = service.store.job("grows").state.live.change
+    assert change is not None
+    assert (change.parked, change.stage) == ((2, 1, 3), ChangeStage.FORMING)
+    events = service.store.events(job="grows", types=["parked"])
+    assert [event["replica"] for event in events] == [2, 1, 3]
 
 
 def test_a_job_beyond_its_rate_is_refused_on_both_ways(service: Service) -> None:

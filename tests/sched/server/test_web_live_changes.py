@@ -68,7 +68,7 @@ def test_a_live_change_is_shown_as_that(tab: Visit, service: Service) -> None:
         "Changing: from 1 to 2 replicas; replica 1 on node-b is on its way."
     )
     expect(why).to_contain_text("A change would be live")
-    for event in (Parked(1, 1), Switched(1, 2, step=10, seconds=0.25)):
+    for event in (Parked(1, (1,)), Switched(1, 2, step=10, seconds=0.25)):
         store.transition("live", event)
     again = time.time()
     points = [point(step, again + 0.01 * step, replicas=2) for step in range(11, 21)]

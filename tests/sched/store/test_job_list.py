@@ -118,5 +118,5 @@ def test_newcomers_hold_their_slots_before_they_train(store: Store, clock: Clock
     assert [(node.name, node.jobs) for node in list_nodes(store)] == [
         *(("node-a", {JOB: 1}), ("node-b", {JOB: 1}))
     ]
-    at(1020.0, Parked(1, 1), Switched(1, 2, 10, 0.1))
+    at(1020.0, Parked(1, (1,)), Switched(1, 2, 10, 0.1))
     assert [node.free for node in list_nodes(store)] == [1, 1]
