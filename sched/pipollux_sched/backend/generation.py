@@ -136,10 +136,12 @@ class RunningGeneration:
     def part(self, replicas: Collection[int], seconds: float) -> None:
         """Let replicas end by themselves, and kill those that have not after so many seconds."""
         for key in map(self.launch.key, replicas):
+            if key == self._failed and self.ending:
+                continue  # it has ended, which is why all do
             if key in self._states:
                 self._newcomers.discard(key)
                 self._to_start.discard(key)
-                if key == self._failed and not self.ending:
+                if key == self._failed:
                     self._failed = self._survive_by = None
                 self._parting.setdefault(key, self._clock() + seconds)
 

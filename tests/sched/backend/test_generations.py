@@ -325,3 +325,21 @@ def test_a_replica_that_has_failed_ends_the_others_unless_they_go_on(
     assert [report.job for report in reports] == ["two"]
     assert backend.running() == {"one": (1, ("a",))}
     assert cluster.alive() == {ReplicaKey("one", 1, 0)}
+
+
+def test_a_replica_for_which_the_others_end_is_named_though_it_was_let_go(
+    backend: Generations, cluster: Cluster, clock: Clock
+) -> None:
+    """It had failed and the others were told to end, when the job's going on without it came."""
+    backend.apply(program("one"), 1, ["a", "a"])
+    run(backend, cluster)
+    cluster.end(ReplicaKey("one", 1, 1), 1)
+    assert backend.poll() == []
+    backend.end_replicas("one", 1, [1], at_once=False)
+    clock.now += 61.0
+    reports = [*backend.poll(), *backend.poll()]
+    event = exited(reports)
+    assert event.outcome is Outcome.FAILED
+    assert "eplica 1" in event.message
+    assert cluster.alive() == set()
+    assert backend.free() == {name: node.slots for name, node in NODES.items()}
