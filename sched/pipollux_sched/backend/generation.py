@@ -136,14 +136,13 @@ class RunningGeneration:
     def part(self, replicas: Collection[int], seconds: float) -> None:
         """Let replicas end by themselves, and kill those that have not after so many seconds."""
         for key in map(self.launch.key, replicas):
-            if key == self._failed and self.ending:
-                continue  # it has ended, which is why all do
-            if key in self._states:
-                self._newcomers.discard(key)
-                self._to_start.discard(key)
-                if key == self._failed:
-                    self._failed = self._survive_by = None
-                self._parting.setdefault(key, self._clock() + seconds)
+            if key not in self._states or (key == self._failed and self.ending):
+                continue  # the one for which all others end has ended itself
+            self._newcomers.discard(key)
+            self._to_start.discard(key)
+            if key == self._failed:
+                self._failed = self._survive_by = None
+            self._parting.setdefault(key, self._clock() + seconds)
 
     def take_parted(self) -> list[int]:
         """Return the replicas, once each, that do not take part any more and have ended."""
@@ -386,10 +385,8 @@ class RunningGeneration:
 
         The first to end may also have been stopped from outside, as may the others.
         """
-        if self._failed is None:
-            return False
-        end = ends[self._failed]
-        return not (has_stopped(end) or end.result.asked or end.lost)
+        end = None if self._failed is None else ends[self._failed]
+        return end is not None and not (has_stopped(end) or end.result.asked or end.lost)
 
     def _describe(self, ends: Mapping[ReplicaKey, Ended]) -> tuple[str, bool]:
         """Return why the generation failed, and whether its script cannot start."""
