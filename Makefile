@@ -9,13 +9,14 @@ STAMP := $(VENV)/.installed
 # Tests start Python some hundred times: it is not to compile the sources each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-exhaustive test-kubernetes lint format docs clean
+.PHONY: help setup demo test test-exhaustive test-kubernetes test-gpu lint format docs clean
 
 help:
 	@echo "make demo    two training jobs under the scheduler, and a report in demo-report/"
 	@echo "make test    lint, types, layers, and the tests: the same verdict each time"
 	@echo "make test-exhaustive  what that leaves out: whole grids, fresh seeds, long runs"
 	@echo "make test-kubernetes  the tests on real kubelets, which .ci/kubernetes builds"
+	@echo "make test-gpu  the tests on a GPU, with a torch that sees it: PIP_TORCH=torch"
 	@echo "make lint    ruff, mypy --strict, import-linter"
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make docs    the API reference, in site/"
@@ -53,6 +54,10 @@ test-exhaustive: $(STAMP)
 # One cluster for all of them, so one process.
 test-kubernetes: $(STAMP)
 	$(BIN)/python -m pytest -n 0 --kubernetes
+
+# One GPU does for all of them; processes of a test share it.
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest -n 4 --gpu
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.extent import explores, is_exhaustive, load_profile, needs_kubelets, share_of
+from tests.extent import APART, explores, is_exhaustive, load_profile, needs, share_of
 
 pytest_plugins = ["tests.hosts.fixtures", "tests.kubernetes.fixtures"]
 
@@ -47,6 +47,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run the tests that need real kubelets, and only these",
     )
+    parser.addoption(
+        "--gpu", action="store_true", help="run the tests that need a GPU, and only these"
+    )
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -62,6 +65,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # What a shell runs in the background is deaf to Ctrl-C, and so would be whatever tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     load_profile(exhaustive=config.getoption("exhaustive"))
+    if not config.getoption("gpu"):
+        # A machine's GPUs are no reason for another verdict.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -71,8 +77,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = share_of(
             chosen, config.getoption("share"), str(config.getoption("hypothesis_seed"))
         )
-    real = config.getoption("kubernetes")
-    chosen = [x for x in (items if real else chosen) if needs_kubelets(x) == real]
+    apart = next((name for name in APART if config.getoption(name)), None)
+    chosen = [x for x in (items if apart else chosen) if needs(x) == apart]
     config.hook.pytest_deselected(items=[x for x in items if x not in set(chosen)])
     items[:] = chosen
 

@@ -115,6 +115,10 @@ def explores(item: pytest.Item) -> bool:
     return is_hypothesis_test(getattr(item, "function", None))
 
 
-def needs_kubelets(item: pytest.Item) -> bool:
-    """Whether a test runs in `make test-kubernetes` alone."""
-    return item.get_closest_marker("kubernetes") is not None
+APART = ("kubernetes", "gpu")
+"""What some tests need, which is in few machines: `make test-NAME` runs these, and only these."""
+
+
+def needs(item: pytest.Item) -> str | None:
+    """Return which of these a test needs."""
+    return next((name for name in APART if item.get_closest_marker(name) is not None), None)

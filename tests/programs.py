@@ -247,6 +247,8 @@ def ranks(rank: int, num_replicas: int, port: int) -> dict[str, str]:
         "WORLD_SIZE": str(num_replicas),
         "LOCAL_RANK": str(rank),
         "OMP_NUM_THREADS": "1",
+        # Or NCCL would refuse replicas that share a GPU.
+        "NCCL_HOSTID": f"process-{rank}",
     }
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return {**told, **meeting} if num_replicas > 1 else told

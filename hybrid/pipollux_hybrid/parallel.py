@@ -23,7 +23,7 @@ from pipollux_hybrid.optim.noise_meter import NoiseMeter
 from pipollux_hybrid.optim.parameter_watch import ParameterWatch
 from pipollux_hybrid.optim.scaling_rules import ScalingRule, default_rule
 from pipollux_hybrid.partition.balance import PartitionRequest
-from pipollux_hybrid.partition.placement import choose_devices, choose_num_stages
+from pipollux_hybrid.partition.placement import choose_devices, choose_num_stages, make_current
 from pipollux_hybrid.pipeline import batchnorm
 from pipollux_hybrid.pipeline.checkpoint_modes import choose_modes
 from pipollux_hybrid.pipeline.engine import LossFunction, PipelineEngine
@@ -151,6 +151,7 @@ class HybridParallel(PipelineModel):
         wanted = choose_num_stages(ctx.env, num_stages, balance, several)
         orders = choose_orders(ctx, schedule, chunks_per_stage, wanted)
         chosen = choose_devices(ctx.env, wanted, devices)
+        make_current(chosen[ctx.env.stage])
         spec.num_stages, spec.devices = wanted, tuple(chosen)
         modes = choose_modes(activation_checkpoint, wanted, stages_have_processes=bool(ctx.mesh))
         spec.checkpoint_mode = joined_modes(modes)

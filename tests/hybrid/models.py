@@ -129,8 +129,14 @@ def freeze_statistics(module: nn.Module) -> None:
 
 
 def gradients(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of all gradients by name."""
-    return {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+    """Copies of all gradients by name, on the CPU."""
+    named = module.named_parameters()
+    return {n: p.grad.to("cpu", copy=True) for n, p in named if p.grad is not None}
+
+
+def state_of(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, on the CPU."""
+    return {name: tensor.cpu() for name, tensor in module.state_dict().items()}
 
 
 def plain_training(

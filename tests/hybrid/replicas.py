@@ -38,8 +38,8 @@ def run_replicas(
     for rank in range(num_replicas):
         ours, theirs = mp.Pipe(duplex=False)
         # What a fit makes of batch sizes is the machine's doing.
-        env = {"PIPOLLUX_HINTS_INTERVAL": "1000000", **ranks(rank, num_replicas, port)}
-        env |= environment or {}
+        env = {**os.environ, "PIPOLLUX_HINTS_INTERVAL": "1000000"}
+        env |= {**ranks(rank, num_replicas, port), **(environment or {})}
         process = mp.Process(target=_replica, args=(function, args, env, theirs))
         process.start()
         theirs.close()
@@ -86,6 +86,7 @@ def _collect(
 def _replica(
     function: Callable[..., Any], args: tuple[Any, ...], env: Mapping[str, str], pipe: Connection
 ) -> None:
+    os.environ.clear()  # of the server's, which some test or other has started
     os.environ.update(env)
     multiprocessing.set_start_method(None, force=True)  # for loaders' workers, as in any script
     warnings.simplefilter("error")

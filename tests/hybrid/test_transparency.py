@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import pytest
@@ -23,6 +23,7 @@ from tests.hybrid.models import (
     make_data,
     make_model,
     plain_training,
+    state_of,
 )
 from tests.hybrid.replicas import run_replicas
 
@@ -86,13 +87,14 @@ def train(name: str, case: Case, epochs: int, adam: bool, dtype: torch.dtype) ->
         for inputs, targets in loader:
             model.num_microbatches = next(turns)
             optimizer.zero_grad()
-            F.cross_entropy(model(inputs), targets).backward()
+            output = model(inputs)
+            F.cross_entropy(output, targets.to(output.device)).backward()
             micro_step = context().batch.micro_step
             assert micro_step is not None
             if micro_step.is_optimizer_step:
                 history.append(gradients(module))
             optimizer.step()
-    return history, dict(module.state_dict())
+    return history, state_of(module)
 
 
 def plain(name: str, epochs: int, adam: bool, dtype: torch.dtype) -> Trained:
@@ -104,14 +106,21 @@ def plain(name: str, epochs: int, adam: bool, dtype: torch.dtype) -> Trained:
     return history, dict(module.state_dict())
 
 
-def train_all(name: str, cases: list[Case]) -> list[Trained]:
-    init_process_group("gloo")
+def train_all(name: str, cases: list[Case], backend: str) -> list[Trained]:
+    init_process_group(backend)
     return [train(name, case, 1, False, torch.float64) for case in cases]
 
 
-def check_all(name: str, num_replicas: int, cases: list[Case]) -> None:
+def check_all(
+    name: str,
+    num_replicas: int,
+    cases: list[Case],
+    backend: str = "gloo",
+    environment: Mapping[str, str] | None = None,
+) -> None:
     expected_gradients, expected_state = plain(name, 1, False, torch.float64)
-    for results in run_replicas(train_all, num_replicas, name, cases):
+    found = run_replicas(train_all, num_replicas, name, cases, backend, environment=environment)
+    for results in found:
         for history, state in results:
             assert len(history) == len(expected_gradients)
             for ours, theirs in zip(history, expected_gradients, strict=True):

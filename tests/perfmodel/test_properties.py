@@ -244,9 +244,7 @@ BYTES = st.floats(0.0, 1e6)
 
 @examples(50, 200)
 @given(
-    st.lists(
-        st.builds(Layer, *[st.just(1.0)] * 4, BYTES, BYTES, BYTES, BYTES), min_size=1, max_size=6
-    ),
+    st.lists(st.builds(Layer, *[st.just(1.0)] * 4, *[BYTES] * 5), min_size=1, max_size=6),
     BYTES,
     st.data(),
     st.sampled_from(CHECKPOINTS),

@@ -21,7 +21,15 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from .connections import new_connections
 
-__all__ = ["ReplicaGroup", "become_default", "form_group", "held_groups", "make_known"]
+__all__ = [
+    "ReplicaGroup",
+    "abort_nccl",
+    "become_default",
+    "carrier_of",
+    "form_group",
+    "held_groups",
+    "make_known",
+]
 
 BACKEND = "pipollux"
 """Name by which torch knows the groups that are formed here."""
@@ -153,6 +161,26 @@ def held_groups() -> list[Any]:
     """
     world = getattr(dist.distributed_c10d, "_world", None)
     return [*_made, *getattr(world, "pg_map", ())]
+
+
+def carrier_of(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Return where tensors of a device have to be for one process to send them to another.
+
+    NCCL carries nothing that is not on a GPU, and gloo's messages nothing that is on one.
+
+    Args:
+        group: Who carries them.
+        device: Where they are computed.
+    """
+    return device if dist.get_backend(group) == "nccl" else torch.device("cpu")
+
+
+def abort_nccl() -> None:
+    """End whatever waits for other processes on a GPU, in any thread: its kernels never would."""
+    world = getattr(dist.distributed_c10d, "_world", None)
+    for group in list(getattr(world, "pg_map", ())):
+        if dist.get_backend(group) == "nccl":
+            group._get_backend(torch.device("cuda")).abort()
 
 
 def become_default(group: ReplicaGroup | None, store: Store, name: str, rank: int) -> None:

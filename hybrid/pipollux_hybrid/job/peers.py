@@ -22,13 +22,13 @@ from collections.abc import Iterable, Mapping, Set
 from contextlib import suppress
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from pipollux_hybrid.errors import PeerLostError, ReplicaBrokenError
 
 from .connections import Ends, ends_of, open_connections, opposite
 from .env import JobEnvironment
+from .groups import abort_nccl
 
 __all__ = ["PeerWatch", "broken_replica", "lost_peers"]
 
@@ -244,8 +244,7 @@ class PeerWatch:
                     continue  # nobody waits for these, and their end means the process's
                 if ends_of(connection)[1][0] in self._addresses:
                     connection.shutdown(socket.SHUT_RDWR)
-        if (world := dist.group.WORLD) is not None and dist.get_backend() == "nccl":
-            world._get_backend(torch.device("cuda")).abort()  # its kernels wait on the device
+        abort_nccl()
 
 
 def lost_peers(when: str, error: BaseException) -> PeerLostError:

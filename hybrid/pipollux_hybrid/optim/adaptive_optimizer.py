@@ -72,6 +72,10 @@ class AdaptiveOptimizer:
         self._kept = KeptGradients(optimizer)
         self._adam = is_adam_like(optimizer)
         self._preconditioners: dict[nn.Parameter, Tensor] = {}
+        self._warm: set[nn.Parameter] = set()
+        """Those whose second moment says something of the geometry."""
+        self._groups: dict[nn.Parameter, int] = {}
+        """In which group of the optimizer each is."""
         self._steps_used = 0
         self.num_steps = 0
         """Steps taken, of this object."""
@@ -96,18 +100,20 @@ class AdaptiveOptimizer:
 
         Those of a complex parameter are one for each of its real numbers, shape [..., 2].
 
-        None for other optimizers and in the first steps. They stay the same for some steps.
+        None for other optimizers and in the first steps. On a CPU they stay the same for some
+        steps; on a GPU, where they take less time than memory is worth, they are made anew.
         """
         if not self._adam:
             return None
-        if parameter not in self._preconditioners:
-            if self._sharded is not None and self._sharded.active:
-                return None  # a backward cannot ask for it; it would be here
-            weights = self._weights(parameter)
-            if weights is None:
-                return None
+        kept = self._preconditioners.get(parameter)
+        if kept is not None:
+            return kept
+        if self._sharded is not None and self._sharded.active:
+            return None  # a backward cannot ask for it; it would be here
+        weights = self._weights(parameter)
+        if weights is not None and not parameter.is_cuda:
             self._preconditioners[parameter] = weights
-        return self._preconditioners[parameter]
+        return weights
 
     def share_preconditioners(self) -> None:
         """Get the weights of squares that other replicas have the state for; all call it at once.
@@ -119,18 +125,26 @@ class AdaptiveOptimizer:
 
     def _weights(self, parameter: nn.Parameter) -> Tensor | None:
         state = self.optimizer.state.get(parameter, {})
-        step = float(state.get("step", 0))
-        if step < ADAM_WARMUP:
-            return None
-        group = next(
-            g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"])
-        )
-        correction = math.sqrt(1.0 - float(group["betas"][1]) ** step)
+        step = state.get("step", 0)
+        if parameter not in self._warm:
+            if float(step) < ADAM_WARMUP:
+                return None
+            self._warm.add(parameter)
+        group = self._group_of(parameter)
         moment: Tensor = state["exp_avg_sq"]
         if moment.is_complex():  # Adam takes a complex number for two real ones
             moment = torch.view_as_real(moment)
-        divisor = moment.sqrt().div_(correction).add_(group["eps"])
-        return divisor.square_().reciprocal_()
+        if isinstance(step, Tensor) and step.is_cuda:  # that of a fused step, not to be waited for
+            divisor = moment.sqrt().div_((1.0 - float(group["betas"][1]) ** step).sqrt())
+        else:
+            divisor = moment.sqrt().div_(math.sqrt(1.0 - float(group["betas"][1]) ** float(step)))
+        return divisor.add_(group["eps"]).square_().reciprocal_()
+
+    def _group_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        if parameter not in self._groups:
+            groups = self.optimizer.param_groups
+            self._groups = {p: number for number, g in enumerate(groups) for p in g["params"]}
+        return self.optimizer.param_groups[self._groups[parameter]]
 
     def _patch_step(self) -> None:
         original = self.optimizer.step
@@ -150,8 +164,9 @@ class AdaptiveOptimizer:
             self._may_zero = True
             self.num_steps += 1
             self._steps_used += 1
-            if self._steps_used >= REFRESH or not self._preconditioners:
-                self._preconditioners.clear()
+            kept = self._preconditioners
+            if not kept or self._steps_used >= REFRESH or next(iter(kept)).is_cuda:
+                kept.clear()
                 self._steps_used = 0
             self._on_step()
             return result
@@ -183,6 +198,7 @@ class AdaptiveOptimizer:
     def rejoin(self) -> None:
         """Weigh squares as after a restart, as replicas that have joined do."""
         self._preconditioners.clear()
+        self._warm.clear()
         self._steps_used, self._may_zero = 0, True
 
     def skip_step(self) -> None:

@@ -260,6 +260,8 @@ def _priced(
         + sum(x.nbytes for x in (*still, *layer.buffers())),
         activation_bytes=measured.saved.total / largest.size,
         output_bytes=kept_bytes(tensors_of(largest.batch)) / largest.size,
+        # Gradients are sent in float32 at least.
+        copy_bytes=float(sum(p.numel() * max(p.element_size(), 4) for p in trained)),
         name=name,
     )
 

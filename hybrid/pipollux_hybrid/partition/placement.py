@@ -9,7 +9,7 @@ import torch
 from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job.env import JobEnvironment
 
-__all__ = ["BALANCE_RULES", "choose_devices", "choose_num_stages"]
+__all__ = ["BALANCE_RULES", "choose_devices", "choose_num_stages", "make_current"]
 
 BALANCE_RULES = ("time", "memory", "parameters")
 
@@ -120,3 +120,12 @@ def choose_devices(
             "fewer stages, or for fewer replicas on this node"
         )
     return find_devices(chosen[:num_stages], source)
+
+
+def make_current(device: torch.device) -> None:
+    """Have CUDA's calls that name no device mean this one, as NCCL does with what is on no GPU.
+
+    They would mean the node's first GPU in every process else, which NCCL refuses.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
 
 from pipollux_hybrid.errors import BrokenPipelineError, ConfigurationError
+from pipollux_hybrid.job.groups import carrier_of
 from pipollux_perfmodel.timing.params import ScheduleKind
 
 from .boundary import describe, from_header, rest_of_header, to_header
@@ -78,8 +79,7 @@ class ProcessEngine:
         self.checkpoint, self._kind, self._group = checkpoint, schedule, group
         self.num_stages, self.index = dist.get_world_size(group), dist.get_rank(group)
         self.device = with_index(device)
-        nccl = dist.get_backend(group) == "nccl"
-        self._carrier_device = self.device if nccl else torch.device("cpu")
+        self._carrier = carrier_of(group, self.device)
         self.stages = cut_stages(module, balance, self.num_stages)
         """The layers of each stage, or chunk; this process's are where they run."""
         layout = layout_of(module, self.stages)
@@ -315,13 +315,13 @@ class ProcessEngine:
 
     def _shared_loss(self, loss: Tensor) -> Tensor:
         """Return the last stage's loss in every process."""
-        return self._broadcast(loss.to(self._carrier_device, torch.float64))
+        return self._broadcast(loss.to(self._carrier, torch.float64))
 
     def _shared_output(self, output: PyTree) -> PyTree:
         """Return the last stage's output in every process."""
         if self.num_stages == 1:
             return output
-        device = self._carrier_device
+        device = self._carrier
         header = to_header(describe(None, "")[0], "")[0]
         rest: Tensor | None = None
         tensors: list[Tensor] = []

@@ -26,6 +26,7 @@ from torchgpipe.skip.layout import SkipLayout
 from torchgpipe.skip.tracker import use_skip_tracker
 
 from pipollux_hybrid.errors import ConfigurationError
+from pipollux_hybrid.job.groups import carrier_of
 
 from .boundary import HEADER_BYTES, BoundaryLayout, describe, from_header, rest_of_header, to_header
 from .microbatch import PyTree
@@ -97,9 +98,8 @@ class ProcessStage(PipelineStage):
     ) -> None:
         self._layers = _Layers(stage, layout)
         super().__init__(self._layers, index, num_stages, stage.device, group=group)
-        self._runtime_validate = False  # it compares with shapes that torch has inferred
-        carrier = dist.get_backend(group)
-        self._header_device = stage.device if carrier == "nccl" else torch.device("cpu")
+        self._runtime_validate = False  # see below
+        self._carrier = carrier_of(group, stage.device)
         self._sizes: Sequence[int] = ()
         self._recomputed = 0
         self._inputs: dict[int, list[Tensor]] = {}
@@ -140,7 +140,7 @@ class ProcessStage(PipelineStage):
             self._layers.arriving = self._receive_header()
         assert self._layers.arriving is not None  # noqa: S101  # micro-batch 0 comes first
         arriving = self._layers.arriving.of(self._sizes[fwd_chunk_id], self._sizes[0])
-        buffers = [kind.empty(self.device) for kind in arriving.kinds]
+        buffers = [kind.empty(self._carrier) for kind in arriving.kinds]
         self._inputs[fwd_chunk_id] = buffers
         return [self._op(dist.irecv, buffer, self.stage_index - 1) for buffer in buffers]
 
@@ -155,10 +155,16 @@ class ProcessStage(PipelineStage):
         self._layers.recomputes = fwd_chunk_id < self._recomputed and torch.is_grad_enabled()
         with self.notes.computing(self._row, fwd_chunk_id, "forward"):
             output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
-        # As many gradients are kept for the stage before.
-        counted: Any = (None,) * len(self._inputs.get(fwd_chunk_id, ()))
-        self._stage_meta.inputs = counted
+        if hasattr(self, "_stage_meta"):  # as many gradients are kept for the stage before
+            counted: Any = (None,) * len(self._inputs.get(fwd_chunk_id, ()))
+            self._stage_meta.inputs = counted
         return output
+
+    def _validate_fwd_input(self, *_: Any) -> None:
+        """Do nothing: torch before 2.13 compares with shapes that it has inferred."""
+
+    def _validate_fwd_outputs(self, *_: Any) -> None:
+        """Do nothing, likewise."""
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return what sends a micro-batch on; see :class:`PipelineStage`."""
@@ -171,16 +177,19 @@ class ProcessStage(PipelineStage):
             self._sent = self.leaving
             for message in to_header(self.leaving, self._layers.stage.output_name):
                 if message is not None:
-                    ops.append(self._op(dist.isend, message.to(self._header_device), to))
+                    ops.append(self._op(dist.isend, message.to(self._carrier), to))
         else:
             self._check_like_first(fwd_chunk_id)
-        return [*ops, *(self._op(dist.isend, x.detach().contiguous(), to) for x in tensors)]
+        return [*ops, *(self._op(dist.isend, self._carried(x.detach()), to) for x in tensors)]
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
         assert self._layers.arriving is not None  # noqa: S101  # it was received before
         wanted = self.has_backward and torch.is_grad_enabled()
-        pairs = zip(self._inputs[fwd_chunk_id], self._layers.arriving.kinds, strict=True)
-        return tuple(buffer.requires_grad_(wanted and kind.requires_grad) for buffer, kind in pairs)
+        arrived = self._inputs[fwd_chunk_id] = [
+            x.to(self.device) for x in self._inputs[fwd_chunk_id]
+        ]
+        pairs = zip(arrived, self._layers.arriving.kinds, strict=True)
+        return tuple(x.requires_grad_(wanted and kind.requires_grad) for x, kind in pairs)
 
     # --- backwards ---------------------------------------------------------------------------
 
@@ -192,7 +201,7 @@ class ProcessStage(PipelineStage):
         self.notes.receiving(self._row, bwd_chunk_id, "receive_gradient")
         outputs, _ = self.fwd_cache[bwd_chunk_id]
         buffers = [
-            torch.empty(x.shape, dtype=x.dtype, device=x.device) if x.requires_grad else None
+            torch.empty(x.shape, dtype=x.dtype, device=self._carrier) if x.requires_grad else None
             for x in outputs
         ]
         self._gradients[bwd_chunk_id] = buffers
@@ -200,7 +209,8 @@ class ProcessStage(PipelineStage):
         return [self._op(dist.irecv, buffer, to) for buffer in buffers if buffer is not None]
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
-        return tuple(self._gradients.pop(bwd_chunk_id))
+        received = self._gradients.pop(bwd_chunk_id)
+        return tuple(None if x is None else x.to(self.device) for x in received)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """Run the backward of a micro-batch; see :class:`PipelineStage`."""
@@ -219,7 +229,7 @@ class ProcessStage(PipelineStage):
         kinds = self._layers.arriving.kinds
         return [
             # What the stage did not use has a gradient all the same: zero.
-            self._op(dist.isend, (torch.zeros_like(x) if g is None else g).contiguous(), to)
+            self._op(dist.isend, self._carried(torch.zeros_like(x) if g is None else g), to)
             for x, g, kind in zip(inputs, gradients, kinds, strict=True)
             if kind.requires_grad
         ]
@@ -227,7 +237,16 @@ class ProcessStage(PipelineStage):
     # --- messages ----------------------------------------------------------------------------
 
     def _op(self, operation: Callable[..., Any], tensor: Tensor, stage: int) -> dist.P2POp:
-        return dist.P2POp(operation, tensor, self._resolve_peer_global_rank(stage), self.group)
+        return dist.P2POp(operation, tensor, self._rank_of(stage), self.group)
+
+    def _carried(self, tensor: Tensor) -> Tensor:
+        """Return a tensor as the group can send it."""
+        return tensor.contiguous().to(self._carrier)
+
+    def _rank_of(self, stage: int) -> int:
+        """Return the rank among all processes of the one that has a stage, or chunk."""
+        assert self.group is not None  # noqa: S101  # it is told at the beginning
+        return dist.get_global_rank(self.group, self.stage_index_to_group_rank[stage])
 
     def _receive_header(self) -> BoundaryLayout:
         first = self._receive_bytes(HEADER_BYTES)
@@ -235,8 +254,8 @@ class ProcessStage(PipelineStage):
         return from_header(first, self._receive_bytes(rest) if rest else None)
 
     def _receive_bytes(self, count: int) -> Tensor:
-        message = torch.empty(count, dtype=torch.uint8, device=self._header_device)
-        source = self._resolve_peer_global_rank(self.stage_index - 1)
+        message = torch.empty(count, dtype=torch.uint8, device=self._carrier)
+        source = self._rank_of(self.stage_index - 1)
         dist.recv(message, source, group=self.group)
         return message.cpu()
 

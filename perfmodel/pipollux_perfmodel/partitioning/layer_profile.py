@@ -48,6 +48,9 @@ class Layer(NamedTuple):
     """Bytes per sample that autograd keeps for the backward of the layer."""
     output_bytes: float = 0.0
     """Bytes per sample of the output: what crosses a cut after the layer."""
+    copy_bytes: float = 0.0
+    """Bytes of a copy of the gradients: what is sent to other replicas, or compared with those of
+    the next step where there are none."""
     name: str = ""
     """The user's name for it; for messages only."""
 

@@ -1,8 +1,9 @@
 """Bytes that each stage's device holds, and the largest micro-batch that fits.
 
-A stage holds its parameters, as many bytes of gradients, the optimizer's state, and the activations
-of the micro-batches that are in flight: those whose forward is done and whose backward is not. With
-M micro-batches, K stages, and stage k counted from 0:
+A stage holds its parameters, as many bytes of gradients, a copy of these that is sent to other
+replicas, the optimizer's state, and the activations of the micro-batches that are in flight: those
+whose forward is done and whose backward is not. With M micro-batches, K stages, and stage k counted
+from 0:
 
     GPipe   all forwards come before all backwards:              c = M
     1F1B    a stage goes back as soon as it can:                 c = min(M, K - k)
@@ -171,6 +172,11 @@ def state_bytes(profile: LayerProfile) -> Floats:
     return 2 * profile.column("parameter_bytes") + profile.column("optimizer_bytes")
 
 
+def _undivided_bytes(profile: LayerProfile) -> Floats:
+    """Return bytes of parameters, gradients and their copies by layer, shape (L,)."""
+    return np.asarray(2 * profile.column("parameter_bytes") + profile.column("copy_bytes"))
+
+
 def largest_share(whole: Any, largest: Any, num_shards: int) -> Floats:
     """Return the most that one replica may hold of an optimizer's state divided among several.
 
@@ -192,7 +198,7 @@ def largest_share(whole: Any, largest: Any, num_shards: int) -> Floats:
 
 
 def range_state_bytes(profile: LayerProfile) -> Floats:
-    """Return bytes of parameters, gradients and optimizer state of layers i to j - 1, (L+1, L+1).
+    """Return bytes held whatever the batch by layers i to j - 1, shape (L + 1, L + 1).
 
     Of a state that is divided, the most that a replica may hold; what is below the diagonal means
     nothing.
@@ -200,7 +206,7 @@ def range_state_bytes(profile: LayerProfile) -> Floats:
     optimizer = profile.column("optimizer_bytes")
     plain, whole = (
         (sums := np.concatenate(([0.0], np.cumsum(each)))) - sums[:, None]
-        for each in (2 * profile.column("parameter_bytes"), optimizer)
+        for each in (_undivided_bytes(profile), optimizer)
     )
     if profile.optimizer_shards == 1:
         return np.asarray(plain + whole)
@@ -211,12 +217,12 @@ def range_state_bytes(profile: LayerProfile) -> Floats:
 
 
 def held_state(profile: LayerProfile, balance: Sequence[int], num_devices: int) -> Floats:
-    """Return bytes of parameters, gradients and optimizer state on each device, (num_devices,)."""
+    """Return bytes that each device holds whatever the batch, shape (num_devices,)."""
     starts = [start for start, _ in stage_ranges(balance)]
-    optimizer, parameters = profile.column("optimizer_bytes"), profile.column("parameter_bytes")
+    optimizer = profile.column("optimizer_bytes")
     plain, whole = (
         np.add.reduceat(each, starts).reshape(-1, num_devices).sum(0)
-        for each in (2 * parameters, optimizer)
+        for each in (_undivided_bytes(profile), optimizer)
     )
     largest = np.maximum.reduceat(optimizer, starts).reshape(-1, num_devices).max(0)
     return np.asarray(plain + largest_share(whole, largest, profile.optimizer_shards))

@@ -105,7 +105,7 @@ def make_module(kind: str) -> nn.Sequential:
 
 
 def digest(tensors: list[Tensor]) -> str:
-    content = b"".join(tensor.detach().numpy().tobytes() for tensor in tensors)
+    content = b"".join(tensor.detach().cpu().numpy().tobytes() for tensor in tensors)
     return hashlib.sha256(content).hexdigest()[:16]
 
 

@@ -210,12 +210,13 @@ def test_a_cut_has_to_fit(clock: Clock) -> None:
         )
 
     assert cut(memory_limit=1e9).balance == [1, 2]
-    # Each linear layer is 16 to 20 kB, with its gradients twice that, and 32 kB of activations.
-    assert cut(memory_limit=75_000).balance == [2, 1]
+    # Each linear layer is 16 to 20 kB, with its gradients and a copy of them thrice that, and 32 kB
+    # of activations.
+    assert cut(memory_limit=95_000).balance == [2, 1]
     with pytest.raises(ConfigurationError, match=r"memory_limit is 10000 bytes but 2 stages need"):
         cut(memory_limit=10_000)
-    with pytest.raises(ConfigurationError, match=r"balance=\[1, 2\]: stage 1 needs .* is 7.5e\+04"):
-        cut(memory_limit=75_000, balance=[1, 2])
+    with pytest.raises(ConfigurationError, match=r"balance=\[1, 2\]: stage 1 needs .* is 9.5e\+04"):
+        cut(memory_limit=95_000, balance=[1, 2])
 
 
 def test_a_given_cut_has_to_fit_in_the_mode_of_each_stage() -> None:
@@ -373,15 +374,6 @@ def test_the_cut_is_the_best_of_all_by_the_profile(clock: Clock) -> None:
     assert found == pytest.approx(slowest(best))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_layers_are_measured_on_the_gpu() -> None:
-    module = nn.Sequential(nn.Linear(64, 4096), nn.Linear(4096, 4096), nn.Linear(4096, 8))
-    profile = profile_layers(module, torch.randn(512, 64), device="cuda:0")
-    assert all(p.device.type == "cpu" for p in module.parameters())
-    assert profile.layers[1].forward_beta > 0
-    assert torch.cuda.memory_allocated() == 0
-
-
 def wraps_within(share: float, shard: bool, stages: int) -> bool:
     """Whether a limit of so much of what AdamW's undivided state asks for is taken."""
     init_process_group("gloo")
@@ -394,7 +386,7 @@ def wraps_within(share: float, shard: bool, stages: int) -> bool:
             num_stages=stages,
             num_microbatches=1,
             example_inputs=torch.randn(1, 32),
-            memory_limit=parameters * 4 * share + 1e4,
+            memory_limit=parameters * 5 * share + 1e4,
             shard_optimizer=shard,
         )
     except ConfigurationError as refusal:
@@ -410,5 +402,5 @@ def wraps_within(share: float, shard: bool, stages: int) -> bool:
      pytest.param(True, 2, False, marks=pytest.mark.exhaustive)],
 )  # fmt: skip
 def test_divided_optimizer_state_counts_as_divided(shard: bool, stages: int, fits: bool) -> None:
-    """On two replicas: of four times the parameters, three and an eighth of the state's half."""
-    assert run_replicas(wraps_within, 2, 0.85, shard, stages) == [fits] * 2
+    """On two replicas: of five times the parameters, four and an eighth of the state's half."""
+    assert run_replicas(wraps_within, 2, 0.88, shard, stages) == [fits] * 2

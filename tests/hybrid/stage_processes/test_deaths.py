@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -17,8 +18,8 @@ from tests.hybrid.models import make_data, make_model
 from tests.hybrid.stage_processes.training import run_stages
 
 
-def trains_until_one_dies(victim: int, schedule: str) -> tuple[str, float]:
-    init_process_group("gloo", timeout=60.0)
+def trains_until_one_dies(victim: int, schedule: str, backend: str) -> tuple[str, float]:
+    init_process_group(backend, timeout=60.0)
     module = make_model("mlp")
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     model = HybridParallel(module, optimizer, num_stages=2, num_microbatches=4, schedule=schedule)
@@ -44,8 +45,16 @@ def trains_until_one_dies(victim: int, schedule: str) -> tuple[str, float]:
 )
 def test_the_others_end_and_say_so(victim: int, schedule: str) -> None:
     """Those of its replica, and those that average gradients with it."""
+    check_that_others_end(victim, schedule, "gloo")
+
+
+def check_that_others_end(
+    victim: int, schedule: str, backend: str, environment: Mapping[str, str] | None = None
+) -> None:
     replicas = run_stages(
-        trains_until_one_dies, 2, 2, victim, schedule, exit_codes=(0, -signal.SIGKILL)
+        *(trains_until_one_dies, 2, 2, victim, schedule, backend),
+        exit_codes=(0, -signal.SIGKILL),
+        environment=environment or {},
     )
     answers = [answer for replica in replicas for answer in replica]
     assert answers.pop(victim) == -signal.SIGKILL

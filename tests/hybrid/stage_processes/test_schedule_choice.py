@@ -183,7 +183,8 @@ def test_the_choice_keeps_to_what_is_known_and_worth_it(
 
 def test_memory_that_interleaved_stages_lack(tmp_path: Path) -> None:
     """The first stage holds 5 quarters of 1F1B's activations, and both the same parameters."""
-    state = (WIDTH * WIDTH + WIDTH) * 4 * (2 + 2) * 2  # gradients and AdamW's two, of two layers
+    # Gradients, a copy of them and AdamW's two, of two layers.
+    state = (WIDTH * WIDTH + WIDTH) * 4 * (3 + 2) * 2
     activations = BATCH_SIZE // 4 * WIDTH * 4  # of a layer and a micro-batch
     for room, chosen in ((16.0, "interleaved"), (4.5, "1f1b")):
         options = {"num_microbatches": 4, "memory_limit": state + room * activations}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 
 import pytest
 
@@ -32,7 +33,15 @@ FEW = [Case(*case) for case in zip(*AXES, strict=True)]
 ALL = [Case(*case) for case in itertools.product(*AXES)]
 
 
-def check(name: str, num_replicas: int, num_stages: int, cases: list[Case], adam: bool) -> None:
+def check(
+    name: str,
+    num_replicas: int,
+    num_stages: int,
+    cases: list[Case],
+    adam: bool,
+    backend: str = "gloo",
+    environment: Mapping[str, str] | None = None,
+) -> None:
     module = make_model(name)
     if len(module) < 2 * num_stages:  # too few for two chunks each
         cases = [case for case in cases if case.schedule != "interleaved"]
@@ -40,7 +49,11 @@ def check(name: str, num_replicas: int, num_stages: int, cases: list[Case], adam
     batches = [range(i, min(i + BATCH_SIZE, SIZE)) for i in range(0, SIZE, BATCH_SIZE)]
     data = make_data(name, SIZE)
     expected = plain_training(module, optimizer_for(module, adam), data, batches)
-    for replica in run_stages(train_all, num_replicas, num_stages, name, cases, 1, adam):
+    found = run_stages(
+        *(train_all, num_replicas, num_stages, name, cases, 1, adam, backend),
+        environment=environment or {},
+    )
+    for replica in found:
         for trained in zip(*replica, strict=True):
             assert len({tuple(stage.losses) for stage in trained}) == 1
             steps = [together(step) for step in zip(*(x.gradients for x in trained), strict=True)]

@@ -13,7 +13,7 @@ from torch import Tensor
 from pipollux_hybrid import AdaptiveDataLoader, HybridParallel, init_process_group
 from pipollux_hybrid.job import context as contexts
 from pipollux_hybrid.job.context import context
-from tests.hybrid.models import freeze_statistics, gradients, make_data, make_model
+from tests.hybrid.models import freeze_statistics, gradients, make_data, make_model, state_of
 from tests.hybrid.replicas import run_replicas
 
 BATCH_SIZE = 24
@@ -89,11 +89,13 @@ def train(name: str, case: Case, epochs: int, adam: bool) -> Trained:
             if micro_step.is_optimizer_step:
                 history.append(gradients(module))
             optimizer.step()
-    return Trained(losses, history, dict(module.state_dict()))
+    return Trained(losses, history, state_of(module))
 
 
-def train_all(name: str, cases: Sequence[Case], epochs: int, adam: bool) -> list[Trained]:
-    init_process_group("gloo")
+def train_all(
+    name: str, cases: Sequence[Case], epochs: int, adam: bool, backend: str = "gloo"
+) -> list[Trained]:
+    init_process_group(backend)
     return [train(name, case, epochs, adam) for case in cases]
 
 

@@ -212,7 +212,7 @@ def test_without_a_largest_batch_size_accumulation_does_not_enlarge_it(replicas:
 def plans(draw: st.DrawFn) -> list[StagePlan]:
     """Cuts of one random model into different numbers of stages."""
     seconds, many = st.floats(1e-4, 0.05), st.integers(0, 100)
-    layer = st.builds(Layer, seconds, seconds, seconds, seconds, many, many, many, many)
+    layer = st.builds(Layer, *[seconds] * 4, *[many] * 5)
     profile = LayerProfile.from_layers(draw(st.lists(layer, min_size=2, max_size=5)), 10.0)
     stages = range(1, min(3, profile.num_layers) + 1)
     how: dict[str, Any] = {

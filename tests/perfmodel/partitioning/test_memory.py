@@ -71,7 +71,7 @@ def peak(
 def random_profile(seed: int, num_layers: int) -> LayerProfile:
     rng = np.random.default_rng(seed)
     layers = [
-        Layer(0.0, 1.0, 0.0, 2.0, *(float(x) for x in rng.integers(0, 50, 4)))
+        Layer(0.0, 1.0, 0.0, 2.0, *(float(x) for x in rng.integers(0, 50, 5)))
         for _ in range(num_layers)
     ]
     return LayerProfile.from_layers(layers, float(rng.integers(0, 50)))
@@ -99,7 +99,7 @@ def test_memory_is_that_of_a_walk_through_the_schedule(
                 walked = peak(
                     inputs[stage], layer.activation_bytes, events, num_microbatches, checkpoint
                 )
-                state = 2 * layer.parameter_bytes + layer.optimizer_bytes
+                state = 2 * layer.parameter_bytes + layer.copy_bytes + layer.optimizer_bytes
                 expected = state + walked * micro_bsz
                 if checkpoint == "except_last" and schedule == "1f1b":
                     # The rule takes the worse of two moments; if M <= K - k, the one that is worse

@@ -25,7 +25,7 @@ from tests.extent import examples
 BASE = PerfParams(0, 3, 0.2, 0.02, 0.05, 0.01, 1.5)
 
 seconds, sizes = st.floats(1e-3, 1.0), st.integers(0, 100)
-layers = st.builds(Layer, seconds, seconds, seconds, seconds, sizes, sizes, sizes, sizes)
+layers = st.builds(Layer, seconds, seconds, seconds, seconds, *[sizes] * 5)
 
 
 @examples(60, 200)

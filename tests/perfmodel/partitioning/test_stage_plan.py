@@ -33,7 +33,7 @@ BASE = PerfParams(9.0, 9.0, 0.2, 0.02, 0.05, 0.01, 1.5, (0.1,), (0.9,))
 
 seconds = st.one_of(st.just(0.0), st.floats(1e-6, 1.0))
 sizes = st.one_of(st.just(0.0), st.floats(1.0, 1e9))
-layers = st.builds(Layer, seconds, seconds, seconds, seconds, sizes, sizes, sizes, sizes)
+layers = st.builds(Layer, seconds, seconds, seconds, seconds, *[sizes] * 5)
 modes_of_stages = st.lists(st.sampled_from(CHECKPOINTS), min_size=5, max_size=5)
 links = st.one_of(st.none(), st.builds(Link, seconds, st.floats(1e6, 1e12)))
 

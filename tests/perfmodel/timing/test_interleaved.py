@@ -159,10 +159,7 @@ def test_memory_is_what_is_there_at_the_worst_time(
     case = case._replace(forward=(1.0,) * num_stages, backward=(2.0,) * num_stages)
     case = case._replace(last_backward=case.backward)
     sizes = st.integers(0, 50).map(float)
-    layers = [
-        Layer(0, 1, 0, 2, data.draw(sizes), data.draw(sizes), data.draw(sizes), data.draw(sizes))
-        for _ in range(num_stages)
-    ]
+    layers = [Layer(0, 1, 0, 2, *(data.draw(sizes) for _ in range(5))) for _ in range(num_stages)]
     profile = LayerProfile.from_layers(layers, data.draw(sizes))
     played = simulate(case, "interleaved", num_devices)
     of = {
@@ -176,7 +173,7 @@ def test_memory_is_what_is_there_at_the_worst_time(
     assert found.shape == (num_devices, 2)
     for device in range(num_devices):
         mine = layers[device::num_devices]
-        state = sum(2 * layer.parameter_bytes + layer.optimizer_bytes for layer in mine)
+        state = sum(2 * x.parameter_bytes + x.copy_bytes + x.optimizer_bytes for x in mine)
         per_sample = kept(case, played, device, num_devices, of)
         assert found[device].tolist() == [state + per_sample, state + 3 * per_sample]
 

@@ -1,0 +1,11 @@
+"""Tests on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _there_is_a_gpu() -> None:
+    assert torch.cuda.is_available(), f"torch {torch.__version__} sees no CUDA device"
