@@ -17,6 +17,8 @@ from torch import nn
 from pipollux_hybrid.checkpoint.rng_state import draw_alike
 from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job.context import JobContext
+from pipollux_hybrid.job.groups import carrier_of
+from pipollux_hybrid.job.peers import check_peers
 from pipollux_hybrid.job.pipeline_spec import StageOrder
 from pipollux_hybrid.own_stage import keep_stage
 from pipollux_hybrid.pipeline.engine import PipelineEngine
@@ -156,8 +158,10 @@ def make_engine(
 
     draw_alike(ctx)
     mesh = ctx.mesh
+    device = devices[ctx.env.stage]
+    carrier = carrier_of(mesh.stages, device)
     engine = ProcessEngine(
-        module, balance, devices[ctx.env.stage], checkpoint, schedule, mesh.stages
+        *(module, balance, device, checkpoint, schedule, mesh.stages, carrier, check_peers)
     )
     ctx.rejoined.append(lambda: engine.rejoin(mesh.stages))
     return engine, keep_stage(module, optimizer, engine.stages, engine.index)

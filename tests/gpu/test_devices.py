@@ -28,11 +28,17 @@ def test_timers_do_not_make_a_gpu_wait() -> None:
     module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).cuda()
     engine = PipelineEngine(module, [1, 1], devices, "never")
     timer = StageTimer(engine.stages, devices)
+
+    def step() -> None:
+        output = engine.run(torch.ones(8, 64, device="cuda"), [4, 4], training=True)
+        assert isinstance(output, Tensor)
+        output.sum().backward()
+
+    step()  # what a first one waits for: kernels are loaded, memory is found
+    torch.cuda.synchronize()
     timer.start(0)
-    torch.cuda._sleep(200_000_000)
-    output = engine.run(torch.ones(8, 64, device="cuda"), [4, 4], training=True)
-    assert isinstance(output, Tensor)
-    output.sum().backward()
+    torch.cuda._sleep(2_000_000_000)
+    step()
     recording = timer.stop()
     assert recording is not None
     assert not recording.done(), "the device sleeps yet, and nobody waited for it"

@@ -6,7 +6,9 @@ import pytest
 
 from tests.gpu.sharing import ON_THE_GPU
 from tests.hybrid.stage_processes.test_deaths import check_that_others_end
+from tests.hybrid.stage_processes.test_tied import check as check_tied
 from tests.hybrid.stage_processes.test_transparency import CASES, FEW, check
+from tests.hybrid.stage_processes.tied import Job
 from tests.hybrid.test_transparency import FAMILIES, PAIRS, check_all
 
 pytestmark = pytest.mark.gpu
@@ -33,6 +35,17 @@ def test_a_process_for_each_stage(name: str, backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_replicas_of_two_processes(backend: str) -> None:
     check("mlp", 2, 2, FEW, True, backend, ON_THE_GPU)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_stages_that_share_a_parameter(backend: str) -> None:
+    job = Job("language", [2, 3], "1f1b", 1, adam=True, backend=backend)
+    check_tied(2, job, environment=ON_THE_GPU)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_replicas_that_divide_the_optimizer_state(backend: str) -> None:
+    check("mlp", 2, 2, [FEW[0]._replace(sharded=True)], True, backend, ON_THE_GPU)
 
 
 @pytest.mark.parametrize("victim", [0, 3])

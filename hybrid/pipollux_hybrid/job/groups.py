@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Sequence, Set
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -175,12 +176,19 @@ def carrier_of(group: dist.ProcessGroup, device: torch.device) -> torch.device:
     return device if dist.get_backend(group) == "nccl" else torch.device("cpu")
 
 
-def abort_nccl() -> None:
-    """End whatever waits for other processes on a GPU, in any thread: its kernels never would."""
+def abort_nccl(gone: Set[int]) -> None:
+    """End what waits on a GPU for processes that are gone, in any thread: its kernels never would.
+
+    What they were to give is not there, and whoever waited for it has to ask who is gone.
+
+    Args:
+        gone: Their ranks among all.
+    """
     world = getattr(dist.distributed_c10d, "_world", None)
     for group in list(getattr(world, "pg_map", ())):
-        if dist.get_backend(group) == "nccl":
-            group._get_backend(torch.device("cuda")).abort()
+        if dist.get_backend(group) == "nccl" and gone & {*dist.get_process_group_ranks(group)}:
+            with suppress(RuntimeError):  # it was aborted before
+                group._get_backend(torch.device("cuda")).abort()
 
 
 def become_default(group: ReplicaGroup | None, store: Store, name: str, rank: int) -> None:

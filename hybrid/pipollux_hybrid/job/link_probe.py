@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from pipollux_perfmodel import Link
 
+from .groups import carrier_of
 from .mesh import ProcessMesh
 from .peers import lost_peers
 
@@ -44,17 +45,19 @@ def measure_link(mesh: ProcessMesh, device: torch.device, num_bytes: int) -> Lin
 def _seconds(mesh: ProcessMesh, device: torch.device, num_bytes: int) -> float:
     """Return half of the fastest round trip."""
     message = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    carrier = carrier_of(mesh.stages, device)
+    arrived = torch.empty_like(message, device=carrier)
     other = dist.get_global_rank(mesh.stages, 1 - mesh.stage)
     fastest = float("inf")
     try:
         for _ in range(TRIALS):
             start = time.perf_counter()
             if mesh.stage == 0:
-                dist.send(message, other, mesh.stages)
-                dist.recv(message, other, mesh.stages)
-            else:
-                dist.recv(message, other, mesh.stages)
-                dist.send(message, other, mesh.stages)
+                dist.send(message.to(carrier), other, mesh.stages)
+            dist.recv(arrived, other, mesh.stages)
+            message.copy_(arrived)
+            if mesh.stage == 1:
+                dist.send(message.to(carrier), other, mesh.stages)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             fastest = min(fastest, (time.perf_counter() - start) / 2)

@@ -30,7 +30,7 @@ from .connections import Ends, ends_of, open_connections, opposite
 from .env import JobEnvironment
 from .groups import abort_nccl
 
-__all__ = ["PeerWatch", "broken_replica", "lost_peers"]
+__all__ = ["PeerWatch", "broken_replica", "check_peers", "lost_peers"]
 
 PROBES = 3
 """Probes without an answer after which the kernel gives a connection up."""
@@ -229,6 +229,7 @@ class PeerWatch:
             self._shut_down()
         else:
             self._ended.add(rank)
+            abort_nccl({rank})  # who waits for it over gloo learns it from its connection
         self._news.set()
 
     def _is_silent(self, age: float) -> bool:
@@ -244,7 +245,17 @@ class PeerWatch:
                     continue  # nobody waits for these, and their end means the process's
                 if ends_of(connection)[1][0] in self._addresses:
                     connection.shutdown(socket.SHUT_RDWR)
-        abort_nccl()
+        abort_nccl(self.lost())
+
+
+def check_peers() -> None:
+    """Refuse what was received on a GPU if a process is gone: nothing else would tell.
+
+    Raises:
+        RuntimeError: One is.
+    """
+    if _watch is not None and _watch.gone():
+        raise RuntimeError("NCCL was told to wait no longer")
 
 
 def lost_peers(when: str, error: BaseException) -> PeerLostError:

@@ -33,14 +33,15 @@ REFRESH = 10
 """Steps for which a preconditioner is used: Adam's second moment changes by some 1 % in them."""
 
 
-_adaptive: weakref.WeakKeyDictionary[torch.optim.Optimizer, AdaptiveOptimizer] = (
+_adaptive: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[AdaptiveOptimizer]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def adaptive_of(optimizer: torch.optim.Optimizer) -> AdaptiveOptimizer | None:
     """Return the wrapper of an optimizer; None if HybridParallel did not wrap it."""
-    return _adaptive.get(optimizer)
+    found = _adaptive.get(optimizer)
+    return found() if found is not None else None
 
 
 class AdaptiveOptimizer:
@@ -83,7 +84,7 @@ class AdaptiveOptimizer:
         self._patch_zero_grad()
         self._expect_scalers()
         # A second HybridParallel over the optimizer, in a notebook say, takes it over.
-        _adaptive[optimizer] = self
+        _adaptive[optimizer] = weakref.ref(self)  # it has the optimizer, whose step has it
 
     @property
     def may_zero(self) -> bool:

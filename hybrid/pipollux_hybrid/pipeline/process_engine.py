@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
 
 from pipollux_hybrid.errors import BrokenPipelineError, ConfigurationError
-from pipollux_hybrid.job.groups import carrier_of
 from pipollux_perfmodel.timing.params import ScheduleKind
 
 from .boundary import describe, from_header, rest_of_header, to_header
@@ -62,6 +61,8 @@ class ProcessEngine:
         checkpoint: When activations are recomputed.
         schedule: ``"gpipe"``, ``"1f1b"`` or ``"interleaved"``.
         group: The K processes of the replica, in the order of stages.
+        carrier: Where tensors of this stage have to be for the group to send them.
+        check_peers: Raises a RuntimeError if what was received on a GPU may be of one that is gone.
 
     Raises:
         ConfigurationError: The module cannot be cut like that.
@@ -75,11 +76,13 @@ class ProcessEngine:
         checkpoint: str,
         schedule: ScheduleKind,
         group: dist.ProcessGroup,
+        carrier: torch.device,
+        check_peers: Callable[[], None],
     ) -> None:
         self.checkpoint, self._kind, self._group = checkpoint, schedule, group
         self.num_stages, self.index = dist.get_world_size(group), dist.get_rank(group)
         self.device = with_index(device)
-        self._carrier = carrier_of(group, self.device)
+        self._carrier = carrier
         self.stages = cut_stages(module, balance, self.num_stages)
         """The layers of each stage, or chunk; this process's are where they run."""
         layout = layout_of(module, self.stages)
@@ -94,7 +97,7 @@ class ProcessEngine:
                 )
         self.notes = StageNotes()
         """Taken of what this process does in a step that is timed."""
-        surroundings = len(balance), group, layout, self.notes
+        surroundings = len(balance), group, layout, self.notes, carrier, check_peers
         self.chunks = [
             ProcessStage(self.stages[q].place(self.device), q, *surroundings)
             for q in range(self.index, len(balance), self.num_stages)

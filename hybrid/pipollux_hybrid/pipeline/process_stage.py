@@ -26,7 +26,6 @@ from torchgpipe.skip.layout import SkipLayout
 from torchgpipe.skip.tracker import use_skip_tracker
 
 from pipollux_hybrid.errors import ConfigurationError
-from pipollux_hybrid.job.groups import carrier_of
 
 from .boundary import HEADER_BYTES, BoundaryLayout, describe, from_header, rest_of_header, to_header
 from .microbatch import PyTree
@@ -85,6 +84,8 @@ class ProcessStage(PipelineStage):
         group: The K processes of the pipeline, in the order of stages.
         layout: Where stashed tensors go to.
         notes: Of this process.
+        carrier: Where tensors have to be for the group to send them.
+        check_peers: Raises a RuntimeError if what was received on a GPU may be of one that is gone.
     """
 
     def __init__(
@@ -95,16 +96,20 @@ class ProcessStage(PipelineStage):
         group: dist.ProcessGroup,
         layout: SkipLayout,
         notes: StageNotes,
+        carrier: torch.device,
+        check_peers: Callable[[], None],
     ) -> None:
         self._layers = _Layers(stage, layout)
         super().__init__(self._layers, index, num_stages, stage.device, group=group)
         self._runtime_validate = False  # see below
-        self._carrier = carrier_of(group, stage.device)
+        self._carrier, self._check_peers = carrier, check_peers
         self._sizes: Sequence[int] = ()
         self._recomputed = 0
         self._inputs: dict[int, list[Tensor]] = {}
         self._gradients: dict[int, list[Tensor | None]] = {}
         self._sent: BoundaryLayout | None = None
+        self._telling: list[Any] = []
+        """What is on its way to the next stage, which has it when the step has ended."""
         self.notes, self._row = notes, stage.index
         """Told of what the stage does, for time lines."""
 
@@ -123,7 +128,7 @@ class ProcessStage(PipelineStage):
             has_backward: Whether gradients come back.
         """
         self.clear_runtime_states()
-        for kept in (self.bwd_cache, self._inputs, self._gradients):
+        for kept in (self.bwd_cache, self._inputs, self._gradients, self._telling):
             kept.clear()
         self._sizes, self._recomputed, self.chunks = sizes, recomputed, len(sizes)
         self.has_backward, self._sent = has_backward, None
@@ -172,15 +177,12 @@ class ProcessStage(PipelineStage):
             return []
         self.notes.sending(self._row, fwd_chunk_id, "send_output")
         tensors, _ = self.fwd_cache[fwd_chunk_id]
-        ops, to = [], self.stage_index + 1
+        to = self.stage_index + 1
         if fwd_chunk_id == 0:
-            self._sent = self.leaving
-            for message in to_header(self.leaving, self._layers.stage.output_name):
-                if message is not None:
-                    ops.append(self._op(dist.isend, message.to(self._carrier), to))
+            self._send_header(to)
         else:
             self._check_like_first(fwd_chunk_id)
-        return [*ops, *(self._op(dist.isend, self._carried(x.detach()), to) for x in tensors)]
+        return [self._op(dist.isend, self._carried(x.detach()), to) for x in tensors]
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
         assert self._layers.arriving is not None  # noqa: S101  # it was received before
@@ -248,6 +250,18 @@ class ProcessStage(PipelineStage):
         assert self.group is not None  # noqa: S101  # it is told at the beginning
         return dist.get_global_rank(self.group, self.stage_index_to_group_rank[stage])
 
+    def _send_header(self, stage: int) -> None:
+        """Begin to tell the next stage what it will receive, by itself as it is received.
+
+        With other messages NCCL would send it by another communicator than this one receives from.
+        """
+        self._sent = self.leaving
+        for message in to_header(self.leaving, self._layers.stage.output_name):
+            if message is not None:
+                told = message.to(self._carrier)
+                work = dist.isend(told, self._rank_of(stage), group=self.group)
+                self._telling.append((work, told))
+
     def _receive_header(self) -> BoundaryLayout:
         first = self._receive_bytes(HEADER_BYTES)
         rest = rest_of_header(first)
@@ -257,7 +271,10 @@ class ProcessStage(PipelineStage):
         message = torch.empty(count, dtype=torch.uint8, device=self._carrier)
         source = self._rank_of(self.stage_index - 1)
         dist.recv(message, source, group=self.group)
-        return message.cpu()
+        received = message.cpu()
+        if message.is_cuda:
+            self._check_peers()
+        return received
 
     def _check_like_first(self, chunk: int) -> None:
         """Refuse a micro-batch that the next stage does not expect as it is."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from pipollux_hybrid.errors import SynchronizationError
+from pipollux_hybrid.job.context import current
 
 __all__ = ["ParameterHooks", "Watched", "refuse_sparse"]
 
@@ -23,7 +24,7 @@ Named = Sequence[Sequence[tuple[str, nn.Parameter]]]
 
 
 class ParameterHooks:
-    """The hooks of all stages' parameters.
+    """The hooks of all stages' parameters, gone when the job ends.
 
     Args:
         on_gradient: Called as (stage index, name, parameter, gradient) with each gradient before it
@@ -40,6 +41,9 @@ class ParameterHooks:
         self._on_arrival = on_arrival
         self._gradients: dict[nn.Parameter, RemovableHandle] = {}
         self._arrivals: dict[nn.Parameter, RemovableHandle] = {}
+        if (ctx := current()) is not None:
+            # They hold what they call, which holds the parameters: all would stay for ever.
+            ctx.closers.append(lambda: self.set((), gradients=False, arrivals=False))
 
     def set(self, stages: Named, *, gradients: bool, arrivals: bool) -> None:
         """Have these hooks on the parameters of the stages from now on, and no others."""

@@ -102,9 +102,9 @@ def plain(job: Job) -> tuple[list[dict[str, Tensor]], list[float], dict[str, Ten
     return history, norms, dict(module.state_dict())
 
 
-def check(num_replicas: int, job: Job) -> None:
+def check(num_replicas: int, job: Job, **options: Any) -> None:
     history, norms, state = plain(job)
-    for ours in per_stage(num_replicas, job):
+    for ours in per_stage(num_replicas, job, **options):
         assert ours.norms == pytest.approx(norms, rel=1e-12)
         for found, expected in zip(ours.gradients, history, strict=True):
             assert_close(found, expected, 1e-12)

@@ -18,7 +18,7 @@ from pipollux_hybrid import (
 )
 from pipollux_hybrid.job.context import context
 from pipollux_hybrid.optim.gradient_noise_scale import MeasuredNoise
-from tests.hybrid.models import Residual, make_data
+from tests.hybrid.models import Residual, make_data, state_of
 
 BATCH_SIZE = 16
 SIZE = 2 * BATCH_SIZE + 11
@@ -79,6 +79,7 @@ class Job(NamedTuple):
     max_norm: float | None = 0.05
     frozen: bool = False
     epochs: int = 1
+    backend: str = "gloo"
 
 
 class Outcome(NamedTuple):
@@ -103,7 +104,7 @@ def make_optimizer(module: nn.Module, adam: bool) -> torch.optim.Optimizer:
 
 def train(job: Job) -> Outcome:
     """Train, or go on where a checkpoint is; with other micro-batches at every forward."""
-    init_process_group("gloo")
+    init_process_group(job.backend)
     env = context().env
     module = make(job.name, frozen=job.frozen)
     optimizer = make_optimizer(module, job.adam)
@@ -140,5 +141,5 @@ def train(job: Job) -> Outcome:
     scale = context().component(MeasuredNoise).scale
     assert scale is not None
     noise = scale._sqr.value, scale._var.value, float(scale.num_samples)
-    state, whole = dict(module.state_dict()), dict(model.state_dict())
+    state, whole = state_of(module), state_of(model)
     return Outcome(losses, norms, noise, model.gain, history, state, whole)
