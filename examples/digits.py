@@ -60,7 +60,7 @@ def main() -> None:
         model.train()
         for batch, labels in loader:
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(batch), labels.to(model.output_device))
+            loss = F.cross_entropy(model(batch), labels.to(model.output_device, non_blocking=True))
             loss.backward()
             optimizer.step()
             pipollux.report(loss=loss)

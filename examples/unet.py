@@ -137,7 +137,8 @@ def main() -> None:
         model.train()
         for images, classes in loader:
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(images), classes.to(model.output_device))
+            classes = classes.to(model.output_device, non_blocking=True)
+            loss = F.cross_entropy(model(images), classes)
             loss.backward()
             optimizer.step()
             pipollux.report(loss=loss)

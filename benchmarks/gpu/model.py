@@ -54,4 +54,6 @@ def data(size: Size, num_batches: int) -> TensorDataset:
 
 def loss_of(output: Tensor, targets: Tensor) -> Tensor:
     """Return the mean loss of the next characters."""
-    return F.cross_entropy(output.flatten(0, 1), targets.to(output.device).flatten())
+    return F.cross_entropy(
+        output.flatten(0, 1), targets.to(output.device, non_blocking=True).flatten()
+    )

@@ -252,10 +252,9 @@ class HybridParallel(PipelineModel):
             return output
         batch = map_tensors(lambda x: x.to(self.devices[0], non_blocking=True), batch)
         plan = self._plan(sizes, batch) if torch.is_grad_enabled() else None
-        recomputed = self._engine.checkpointed(len(sizes), training=self.training)
         # A batch that only keeps step with its peers is another replica's to count.
         counts = plan is None or plan.num_samples > 0
-        separately = plan is not None and plan.num_separate > recomputed
+        separately = plan is not None and plan.apart
         with self._counting(counts):
             output = self._engine.run(batch, sizes, training=self.training, separately=separately)
         if plan is not None:
@@ -354,6 +353,7 @@ class HybridParallel(PipelineModel):
             num_recomputed=num_recomputed,
             one_graph=whole,
             one_by_one=self._context.mesh is not None,
+            one_stage=self.num_stages == 1,
         )
 
     def _backward_finished(self, result: SyncResult | None) -> None:

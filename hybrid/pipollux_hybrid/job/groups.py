@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from collections.abc import Sequence, Set
 from contextlib import suppress
 from datetime import timedelta
@@ -177,9 +178,10 @@ def carrier_of(group: dist.ProcessGroup, device: torch.device) -> torch.device:
 
 
 def abort_nccl(gone: Set[int]) -> None:
-    """End what waits on a GPU for processes that are gone, in any thread: its kernels never would.
+    """End what waits on a GPU for processes that are gone: its kernels never would.
 
-    What they were to give is not there, and whoever waited for it has to ask who is gone.
+    Returns at once. What they were to give is not there, and whoever waited for it has to ask who
+    is gone.
 
     Args:
         gone: Their ranks among all.
@@ -187,8 +189,13 @@ def abort_nccl(gone: Set[int]) -> None:
     world = getattr(dist.distributed_c10d, "_world", None)
     for group in list(getattr(world, "pg_map", ())):
         if dist.get_backend(group) == "nccl" and gone & {*dist.get_process_group_ranks(group)}:
-            with suppress(RuntimeError):  # it was aborted before
-                group._get_backend(torch.device("cuda")).abort()
+            # Side by side: the end of one waits for all kernels of the GPU, those of others too.
+            threading.Thread(target=_abort, args=(group,), daemon=True).start()
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    with suppress(RuntimeError):  # it was aborted before
+        group._get_backend(torch.device("cuda")).abort()
 
 
 def become_default(group: ReplicaGroup | None, store: Store, name: str, rank: int) -> None:

@@ -80,6 +80,8 @@ def profile_layers(
     )
     cuda = [where] if where.type == "cuda" else []
     with guard, torch.random.fork_rng(devices=cuda), torch.enable_grad():
+        # Of a thread of autograd's whose first kernel is its own, cuBLAS warns.
+        torch.ones((), device=where, requires_grad=True).mul(1.0).backward()
         flows = _flows(example_inputs, where)
         largest = flows[-1]
         input_bytes = kept_bytes(tensors_of(largest.batch)) / largest.size

@@ -36,6 +36,8 @@ class BackwardPlan:
     """Whether accumulation steps are averaged by their samples (else summed, as in PyTorch)."""
     measured: bool
     """Whether norms are taken for the noise; the same throughout an iteration."""
+    apart: bool = False
+    """Whether the graphs of micro-batches have nothing in common, and the last is run first."""
     timed: bool = False
     """Whether the arrival of gradients is noted for the stages' time line."""
     in_order: bool = False
@@ -78,6 +80,7 @@ def plan_backward(
     num_recomputed: int,
     one_graph: bool,
     one_by_one: bool = False,
+    one_stage: bool = False,
 ) -> BackwardPlan:
     """Return the plan of a backward.
 
@@ -90,11 +93,14 @@ def plan_backward(
         num_recomputed: Micro-batches that are recomputed, each in a backward of its own.
         one_graph: Whether the micro-batches must stay parts of one graph.
         one_by_one: Whether each micro-batch has a backward of its own, the first one first.
+        one_stage: Whether there is one stage, which has the gradients of all micro-batches at once.
     """
     measured = measured and micro_step is not None
     # The noise is told from the gradients of micro-batches, recomputed or not.
     separate = measured and len(sizes) > 1 and not num_recomputed and not one_graph
-    separate = separate or one_by_one
+    # Else that would be recomputed while one that is not still has all of its activations.
+    ordered = one_stage and 0 < num_recomputed < len(sizes) and not one_graph
+    apart, separate = separate or ordered, separate or one_by_one
     return BackwardPlan(
         sizes=sizes,
         num_separate=len(sizes) if separate else num_recomputed,
@@ -102,6 +108,7 @@ def plan_backward(
         synchronize=synchronize,
         weighted=micro_step is not None,
         measured=measured,
+        apart=apart and not one_by_one,
         timed=timed,
         in_order=one_by_one,
         part=micro_step,

@@ -42,8 +42,8 @@ FIELDS: dict[str, tuple[str, str]] = {
     ),
     "AdaptiveOptimizer": (
         "_adam _factor _is_complete _kept _may_zero _on_step _preconditioners _sharded "
-        "_steps_used optimizer",
-        "num_steps",
+        "_steps_used _warm optimizer",
+        "_groups num_steps",
     ),
     "AsyncSaver": (
         "",

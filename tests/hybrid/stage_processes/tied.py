@@ -61,9 +61,9 @@ def data_of(name: str, size: int = SIZE) -> TensorDataset:
 
 
 def by_all_names(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of all gradients, those of a shared parameter under each of its names."""
+    """Copies of all gradients on the CPU, those of a shared parameter under each of its names."""
     named = module.named_parameters(remove_duplicate=False)
-    return {n: p.grad.clone() for n, p in named if p.grad is not None}
+    return {n: p.grad.to("cpu", copy=True) for n, p in named if p.grad is not None}
 
 
 class Job(NamedTuple):
