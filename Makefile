@@ -16,7 +16,7 @@ help:
 	@echo "make test    lint, types, layers, and the tests: the same verdict each time"
 	@echo "make test-exhaustive  what that leaves out: whole grids, fresh seeds, long runs"
 	@echo "make test-kubernetes  the tests on real kubelets, which .ci/kubernetes builds"
-	@echo "make test-gpu  the tests on a GPU, with a torch that sees it: PIP_TORCH=torch"
+	@echo "make test-gpu  the tests on a GPU, with a torch that sees it in .venv"
 	@echo "make lint    ruff, mypy --strict, import-linter"
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make docs    the API reference, in site/"

@@ -114,9 +114,10 @@ class Steps:
         self._add_stages(*arguments)
 
     def _step(
-        self, configuration: Any, step: float, sync: float, *, optimizer: bool, disturbed: bool
+        self, configuration: Any, step: float, sync: float, exchange: float, **how: bool
     ) -> None:
-        self._add_step(configuration, step, sync, optimizer=optimizer, disturbed=disturbed)
+        self._add_step(configuration, step, sync, exchange, **how)
+        optimizer = how["optimizer"]
         # The model counts an optimizer step before it is handed over here.
         number = self._model._noise._steps - optimizer
         self.steps[configuration.num_microbatches, configuration.atomic_bsz].append(
@@ -175,20 +176,24 @@ class Replica:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """What was measured, one row per configuration and per layer."""
-        for entry in context().component(Metrics).profile.to_json():
+        profile = context().component(Metrics).profile
+        for entry, summary in zip(profile.to_json(), profile.summaries().values(), strict=True):
             num_microbatches, atomic_bsz = entry["num_microbatches"], entry["atomic_bsz"]
             walls = self._walls[num_microbatches, atomic_bsz]
             yield {
                 **{k: entry[k] for k in ("num_nodes", "num_replicas", "num_stages")},
                 "num_microbatches": num_microbatches,
                 "atomic_bsz": atomic_bsz,
-                "accum_step_time": statistics.median(entry["accum"]),
-                "optim_step_time": statistics.median(entry["optim"]),
+                "accum_step_time": summary.accum,
+                "optim_step_time": summary.optim,
                 "forward": _medians(entry["forward"]),
                 "backward": _medians(entry["backward"]),
                 "checkpoint": self._checkpoint,
                 "balance": self._model.balance,
-                "num_samples": [len(entry[k]) for k in ("accum", "optim", "forward")],
+                "num_samples": [
+                    *(sum(map(len, entry[k])) for k in ("accum", "optim")),
+                    len(entry["forward"]),
+                ],
                 "iterations": [
                     {"accum_steps": s, "seconds": statistics.median(walls[s])}
                     for s, _ in ITERATIONS
@@ -213,6 +218,7 @@ class Replica:
         batch_size = atomic_bsz * pipollux.num_replicas() * (accum_steps + 1)
         # The only batch shape within these bounds is the one that is wanted.
         loader = pipollux.AdaptiveDataLoader(Repeated(iterations * batch_size), batch_size)
+        context().batch.limits = None  # those of the loader before: a job has one that grows
         loader.autoscale_batch_size(batch_size, (atomic_bsz, atomic_bsz), accum_steps > 0)
         self._model.num_microbatches = num_microbatches
         self._recorder.accum_steps = accum_steps
