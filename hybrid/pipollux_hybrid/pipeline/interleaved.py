@@ -85,7 +85,7 @@ def actions_of(
         for k in range(num_stages)
     }
     whole = schedules._add_send_recv(orders, lambda chunk: chunk % num_stages, num_chunks)
-    return _receive_late(whole[stage], stage, num_stages)
+    return _with_waits(_receive_late(whole[stage], stage, num_stages))
 
 
 def _receive_late(actions: Sequence[_Action], rank: int, num_stages: int) -> list[_Action]:
@@ -122,6 +122,12 @@ def _receive_late(actions: Sequence[_Action], rank: int, num_stages: int) -> lis
         late.append(action)
     receive(len(waiting))
     return late
+
+
+def _with_waits(actions: list[_Action]) -> list[_Action]:
+    """Return the actions with a wait for each send, which torch wants from 2.15 on."""
+    add_waits = getattr(schedules, "_add_wait_send", None)
+    return actions if add_waits is None else list(add_waits({0: actions})[0])
 
 
 @contextmanager

@@ -12,8 +12,8 @@ waiting for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -101,11 +101,11 @@ class ProcessStage(PipelineStage):
     ) -> None:
         self._layers = _Layers(stage, layout)
         super().__init__(self._layers, index, num_stages, stage.device, group=group)
-        self._runtime_validate = False  # see below
         self._carrier, self._check_peers = carrier, check_peers
         self._sizes: Sequence[int] = ()
         self._recomputed = 0
         self._inputs: dict[int, list[Tensor]] = {}
+        self._outputs: dict[int, tuple[Tensor, ...]] = {}
         self._gradients: dict[int, list[Tensor | None]] = {}
         self._sent: BoundaryLayout | None = None
         self._telling: list[Any] = []
@@ -127,9 +127,9 @@ class ProcessStage(PipelineStage):
             recomputed: How many micro-batches, from the first on, keep their input only.
             has_backward: Whether gradients come back.
         """
-        self.clear_runtime_states()
-        for kept in (self.bwd_cache, self._inputs, self._gradients, self._telling):
+        for kept in (self._inputs, self._outputs, self._gradients, self._telling):
             kept.clear()
+        self.output_chunks.clear()
         self._sizes, self._recomputed, self.chunks = sizes, recomputed, len(sizes)
         self.has_backward, self._sent = has_backward, None
 
@@ -153,38 +153,36 @@ class ProcessStage(PipelineStage):
         self,
         fwd_chunk_id: int,
         args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None = None,
+        _kwargs: dict[str, Any] | None = None,
         save_forward_output: bool = True,
     ) -> Any:
         """Run the forward of a micro-batch; see :class:`PipelineStage`."""
         self._layers.recomputes = fwd_chunk_id < self._recomputed and torch.is_grad_enabled()
-        with self.notes.computing(self._row, fwd_chunk_id, "forward"):
-            output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
-        if hasattr(self, "_stage_meta"):  # as many gradients are kept for the stage before
-            counted: Any = (None,) * len(self._inputs.get(fwd_chunk_id, ()))
-            self._stage_meta.inputs = counted
+        with self.notes.computing(self._row, fwd_chunk_id, "forward"), _in_layers():
+            output = self._layers(*(args if self.is_first else self._arrived(fwd_chunk_id)))
+        self._outputs[fwd_chunk_id] = output
+        if self.is_last and save_forward_output:
+            self.output_chunks.append(output)
         return output
-
-    def _validate_fwd_input(self, *_: Any) -> None:
-        """Do nothing: torch before 2.13 compares with shapes that it has inferred."""
-
-    def _validate_fwd_outputs(self, *_: Any) -> None:
-        """Do nothing, likewise."""
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return what sends a micro-batch on; see :class:`PipelineStage`."""
         if self.is_last:
             return []
         self.notes.sending(self._row, fwd_chunk_id, "send_output")
-        tensors, _ = self.fwd_cache[fwd_chunk_id]
         to = self.stage_index + 1
         if fwd_chunk_id == 0:
             self._send_header(to)
         else:
             self._check_like_first(fwd_chunk_id)
-        return [self._op(dist.isend, self._carried(x.detach()), to) for x in tensors]
+        outputs = self._outputs[fwd_chunk_id]
+        return [self._op(dist.isend, self._carried(x.detach()), to) for x in outputs]
 
-    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
+    def release_fwd_send_outputs(self, fwd_chunk_id: int) -> None:
+        """Do nothing: what was sent goes with the step; torch from 2.15 on asks for it."""
+
+    def _arrived(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
+        """Return the input of a micro-batch, which has been received."""
         assert self._layers.arriving is not None  # noqa: S101  # it was received before
         wanted = self.has_backward and torch.is_grad_enabled()
         arrived = self._inputs[fwd_chunk_id] = [
@@ -201,38 +199,48 @@ class ProcessStage(PipelineStage):
             self.notes.idle()
             return []
         self.notes.receiving(self._row, bwd_chunk_id, "receive_gradient")
-        outputs, _ = self.fwd_cache[bwd_chunk_id]
         buffers = [
             torch.empty(x.shape, dtype=x.dtype, device=self._carrier) if x.requires_grad else None
-            for x in outputs
+            for x in self._outputs[bwd_chunk_id]
         ]
         self._gradients[bwd_chunk_id] = buffers
         to = self.stage_index + 1
         return [self._op(dist.irecv, buffer, to) for buffer in buffers if buffer is not None]
 
-    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
-        received = self._gradients.pop(bwd_chunk_id)
-        return tuple(None if x is None else x.to(self.device) for x in received)
-
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,  # noqa: ARG002  # torch's signature
+        last_backward: bool = False,  # noqa: ARG002  # the same
+    ) -> None:
         """Run the backward of a micro-batch; see :class:`PipelineStage`."""
-        with self.notes.computing(self._row, bwd_chunk_id, "backward"):
-            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        if not self.has_backward:
+            return
+        with self.notes.computing(self._row, bwd_chunk_id, "backward"), _in_layers():
+            outputs = self._outputs.pop(bwd_chunk_id)
+            if self.is_last:
+                roots, gradients = [loss] if loss.requires_grad else [], None
+            else:
+                received = self._gradients.pop(bwd_chunk_id)
+                roots = [x for x in outputs if x.requires_grad]
+                gradients = [x.to(self.device) for x in received if x is not None]
+            if roots:
+                torch.autograd.backward(roots, gradients)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Return what sends the gradients of a micro-batch back; see :class:`PipelineStage`."""
-        gradients = self.bwd_cache.pop(bwd_chunk_id, ())
         if self.is_first or not self.has_backward:
             return []
         self.notes.sending(self._row, bwd_chunk_id, "send_gradient")
         assert self._layers.arriving is not None  # noqa: S101  # micro-batch 0 came first
         inputs, to = self._inputs.pop(bwd_chunk_id), self.stage_index - 1
-        # As it was told; torch detaches what a stage gives on as it came.
-        kinds = self._layers.arriving.kinds
         return [
             # What the stage did not use has a gradient all the same: zero.
-            self._op(dist.isend, self._carried(torch.zeros_like(x) if g is None else g), to)
-            for x, g, kind in zip(inputs, gradients, kinds, strict=True)
+            self._op(
+                dist.isend, self._carried(torch.zeros_like(x) if x.grad is None else x.grad), to
+            )
+            for x, kind in zip(inputs, self._layers.arriving.kinds, strict=True)
             if kind.requires_grad
         ]
 
@@ -288,6 +296,15 @@ class ProcessStage(PipelineStage):
                 "tensors whose dimension 0 is the batch, and the same plain values for every "
                 "micro-batch"
             )
+
+
+@contextmanager
+def _in_layers() -> Iterator[None]:
+    """Make what layers raise the cause of an error, as torch does: messages raise errors, too."""
+    try:
+        yield
+    except Exception as error:
+        raise RuntimeError(f"a layer failed: {error}") from error
 
 
 def _while_recomputing() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
