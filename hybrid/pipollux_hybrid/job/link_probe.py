@@ -46,7 +46,7 @@ def _seconds(mesh: ProcessMesh, device: torch.device, num_bytes: int) -> float:
     """Return half of the fastest round trip."""
     message = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     carrier = carrier_of(mesh.stages, device)
-    arrived = torch.empty_like(message, device=carrier)
+    arrived = message if carrier == device else torch.empty_like(message, device=carrier)
     other = dist.get_global_rank(mesh.stages, 1 - mesh.stage)
     fastest = float("inf")
     try:
@@ -55,7 +55,8 @@ def _seconds(mesh: ProcessMesh, device: torch.device, num_bytes: int) -> float:
             if mesh.stage == 0:
                 dist.send(message.to(carrier), other, mesh.stages)
             dist.recv(arrived, other, mesh.stages)
-            message.copy_(arrived)
+            if arrived is not message:
+                message.copy_(arrived)
             if mesh.stage == 1:
                 dist.send(message.to(carrier), other, mesh.stages)
             if device.type == "cuda":
