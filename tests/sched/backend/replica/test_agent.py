@@ -35,7 +35,8 @@ def test_the_first_process_of_a_container_ends_while_it_loads(tmp_path: Path) ->
     package = tmp_path / "pipollux_sched"
     package.mkdir()
     (package / "__init__.py").write_text(
-        "import time\nprint('loading', flush=True)\ntime.sleep(600)\n"
+        # Not one long call, which a signal just before it would wait for.
+        "import time\nprint('loading', flush=True)\nwhile True:\n    time.sleep(0.01)\n"
     )
     program = ReplicaProgram(job="job", script=Path("train.py"))
     launch = Launch(
