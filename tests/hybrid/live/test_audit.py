@@ -188,7 +188,7 @@ FIELDS: dict[str, tuple[str, str]] = {
         "",
     ),
     "ProcessEngine": (
-        "_carrier_device _group _kind _loss checkpoint chunks device index num_stages stages",
+        "_carrier _group _kind _loss checkpoint chunks device index num_stages stages",
         "_failure _schedules notes",
     ),
     "ProcessMesh": (
