@@ -69,6 +69,13 @@ def meet_at(step: int, changes: set[int]) -> None:
         time.sleep(0.01)
 
 
+def have_let_go() -> None:
+    """Wait until the groups of the membership before are gone, which a thread sees to."""
+    live = live_membership(context())
+    while live is not None and live._watch._retired:
+        time.sleep(0.01)
+
+
 def die_when_formed() -> None:
     """Die at the worst moment: when the others are about to go over to the new groups."""
     live = live_membership(context())
@@ -211,6 +218,7 @@ def main() -> None:
             }
             print(json.dumps(line), file=log, flush=True)
             if str(metrics.step) == os.environ.get("AUDITED"):
+                have_let_go()
                 words = contents([context(), model, loader, checked, accum, average])
                 (RESULTS / f"audit-{pipollux.replica_rank()}-{stage}.json").write_text(
                     json.dumps(words)
