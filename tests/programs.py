@@ -10,6 +10,7 @@ left to a few tests that start one.
 from __future__ import annotations
 
 import atexit
+import itertools
 import multiprocessing
 import os
 import runpy
@@ -45,6 +46,10 @@ PIPOLLUX = Path(sys.executable).with_name("pipollux")
 WRITTEN = os.O_WRONLY | os.O_APPEND
 LIMIT = 240.0
 """Seconds that a program may take: machines that run tests are busy."""
+_PORTS = range(10_000, 20_000)
+"""Below those of the local backend, too."""
+_PORTS_OF_WORKER = 1000
+_ports = itertools.count(os.getpid())
 
 
 def fork_server() -> ForkServerContext:
@@ -54,11 +59,20 @@ def fork_server() -> ForkServerContext:
     return context
 
 
-def free_port() -> int:
-    """A port that nobody listens on just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_port(address: str = "127.0.0.1") -> int:
+    """A port that nobody listens on just now, and that no test beside this one gets.
+
+    It lies below those that the kernel gives to outgoing connections, which may take any of these
+    before the port is listened on.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    first = _PORTS.start + _PORTS_OF_WORKER * (worker % (len(_PORTS) // _PORTS_OF_WORKER))
+    for _ in range(_PORTS_OF_WORKER):
+        port = first + next(_ports) % _PORTS_OF_WORKER
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((address, port))
+            return port
+    raise OSError(f"{address}: no port from {first} on is free")
 
 
 class Started:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -42,11 +41,6 @@ def is_ready(state_dir: StateDir, process: subprocess.Popen[str]) -> bool:
         client.jobs()
         return True
     return False
-
-
-def free_port(address: str) -> int:
-    with socket.create_server((address, 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def step_of(state_dir: StateDir, job: str) -> int:

@@ -14,9 +14,10 @@ from pipollux_sched.lifecycle import Phase
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import StateDir
 from pipollux_sched.views.models import JobDetails
-from tests.cli.slurm_serving import free_port, serving, step_of, steps
+from tests.cli.slurm_serving import serving, step_of, steps
 from tests.hosts.harness.hosts import Hosts
 from tests.hosts.harness.slurm import SlurmCluster
+from tests.programs import free_port
 from tests.services import require_slurm
 from tests.waiting import until
 

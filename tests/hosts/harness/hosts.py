@@ -265,9 +265,13 @@ def _pids(space: str) -> set[int]:
 
 
 def _kill(pids: Any) -> None:
-    """End processes until there are none, as some may be starting others."""
+    """End processes until there are none, as some may be starting others.
+
+    All are stopped first, so that none hears of the end of another, as on a host that fails.
+    """
     deadline = time.monotonic() + TIMEOUT
     while found := pids():
+        _send(found, signal.SIGSTOP)
         _send(found, signal.SIGKILL)
         assert time.monotonic() < deadline, f"processes outlive SIGKILL: {found}"
         time.sleep(0.01)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from tests.programs import free_port
 
 LOOPBACK = "127.0.0.1"
 _PORTED = ("etcd", "peer", "api", "extensions", "manager", "scheduler")
@@ -42,7 +43,7 @@ class Addresses:
 
 def on_loopback() -> Addresses:
     """Return addresses that nothing but this machine reaches, at ports that are free."""
-    ports = dict(zip(_PORTED, _free_ports(len(_PORTED)), strict=True))
+    ports = {name: free_port() for name in _PORTED}
     return Addresses(LOOPBACK, LOOPBACK, "10.96.0.0/24", ports)
 
 
@@ -59,16 +60,6 @@ def beside_hosts(gateway: str) -> Addresses:
     subprocess.run(["ip", "address", "add", f"{first}/32", "dev", _device(gateway)], check=True)
     ports = dict(zip(_PORTED, (2379, 2380, 443, 8443, 10257, 10259), strict=True))
     return Addresses(gateway, first, services, ports)
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind((LOOPBACK, 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 def _services(gateway: str) -> str:
