@@ -15,6 +15,7 @@ import numpy as np
 from pipollux_perfmodel import SchedHints, SpeedupFunction
 from pipollux_sched.policy import (
     DEFAULT_RESTART_SECONDS,
+    MEASURED_REACH,
     JobInfo,
     LengthHistory,
     NodeInfo,
@@ -61,15 +62,14 @@ def replica_resources(spec: JobSpec, num_stages: int | None = None) -> dict[str,
 
 
 def replica_cap(spec: JobSpec, hints: SchedHints | None) -> int:
-    """Return how many replicas a job may get: at most twice what it was ever measured on.
+    """Return how many replicas a job may get: `MEASURED_REACH` times those it was measured on.
 
-    AdaptDL's rule. Predictions for unmeasured allocations are optimistic, and this bounds the
-    risk; a job that was never measured starts small. What the user requests explicitly is not
-    capped.
+    Predictions for unmeasured allocations are optimistic, and this bounds the risk; a job that was
+    never measured starts small. What the user requests explicitly is not capped.
     """
     profiled = hints.max_profiled_replicas if hints else 0
     vouched_for = max(spec.min_replicas, spec.requested_replicas or 1)
-    return min(spec.max_replicas, max(2 * profiled, vouched_for))
+    return min(spec.max_replicas, max(MEASURED_REACH * profiled, vouched_for))
 
 
 def job_info(

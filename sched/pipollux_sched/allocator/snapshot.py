@@ -1,9 +1,9 @@
 """One moment of a scheduler, read from its store in the form that decisions need.
 
 Reading changes nothing. A job whose generation has not taken its first step, or is being stopped,
-is pinned: it would be moved without new measurements, and moved again soon. A job gets at most
-twice the replicas that its step time was measured on (`job_infos.replica_cap`), because the model
-is optimistic about allocations that it has not seen.
+is pinned: it would be moved without new measurements, and moved again soon. A job gets at most so
+many times the replicas that its step time was measured on (`job_infos.replica_cap`), because the
+model is optimistic about allocations that it has not seen.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from pipollux_sched.allocator.snapshot import Snapshot
 from pipollux_sched.allocator.strategy import Candidate, free_of
 from pipollux_sched.allocator.team_strategy import team_reasons, uses_of
 from pipollux_sched.lifecycle import Intent, JobState, Phase, why_restart
-from pipollux_sched.policy import JobInfo, NodeInfo, ReplicaShape, shape_of
+from pipollux_sched.policy import MEASURED_REACH, JobInfo, NodeInfo, ReplicaShape, shape_of
 from pipollux_sched.policy.teams.ledger import why_no_more
 from pipollux_sched.spec.job import JobSpec, parse_job
 from pipollux_sched.store import JobRecord, Store
@@ -289,7 +289,7 @@ def _profiled(info: JobInfo, bounds: ReplicaBounds) -> str:
     subject = f"Job {bounds.predecessor}'s" if bounds.predecessor else "Its"
     return (
         f"{subject} step time was measured on up to {measured} replica"
-        f"{'' if measured == 1 else 's'}, and it gets at most twice as many "
+        f"{'' if measured == 1 else 's'}, and it gets at most {MEASURED_REACH} times as many "
         f"({info.max_replicas}) until it is on more."
     )
 

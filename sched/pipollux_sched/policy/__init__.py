@@ -32,7 +32,7 @@ from .change_cost import (
     num_survivors,
 )
 from .contention import Contention
-from .job_info import JobInfo, NodeInfo, ReplicaShape, SpeedupCallable
+from .job_info import MEASURED_REACH, JobInfo, NodeInfo, ReplicaShape, SpeedupCallable
 from .lengths import CompletedJob, LengthHistory, family_of
 from .registry import DEFAULT_POLICY, KNOBS, POLICIES, make_policy
 from .restart_cost import DEFAULT_RESTART_SECONDS
@@ -43,6 +43,7 @@ __all__ = [
     "DEFAULT_RESCALE_SECONDS",
     "DEFAULT_RESTART_SECONDS",
     "KNOBS",
+    "MEASURED_REACH",
     "MOST_TAIL",
     "POLICIES",
     "Allocation",

@@ -23,6 +23,12 @@ from pipollux_perfmodel import SpeedupFunction, speedups_of
 
 from .restart_cost import DEFAULT_RESTART_SECONDS, change_factor
 
+MEASURED_REACH = 4
+"""How many times the replicas that it was measured on a job may get.
+
+Pollux and AdaptDL have 2. With 4 a job is as large as it is to be after half the restarts, and may
+pass by a size that is worse than a smaller and a larger one, as the first with a second node is.
+"""
 SpeedupCallable: TypeAlias = Callable[[Any, Any], Any]
 """``speedup(num_nodes, num_replicas)``: equal-shaped integer arrays in, array of floats out."""
 

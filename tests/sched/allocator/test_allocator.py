@@ -222,7 +222,7 @@ def test_from_submission_to_a_move(world: World) -> None:
 
 
 def test_what_the_policy_is_told(world: World) -> None:
-    """Age, restarts, what they cost, and the cap of twice the replicas that were measured."""
+    """Age, restarts, what they cost, and the cap of four times the replicas that were measured."""
     world.submit("toy", max_replicas=16)
     policy = Answer()
     allocator = world.allocator(policy)
@@ -243,7 +243,7 @@ def test_what_the_policy_is_told(world: World) -> None:
     assert not candidate.pinned
     info = candidate.info
     assert (info.age, info.num_restarts, info.restart_seconds) == (30.0, 1, 10.0)
-    assert (info.max_replicas, info.creation_timestamp) == (6, 1000.0)
+    assert (info.max_replicas, info.creation_timestamp) == (12, 1000.0)
 
 
 def test_jobs_that_get_nothing_are_told_why(world: World) -> None:

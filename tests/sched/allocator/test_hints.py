@@ -42,7 +42,7 @@ NOTHING_FITS = absurd(initBatchSize=1000, localBszBounds=[1, 2])
 DOUBTED = {
     "no time": (NO_TIME, "say that 2 replicas of 2 stages on one node have a speedup of inf; "),
     "a leap": (A_LEAP, "say that 2 replicas of 2 stages on 2 nodes have a speedup of 1e+22; "),
-    "nothing fits": (NOTHING_FITS, "say that up to 4 replicas are all worth nothing"),
+    "nothing fits": (NOTHING_FITS, "say that up to 8 replicas are all worth nothing"),
 }
 BELIEVED = {
     "for ever": absurd({"alpha_c": 1e18, "beta_c": 1e18, "contention": 1e18}),

@@ -65,7 +65,7 @@ def test_it_gets_at_once_what_pays(world: World) -> None:
     heir, other = world.candidates()
     assert heir.heir is not None
     assert heir.heir.predecessor == "toy-1"
-    assert (heir.info.max_replicas, heir.info.remaining_work) == (4, None)
+    assert (heir.info.max_replicas, heir.info.remaining_work) == (8, None)
     assert (other.heir, other.info.max_replicas) == (None, 1)
     assert other.info.speedup_fn is linear_speedup
     decisions = {d.job: d for d in world.allocator(PolluxPolicy()).run_once()}
@@ -90,7 +90,8 @@ def test_it_gets_at_once_what_pays(world: World) -> None:
 
 def test_the_cap_says_who_measured(world: World) -> None:
     """Rows that are too old to be handed down vouch for nothing."""
-    complete(world, "toy-1", maxProfiledReplicas=8, stepProfile=PROFILE)
+    one_row = {**PROFILE, "rows": [ROW]}
+    complete(world, "toy-1", maxProfiledReplicas=8, stepProfile=one_row)
     world.submit("toy-2", max_replicas=16)
     policy = Answer({"toy-2": ["a", "a", "b", "b"]})
     (decision,) = world.allocator(policy).run_once()
@@ -98,8 +99,8 @@ def test_the_cap_says_who_measured(world: World) -> None:
     why = explanation(world.store, world.store.job("toy-2"))
     (limit,) = (limit for limit in why.limits if limit.kind is LimitKind.PROFILED)
     assert limit.text == (
-        "Job toy-1's step time was measured on up to 2 replicas, and it gets at most twice as many "
-        "(4) until it is on more."
+        "Job toy-1's step time was measured on up to 1 replica, and it gets at most 4 times as "
+        "many (4) until it is on more."
     )
 
 
@@ -115,7 +116,7 @@ def test_hints_of_the_user_go_first(world: World) -> None:
     complete(world, "toy-1")
     world.submit("toy-2", hints={**SANE, "maxProfiledReplicas": 3})
     (candidate,) = world.candidates()
-    assert (candidate.heir, candidate.info.max_replicas) == (None, 6)
+    assert (candidate.heir, candidate.info.max_replicas) == (None, 12)
 
 
 @pytest.mark.parametrize("useless", ["absurd", "no goodput", "of another version"])

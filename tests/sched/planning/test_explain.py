@@ -111,7 +111,11 @@ def test_the_price_of_growing_is_that_of_the_change_it_takes(
         (job("ab"), "abcc", "", None, (("a", "b", "b"), False), ("b",), ["no_room"]),
         (job("aab"), "cc", "", None, (("a", "a", "b", "b"), True), ("a", "a"), ["not_worth_it"]),
         (job("a", most=1), (), "", None, (("a", "a"), True), None, ["max_replicas"]),
-        (job("aa", profiled=1), (), "", None, (("a", "a", "c"), True), ("a",), ["profiled"]),
+        (
+            job("aabb", profiled=1),
+            *((), "", None, (("a", "a", "b", "b", "c"), True), ("a", "b", "b")),
+            ["profiled"],
+        ),
         (job("a", hinted=False), (), "", None, (("a", "a"), True), None, ["profiled"]),
         (job("a"), (), "", STARTING, (("a", "a"), True), None, ["starting"]),
         (job("a"), (), "a", None, (("a", "c"), True), None, ["draining", "not_worth_it"]),

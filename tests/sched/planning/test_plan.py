@@ -66,10 +66,10 @@ def cluster(*slots: int, **fields: Any) -> ClusterSpec:
     )
 
 
-def test_twice_what_was_measured_and_no_more() -> None:
+def test_four_times_what_was_measured_and_no_more() -> None:
     assert replica_cap(job(max_replicas=9), None) == 1
     assert replica_cap(job(max_replicas=9, min_replicas=3), None) == 3
-    assert replica_cap(job(max_replicas=9), SchedHints(max_profiled_replicas=3)) == 6
+    assert replica_cap(job(max_replicas=20), SchedHints(max_profiled_replicas=3)) == 12
     assert replica_cap(job(max_replicas=4), SchedHints(max_profiled_replicas=3)) == 4
 
 
@@ -79,7 +79,7 @@ def test_a_job_in_the_policys_form() -> None:
     )
     info = job_info(spec, spec.hints, age=5.0, created=7.0, num_restarts=1, restart_seconds=9.0)
     assert info.resources == {"slots": 2, "cpus": 3, "memory": 2**30}
-    assert (info.num_stages, info.min_replicas, info.max_replicas) == (2, 1, 4)
+    assert (info.num_stages, info.min_replicas, info.max_replicas) == (2, 1, 8)
     assert (info.age, info.created, info.num_restarts, info.restart_seconds) == (5.0, 7.0, 1, 9.0)
     assert not info.preemptible
     assert float(info.speedup_fn(1, 1)) == 1.0

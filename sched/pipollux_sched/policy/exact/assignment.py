@@ -83,12 +83,12 @@ class Assignment:
         complete = True
         waiting = order[(empty & (chosen != NOTHING))[order]].tolist()
         for job in waiting:
-            self._claim(job, int(chosen[job]), 1)
+            self._claim(job, 1)
         if at_home:
             waiting = [job for job in waiting if not self._change_at_home(job, int(chosen[job]))]
         for job in waiting:
             config = int(chosen[job])
-            self._claim(job, config, -1)
+            self._claim(job, -1)
             if not self.give(job, config):
                 complete = False
                 self.upgrade(job)
@@ -227,26 +227,25 @@ class Assignment:
         # Of equal ones the first, which keeps more survivors.
         return max(placed, key=lambda one: one.gain, default=None)
 
-    def _claim(self, job: int, config: int, change: int) -> None:
-        """Change the number of claims to the nodes where a job that changes live has replicas."""
+    def _claim(self, job: int, change: int) -> None:
+        """Let a job claim the nodes where it lies, once for each replica, or (-1) no longer."""
         configs = self._jobs[job]
-        if configs.live[config]:
-            nodes = [node for node, _ in configs.survivors]
-            self._capacity.claims[nodes] += change
+        for node, count in configs.base or configs.survivors:
+            self._capacity.claims[node] += change * count
 
     def _change_at_home(self, job: int, config: int) -> bool:
         """Give a job a configuration on the fewest nodes if a survivor stays; return whether."""
         configs = self._jobs[job]
         if not configs.live[config]:
             return False
-        self._claim(job, config, -1)
+        self._claim(job, -1)
         found = self._find(job, config)
         if (
             found is None
             or len(found.nodes) > configs.num_nodes[config]
             or not configs.keeps_survivor(found.shape, found.nodes)
         ):
-            self._claim(job, config, 1)
+            self._claim(job, 1)
             return False
         self._put(job, found)
         return True

@@ -52,7 +52,7 @@ def find_nodes(
     *,
     preferred: Bools | None = None,
     avoided: Bools | None = None,
-    claimed: Bools | None = None,
+    claimed: Ints | None = None,
     max_nodes: int | None = None,
 ) -> NodeCounts | None:
     """Find nodes for all replicas of a job; None if they do not fit.
@@ -63,7 +63,7 @@ def find_nodes(
         num_replicas: how many replicas to place, at least 1.
         preferred: (N,), nodes to prefer among those that are as tight for a whole job.
         avoided: (N,), nodes to choose last, however tight they are.
-        claimed: (N,), nodes to choose last among those with as much room.
+        claimed: (N,), how often nodes are claimed: of those with as much room the least go first.
         max_nodes: the most nodes that will do; None: any number.
 
     Returns:
@@ -106,7 +106,7 @@ def find_keeping(
     num_replicas: int,
     survivors: Ints,
     *,
-    claimed: Bools | None = None,
+    claimed: Ints | None = None,
     max_nodes: int | None = None,
 ) -> NodeCounts | None:
     """Find nodes for all replicas of a job that keep some of them where they are.
@@ -116,7 +116,7 @@ def find_keeping(
         closed: (N,), nodes that take no further distributed job.
         num_replicas: how many replicas to place, at least 1.
         survivors: (N,), how many could stay on each node.
-        claimed: (N,), of the other nodes those to choose last among those with as much room.
+        claimed: (N,), as in `find_nodes`, of the other nodes.
         max_nodes: the most nodes that will do; None: any number.
 
     Returns:
@@ -161,7 +161,7 @@ def find_keeping(
 
 
 def _spread(
-    counts: Ints, homes: Ints, num_replicas: int, stays: Ints, claimed: Bools | None
+    counts: Ints, homes: Ints, num_replicas: int, stays: Ints, claimed: Ints | None
 ) -> NodeCounts | None:
     """Place replicas on some nodes of their job, and where these are full on others."""
     placed: dict[int, int] = {}
@@ -187,7 +187,7 @@ def _tightest(
     num_replicas: int,
     preferred: Bools | None,
     avoided: Bools | None,
-    claimed: Bools | None,
+    claimed: Ints | None,
 ) -> int | None:
     """Return the node with the least room of those that hold all replicas, if one does."""
     enough = np.flatnonzero(counts >= num_replicas)
@@ -199,7 +199,7 @@ def _tightest(
     if preferred is not None:
         tightest = _narrow(tightest, preferred)
     if claimed is not None:
-        tightest = _narrow(tightest, ~claimed)
+        tightest = tightest[[claimed[tightest].argmin()]]
     return int(tightest[0])
 
 
@@ -238,16 +238,16 @@ class _Counts(NamedTuple):
             nodes = self.by_room[room]
             while nodes:
                 if self.counts[nodes[0]] == room:
-                    return self._unclaimed(nodes[0], claims)
+                    return self._least_claimed(nodes[0], claims)
                 heappop(nodes)
         return None
 
-    def _unclaimed(self, node: int, claims: Ints) -> int:
-        """Return the first node with as much room as this one that nobody claims, or this one."""
+    def _least_claimed(self, node: int, claims: Ints) -> int:
+        """Return the first of the nodes with as much room as this one, and the fewest claims."""
         if not claims[node]:
             return node
-        alike = np.flatnonzero((self.counts == self.counts[node]) & (claims == 0))
-        return int(alike[0]) if alike.size else node
+        alike = np.flatnonzero(self.counts == self.counts[node])
+        return int(alike[claims[alike].argmin()])
 
 
 class NodeCapacity:
@@ -263,8 +263,8 @@ class NodeCapacity:
         self.num_distributed: Ints = np.zeros(len(free), dtype=np.int64)
         """(N,)."""
         self.claims: Ints = np.zeros(len(free), dtype=np.int64)
-        """(N,): how many jobs that are still to be placed may keep replicas there. Of nodes with as
-        much room, those that nobody claims are found first."""
+        """(N,): how many replicas of jobs that are still to be placed are there. Of nodes with as
+        much room, those with the fewest claims are found first."""
         self._kept: dict[tuple[int, int], _Counts] = {}
         """Answers of `counts`, by the ids of what was asked, which they hold on to."""
 
@@ -319,8 +319,7 @@ class NodeCapacity:
         node = None if kept is None else kept.tightest(num_replicas, self.claims)
         if node is not None:
             return ((node, num_replicas),)
-        closed, claimed = self.num_distributed > 0, self.claims > 0
-        found = find_nodes(counts, closed, num_replicas, claimed=claimed)
+        found = find_nodes(counts, self.num_distributed > 0, num_replicas, claimed=self.claims)
         return None if found is None else tuple(sorted(found))
 
     def find_keeping(
@@ -331,8 +330,8 @@ class NodeCapacity:
         for node, count in survivors:
             stays[node] = count
         counts = self.counts(need, allowed)
-        closed, claimed = self.num_distributed > 0, self.claims > 0
-        found = find_keeping(counts, closed, num_replicas, stays, claimed=claimed)
+        closed = self.num_distributed > 0
+        found = find_keeping(counts, closed, num_replicas, stays, claimed=self.claims)
         return None if found is None else tuple(sorted(found))
 
     def most(self, need: Ints, allowed: Bools) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pipollux_sched.policy import JobInfo, LengthHistory
+from pipollux_sched.policy import MEASURED_REACH, JobInfo, LengthHistory
 from pipollux_sched.simulator.known_length import KnownLength
 from pipollux_sched.spec.teams import TeamsSpec
 
@@ -72,12 +72,12 @@ def _told(seconds: float, times: int, assumed: float | None) -> float:
 
 
 def _most_replicas(job: SimulatedJob, *, fixed: bool) -> int:
-    """Return the most replicas it may have: at most twice what was measured, unless fixed."""
+    """Return the most replicas it may have: `MEASURED_REACH` times those measured, unless fixed."""
     terms = job.arrival.terms
     if fixed and terms.max_replicas is None:
         most = job.app.max_replicas(job.arrival.batch_size)
     else:
-        measured = 2 * job.model.max_profiled_replicas
+        measured = MEASURED_REACH * job.model.max_profiled_replicas
         most = min(max(measured, terms.unmeasured_replicas), job.app.max_replicas())
     return most if terms.max_replicas is None else min(most, terms.max_replicas)
 

@@ -21,7 +21,9 @@ def test_nodes_found_by_their_room_are_those_found_among_all(seed: int) -> None:
         replicas = int(rng.integers(1, 7))
         counts = NodeCapacity(capacity.free).counts(need.copy(), allowed)
         np.testing.assert_array_equal(capacity.counts(need, allowed), counts)
-        expected = find_nodes(counts, capacity.num_distributed > 0, replicas)
+        capacity.claims = rng.integers(0, 4, 12)
+        closed = capacity.num_distributed > 0
+        expected = find_nodes(counts, closed, replicas, claimed=capacity.claims)
         found = capacity.find(need, allowed, replicas)
         assert found == (None if expected is None else tuple(sorted(expected)))
         if found is not None:
@@ -29,6 +31,15 @@ def test_nodes_found_by_their_room_are_those_found_among_all(seed: int) -> None:
             held.append((found, need))
         if held and (found is None or rng.random() < 0.3):
             capacity.take(*held.pop(rng.integers(len(held))))
+
+
+def test_of_nodes_with_as_much_room_those_with_the_fewest_claims_go_first() -> None:
+    capacity = NodeCapacity(np.full((4, 1), 2))
+    capacity.claims[:] = 2, 1, 0, 1
+    need, everywhere = frozen(np.array([1])), frozen(np.ones(4, bool))
+    assert capacity.find(need, everywhere, 2) == ((2, 2),)
+    assert capacity.find(need, everywhere, 5) == ((1, 2), (2, 2), (3, 1))
+    assert capacity.find_keeping(need, everywhere, 4, ((0, 1),)) == ((0, 2), (2, 2))
 
 
 @pytest.mark.parametrize("seed", range(40))
