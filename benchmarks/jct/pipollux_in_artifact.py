@@ -28,6 +28,7 @@ import pandas
 
 from pipollux_perfmodel import GradParams
 from pipollux_sched.policy import (
+    MEASURED_REACH,
     Allocation,
     ChangeKind,
     JobInfo,
@@ -165,7 +166,8 @@ def job_class(base: type[Any]) -> type[Any]:
 
         @property
         def max_profiled_replicas(self) -> int:
-            return self.agent.model.max_profiled_replicas
+            # The artifact lets a job have twice as many.
+            return self.agent.model.max_profiled_replicas * MEASURED_REACH // 2
 
         def get_speedup_fn(self) -> Any:
             return self.agent.model.shapes()[0].speedup_fn
