@@ -69,7 +69,7 @@ def free_port(address: str = "127.0.0.1") -> int:
     first = _PORTS.start + _PORTS_OF_WORKER * (worker % (len(_PORTS) // _PORTS_OF_WORKER))
     for _ in range(_PORTS_OF_WORKER):
         port = first + next(_ports) % _PORTS_OF_WORKER
-        with socket.socket() as probe, suppress(OSError):
+        with socket.socket() as probe, suppress(OSError):  # a port that is taken
             probe.bind((address, port))
             return port
     raise OSError(f"{address}: no port from {first} on is free")

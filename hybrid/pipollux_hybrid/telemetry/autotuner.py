@@ -15,19 +15,28 @@ from pipollux_hybrid.partition.balance import Partitioning
 from pipollux_hybrid.pipeline.num_microbatches import candidate_microbatches, initial_microbatches
 from pipollux_perfmodel import GoodputFunction, PerfParams
 
-from .inheritance import ModelTraits, contradiction, fit, left_over, rows_to_pass_on
+from .inheritance import (
+    ModelTraits,
+    contradiction,
+    fit,
+    left_over,
+    left_over_by_size,
+    rows_to_pass_on,
+)
 from .step_profile import StepProfile
-from .step_summary import FitData
+from .step_summary import FitData, StepConfiguration
 
 if TYPE_CHECKING:
     from pipollux_perfmodel import Optimum, SchedHints
     from pipollux_perfmodel.goodput.corrections import StepRatio
+    from pipollux_perfmodel.goodput.size_corrections import SizeCorrections
 
 __all__ = ["Autotuner"]
 
 LOG = logging.getLogger(__name__)
-RETUNE_GAIN = 1.05
-"""A new batch size must promise this much more goodput, or sizes would jitter (AdaptDL)."""
+RETUNE_GAIN = 1.02
+"""A new batch size must promise this much more goodput, or sizes would jitter. AdaptDL has 1.05, as
+it compares what its model says: ours compares what was measured (`SizeCorrections`)."""
 
 
 class Autotuner:
@@ -130,6 +139,19 @@ class Autotuner:
         with self._lock:
             self._proposal = proposal
 
+    def configuration(self, atomic_bsz: int) -> StepConfiguration:
+        """Return what the job runs as now, at an atomic batch size."""
+        env = self._context.env
+        return StepConfiguration(
+            self.num_stages,
+            env.num_nodes,
+            env.num_replicas,
+            atomic_bsz,
+            self._context.batch.num_microbatches,
+            env.processes_per_replica,
+            *self._context.pipeline.order,
+        )
+
     def fitted(self, order: StageOrder) -> PerfParams | None:
         """Return the fit to the steps of as many stages by a schedule; None: there were none."""
         data = self._fit_data(order)
@@ -181,15 +203,25 @@ class Autotuner:
         goodput_fn, limits = self.goodput_function(), self._context.batch.limits
         if goodput_fn is None or limits is None:
             return None
-        best = self.best_with(goodput_fn, limits, self.cut)
+        best = self.best_with(goodput_fn, limits, self.cut, self._size_corrections())
         if best.goodput <= 0.0:
             return None
         follow = self._context.pipeline.microbatches_follow
         num_microbatches = int(best.num_microbatches) if follow else 0
         return int(best.atomic_bsz), int(best.accum_steps), num_microbatches
 
+    def _size_corrections(self) -> SizeCorrections | None:
+        """Return what was measured beyond the model, by batch size, on the present replicas."""
+        if self.perf_params is None:
+            return None
+        return left_over_by_size(self.perf_params, self.profile, self.configuration(0))
+
     def best_with(
-        self, goodput_fn: GoodputFunction, limits: BatchSizeLimits | None, cut: Partitioning | None
+        self,
+        goodput_fn: GoodputFunction,
+        limits: BatchSizeLimits | None,
+        cut: Partitioning | None,
+        corrections: SizeCorrections | None = None,
     ) -> Optimum:
         """Return the best batch shape of a goodput within limits, and a cut's memory if known.
 
@@ -197,6 +229,7 @@ class Autotuner:
             goodput_fn: Of the pipeline.
             limits: Of the batch size; None: it is the initial one.
             cut: Of the layers.
+            corrections: What was measured beyond the goodput, on the present replicas.
         """
         from pipollux_perfmodel import StagePlan
 
@@ -224,6 +257,7 @@ class Autotuner:
             num_microbatches=counts if follow else ctx.batch.num_microbatches,
             plans=plans,
             memory_limit=memory_limit,
+            corrections=corrections,
         )
 
     def hints(self) -> SchedHints | None:
@@ -286,6 +320,9 @@ class Autotuner:
                 (atomic_bsz, accum_steps, num_microbatches or present),
             )
         )
+        corrections = self._size_corrections()
+        if corrections is not None:
+            now, then = corrections.factors([shape.atomic_bsz, atomic_bsz]) * [now, then]
         return best if then > RETUNE_GAIN * now else (0, 0, 0)
 
     def noise_scale(self) -> float | None:

@@ -28,6 +28,7 @@ from .step_summary import FitData, StepConfiguration, StepSummary, fit_data
 
 if TYPE_CHECKING:
     from pipollux_perfmodel.goodput.corrections import StepRatio
+    from pipollux_perfmodel.goodput.size_corrections import SizeCorrections
     from pipollux_perfmodel.hints.step_rows import StepRow, StepRows
     from pipollux_perfmodel.timing.params import Checkpoints
 
@@ -37,7 +38,8 @@ LOG = logging.getLogger(__name__)
 PATIENCE = 2.0
 """Seconds that the start of a job waits for the scheduler's answer."""
 SURE = 5
-"""Optimizer steps from which on an own measurement may contradict what was inherited."""
+"""Optimizer steps from which on an own measurement may contradict what was inherited, or the model.
+"""
 CONTRADICTION = 1.25
 """How many times the one may be the other: more is another model, or other hardware."""
 
@@ -197,6 +199,35 @@ def left_over(params: PerfParams, data: FitData) -> tuple[StepRatio, ...]:
         data.atomic_bsz,
         data.optim_step_time,
         data.num_microbatches,
+    )
+
+
+def left_over_by_size(
+    params: PerfParams, profile: StepProfile, present: StepConfiguration
+) -> SizeCorrections | None:
+    """Return what a fit leaves over, by batch size; None: nothing is known for sure.
+
+    Args:
+        params: The fit.
+        profile: All measurements.
+        present: The replicas, stages and schedule of which it is wanted, at any batch size.
+    """
+    from pipollux_perfmodel.goodput.size_corrections import size_corrections
+
+    rows = {
+        c: s
+        for c, s in {**profile.inherited, **profile.own(SURE)}.items()
+        if present._replace(atomic_bsz=c.atomic_bsz, num_microbatches=c.num_microbatches) == c
+    }
+    if not rows:
+        return None
+    return size_corrections(
+        params._replace(tied_exchange=0.0),  # the times are without that
+        present.num_nodes,
+        present.num_replicas,
+        [c.atomic_bsz for c in rows],
+        [max(s.optim - s.exchange, 1e-9) for s in rows.values()],
+        [c.num_microbatches for c in rows],
     )
 
 

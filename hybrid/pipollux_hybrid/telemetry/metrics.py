@@ -277,19 +277,6 @@ class Metrics(Autotuner):
                 step, configuration.num_stages, configuration.num_microbatches, events
             )
 
-    def configuration(self, atomic_bsz: int) -> StepConfiguration:
-        """Return what the job runs as now, at an atomic batch size."""
-        env = self._context.env
-        return StepConfiguration(
-            self.num_stages,
-            env.num_nodes,
-            env.num_replicas,
-            atomic_bsz,
-            self._context.batch.num_microbatches,
-            env.processes_per_replica,
-            *self._context.pipeline.order,
-        )
-
     def take_loss(self) -> tuple[float, int]:
         """Return the share of this replica in the loss since the last time, and its samples."""
         losses, self._losses = self._losses, []

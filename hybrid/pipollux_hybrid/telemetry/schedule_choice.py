@@ -29,13 +29,16 @@ from pipollux_hybrid.partition.balance import (
     measure_layers,
 )
 
-from .autotuner import RETUNE_GAIN, Autotuner
+from .autotuner import Autotuner
 from .inheritance import ModelTraits
 
 if TYPE_CHECKING:
     from pipollux_perfmodel import Link, Optimum, PerfParams
 
 __all__ = ["ScheduleComparison", "choose_cut"]
+
+_GAIN = 1.05
+"""Times as much goodput that another schedule must promise: it is predicted, and a start away."""
 
 
 def choose_cut(
@@ -145,7 +148,7 @@ class ScheduleComparison:
     def choose(self, link: Link | None) -> tuple[StageOrder, str]:
         """Return the best schedule, and why in a few words.
 
-        One that did not run has to promise 5 % more than the one that did, as another batch size.
+        One that did not run has to promise 5 % more than the one that did.
 
         Args:
             link: What messages between stages take; None: not measured.
@@ -157,7 +160,7 @@ class ScheduleComparison:
         best = max(goodputs, key=goodputs.__getitem__, default=self._before)
         before = goodputs.get(self._before, 0.0)
         # What ran last stays unless another promises enough more.
-        chosen = best if goodputs.get(best, 0.0) > RETUNE_GAIN * before else self._before
+        chosen = best if goodputs.get(best, 0.0) > _GAIN * before else self._before
         return chosen, "; ".join(_spell(order, found[order]) for order in found)
 
     @property

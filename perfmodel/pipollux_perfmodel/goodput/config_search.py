@@ -23,6 +23,7 @@ from pipollux_perfmodel.timing.step_time import EPSILON
 
 from .batch_bounds import BatchBounds, Bools, Integers
 from .batch_size import BatchChoice, Floats
+from .size_corrections import SizeCorrections
 from .stacks import ColumnSearch, search_columns
 
 
@@ -110,6 +111,8 @@ class ConfigSearch(NamedTuple):
     """Ways to cut the model to choose from."""
     memory_limit: float | None = None
     """Bytes of a stage's device; None: unbounded."""
+    sizes: SizeCorrections | None = None
+    """What was measured beyond the model of the one allocation that is asked for."""
 
 
 def search_all(searches: Sequence[ConfigSearch]) -> list[Optimum]:
@@ -177,7 +180,8 @@ class _JobSearch:
                 limits = search.bounds, plan, search.memory_limit, count, self._replicas
                 for chosen, limited in _limited(*limits):
                     where = self._nodes[chosen], self._replicas[chosen]
-                    columns = ColumnSearch(params, search.grad_params, limited, *where, count)
+                    model = params, search.grad_params, limited
+                    columns = ColumnSearch(*model, *where, count, search.sizes)
                     yield _Part(index, chosen, columns)
 
     def goodput(self) -> Floats:

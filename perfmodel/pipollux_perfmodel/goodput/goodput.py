@@ -21,6 +21,7 @@ from pipollux_perfmodel.timing.step_time import StepTime, step_time
 
 from .batch_bounds import BatchBounds
 from .config_search import ConfigSearch, Optimum, PricedCut, search_all
+from .size_corrections import SizeCorrections
 
 AtomicBszRange = Sequence[int | None]
 """Least and largest atomic batch size; None (or 0): unbounded."""
@@ -153,6 +154,7 @@ class GoodputFunction:
         *,
         plans: Sequence[PricedCut] = (),
         memory_limit: float | None = None,
+        corrections: SizeCorrections | None = None,
     ) -> Optimum:
         """Return the best batch size, number of micro-batches and number of stages within bounds.
 
@@ -175,6 +177,8 @@ class GoodputFunction:
             memory_limit: bytes of a stage's device, which bound the micro-batches of each plan;
                 None: unbounded. Needs `plans`, which know what a sample takes. With a limit a
                 micro-batch has at least one whole sample.
+            corrections: what was measured beyond the model of the one allocation that is asked for;
+                None: nothing, as of several.
 
         Returns:
             (goodput, atomic_bsz, accum_steps) as AdaptDL, and as attributes besides
@@ -183,7 +187,7 @@ class GoodputFunction:
 
         Raises:
             ValueError: unless 1 <= num_nodes <= num_replicas and num_microbatches >= 1, or when
-                there is a memory limit but no plan.
+                there is a memory limit but no plan, or are corrections and several allocations.
 
         Example:
             >>> goodput_fn = GoodputFunction((0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5), (1, 8), 32)
@@ -200,6 +204,7 @@ class GoodputFunction:
             num_microbatches,
             plans=plans,
             memory_limit=memory_limit,
+            corrections=corrections,
         )
         (best,) = search_all([search])
         sizes = best.num_microbatches, best.num_stages, best.plan
@@ -216,6 +221,7 @@ class GoodputFunction:
         *,
         plans: Sequence[PricedCut] = (),
         memory_limit: float | None = None,
+        corrections: SizeCorrections | None = None,
     ) -> ConfigSearch:
         """Return what `optimize` with these arguments looks for, to `search_all` jobs together.
 
@@ -236,6 +242,11 @@ class GoodputFunction:
                 f"memory_limit is {memory_limit:g} but there are no plans; give plans made by "
                 "plan_stages, which know the bytes of each stage"
             )
+        if corrections is not None and nodes.size != 1:
+            raise ValueError(
+                f"corrections are of one allocation, and num_replicas is {num_replicas}; ask for "
+                "each allocation with its own"
+            )
         bounds = self._bounds(max_batch_size, atomic_bsz_range, accumulation)
         return ConfigSearch(
             perf_params=self._perf_params,
@@ -246,6 +257,7 @@ class GoodputFunction:
             num_microbatches=counts,
             plans=plans or (None,),
             memory_limit=memory_limit,
+            sizes=corrections,
         )
 
     def with_params(self, perf_params: PerfParams) -> GoodputFunction:

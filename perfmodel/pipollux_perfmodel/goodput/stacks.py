@@ -22,9 +22,10 @@ from pipollux_perfmodel.timing.params import GradParams, PerfParams
 from pipollux_perfmodel.timing.stacked_params import stack_key
 
 from .batch_bounds import BatchBounds, Integers, stack_bounds
-from .batch_size import BatchChoice, choose
+from .batch_size import BatchChoice, GoodputOf, choose
 from .candidate_goodput import CandidateGoodput
 from .candidates import has_few
+from .size_corrections import CorrectedGoodput, SizeCorrections
 
 _MOST_COLUMNS = 8192
 """Of one evaluation, unless one job has more."""
@@ -46,6 +47,8 @@ class ColumnSearch(NamedTuple):
     num_replicas: Integers
     """R of every allocation, (columns,)."""
     num_microbatches: int
+    sizes: SizeCorrections | None = None
+    """What was measured beyond the model, of the one allocation that all columns are."""
 
 
 def search_columns(searches: Sequence[ColumnSearch]) -> list[BatchChoice]:
@@ -81,7 +84,8 @@ def _stacks(searches: Sequence[ColumnSearch]) -> Iterator[list[int]]:
     by_form: dict[Hashable, list[int]] = {}
     for index, search in enumerate(searches):
         key = stack_key(search.params)
-        form = index if key is None else (key, *_rules(search))
+        alone = key is None or search.sizes is not None
+        form = index if alone else (key, *_rules(search))
         by_form.setdefault(form, []).append(index)
     for alike in by_form.values():
         stack: list[int] = []
@@ -107,7 +111,7 @@ def _search(parts: Sequence[ColumnSearch]) -> list[BatchChoice]:
     nodes = np.concatenate([part.num_nodes for part in parts])
     replicas = np.concatenate([part.num_replicas for part in parts])
     count = parts[0].num_microbatches
-    goodput_of = CandidateGoodput(
+    goodput_of: GoodputOf = CandidateGoodput(
         [part.params for part in parts],
         [part.grad_params for part in parts],
         [part.bounds.init_batch_size for part in parts],
@@ -116,6 +120,8 @@ def _search(parts: Sequence[ColumnSearch]) -> list[BatchChoice]:
         replicas,
         count,
     )
+    if parts[0].sizes is not None:  # then it is the only one
+        goodput_of = CorrectedGoodput(goodput_of, parts[0].sizes)
     bounds = stack_bounds([part.bounds for part in parts], num_columns)
     found = choose(bounds, replicas, count, goodput_of)
     goodput, atomic_bsz, accum_steps = found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+import numpy as np
 import pytest
 
 from pipollux_hybrid.job.pipeline_spec import StageOrder
@@ -13,11 +14,14 @@ from pipollux_hybrid.telemetry.inheritance import (
     ModelTraits,
     contradiction,
     fit,
+    left_over_by_size,
     rows_to_pass_on,
 )
 from pipollux_hybrid.telemetry.step_profile import StepProfile
 from pipollux_hybrid.telemetry.step_summary import FitData, StepConfiguration, StepSummary
+from pipollux_perfmodel.goodput.size_corrections import SizeCorrections
 from pipollux_perfmodel.hints.step_rows import MAX_PASSED_ON, MAX_ROWS
+from pipollux_perfmodel.timing.step_time import step_time
 
 TRAITS = ModelTraits(4, 168, "never")
 
@@ -62,6 +66,28 @@ def test_a_fit_is_to_both_as_if_the_job_had_measured_all() -> None:
     assert fit(inherited, order) != fit(data_of(measured(NEW)), order)
     assert heir.max_replicas == 4
     assert heir.orders(1, 1) == (order,)
+
+
+def test_by_size_is_what_was_measured_for_sure_on_the_same_replicas() -> None:
+    times = {configuration(2, 8): 0.3, configuration(2, 16): 0.5, configuration(4, 32): 0.4}
+    profile = measured(times)
+    params = fit(data_of(profile), StageOrder("gpipe"))
+    measured({configuration(2, 64): 9.0}, SURE - 1, profile)
+    profile.inherit(handed_down({configuration(2, 128): 3.0}))
+
+    def left_over(size: int, seconds: float) -> float:
+        """Return measured over predicted seconds."""
+        return seconds / float(step_time(params, 1, 2, size, 0, 1).total)
+
+    found = left_over_by_size(params, profile, configuration(2))
+    assert found is not None
+    known = {8: 0.3, 16: 0.5, 128: 3.0}
+    assert 1 / found.factors([*known]) == pytest.approx([left_over(*row) for row in known.items()])
+    # Neither the size that took too few steps, nor that of other replicas, counts as measured.
+    assert SizeCorrections([*known], -np.log(found.factors([*known]))).factors(
+        [32, 64]
+    ) == pytest.approx(found.factors([32, 64]))
+    assert left_over_by_size(params, profile, configuration(3)) is None
 
 
 def test_the_cap_holds_after_the_first_own_measurement() -> None:

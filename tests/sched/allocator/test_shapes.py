@@ -91,12 +91,12 @@ def test_progress_and_requests_reach_the_policy() -> None:
         None,
     )
     told = HINTS.model_copy(update={"remaining_samples": 5000.0})
-    info = job_info(job(requested_replicas=3, max_replicas=4), told, age=0.0)
+    info = job_info(job(requested_replicas=5, max_replicas=6), told, age=0.0)
     assert isinstance(info.speedup_fn, SpeedupFunction)
     goodput = info.speedup_fn.configuration(1, 1).goodput
     assert info.remaining_work == pytest.approx(5000.0 / goodput)
-    assert (info.requested_replicas, info.max_replicas) == (3, 4)
-    assert replica_cap(job(requested_replicas=3, max_replicas=4), None) == 3
+    assert (info.requested_replicas, info.max_replicas) == (5, 5)
+    assert replica_cap(job(requested_replicas=5, max_replicas=6), None) == 5
     # Without a goodput nobody knows how long samples take.
     assert job_info(job(), SchedHints(remaining_samples=5.0), age=0.0).remaining_work is None
 

@@ -13,7 +13,8 @@ is the rate at which the jobs' total remaining time in the cluster falls. Symbol
             what one second of one-replica work costs, in the job's own time and in the share of
             the cluster that it takes from others, in the cheapest configuration
     T_j     u_j · remaining work: what is left of the job, in the same unit
-    rank_j  number of jobs with at least as much left as job j has, itself included
+    rank_j  number of jobs with at least as much left as job j has, itself included; of long jobs,
+            with more than `LONG` times the mean left, rank_j^a is the mean of theirs (`ranks`)
     w_j     u_j · E[rank_j^a]     0 <= a <= 1, `rank_power`
     D_j     seconds that a start or a restart of job j takes, or a live change, measured
     H_j     seconds for which the job will use an allocation: what it has left on it, or how long

@@ -12,6 +12,11 @@ jobs go first, they are who waits for a second of job j's work. With q > 0 the s
 seconds weighted by what they add to the sum of JCT^(1 + q), where age_j + L_j stands for the time
 at which job j will complete: late jobs count more, and go before others that have as much left. The
 order by T / c is Smith's rule, with q = 1 that of the highest response ratio next.
+
+*Long* jobs are those with T / c above `LONG` times its mean over all jobs. In which order they are
+trained matters little for the average, as each of them takes long, but much for when the last of
+them ends: one after the other on many GPUs each they scale worst. So all have the same rank^a, the
+mean of theirs, and are trained side by side.
 """
 
 from __future__ import annotations
@@ -25,6 +30,10 @@ import numpy as np
 from pipollux_sched.policy.placement.node_choice import Floats, Ints
 
 from .configurations import Instance, JobConfigurations
+
+LONG = 2.0
+"""From how many times the mean of what jobs have left on a job is long. Jobs of a like length, as
+those of a sweep, are none."""
 
 
 class Units(NamedTuple):
@@ -51,7 +60,7 @@ def unit_costs(instance: Instance) -> Units:
 
 
 def mean_powers(instance: Instance, unit: Units, power: float, tail: float) -> Floats:
-    """Return E[rank^a] of each job.
+    """Return E[rank^a] of each job, where long ones have the mean of theirs.
 
     Args:
         instance: the jobs.
@@ -67,7 +76,18 @@ def mean_powers(instance: Instance, unit: Units, power: float, tail: float) -> F
     costs = _costs(age + np.repeat(unit.own, counts) * values, counts, tail)
     left = np.repeat(unit.total, counts) * values / costs
     powers = _ranks(jobs, left, costs, counts) ** power
-    return _job_means(powers, counts)
+    return _job_means(_level(powers, left, counts), counts)
+
+
+def _level(powers: Floats, left: Floats, counts: Ints) -> Floats:
+    """Return rank^a of each value, that of long ones levelled: each its mean over all of them."""
+    if not len(left):
+        return powers
+    likely = 1.0 / np.repeat(counts, counts)
+    is_long = left > LONG * np.average(left, weights=likely)
+    if is_long.any():
+        powers = np.where(is_long, np.average(powers, weights=likely * is_long), powers)
+    return powers
 
 
 def _costs(ends: Floats, counts: Ints, tail: float) -> Floats:

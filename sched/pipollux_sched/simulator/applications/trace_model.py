@@ -2,7 +2,8 @@
 
 `TraceJobModel` learns as Pollux's agent does: every configuration that ran gives a row of its
 profile, the step time model is fitted to the profile, and the batch size follows the goodput. With
-our own fit it corrects speedups by what that leaves over (`StepCorrections`), as our jobs do.
+our own fit it corrects speedups and batch sizes by what that leaves over (`StepCorrections`,
+`SizeCorrections`), as our jobs do.
 `FixedBatchModel` is for jobs whose user fixed the batch size; it knows the true step times, as the
 oracle does that Optimus was given in Pollux's comparison.
 """
@@ -17,7 +18,6 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from pipollux_perfmodel import (
-    Configuration,
     GoodputFunction,
     GradParams,
     PerfParams,
@@ -25,6 +25,7 @@ from pipollux_perfmodel import (
     fit_perf_params,
 )
 from pipollux_perfmodel.goodput.corrections import StepCorrections, step_ratios
+from pipollux_perfmodel.goodput.size_corrections import size_corrections
 from pipollux_perfmodel.hints.step_rows import MAX_INHERITED, MAX_PASSED_ON, MAX_ROWS
 from pipollux_sched.policy import ReplicaShape
 
@@ -86,7 +87,8 @@ class TraceJobModel:
         self._speedup: SpeedupFunction | None = None
         self._fitted = 0
         self._last: _Row | None = None
-        self._chosen: dict[tuple[int, int], Configuration] = {}
+        self._chosen: dict[tuple[int, int], tuple[int, int]] = {}
+        self._base: float | None = None
         self.max_profiled_replicas = 0
 
     def observe(self, running: RunningJob, times: TrueStepTimes, gradients: GradParams) -> None:
@@ -148,8 +150,7 @@ class TraceJobModel:
             batch_size = max(self._app.init_batch_size, self._app.min_local_bsz * replicas)
             atomic_bsz, accum_steps = split_batch(self._app, batch_size, replicas)
         else:
-            best = self._choose(speedup, len(placement), replicas)
-            atomic_bsz, accum_steps = best.atomic_bsz, best.accum_steps
+            atomic_bsz, accum_steps = self._choose(speedup, len(placement), replicas)
         return RunningJob(placement, 1, 1, atomic_bsz, accum_steps, gpu_type)
 
     def goodput(self, running: RunningJob) -> float:
@@ -162,13 +163,39 @@ class TraceJobModel:
     def base_goodput(self) -> float:
         """Predict the goodput of one replica."""
         speedup = self._speedup_function()
-        return 0.0 if speedup is None else self._choose(speedup, 1, 1).goodput
+        if speedup is None:
+            return 0.0
+        if self._base is None:
+            self._base = speedup.configuration(1, 1).goodput
+        return self._base
 
-    def _choose(self, speedup: SpeedupFunction, nodes: int, replicas: int) -> Configuration:
+    def _choose(self, speedup: SpeedupFunction, nodes: int, replicas: int) -> tuple[int, int]:
+        """Return the atomic batch size and the accumulation steps of the greatest goodput."""
         known = self._chosen.get((nodes, replicas))
         if known is None:
-            known = self._chosen[nodes, replicas] = speedup.configuration(nodes, replicas)
+            known = self._choose_by_measurements(nodes, replicas)
+            if known is None:
+                best = speedup.configuration(nodes, replicas)
+                known = best.atomic_bsz, best.accum_steps
+            self._chosen[nodes, replicas] = known
         return known
+
+    def _choose_by_measurements(self, nodes: int, replicas: int) -> tuple[int, int] | None:
+        """Return the same with what our fit leaves over there; None: nothing was measured there."""
+        goodput, app = self._goodput, self._app
+        rows = [(a, row) for (n, r, a), row in self._profile.items() if (n, r) == (nodes, replicas)]
+        if goodput is None or app.fit is not fit_perf_params or not rows:
+            return None
+        sizes, optim = [a for a, _ in rows], [row.optim_step for _, row in rows]
+        best = goodput.optimize(
+            nodes,
+            replicas,
+            app.max_batch_size,
+            (app.min_local_bsz, app.max_local_bsz),
+            accumulation=True,
+            corrections=size_corrections(goodput.perf_params, nodes, replicas, sizes, optim),
+        )
+        return int(best.atomic_bsz), int(best.accum_steps)
 
     def _speedup_function(self) -> SpeedupFunction | None:
         if self._gradients is None:
@@ -178,7 +205,7 @@ class TraceJobModel:
             self._speedup = None
         if self._speedup is None:
             app = self._app
-            self._chosen = {}
+            self._chosen, self._base = {}, None
             self._goodput = GoodputFunction(
                 self._goodput.perf_params, self._gradients, app.init_batch_size
             )

@@ -21,7 +21,7 @@ from pipollux_sched.policy import (
 from pipollux_sched.policy.exact.configurations import Instance, build_instance
 from pipollux_sched.policy.exact.objective import Held
 from pipollux_sched.policy.exact.promise import Promises
-from pipollux_sched.policy.exact.ranks import unit_costs
+from pipollux_sched.policy.exact.ranks import LONG, unit_costs
 
 NODE = NodeInfo({"slots": 4})
 work = st.integers(0, 6).map(lambda n: 100.0 * n)
@@ -69,9 +69,8 @@ def instance_of(jobs: list[JobInfo]) -> Instance:
 
 
 def weight(jobs: list[JobInfo], number: int, power: float, tail: float) -> float:
-    """Return u_j · E[rank_j^a] by the definition, one job after the other."""
+    """Return u_j · E[rank_j^a] by the definition, one job after the other; long ones are level."""
     units = unit_costs(instance_of(jobs))
-    mine = jobs[number]
     work = [np.array(job.likely_work or (0.0,)) for job in jobs]
     # Only ratios of costs matter, except to a charge: their mean is 1.
     ends = [np.maximum(job.age + units.own[n] * work[n], 1.0) for n, job in enumerate(jobs)]
@@ -81,22 +80,37 @@ def weight(jobs: list[JobInfo], number: int, power: float, tail: float) -> float
     costs = [cost / scale for cost in costs]
     left = [units.total[n] * work[n] / costs[n] for n in range(len(jobs))]
 
-    def behind(other: int, value: float) -> float:
+    def behind(mine: int, other: int, value: float) -> float:
         """Return the costs of another job, if it has at least as much left, times how likely."""
-        his = jobs[other]
-        if mine.work_left and his.work_left and mine.family == his.family != "":
-            if his.work_done != mine.work_done:
-                return float(his.work_done < mine.work_done) * float(costs[other].mean())
-            return float(other < number) * float(costs[other].mean())
-        more = (left[other] > value) | ((left[other] == value) & (other < number))
+        me, him = jobs[mine], jobs[other]
+        if me.work_left and him.work_left and me.family == him.family != "":
+            if him.work_done != me.work_done:
+                return float(him.work_done < me.work_done) * float(costs[other].mean())
+            return float(other < mine) * float(costs[other].mean())
+        more = (left[other] > value) | ((left[other] == value) & (other < mine))
         return float(np.mean(more * costs[other]))
 
-    others = [other for other in range(len(jobs)) if other != number]
-    powers = [
-        (own + sum(behind(other, value) for other in others)) ** power
-        for value, own in zip(left[number].tolist(), costs[number].tolist(), strict=True)
+    def powers(mine: int) -> list[float]:
+        others = [other for other in range(len(jobs)) if other != mine]
+        return [
+            (own + sum(behind(mine, other, value) for other in others)) ** power
+            for value, own in zip(left[mine].tolist(), costs[mine].tolist(), strict=True)
+        ]
+
+    most = LONG * np.mean([values.mean() for values in left])
+    long_ones = [
+        (found, len(values))
+        for other, values in enumerate(left)
+        for value, found in zip(values, powers(other), strict=True)
+        if value > most
     ]
-    return float(units.total[number]) * float(np.mean(powers))
+    if long_ones:
+        level = sum(f / n for f, n in long_ones) / sum(1 / n for _, n in long_ones)
+    mine = [
+        level if value > most else found
+        for value, found in zip(left[number], powers(number), strict=True)
+    ]
+    return float(units.total[number]) * float(np.mean(mine))
 
 
 @example([member(0, 0.0), member(1, 0.0)], 0.5, 0.0)  # ties, in the order of their ages
@@ -216,3 +230,31 @@ def test_jobs_of_a_family_are_trained_one_after_the_other() -> None:
     assert slots(5000.0, 10.0, "resnet") == (4, 0)
     assert slots(10.0, 5000.0, "resnet") == (0, 4)
     assert slots(5000.0, 10.0, "") == slots(10.0, 5000.0, ""), "nothing tells them apart"
+
+
+def test_long_jobs_are_trained_side_by_side_beside_short_ones() -> None:
+    """Two that have about as much left as each other are none; of two long ones each has half."""
+
+    def job(number: int, left: float, most: int) -> JobInfo:
+        return JobInfo(
+            {"slots": 1},
+            lambda nodes, replicas: replicas**0.5,  # noqa: ARG005  # as every speedup function
+            float(number),
+            0,
+            most,
+            remaining_work=left,
+            restart_seconds=0.0,
+        )
+
+    def replicas_of_two(num_short: int) -> tuple[int, int]:
+        jobs = {n: job(n, 100.0, 1) for n in range(num_short)}
+        jobs |= {num_short: job(num_short, 60_000.0, 8), num_short + 1: job(99, 70_000.0, 8)}
+        nodes = dict.fromkeys(range(8 + num_short), NodeInfo({"slots": 1}))
+        policy = ExactPolicy(CompletionTime(part=0.0))
+        given, _ = policy.optimize(jobs, nodes, {}, NodeInfo({"slots": 1}))
+        assert all(len(given[n]) == 1 for n in range(num_short))
+        return len(given[num_short]), len(given[num_short + 1])
+
+    shorter, longer = replicas_of_two(0)
+    assert shorter > longer
+    assert replicas_of_two(6) == (4, 4)
