@@ -157,7 +157,7 @@ RankPower: TypeAlias = Annotated[
         max=1.0,
         help="How much more short jobs count: near 1 the average completion time is short, near 0 "
         "jobs share the cluster and the last of them ends sooner; by the policy exact.",
-        show_default="0.55",
+        show_default="0.3",
     ),
 ]
 
