@@ -272,14 +272,17 @@ def worst(
     return max(job.finish_time_fairness for job in found.jobs)
 
 
-@pytest.mark.parametrize("gap", [360.0, 400.0, 450.0])
+@pytest.mark.parametrize("gap", [360.0, 400.0, 420.0, 450.0])
 @pytest.mark.parametrize("known_length", ["exact", "none"])
 def test_a_long_job_beside_a_stream_of_short_ones_is_hardly_late(
     known_length: str, gap: float
 ) -> None:
-    """Short ones take 280 of every gap's seconds, so that there is no room for much more."""
+    """Short ones take 280 of every gap's seconds, so that there is no room for much more.
+
+    Where that is least some are later than promised, by a tenth of F at most.
+    """
     assert worst(None, known_length, gap) > 2
-    assert worst(1.25, known_length, gap) <= 1.3
+    assert worst(1.25, known_length, gap) <= 1.25 * 1.1
 
 
 @pytest.mark.parametrize(

@@ -222,9 +222,11 @@ def test_jobs_of_a_family_are_trained_one_after_the_other() -> None:
             restart_seconds=0.0,
         )
 
+    policy = ExactPolicy(CompletionTime(rank_power=0.5))
+
     def slots(first: float, second: float, family: str) -> tuple[int, ...]:
         jobs = {"first": job(first, family), "second": job(second, family)}
-        given, _ = ExactPolicy().optimize(jobs, {"n": NODE}, {}, NODE)
+        given, _ = policy.optimize(jobs, {"n": NODE}, {}, NODE)
         return tuple(len(nodes) for nodes in given.values())
 
     assert slots(5000.0, 10.0, "resnet") == (4, 0)

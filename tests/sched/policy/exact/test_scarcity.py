@@ -45,7 +45,7 @@ def job(number: int, left: float, slow: float) -> JobInfo:
 
 
 def types(jobs: dict[str, JobInfo], scarcity: float) -> dict[str, set[str]]:
-    policy = ExactPolicy(CompletionTime(scarcity=scarcity, tail=0.0))
+    policy = ExactPolicy(CompletionTime(scarcity=scarcity, tail=0.0, rank_power=0.5))
     given, _ = policy.optimize(jobs, NODES, {}, NODES["fast"])
     return {name: set(nodes) for name, nodes in given.items()}
 
