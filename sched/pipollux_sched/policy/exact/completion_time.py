@@ -80,7 +80,7 @@ from .scarcity import charged, waiting_charges
 
 MOST_TAIL = 10.0
 """The greatest `CompletionTime.tail`: beyond, only the oldest jobs would count."""
-SCARCE_TAIL = 0.8
+SCARCE_TAIL = 0.6
 """That where a type of GPU is scarce (`scarcity`), if nothing is said of it."""
 
 
