@@ -84,8 +84,8 @@ def test_a_thousand_jobs_of_one_to_four_stages_all_get_something() -> None:
         width: max(when for name, when in loop.first.items() if int(name[4:]) % 4 + 1 == width)
         for width in range(1, 5)
     }
-    # Nor do the widest wait longer than the narrowest by more than a turn or two.
-    assert last[4] <= last[1] + 2 * (KNOBS.quantum + KNOBS.part * last[4])
+    # Nor do the widest wait longer than the narrowest by more than three turns.
+    assert last[4] <= last[1] + 3 * (KNOBS.quantum + KNOBS.part * last[4])
 
 
 def test_where_all_are_behind_every_width_has_its_share() -> None:
