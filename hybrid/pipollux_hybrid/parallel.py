@@ -13,10 +13,9 @@ from pipollux_hybrid.checkpoint.manager import load_state
 from pipollux_hybrid.checkpoint.model_state import ModelState
 from pipollux_hybrid.checkpoint.optimizer_shards import OptimizerShards
 from pipollux_hybrid.engines import choose_chunks, choose_orders, make_engine, refuse_plain_loop
-from pipollux_hybrid.errors import BrokenPipelineError
 from pipollux_hybrid.job.agreement import agree, model_settings
 from pipollux_hybrid.job.context import context
-from pipollux_hybrid.job.peers import broken_replica
+from pipollux_hybrid.job.peers import needing_all, passing_on
 from pipollux_hybrid.module_wrapper import batch_of, check_arguments, check_single
 from pipollux_hybrid.optim.adaptive_optimizer import AdaptiveOptimizer
 from pipollux_hybrid.optim.noise_meter import NoiseMeter
@@ -246,7 +245,7 @@ class HybridParallel(PipelineModel):
         if not isinstance(self._engine, PipelineEngine):
             if torch.is_grad_enabled():
                 refuse_plain_loop()
-            with _passing_on():
+            with passing_on():
                 output = self._engine.run(batch, sizes)
             batchnorm.commit_statistics(self._deferred)
             return output
@@ -300,7 +299,8 @@ class HybridParallel(PipelineModel):
         sizes = self._sizes(inputs)
         plan = self._plan(sizes, inputs)
         how = {"training": self.training, "counted": plan.num_samples > 0}
-        with self._counting(how["counted"]), self._synchronizer.backward(plan), _passing_on():
+        counting = self._counting(how["counted"])
+        with needing_all(), counting, self._synchronizer.backward(plan), passing_on():
             return self._engine.train(inputs, targets, sizes, loss_fn, **how)
 
     @contextmanager
@@ -390,11 +390,3 @@ class HybridParallel(PipelineModel):
             self._metrics.note_step(self._result.batch_size, self._batch.scale)
         self._check.stepped(self._metrics.step)
         self._same_samples.compare()
-
-
-@contextmanager
-def _passing_on() -> Iterator[None]:
-    try:
-        yield
-    except BrokenPipelineError as error:
-        raise broken_replica("while passing micro-batches between stages", error) from error

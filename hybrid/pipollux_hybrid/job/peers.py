@@ -18,19 +18,26 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Set
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from pipollux_hybrid.errors import PeerLostError, ReplicaBrokenError
+from pipollux_hybrid.errors import BrokenPipelineError, PeerLostError, ReplicaBrokenError
 
 from .connections import Ends, ends_of, open_connections, opposite
 from .env import JobEnvironment
 from .groups import abort_nccl
 
-__all__ = ["PeerWatch", "broken_replica", "check_peers", "lost_peers"]
+__all__ = [
+    "PeerWatch",
+    "broken_replica",
+    "check_peers",
+    "lost_peers",
+    "needing_all",
+    "passing_on",
+]
 
 PROBES = 3
 """Probes without an answer after which the kernel gives a connection up."""
@@ -59,6 +66,7 @@ class PeerWatch:
         self._lost: dict[int, float] = {}
         """Replicas whose hosts are lost, and the seconds since they were last heard of."""
         self._ended: set[int] = set()
+        self._needs_all = False
         self._frozen: dict[int, float] = {}
         """Replicas whose processes are frozen, and the seconds since their last sign of life."""
         self._pause = max(1, round(env.host_timeout / (PROBES + 1)))
@@ -140,6 +148,18 @@ class PeerWatch:
             mine = any(rank // processes == self._env.rank for rank in new)
             self._cut(self._shared | self._spared if mine else self._shared)
             self._news.set()
+
+    def need_all(self, needed: bool) -> None:
+        """Note whether all processes are needed from now on, so that none waits without one.
+
+        Where some are gone already it waits no more.
+
+        Args:
+            needed: Whether they are.
+        """
+        self._needs_all = needed
+        if needed and self.gone():
+            self._abort(self.gone())
 
     def hang_up(self) -> None:
         """End the connections that collectives have, so that whoever waits for this replica knows.
@@ -229,7 +249,7 @@ class PeerWatch:
             self._shut_down()
         else:
             self._ended.add(rank)
-            abort_nccl({rank})  # who waits for it over gloo learns it from its connection
+            self._abort({rank})  # who waits for it over gloo learns it from its connection
         self._news.set()
 
     def _is_silent(self, age: float) -> bool:
@@ -245,7 +265,40 @@ class PeerWatch:
                     continue  # nobody waits for these, and their end means the process's
                 if ends_of(connection)[1][0] in self._addresses:
                     connection.shutdown(socket.SHUT_RDWR)
-        abort_nccl(self.lost())
+        self._abort(self.lost())
+
+    def _abort(self, gone: Set[int]) -> None:
+        abort_nccl({*range(self._env.world_size)} if self._needs_all else gone)
+
+
+@contextmanager
+def needing_all() -> Iterator[None]:
+    """Wait for no process on a GPU within once any of all is gone, as in a training step.
+
+    Else one would wait for another that lives, until that has given up and ended. But to end a
+    communicator is to wait for the kernels of all, in locks that it takes to end the others.
+    """
+    watch = _watch
+    if watch is not None:
+        watch.need_all(True)
+    try:
+        yield
+    finally:
+        if watch is not None:
+            watch.need_all(False)
+
+
+@contextmanager
+def passing_on() -> Iterator[None]:
+    """Say who is gone where micro-batches do not reach the next stage.
+
+    Raises:
+        ReplicaBrokenError: A stage of this replica is gone.
+    """
+    try:
+        yield
+    except BrokenPipelineError as error:
+        raise broken_replica("while passing micro-batches between stages", error) from error
 
 
 def check_peers() -> None:

@@ -40,6 +40,9 @@ PATIENCE = 2.0
 SURE = 5
 """Optimizer steps from which on an own measurement may contradict what was inherited, or the model.
 """
+STEADY = 20
+"""Optimizer steps from which on a batch size counts as measured: fewer are off by what else the
+machine does, and sizes would jitter by that."""
 CONTRADICTION = 1.25
 """How many times the one may be the other: more is another model, or other hardware."""
 
@@ -216,7 +219,7 @@ def left_over_by_size(
 
     rows = {
         c: s
-        for c, s in {**profile.inherited, **profile.own(SURE)}.items()
+        for c, s in {**profile.inherited, **profile.own(STEADY)}.items()
         if present._replace(atomic_bsz=c.atomic_bsz, num_microbatches=c.num_microbatches) == c
     }
     if not rows:

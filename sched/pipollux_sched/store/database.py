@@ -144,8 +144,7 @@ class Database:
                         self._leader_lock.check_token(session)
                     yield session
                     changed = _changed_jobs(session)
-            except BaseException:
-                # A commit that fails may have come about all the same.
+            except BaseException:  # a commit that fails may have come about all the same
                 self.on_jobs_changed(dict.fromkeys(changed))
                 raise
             self.on_jobs_changed(changed)

@@ -14,7 +14,7 @@ from pipollux_hybrid.job.batch import BatchShape
 from pipollux_hybrid.job.context import context
 from pipollux_hybrid.optim.gradient_noise_scale import GradientNoiseScale
 from pipollux_hybrid.telemetry.autotuner import RETUNE_GAIN
-from pipollux_hybrid.telemetry.inheritance import SURE
+from pipollux_hybrid.telemetry.inheritance import STEADY
 from pipollux_hybrid.telemetry.metrics import Metrics
 from pipollux_perfmodel import PerfParams
 from pipollux_perfmodel.goodput.size_corrections import TRIAL
@@ -51,7 +51,7 @@ class Job:
     def best(self) -> int:
         return int(self.metrics.best_shape()[0])
 
-    def train(self, size: int, slower: float, steps: int = SURE) -> tuple[int, int, int]:
+    def train(self, size: int, slower: float, steps: int = STEADY) -> tuple[int, int, int]:
         """Train steps of a size that take so many times what the model says; what it proposes."""
         seconds = slower * float(self.metrics.goodput_function().step_time(1, 1, size, 0, 2).total)
         for _ in range(2 + steps):  # two warm up
@@ -66,7 +66,7 @@ class Job:
 def test_a_size_that_disappoints_is_left() -> None:
     job = Job()
     first = job.best()
-    assert job.train(first, 1.3, SURE - 1) == (0, 0, 0), "a few slow steps say nothing"
+    assert job.train(first, 1.3, STEADY - 1) == (0, 0, 0), "a few slow steps say nothing"
     second, _, _ = job.train(first, 1.3)
     assert second not in (0, first)
     # The other one is as slow as it: there is nothing to be had.

@@ -10,6 +10,7 @@ import pytest
 
 from pipollux_hybrid.job.pipeline_spec import StageOrder
 from pipollux_hybrid.telemetry.inheritance import (
+    STEADY,
     SURE,
     ModelTraits,
     contradiction,
@@ -31,7 +32,9 @@ def configuration(replicas: int, size: int = 8) -> StepConfiguration:
 
 
 def measured(
-    times: Mapping[StepConfiguration, float], steps: int = SURE, profile: StepProfile | None = None
+    times: Mapping[StepConfiguration, float],
+    steps: int = STEADY,
+    profile: StepProfile | None = None,
 ) -> StepProfile:
     """A job that took so many seconds a step, a tenth of them waiting for peers."""
     profile = profile or StepProfile()
@@ -72,7 +75,7 @@ def test_by_size_is_what_was_measured_for_sure_on_the_same_replicas() -> None:
     times = {configuration(2, 8): 0.3, configuration(2, 16): 0.5, configuration(4, 32): 0.4}
     profile = measured(times)
     params = fit(data_of(profile), StageOrder("gpipe"))
-    measured({configuration(2, 64): 9.0}, SURE - 1, profile)
+    measured({configuration(2, 64): 9.0}, STEADY - 1, profile)
     profile.inherit(handed_down({configuration(2, 128): 3.0}))
 
     def left_over(size: int, seconds: float) -> float:

@@ -110,7 +110,9 @@ def test_the_shorter_job_comes_first() -> None:
     assert {name: len(nodes_of) for name, nodes_of in answer.items()} == {"long": 0, "short": 4}
 
 
-@pytest.mark.parametrize(("rank_power", "work"), [(0.75, 60.0), (CompletionTime.rank_power, 150.0)])
+@pytest.mark.parametrize(
+    ("rank_power", "work"), [(0.75, 60.0), (0.55, 120.0), (CompletionTime.rank_power, 150.0)]
+)
 def test_a_long_job_is_not_starved_by_a_stream_of_short_ones(
     rank_power: float, work: float
 ) -> None:

@@ -222,15 +222,15 @@ def test_jobs_of_a_family_are_trained_one_after_the_other() -> None:
             restart_seconds=0.0,
         )
 
-    policy = ExactPolicy(CompletionTime(rank_power=0.5))
-
-    def slots(first: float, second: float, family: str) -> tuple[int, ...]:
+    def slots(first: float, second: float, family: str, rank_power: float = 0.5) -> tuple[int, ...]:
+        policy = ExactPolicy(CompletionTime(rank_power=rank_power))
         jobs = {"first": job(first, family), "second": job(second, family)}
         given, _ = policy.optimize(jobs, {"n": NODE}, {}, NODE)
         return tuple(len(nodes) for nodes in given.values())
 
     assert slots(5000.0, 10.0, "resnet") == (4, 0)
     assert slots(10.0, 5000.0, "resnet") == (0, 4)
+    assert slots(10.0, 5000.0, "resnet", CompletionTime.rank_power) == (1, 3), "by default, most"
     assert slots(5000.0, 10.0, "") == slots(10.0, 5000.0, ""), "nothing tells them apart"
 
 

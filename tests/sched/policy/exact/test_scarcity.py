@@ -44,8 +44,10 @@ def job(number: int, left: float, slow: float) -> JobInfo:
     )
 
 
-def types(jobs: dict[str, JobInfo], scarcity: float) -> dict[str, set[str]]:
-    policy = ExactPolicy(CompletionTime(scarcity=scarcity, tail=0.0, rank_power=0.5))
+def types(
+    jobs: dict[str, JobInfo], scarcity: float, rank_power: float = 0.5
+) -> dict[str, set[str]]:
+    policy = ExactPolicy(CompletionTime(scarcity=scarcity, tail=0.0, rank_power=rank_power))
     given, _ = policy.optimize(jobs, NODES, {}, NODES["fast"])
     return {name: set(nodes) for name, nodes in given.items()}
 
@@ -54,9 +56,10 @@ def test_a_job_with_a_choice_leaves_scarce_slots_to_captive_jobs() -> None:
     captives = {f"captive-{n}": job(n, 50_000.0, 0.0) for n in range(3)}
     jobs = {**captives, "free": job(3, 5000.0, 0.05)}
     assert types(jobs, 0.0)["free"] == {"fast"}
-    given = types(jobs, 1.0)
-    assert given["free"] == {"slow"}
-    assert any(given[name] == {"fast"} for name in captives)
+    for rank_power in (0.5, CompletionTime.rank_power):
+        given = types(jobs, 1.0, rank_power)
+        assert given["free"] == {"slow"}
+        assert any(given[name] == {"fast"} for name in captives)
 
 
 def test_a_slot_that_no_captive_job_wants_is_used() -> None:
