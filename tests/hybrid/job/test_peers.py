@@ -7,6 +7,7 @@ import re
 import socket
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,10 @@ from pipollux_hybrid import (
     destroy_process_group,
     init_process_group,
 )
+from pipollux_hybrid.job import peers
 from pipollux_hybrid.job.context import context
 from pipollux_hybrid.job.env import JobEnvironment
+from pipollux_hybrid.job.peers import needing_all
 from tests.extent import first
 from tests.hybrid.replicas import run_replicas
 
@@ -49,6 +52,28 @@ def test_a_replica_that_ended_is_named(watched: str) -> None:
         assert "another replica has ended or hangs; its log says why" in message
     else:
         assert f"replica 1 on {socket.gethostname()} has ended: its log says why" in message
+
+
+def who_is_not_waited_for(needed: bool) -> list[list[int]]:
+    """The ranks that waiting on a GPU ends for, once with one gone and once again later."""
+    told: list[list[int]] = []
+    peers.abort_nccl = lambda gone: told.append(sorted(gone))  # in this process alone
+    init_process_group("gloo")
+    assert meet() == "all came"
+    if context().env.rank == 1:
+        os._exit(3)
+    with needing_all() if needed else nullcontext():
+        assert "replica 1" in meet()
+    with needing_all():
+        pass
+    return told
+
+
+@pytest.mark.parametrize("needed", [False, True])
+def test_in_a_step_nobody_waits_on_a_gpu_once_one_is_gone(needed: bool) -> None:
+    """Those that live wait for it, too; outside of a step only it is waited for in vain."""
+    told, _ = run_replicas(who_is_not_waited_for, 2, needed, exit_codes=(3,))
+    assert told == [[0, 1] if needed else [1], [0, 1]]
 
 
 def one_hangs(folder: Path) -> str:
