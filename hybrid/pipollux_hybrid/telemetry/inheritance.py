@@ -231,6 +231,7 @@ def left_over_by_size(
         [c.atomic_bsz for c in rows],
         [max(s.optim - s.exchange, 1e-9) for s in rows.values()],
         [c.num_microbatches for c in rows],
+        [s.scatter for s in rows.values()],
     )
 
 

@@ -29,6 +29,8 @@ WARMUP = 2
 """Steps left out at the beginning of a run and after a change of batch size."""
 ENOUGH = 3
 """Undisturbed samples from which on disturbed ones are not looked at."""
+NORMAL = 1.4826
+"""Standard deviation of a normal distribution over its median absolute deviation."""
 
 
 class StepTimes:
@@ -47,8 +49,21 @@ class StepTimes:
 
     def median(self) -> float:
         """Return the median of the undisturbed steps, of all where hardly any was undisturbed."""
+        return statistics.median(self._counted())
+
+    def scatter(self) -> float:
+        """Return how far they are from that, as a part of it: as a standard deviation.
+
+        It is that of a normal distribution with as large a median deviation: stragglers do not
+        count.
+        """
+        middle = self.median()
+        deviation = statistics.median(abs(x - middle) for x in self._counted())
+        return NORMAL * deviation / middle if middle > 0 else 0.0
+
+    def _counted(self) -> Sequence[float]:
         quiet = len(self._quiet) >= ENOUGH
-        return statistics.median(self._quiet if quiet else [*self._quiet, *self._disturbed])
+        return self._quiet if quiet else [*self._quiet, *self._disturbed]
 
     def to_json(self) -> list[list[float]]:
         """Return undisturbed and disturbed samples."""
@@ -94,6 +109,7 @@ class Measurements:
             stage_medians(self.forward),
             stage_medians(self.backward),
             exchange=self.exchange.median() if self.exchange else 0.0,
+            scatter=self.optim.scatter(),
         )
 
 

@@ -73,6 +73,8 @@ class StepSummary(NamedTuple):
     """How many jobs handed it down; 0: this one measured it itself."""
     exchange: float = 0.0
     """Of an optimizer step: adding up gradients of what several stages share."""
+    scatter: float = 0.0
+    """Standard deviation of optimizer steps over their median; 0 where it is not known."""
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> StepSummary:

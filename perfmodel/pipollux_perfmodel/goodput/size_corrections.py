@@ -4,9 +4,15 @@ By the model a step takes longer by the same for every sample more. Measured ste
 the batch size that is best by the model may be some per cent worse than another. At the atomic
 batch sizes a_i that an allocation was measured with it is known what the model leaves over:
 
-    e_i  = log(measured_i / predicted_i)      of optimizer steps, the mean of several with a_i
+    s_i  standard deviation of optimizer steps over their median
+    e_i  = log(measured_i / predicted_i) · `TRIAL`² / (`TRIAL`² + s_i²)
+                                              of their median, the mean of several with a_i
     e(a) = e_i at a_i, on a line in log a between two of them, and as at the last one beyond
     t(a) = `TRIAL` · min(1, d / `APART`)      d = min over i of |log a − log a_i|
+
+What else a machine does slows many steps on end, so that the median of more of them is no surer. A
+difference counts by how large it may be by that: as the mean of a normal distribution of width s_i
+with a prior of width `TRIAL`. Where s_i is large the model counts, which is of all steps.
 
 Goodput is exp(t(a) − e(a)) times what the model says. Without t, a size that the model undervalues
 would never be measured. With it, one that promises no less than exp(−`TRIAL`) of the best that is
@@ -77,6 +83,7 @@ def size_corrections(
     atomic_bsz: ArrayLike,
     optim_step_time: ArrayLike,
     num_microbatches: ArrayLike = 1,
+    scatter: ArrayLike = 0.0,
 ) -> SizeCorrections:
     """Return what a model leaves over of measured optimizer steps of one allocation.
 
@@ -87,6 +94,7 @@ def size_corrections(
         atomic_bsz: samples of a replica, of each configuration measured, as all that follow.
         optim_step_time: seconds.
         num_microbatches: M.
+        scatter: s of the steps.
 
     Example:
         >>> params = PerfParams(0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5)
@@ -96,7 +104,8 @@ def size_corrections(
     sizes = np.atleast_1d(atomic_bsz)
     zeros = np.zeros_like(sizes)
     times = step_time(params, num_nodes, num_replicas, sizes, zeros, np.asarray(num_microbatches))
-    return SizeCorrections(sizes, np.log(np.asarray(optim_step_time) / times.total))
+    known = TRIAL**2 / (TRIAL**2 + np.asarray(scatter) ** 2)
+    return SizeCorrections(sizes, known * np.log(np.asarray(optim_step_time) / times.total))
 
 
 class _Plain(Protocol):

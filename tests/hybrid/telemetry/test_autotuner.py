@@ -51,12 +51,15 @@ class Job:
     def best(self) -> int:
         return int(self.metrics.best_shape()[0])
 
-    def train(self, size: int, slower: float, steps: int = STEADY) -> tuple[int, int, int]:
+    def train(
+        self, size: int, slower: float, steps: int = STEADY, scatter: float = 0.0
+    ) -> tuple[int, int, int]:
         """Train steps of a size that take so many times what the model says; what it proposes."""
         seconds = slower * float(self.metrics.goodput_function().step_time(1, 1, size, 0, 2).total)
-        for _ in range(2 + steps):  # two warm up
+        for number in range(2 + steps):  # two warm up
+            took = seconds * (1 + scatter * (number % 3 - 1))
             self.metrics.profile.add_step(
-                self.metrics.configuration(size), seconds, 0.0, optimizer=True
+                self.metrics.configuration(size), took, 0.0, optimizer=True
             )
         self.metrics._training_shape = BatchShape(size, 1, 0)
         proposal: tuple[int, int, int] = self.metrics._better_shape()
@@ -77,6 +80,22 @@ def test_a_size_that_disappoints_is_left() -> None:
             break
         size = proposal
     assert proposal == 0
+
+
+@pytest.mark.parametrize("scatter", [0.0, 0.2])
+def test_where_steps_scatter_the_model_counts(scatter: float) -> None:
+    """A machine that is slow for some seconds, and fast for others, makes no size the best one."""
+    job = Job()
+    first = size = job.best()
+    for number in range(20):
+        proposal, _, _ = job.train(size, (1.2, 0.85)[number % 2], scatter=scatter)
+        if proposal == 0:
+            break
+        size = proposal
+    assert proposal == 0
+    goodput = job.metrics.goodput_function()
+    value = {a: goodput.evaluate(1, 1, a, 0, 2) for a in (first, size)}
+    assert (value[size] * RETUNE_GAIN > value[first]) == (scatter > 0)
 
 
 def test_a_size_that_is_better_than_the_model_says_is_found_and_kept() -> None:

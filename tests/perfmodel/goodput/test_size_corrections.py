@@ -61,6 +61,13 @@ def test_what_is_left_over_is_by_the_model_of_that_allocation() -> None:
     assert 1 / found.factors([8, 16, 64]) == pytest.approx([1.2, 1.1, 0.9])
 
 
+def test_steps_that_scatter_say_less() -> None:
+    sizes = np.array([8, 16, 64])
+    measured = predicted(4, sizes) * 1.2
+    found = size_corrections(PARAMS, 1, 4, sizes, measured, scatter=[0.0, TRIAL, 10 * TRIAL])
+    assert -np.log(found.factors(sizes)) == pytest.approx(math.log(1.2) / np.array([1, 2, 101]))
+
+
 @given(st.integers(2, 8), st.lists(st.tuples(st.integers(4, 128), st.floats(0.7, 1.4)), min_size=1))
 def test_the_choice_is_the_best_of_all_by_corrected_goodput(
     replicas: int, rows: list[tuple[int, float]]
