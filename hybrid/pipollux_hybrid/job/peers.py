@@ -67,6 +67,7 @@ class PeerWatch:
         """Replicas whose hosts are lost, and the seconds since they were last heard of."""
         self._ended: set[int] = set()
         self._needs_all = False
+        """Whether this process waits for none any more once one is gone."""
         self._frozen: dict[int, float] = {}
         """Replicas whose processes are frozen, and the seconds since their last sign of life."""
         self._pause = max(1, round(env.host_timeout / (PROBES + 1)))
