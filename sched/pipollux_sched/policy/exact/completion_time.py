@@ -32,8 +32,8 @@ What is left of a job may be a distribution (`JobInfo.work_left`). Then rank_j i
 its values: the number of other jobs that are expected to have at least as much left, and itself.
 Jobs of a family are as long as each other, so that of two of them the one that has done more has
 less left, however long both are: it gets more of the cluster, from a = 0.5 on all of it if they
-scale well. w_j and the fraction H_j / (H_j + D_j) are means over the values. A job of which not even that is known
-counts as the shortest: most are short.
+scale well. w_j and the fraction H_j / (H_j + D_j) are means over the values. A job of which not
+even that is known counts as the shortest: most are short.
 
 With a `tail` q above 0, late jobs count more: those that wait are counted by what a second adds to
 the sum of JCT^(1 + q), instead of all as one, and go before others of their length (`ranks`). It is
