@@ -175,8 +175,8 @@ FIELDS: dict[str, tuple[str, str]] = {
     ),
     "PeerWatch": (
         "",
-        "_addresses _connections _end _ended _ended_here _env _frozen _hosts _lost _news "
-        "_pause _shared _spared _thread timeout word",
+        "_addresses _connections _end _ended _ended_here _env _frozen _hosts _lost _needs_all "
+        "_news _pause _shared _spared _thread timeout word",
     ),
     "PipelineEngine": (
         "_layout checkpoint devices stages",
