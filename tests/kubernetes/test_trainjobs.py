@@ -62,7 +62,10 @@ def test_a_generation_from_start_to_stop(rig: Rig, client: Client) -> None:
     assert [rig.ended(key).status for key in keys] == [143, 143]
     until(lambda: not list(client.list(Pod)), "the pods are gone")
     assert [rig.ended(key).status for key in keys] == [143, 143]  # known all the same
-    assert all(rig.log(key).endswith("told\n") for key in keys)
+    until(
+        lambda: all(rig.log(key).endswith("told\n") for key in keys),
+        "what both have printed last is in their logs",
+    )
     rig.forget()
     assert not list(client.list(TrainJob))
 
