@@ -31,6 +31,7 @@ ROW: dict[str, Any] = {
     "numMicrobatches": 1,
     "accumStepTime": 0.25,
     "optimStepTime": 0.3,
+    "scatter": 0.125,
 }
 PROFILE: dict[str, Any] = {
     "checkpoint": "except_last",
@@ -74,13 +75,14 @@ def test_a_job_begins_with_what_its_predecessor_measured(service: Service) -> No
     for replica in told:
         (row,) = replica.at_first
         assert (row["num_replicas"], row["optim"], row["passed_on"]) == (4, 0.3, 1)
+        assert row["scatter"] == 0.125
         assert replica.at_last == replica.at_first
         assert replica.lines == []
     hints = service.store.hints()["toy-2"]  # sent as the job ended
     assert hints["maxProfiledReplicas"] == 4
-    rows = [(row["numReplicas"], row["passedOn"]) for row in hints["stepProfile"]["rows"]]
-    assert rows[-1] == (4, 1)
-    assert set(rows[:-1]) == {(2, 0)}
+    rows = hints["stepProfile"]["rows"]
+    assert (rows[-1]["numReplicas"], rows[-1]["passedOn"], rows[-1]["scatter"]) == (4, 1, 0.125)
+    assert {(row["numReplicas"], row["passedOn"]) for row in rows[:-1]} == {(2, 0)}
 
 
 def test_a_job_begins_with_what_jobs_at_work_have_measured_so_far(service: Service) -> None:

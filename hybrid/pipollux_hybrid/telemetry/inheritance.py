@@ -23,7 +23,7 @@ from pipollux_hybrid.job.env import JobEnvironment
 from pipollux_hybrid.job.pipeline_spec import StageOrder
 from pipollux_perfmodel import PerfParams
 
-from .step_profile import StepProfile
+from .step_profile import STEADY, StepProfile
 from .step_summary import FitData, StepConfiguration, StepSummary, fit_data
 
 if TYPE_CHECKING:
@@ -40,9 +40,6 @@ PATIENCE = 2.0
 SURE = 5
 """Optimizer steps from which on an own measurement may contradict what was inherited, or the model.
 """
-STEADY = 20
-"""Optimizer steps from which on a batch size counts as measured: fewer are off by what else the
-machine does, and sizes would jitter by that."""
 CONTRADICTION = 1.25
 """How many times the one may be the other: more is another model, or other hardware."""
 
@@ -217,21 +214,22 @@ def left_over_by_size(
     """
     from pipollux_perfmodel.goodput.size_corrections import size_corrections
 
-    rows = {
-        c: s
+    rows = [
+        (c, s, s.scatter)
         for c, s in {**profile.inherited, **profile.own(STEADY)}.items()
         if present._replace(atomic_bsz=c.atomic_bsz, num_microbatches=c.num_microbatches) == c
-    }
+        and s.scatter is not None
+    ]
     if not rows:
         return None
     return size_corrections(
         params._replace(tied_exchange=0.0),  # the times are without that
         present.num_nodes,
         present.num_replicas,
-        [c.atomic_bsz for c in rows],
-        [max(s.optim - s.exchange, 1e-9) for s in rows.values()],
-        [c.num_microbatches for c in rows],
-        [s.scatter for s in rows.values()],
+        [c.atomic_bsz for c, _, _ in rows],
+        [max(s.optim - s.exchange, 1e-9) for _, s, _ in rows],
+        [c.num_microbatches for c, _, _ in rows],
+        [scatter for _, _, scatter in rows],
     )
 
 
@@ -268,7 +266,7 @@ def _configuration(row: StepRow) -> StepConfiguration:
 
 def _summary(row: StepRow) -> StepSummary:
     times = row.accum_step_time, row.optim_step_time, row.forward, row.backward
-    return StepSummary(*times, row.passed_on + 1, row.exchange_time)
+    return StepSummary(*times, row.passed_on + 1, row.exchange_time, row.scatter)
 
 
 def _row(configuration: StepConfiguration, summary: StepSummary) -> StepRow:
@@ -281,5 +279,6 @@ def _row(configuration: StepConfiguration, summary: StepSummary) -> StepRow:
         forward=summary.forward,
         backward=summary.backward,
         exchange_time=summary.exchange,
+        scatter=summary.scatter,
         passed_on=summary.passed_on,
     )

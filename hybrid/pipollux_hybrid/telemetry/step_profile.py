@@ -29,6 +29,9 @@ WARMUP = 2
 """Steps left out at the beginning of a run and after a change of batch size."""
 ENOUGH = 3
 """Undisturbed samples from which on disturbed ones are not looked at."""
+STEADY = 20
+"""Optimizer steps from which on a batch size counts as measured: fewer are off by what else the
+machine does, and sizes would jitter by that."""
 NORMAL = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
 
@@ -109,7 +112,7 @@ class Measurements:
             stage_medians(self.forward),
             stage_medians(self.backward),
             exchange=self.exchange.median() if self.exchange else 0.0,
-            scatter=self.optim.scatter(),
+            scatter=self.optim.scatter() if len(self.optim) >= STEADY else None,
         )
 
 

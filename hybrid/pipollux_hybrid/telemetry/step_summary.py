@@ -73,8 +73,8 @@ class StepSummary(NamedTuple):
     """How many jobs handed it down; 0: this one measured it itself."""
     exchange: float = 0.0
     """Of an optimizer step: adding up gradients of what several stages share."""
-    scatter: float = 0.0
-    """Standard deviation of optimizer steps over their median; 0 where it is not known."""
+    scatter: float | None = None
+    """Standard deviation of optimizer steps over their median; None: too few steps to tell."""
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> StepSummary:
@@ -86,7 +86,9 @@ class StepSummary(NamedTuple):
         forward, backward = (tuple(map(float, row[name])) for name in ("forward", "backward"))
         times = (float(row["accum"]), float(row["optim"]))
         exchange = float(row.get("exchange", 0.0))
-        return cls(*times, forward, backward, int(row["passed_on"]), exchange)
+        scatter = row.get("scatter")
+        scatter = None if scatter is None else float(scatter)
+        return cls(*times, forward, backward, int(row["passed_on"]), exchange, scatter)
 
 
 class FitData(NamedTuple):

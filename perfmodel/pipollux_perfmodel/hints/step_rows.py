@@ -82,6 +82,8 @@ class StepRow(_Row):
     """The same, recomputation included."""
     exchange_time: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Of the optimizer step: adding up gradients of what stages share."""
+    scatter: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    """Standard deviation of optimizer steps over their median; None: too few steps to tell."""
     passed_on: Annotated[int, Field(ge=0, le=MAX_PASSED_ON - 1)] = 0
     """How many times it was handed down before; 0: this job measured it itself."""
 

@@ -14,8 +14,8 @@ from pipollux_hybrid.job.batch import BatchShape
 from pipollux_hybrid.job.context import context
 from pipollux_hybrid.optim.gradient_noise_scale import GradientNoiseScale
 from pipollux_hybrid.telemetry.autotuner import RETUNE_GAIN
-from pipollux_hybrid.telemetry.inheritance import STEADY
 from pipollux_hybrid.telemetry.metrics import Metrics
+from pipollux_hybrid.telemetry.step_profile import STEADY
 from pipollux_perfmodel import PerfParams
 from pipollux_perfmodel.goodput.size_corrections import TRIAL
 from tests.hybrid.models import make_data, make_model

@@ -10,7 +10,6 @@ import pytest
 
 from pipollux_hybrid.job.pipeline_spec import StageOrder
 from pipollux_hybrid.telemetry.inheritance import (
-    STEADY,
     SURE,
     ModelTraits,
     contradiction,
@@ -18,7 +17,7 @@ from pipollux_hybrid.telemetry.inheritance import (
     left_over_by_size,
     rows_to_pass_on,
 )
-from pipollux_hybrid.telemetry.step_profile import StepProfile
+from pipollux_hybrid.telemetry.step_profile import NORMAL, STEADY, StepProfile
 from pipollux_hybrid.telemetry.step_summary import FitData, StepConfiguration, StepSummary
 from pipollux_perfmodel.goodput.size_corrections import SizeCorrections
 from pipollux_perfmodel.hints.step_rows import MAX_PASSED_ON, MAX_ROWS
@@ -44,8 +43,10 @@ def measured(
     return profile
 
 
-def handed_down(times: Mapping[StepConfiguration, float]) -> dict[StepConfiguration, StepSummary]:
-    return {c: s._replace(passed_on=1) for c, s in measured(times).own().items()}
+def handed_down(
+    times: Mapping[StepConfiguration, float], steps: int = STEADY
+) -> dict[StepConfiguration, StepSummary]:
+    return {c: s._replace(passed_on=1) for c, s in measured(times, steps).own().items()}
 
 
 def data_of(profile: StepProfile) -> FitData:
@@ -76,7 +77,8 @@ def test_by_size_is_what_was_measured_for_sure_on_the_same_replicas() -> None:
     profile = measured(times)
     params = fit(data_of(profile), StageOrder("gpipe"))
     measured({configuration(2, 64): 9.0}, STEADY - 1, profile)
-    profile.inherit(handed_down({configuration(2, 128): 3.0}))
+    few = handed_down({configuration(2, 256): 9.0}, STEADY - 1)
+    profile.inherit({**handed_down({configuration(2, 128): 3.0}), **few})
 
     def left_over(size: int, seconds: float) -> float:
         """Return measured over predicted seconds."""
@@ -86,11 +88,26 @@ def test_by_size_is_what_was_measured_for_sure_on_the_same_replicas() -> None:
     assert found is not None
     known = {8: 0.3, 16: 0.5, 128: 3.0}
     assert 1 / found.factors([*known]) == pytest.approx([left_over(*row) for row in known.items()])
-    # Neither the size that took too few steps, nor that of other replicas, counts as measured.
+    # Neither sizes that took too few steps, nor that of other replicas, count as measured.
     assert SizeCorrections([*known], -np.log(found.factors([*known]))).factors(
-        [32, 64]
-    ) == pytest.approx(found.factors([32, 64]))
+        [32, 64, 256]
+    ) == pytest.approx(found.factors([32, 64, 256]))
     assert left_over_by_size(params, profile, configuration(3)) is None
+
+
+def test_rows_tell_how_far_steps_scatter() -> None:
+    """Of too few steps nothing, so that who begins with them tries the size itself."""
+    profile = measured({configuration(1): 0.2}, STEADY - 1)
+    for number in range(2 + STEADY):
+        profile.add_step(configuration(2), 0.3 + 0.03 * (number % 3 - 1), 0.0, optimizer=True)
+    rows = rows_to_pass_on(profile, TRAITS)
+    assert rows is not None
+    assert [row.scatter for row in rows.rows] == [pytest.approx(0.1 * NORMAL), None]
+    read = StepProfile()
+    read.inherit(profile.own())
+    again = StepProfile()
+    again.load_inherited(json.loads(json.dumps(read.inherited_to_json())))
+    assert again.inherited == read.inherited == profile.own()
 
 
 def test_the_cap_holds_after_the_first_own_measurement() -> None:
