@@ -24,7 +24,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .batch_bounds import Bools, ColumnBounds, Integers
-from .candidates import Candidates, compact, has_few, list_all, list_atomic, propose
+from .candidates import (
+    Candidates,
+    compact,
+    has_few,
+    list_all,
+    list_atomic,
+    list_measured,
+    propose,
+)
 
 Floats = NDArray[np.float64]
 
@@ -85,7 +93,11 @@ class BatchChoice(NamedTuple):
 
 
 def choose(
-    bounds: ColumnBounds, num_replicas: Integers, num_microbatches: int, goodput_of: GoodputOf
+    bounds: ColumnBounds,
+    num_replicas: Integers,
+    num_microbatches: int,
+    goodput_of: GoodputOf,
+    measured: Integers | None = None,
 ) -> BatchChoice:
     """Return the candidate with the highest goodput for each column.
 
@@ -97,6 +109,8 @@ def choose(
         num_replicas: R of each column, shape (columns,).
         num_microbatches: M.
         goodput_of: goodput of candidates.
+        measured: atomic batch sizes, at least one, that are looked at whatever is proposed: by
+            what was measured one may be far better than all about it; of one column only.
     """
     columns = num_replicas.shape
     choice = BatchChoice(np.zeros(columns), np.zeros(columns, int), np.zeros(columns, int))
@@ -111,6 +125,9 @@ def choose(
         if few:
             every = list_all(bounds.at(todo), num_replicas[todo], multiple)
             _take_better(choice, todo, _best(goodput_of, todo, every))
+        if measured is not None:
+            known = list_measured(bounds.at(todo), num_replicas[todo], multiple, measured)
+            _take_better(choice, todo, _best(goodput_of, todo, known))
         for column in todo[choice.atomic_bsz[todo] == 0]:
             one = np.array([column])
             found = list_atomic(bounds.at(one), num_replicas[one], multiple)

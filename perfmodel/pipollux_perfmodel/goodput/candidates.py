@@ -128,6 +128,22 @@ def list_atomic(bounds: ColumnBounds, num_replicas: Integers, multiple: int) -> 
     return _within(bounds, num_replicas, atomic_bsz[:, None], steps[:, None])
 
 
+def list_measured(
+    bounds: ColumnBounds, num_replicas: Integers, multiple: int, sizes: Integers
+) -> Candidates:
+    """Return atomic batch sizes in one column, each with up to `_NUM_CANDIDATES` numbers of steps.
+
+    Those of them that are multiples; `sizes` has at least one.
+    """
+    job, replicas = bounds.jobs[bounds.owner[0]], int(num_replicas[0])
+    most = job.max_batch_size / (replicas * int(sizes.min())) if job.accumulation else 1.0
+    numbers = np.geomspace(1, max(most, 1.0), _NUM_CANDIDATES).round().astype(np.int64)
+    steps = np.unique(numbers) - 1
+    fitting = sizes[sizes % multiple == 0]
+    pairs = np.repeat(fitting, len(steps)), np.tile(steps, len(fitting))
+    return _within(bounds, num_replicas, *(part[:, None] for part in pairs))
+
+
 def _within(
     bounds: ColumnBounds, num_replicas: Integers, atomic_bsz: Integers, accum_steps: Integers
 ) -> Candidates:

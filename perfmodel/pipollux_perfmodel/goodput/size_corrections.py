@@ -63,6 +63,8 @@ class SizeCorrections:
                 "least 1, and one error for each"
             )
         distinct, place, counts = np.unique(sizes, return_inverse=True, return_counts=True)
+        self.atomic_bsz: Integers = distinct.astype(np.int64)
+        """Those that were measured, each once, in ascending order."""
         self._sizes = np.log(distinct)
         self._errors = np.bincount(place, left_over) / counts
 

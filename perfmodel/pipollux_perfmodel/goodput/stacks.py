@@ -120,10 +120,12 @@ def _search(parts: Sequence[ColumnSearch]) -> list[BatchChoice]:
         replicas,
         count,
     )
+    measured = None
     if parts[0].sizes is not None:  # then it is the only one
         goodput_of = CorrectedGoodput(goodput_of, parts[0].sizes)
+        measured = parts[0].sizes.atomic_bsz
     bounds = stack_bounds([part.bounds for part in parts], num_columns)
-    found = choose(bounds, replicas, count, goodput_of)
+    found = choose(bounds, replicas, count, goodput_of, measured)
     goodput, atomic_bsz, accum_steps = found
     ends = np.cumsum([0, *num_columns]).tolist()
     return [

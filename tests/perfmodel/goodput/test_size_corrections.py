@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pipollux_perfmodel import GoodputFunction, PerfParams
@@ -69,10 +69,11 @@ def test_steps_that_scatter_say_less() -> None:
 
 
 @given(st.integers(2, 8), st.lists(st.tuples(st.integers(4, 128), st.floats(0.7, 1.4)), min_size=1))
+@example(5, [(4, 0.75), (41, 1.0), (43, 0.75), (44, 1.0)])  # what is proposed passes 43 by
 def test_the_choice_is_the_best_of_all_by_corrected_goodput(
     replicas: int, rows: list[tuple[int, float]]
 ) -> None:
-    """Nearly, as every size is looked at only where there are few; it keeps to all bounds."""
+    """Nearly, as only measured sizes are all looked at; it keeps to all bounds."""
     sizes, ratios = (np.array(part) for part in zip(*rows, strict=True))
     corrections = size_corrections(PARAMS, 1, replicas, sizes, predicted(replicas, sizes) * ratios)
     best = GOODPUT.optimize(1, replicas, *BOUNDS, corrections=corrections)
@@ -85,7 +86,7 @@ def test_the_choice_is_the_best_of_all_by_corrected_goodput(
     chosen = (atomic_bsz == best.atomic_bsz) & (accum_steps == best.accum_steps)
     assert chosen.sum() == 1
     assert best.goodput == pytest.approx(goodput[chosen][0])
-    assert best.goodput >= 0.9 * goodput.max()
+    assert best.goodput >= 0.98 * goodput.max()
 
 
 def test_every_size_is_tried_once_and_the_best_one_kept() -> None:
