@@ -6,9 +6,10 @@
 ARTIFACT is the folder `simulator` of petuum/adaptdl, branch osdi21-artifact. One simulation says
 little: a job that comes a second later changes all that follows. So every workload is simulated
 several times, first as it is, then with each arrival up to a second later, as the scheduler decides
-(`prices.py --as-scheduler`). Pollux's own are the published run and those of `pollux_again.py` in
-the folder --pollux, if given. Prints Markdown: the mean over runs, the least and the greatest, and
-how far the means are apart with the standard error of that. What was simulated is kept in DIR.
+(`prices.py --as-scheduler`). Pollux's own are the two runs that the artifact has without slowdowns
+by neighbours, where jobs avoid to share nodes and where not, and those of `pollux_again.py` in the
+folder --pollux, if given. Prints Markdown: the mean over runs, the least and the greatest, and how
+far the means are apart with the standard error of that. What was simulated is kept in DIR.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import numpy as np
 
 from pipollux_sched.simulator import Experiment, KnownLength, Options, make_nodes, measure
 
+PUBLISHED = ("results-jobload/pollux-1.0", "results-inter/noavoid")
 METRICS = ("avg_jct_s", "p99_jct_s", "makespan_s")
 Run = Mapping[str, float]
 
@@ -99,10 +101,10 @@ def ours(options: argparse.Namespace, case: tuple[int, int]) -> Run:
 
 
 def pollux(artifact: Path, again: Path | None, number: int) -> list[Run]:
-    """Return the metrics of the published run of Pollux's own, and of those that were run again."""
+    """Return the metrics of the published runs of Pollux's own, and of those run again."""
     came = {job.name: job.time for job in jct.workload(artifact, (1.0, number)).jobs}
-    summary = json.loads((artifact / "results-jobload/pollux-1.0/summary.json").read_text())
-    runs = [summary["jcts"][f"workload-{number}"]]
+    found = [json.loads((artifact / folder / "summary.json").read_text()) for folder in PUBLISHED]
+    runs = [summary["jcts"][f"workload-{number}"] for summary in found]
     if again is not None:
         paths = sorted(again.glob(f"{number}-*.json"))
         runs += [json.loads(path.read_text())["jcts"] for path in paths]
