@@ -135,7 +135,8 @@ def _apart(here: Sequence[Run], theirs: Sequence[Run], name: str) -> tuple[float
 
 
 def _shown(value: tuple[float, float]) -> str:
-    return f"{value[0]:+.1%} ± {value[1] * 100:.1f}"
+    apart, error = value
+    return f"{apart:+.1%}" + ("" if math.isnan(error) else f" ± {error * 100:.1f}")
 
 
 if __name__ == "__main__":
