@@ -222,7 +222,7 @@ def test_the_token_is_in_no_process_list_and_no_error(elsewhere: Elsewhere) -> N
     following = elsewhere.start(*with_file, "events", "--follow")
     assert token not in " ".join(psutil.Process(following.pid).cmdline())
     wanting = one_sentence(elsewhere(*server, "jobs"), 2)
-    assert "wants the admin token, which stands in admin.token" in wanting
+    assert "wants a token: the admin's, which stands in admin.token" in wanting
     file.write_text("a-guess\n")
     refused = one_sentence(elsewhere(*with_file, "jobs"), 1)
     assert "refuses the token; give the one in admin.token" in refused
@@ -291,7 +291,11 @@ def test_what_stands_on_the_command_line_overrides_the_environment(
         ):
             with pytest.raises(SystemExit) as ended:
                 main(command)
-            assert not ended.value.code, capsys.readouterr().err
+            said = capsys.readouterr().err
+            assert not ended.value.code, said
+            # Nobody takes the admin of a folder for the user whose token is in the environment.
+            assert ("PIPOLLUX_TOKEN is not used" in said) is (command != ["version"])
+            assert "tttt" not in said
 
 
 class answering:  # noqa: N801  # used as a function is

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand
 
 from .console import shortened
-from .server_choice import choose_server
+from .server_choice import choose_server, warn_of_unused_token
 
 MOST_CHARACTERS = 4096
 """Largest length of a text; no path is longer on Linux."""
@@ -33,6 +33,7 @@ class CheckedCommand(TyperCommand):
                 if problem is not None:
                     raise typer.BadParameter(problem, ctx=ctx, param=parameters.get(name))
         choose_server(ctx)
+        warn_of_unused_token(ctx)
         return super().invoke(ctx)
 
 

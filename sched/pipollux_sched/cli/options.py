@@ -38,7 +38,7 @@ TokenFile: TypeAlias = Annotated[
         "--token-file",
         envvar="PIPOLLUX_TOKEN_FILE",
         metavar="FILE",
-        help="Holds the admin token of that scheduler.",
+        help="Holds the token for that scheduler, the admin's or a user's.",
         show_default="what PIPOLLUX_TOKEN says",
     ),
 ]

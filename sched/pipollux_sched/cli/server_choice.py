@@ -53,9 +53,9 @@ class ServerChoice(NamedTuple):
             token = os.environ.get(TOKEN_VARIABLE, "").strip()
             if not token:
                 raise CommandError(
-                    f"{url} wants the admin token, which stands in admin.token of its "
-                    f"scheduler's state directory; give it in a file with --token-file, or in "
-                    f"{TOKEN_VARIABLE}",
+                    f"{url} wants a token: the admin's, which stands in admin.token of its "
+                    "scheduler's state directory, or a user's; give it in a file with "
+                    f"--token-file, or in {TOKEN_VARIABLE}",
                     USAGE,
                 )
             return token
@@ -65,7 +65,7 @@ class ServerChoice(NamedTuple):
             reason = getattr(error, "strerror", None) or "it is no text"
             raise CommandError(
                 f"--token-file: {self.token_file} cannot be read ({reason}); give a file that "
-                "holds the admin token",
+                "holds the token",
                 USAGE,
             ) from None
 
@@ -116,6 +116,16 @@ def choose_server(context: Any, timeout: float | None = None) -> None:
         token_path, ca_path = (None if f is None else Path(f) for f in (token_file, ca_file))
         found = ServerChoice(url, token_path, by_flag, timeout, ca_path)
     _CHOSEN.set(found)
+
+
+def warn_of_unused_token(context: Any) -> None:
+    """Say that a token is not used, where a command asks the scheduler of a state directory."""
+    local = chosen_server() is None and context.info_name != "serve"
+    if local and "state_dir" in context.params and os.environ.get(TOKEN_VARIABLE):
+        _warn_once(
+            f"{TOKEN_VARIABLE} is not used: whoever may read a state directory is the admin of "
+            "its scheduler; to be the user that the token is of, name the scheduler with --server"
+        )
 
 
 def _warn_once(sentence: str) -> None:

@@ -149,7 +149,7 @@ class Connection:
         if response.status_code == httpx.codes.UNAUTHORIZED:
             return ClientError(
                 f"{self.url} refuses the token; give the one in admin.token of its scheduler's "
-                "state directory, with --token-file or PIPOLLUX_TOKEN"
+                "state directory, or a user's, with --token-file or PIPOLLUX_TOKEN"
             )
         if not detail:
             return ClientError(
