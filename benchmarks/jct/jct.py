@@ -89,10 +89,14 @@ def simulate(
         pairs = [(workload(artifact, case), policy) for case, policy in batch]
         outcomes = run_pairs(experiment, pairs, lambda *_: None, processes)
         for (case, policy), outcome in zip(batch, outcomes, strict=True):
-            target = _file(results, policy, case)
-            beside = target.with_suffix(".part")
-            beside.write_text(json.dumps(measure(outcome).to_dict()))
-            beside.replace(target)
+            save(_file(results, policy, case), measure(outcome).to_dict())
+
+
+def save(target: Path, row: Any) -> None:
+    """Keep a result, whole or not at all."""
+    beside = target.with_suffix(".part")
+    beside.write_text(json.dumps(row))
+    beside.replace(target)
 
 
 def workload(artifact: Path, case: Case) -> Workload:

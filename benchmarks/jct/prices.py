@@ -100,10 +100,7 @@ def case(
         )
         if options.as_scheduler:
             settings = replace(settings, decides_at="changes", inherit_models=True)
-        row = simulate(options.artifact, which, policy, settings)
-        beside = target.with_suffix(".part")
-        beside.write_text(json.dumps(row))
-        beside.replace(target)
+        jct.save(target, simulate(options.artifact, which, policy, settings))
     found: dict[str, Any] = json.loads(target.read_text())
     return found
 

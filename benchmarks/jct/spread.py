@@ -93,9 +93,7 @@ def ours(options: argparse.Namespace, case: tuple[int, int]) -> Run:
         traces, nodes = options.artifact / "traces", make_nodes({"": (16, 4)})
         experiment = Experiment(nodes, settings, traces, rank_power=options.rank_power)
         found = measure(experiment.run(workload, "exact")).to_dict()
-        beside = target.with_suffix(".part")
-        beside.write_text(json.dumps({name: found[name] for name in METRICS}))
-        beside.replace(target)
+        jct.save(target, {name: found[name] for name in METRICS})
     metrics: Run = json.loads(target.read_text())
     return metrics
 

@@ -118,10 +118,7 @@ def simulate(artifact: Path, results: Path, where: str, told: str, number: int) 
     """Simulate one case, unless it was before."""
     target = file(results, where, told, number)
     if not target.exists():
-        row = WHERE[where][1](artifact, number, KnownLength.parse(told))
-        beside = target.with_suffix(".part")
-        beside.write_text(json.dumps(row))
-        beside.replace(target)
+        jct.save(target, WHERE[where][1](artifact, number, KnownLength.parse(told)))
 
 
 def file(results: Path, where: str, told: str, number: int) -> Path:

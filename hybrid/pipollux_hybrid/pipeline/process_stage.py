@@ -303,7 +303,7 @@ def _in_layers() -> Iterator[None]:
     """Make what layers raise the cause of an error, as torch does: messages raise errors, too."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # whatever the user's layers raise
         raise RuntimeError(f"a layer failed: {error}") from error
 
 
