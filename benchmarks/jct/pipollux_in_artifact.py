@@ -280,8 +280,8 @@ class Scheduler:
             for name, agent in active.items()
             if agent.nodes
         }
-        heirs = {name for name in active if name in self._heirs and active[name].started is None}
-        placed = place_waiting(self.policy, infos, nodes, base, heirs)
+        weighed = self._heirs | {name for name in active if active[name].started is not None}
+        placed = place_waiting(self.policy, infos, nodes, base, weighed)
         for name, held in placed.items():
             base[name] = held
             infos[name] = replace(infos[name], preemptible=False)

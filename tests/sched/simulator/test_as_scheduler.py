@@ -75,6 +75,25 @@ def test_a_job_that_starts_is_left_alone() -> None:
     assert [seen["j"].preemptible for seen in policy.seen[:2]] == [True, False]
 
 
+def test_a_suspended_job_starts_again_with_what_the_policy_gives_it() -> None:
+    """Not with its least first, which would be one start more."""
+    result = run(Suspending(), row("j", 0.0), row("k", 100.0))
+    assert spans(result, 0) == [(0, 100, 1), (401, 401 + 1 + (300 - 99) / 2, 2)]
+    assert spans(result, 1) == [(100, 401, 1)]
+
+
+class Suspending(Give):
+    """Suspends job j when k comes, and gives it two replicas when that is done."""
+
+    allocate_job = staticmethod(ExactPolicy.allocate_job)
+
+    def optimize(self, jobs: Any, nodes: Any, base: Any, template: Any) -> Any:  # noqa: ARG002  # a policy's
+        self.seen.append(dict(jobs))
+        if "k" in jobs:
+            return {"k": ["a"]}, len(nodes)
+        return {"j": ["a"] * (2 if len(self.seen) > 1 else 1)}, len(nodes)
+
+
 def test_a_node_that_is_lost_is_a_change() -> None:
     events = (NodeEvent(100.0, "a", "lost"), NodeEvent(150.0, "a", "back"))
     result = run(InTurn(), row("j", 0.0), node_events=events, checkpoint_seconds=9.0)

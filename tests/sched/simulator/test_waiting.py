@@ -13,9 +13,9 @@ def job(least: int) -> JobInfo:
 
 
 def placed(
-    jobs: dict[str, JobInfo], base: dict[str, Allocation], heirs: tuple[str, ...] = ()
+    jobs: dict[str, JobInfo], base: dict[str, Allocation], weighed: tuple[str, ...] = ()
 ) -> dict[str, list[str]]:
-    found = place_waiting(ExactPolicy(), jobs, NODES, base, heirs)
+    found = place_waiting(ExactPolicy(), jobs, NODES, base, weighed)
     return {name: list(nodes) for name, nodes in found.items()}
 
 

@@ -308,8 +308,8 @@ class Cluster:
             if job.nodes
         }
         if self._at_changes and self._teams is None:
-            heirs = {name for name in self._heirs & infos.keys() if self._is_new(name)}
-            for name, held in place_waiting(self.policy, infos, self.nodes, base, heirs).items():
+            weighed = {name for name in infos if name in self._heirs or not self._is_new(name)}
+            for name, held in place_waiting(self.policy, infos, self.nodes, base, weighed).items():
                 self._carry_out(self._active[name], infos[name], held)
                 base[name] = held
                 infos[name] = self._info(self._active[name], mean_jobs.get(name))

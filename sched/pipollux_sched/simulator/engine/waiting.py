@@ -17,7 +17,7 @@ def place_waiting(
     jobs: Mapping[str, JobInfo],
     nodes: Mapping[str, NodeInfo],
     base: Mapping[str, Allocation],
-    heirs: Collection[str],
+    weighed: Collection[str],
 ) -> dict[str, Allocation]:
     """Return the allocations of jobs that can start at once; the first that cannot ends the queue.
 
@@ -26,12 +26,13 @@ def place_waiting(
         jobs: all jobs by name, in the order of their arrivals.
         nodes: all nodes by name.
         base: what jobs hold.
-        heirs: new jobs that are known from earlier ones; such a one may get more than the least,
-            so that it waits for the policy to weigh them all.
+        weighed: jobs that wait for the policy to weigh them all, and those after them: ones that it
+            suspended, and new ones that are known from earlier ones, which may get more than the
+            least.
     """
     held = dict(base)
     for name in (name for name in jobs if name not in base):
-        if name in heirs:
+        if name in weighed:
             break
         found = policy.allocate_job(jobs[name], without(jobs, nodes, held))
         if not found:
