@@ -25,6 +25,7 @@ from pipollux_sched.policy.exact.configurations import build_instance
 from pipollux_sched.policy.exact.fair_share import GUARD, claims, equal_share
 from pipollux_sched.simulator import (
     Cluster,
+    DecidesAt,
     IsolatedTimes,
     JobArrival,
     KnownLength,
@@ -258,13 +259,17 @@ APPLICATIONS = {"short": Trained("short", 10), "long": Trained("long", 80)}
 
 
 def worst(
-    fairness: float | None, known_length: str, gap: float = 400.0, rank_power: float | None = None
+    fairness: float | None,
+    known_length: str,
+    gap: float = 400.0,
+    rank_power: float | None = None,
+    decides_at: DecidesAt = "arrivals",
 ) -> float:
     """Return the greatest rho of a long job and a stream of short ones on four slots."""
     jobs = [JobArrival("long", 0.0, "long", 1, 10)]
     jobs += [JobArrival(f"short-{n}", 10.0 + gap * n, "short", 1, 10) for n in range(40)]
     nodes = make_nodes({"": (1, 4)})
-    options = Options(known_length=KnownLength.parse(known_length), decides_at="arrivals")
+    options = Options(known_length=KnownLength.parse(known_length), decides_at=decides_at)
     policy = make_policy(fairness=fairness, rank_power=rank_power)
     result = Cluster(jobs, APPLICATIONS, nodes, policy, options).run()
     alone = IsolatedTimes(nodes, options.restart_seconds)
@@ -287,6 +292,13 @@ def test_a_long_job_beside_a_stream_of_short_ones_is_hardly_late(
     """
     assert worst(None, known_length, gap, rank_power) > 2
     assert worst(1.25, known_length, gap, rank_power) <= most
+
+
+@pytest.mark.parametrize("gap", [340.0, 360.0, 380.0, 400.0, 420.0, 440.0])
+def test_a_long_job_and_a_stream_are_in_time_where_decided_as_by_a_scheduler(gap: float) -> None:
+    """Told how long jobs are, and asked whenever one comes or completes."""
+    assert worst(None, "exact", gap, decides_at="changes") > 1.7
+    assert worst(1.25, "exact", gap, decides_at="changes") <= 1.25
 
 
 @pytest.mark.parametrize(
