@@ -92,7 +92,7 @@ class CompletionTime:
         ValueError: a number is out of range; the message names it.
     """
 
-    rank_power: float = 0.3
+    rank_power: float = 0.28
     """a: how much more short jobs count, 0 to 1. More: the average is shorter. Less: jobs share the
     cluster more evenly, and the last of them ends sooner."""
     horizon: float = 300.0
