@@ -32,6 +32,7 @@ from pipollux_hybrid.optim.scaling_rules import (
     SquareRootScale,
 )
 from pipollux_hybrid.partition.layer_profiler import profile_layers
+from pipollux_hybrid.pipeline.loss import WeightedLoss
 from pipollux_hybrid.pipeline.skip import Namespace, pop, skippable, stash
 from pipollux_hybrid.sync.buffers import CombinesBuffers, all_reduce_sum
 from pipollux_hybrid.telemetry.report import TensorBoard, report
@@ -61,6 +62,7 @@ __all__ = [
     "State",
     "SynchronizationError",
     "TensorBoard",
+    "WeightedLoss",
     "all_reduce_sum",
     "current_epoch",
     "destroy_process_group",

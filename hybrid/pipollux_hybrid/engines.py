@@ -161,9 +161,10 @@ def make_engine(
     device = devices[ctx.env.stage]
     carrier = carrier_of(mesh.stages, device)
     engine = ProcessEngine(
-        *(module, balance, device, checkpoint, schedule, mesh.stages, carrier, check_peers)
+        *(module, balance, device, checkpoint, schedule),
+        *(mesh.stages, mesh.row, carrier, check_peers),
     )
-    ctx.rejoined.append(lambda: engine.rejoin(mesh.stages))
+    ctx.rejoined.append(lambda: engine.rejoin(mesh.stages, mesh.row))
     return engine, keep_stage(module, optimizer, engine.stages, engine.index)
 
 

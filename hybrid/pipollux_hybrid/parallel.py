@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from pipollux_hybrid.checkpoint.manager import load_state
 from pipollux_hybrid.checkpoint.model_state import ModelState
 from pipollux_hybrid.checkpoint.optimizer_shards import OptimizerShards
 from pipollux_hybrid.engines import choose_chunks, choose_orders, make_engine, refuse_plain_loop
+from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job.agreement import agree, model_settings
 from pipollux_hybrid.job.context import context
 from pipollux_hybrid.job.peers import needing_all, passing_on
@@ -25,7 +27,8 @@ from pipollux_hybrid.partition.balance import PartitionRequest
 from pipollux_hybrid.partition.placement import choose_devices, choose_num_stages, make_current
 from pipollux_hybrid.pipeline import batchnorm
 from pipollux_hybrid.pipeline.checkpoint_modes import choose_modes
-from pipollux_hybrid.pipeline.engine import LossFunction, PipelineEngine
+from pipollux_hybrid.pipeline.engine import PipelineEngine
+from pipollux_hybrid.pipeline.loss import LossFunction, LossScope, check_scope, loss_value
 from pipollux_hybrid.pipeline.microbatch import PyTree, batch_size_of, map_tensors, tensors_of
 from pipollux_hybrid.pipeline.num_microbatches import FEWEST_NORMALISED, cut_sizes
 from pipollux_hybrid.pipeline_model import PipelineModel
@@ -249,21 +252,34 @@ class HybridParallel(PipelineModel):
                 output = self._engine.run(batch, sizes)
             batchnorm.commit_statistics(self._deferred)
             return output
+        return self._run_batch(self._engine, batch, sizes)[0]
+
+    def _run_batch(
+        self, engine: PipelineEngine, batch: PyTree, sizes: list[int]
+    ) -> tuple[PyTree, BackwardPlan | None]:
+        """Run a batch through the stages of this process; return the output, and its plan."""
         batch = map_tensors(lambda x: x.to(self.devices[0], non_blocking=True), batch)
         plan = self._plan(sizes, batch) if torch.is_grad_enabled() else None
         # A batch that only keeps step with its peers is another replica's to count.
         counts = plan is None or plan.num_samples > 0
         separately = plan is not None and plan.apart
         with self._counting(counts):
-            output = self._engine.run(batch, sizes, training=self.training, separately=separately)
+            output = engine.run(batch, sizes, training=self.training, separately=separately)
         if plan is not None:
             self._synchronizer.watch(output, plan)
         else:
             # No backward will end this iteration; the replicas agree again at the next that has.
             batchnorm.commit_statistics(self._deferred)
-        return output
+        return output, plan
 
-    def train_step(self, inputs: PyTree, targets: PyTree, loss_fn: LossFunction) -> Tensor:
+    def train_step(
+        self,
+        inputs: PyTree,
+        targets: PyTree,
+        loss_fn: LossFunction,
+        *,
+        loss_scope: LossScope | None = None,
+    ) -> Tensor:
         """Run forward and backward of one batch.
 
         What ``loss = loss_fn(model(inputs), targets)`` and ``loss.backward()`` do together, with
@@ -280,28 +296,66 @@ class HybridParallel(PipelineModel):
         Args:
             inputs: What the first layer takes, tensors of shape [batch, …].
             targets: What the loss takes, tensors of shape [batch, …].
-            loss_fn: Returns the MEAN loss over the batch dimension, a scalar, from the model's
-                output and the targets. With a process per stage it is called for each micro-batch,
-                in the last one's.
+            loss_fn: Returns the loss, a scalar tensor, from the model's output and the targets: a
+                mean over samples, or a :class:`WeightedLoss` where samples or tokens count
+                differently. Where each stage has a process, the last one calls it, for each
+                micro-batch; in the first steps and at times later also for two of them together.
+            loss_scope: ``"batch"``: the loss is computed once over the whole batch of a replica,
+                for losses that compare samples; all forwards of a batch then come before its
+                backwards. ``"microbatch"``: the mean over micro-batches is meant, whatever the
+                loss. None: the same, and a loss that is no mean over samples is refused. Where one
+                process drives all stages, the loss is computed over the whole batch in any case.
 
         Returns:
             The mean loss of this replica's batch, float64, without a graph; in all of its
             processes.
 
         Raises:
-            ConfigurationError: Inputs and targets do not go together.
+            ConfigurationError: Inputs and targets do not go together, or the loss function does
+                not go with its scope.
         """
+        scope = check_scope(loss_scope)
         if isinstance(self._engine, PipelineEngine):
-            targets = map_tensors(lambda x: x.to(self.output_device, non_blocking=True), targets)
-            loss = loss_fn(self(inputs), targets)
-            loss.backward()
-            return loss.detach().double()
+            return self._train_in_one_process(self._engine, inputs, targets, loss_fn)
         sizes = self._sizes(inputs)
         plan = self._plan(sizes, inputs)
-        how = {"training": self.training, "counted": plan.num_samples > 0}
-        counting = self._counting(how["counted"])
-        with needing_all(), counting, self._synchronizer.backward(plan), passing_on():
-            return self._engine.train(inputs, targets, sizes, loss_fn, **how)
+        options: Any = {"scope": scope, "training": self.training, "samples": plan.num_samples}
+        with (
+            needing_all(),
+            self._counting(plan.counted),
+            self._synchronizer.backward(plan),
+            passing_on(),
+        ):
+            loss, weight = self._engine.train(inputs, targets, sizes, loss_fn, **options)
+            self._weigh(plan, weight)
+        return loss
+
+    def _train_in_one_process(
+        self, engine: PipelineEngine, inputs: PyTree, targets: PyTree, loss_fn: LossFunction
+    ) -> Tensor:
+        targets = map_tensors(lambda x: x.to(self.output_device, non_blocking=True), targets)
+        output, plan = self._run_batch(engine, inputs, self._sizes(inputs))
+        loss = loss_value(loss_fn(output, targets))
+        divisor = 1
+        if plan is not None:
+            self._weigh(plan, loss.weight)
+            divisor = plan.num_samples or sum(plan.sizes)
+        loss.scaled(1.0, divisor).backward()
+        return loss.mean
+
+    def _weigh(self, plan: BackwardPlan, weight: float | None) -> None:
+        """Note the weight of a plan's loss.
+
+        Raises:
+            ConfigurationError: It is one, and gradients of several backwards are added up.
+        """
+        if weight is not None and self._no_sync and not plan.weighted:
+            raise ConfigurationError(
+                "loss_fn returned a WeightedLoss under model.no_sync(), where the gradients of "
+                "several backwards are added up whatever their weights: accumulate over an "
+                "AdaptiveDataLoader, or return a mean"
+            )
+        plan.loss_weight = weight
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

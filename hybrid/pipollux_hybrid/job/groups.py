@@ -107,6 +107,21 @@ class ReplicaGroup:
         everyone = self.all_gather(padded, timeout)
         return [part[:size].numpy().tobytes() for part, size in zip(everyone, sizes, strict=True)]
 
+    def broadcast(self, tensor: torch.Tensor, root: int, timeout: float | None = None) -> None:
+        """Overwrite a tensor by that of one replica.
+
+        Args:
+            tensor: Of the same shape on all.
+            root: That replica's rank.
+            timeout: Seconds to wait; None: the group's.
+
+        Raises:
+            RuntimeError: A replica is gone, or too slow.
+        """
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        _wait(self.process_group.broadcast([tensor], options), timeout)
+
     def start_send(self, tensor: torch.Tensor, rank: int) -> Any:
         """Begin to send a contiguous tensor to one replica, which receives it; see :meth:`wait`."""
         return self.process_group.send([tensor], rank, 0)

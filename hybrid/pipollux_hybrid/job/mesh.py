@@ -82,7 +82,8 @@ class ProcessMesh:
         if dist.get_backend() == "nccl":  # which carries nothing from the CPU
             column, _ = dist.new_subgroups_by_enumeration(columns, wait, "gloo")
             row, _ = dist.new_subgroups_by_enumeration(rows, wait, "gloo")
-        self._row = ReplicaGroup(row, env.processes_per_replica)
+        self.row = ReplicaGroup(row, env.processes_per_replica)
+        """The same processes as those of :attr:`stages`, for tensors on the CPU."""
         self.column = ReplicaGroup(column, env.num_replicas)
         """The same processes as those of :attr:`replicas`, for tensors on the CPU."""
         self._among: dict[Stages, dist.ProcessGroup | None] = {}
@@ -142,7 +143,7 @@ class ProcessMesh:
         """
         self._ranks = self._all_ranks(groups.column.size)
         row = self._ranks[replica].tolist()
-        self.column, self._row, self.within = groups.column, groups.row, groups.within
+        self.column, self.row, self.within = groups.column, groups.row, groups.within
         self.replicas = make_known(groups.column, self._ranks[:, self.stage].tolist())
         self.stages = make_known(groups.row, row)
         self._among = {
@@ -162,7 +163,7 @@ class ProcessMesh:
         Raises:
             ReplicaBrokenError: A process is gone.
         """
-        return _sum(self._row, numbers, broken_replica)
+        return _sum(self.row, numbers, broken_replica)
 
     def share(self, found: torch.Tensor | None, size: int) -> torch.Tensor | None:
         """Return what any process of this replica has, all of which call it; None: none has it.
@@ -178,7 +179,7 @@ class ProcessMesh:
         if found is not None:
             mine[0], mine[1:] = 1.0, found
         with _reaching(broken_replica):
-            everyone = self._row.all_gather(mine)
+            everyone = self.row.all_gather(mine)
         return next((x[1:] for x in everyone if x[0] > 0.0), None)
 
     def sum_over_replicas(self, numbers: Sequence[float]) -> list[float]:
@@ -196,7 +197,7 @@ class ProcessMesh:
             ReplicaBrokenError: A process is gone.
         """
         with _reaching(broken_replica):
-            return self._row.all_gather_bytes(content)
+            return self.row.all_gather_bytes(content)
 
 
 def _sum(

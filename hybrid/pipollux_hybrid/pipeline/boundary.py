@@ -1,15 +1,15 @@
-"""What a stage tells the next one of the tensors that it is about to send.
+"""The header that a stage sends the next one before the tensors of a micro-batch.
 
-Stages in processes of their own do not know each other's layers. So the first micro-batch of every
-step is preceded by a few bytes: the structure of what the stage gives, and the shape, type and
-:attr:`~torch.Tensor.requires_grad` of each tensor in it. The other micro-batches of the step differ
-in their samples only, that is, in dimension 0.
+Stages in processes of their own do not know each other's layers. So every micro-batch is preceded
+by a few bytes: the structure of the stage's output, and the shape, type and
+:attr:`~torch.Tensor.requires_grad` of each tensor in it. Micro-batches of one step may differ in
+all of these: the last one may be shorter, and a layer may leave out a mask where no row is padded.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,8 @@ from .microbatch import PyTree, Structure, flatten, unflatten
 __all__ = [
     "HEADER_BYTES",
     "BoundaryLayout",
+    "HeaderReader",
+    "HeaderWriter",
     "describe",
     "from_header",
     "rest_of_header",
@@ -42,13 +44,6 @@ class TensorKind:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
-
-    def of(self, samples: int, of_samples: int) -> TensorKind:
-        """Return the same of a micro-batch of other samples: dimension 0 is in proportion."""
-        if samples == of_samples or not self.shape:
-            return self
-        rows = self.shape[0] * samples // of_samples
-        return TensorKind((rows, *self.shape[1:]), self.dtype, self.requires_grad)
 
     def empty(self, device: torch.device) -> Tensor:
         """Return a tensor of this kind to be overwritten; nothing requires its gradient yet."""
@@ -69,13 +64,10 @@ class BoundaryLayout:
         """The tensors, in order."""
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorKind)]
 
-    def of(self, samples: int, of_samples: int) -> BoundaryLayout:
-        """Return what crosses with a micro-batch of other samples."""
-        leaves = (
-            leaf.of(samples, of_samples) if isinstance(leaf, TensorKind) else leaf
-            for leaf in self.leaves
-        )
-        return BoundaryLayout(self.structure, tuple(leaves))
+    @property
+    def is_tensors(self) -> bool:
+        """Whether two that are equal look the same to layers: 1, 1.0 and True are equal, too."""
+        return all(leaf is None or isinstance(leaf, TensorKind) for leaf in self.leaves)
 
     def value(self, tensors: Sequence[Tensor]) -> PyTree:
         """Return the PyTree with these tensors in it."""
@@ -143,6 +135,43 @@ def from_header(first: Tensor, rest: Tensor | None) -> BoundaryLayout:
     return BoundaryLayout(
         pytree.treespec_loads(told["structure"]), tuple(_decode(x) for x in told["leaves"])
     )
+
+
+class HeaderWriter:
+    """Encodes headers, most of which are those of the micro-batch before."""
+
+    def __init__(self) -> None:
+        self._last: BoundaryLayout | None = None
+        self._messages: tuple[Tensor, ...] = ()
+
+    def encode(self, boundary: BoundaryLayout, what: str) -> tuple[Tensor, ...]:
+        """Return the messages of a boundary; see :func:`to_header`."""
+        if not boundary.is_tensors or boundary != self._last:
+            self._last = boundary
+            self._messages = tuple(x for x in to_header(boundary, what) if x is not None)
+        return self._messages
+
+
+class HeaderReader:
+    """Decodes headers, most of which are those of the micro-batch before."""
+
+    def __init__(self) -> None:
+        self._last = b""
+        self._boundary: BoundaryLayout | None = None
+
+    def decode(self, first: Tensor, receive: Callable[[int], Tensor]) -> BoundaryLayout:
+        """Return the boundary that a header describes.
+
+        Args:
+            first: Its first message.
+            receive: Returns its second one, of so many bytes; called if there is one.
+        """
+        count = rest_of_header(first)
+        rest = receive(count) if count else None
+        content = first.numpy().tobytes() + (b"" if rest is None else rest.numpy().tobytes())
+        if self._boundary is None or content != self._last:
+            self._last, self._boundary = content, from_header(first, rest)
+        return self._boundary
 
 
 def _bytes(content: bytes) -> Tensor:

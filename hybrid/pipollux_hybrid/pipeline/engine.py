@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -34,15 +33,12 @@ from .thread_state import ThreadLocalState
 
 __all__ = [
     "CHECKPOINT_MODES",
-    "LossFunction",
     "PipelineEngine",
     "cut_stages",
     "num_recomputed",
     "with_index",
 ]
 
-LossFunction: TypeAlias = Callable[[PyTree, PyTree], Tensor]
-"""What gives the mean loss of a micro-batch, a scalar, from the model's output and the targets."""
 CHECKPOINT_MODES = ("always", "except_last", "never")
 
 

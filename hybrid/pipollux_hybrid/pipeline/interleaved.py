@@ -35,6 +35,7 @@ class Interleaved(_PipelineScheduleRuntime):
         chunks: Of this process, in order.
         num_microbatches: M.
         loss_fn: Of a micro-batch; None: forwards alone.
+        forwards_first: Whether all forwards come before the first backward.
     """
 
     def __init__(
@@ -42,6 +43,8 @@ class Interleaved(_PipelineScheduleRuntime):
         chunks: Sequence[ProcessStage],
         num_microbatches: int,
         loss_fn: LossOfMicrobatch | None,
+        *,
+        forwards_first: bool = False,
     ) -> None:
         super().__init__(  # type: ignore[no-untyped-call]  # torch has no types there
             list(chunks), num_microbatches, loss_fn=loss_fn, scale_grads=False
@@ -49,7 +52,9 @@ class Interleaved(_PipelineScheduleRuntime):
         num_chunks, num_stages = chunks[0].num_stages, chunks[0].group_size
         self.pipeline_order_with_comms = {
             self.rank: actions_of(
-                self.rank, num_stages, num_chunks, num_microbatches, trains=loss_fn is not None
+                *(self.rank, num_stages, num_chunks, num_microbatches),
+                trains=loss_fn is not None,
+                forwards_first=forwards_first,
             )
         }
 
@@ -63,7 +68,13 @@ class Interleaved(_PipelineScheduleRuntime):
 
 
 def actions_of(
-    stage: int, num_stages: int, num_chunks: int, num_microbatches: int, *, trains: bool
+    stage: int,
+    num_stages: int,
+    num_chunks: int,
+    num_microbatches: int,
+    *,
+    trains: bool,
+    forwards_first: bool = False,
 ) -> list[_Action]:
     """Return what the process of a stage does, in its order.
 
@@ -73,55 +84,65 @@ def actions_of(
         num_chunks: K·V.
         num_microbatches: M.
         trains: Whether there are backwards.
+        forwards_first: Whether all forwards come before the first backward.
     """
-    orders: dict[int, list[_Action]] = {
-        k: [
+    orders: dict[int, list[_Action]] = {}
+    for k in range(num_stages):
+        order = [
             _Action(chunk, _WORK[phase], microbatch)
             for phase, chunk, microbatch in device_order(
                 "interleaved", k, num_stages, num_chunks, num_microbatches
             )
             if trains or phase == "forward"
         ]
-        for k in range(num_stages)
-    }
+        if forwards_first:  # sorting keeps the order of each
+            order.sort(key=lambda action: action.computation_type is not schedules.FORWARD)
+        orders[k] = order
     whole = schedules._add_send_recv(orders, lambda chunk: chunk % num_stages, num_chunks)
     return _with_waits(_receive_late(whole[stage], stage, num_stages))
 
 
 def _receive_late(actions: Sequence[_Action], rank: int, num_stages: int) -> list[_Action]:
-    """Return the actions with the first receive of each chunk as late as can be.
+    """Return the actions with the receives of inputs as late as can be.
 
-    torch begins to receive as soon as a sender may have sent. The first receive of a chunk waits
-    for the message that tells what comes (:mod:`.process_stage`), and work that could be done would
-    wait, too. As messages between two processes come in one order, those after it are put off with
+    torch begins to receive as soon as a sender may have sent. Receiving an input begins by waiting
+    for its header (:mod:`.process_stage`), and work that could be done would wait, too. As messages
+    between two processes come in one order, those from the same process after it are put off with
     it. NCCL also has sends wait for their receives: of two processes the first one receives what it
     is to receive before it sends, as in torch's ``defer_pp_recv``.
     """
     late: list[_Action] = []
-    waiting: list[_Action] = []
+    waiting: dict[int, list[_Action]] = {k: [] for k in range(num_stages)}
 
-    def receive(last: int) -> None:
-        late.extend(waiting[:last])
-        del waiting[:last]
+    def receive(peer: int, last: int) -> None:
+        late.extend(waiting[peer][:last])
+        del waiting[peer][:last]
 
     for action in actions:
-        chunk, kind, microbatch, _ = action
-        first = kind is schedules.RECV_F and microbatch == 0
-        if first or (waiting and kind in _RECEIVES):
-            waiting.append(action)
+        chunk, kind, _, _ = action
+        towards = 1 if kind in (schedules.SEND_F, schedules.RECV_B) else -1
+        peer = (chunk + towards) % num_stages
+        if kind is schedules.RECV_F or (waiting[peer] and kind in _RECEIVES):
+            waiting[peer].append(action)
             continue
         if kind in _SENDS:
-            peer = (chunk + (1 if kind is schedules.SEND_F else -1)) % num_stages
             if rank < peer:
-                receive(len(waiting))
+                receive(peer, len(waiting[peer]))
         elif kind not in _RECEIVES:
-            needed = schedules.RECV_F if kind is schedules.FORWARD else schedules.RECV_B
-            wanted = _Action(chunk, needed, microbatch)
-            if wanted in waiting:
-                receive(waiting.index(wanted) + 1)
+            needed = _needed(action)
+            for other, queue in waiting.items():
+                if needed in queue:
+                    receive(other, queue.index(needed) + 1)
         late.append(action)
-    receive(len(waiting))
+    for peer, queue in waiting.items():
+        receive(peer, len(queue))
     return late
+
+
+def _needed(action: _Action) -> _Action:
+    """Return the receive that a forward or backward waits for."""
+    kind = schedules.RECV_F if action.computation_type is schedules.FORWARD else schedules.RECV_B
+    return _Action(action.stage_index, kind, action.microbatch_index)
 
 
 def _with_waits(actions: list[_Action]) -> list[_Action]:

@@ -15,7 +15,8 @@ forward and back; :mod:`.process_stage` lets these change from step to step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -23,15 +24,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
+from torch.utils.weak import WeakIdKeyDictionary
 
 from pipollux_hybrid.errors import BrokenPipelineError, ConfigurationError
+from pipollux_hybrid.job.groups import ReplicaGroup
 from pipollux_perfmodel.timing.params import ScheduleKind
 
 from .boundary import describe, from_header, rest_of_header, to_header
-from .engine import LossFunction, cut_stages, num_recomputed, with_index
+from .engine import cut_stages, num_recomputed, with_index
 from .interleaved import Interleaved
+from .loss import LossFunction, LossScope, MicrobatchLoss
 from .microbatch import PyTree, batch_size_of, gather, map_tensors, scatter
-from .process_stage import ProcessStage
+from .process_stage import LossOfMicrobatch, ProcessStage
 from .skip import layout_of
 from .stage_notes import StageNotes
 
@@ -48,6 +52,8 @@ class _OneForwardOneBackward(Schedule1F1B):
         """Do nothing: the stage makes its buffers as micro-batches come."""
 
 
+_NO_LOSS = torch.zeros(())
+"""What torch's schedules keep in the place of losses: stages know where their backward begins."""
 _Schedule: TypeAlias = _GPipe | _OneForwardOneBackward | Interleaved
 
 
@@ -61,6 +67,7 @@ class ProcessEngine:
         checkpoint: When activations are recomputed.
         schedule: ``"gpipe"``, ``"1f1b"`` or ``"interleaved"``.
         group: The K processes of the replica, in the order of stages.
+        row: The same processes, for tensors on the CPU.
         carrier: Where tensors of this stage have to be for the group to send them.
         check_peers: Raises a RuntimeError if what was received on a GPU may be of one that is gone.
 
@@ -76,10 +83,12 @@ class ProcessEngine:
         checkpoint: str,
         schedule: ScheduleKind,
         group: dist.ProcessGroup,
+        row: ReplicaGroup,
         carrier: torch.device,
         check_peers: Callable[[], None],
     ) -> None:
-        self.checkpoint, self._kind, self._group = checkpoint, schedule, group
+        self.checkpoint, self._kind = checkpoint, schedule
+        self._group, self._row, self._check_peers = group, row, check_peers
         self.num_stages, self.index = dist.get_world_size(group), dist.get_rank(group)
         self.device = with_index(device)
         self._carrier = carrier
@@ -97,25 +106,30 @@ class ProcessEngine:
                 )
         self.notes = StageNotes()
         """Taken of what this process does in a step that is timed."""
-        surroundings = len(balance), group, layout, self.notes, carrier, check_peers
+        surroundings = len(balance), group, row, layout, self.notes, carrier
         self.chunks = [
             ProcessStage(self.stages[q].place(self.device), q, *surroundings)
             for q in range(self.index, len(balance), self.num_stages)
         ]
         """What torch's schedules drive: this stage, or its chunks."""
-        self._schedules: dict[tuple[int, bool], _Schedule] = {}
-        self._loss: Callable[[int, Any, Any], Tensor] = _no_loss
+        self._schedules: dict[tuple[int, bool, bool], _Schedule] = {}
+        # Other stages' parameters are about to be freed, unless the script holds them.
+        self._names: MutableMapping[Any, str] = WeakIdKeyDictionary()
+        self._names.update((parameter, name) for name, parameter in module.named_parameters())
+        self._loss: MicrobatchLoss | None = None
+        self._step = 0
         self._failure: Exception | None = None
 
-    def rejoin(self, group: dist.ProcessGroup) -> None:
+    def rejoin(self, group: dist.ProcessGroup, row: ReplicaGroup) -> None:
         """Go on with the same processes in another group, between two batches.
 
         Args:
             group: The K processes of the replica, in the order of stages.
+            row: The same processes, for tensors on the CPU.
         """
-        self._group = group
+        self._group, self._row = group, row
         for chunk in self.chunks:
-            chunk.group = group
+            chunk.group, chunk.row = group, row
 
     @property
     def devices(self) -> list[torch.device]:
@@ -155,46 +169,56 @@ class ProcessEngine:
         sizes: Sequence[int],
         loss_fn: LossFunction,
         *,
+        scope: LossScope | None,
         training: bool,
-        counted: bool,
-    ) -> Tensor:
+        samples: int,
+    ) -> tuple[Tensor, float | None]:
         """Run forward and backward of one batch; gradients are added to the parameters'.
 
         Args:
             inputs: PyTree of tensors of shape [batch, …]; the first stage reads it.
-            targets: The same; the last stage reads it.
+            targets: The same; the last stage reads it. Any value if the scope is the batch.
             sizes: Samples of each micro-batch.
-            loss_fn: Of the model's output and the targets, the mean over a micro-batch.
+            loss_fn: Of the model's output and the targets.
+            scope: What the loss function is called with; None: each micro-batch, and it is checked
+                at the start of a run, and then from time to time, that this is right.
             training: Whether the model is in training mode, where activations are recomputed.
-            counted: Whether the samples count; else all gradients are zero.
+            samples: Samples of the batch that count; with 0 all gradients are zero.
 
         Returns:
-            The mean loss over the batch, float64, without a graph, in every process.
+            In every process: the loss over the batch, float64, without a graph; and the weight of
+            a :class:`WeightedLoss`, else None. Gradients are those of the mean loss, or of the sum
+            of a :class:`WeightedLoss` divided by the samples.
 
         Raises:
-            ConfigurationError: Inputs and targets do not go together.
+            ConfigurationError: Inputs and targets do not go together, or the loss function does not
+                go with its scope.
             BrokenPipelineError: Another stage is gone.
         """
+        whole = scope == "batch"
         total = sum(sizes)
-        if self.is_last and batch_size_of(targets) != total:
+        if self.is_last and not whole and batch_size_of(targets) != total:
             raise ConfigurationError(
                 f"targets has {batch_size_of(targets)} samples and inputs has {total}: dimension 0 "
                 "of both is the batch, as both are cut into micro-batches along it"
             )
-
-        def weighted(index: int, output: PyTree, target: PyTree) -> Tensor:
-            if not counted:
-                output = map_tensors(_without_gradient, output)
-            return loss_fn(output, target) * (sizes[index] / total)
-
-        self._loss = weighted
-        losses: list[Tensor] = []
+        targets = map_tensors(self._here, targets) if self.is_last else None
+        self._loss = MicrobatchLoss(
+            *(loss_fn, sizes, targets),
+            scope=scope or "microbatch",
+            samples=samples,
+            step=self._step if scope is None else None,
+            names=self._names,
+        )
+        self._step += 1
         recomputed = self.checkpointed(len(sizes), training=training)
         for chunk in self.chunks:
-            chunk.begin(sizes, recomputed=recomputed, has_backward=True)
-        self._run(inputs, targets, sizes, losses, trains=True)
-        loss = torch.stack([x.detach() for x in losses]).sum() if losses else torch.zeros(())
-        return self._shared_loss(loss)
+            chunk.begin(len(sizes), recomputed=recomputed, has_backward=True)
+        labels = [None] * len(sizes) if whole or not self.is_last else scatter(targets, sizes)
+        self._run(inputs, labels, sizes, trains=True, forwards_first=whole)
+        loss = self._loss
+        self._loss = None
+        return self._shared_loss(loss.summary() if self.is_last else None)
 
     def run(self, inputs: PyTree, sizes: Sequence[int]) -> PyTree:
         """Run the forward of one batch without gradients.
@@ -210,39 +234,32 @@ class ProcessEngine:
             BrokenPipelineError: Another stage is gone.
         """
         for chunk in self.chunks:
-            chunk.begin(sizes, recomputed=0, has_backward=False)
-        outputs = self._run(inputs, None, sizes, [], trains=False)
+            chunk.begin(len(sizes), recomputed=0, has_backward=False)
+        outputs = self._run(inputs, None, sizes, trains=False)
         return self._shared_output(gather(outputs, sizes) if self.is_last else None)
 
     def _run(
         self,
         inputs: PyTree,
-        targets: PyTree,
+        labels: Sequence[PyTree] | None,
         sizes: Sequence[int],
-        losses: list[Tensor],
         *,
         trains: bool,
+        forwards_first: bool = False,
     ) -> list[PyTree]:
         """Run the schedule; return the last stage's outputs of each micro-batch, if evaluating."""
         batches: list[tuple[PyTree, ...]] = [()] * len(sizes)
         if self.chunks[0].is_first:
             batches = [(x,) for x in scatter(map_tensors(self._here, inputs), sizes)]
-        labels = None
-        if trains and self.is_last:
-            labels = scatter(map_tensors(self._here, targets), sizes)
-        schedule = self._schedule(len(sizes), trains=trains)
+        schedule = self._schedule(len(sizes), trains=trains, forwards_first=forwards_first)
         self._failure = None
-        outputs: list[PyTree] = []
-        if not trains:
-            self._loss = _no_loss
-            keep = self._last.output_chunks  # cleared at the next begin
         try:
             with self._own_random_numbers():
                 schedule._step_microbatches(
                     batches,
                     None,
-                    None if labels is None else list(enumerate(labels)),
-                    losses if trains else None,
+                    list(enumerate(labels)) if labels is not None and self.is_last else None,
+                    [] if trains else None,
                     return_outputs=not trains,
                 )
             self.notes.idle()
@@ -252,35 +269,51 @@ class ProcessEngine:
             if told is error:
                 raise
             raise told from (error if error.__cause__ is None else told.__cause__)
-        if not trains and self.is_last:
-            leaving = self._last.leaving
-            outputs = [leaving.value(tensors) for tensors in keep]
-        return outputs
+        if self._carrier.type == "cuda":
+            self._check_peers()
+        if trains or not self.is_last:
+            return []
+        last = self._last
+        pairs = zip(last.layouts, last.output_chunks, strict=True)
+        return [layout.value(tensors) for layout, tensors in pairs]
 
     def _here(self, tensor: Tensor) -> Tensor:
         return tensor.detach().to(self.device, non_blocking=True)
 
-    def _schedule(self, num_microbatches: int, *, trains: bool) -> _Schedule:
-        key = num_microbatches, trains
+    def _schedule(self, num_microbatches: int, *, trains: bool, forwards_first: bool) -> _Schedule:
+        key = num_microbatches, trains, forwards_first
         if key not in self._schedules:
-            self._schedules[key] = self._make_schedule(num_microbatches, trains=trains)
+            loss = self._compute_loss if trains else None
+            self._schedules[key] = self._make_schedule(num_microbatches, loss, forwards_first)
         return self._schedules[key]
 
-    def _make_schedule(self, num_microbatches: int, *, trains: bool) -> _Schedule:
-        loss = self._compute_loss if trains else None
+    def _make_schedule(
+        self, num_microbatches: int, loss: LossOfMicrobatch | None, forwards_first: bool
+    ) -> _Schedule:
         if self._part == "chunk":
-            return Interleaved(self.chunks, num_microbatches, loss)
-        alternates = trains and self._kind != "gpipe" and num_microbatches >= self.num_stages
-        kind = _OneForwardOneBackward if alternates else _GPipe
-        return kind(self.chunks[0], num_microbatches, loss_fn=loss, scale_grads=False)
+            return Interleaved(self.chunks, num_microbatches, loss, forwards_first=forwards_first)
+        alternates = loss is not None and self._kind != "gpipe" and not forwards_first
+        if alternates and num_microbatches >= self.num_stages:
+            return _OneForwardOneBackward(
+                self.chunks[0], num_microbatches, loss_fn=loss, scale_grads=False
+            )
+        return _GPipe(self.chunks[0], num_microbatches, loss_fn=loss, scale_grads=False)
 
     def _compute_loss(self, tensors: tuple[Tensor, ...], target: tuple[int, PyTree]) -> Tensor:
+        """Note where the backward of a micro-batch begins; torch's schedules keep what it returns.
+
+        With a loss over the whole batch that is known for all micro-batches at the last one.
+        """
         index, labels = target
+        assert self._loss is not None  # noqa: S101  # a step has begun
         try:
-            return self._loss(index, self._last.leaving.value(tensors), labels)
+            found = self._loss.add(index, self._last.leaving.value(tensors), labels)
         except Exception as error:  # the script's own code
             self._failure = error
             raise
+        for number, roots in enumerate(found, start=index + 1 - len(found)):
+            self._last.roots[number] = roots
+        return _NO_LOSS
 
     def _told(self, error: Exception) -> Exception:
         """Return what went wrong: torch wraps what layers raise, and what carries messages fails.
@@ -316,15 +349,37 @@ class ProcessEngine:
         finally:
             torch.set_rng_state(before)
 
-    def _shared_loss(self, loss: Tensor) -> Tensor:
-        """Return the last stage's loss in every process."""
-        return self._broadcast(loss.to(self._carrier, torch.float64))
+    def _shared_loss(
+        self, summary: tuple[Tensor, float | None] | None
+    ) -> tuple[Tensor, float | None]:
+        """Return the last stage's loss and its weight in every process.
+
+        Args:
+            summary: In the last stage's.
+        """
+        loss, weight = summary or (torch.zeros((), dtype=torch.float64), None)
+        # The host needs the weight; with a loss on a GPU it need not wait for it.
+        told = torch.tensor([math.nan if weight is None else weight, 0.0], dtype=torch.float64)
+        on_host = self._carrier.type == "cpu"
+        if on_host:
+            told[1] = loss
+        self._row_broadcast(told)
+        loss = told[1] if on_host else self._broadcast(loss.to(self._carrier))
+        weight = float(told[0])
+        return loss, None if math.isnan(weight) else weight
+
+    def _row_broadcast(self, tensor: Tensor) -> None:
+        """Send a tensor on the CPU from the last stage to all."""
+        if self.num_stages > 1:
+            try:
+                self._row.broadcast(tensor, self.num_stages - 1)
+            except RuntimeError as error:
+                raise BrokenPipelineError(str(error)) from error
 
     def _shared_output(self, output: PyTree) -> PyTree:
         """Return the last stage's output in every process."""
         if self.num_stages == 1:
             return output
-        device = self._carrier
         header = to_header(describe(None, "")[0], "")[0]
         rest: Tensor | None = None
         tensors: list[Tensor] = []
@@ -332,11 +387,11 @@ class ProcessEngine:
             name = self.stages[-1].output_name
             boundary, tensors = describe(output, name)
             header, rest = to_header(boundary, name)
-        header = self._broadcast(header.to(device)).cpu()
+        self._row_broadcast(header)
         count = rest_of_header(header)
         if count:
-            empty = torch.empty(count, dtype=torch.uint8)
-            rest = self._broadcast((empty if rest is None else rest).to(device)).cpu()
+            rest = torch.empty(count, dtype=torch.uint8) if rest is None else rest
+            self._row_broadcast(rest)
         boundary = from_header(header, rest)
         if not self.is_last:
             tensors = [kind.empty(self.device) for kind in boundary.kinds]
@@ -349,13 +404,3 @@ class ProcessEngine:
             except RuntimeError as error:
                 raise BrokenPipelineError(str(error)) from error
         return tensor
-
-
-def _no_loss(*_: Any) -> Tensor:
-    raise AssertionError("no loss is computed without gradients")
-
-
-def _without_gradient(tensor: Tensor) -> Tensor:
-    if tensor.requires_grad:
-        tensor.register_hook(torch.zeros_like)
-    return tensor

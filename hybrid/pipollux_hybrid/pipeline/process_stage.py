@@ -3,18 +3,25 @@
 :class:`torch.distributed.pipelining.PipelineStage` fixes the number and the shapes of micro-batches
 when it is made, and infers them by a forward of its own. Here they change from step to step, and
 the last micro-batch of a batch may be a shorter one. So buffers are made for each micro-batch as
-it comes, from what the stage before tells of it (:mod:`.boundary`).
+it comes, from the header that the stage before sends with it (:mod:`.boundary`).
 
-That message is received where nothing else is under way: before the first micro-batch of a step. At
-any later one, a stage that waited for it would keep back the gradient that the other stage is
-waiting for.
+A stage waits for that header where the schedule has it receive the micro-batch. The stage before
+sends it as soon as it has computed, before it waits for anything, so neither keeps the other
+waiting: 1F1B has computed a micro-batch before it waits for the gradient of an earlier one. With
+the gradients goes a byte for each tensor that may have one, which says whether it has::
+
+    stage k                            stage k + 1
+    forward i    header, tensors  →    waits for the header, receives
+                 ←  flags, gradients   backward i
+
+Headers and flags travel over gloo, also beside NCCL: the host reads them, and waits for no GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -25,18 +32,30 @@ from torchgpipe.checkpoint import enable_recomputing
 from torchgpipe.skip.layout import SkipLayout
 from torchgpipe.skip.tracker import use_skip_tracker
 
-from pipollux_hybrid.errors import ConfigurationError
+from pipollux_hybrid.job.groups import ReplicaGroup
 
-from .boundary import HEADER_BYTES, BoundaryLayout, describe, from_header, rest_of_header, to_header
+from .boundary import HEADER_BYTES, BoundaryLayout, HeaderReader, HeaderWriter, describe
 from .microbatch import PyTree
 from .skip import SkipTracker
 from .stage import Stage
 from .stage_notes import StageNotes
 
-__all__ = ["LossOfMicrobatch", "ProcessStage"]
+__all__ = ["LossOfMicrobatch", "ProcessStage", "Roots"]
 
 LossOfMicrobatch: TypeAlias = Callable[[tuple[Tensor, ...], Any], Tensor]
 """What schedules call with the last stage's tensors of a micro-batch and its targets."""
+Roots: TypeAlias = list[tuple[Tensor, Tensor]]
+"""Where a backward begins: tensors, and their gradients."""
+
+
+class ArrivingGradients(NamedTuple):
+    """Gradients that the next stage sends of one micro-batch."""
+
+    work: Any
+    """Of the flags; None where no gradient can come."""
+    flags: Tensor
+    """Which of the buffers are gradients; the others are zeros in their place."""
+    buffers: list[Tensor]
 
 
 class _Layers(nn.Module):
@@ -52,9 +71,9 @@ class _Layers(nn.Module):
         self.stage = stage
         self._layout = layout
         self.arriving: BoundaryLayout | None = None
-        """What the stage before sends; None for the first stage."""
+        """Layout of the coming forward's input; None for the first stage."""
         self.leaving: BoundaryLayout | None = None
-        """What this one gave last."""
+        """Layout of the last forward's output."""
         self.recomputes = False
         """Whether the coming forward keeps its input only."""
 
@@ -82,10 +101,10 @@ class ProcessStage(PipelineStage):
         index: k, or q.
         num_stages: K, or K·V.
         group: The K processes of the pipeline, in the order of stages.
+        row: The same processes, for tensors on the CPU.
         layout: Where stashed tensors go to.
         notes: Of this process.
         carrier: Where tensors have to be for the group to send them.
-        check_peers: Raises a RuntimeError if what was received on a GPU may be of one that is gone.
     """
 
     def __init__(
@@ -94,44 +113,49 @@ class ProcessStage(PipelineStage):
         index: int,
         num_stages: int,
         group: dist.ProcessGroup,
+        row: ReplicaGroup,
         layout: SkipLayout,
         notes: StageNotes,
         carrier: torch.device,
-        check_peers: Callable[[], None],
     ) -> None:
         self._layers = _Layers(stage, layout)
         super().__init__(self._layers, index, num_stages, stage.device, group=group)
-        self._carrier, self._check_peers = carrier, check_peers
-        self._sizes: Sequence[int] = ()
+        self.row, self._carrier = row, carrier
+        self._writer, self._reader = HeaderWriter(), HeaderReader()
         self._recomputed = 0
+        self._arriving: dict[int, BoundaryLayout] = {}
         self._inputs: dict[int, list[Tensor]] = {}
         self._outputs: dict[int, tuple[Tensor, ...]] = {}
-        self._gradients: dict[int, list[Tensor | None]] = {}
-        self._sent: BoundaryLayout | None = None
-        self._telling: list[Any] = []
-        """What is on its way to the next stage, which has it when the step has ended."""
+        self._gradients: dict[int, ArrivingGradients] = {}
+        self.roots: dict[int, Roots] = {}
+        """Of the last stage: where the backward of each micro-batch begins."""
+        self.layouts: list[BoundaryLayout] = []
+        """Of the last stage: the layout of each of :attr:`output_chunks`."""
+        self._sending: list[Any] = []
+        """Headers and flags on their way, which have arrived when the step has ended."""
         self.notes, self._row = notes, stage.index
         """Told of what the stage does, for time lines."""
 
     @property
     def leaving(self) -> BoundaryLayout:
-        """What the stage gave for the last micro-batch."""
+        """Layout of the stage's last output."""
         assert self._layers.leaving is not None  # noqa: S101  # a forward came before
         return self._layers.leaving
 
-    def begin(self, sizes: Sequence[int], *, recomputed: int, has_backward: bool) -> None:
+    def begin(self, num_microbatches: int, *, recomputed: int, has_backward: bool) -> None:
         """Begin a step.
 
         Args:
-            sizes: Samples of each micro-batch.
+            num_microbatches: M.
             recomputed: How many micro-batches, from the first on, keep their input only.
             has_backward: Whether gradients come back.
         """
-        for kept in (self._inputs, self._outputs, self._gradients, self._telling):
+        for kept in (self._arriving, self._inputs, self._outputs, self._gradients, self.roots):
             kept.clear()
-        self.output_chunks.clear()
-        self._sizes, self._recomputed, self.chunks = sizes, recomputed, len(sizes)
-        self.has_backward, self._sent = has_backward, None
+        for sent in (self._sending, self.output_chunks, self.layouts):
+            sent.clear()
+        self._recomputed, self.chunks = recomputed, num_microbatches
+        self.has_backward = has_backward
 
     # --- forwards ----------------------------------------------------------------------------
 
@@ -141,10 +165,7 @@ class ProcessStage(PipelineStage):
             self.notes.idle()
             return []
         self.notes.receiving(self._row, fwd_chunk_id, "receive_input")
-        if fwd_chunk_id == 0:
-            self._layers.arriving = self._receive_header()
-        assert self._layers.arriving is not None  # noqa: S101  # micro-batch 0 comes first
-        arriving = self._layers.arriving.of(self._sizes[fwd_chunk_id], self._sizes[0])
+        arriving = self._arriving[fwd_chunk_id] = self._receive_header()
         buffers = [kind.empty(self._carrier) for kind in arriving.kinds]
         self._inputs[fwd_chunk_id] = buffers
         return [self._op(dist.irecv, buffer, self.stage_index - 1) for buffer in buffers]
@@ -163,6 +184,7 @@ class ProcessStage(PipelineStage):
         self._outputs[fwd_chunk_id] = output
         if self.is_last and save_forward_output:
             self.output_chunks.append(output)
+            self.layouts.append(self.leaving)
         return output
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -171,10 +193,8 @@ class ProcessStage(PipelineStage):
             return []
         self.notes.sending(self._row, fwd_chunk_id, "send_output")
         to = self.stage_index + 1
-        if fwd_chunk_id == 0:
-            self._send_header(to)
-        else:
-            self._check_like_first(fwd_chunk_id)
+        for message in self._writer.encode(self.leaving, self._layers.stage.output_name):
+            self._send(message, to)
         outputs = self._outputs[fwd_chunk_id]
         return [self._op(dist.isend, self._carried(x.detach()), to) for x in outputs]
 
@@ -183,12 +203,12 @@ class ProcessStage(PipelineStage):
 
     def _arrived(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
         """Return the input of a micro-batch, which has been received."""
-        assert self._layers.arriving is not None  # noqa: S101  # it was received before
+        arriving = self._layers.arriving = self._arriving[fwd_chunk_id]
         wanted = self.has_backward and torch.is_grad_enabled()
         arrived = self._inputs[fwd_chunk_id] = [
             x.to(self.device) for x in self._inputs[fwd_chunk_id]
         ]
-        pairs = zip(arrived, self._layers.arriving.kinds, strict=True)
+        pairs = zip(arrived, arriving.kinds, strict=True)
         return tuple(x.requires_grad_(wanted and kind.requires_grad) for x, kind in pairs)
 
     # --- backwards ---------------------------------------------------------------------------
@@ -199,19 +219,19 @@ class ProcessStage(PipelineStage):
             self.notes.idle()
             return []
         self.notes.receiving(self._row, bwd_chunk_id, "receive_gradient")
-        buffers = [
-            torch.empty(x.shape, dtype=x.dtype, device=self._carrier) if x.requires_grad else None
-            for x in self._outputs[bwd_chunk_id]
-        ]
-        self._gradients[bwd_chunk_id] = buffers
+        outputs = [x for x in self._outputs[bwd_chunk_id] if x.requires_grad]
+        buffers = [torch.empty(x.shape, dtype=x.dtype, device=self._carrier) for x in outputs]
         to = self.stage_index + 1
-        return [self._op(dist.irecv, buffer, to) for buffer in buffers if buffer is not None]
+        flags = torch.empty(len(outputs), dtype=torch.uint8)
+        work = self.row.start_receive(flags, self._process_of(to)) if buffers else None
+        self._gradients[bwd_chunk_id] = ArrivingGradients(work, flags, buffers)
+        return [self._op(dist.irecv, buffer, to) for buffer in buffers]
 
     def backward_one_chunk(
         self,
         bwd_chunk_id: int,
-        loss: Any = None,
-        full_backward: bool = True,  # noqa: ARG002  # torch's signature
+        loss: Any = None,  # noqa: ARG002  # torch's signature
+        full_backward: bool = True,  # noqa: ARG002  # the same
         last_backward: bool = False,  # noqa: ARG002  # the same
     ) -> None:
         """Run the backward of a micro-batch; see :class:`PipelineStage`."""
@@ -219,30 +239,37 @@ class ProcessStage(PipelineStage):
             return
         with self.notes.computing(self._row, bwd_chunk_id, "backward"), _in_layers():
             outputs = self._outputs.pop(bwd_chunk_id)
-            if self.is_last:
-                roots, gradients = [loss] if loss.requires_grad else [], None
-            else:
-                received = self._gradients.pop(bwd_chunk_id)
-                roots = [x for x in outputs if x.requires_grad]
-                gradients = [x.to(self.device) for x in received if x is not None]
+            roots = (
+                self.roots.pop(bwd_chunk_id, [])
+                if self.is_last
+                else self._received_roots(bwd_chunk_id, outputs)
+            )
             if roots:
-                torch.autograd.backward(roots, gradients)
+                torch.autograd.backward([x for x, _ in roots], [g for _, g in roots])
+
+    def _received_roots(self, chunk: int, outputs: tuple[Tensor, ...]) -> Roots:
+        """Return the outputs that the next stage has gradients of, with these."""
+        work, flags, buffers = self._gradients.pop(chunk)
+        if work is None:
+            return []
+        self.row.wait(work)
+        roots = zip((x for x in outputs if x.requires_grad), buffers, flags.tolist(), strict=True)
+        return [(x, gradient.to(self.device)) for x, gradient, has_one in roots if has_one]
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Return what sends the gradients of a micro-batch back; see :class:`PipelineStage`."""
         if self.is_first or not self.has_backward:
             return []
         self.notes.sending(self._row, bwd_chunk_id, "send_gradient")
-        assert self._layers.arriving is not None  # noqa: S101  # micro-batch 0 came first
         inputs, to = self._inputs.pop(bwd_chunk_id), self.stage_index - 1
-        return [
-            # What the stage did not use has a gradient all the same: zero.
-            self._op(
-                dist.isend, self._carried(torch.zeros_like(x) if x.grad is None else x.grad), to
-            )
-            for x, kind in zip(inputs, self._layers.arriving.kinds, strict=True)
-            if kind.requires_grad
-        ]
+        kinds = self._arriving.pop(bwd_chunk_id).kinds
+        wanted = [x for x, kind in zip(inputs, kinds, strict=True) if kind.requires_grad]
+        if wanted:
+            flags = [x.grad is not None for x in wanted]
+            self._send(torch.tensor(flags, dtype=torch.uint8), to)
+        # Buffers are there, so zeros go where there is no gradient; the flag says so.
+        gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in wanted]
+        return [self._op(dist.isend, self._carried(x), to) for x in gradients]
 
     # --- messages ----------------------------------------------------------------------------
 
@@ -256,46 +283,24 @@ class ProcessStage(PipelineStage):
     def _rank_of(self, stage: int) -> int:
         """Return the rank among all processes of the one that has a stage, or chunk."""
         assert self.group is not None  # noqa: S101  # it is told at the beginning
-        return dist.get_global_rank(self.group, self.stage_index_to_group_rank[stage])
+        return dist.get_global_rank(self.group, self._process_of(stage))
 
-    def _send_header(self, stage: int) -> None:
-        """Begin to tell the next stage what it will receive, by itself as it is received.
+    def _process_of(self, stage: int) -> int:
+        """Return the rank among the replica's processes of the one that has a stage, or chunk."""
+        return int(self.stage_index_to_group_rank[stage])
 
-        With other messages NCCL would send it by another communicator than this one receives from.
-        """
-        self._sent = self.leaving
-        for message in to_header(self.leaving, self._layers.stage.output_name):
-            if message is not None:
-                told = message.to(self._carrier)
-                work = dist.isend(told, self._rank_of(stage), group=self.group)
-                self._telling.append((work, told))
+    def _send(self, message: Tensor, stage: int) -> None:
+        """Begin to send a header or flags."""
+        self._sending.append((self.row.start_send(message, self._process_of(stage)), message))
 
     def _receive_header(self) -> BoundaryLayout:
-        first = self._receive_bytes(HEADER_BYTES)
-        rest = rest_of_header(first)
-        return from_header(first, self._receive_bytes(rest) if rest else None)
+        return self._reader.decode(self._receive_bytes(HEADER_BYTES), self._receive_bytes)
 
     def _receive_bytes(self, count: int) -> Tensor:
-        message = torch.empty(count, dtype=torch.uint8, device=self._carrier)
-        source = self._rank_of(self.stage_index - 1)
-        dist.recv(message, source, group=self.group)
-        received = message.cpu()
-        if message.is_cuda:
-            self._check_peers()
-        return received
-
-    def _check_like_first(self, chunk: int) -> None:
-        """Refuse a micro-batch that the next stage does not expect as it is."""
-        assert self._sent is not None  # noqa: S101  # micro-batch 0 went first
-        expected = self._sent.of(self._sizes[chunk], self._sizes[0])
-        if self.leaving != expected:
-            raise ConfigurationError(
-                f"{self._layers.stage.output_name} is {_shapes(self.leaving)} for micro-batch "
-                f"{chunk} of {self._sizes[chunk]} samples, where {_shapes(expected)} follows from "
-                f"micro-batch 0 of {self._sizes[0]}: between stages with a process each, give "
-                "tensors whose dimension 0 is the batch, and the same plain values for every "
-                "micro-batch"
-            )
+        message = torch.empty(count, dtype=torch.uint8)
+        source = self._process_of(self.stage_index - 1)
+        self.row.wait(self.row.start_receive(message, source))
+        return message
 
 
 @contextmanager
@@ -310,9 +315,3 @@ def _in_layers() -> Iterator[None]:
 def _while_recomputing() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return what is around a forward, and around the same when it is recomputed."""
     return nullcontext(), enable_recomputing()
-
-
-def _shapes(boundary: BoundaryLayout) -> str:
-    return ", ".join(
-        f"{str(kind.dtype).removeprefix('torch.')} {kind.shape}" for kind in boundary.kinds
-    )

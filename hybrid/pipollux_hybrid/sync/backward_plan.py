@@ -16,7 +16,7 @@ from pipollux_hybrid.job.batch import MicroStep
 __all__ = ["BackwardPlan", "plan_backward"]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class BackwardPlan:
     """How the gradients of one forward come back, and what they count.
 
@@ -44,11 +44,19 @@ class BackwardPlan:
     """Whether the first micro-batch's gradient comes first, as where stages have processes."""
     part: object | None = None
     """The part of an iteration it belongs to; a second backward of a part adds no samples."""
+    loss_weight: float | None = None
+    """Weight of the loss, once it is known, where that is not its samples."""
 
     @property
     def counted(self) -> bool:
         """Whether the samples count; a batch that does not adds nothing."""
         return self.num_samples > 0
+
+    @property
+    def weight(self) -> float:
+        """What the sum of the loss is divided by: its weight if it has one, or its samples."""
+        own = self.loss_weight if self.counted else None
+        return float(self.num_samples) if own is None else own
 
     @property
     def shares_a_pass(self) -> bool:

@@ -30,6 +30,8 @@ class IterationTotals:
 
     samples: float
     """Samples of the iteration that count."""
+    weight: float
+    """What sums of the loss are divided by: samples, or the weights of the loss."""
     part_samples: float
     """Those of its last part."""
     estimates: float
@@ -64,7 +66,8 @@ class IterationTotals:
             SynchronizationError: A peer is gone, or takes longer than the group's timeout, or
                 sent a summary of other parameters.
         """
-        head = [self.samples, self.part_samples, self.estimates, self.sqr, self.unmeasurable]
+        head = [self.samples, self.weight, self.part_samples, self.estimates, self.sqr]
+        head.append(self.unmeasurable)
         tail = [*self.buffers, *self.late, *self.present]
         first = len(self.buffers)
         second = first + len(self.late)
@@ -87,10 +90,11 @@ class IterationTotals:
             raise lost_peers("while averaging gradients", error) from error
         return IterationTotals(
             samples=totals[0],
-            part_samples=totals[1],
-            estimates=totals[2],
-            sqr=totals[3],
-            unmeasurable=totals[4],
+            weight=totals[1],
+            part_samples=totals[2],
+            estimates=totals[3],
+            sqr=totals[4],
+            unmeasurable=totals[5],
             buffers=tail[:first],
             late=tail[first:second],
             present=tail[second:],

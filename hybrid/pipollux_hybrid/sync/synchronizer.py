@@ -11,7 +11,8 @@ accumulation step a, parameters end up with
     Σ_ra n_ra g_ra / Σ_ra n_ra
 
 which is the gradient of the mean loss over the whole batch, also when shares differ by a sample or
-a replica has none in the last batch of an epoch.
+a replica has none in the last batch of an epoch. Where the loss is a sum S_ra with a weight w_ra,
+g_ra is that of S_ra / n_ra, and the denominator is Σ_ra w_ra.
 
 Counts, norms and flags travel apart from the gradients, as float64 over the CPU
 (:mod:`pipollux_hybrid.sync.iteration_totals`), so that nothing waits for a GPU to learn them.
@@ -108,6 +109,7 @@ class GradientSynchronizer:
         self._fresh, self._averaged = True, False
         self._part: object | None = None
         self._samples = self._estimates = 0
+        self._accounted: list[BackwardPlan] = []
         self._measurable, self._unit = True, 0
         self._sqr = [NormSum() for _ in self._stages]
         # What the replicas agreed on in the last one.
@@ -222,13 +224,13 @@ class GradientSynchronizer:
     def _rewind(self) -> Callable[[], None]:
         """Return a function that undoes the beginning of a backward that turns out to be none."""
         before = (self._fresh, self._part, self._samples, self._estimates, self._measurable)
-        sqr, averaged = list(self._sqr), self._averaged
+        sqr, averaged, accounted = list(self._sqr), self._averaged, list(self._accounted)
 
         def rewind() -> None:
             if before[0] and averaged and self._part is before[1] is not None:
                 scale_gradients(self._stages, 1.0 / self._batch_over_part)
             self._fresh, self._part, self._samples, self._estimates, self._measurable = before
-            self._sqr = sqr
+            self._sqr, self._accounted = sqr, accounted
 
         return rewind
 
@@ -240,6 +242,7 @@ class GradientSynchronizer:
             scale_gradients(self._stages, self._batch_over_part)
             return
         self._samples = self._estimates = self._unit = 0
+        self._accounted = []
         self._averaged, self._part, self._measurable = False, None, True
         self._sqr = [NormSum() for _ in self._stages]
 
@@ -252,6 +255,7 @@ class GradientSynchronizer:
             scale_gradients(self._stages, self._unit / plan.num_samples)
         self._unit = plan.num_samples
         self._samples = (self._samples if plan.weighted else 0) + plan.num_samples
+        self._accounted = [*(self._accounted if plan.weighted else ()), plan]
         self._estimates += plan.passes
 
     def _join(self, plan: BackwardPlan) -> None:
@@ -336,11 +340,14 @@ class GradientSynchronizer:
 
     def _finish_alone(self) -> SyncResult:
         self._on_settled()
-        self._batch_over_part = self._samples / max(self._unit, 1)
+        weight = self._loss_weight() if self._samples > 0 else 1.0
+        self._batch_over_part = weight / max(self._unit, 1)
         if self._samples > 0:
-            scale_gradients(self._stages, self._unit / self._samples)
+            _check_weight(weight)
+            scale_gradients(self._stages, self._unit / weight)
         estimates = self._estimates if self._measurable else 0
-        return SyncResult(self._samples, estimates, self._sqr_sum() / max(self._samples, 1), 0.0)
+        sqr = self._sqr_sum() * self._samples / weight**2
+        return SyncResult(self._samples, estimates, sqr, 0.0)
 
     def _finish_together(self) -> SyncResult:
         reducer = self._reducer
@@ -354,19 +361,20 @@ class GradientSynchronizer:
                 "no replica has samples that count in this iteration: its gradients are the mean "
                 "over nothing"
             )
+        _check_weight(total.weight)
         if self._num_replicas == 1:
-            scale_gradients(self._stages, self._unit / total.samples)
+            scale_gradients(self._stages, self._unit / total.weight)
         if self._mesh is None:
             self._settle(total.late, total.buffers)
-        reducer.write_back(self._reference / total.samples, total.present)
+        reducer.write_back(self._reference / total.weight, total.present)
         if total.part_samples > 0.0:
             # A power of two, so that what is added up has the same digits whatever it is.
             self._reference = power_of_two(total.part_samples / self._num_replicas)
-            self._batch_over_part = total.samples / total.part_samples
+            self._batch_over_part = total.weight / total.part_samples
         return SyncResult(
             round(total.samples),
             0 if total.unmeasurable else round(total.estimates),
-            total.sqr / total.samples,
+            total.sqr * total.samples / total.weight**2,
             self._comm_timer.stop(),
             tuple(time for bucket in reducer.buckets for time in bucket.times or ()),
         )
@@ -386,6 +394,7 @@ class GradientSynchronizer:
         late, present = self._reducer.report(counts=self._samples > 0)
         return IterationTotals(
             samples=self._samples if speaks else 0,
+            weight=self._loss_weight() if speaks else 0.0,
             part_samples=self._unit if speaks and self._plans[0].counted else 0,
             estimates=self._estimates if speaks else 0,
             sqr=self._sqr_sum(),
@@ -395,6 +404,23 @@ class GradientSynchronizer:
             present=present,
         )
 
+    def _loss_weight(self) -> float:
+        """Return what this replica's sums of the loss are divided by."""
+        return sum(plan.weight for plan in self._accounted)
+
     def _sqr_sum(self) -> float:
         totals = [norms.total() for norms in self._sqr]
         return sum(float(total) for total in totals if total is not None)
+
+
+def _check_weight(weight: float) -> None:
+    """Refuse a mean over nothing, the same on all replicas.
+
+    Raises:
+        SynchronizationError: The weights of the loss do not add up to a number above 0.
+    """
+    if not weight > 0.0:
+        raise SynchronizationError(
+            f"the weights of the loss add up to {weight:g} over the batch, and its gradient is "
+            "that of the sum divided by them: give batches in which something counts"
+        )

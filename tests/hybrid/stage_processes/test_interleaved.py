@@ -26,16 +26,24 @@ def message(action: _Action) -> tuple[Message, int]:
     return ("gradient", chunk + 1, microbatch), chunk + 1
 
 
-@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize(
+    ("trains", "forwards_first"), [(True, False), (True, True), (False, False)]
+)
 @pytest.mark.parametrize(
     ("num_stages", "several", "num_microbatches"), grid([2, 3, 4], [2, 3], [1, 2, 3, 4, 5, 8, 11])
 )
 def test_nobody_waits_for_ever(
-    num_stages: int, several: int, num_microbatches: int, trains: bool
+    num_stages: int, several: int, num_microbatches: int, trains: bool, forwards_first: bool
 ) -> None:
     """Also if every receive waits; messages come in the order in which they were sent."""
     waiting = {
-        k: deque(actions_of(k, num_stages, num_stages * several, num_microbatches, trains=trains))
+        k: deque(
+            actions_of(
+                *(k, num_stages, num_stages * several, num_microbatches),
+                trains=trains,
+                forwards_first=forwards_first,
+            )
+        )
         for k in range(num_stages)
     }
     work = num_stages * several * num_microbatches * (2 if trains else 1)

@@ -1,0 +1,381 @@
+"""The loss of one step: over the whole batch, or micro-batch by micro-batch.
+
+Where each stage has a process, the last one computes the loss of every micro-batch as soon as its
+forward is done, so that its backward may begin (``"microbatch"``). Their mean, weighted by samples,
+is the loss of the batch only if the loss is a mean over samples. Others are a sum and a weight
+(:class:`WeightedLoss`), or need all outputs at once (``"batch"``).
+
+The graph is cut at the model's output: the loss gives the gradients of the outputs, and the
+backward of the layers begins with these::
+
+    layers → output ┊ output, a leaf → loss_fn → loss
+                    ┊ gradient of the leaf    ←
+
+So a loss that reaches the layers by another way than the output is found, and so is one that is
+no mean over samples: what it gives for two micro-batches together is compared with what it gives
+for each of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
+
+import torch
+from torch import Tensor
+
+from pipollux_hybrid.errors import ConfigurationError
+
+from .microbatch import PyTree, gather, map_tensors, tensors_of
+
+__all__ = [
+    "LossFunction",
+    "LossScope",
+    "LossValue",
+    "MicrobatchLoss",
+    "WeightedLoss",
+    "check_scope",
+    "loss_value",
+]
+
+LossScope: TypeAlias = Literal["microbatch", "batch"]
+"""What a loss function is called with: each micro-batch, or the whole batch of a replica."""
+CHECKED_STEPS = 10
+"""Steps at the start of a run in which every pair of neighbouring micro-batches is compared."""
+CHECK_INTERVAL = 50
+"""Every so many steps after these the first pair is."""
+
+
+class WeightedLoss(NamedTuple):
+    """A loss as a sum and its weight, whose mean ``sum / weight`` is taken over the whole batch.
+
+    What :meth:`HybridParallel.train_step` takes where samples, or their tokens, count differently:
+    sums and weights add up over micro-batches, accumulation steps and replicas, and the gradient is
+    that of Σ sum / Σ weight.
+
+    Example::
+
+        def loss_fn(logits, labels):
+            loss = F.cross_entropy(
+                logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
+            )
+            return pipollux.WeightedLoss(loss, (labels != -100).sum())
+    """
+
+    sum: Tensor
+    """A scalar with a graph."""
+    weight: Tensor | float
+    """A number that no gradient follows, such as the tokens that count."""
+
+
+LossFunction: TypeAlias = Callable[[PyTree, PyTree], Tensor | WeightedLoss]
+"""Returns the loss, a scalar, from the model's output and the targets."""
+
+
+@dataclass(frozen=True)
+class LossValue:
+    """What a loss function returned: a sum over samples, and what it is to be divided by."""
+
+    root: Tensor
+    """A scalar, with a graph: the mean, or the sum of a :class:`WeightedLoss`."""
+    weight: float | None
+    """That of a :class:`WeightedLoss`; None for a mean."""
+
+    def scaled(self, share: float, divisor: float) -> Tensor:
+        """Return a scalar whose gradients add up to those of the batch, up to its weight.
+
+        Args:
+            share: Of the batch's samples.
+            divisor: What the sum of a :class:`WeightedLoss` is divided by.
+        """
+        if self.weight is not None:
+            return self.root / divisor
+        return self.root if share == 1.0 else self.root * share
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean, float64, without a graph."""
+        mean = self.root.detach().double()
+        return mean if self.weight is None else mean / self.weight
+
+
+def check_scope(scope: object) -> LossScope | None:
+    """Return the scope that a script asks for.
+
+    Raises:
+        ConfigurationError: There is no such scope.
+    """
+    if scope is None or scope in get_args(LossScope):
+        return cast("LossScope | None", scope)
+    raise ConfigurationError(
+        f"loss_scope={scope!r}: None, 'microbatch' and 'batch' are allowed; 'batch' computes the "
+        "loss once over the whole batch of a replica"
+    )
+
+
+def loss_value(returned: object) -> LossValue:
+    """Return the loss that a script's function returned.
+
+    Raises:
+        ConfigurationError: It is no scalar tensor and no :class:`WeightedLoss` of one.
+    """
+    root, weight = returned, None
+    if isinstance(returned, WeightedLoss):
+        root, weight = returned.sum, float(returned.weight)
+    if isinstance(root, Tensor) and root.numel() == 1:
+        return LossValue(root.reshape(()), weight)
+    shown = f"a tensor of shape {tuple(root.shape)}" if isinstance(root, Tensor) else None
+    raise ConfigurationError(
+        f"loss_fn returned {shown or f'a {type(root).__name__}'}: return the loss alone, a scalar "
+        "tensor, or pipollux.WeightedLoss(sum, weight); keep other values in a variable of your own"
+    )
+
+
+class _Cut(NamedTuple):
+    """A micro-batch whose loss is known, kept to be compared with its neighbour."""
+
+    output: PyTree
+    """Detached from the layers; tensors with gradients are leaves."""
+    target: PyTree
+    value: LossValue
+
+
+class MicrobatchLoss:
+    """The loss of one step in the process of the last stage.
+
+    Args:
+        loss_fn: The script's.
+        sizes: Samples of each micro-batch.
+        targets: Of the whole batch, where the scope is the batch.
+        scope: What the loss function is called with.
+        samples: Samples of the batch that count; with 0 all gradients are zero.
+        step: Number of the step in this run, from 0; None: neighbours are not compared.
+        names: Names of the model's parameters.
+    """
+
+    def __init__(
+        self,
+        loss_fn: LossFunction,
+        sizes: Sequence[int],
+        targets: PyTree,
+        *,
+        scope: LossScope,
+        samples: int,
+        step: int | None,
+        names: Mapping[Any, str],
+    ) -> None:
+        self._loss_fn, self._sizes, self._targets = loss_fn, sizes, targets
+        self._scope, self._counted, self._names = scope, samples > 0, names
+        self._rows = sum(sizes)
+        self._divisor = samples or self._rows
+        first = step is not None and step < CHECKED_STEPS
+        rarely = step is not None and step % CHECK_INTERVAL == 0
+        self._compared = len(sizes) - 1 if first else int(rarely)
+        self._before: _Cut | None = None
+        self._outputs: list[PyTree] = []
+        self._losses: list[Tensor] = []
+        self._weights: list[float | None] = []
+        self._has_gradient = False
+
+    def add(self, index: int, output: PyTree, target: PyTree) -> list[list[tuple[Tensor, Tensor]]]:
+        """Take the output of a micro-batch.
+
+        Args:
+            index: Of the micro-batch.
+            output: What the last layer gave, with its graph.
+            target: Of the micro-batch, where the scope is that.
+
+        Returns:
+            Where the backward of each micro-batch begins whose gradients are known now, in order:
+            tensors of its output, and their gradients.
+
+        Raises:
+            ConfigurationError: The loss is not what its scope requires.
+        """
+        if self._scope == "batch":
+            self._outputs.append(output)
+            return self._of_batch() if len(self._outputs) == len(self._sizes) else []
+        cut = map_tensors(_leaf, output)
+        value = loss_value(self._loss_fn(cut, target))
+        if index == 0:
+            self._check_reach(value.root, cut)
+        share = self._sizes[index] / self._rows
+        self._note(value, share)
+        gradients = _gradients(value.scaled(share, self._divisor), cut)
+        if self._before is not None and index <= self._compared and value.root.requires_grad:
+            self._compare(index, _Cut(cut, target, value), gradients)
+        self._before = _Cut(cut, target, value) if index < self._compared else None
+        return [self._roots(output, gradients)]
+
+    def summary(self) -> tuple[Tensor, float | None]:
+        """Return the loss of the batch, and its weight if it is a :class:`WeightedLoss`.
+
+        Raises:
+            ConfigurationError: No gradient leads from the loss to the model, or the loss is a
+                :class:`WeightedLoss` for some micro-batches only.
+        """
+        if not self._has_gradient and self._counted:
+            raise ConfigurationError(
+                "the loss has no graph that leads to the model's output, so nothing would be "
+                "trained: return it without detach(), item() or torch.no_grad()"
+            )
+        total = torch.stack(self._losses).sum()
+        weights = [weight for weight in self._weights if weight is not None]
+        if not weights:
+            return total, None
+        if len(weights) < len(self._weights):
+            raise ConfigurationError(
+                "loss_fn returned a WeightedLoss for some micro-batches and a tensor for others: "
+                "return the same for every micro-batch"
+            )
+        return total / sum(weights), sum(weights)
+
+    def _of_batch(self) -> list[list[tuple[Tensor, Tensor]]]:
+        cuts = [map_tensors(_leaf, output) for output in self._outputs]
+        value = loss_value(self._loss_fn(gather(cuts, self._sizes), self._targets))
+        self._check_reach(value.root, cuts)
+        self._note(value, 1.0)
+        gradients = _gradients(value.scaled(1.0, self._divisor), cuts)
+        roots = []
+        for output, cut in zip(self._outputs, cuts, strict=True):
+            count = len(tensors_of(cut))
+            roots.append(self._roots(output, gradients[:count]))
+            gradients = gradients[count:]
+        self._outputs = []
+        return roots
+
+    def _note(self, value: LossValue, share: float) -> None:
+        self._losses.append(value.scaled(share, 1.0).detach().double())
+        self._weights.append(value.weight)
+        self._has_gradient |= value.root.requires_grad
+
+    def _roots(
+        self, output: PyTree, gradients: Sequence[Tensor | None]
+    ) -> list[tuple[Tensor, Tensor]]:
+        return [
+            (tensor, gradient if self._counted else torch.zeros_like(gradient))
+            for tensor, gradient in zip(tensors_of(output), gradients, strict=True)
+            if gradient is not None
+        ]
+
+    def _check_reach(self, root: Tensor, cut: PyTree) -> None:
+        """Refuse a loss that reaches parameters by another way than the model's output."""
+        leaves = {id(leaf) for leaf in tensors_of(cut)}
+        for variable in _reached(root):
+            if id(variable) in leaves:
+                continue
+            name = self._names.get(variable)
+            called = f"parameter {name!r}" if name else f"a tensor of shape {tuple(variable.shape)}"
+            raise ConfigurationError(
+                f"the loss depends on {called} in another way than through the model's output: "
+                "where each stage has a process, a penalty on parameters would reach those of the "
+                "last stage only, and other tensors would be trained by no optimizer; use "
+                "weight_decay, return such terms as outputs of layers, or run all stages in one "
+                "process"
+            )
+
+    def _compare(self, index: int, cut: _Cut, gradients: Sequence[Tensor | None]) -> None:
+        """Refuse a loss that is other for two micro-batches together than for each of them."""
+        before = self._before
+        assert before is not None  # noqa: S101  # the caller has looked
+        sizes = self._sizes[index - 1 : index + 1]
+        outputs = [map_tensors(Tensor.detach, one.output) for one in (before, cut)]
+        joined = map_tensors(_leaf_like(cut.output), gather(outputs, sizes))
+        with _same_random_numbers(joined):
+            together = loss_value(self._loss_fn(joined, gather([before.target, cut.target], sizes)))
+        total = sum(sizes)
+        parts = [
+            float(one.value.scaled(count / total, 1.0).detach())
+            for one, count in zip((before, cut), sizes, strict=True)
+        ]
+        expected, found = sum(parts), float(together.scaled(1.0, 1.0).detach())
+        tolerance = _tolerance(joined, together.root)
+        alike = _close(found, expected, tolerance * max(abs(found), *map(abs, parts)))
+        if together.weight is not None:
+            weight = (before.value.weight or 0.0) + (cut.value.weight or 0.0)
+            alike = alike and _close(together.weight, weight, tolerance * abs(weight))
+        if alike:
+            theirs = _gradients(together.scaled(total / self._rows, self._divisor), joined)
+            pairs = zip(gradients, theirs, strict=True)
+            alike = all(_alike(mine, both, sizes[0], tolerance) for mine, both in pairs)
+        if not alike:
+            raise ConfigurationError(
+                f"the loss is not a mean over samples: for micro-batches {index - 1} and {index} "
+                f"together it is {found:.6g}, and the mean of both is {expected:.6g}, or their "
+                "gradients differ (padding or ignore_index, class weights, a loss that compares "
+                "samples, random numbers); return pipollux.WeightedLoss(sum, weight), or say "
+                "train_step(…, loss_scope='batch') to have it computed over the whole batch, or "
+                "loss_scope='microbatch' if the mean over micro-batches is meant"
+            )
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _leaf_like(output: PyTree) -> Callable[[Tensor], Tensor]:
+    """Return a function that has the tensors of a PyTree require gradients as those of another."""
+    wanted = iter([tensor.requires_grad for tensor in tensors_of(output)])
+    return lambda tensor: tensor.detach().requires_grad_(next(wanted))
+
+
+def _gradients(root: Tensor, leaves: PyTree) -> list[Tensor | None]:
+    """Return the gradient of each tensor of a PyTree; None where there is none."""
+    tensors = tensors_of(leaves)
+    wanted = [tensor for tensor in tensors if tensor.requires_grad]
+    if not wanted or not root.requires_grad:
+        return [None] * len(tensors)
+    found = iter(torch.autograd.grad(root, wanted, allow_unused=True))
+    return [next(found) if tensor.requires_grad else None for tensor in tensors]
+
+
+def _reached(root: Tensor) -> Iterator[Tensor]:
+    """Return the leaves that the graph of a scalar leads to."""
+    seen: set[Any] = set()
+    waiting = [root.grad_fn] if root.grad_fn is not None else []
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if isinstance(variable := getattr(node, "variable", None), Tensor):
+            yield variable
+        waiting += [after for after, _ in node.next_functions if after is not None]
+
+
+@contextmanager
+def _same_random_numbers(output: PyTree) -> Iterator[None]:
+    """Leave the random generators as they are."""
+    devices = {x.device for x in tensors_of(output) if x.device.type == "cuda"}
+    with torch.random.fork_rng(devices=[device.index for device in devices]):
+        yield
+
+
+def _tolerance(output: PyTree, root: Tensor) -> float:
+    """Return how far two ways to compute the same may be apart, relative to what they give."""
+    kinds = [root.dtype, *(x.dtype for x in tensors_of(output) if x.is_floating_point())]
+    least = 3e-4 if root.is_cuda else 0.0  # where matrices may be multiplied in TF32
+    return max(least, *(0.3 * math.sqrt(torch.finfo(kind).eps) for kind in kinds))
+
+
+def _close(found: float, expected: float, tolerance: float) -> bool:
+    """Return whether numbers are close; one that is not finite is the script's to handle."""
+    if not (math.isfinite(found) and math.isfinite(expected)):
+        return True
+    return abs(found - expected) <= tolerance
+
+
+def _alike(mine: Tensor | None, both: Tensor | None, first: int, tolerance: float) -> bool:
+    """Return whether a gradient is that of two micro-batches together, from a row on."""
+    if mine is None or both is None:
+        return mine is None and (both is None or not both[first:].any())
+    other = both[first:]
+    if other.shape != mine.shape:
+        return False
+    scale = both.abs().max()
+    if mine.numel() == 0 or not (torch.isfinite(mine).all() and torch.isfinite(scale)):
+        return True
+    return bool((mine - other).abs().max() <= tolerance * torch.maximum(scale, mine.abs().max()))
