@@ -19,12 +19,13 @@ from typing import Any
 
 from torchgpipe.checkpoint import is_recomputing
 from torchgpipe.microbatch import Batch
-from torchgpipe.pipeline import Pipeline, clock_cycles, copy, wait
+from torchgpipe.pipeline import Pipeline, clock_cycles
 from torchgpipe.skip.layout import SkipLayout
 from torchgpipe.skip.tracker import use_skip_tracker
 from torchgpipe.stream import AbstractStream, current_stream, use_device
 from torchgpipe.worker import Task, spawn_workers
 
+from .lanes import copy, depend, wait
 from .microbatch import PyTree
 from .recompute import Recomputation
 from .skip import SkipTracker
@@ -117,10 +118,7 @@ class PipelineRun(Pipeline):
         """
         with spawn_workers(self.devices) as queues:
             for tick in clock_cycles(len(self.batches), len(self.partitions)):
-                if self._separate:
-                    self._carry(tick)
-                else:
-                    self.fence(tick, self._trackers)
+                self._carry(tick)
                 self._compute(tick, *queues)
         device = self.devices[-1]
         return [
@@ -129,8 +127,11 @@ class PipelineRun(Pipeline):
         ]
 
     def _carry(self, tick: Sequence[tuple[int, int]]) -> None:
-        """Carry outputs to the next stage like torchgpipe's fence, without ordering backwards."""
+        """Carry outputs to the next stage, as torchgpipe's fence does."""
         for i, j in tick:
+            if i > 0 and not self._separate:
+                # The backward of this micro-batch comes before that of the one before it.
+                depend(self.batches[i - 1], self.batches[i])
             streams = [self.copy_streams[k][i] for k in range(j + 1)]
             for source, namespace, name in self.skip_layout.copy_policy(j):
                 self._trackers[i].copy(

@@ -23,12 +23,12 @@ from torchgpipe.checkpoint import (
     restore_rng_states,
     save_rng_states,
 )
-from torchgpipe.dependency import fork, join
 from torchgpipe.microbatch import Batch
 from torchgpipe.phony import get_phony
 
 from pipollux_hybrid.errors import SynchronizationError
 
+from .lanes import fork, join
 from .thread_state import ThreadLocalState
 
 __all__ = ["Recomputation", "check_whole_backward", "make_phonies"]

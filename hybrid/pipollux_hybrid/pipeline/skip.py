@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchgpipe.checkpoint import is_checkpointing
-from torchgpipe.dependency import join
 from torchgpipe.microbatch import Batch
 from torchgpipe.skip import Namespace, pop, stash, verify_skippables
 from torchgpipe.skip import skippable as _skippable
@@ -26,6 +25,7 @@ from torchgpipe.skip.tracker import SkipTrackerThroughPotals
 
 from pipollux_hybrid.errors import ConfigurationError
 
+from .lanes import join
 from .transfer import Parcel
 
 __all__ = ["Namespace", "SkipTracker", "layout_of", "pop", "skippable", "stash"]

@@ -25,20 +25,6 @@ def wrapped(module: nn.Sequential, **options: Any) -> HybridParallel:
     return HybridParallel(module, optimizer, **{"num_stages": 2, "num_microbatches": 4, **options})
 
 
-class Constant(nn.Module):
-    """Gives on a second tensor that has nothing to do with the samples."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x, torch.zeros(len(INPUTS))
-
-
-class Pair(nn.Module):
-    """Takes the first of two tensors."""
-
-    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
-        return pair[0]
-
-
 class Odd(nn.Module):
     """Fails where there are few samples."""
 
@@ -64,12 +50,6 @@ def other_stages() -> None:
 
 def skips_a_stage() -> None:
     wrapped(make_model("unet"), balance=[6, 7])
-
-
-def no_batch() -> None:
-    wrapped(nn.Sequential(nn.Linear(6, 3), Constant(), Pair()).double(), balance=[2, 1]).train_step(
-        INPUTS, TARGETS, F.cross_entropy
-    )
 
 
 def too_few_targets() -> None:
@@ -123,7 +103,6 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
     "skips a chunk": (skips_a_chunk, "goes from chunk 1 to chunk 3"),
     "other stages": (other_stages, "num_stages=3: a replica of this job has 2 processes"),
     "skip connection": (skips_a_stage, "the skip connection 'skip' goes from stage 0 to stage 1"),
-    "no batch": (no_batch, "give tensors whose dimension 0 is the batch"),
     "targets": (too_few_targets, "targets has 10 samples and inputs has 11"),
     "a layer": (layer_fails, "stage 1 (cpu), layer '1' (Odd): too few samples for Odd"),
     "the loss": (loss_fails, "no loss today"),
