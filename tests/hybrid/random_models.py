@@ -303,16 +303,25 @@ def train_pipeline(spec: Spec) -> Trained:
     return found
 
 
-def whole_masks(spec: Spec, replicas: Sequence[Sequence[Trained]]) -> dict[str, list[Tensor]]:
-    """Dropout's masks of whole batches, by layer: one for each step."""
+def whole_masks(
+    spec: Spec, replicas: Sequence[Sequence[Trained]], steps: int
+) -> dict[str, list[Tensor]]:
+    """Dropout's masks of whole batches, by layer: one for each step; after these many, nothing."""
     names = {name for process in itertools.chain(*replicas) for name in process.masks}
-    return {name: [_mask(spec, replicas, name, step) for step in range(STEPS)] for name in names}
+    return {
+        name: [
+            _mask(spec, replicas, name, step) if step < steps else torch.ones(1, dtype=torch.bool)
+            for step in range(STEPS)
+        ]
+        for name in names
+    }
 
 
 def _mask(spec: Spec, replicas: Sequence[Sequence[Trained]], name: str, step: int) -> Tensor:
     whole = torch.zeros(spec.batch_size, WIDTH, dtype=torch.bool)
     for r, processes in enumerate(replicas):
         (masks,) = (process.masks[name] for process in processes if name in process.masks)
-        each = len(masks) // STEPS
-        whole[r :: len(replicas)] = torch.cat(masks[step * each : (step + 1) * each])
+        rows = whole[r :: len(replicas)]
+        flat = torch.cat(masks)  # each step has as many rows
+        rows.copy_(flat[step * len(rows) : (step + 1) * len(rows)])
     return whole

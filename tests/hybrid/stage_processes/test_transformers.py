@@ -78,7 +78,7 @@ class Logits(nn.Module):
 def layers_of(name: str, model: Any, page: str) -> nn.Sequential:
     if name == "t5":
         return nn.Sequential(Encoder(model), Decoder(model), Logits(model))
-    names: dict[str, Any] = {"__name__": "docs_models"}
+    names: dict[str, Any] = {"__name__": "docs_models", "F": F}
     for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
         if "_layers(" in block or "class " in block:
             exec(compile(block, "docs/models.md", "exec"), names)  # noqa: S102  # our own page
