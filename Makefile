@@ -41,19 +41,24 @@ demo: $(STAMP)
 # share fixtures; who has nothing left to do takes over from the others.
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 
+# Failed tests run once more, each alone, after all others (tests/reruns.py). Those that pass then are
+# appended to this file; `make test FLAKY=` reruns none.
+FLAKY ?= flaky-tests.txt
+RERUN := --rerun-failed="$(FLAKY)"
+
 test: lint
-	$(PYTEST)
+	$(PYTEST) $(RERUN)
 
 # Other examples each time, unless SEED says which: it stands in the command that make prints. Where
 # SHARE is 4, one test in four of each module, drawn by the seed.
 test-exhaustive: SEED ?= $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
 test-exhaustive: SHARE ?= 1
 test-exhaustive: $(STAMP)
-	$(PYTEST) --exhaustive --hypothesis-seed=$(SEED) --share=$(SHARE)
+	$(PYTEST) --exhaustive --hypothesis-seed=$(SEED) --share=$(SHARE) $(RERUN)
 
 # One cluster for all of them, so one process.
 test-kubernetes: $(STAMP)
-	$(BIN)/python -m pytest -n 0 --kubernetes
+	$(BIN)/python -m pytest -n 0 --kubernetes $(RERUN)
 
 # One GPU does for all of them; processes of a test share it.
 test-gpu: $(STAMP)

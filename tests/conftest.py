@@ -8,6 +8,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -15,7 +16,7 @@ import pytest
 
 from tests.extent import APART, explores, is_exhaustive, load_profile, needs, share_of
 
-pytest_plugins = ["tests.hosts.fixtures", "tests.kubernetes.fixtures"]
+pytest_plugins = ["tests.hosts.fixtures", "tests.kubernetes.fixtures", "tests.reruns"]
 
 # One thread a process, also in threads that torchgpipe starts: tests run several processes at once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -65,6 +66,12 @@ def pytest_configure(config: pytest.Config) -> None:
     # What a shell runs in the background is deaf to Ctrl-C, and so would be whatever tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     load_profile(exhaustive=config.getoption("exhaustive"))
+    fresh = config.getoption("exhaustive") and config.getoption("hypothesis_seed") is None
+    if fresh and config.getoption("rerun_failed"):
+        raise pytest.UsageError(
+            "--exhaustive with --rerun-failed needs --hypothesis-seed=N: a rerun must try the"
+            " examples that failed"
+        )
     if not config.getoption("gpu"):
         # A machine's GPUs are no reason for another verdict.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -73,7 +80,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     exhaustive = config.getoption("exhaustive")
     chosen = [x for x in items if is_exhaustive(x) == exhaustive or (exhaustive and explores(x))]
-    if exhaustive:
+    if exhaustive and not config.getoption("rerun_of"):  # which was drawn before it failed
         chosen = share_of(
             chosen, config.getoption("share"), str(config.getoption("hypothesis_seed"))
         )
@@ -83,9 +90,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = chosen
 
 
-def _children(known: set[int]) -> set[int]:
-    """Return which processes were started by this one, but those that are known."""
-    found = set()
+def _children(known: set[int]) -> dict[psutil.Process, str]:
+    """Return processes that were started by this one, but those that are known, and their words."""
+    found = {}
     for pid in set(psutil.pids()) - known:
         try:
             process = psutil.Process(pid)
@@ -99,7 +106,7 @@ def _children(known: set[int]) -> set[int]:
             # Whom the fork server forked has its command line.
             lasting = lasting or ("forkserver" in command and process.ppid() == os.getpid())
             if command and not lasting:
-                found.add(process.pid)
+                found[process] = command
         except psutil.NoSuchProcess:
             continue
     return found
@@ -107,11 +114,14 @@ def _children(known: set[int]) -> set[int]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
-    """Fail a test that leaves a process or an environment variable."""
+    """Fail a test that leaves a process or an environment variable, and kill the process."""
     processes, environment = set(psutil.pids()), dict(os.environ)
     yield
-    left = [psutil.Process(pid).cmdline() for pid in _children(processes)]
-    assert not left, f"processes left behind: {left}"
+    left = _children(processes)
+    for process in left:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    assert not left, f"processes left behind: {list(left.values())}"
     changed = {
         name
         for name in environment.keys() | os.environ.keys()

@@ -10,6 +10,7 @@ left to a few tests that start one.
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import multiprocessing
 import os
@@ -48,7 +49,7 @@ LIMIT = 240.0
 """Seconds that a program may take: machines that run tests are busy."""
 _PORTS = range(10_000, 20_000)
 """Below those of the local backend, too."""
-_PORTS_OF_WORKER = 1000
+_PORTS_OF_PROCESS = 500
 _ports = itertools.count(os.getpid())
 
 
@@ -65,14 +66,32 @@ def free_port(address: str = "127.0.0.1") -> int:
     It lies below those that the kernel gives to outgoing connections, which may take any of these
     before the port is listened on.
     """
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    first = _PORTS.start + _PORTS_OF_WORKER * (worker % (len(_PORTS) // _PORTS_OF_WORKER))
-    for _ in range(_PORTS_OF_WORKER):
-        port = first + next(_ports) % _PORTS_OF_WORKER
+    first, _ = _reserve_ports()
+    for _ in range(_PORTS_OF_PROCESS):
+        port = first + next(_ports) % _PORTS_OF_PROCESS
         with socket.socket() as probe, suppress(OSError):  # a port that is taken
             probe.bind((address, port))
             return port
     raise OSError(f"{address}: no port from {first} on is free")
+
+
+@functools.cache
+def _reserve_ports() -> tuple[int, socket.socket]:
+    """Reserve ports for this process among all that run tests on this machine.
+
+    Returns:
+        The first port, and what reserves them until this process ends: a Unix socket whose name
+        nobody else can bind, in the kernel's namespace of such names.
+    """
+    for first in reversed(_PORTS[::_PORTS_OF_PROCESS]):
+        reservation = socket.socket(socket.AF_UNIX)
+        with suppress(OSError):  # another process has these
+            reservation.bind(f"\0pipollux-tests-{first}")
+            return first, reservation
+        reservation.close()
+    raise OSError(
+        f"all ports from {_PORTS.start} to {_PORTS.stop - 1} are reserved for other tests"
+    )
 
 
 class Started:

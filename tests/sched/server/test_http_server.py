@@ -127,16 +127,16 @@ def test_who_was_answered_has_to_go_last_and_of_those_who_is_quiet_longest() -> 
 
 
 def test_a_head_or_body_that_takes_too_long() -> None:
-    with served(head_timeout=0.2, body_timeout=0.2) as server:
+    with served(body_timeout=0.2) as server, closing(connect(server, BEGINNINGS[2])) as half:
+        answer = b""
+        while part := half.recv(1000):
+            answer += part
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"the body was not complete after 0.2 s" in answer
+    with served(head_timeout=0.2) as server:
         for beginning in BEGINNINGS[:2]:
             with closing(connect(server, beginning)) as half:
                 assert is_closed(half)
-        with closing(connect(server, BEGINNINGS[2])) as half:
-            answer = b""
-            while part := half.recv(1000):
-                answer += part
-        assert answer.startswith(b"HTTP/1.1 408 ")
-        assert b"the body was not complete after 0.2 s" in answer
         with closing(connect(server, BEGINNINGS[1])) as trickle:
             trickle.settimeout(0.02)
             with suppress(ConnectionError):

@@ -83,6 +83,8 @@ class LocalEngine(Engine):
         self._state_dir = state_dir
         self._pass_on = frozenset(pass_environment)
         self._replicas: dict[ReplicaKey, LocalReplica] = {}
+        # By generation: torchrun listens seconds after it was given a port.
+        self._ports: dict[tuple[str, int], int] = {}
         self._version = 0
         self._looked = False
 
@@ -164,6 +166,7 @@ class LocalEngine(Engine):
         """Remove the folder of a generation that has ended."""
         for key in [key for key in self._replicas if key[:2] == (job, generation)]:
             del self._replicas[key]
+        self._ports.pop((job, generation), None)
         remove(self._state_dir.generation(job, generation))
 
     def recover(self, adopted: Collection[tuple[str, int]], grace: float) -> list[str]:
@@ -202,7 +205,9 @@ class LocalEngine(Engine):
             for needed in (Path(launch.checkpoints), logs):
                 needed.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder.create()
-            placement = LocalPlacement(devices=self._devices_of(launch), port=free_port())
+            port = free_port(self._ports.values())
+            self._ports[launch.job, launch.generation] = port
+            placement = LocalPlacement(devices=self._devices_of(launch), port=port)
             folder.write(placement)
         elif not placement.devices.keys() >= launch.seats.keys():
             devices = {**self._devices_of(launch), **placement.devices}

@@ -10,12 +10,15 @@ import pytest
 
 from pipollux_sched.backend import BackendError, Generations, Node, ReplicaProgram
 from pipollux_sched.backend.base import Seat
+from pipollux_sched.backend.local import ports
 from pipollux_sched.backend.local.environment import Devices
+from pipollux_sched.backend.local.generation_folder import GenerationFolder
 from pipollux_sched.backend.replica.last_words import last_words
 from pipollux_sched.backend.slots import SlotLedger
 from pipollux_sched.lifecycle import Exited, Outcome, Started
 from pipollux_sched.spec.job import NodeSpec
 from pipollux_sched.store import StateDir
+from tests.programs import free_port
 from tests.sched.backends import cpu_nodes, local_backend
 from tests.sched.scripts import TOY
 from tests.waiting import until
@@ -61,6 +64,26 @@ def test_a_stop_that_somebody_else_asked_for(backend: Generations, state_dir: St
     exited = wait_for(backend, Exited)
     assert isinstance(exited, Exited)
     assert exited.outcome is Outcome.STOPPED
+
+
+@pytest.mark.usefixtures("light_agent")
+def test_no_two_generations_are_given_one_port(
+    backend: Generations, state_dir: StateDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also before their agents listen, and all ports are given in the end."""
+    few = [free_port() for _ in range(4)]
+    monkeypatch.setattr(ports, "_PORTS", few)
+    for number in range(4):
+        backend.apply(program(job=f"toy-{number}"), 1, ["node-a" if number < 2 else "node-b"])
+    folders = [GenerationFolder(state_dir, f"toy-{number}", 1) for number in range(4)]
+
+    def given() -> list[int]:
+        backend.poll()
+        placements = [folder.placement() for folder in folders]
+        return [found.port for found in placements if found is not None]
+
+    until(lambda: len(given()) == 4, "all are given a port")
+    assert sorted(given()) == sorted(few)
 
 
 def test_impossible_allocations_are_refused(backend: Generations) -> None:

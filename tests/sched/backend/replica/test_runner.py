@@ -88,7 +88,9 @@ def test_a_second_sigterm_is_not_passed_on(case: Case) -> None:
 
 def test_a_runner_that_was_killed_has_ended(case: Case) -> None:
     """Nobody can say how its agent ended; what is left of it is found by its environment."""
-    started = case.start("print('ready', flush=True); import time; time.sleep(1.5)")
+    waits = "while os.getppid() == runner: time.sleep(0.01)"
+    code = f"import os, time; runner = os.getppid(); print('ready', flush=True)\n{waits}"
+    started = case.start(code)
     until(lambda: "ready" in (case.log.read_text() if case.log.exists() else ""))
     again = ReplicaProcess(case.status)
     started.signal(signal.SIGKILL)
