@@ -121,7 +121,8 @@ def _ranks(jobs: Sequence[JobConfigurations], left: Floats, costs: Floats, count
         counts: how many values each job has.
     """
     means = _job_means(costs, counts)
-    ranks = _others_with_more(left, costs, counts)
+    turns = _turns(jobs)
+    ranks = _others_with_more(left, costs, counts, turns)
     values = np.split(np.arange(len(left)), np.cumsum(counts)[:-1])
     for members in _families(jobs):
         oldest_first = sorted(members)  # as in `left`: ties count for the same jobs
@@ -131,33 +132,46 @@ def _ranks(jobs: Sequence[JobConfigurations], left: Floats, costs: Floats, count
         places = dict(zip(members, behind.tolist(), strict=True))
         more = np.array([places[job] for job in oldest_first])
         own = counts[oldest_first]
-        ranks[mine] += np.repeat(more, own) - _others_with_more(left[mine], costs[mine], own)
+        among = _others_with_more(left[mine], costs[mine], own, turns[oldest_first])
+        ranks[mine] += np.repeat(more, own) - among
     return costs + np.maximum(ranks, 0.0)  # sums of costs that cancel may end below 0
 
 
 def _families(jobs: Sequence[JobConfigurations]) -> list[list[int]]:
     """Return the members of each family of two and more, those that have done most first."""
     found: dict[str, list[int]] = {}
-    # Of those that have done as much, the youngest first: most jobs are short.
-    for job in sorted(range(len(jobs)), key=lambda job: (-jobs[job].job.work_done, -job)):
+    # Of those that have done as much, the oldest first.
+    for job in sorted(range(len(jobs)), key=lambda job: (-jobs[job].job.work_done, job)):
         if jobs[job].job.family and jobs[job].job.work_left:
             found.setdefault(jobs[job].job.family, []).append(job)
     return [members for members in found.values() if len(members) > 1]
 
 
-def _others_with_more(left: Floats, costs: Floats, counts: Ints) -> Floats:
+def _turns(jobs: Sequence[JobConfigurations]) -> Ints:
+    """Return in which order jobs with equal work left come: the last one has the highest rank.
+
+    That is the one that has done least, as most jobs are short, and of those the oldest.
+    """
+    turns = np.empty(len(jobs), np.int64)
+    turns[sorted(range(len(jobs)), key=lambda job: (-jobs[job].job.work_done, -job))] = np.arange(
+        len(jobs)
+    )
+    return turns
+
+
+def _others_with_more(left: Floats, costs: Floats, counts: Ints, turns: Ints) -> Floats:
     """Return the expected costs of other jobs with at least as much left, for each value.
 
     Args:
         left: by job, the oldest first, equally likely values.
         costs: of each value.
         counts: how many values each job has.
+        turns: by job, which of those with equal work left comes first.
     """
     owner = np.repeat(np.arange(len(counts)), counts)
     share = costs / counts[owner]
     index = np.arange(left.size)
-    # Of jobs with equal work left the younger has the higher rank: most jobs are short.
-    order = np.lexsort((-index, owner, -left))
+    order = np.lexsort((-index, turns[owner], -left))
     more = np.empty(left.size)
     more[order] = np.cumsum(share[order])
     # Without the job itself: its values so far, in that very order.

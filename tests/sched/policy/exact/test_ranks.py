@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -86,8 +88,9 @@ def weight(jobs: list[JobInfo], number: int, power: float, tail: float) -> float
         if me.work_left and him.work_left and me.family == him.family != "":
             if him.work_done != me.work_done:
                 return float(him.work_done < me.work_done) * float(costs[other].mean())
-            return float(other < mine) * float(costs[other].mean())
-        more = (left[other] > value) | ((left[other] == value) & (other < mine))
+            return float(other > mine) * float(costs[other].mean())
+        later = (-him.work_done, -other) < (-me.work_done, -mine)
+        more = (left[other] > value) | ((left[other] == value) & later)
         return float(np.mean(more * costs[other]))
 
     def powers(mine: int) -> list[float]:
@@ -113,7 +116,7 @@ def weight(jobs: list[JobInfo], number: int, power: float, tail: float) -> float
     return float(units.total[number]) * float(np.mean(mine))
 
 
-@example([member(0, 0.0), member(1, 0.0)], 0.5, 0.0)  # ties, in the order of their ages
+@example([member(0, 0.0), member(1, 0.0)], 0.5, 0.0)  # ties, the oldest first
 @given(infos(), st.sampled_from([0.5, 0.75, 1.0]), st.sampled_from([0.0, 0.5, 1.0, 2.0]))
 def test_weights_are_the_mean_powers_of_ranks(
     jobs: list[JobInfo], power: float, tail: float
@@ -260,3 +263,45 @@ def test_long_jobs_are_trained_side_by_side_beside_short_ones() -> None:
     shorter, longer = replicas_of_two(0)
     assert shorter > longer
     assert replicas_of_two(6) == (4, 4)
+
+
+@pytest.mark.parametrize("known", ["unknown", "exact", "family"])
+def test_equal_jobs_start_in_the_order_of_arrival(known: str) -> None:
+    """Twelve jobs of 1, 2, 3 and 4 stages in turn on four slots, which end in any order."""
+    node = NodeInfo({"slots": 4})
+    chance = random.Random(1)  # noqa: S311  # to be repeated
+    trained = dict.fromkeys(range(12), 0.0)
+    held: dict[int, list[str]] = {}
+    started: list[int] = []
+    for minute in range(12):
+        jobs = {n: equal_job(n, known, 60.0 * minute, trained[n]) for n in trained}
+        found, _ = ExactPolicy().optimize(jobs, {"n": node}, held, node)
+        started += [n for n in sorted(jobs) if found[n] and n not in started]
+        held = {n: list(allocation) for n, allocation in found.items() if allocation}
+        for number in held:
+            trained[number] += 60.0
+        ended = chance.choice(sorted(held))
+        del held[ended], trained[ended]
+    for stages in range(4):
+        of_one_kind = [n for n in started if n % 4 == stages]
+        assert of_one_kind == sorted(of_one_kind)
+
+
+def equal_job(number: int, known: str, now: float, done: float) -> JobInfo:
+    stages = 1 + number % 4
+    length: dict[str, Any] = {
+        "unknown": {},
+        "exact": {"remaining_work": 1000.0 - done},
+        "family": {"family": "f", "work_left": tuple(100.0 * n for n in range(1, 17))},
+    }[known]
+    return JobInfo(
+        {"slots": stages},
+        lambda _nodes, replicas: replicas,
+        float(number),
+        *(1, 1),
+        num_stages=stages,
+        age=now + 12.0 - number,
+        attained_service=done * stages,
+        work_done=done,
+        **length,
+    )
