@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipollux_hybrid import HybridParallel, init_process_group
+from pipollux_hybrid import HybridParallel, init_process_group, per_sample, whole
 from pipollux_hybrid.job import context as contexts
+from pipollux_hybrid.pipeline.microbatch import unmarked
+from pipollux_hybrid.pipeline.samples import plain_batch
 
 BATCH, WIDTH, STEPS = 8, 4, 3
 
@@ -111,6 +114,31 @@ class Experts(nn.Module):
         return y
 
 
+class Pair(NamedTuple):
+    hidden: Tensor
+    rest: Tensor
+
+
+class GivesPair(WithLinear):
+    def forward(self, x: Tensor) -> Pair:
+        return Pair(self.linear(x), x)
+
+
+class TakesPair(WithLinear):
+    def forward(self, pair: Pair) -> Tensor:
+        return torch.tanh(self.linear(pair.hidden)) + pair.rest
+
+
+class Attention(WithLinear):
+    """Lets each number of a sample see those before it; adds positions and lengths of texts."""
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        x: Tensor = self.linear(batch["hidden"])
+        scores = x[:, :, None] * x[:, None, :] + batch["mask"]
+        texts = x.new_tensor([len(text) for text in batch["texts"]])
+        return scores.softmax(2).sum(1) + batch["positions"] + texts[:, None]
+
+
 class Case(NamedTuple):
     """A model of four layers and a batch of it; the second stage begins at the third layer."""
 
@@ -118,7 +146,6 @@ class Case(NamedTuple):
     inputs: Callable[[], Any]
     targets: Callable[[], Any] = lambda: numbers(2)
     loss: Callable[[Any, Any], Any] = F.mse_loss
-    plain_inputs: Callable[[Any], Any] = lambda inputs: inputs
 
 
 def numbers(seed: int) -> Tensor:
@@ -137,6 +164,12 @@ def normed(spectral_norm: Callable[[nn.Module], nn.Module]) -> list[nn.Module]:
     return [spectral_norm(linear()), nn.Tanh(), spectral_norm(linear()), nn.Tanh()]
 
 
+def weighted_loss(output: Tensor, targets: dict[str, Any]) -> Tensor:
+    loss = F.cross_entropy(output, targets["classes"], targets["weights"], reduction="none")
+    scales = torch.stack([row.sum() for row in targets["rows"]])
+    return (loss * scales).mean()
+
+
 CASES: dict[str, Case] = {
     "a dict changed": Case(
         lambda: [ChangesDict(), ChangesDict(), ChangesDict(), Entry("hidden")],
@@ -151,6 +184,38 @@ CASES: dict[str, Case] = {
     ),
     "spectral norm by hooks": Case(lambda: normed(nn.utils.spectral_norm), lambda: numbers(1)),
     "forces": Case(lambda: [linear(), Forces(), Forces(), linear()], lambda: numbers(1)),
+    "a named tuple": Case(
+        lambda: [linear(), GivesPair(), TakesPair(), linear()], lambda: numbers(1)
+    ),
+    "a batch encoding": Case(
+        lambda: [ChangesDict(), ChangesDict(), ChangesDict(), Entry("hidden")],
+        lambda: UserDict({"hidden": numbers(1)}),
+    ),
+    "marked inputs": Case(
+        lambda: [Attention(), nn.Tanh(), linear(), linear()],
+        lambda: {
+            "hidden": numbers(1),
+            "mask": whole(torch.full((WIDTH, WIDTH), -torch.inf).triu(1)),
+            "positions": whole(torch.arange(WIDTH)[None]),
+            "texts": per_sample(["text"[: n % 4] for n in range(BATCH)]),
+        },
+    ),
+    "marked targets": Case(
+        lambda: [linear(), nn.Tanh(), linear(), linear(BATCH)],
+        lambda: numbers(1),
+        lambda: {
+            "classes": torch.arange(BATCH),
+            "weights": whole(torch.linspace(1.0, 2.0, BATCH, dtype=torch.float64)),
+            "rows": per_sample([torch.ones(1 + n % 3, dtype=torch.float64) for n in range(BATCH)]),
+        },
+        weighted_loss,
+    ),
+    "no targets": Case(
+        lambda: [linear(), nn.Tanh(), linear(), linear()],
+        lambda: numbers(1),
+        lambda: None,
+        lambda output, _: output.square().mean(),
+    ),
     "experts": Case(lambda: [Experts(), nn.Tanh(), Experts(), linear()], sorted_numbers),
 }
 """By what the layers or the batch are like."""
@@ -174,7 +239,8 @@ def train_plain(name: str) -> dict[str, Tensor]:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     for _ in range(STEPS):
         optimizer.zero_grad()
-        case.loss(module(case.plain_inputs(case.inputs())), case.targets()).backward()
+        inputs, targets = unmarked(plain_batch(case.inputs())), unmarked(case.targets())
+        case.loss(module(inputs), targets).backward()
         optimizer.step()
     return state_of(module)
 

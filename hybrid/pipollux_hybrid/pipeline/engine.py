@@ -25,7 +25,7 @@ from pipollux_hybrid.errors import ConfigurationError
 
 from .buffer_values import BufferValues
 from .gpipe import PipelineRun
-from .microbatch import PyTree, flatten, gather, scatter
+from .microbatch import PyTree, flatten, gather, scatter, unmarked
 from .microbatch_backward import separate
 from .recompute import make_phonies
 from .skip import SkipTracker, layout_of
@@ -119,6 +119,7 @@ class PipelineEngine:
 
     def _run_directly(self, inputs: PyTree) -> PyTree:
         """Run one micro-batch through one stage in the caller's thread, as in the plain model."""
+        inputs = unmarked(inputs)
         stage = self.stages[0]
         if not isinstance(inputs, Tensor):
             flatten(inputs, "the input of the model")
