@@ -21,6 +21,7 @@ from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.partition.placement import BALANCE_RULES
 from pipollux_hybrid.pipeline.engine import CHECKPOINT_MODES
 from pipollux_hybrid.pipeline.microbatch import PyTree
+from pipollux_hybrid.pipeline.samples import plain_batch
 
 __all__ = ["ModuleWrapper", "batch_of", "check_arguments", "check_single"]
 
@@ -172,7 +173,7 @@ def batch_of(inputs: tuple[PyTree, ...], keywords: Mapping[str, PyTree]) -> PyTr
             "the model got keyword arguments, and its first layer takes one value: pass them as a "
             f"dict, model({{{given}}}); docs/models.md shows layers that pass them on"
         )
-    return inputs[0] if len(inputs) == 1 else inputs
+    return plain_batch(inputs[0] if len(inputs) == 1 else inputs)
 
 
 def check_single(ctx: JobContext) -> None:

@@ -29,8 +29,15 @@ from pipollux_hybrid.pipeline import batchnorm
 from pipollux_hybrid.pipeline.checkpoint_modes import choose_modes
 from pipollux_hybrid.pipeline.engine import PipelineEngine
 from pipollux_hybrid.pipeline.loss import LossFunction, LossScope, check_scope, loss_value
-from pipollux_hybrid.pipeline.microbatch import PyTree, batch_size_of, map_tensors, tensors_of
+from pipollux_hybrid.pipeline.microbatch import (
+    PyTree,
+    batch_size_of,
+    map_tensors,
+    tensors_of,
+    unmarked,
+)
 from pipollux_hybrid.pipeline.num_microbatches import FEWEST_NORMALISED, cut_sizes
+from pipollux_hybrid.pipeline.samples import BatchCheck, plain_batch
 from pipollux_hybrid.pipeline_model import PipelineModel
 from pipollux_hybrid.sync.backward_plan import BackwardPlan, plan_backward
 from pipollux_hybrid.sync.bucket import BUCKET_BYTES
@@ -223,6 +230,7 @@ class HybridParallel(PipelineModel):
         ctx.rejoined.append(self._rejoined)
         ctx.joined.append(lambda: self._check.compare(metrics.step))
         self._watch = ParameterWatch(module, optimizer)
+        self._inputs_check, self._targets_check = BatchCheck("inputs"), BatchCheck("targets")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, except those that accumulation steps have accumulated so far."""
@@ -315,9 +323,12 @@ class HybridParallel(PipelineModel):
                 not go with its scope.
         """
         scope = check_scope(loss_scope)
+        inputs, targets = plain_batch(inputs), plain_batch(targets)
         if isinstance(self._engine, PipelineEngine):
             return self._train_in_one_process(self._engine, inputs, targets, loss_fn)
         sizes = self._sizes(inputs)
+        if scope != "batch":
+            self._targets_check.check(targets, sum(sizes), len(sizes))
         plan = self._plan(sizes, inputs)
         options: Any = {"scope": scope, "training": self.training, "samples": plan.num_samples}
         with (
@@ -335,7 +346,7 @@ class HybridParallel(PipelineModel):
     ) -> Tensor:
         targets = map_tensors(lambda x: x.to(self.output_device, non_blocking=True), targets)
         output, plan = self._run_batch(engine, inputs, self._sizes(inputs))
-        loss = loss_value(loss_fn(output, targets))
+        loss = loss_value(loss_fn(output, unmarked(targets)))
         divisor = 1
         if plan is not None:
             self._weigh(plan, loss.weight)
@@ -379,7 +390,9 @@ class HybridParallel(PipelineModel):
         alone = self._context.mesh is None
         if any(x.training for x in self._deferred) if alone else self._normalises and self.training:
             fewest = max(fewest, 2)  # a single value has no variance
-        return cut_sizes(batch_size_of(batch), self.num_microbatches, fewest)
+        sizes = cut_sizes(batch_size_of(batch), self.num_microbatches, fewest)
+        self._inputs_check.check(batch, sum(sizes), len(sizes))
+        return sizes
 
     def _counting(self, counts: bool) -> AbstractContextManager[None]:
         """Have layers keep statistics of the forwards within, if their samples count."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pipollux_hybrid.checkpoint.optimizer_shards import OptimizerShards
-from pipollux_hybrid.errors import ConfigurationError
+from pipollux_hybrid.errors import ConfigurationError, SynchronizationError
 
 from .kept_gradients import KeptGradients
 from .scaling_rules import is_adam_like
@@ -29,6 +29,8 @@ __all__ = ["AdaptiveOptimizer", "adaptive_of"]
 
 ADAM_WARMUP = 5
 """Steps before Adam's second moment says anything about the geometry, as in AdaptDL."""
+NO_BACKWARD = -1
+"""In the place of autograd's number of a backward: none is under way in this thread."""
 REFRESH = 10
 """Steps for which a preconditioner is used: Adam's second moment changes by some 1 % in them."""
 
@@ -156,6 +158,12 @@ class AdaptiveOptimizer:
                 raise ConfigurationError(
                     "optimizer.step(closure) evaluates the loss more than once an iteration, which "
                     "adaptive batch sizes do not allow: call backward() and then step()"
+                )
+            if torch._C._current_graph_task_id() != NO_BACKWARD:
+                raise SynchronizationError(
+                    "optimizer.step() was called by a hook in the backward, where gradients are "
+                    "those of single micro-batches, and not yet averaged over replicas: call it "
+                    "after the backward"
                 )
             self._refuse_foreign_scaler()
             if not self._is_complete():

@@ -20,10 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
 
 from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.pipeline.microbatch import PyTree, map_tensors, num_samples, tensors_of
+from pipollux_hybrid.pipeline.samples import PerSample, Whole, is_marked, plain_batch
 from pipollux_perfmodel import Layer, LayerProfile
 
 from .layer_memory import SavedBytes, kept_bytes, optimizer_bytes
@@ -155,10 +157,19 @@ def _flows(sample: PyTree, device: torch.device) -> list[_Flow]:
     # Never one sample: batch normalisation refuses it.
     sizes = sorted({size for size in (count // 4, count // 2, count) if size > 1})
 
-    def cut(tensor: Tensor, size: int) -> Tensor:
-        return torch.cat([tensor.detach()] * repeats)[:size].to(device)
+    def cut(leaf: Any, size: int) -> Any:
+        if isinstance(leaf, Whole):
+            return map_tensors(lambda tensor: tensor.detach().to(device), leaf.value)
+        value = leaf.value if isinstance(leaf, PerSample) else leaf
+        if isinstance(value, Tensor):
+            return torch.cat([value.detach()] * repeats)[:size].to(device)
+        return leaf if value is leaf else (value * repeats)[:size]
 
-    return [_Flow(size, map_tensors(partial(cut, size=size), sample), {}) for size in sizes]
+    batch = plain_batch(sample)
+    return [
+        _Flow(size, pytree.tree_map(partial(cut, size=size), batch, is_leaf=is_marked), {})
+        for size in sizes
+    ]
 
 
 def _measure(

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from pipollux_hybrid.errors import ConfigurationError
 
+from . import named_tuples
 from .microbatch import PyTree, Structure, flatten, unflatten
 
 __all__ = [
@@ -105,16 +106,18 @@ def to_header(boundary: BoundaryLayout, what: str) -> tuple[Tensor, Tensor | Non
         Tensors of uint8, the first of shape [:data:`HEADER_BYTES`].
 
     Raises:
-        ConfigurationError: The structure is none of tuples, lists and dicts.
+        ConfigurationError: The structure is none of tuples, lists, dicts and named tuples.
     """
+    named = named_tuples.names_of(boundary.structure, what)
     try:
         structure = pytree.treespec_dumps(boundary.structure)
     except (NotImplementedError, TypeError) as error:
         raise ConfigurationError(
             f"{what} cannot be told to the next stage, which has a process of its own: between "
-            f"stages pass tuples, lists and dicts of tensors ({error})"
+            f"stages pass tuples, named tuples, lists and dicts of tensors ({error})"
         ) from error
-    text = json.dumps({"structure": structure, "leaves": [_encode(x) for x in boundary.leaves]})
+    leaves = [_encode(leaf) for leaf in boundary.leaves]
+    text = json.dumps({"named": named, "structure": structure, "leaves": leaves})
     content = text.encode()
     packed = len(content).to_bytes(LENGTH_BYTES, "little") + content
     rest = packed[HEADER_BYTES:]
@@ -132,6 +135,7 @@ def from_header(first: Tensor, rest: Tensor | None) -> BoundaryLayout:
     packed = first.numpy().tobytes() + (b"" if rest is None else rest.numpy().tobytes())
     length = int.from_bytes(packed[:LENGTH_BYTES], "little")
     told = json.loads(packed[LENGTH_BYTES : LENGTH_BYTES + length])
+    named_tuples.register(told["named"])
     return BoundaryLayout(
         pytree.treespec_loads(told["structure"]), tuple(_decode(x) for x in told["leaves"])
     )

@@ -23,8 +23,9 @@ from torchgpipe.stream import AbstractStream, new_stream
 
 from pipollux_hybrid.errors import ConfigurationError
 
+from .buffer_values import BufferValues
 from .gpipe import PipelineRun
-from .microbatch import PyTree, flatten, gather, scatter
+from .microbatch import PyTree, flatten, gather, scatter, unmarked
 from .microbatch_backward import separate
 from .recompute import make_phonies
 from .skip import SkipTracker, layout_of
@@ -73,6 +74,7 @@ class PipelineEngine:
         ]
         """The layers of each stage."""
         self._layout = layout_of(module, self.stages)
+        self._buffers = [BufferValues(stage) for stage in self.stages]
         self._copy_streams: list[list[AbstractStream]] = [[] for _ in self.stages]
 
     def named_parameters(self, module: nn.Module) -> list[list[tuple[str, nn.Parameter]]]:
@@ -109,6 +111,7 @@ class PipelineEngine:
             self._streams(len(sizes)),
             self._layout,
             ThreadLocalState.capture(device.type for device in self.devices),
+            self._buffers,
             separate=separately,
         )
         outputs = run.forward()
@@ -116,6 +119,7 @@ class PipelineEngine:
 
     def _run_directly(self, inputs: PyTree) -> PyTree:
         """Run one micro-batch through one stage in the caller's thread, as in the plain model."""
+        inputs = unmarked(inputs)
         stage = self.stages[0]
         if not isinstance(inputs, Tensor):
             flatten(inputs, "the input of the model")

@@ -25,6 +25,7 @@ from torchgpipe.skip.tracker import use_skip_tracker
 from torchgpipe.stream import AbstractStream, current_stream, use_device
 from torchgpipe.worker import Task, spawn_workers
 
+from .buffer_values import BufferValues
 from .lanes import copy, depend, wait
 from .microbatch import PyTree
 from .recompute import Recomputation
@@ -82,6 +83,7 @@ class PipelineRun(Pipeline):
         copy_streams: Per stage and micro-batch, the stream that copies run in.
         layout: Where stashed tensors go.
         outer: What surrounds the forward in the script.
+        buffers: Of each stage.
         separate: Whether the backward of each micro-batch is to have nothing to do with the others.
     """
 
@@ -93,6 +95,7 @@ class PipelineRun(Pipeline):
         copy_streams: list[list[AbstractStream]],
         layout: SkipLayout,
         outer: ThreadLocalState,
+        buffers: Sequence[BufferValues],
         *,
         separate: bool = False,
     ) -> None:
@@ -106,7 +109,7 @@ class PipelineRun(Pipeline):
         super().__init__(batches, list(stages), devices, copy_streams, layout, num_recomputed)
         self._stages = list(stages)
         self._trackers: list[Any] = [SkipTracker(layout) for _ in microbatches]
-        self._outer = outer
+        self._outer, self._buffers = outer, buffers
         self._separate = separate
         self._streams = [current_stream(device) for device in devices]
 
@@ -162,18 +165,18 @@ class PipelineRun(Pipeline):
     def _task(self, i: int, j: int) -> tuple[StageCall, Task]:
         call = StageCall(self._stages[j], self._boundaries[i], self._trackers[i])
         inputs = tuple(self.batches[i])
-        outer = self._outer
+        outer, buffers = self._outer, self._buffers[j]
         if i >= self.checkpoint_stop:
 
             def compute() -> Batch:
-                with _letting_escape(), outer.entered():
+                with _letting_escape(), outer.entered(), buffers.forward(i):
                     return Batch(call(inputs))
 
             return call, Task(self._streams[j], compute=compute, finalize=None)
-        recomputation = Recomputation(call, outer)
+        recomputation = Recomputation(call, self._stages[j], outer, buffers)
 
         def compute_first() -> Batch:
-            with _letting_escape(), outer.entered():
+            with _letting_escape(), outer.entered(), buffers.forward(i):
                 return Batch(recomputation.forward(inputs))
 
         def schedule(batch: Batch) -> None:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from pipollux_hybrid.errors import ConfigurationError
 
-from .microbatch import PyTree, gather, map_tensors, tensors_of
+from .microbatch import PyTree, gather, map_tensors, scatter, tensors_of, unmarked
 
 __all__ = [
     "LossFunction",
@@ -139,7 +139,6 @@ class _Cut(NamedTuple):
 
     output: PyTree
     """Detached from the layers; tensors with gradients are leaves."""
-    target: PyTree
     value: LossValue
 
 
@@ -149,7 +148,7 @@ class MicrobatchLoss:
     Args:
         loss_fn: The script's.
         sizes: Samples of each micro-batch.
-        targets: Of the whole batch, where the scope is the batch.
+        targets: Of the whole batch, with their marks.
         scope: What the loss function is called with.
         samples: Samples of the batch that count; with 0 all gradients are zero.
         step: Number of the step in this run, from 0; None: neighbours are not compared.
@@ -206,8 +205,8 @@ class MicrobatchLoss:
         self._note(value, share)
         gradients = _gradients(value.scaled(share, self._divisor), cut)
         if self._before is not None and index <= self._compared and value.root.requires_grad:
-            self._compare(index, _Cut(cut, target, value), gradients)
-        self._before = _Cut(cut, target, value) if index < self._compared else None
+            self._compare(index, _Cut(cut, value), gradients)
+        self._before = _Cut(cut, value) if index < self._compared else None
         return [self._roots(output, gradients)]
 
     def summary(self) -> tuple[Tensor, float | None]:
@@ -235,7 +234,7 @@ class MicrobatchLoss:
 
     def _of_batch(self) -> list[list[tuple[Tensor, Tensor]]]:
         cuts = [map_tensors(_leaf, output) for output in self._outputs]
-        value = loss_value(self._loss_fn(gather(cuts, self._sizes), self._targets))
+        value = loss_value(self._loss_fn(gather(cuts, self._sizes), unmarked(self._targets)))
         self._check_reach(value.root, cuts)
         self._note(value, 1.0)
         gradients = _gradients(value.scaled(1.0, self._divisor), cuts)
@@ -277,6 +276,12 @@ class MicrobatchLoss:
                 "process"
             )
 
+    def _joined_targets(self, index: int) -> PyTree:
+        """Return the targets of a micro-batch and the one before it."""
+        sizes = list(self._sizes)
+        sizes[index - 1 : index + 1] = [sum(sizes[index - 1 : index + 1])]
+        return scatter(self._targets, sizes)[index - 1]
+
     def _compare(self, index: int, cut: _Cut, gradients: Sequence[Tensor | None]) -> None:
         """Refuse a loss that is other for two micro-batches together than for each of them."""
         before = self._before
@@ -285,7 +290,7 @@ class MicrobatchLoss:
         outputs = [map_tensors(Tensor.detach, one.output) for one in (before, cut)]
         joined = map_tensors(_leaf_like(cut.output), gather(outputs, sizes))
         with _same_random_numbers(joined):
-            together = loss_value(self._loss_fn(joined, gather([before.target, cut.target], sizes)))
+            together = loss_value(self._loss_fn(joined, self._joined_targets(index)))
         total = sum(sizes)
         parts = [
             float(one.value.scaled(count / total, 1.0).detach())

@@ -1,11 +1,13 @@
 """PyTrees of tensors, scattered into micro-batches and gathered again.
 
 A PyTree is a tensor, or tuples, lists and dicts of PyTrees, with plain values (None, numbers,
-strings) between them. Every tensor of a batch has the samples in dimension 0.
+strings) between them. Every tensor of a batch has the samples in dimension 0, unless it is marked
+(:mod:`.samples`).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -15,7 +17,19 @@ from torch.utils import _pytree as pytree
 
 from pipollux_hybrid.errors import ConfigurationError
 
-__all__ = ["PyTree", "Structure", "flatten", "gather", "map_tensors", "tensors_of", "unflatten"]
+from .samples import PerSample, Whole, is_marked, map_marked, plain_batch
+
+__all__ = [
+    "PyTree",
+    "Structure",
+    "flatten",
+    "gather",
+    "map_tensors",
+    "samples_of",
+    "tensors_of",
+    "unflatten",
+    "unmarked",
+]
 
 PyTree: TypeAlias = Any
 """A tensor, or tuples, lists and dicts of PyTrees; anything the type system cannot say better."""
@@ -68,6 +82,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: PyTree) -> PyTree:
 def scatter(batch: PyTree, sizes: Sequence[int]) -> list[PyTree]:
     """Cut every tensor of a batch along dimension 0; plain values go into every micro-batch.
 
+    What is marked (:mod:`.samples`) is cut, or goes into every micro-batch, without its mark.
+
     Args:
         batch: A PyTree of tensors of shape [batch, …].
         sizes: Samples of each micro-batch, together those of the batch.
@@ -76,12 +92,32 @@ def scatter(batch: PyTree, sizes: Sequence[int]) -> list[PyTree]:
         >>> [x["ids"].tolist() for x in cut({"ids": torch.arange(3), "scale": 2}, [2, 1])]
         [[0, 1], [2]]
     """
-    leaves, structure = flatten(batch, "the input of the model")
-    columns = [
-        leaf.split(list(sizes)) if isinstance(leaf, Tensor) else [leaf] * len(sizes)
-        for leaf in leaves
-    ]
+    flatten(batch, "the input of the model")
+    leaves, structure = pytree.tree_flatten(batch, is_leaf=is_marked)
+    columns = [_cut(leaf, sizes) for leaf in leaves]
     return [unflatten([column[i] for column in columns], structure) for i in range(len(sizes))]
+
+
+def unmarked(batch: PyTree) -> PyTree:
+    """Return a batch that is not cut, without marks."""
+    return map_marked(lambda marked: marked.value, batch)
+
+
+def _cut(leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
+    if isinstance(leaf, Whole):
+        return [_with_own_containers(leaf.value) for _ in sizes]
+    value = leaf.value if isinstance(leaf, PerSample) else leaf
+    if isinstance(value, Tensor):
+        return list(value.split(list(sizes)))
+    if value is leaf:
+        return [leaf] * len(sizes)
+    ends = itertools.accumulate(sizes)
+    parts = (value[end - size : end] for end, size in zip(ends, sizes, strict=True))
+    return [_with_own_containers(part) for part in parts]
+
+
+def _with_own_containers(value: PyTree) -> PyTree:
+    return map_tensors(lambda tensor: tensor, value)
 
 
 def gather(outputs: Sequence[PyTree], sizes: Sequence[int]) -> PyTree:
@@ -148,7 +184,8 @@ def num_samples(inputs: PyTree) -> int:
     Raises:
         ConfigurationError: There is none.
     """
-    tensors = tensors_of(inputs)
+    leaves = pytree.tree_leaves(plain_batch(inputs), is_leaf=is_marked)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not tensors or any(x.dim() == 0 or x.shape[0] == 0 for x in tensors):
         raise ConfigurationError(
             "example_inputs holds no tensor of shape [batch, …] with at least one sample: give "
@@ -157,28 +194,48 @@ def num_samples(inputs: PyTree) -> int:
     return min(x.shape[0] for x in tensors)
 
 
+def samples_of(batch: PyTree, what: str = "the inputs") -> int | None:
+    """Return the samples of inputs or targets; None if nothing in them belongs to samples.
+
+    Args:
+        batch: PyTree of tensors, of which some may be marked (:mod:`.samples`).
+        what: Whose it is, for the message.
+
+    Raises:
+        ConfigurationError: Dimension 0 has different sizes, or there is none.
+    """
+    leaves = pytree.tree_leaves(batch, is_leaf=is_marked)
+    cut = [leaf for leaf in leaves if isinstance(leaf, (Tensor, PerSample))]
+    if any(isinstance(leaf, Tensor) and leaf.dim() == 0 for leaf in cut):
+        raise ConfigurationError(
+            f"there is a scalar in {what}, and each tensor needs a batch dimension: pass a number "
+            "as a float or int, or pipollux.whole(tensor)"
+        )
+    sizes = {leaf.size if isinstance(leaf, PerSample) else leaf.shape[0] for leaf in cut}
+    if len(sizes) > 1:
+        shapes = ", ".join(
+            f"{leaf.size} items" if isinstance(leaf, PerSample) else str(tuple(leaf.shape))
+            for leaf in cut
+        )
+        raise ConfigurationError(
+            f"{what} have batch dimensions of different size ({shapes}): the pipeline cuts all "
+            "of them along dimension 0; pass pipollux.whole(tensor) where it is not the batch"
+        )
+    return sizes.pop() if sizes else None
+
+
 def batch_size_of(batch: PyTree) -> int:
     """Return the samples of a batch: the size of dimension 0 of every tensor in it.
 
     Raises:
         ConfigurationError: There is no tensor, or the sizes differ.
     """
-    tensors = tensors_of(batch)
-    if not tensors:
+    size = samples_of(batch)
+    if size is None:
         raise ConfigurationError(
             f"the model got a {type(batch).__name__} without a tensor in it: a batch is a tensor, "
             "or tuples, lists and dicts of tensors"
         )
-    if any(tensor.dim() == 0 for tensor in tensors):
-        raise ConfigurationError("the model got a scalar: each input needs a batch dimension")
-    sizes = {tensor.shape[0] for tensor in tensors}
-    if len(sizes) != 1:
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
-        raise ConfigurationError(
-            f"the inputs have batch dimensions of different size ({shapes}): the pipeline cuts all "
-            "of them along dimension 0"
-        )
-    size = sizes.pop()
     if size == 0:
         raise ConfigurationError("the model got an empty batch: at least one sample is needed")
     return size

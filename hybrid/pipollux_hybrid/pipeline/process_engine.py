@@ -34,7 +34,7 @@ from .boundary import describe, from_header, rest_of_header, to_header
 from .engine import cut_stages, num_recomputed, with_index
 from .interleaved import Interleaved
 from .loss import LossFunction, LossScope, MicrobatchLoss
-from .microbatch import PyTree, batch_size_of, gather, map_tensors, scatter
+from .microbatch import PyTree, gather, map_tensors, samples_of, scatter
 from .process_stage import LossOfMicrobatch, ProcessStage
 from .skip import layout_of
 from .stage_notes import StageNotes
@@ -197,9 +197,10 @@ class ProcessEngine:
         """
         whole = scope == "batch"
         total = sum(sizes)
-        if self.is_last and not whole and batch_size_of(targets) != total:
+        found = None if whole or not self.is_last else samples_of(targets, "the targets")
+        if found not in (None, total):
             raise ConfigurationError(
-                f"targets has {batch_size_of(targets)} samples and inputs has {total}: dimension 0 "
+                f"targets has {found} samples and inputs has {total}: dimension 0 "
                 "of both is the batch, as both are cut into micro-batches along it"
             )
         targets = map_tensors(self._here, targets) if self.is_last else None
@@ -310,6 +311,11 @@ class ProcessEngine:
             found = self._loss.add(index, self._last.leaving.value(tensors), labels)
         except Exception as error:  # the script's own code
             self._failure = error
+            if labels is not None and not isinstance(labels, Tensor):
+                error.add_note(
+                    "the targets were cut into micro-batches along dimension 0: pass "
+                    "pipollux.whole(tensor) where it is not the batch"
+                )
             raise
         for number, roots in enumerate(found, start=index + 1 - len(found)):
             self._last.roots[number] = roots

@@ -20,7 +20,7 @@ Headers and flags travel over gloo, also beside NCCL: the host reads them, and w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -35,6 +35,7 @@ from torchgpipe.skip.tracker import use_skip_tracker
 from pipollux_hybrid.job.groups import ReplicaGroup
 
 from .boundary import HEADER_BYTES, BoundaryLayout, HeaderReader, HeaderWriter, describe
+from .buffer_values import BufferValues, Values
 from .microbatch import PyTree
 from .skip import SkipTracker
 from .stage import Stage
@@ -69,6 +70,7 @@ class _Layers(nn.Module):
     def __init__(self, stage: Stage, layout: SkipLayout) -> None:
         super().__init__()
         self.stage = stage
+        self.buffer_values = BufferValues(stage)
         self._layout = layout
         self.arriving: BoundaryLayout | None = None
         """Layout of the coming forward's input; None for the first stage."""
@@ -90,7 +92,8 @@ class _Layers(nn.Module):
             return self.stage(value)
 
     def _recomputed(self, value: PyTree) -> PyTree:
-        return checkpoint(self._run, value, use_reentrant=False, context_fn=_while_recomputing)
+        around = _AroundForwards(self.buffer_values)
+        return checkpoint(self._run, value, use_reentrant=False, context_fn=around.both)
 
 
 class ProcessStage(PipelineStage):
@@ -179,7 +182,11 @@ class ProcessStage(PipelineStage):
     ) -> Any:
         """Run the forward of a micro-batch; see :class:`PipelineStage`."""
         self._layers.recomputes = fwd_chunk_id < self._recomputed and torch.is_grad_enabled()
-        with self.notes.computing(self._row, fwd_chunk_id, "forward"), _in_layers():
+        with (
+            self.notes.computing(self._row, fwd_chunk_id, "forward"),
+            _in_layers(),
+            self._layers.buffer_values.forward(fwd_chunk_id),
+        ):
             output = self._layers(*(args if self.is_first else self._arrived(fwd_chunk_id)))
         self._outputs[fwd_chunk_id] = output
         if self.is_last and save_forward_output:
@@ -312,6 +319,32 @@ def _in_layers() -> Iterator[None]:
         raise RuntimeError(f"a layer failed: {error}") from error
 
 
-def _while_recomputing() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return what is around a forward, and around the same when it is recomputed."""
-    return nullcontext(), enable_recomputing()
+class _AroundForwards:
+    """What is around the first forward of a micro-batch, and around each recomputation of it.
+
+    Args:
+        buffers: Of the stage.
+    """
+
+    def __init__(self, buffers: BufferValues) -> None:
+        self._buffers = buffers
+        self._values: Values = []
+        self._entered: list[ExitStack] = []
+
+    def both(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Return the two; the second may be entered any number of times."""
+        return self._first(), self
+
+    @contextmanager
+    def _first(self) -> Iterator[None]:
+        with self._buffers.kept() as self._values:
+            yield
+
+    def __enter__(self) -> None:
+        stack = ExitStack()
+        stack.enter_context(enable_recomputing())
+        stack.enter_context(self._buffers.replaced(self._values))
+        self._entered.append(stack)
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)

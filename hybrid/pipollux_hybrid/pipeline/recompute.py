@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -28,12 +29,16 @@ from torchgpipe.phony import get_phony
 
 from pipollux_hybrid.errors import SynchronizationError
 
+from .buffer_values import BufferValues, Values
 from .lanes import fork, join
+from .stage import Stage
 from .thread_state import ThreadLocalState
 
 __all__ = ["Recomputation", "check_whole_backward", "make_phonies"]
 
 Tensors: TypeAlias = tuple[Tensor, ...]
+NO_GRAPH = "does not require grad and does not have a grad_fn"
+"""What PyTorch says where :func:`torch.autograd.grad` is called on tensors without a graph."""
 
 
 class Recomputation:
@@ -41,12 +46,22 @@ class Recomputation:
 
     Args:
         function: Takes and gives tensors of floating point or complex type.
+        stage: Whose layers it runs.
         outer: What surrounded the forward.
+        buffers: Of the stage.
     """
 
-    def __init__(self, function: Callable[[Tensors], Tensors], outer: ThreadLocalState) -> None:
-        self._function = function
-        self._outer = outer
+    def __init__(
+        self,
+        function: Callable[[Tensors], Tensors],
+        stage: Stage,
+        outer: ThreadLocalState,
+        buffers: BufferValues,
+    ) -> None:
+        self._function, self._stage = function, stage
+        self._outer, self._buffers = outer, buffers
+        self._values: Values = []
+        """Of buffers that the first forward changed: what they were."""
         self._rng_states: deque[Any] = deque(maxlen=1)
         self._recomputed: tuple[Tensors, Tensors] | None = None
         """Outputs with their graph, and the leaves that it begins with."""
@@ -72,7 +87,21 @@ class Recomputation:
     def run_first(self, inputs: Tensors) -> Tensors:
         """Run the first forward, and remember the state of the random generators."""
         save_rng_states(inputs[0].device, self._rng_states)
-        with torch.no_grad(), enable_checkpointing():
+        if not self._stage.differentiates:
+            try:
+                return self._run_first(inputs)
+            except RuntimeError as error:
+                if NO_GRAPH not in str(error):
+                    raise
+                self._stage.differentiates = True
+        leaves = tuple(x.detach().requires_grad_(x.requires_grad) for x in inputs)
+        with restore_rng_states(inputs[0].device, self._rng_states.copy()):
+            return self._run_first(leaves, torch.enable_grad)
+
+    def _run_first(
+        self, inputs: Tensors, mode: Callable[[], AbstractContextManager[None]] = torch.no_grad
+    ) -> Tensors:
+        with mode(), enable_checkpointing(), self._buffers.kept() as self._values:
             # What a layer hands out may be its own buffer, which is not to get into a graph.
             return tuple(output.detach() for output in self._function(inputs))
 
@@ -85,6 +114,7 @@ class Recomputation:
             restore_rng_states(inputs[0].device, self._rng_states.copy()),
             torch.enable_grad(),
             enable_recomputing(),
+            self._buffers.replaced(self._values),
         ):
             self._recomputed = (self._function(leaves), leaves)
 

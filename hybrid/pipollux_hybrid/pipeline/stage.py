@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +31,9 @@ class Stage(nn.Sequential):
     """Layers of one stage, under the names that they have in the whole module.
 
     Two things differ from :class:`torch.nn.Sequential`. What a layer raises begins with the stage's
-    and the layer's name. And a first layer that works in place (``nn.ReLU(inplace=True)``) gets
-    a copy: in a pipeline its input belongs to others, to the script or, for recomputation, to the
-    past.
+    and the layer's name. And the input stays as it is, as the script or the recomputation needs it
+    again: layers get dicts and lists of their own, which they may change, and a first layer that
+    works in place (``nn.ReLU(inplace=True)``) gets copies of the tensors, too.
 
     Args:
         layers: The layers by name.
@@ -48,6 +49,8 @@ class Stage(nn.Sequential):
         """Where they run."""
         self.output_name = f"the output of stage {index}, layer {next(reversed(layers), None)!r},"
         """What messages call it."""
+        self.differentiates = False
+        """Whether a layer calls :func:`torch.autograd.grad`, which needs a graph in any forward."""
         self._in_place: dict[bool, bool] = {}
         """In training and in evaluation: whether the first layers change their input."""
 
@@ -73,16 +76,20 @@ class Stage(nn.Sequential):
     def _run_on_copy(self, value: PyTree) -> PyTree:
         """Run the layers on a copy of their input, and see whether they change it."""
         copied = map_tensors(torch.clone, value)
-        before = _versions(copied)
+        tensors = tensors_of(copied)
+        before = _versions(tensors)
         output = self._run(copied)
-        if before is not None:
-            self._in_place[self._trains()] = before != _versions(copied)
+        if before is not None and self._trains() not in self._in_place:
+            changed = before != _versions(tensors) or not _equal(tensors, tensors_of(value))
+            self._in_place[self._trains()] = changed
         return output
 
     def _checked_run(self, value: PyTree) -> PyTree:
-        before = _versions(value)
-        output = self._run(value)
-        if before != _versions(value):
+        """Run the layers on the tensors of their input, in containers of their own."""
+        tensors = tensors_of(value)
+        before = _versions(tensors)
+        output = self._run(map_tensors(lambda tensor: tensor, value))
+        if before != _versions(tensors):
             raise ConfigurationError(
                 f"stage {self.index}, layer {next(iter(self._modules))!r}: it changed its input in "
                 "place, which it did not do in its first forward; have it do so always or never "
@@ -120,9 +127,17 @@ def name_place(error: Exception, place: str) -> None:
         error.add_note(f"in {place}")
 
 
-def _versions(value: PyTree) -> list[int] | None:
+def _versions(tensors: Sequence[Tensor]) -> list[int] | None:
     """Return how often each tensor was changed in place; None where PyTorch does not count."""
-    tensors: list[Tensor] = tensors_of(value)
     if any(tensor.is_inference() for tensor in tensors):
         return None
     return [tensor._version for tensor in tensors]
+
+
+def _equal(copies: Sequence[Tensor], originals: Sequence[Tensor]) -> bool:
+    """Return whether copies are still as they were: changes through ``x.data`` are not counted."""
+    return all(
+        torch.equal(copy, original)
+        for copy, original in zip(copies, originals, strict=True)
+        if copy.layout is torch.strided and not (copy.is_meta or copy.is_nested)
+    )

@@ -39,6 +39,7 @@ from .bucket import BUCKET_BYTES, check_wire
 from .buffers import BufferSynchronizer
 from .comm_timer import CommTimer
 from .grad_norms import NormSum
+from .hook_watch import HookWatch
 from .iteration_totals import IterationTotals, power_of_two
 from .parameter_hooks import ParameterHooks, Watched, refuse_sparse
 from .reducer import Reducer
@@ -99,6 +100,7 @@ class GradientSynchronizer:
         self._reducer = Reducer(*self._wire, buckets_wanted=num_replicas > 1, group=group)
         self._comm_timer = CommTimer([p.device for named in stages for _, p in named])
         self._hooks = ParameterHooks(self._measure, self._arrive)
+        self._hook_watch = HookWatch(self._stages)
         self._lock = threading.Lock()
         # The backward under way.
         self._task: int | None = None
@@ -195,6 +197,7 @@ class GradientSynchronizer:
     def _begin(self, plan: BackwardPlan, task: int) -> None:
         if self._tied is not None:
             self._tied.begin()
+        self._hook_watch.begin()
         self._task, self._plans = task, [plan]
         self._synchronizes = plan.synchronize and not self._losses.void
         # One gradient for all samples of an iteration: no separate estimates.
@@ -301,12 +304,14 @@ class GradientSynchronizer:
         if not self._any_arrived():
             # torch.autograd.grad came by: it asked for gradients of something else.
             rewind()
+            self._hook_watch.release()
             self._task = None
             return
         self._end()
 
     def _end(self) -> None:
         """End the backwards of a plan."""
+        self._hook_watch.end()
         self._watched = None
         if self._measures:
             self._measurable = self._measurable and not self._reducer.surplus

@@ -1,0 +1,156 @@
+"""Buffers as the first forward of a micro-batch saw them, for its recomputation.
+
+A layer that changes a buffer in its forward would change it again when it is recomputed, and would
+compute with other values than at first. So the values from before the first forward are kept, where
+it has changed them, and the recomputation runs on copies of these and leaves the buffers alone.
+
+The vectors of :func:`torch.nn.utils.spectral_norm` are changed once for each batch, as in the plain
+model: all micro-batches begin with the values that the first one began with, and only the first
+one's change stays. Other layers change their buffers once for each micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from pipollux_hybrid.errors import ConfigurationError
+
+from .batchnorm import deferred_layers
+
+__all__ = ["BufferValues", "Values"]
+
+SMALL_BYTES = 1 << 16
+"""Bytes of a buffer that is copied before every forward, whether it is known to change or not."""
+ABSENT = object()
+
+
+class Value(NamedTuple):
+    """What a layer's buffer was: a tensor of its own, None, or :data:`ABSENT`."""
+
+    layer: nn.Module
+    name: str
+    value: Any
+
+
+Values = list[Value]
+
+
+class BufferValues:
+    """The buffers of a stage.
+
+    Those of batch normalisation are left out: forwards do not change them in a pipeline.
+
+    Args:
+        layers: The stage.
+    """
+
+    def __init__(self, layers: nn.Module) -> None:
+        deferred = set(deferred_layers(layers))
+        self._layers = [layer for layer in layers.modules() if layer not in deferred]
+        self._once = list(_once_a_batch(self._layers))
+        self._start: Values = []
+        self._changing: set[tuple[nn.Module, str]] | None = None
+
+    @contextmanager
+    def forward(self, microbatch: int) -> Iterator[None]:
+        """Run the first forward of a micro-batch of a batch within."""
+        if not self._once:
+            yield
+        elif microbatch == 0:
+            self._start = [Value(x, n, _copy(x._buffers.get(n, ABSENT))) for x, n in self._once]
+            yield
+        else:
+            with self.replaced(self._start):
+                yield
+
+    @contextmanager
+    def kept(self) -> Iterator[Values]:
+        """Run a forward within that will be recomputed.
+
+        Yields:
+            A list which is filled, at the end, with the values that the forward has changed.
+
+        Raises:
+            ConfigurationError: A large buffer changed that has not changed before.
+        """
+        changed: Values = []
+        before = [self._before(layer, name) for layer, name in self._places()]
+        try:
+            yield changed
+        except Exception:
+            _put([Value(x, n, y) for x, n, *_, y in before if y is not None])
+            raise
+        known = {(layer, name) for layer, name, *_ in before}
+        for layer, name in self._places():
+            if (layer, name) not in known:
+                changed.append(Value(layer, name, ABSENT))
+        for layer, name, buffer, version, copy in before:
+            now = layer._buffers.get(name, ABSENT)
+            if now is buffer and _version(now) == version:
+                continue
+            if copy is None and isinstance(buffer, Tensor) and now is buffer:
+                raise ConfigurationError(
+                    f"buffer {name!r} of a {type(layer).__name__} was changed by a forward, but "
+                    "not by the first: its recomputation needs the values from before; change "
+                    "it in every forward, or use activation_checkpoint='never'"
+                )
+            changed.append(Value(layer, name, buffer if copy is None else copy))
+        if self._changing is None:
+            self._changing = set()
+        self._changing |= {(layer, name) for layer, name, _ in changed}
+
+    @contextmanager
+    def replaced(self, values: Values) -> Iterator[None]:
+        """Run a forward within on copies of these values, and leave the buffers as they are."""
+        now = [Value(x, name, x._buffers.get(name, ABSENT)) for x, name, _ in values]
+        _put([Value(x, name, _copy(value)) for x, name, value in values])
+        try:
+            yield
+        finally:
+            _put(now)
+
+    def _places(self) -> list[tuple[nn.Module, str]]:
+        return [(x, name) for x in self._layers if x._buffers for name in x._buffers]
+
+    def _before(
+        self, layer: nn.Module, name: str
+    ) -> tuple[nn.Module, str, Tensor | None, int, Tensor | None]:
+        buffer = layer._buffers[name]
+        known = self._changing is None or (layer, name) in self._changing
+        wanted = buffer is not None and (
+            known or buffer.numel() * buffer.element_size() <= SMALL_BYTES
+        )
+        return layer, name, buffer, _version(buffer), _copy(buffer) if wanted else None
+
+
+def _once_a_batch(layers: list[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
+    """Yield the buffers that change alike whatever the samples, and once for each batch."""
+    for layer in layers:
+        if isinstance(layer, _SpectralNorm):
+            yield from ((layer, name) for name in layer._buffers)
+        for hook in layer._forward_pre_hooks.values():
+            if isinstance(hook, SpectralNorm):
+                yield from ((layer, f"{hook.name}_{vector}") for vector in "uv")
+
+
+def _put(values: Values) -> None:
+    for layer, name, value in values:
+        if value is ABSENT:
+            layer._buffers.pop(name, None)
+        else:
+            layer._buffers[name] = value
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _version(value: object) -> int:
+    """Return how often a tensor was changed in place; tensors of inference mode do not count."""
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0

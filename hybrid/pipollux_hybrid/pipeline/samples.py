@@ -1,0 +1,243 @@
+"""What in a batch belongs to its samples, and is cut into micro-batches, and what does not.
+
+Of inputs and targets, dimension 0 of every tensor is the batch, and numbers, strings and None are
+the same for all samples. Whatever else is meant is said with :func:`whole` and :func:`per_sample`.
+Some mistakes are seen: a list with as many items as there are samples, a causal mask or positions
+as long as the batch, a tensor that comes again with the next samples.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pipollux_hybrid.errors import ConfigurationError
+
+__all__ = [
+    "BatchCheck",
+    "PerSample",
+    "Whole",
+    "is_marked",
+    "map_marked",
+    "per_sample",
+    "plain_batch",
+    "whole",
+]
+
+CHECKED_BATCHES = 10
+"""Batches, from the first on, whose tensors are looked at."""
+CHOICE = (
+    "pass pipollux.whole(…) if every micro-batch gets all of it, or pipollux.per_sample(…) if it "
+    "has an entry for each sample"
+)
+
+
+class Marked:
+    """A part of a batch of which the script says how it is cut.
+
+    A node of PyTrees, so that what goes over the tensors of a batch, such as moving them, goes over
+    those in here, too.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Whole(Marked):
+    """A value that every micro-batch gets whole; see :func:`whole`."""
+
+
+class PerSample(Marked):
+    """A sequence or tensor with an entry for each sample; see :func:`per_sample`."""
+
+    @property
+    def size(self) -> int:
+        """Number of samples."""
+        return len(self.value)
+
+
+def whole(value: Any) -> Any:
+    """Mark a part of inputs or targets that every micro-batch gets as it is.
+
+    For tensors whose dimension 0 is not the batch (a causal mask, positions, class weights), and
+    lists that have nothing to do with samples. Layers and the loss function get the value itself.
+
+    Example::
+
+        mask = nn.Transformer.generate_square_subsequent_mask(length)
+        output = model({"tokens": tokens, "mask": pipollux.whole(mask)})
+
+    Args:
+        value: A tensor of any shape, a plain value, or tuples, lists and dicts of these.
+    """
+    return Whole(value)
+
+
+def per_sample(value: Any) -> Any:
+    """Mark a part of inputs or targets that has one entry for each sample.
+
+    For lists and tuples, such as a collate function makes of strings, or of tensors of different
+    shapes. Layers and the loss function get the entries of their micro-batch, as a list or tuple.
+    Dimension 0 of a tensor is the batch without a mark, too.
+
+    Example::
+
+        loss = model.train_step(images, pipollux.per_sample(boxes), loss_fn)  # a list of tensors
+
+    Args:
+        value: A list, tuple or tensor.
+
+    Raises:
+        ConfigurationError: It is none of these.
+    """
+    if not isinstance(value, (list, tuple, Tensor)) or (
+        isinstance(value, Tensor) and not value.dim()
+    ):
+        raise ConfigurationError(
+            f"per_sample(…) got a {type(value).__name__}: a list, a tuple or a tensor with one "
+            "entry for each sample is needed"
+        )
+    return PerSample(value)
+
+
+def is_marked(value: object) -> bool:
+    """Return whether a value bears the mark of :func:`whole` or :func:`per_sample`."""
+    return isinstance(value, Marked)
+
+
+def map_marked(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return a PyTree with a function applied to each marked value in it."""
+    if isinstance(value, Tensor):
+        return value
+    return pytree.tree_map(lambda x: function(x) if is_marked(x) else x, value, is_leaf=is_marked)
+
+
+def _flatten(marked: Marked) -> tuple[list[Any], None]:
+    return [marked.value], None
+
+
+def _unflatten(kind: type[Marked], values: Iterable[Any], _: None) -> Marked:
+    return kind(*values)
+
+
+def _flatten_with_keys(marked: Marked) -> tuple[list[tuple[pytree.KeyEntry, Any]], None]:
+    return [(pytree.GetAttrKey("value"), marked.value)], None
+
+
+for _kind in (Whole, PerSample):
+    pytree.register_pytree_node(
+        _kind,
+        _flatten,
+        partial(_unflatten, _kind),
+        flatten_with_keys_fn=_flatten_with_keys,
+    )
+
+
+def plain_batch(batch: Any) -> Any:
+    """Return a batch with dicts in the place of other mappings, such as a ``BatchEncoding``."""
+    if isinstance(batch, Tensor):
+        return batch
+    return pytree.tree_map_only(
+        Mapping, lambda x: plain_batch(dict(x)), batch, is_leaf=lambda x: isinstance(x, torch.Size)
+    )
+
+
+class BatchCheck:
+    """Refuses what would be cut, or not be cut, by mistake.
+
+    Args:
+        what: ``"inputs"`` or ``"targets"``.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._batches = 0
+        self._others: set[str] = set()
+        """Lists that had another length than the batch once."""
+        self._last: dict[str, Callable[[], Tensor | None]] = {}
+
+    def check(self, batch: Any, num_samples: int, num_microbatches: int) -> None:
+        """Check a batch that is about to be cut.
+
+        Args:
+            batch: PyTree of tensors.
+            num_samples: Of the batch.
+            num_microbatches: M; with one nothing is cut.
+
+        Raises:
+            ConfigurationError: Something in it is not what it is taken for, or may not be; the
+                message says where it is, and how to say what is meant.
+        """
+        if isinstance(batch, Tensor) or num_microbatches == 1 or num_samples == 1:
+            return
+        for path, items in _lists(batch, self._what):
+            if len(items) != num_samples:
+                self._others.add(path)
+            elif path not in self._others:
+                self._refuse(path, f"a {type(items).__name__} of {num_samples} items", num_samples)
+        if self._batches < CHECKED_BATCHES:
+            self._batches += 1
+            self._check_tensors(batch, num_samples)
+
+    def _check_tensors(self, batch: Any, num_samples: int) -> None:
+        found = pytree.tree_flatten_with_path(batch, is_leaf=is_marked)[0]
+        tensors = {self._what + pytree.keystr(p): x for p, x in found if isinstance(x, Tensor)}
+        for path, tensor in tensors.items():
+            others = [x for x in tensors.values() if x is not tensor]
+            if _is_causal(tensor):
+                self._refuse(path, "a causal mask, [length, length]", num_samples)
+            if _is_positions(tensor) and any(x.shape[1:2] == tensor.shape for x in others):
+                self._refuse(path, "positions, [length]", num_samples)
+        before, self._last = self._last, {path: weakref.ref(x) for path, x in tensors.items()}
+        again = [path for path, x in tensors.items() if path in before and before[path]() is x]
+        if len(again) < len(tensors):
+            for path in again:
+                if not _same_rows(tensors[path]):
+                    self._refuse(path, "the very tensor that came with other samples", num_samples)
+
+    def _refuse(self, path: str, like: str, num_samples: int) -> NoReturn:
+        raise ConfigurationError(
+            f"{path} is {like}, and the batch has {num_samples} samples, so that it cannot be told "
+            f"whether micro-batches share it: {CHOICE}"
+        )
+
+
+def _lists(value: Any, path: str) -> Iterator[tuple[str, Sequence[Any]]]:
+    """Yield the lists and tuples in a PyTree that have items and no tensor in them."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _lists(item, f"{path}[{key!r}]")
+    elif isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        if value and not any(isinstance(x, Tensor) or is_marked(x) for x in _leaves(value)):
+            yield path, value
+        for index, item in enumerate(value):
+            yield from _lists(item, f"{path}[{index}]")
+
+
+def _leaves(value: Any) -> list[Any]:
+    return pytree.tree_leaves(value, is_leaf=is_marked)
+
+
+def _is_causal(tensor: Tensor) -> bool:
+    """Return whether a tensor is a mask of what comes later, in any of the usual forms."""
+    if tensor.dim() != 2 or tensor.shape[0] != tensor.shape[1] or tensor.shape[0] < 3:
+        return False
+    later = torch.ones_like(tensor, dtype=torch.bool).triu(1)
+    return torch.equal(tensor == tensor[0, -1], later)
+
+
+def _is_positions(tensor: Tensor) -> bool:
+    """Return whether a tensor counts from 0 on."""
+    if tensor.dim() != 1 or tensor.is_floating_point() or len(tensor) < 3:
+        return False
+    return torch.equal(tensor, torch.arange(len(tensor), device=tensor.device, dtype=tensor.dtype))
+
+
+def _same_rows(tensor: Tensor) -> bool:
+    return torch.equal(tensor, tensor[:1].expand_as(tensor))

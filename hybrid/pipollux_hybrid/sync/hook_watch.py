@@ -1,0 +1,113 @@
+"""Rejecting hooks of the script that train within a backward.
+
+PyTorch has recipes that step an optimizer as soon as a parameter's gradient has arrived, and drop
+the gradient (``register_post_accumulate_grad_hook``). Here that gradient is one micro-batch's, of
+one replica, and the step would come before the sum. So parameters that bear a hook of the script
+are compared before and after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from pipollux_hybrid.errors import SynchronizationError
+
+__all__ = ["HookWatch"]
+
+COMPARED_BACKWARDS = 3
+"""Backwards whose hooks may not change values either that PyTorch counts no change of."""
+
+
+class HookWatch:
+    """Watches the parameters that bear hooks of the script.
+
+    Args:
+        stages: Names and parameters of each stage.
+    """
+
+    def __init__(self, stages: Sequence[Sequence[tuple[str, nn.Parameter]]]) -> None:
+        self._named = [item for named in stages for item in named]
+        self._names: dict[nn.Parameter, str] = {}
+        self._handles: list[RemovableHandle] = []
+        self._before: dict[nn.Parameter, tuple[int, Tensor | None]] = {}
+        self._backwards = 0
+
+    def begin(self) -> None:
+        """Begin a backward: watch the parameters that bear hooks now."""
+        self.release()
+        self._names = {p: name for name, p in self._named if _is_hooked(p)}
+        if not self._names:
+            return
+        self._backwards += 1
+        for parameter in self._names:
+            first: Any = parameter.register_hook(self._note(parameter))
+            hooks: Any = parameter._backward_hooks  # an OrderedDict
+            hooks.move_to_end(first.id, last=False)
+            # The hook that was registered last is called last.
+            last = parameter.register_post_accumulate_grad_hook(self._compare)
+            self._handles += [first, last]
+
+    def end(self) -> None:
+        """End a backward.
+
+        Raises:
+            SynchronizationError: A gradient that had arrived is gone.
+        """
+        for parameter in self._before:
+            self._compare(parameter)
+        self.release()
+
+    def release(self) -> None:
+        """Watch no more, as the job ends or another backward begins."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._before.clear()
+
+    def _note(self, parameter: nn.Parameter) -> Any:
+        def note(_: Tensor) -> None:
+            compared = self._backwards <= COMPARED_BACKWARDS
+            copy = parameter.detach().clone() if compared else None
+            self._before[parameter] = parameter._version, copy
+
+        return note
+
+    def _compare(self, parameter: Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)  # noqa: S101  # hooks are on these alone
+        version, copy = self._before[parameter]
+        changed = parameter._version != version
+        if copy is not None and not changed:
+            # As bytes, in which a NaN equals itself.
+            changed = not torch.equal(_bytes(copy), _bytes(parameter.detach()))
+        if not changed and parameter.grad is not None:
+            return
+        self.release()
+        done = "changed it" if changed else "removed its gradient"
+        raise SynchronizationError(
+            f"a hook on parameter {self._names[parameter]!r} {done} in the backward, where "
+            "gradients are those of single micro-batches, and not yet averaged over replicas: call "
+            "optimizer.step() and optimizer.zero_grad() after the backward"
+        )
+
+
+def _is_hooked(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter bears a hook that is not this package's."""
+    hooks: Sequence[Mapping[int, Any] | None] = (
+        parameter._backward_hooks,
+        parameter._post_accumulate_grad_hooks,
+    )
+    return any(not _is_own(hook) for some in hooks if some for hook in some.values())
+
+
+def _is_own(hook: Any) -> bool:
+    owner = getattr(getattr(hook, "func", hook), "__self__", None)
+    return type(owner).__module__.startswith(__name__.partition(".")[0])
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
