@@ -41,6 +41,7 @@ from .meeting import Meeting, compare, position
 from .meeting_folder import MeetingFolder
 from .meeting_place import MeetingPlace
 from .newcomer import MEETING_PATIENCE, Joining
+from .published_totals import PublishedTotals
 from .recovery import Recovery
 from .switch import go_on, switch
 from .transfer import RefusedError, Route, Sent, pack, send
@@ -66,9 +67,17 @@ class LiveMembership:
         self._context = ctx
         self._watch = watch
         self._announced: Forming | None = None
-        self._joining = Joining(ctx, watch)
+        self.totals = PublishedTotals(watch.rendezvous.folder)
+        """Of accumulators, for joining replicas."""
+        self.joining = Joining(ctx, watch, self.totals)
+        """How this replica comes to take part, where it joins others."""
         self.recovery = Recovery(ctx, watch)
         """Goes on with those that are left when others have died."""
+
+    def job_place(self) -> JobPlace | None:
+        """Return where the job is that this replica is about to join; None: not yet known."""
+        bulletin = self._watch.rendezvous.bulletin()
+        return None if bulletin is None else bulletin.place
 
     def arrive(self, place: JobPlace, description: str) -> bool:
         """Note the beginning of a loop; a newcomer joins here.
@@ -83,7 +92,7 @@ class LiveMembership:
         Raises:
             SystemExit: A newcomer was asked to stop, or the job has ended.
         """
-        if self._context.joins is not None and not self._joining.join(place, description):
+        if self._context.joins is not None and not self.joining.join(place, description):
             return False
         self._watch.place = place
         return True

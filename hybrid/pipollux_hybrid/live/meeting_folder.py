@@ -8,6 +8,7 @@
                          stage k above 0 alive-ID-k.json
     proposal.json        the membership that is to be formed
     store-N.json         where the replicas of membership N find each other
+    totals-…             totals that the job has read: see `published_totals`
     lost-…, follows-…, outcome-…   of replicas that have died: see `arbiter`
 
 Every file has one writer, and is written aside and renamed. Clocks of hosts differ, so a file is
@@ -31,6 +32,7 @@ from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job.membership import Bulletin, JobPlace, Membership, Newcomer
 
 from .arbiter import Arbiter, FolderArbiter
+from .published_totals import TOTALS
 
 __all__ = ["SILENCE", "MeetingFolder"]
 
@@ -38,7 +40,7 @@ SILENCE = 10.0
 """Seconds without a change after which the writer of a file is taken for dead."""
 _JOB, _PROPOSAL = "job.json", "proposal.json"
 _NEWCOMER, _LEAVE, _CLAIM, _ALIVE = "newcomer-", "leave-", "claim-", "alive-"
-_OF_LOSSES = ("lost-*", "follows-*", "outcome-*")
+_OF_RUN = ("lost-*", "follows-*", "outcome-*", f"{TOTALS}*")
 
 
 @dataclass
@@ -97,7 +99,7 @@ class MeetingFolder:
         except FileExistsError:
             return False
         before = () if silent_run is None else (silent_run,)
-        found = (f"{_NEWCOMER}*", f"{_LEAVE}*", f"{_ALIVE}*", "store-*.json", *_OF_LOSSES)
+        found = (f"{_NEWCOMER}*", f"{_LEAVE}*", f"{_ALIVE}*", "store-*.json", *_OF_RUN)
         for pattern in (*before, _JOB, _PROPOSAL, *found):
             for stale in self.folder.glob(pattern):
                 stale.unlink(missing_ok=True)
@@ -119,8 +121,8 @@ class MeetingFolder:
     def retract(self) -> None:
         """Say that the job has ended: the next run need not wait to find out."""
         claim = self.last_claim()
-        losses = [path.name for pattern in _OF_LOSSES for path in self.folder.glob(pattern)]
-        for name in (_JOB, claim, *losses):
+        found = [path.name for pattern in _OF_RUN for path in self.folder.glob(pattern)]
+        for name in (_JOB, claim, *found):
             if name is not None:
                 with suppress(OSError):
                     (self.folder / name).unlink(missing_ok=True)

@@ -20,6 +20,7 @@ from .eligibility import why_not_live
 from .forming import Forming
 from .log import say
 from .meeting import Meeting, compare, position
+from .published_totals import PublishedTotals
 from .switch import go_on, switch
 from .transfer import RefusedError, take
 from .watch import INTERVAL, MembershipWatch
@@ -28,6 +29,9 @@ __all__ = ["MEETING_PATIENCE", "Joining"]
 
 MEETING_PATIENCE = 10.0
 """Seconds that the others wait for a newcomer at the boundary where they change."""
+TOTALS_PATIENCE = 60.0
+"""Seconds that a joining replica waits for totals which the job has read: storage that hosts share
+may show a file that late."""
 POLL_INTERVAL = 0.005
 
 
@@ -37,11 +41,13 @@ class Joining:
     Args:
         ctx: The job's context.
         watch: What it knows of the job.
+        published: Totals that the job has read.
     """
 
-    def __init__(self, ctx: JobContext, watch: MembershipWatch) -> None:
+    def __init__(self, ctx: JobContext, watch: MembershipWatch, published: PublishedTotals) -> None:
         self._context = ctx
         self._watch = watch
+        self._published = published
         self._arrived = False
 
     def join(self, place: JobPlace, description: str) -> bool:
@@ -83,6 +89,31 @@ class Joining:
             time.sleep(INTERVAL)
         watch.parked = False
         return False
+
+    def totals(self, accumulator: str, phase: str, number: int) -> bytes:
+        """Return what a synchronized block showed in the job, which is beyond it.
+
+        Args:
+            accumulator: The name of its state.
+            phase: The part of the script that the block is in.
+            number: Of the block therein.
+
+        Raises:
+            SystemExit: This replica was asked to stop, or the job has ended.
+            ConfigurationError: The job's script has no such block.
+            PeerLostError: Another process of this replica has ended.
+        """
+        deadline = time.monotonic() + TOTALS_PATIENCE
+        while (found := self._published.find(accumulator, phase, number)) is None:
+            self._check_waiting()
+            if time.monotonic() > deadline:
+                raise ConfigurationError(
+                    f"this replica cannot join the job: block {number + 1} of `with "
+                    f"accumulator.synchronized()` ({accumulator}, in {phase}) was not read by the "
+                    "job; start it with the same script and arguments"
+                )
+            time.sleep(POLL_INTERVAL)
+        return found
 
     def _meet(self, forming: Forming, here: torch.Tensor) -> Meeting:
         """Meet those who train at the boundary where they change.
