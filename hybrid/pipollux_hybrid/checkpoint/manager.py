@@ -27,6 +27,7 @@ from pipollux_hybrid.job.exit_status import fail_at_exit, forget_failure
 from . import storage as files
 from .async_save import AsyncSaver
 from .background_parts import start_saving_in_parts
+from .owner import Owner
 from .parts import save_in_parts
 from .state import State, States, snapshot_of
 
@@ -58,6 +59,8 @@ class CheckpointManager:
         """The checkpoint that this run restores from; None for a fresh start."""
         self.saved_step: int | None = None
         """The step of the checkpoint written last, or of the one that this run began with."""
+        self.owner: Owner | None = None
+        """This process's hold on the directory; None where nothing is saved."""
         ctx.closers.append(self.saver.wait)
 
 
@@ -205,9 +208,10 @@ def checkpoint_to_restore(ctx: JobContext) -> Path | None:
 def _plan(ctx: JobContext, root: Path) -> dict[str, Any]:
     """Return what rank 0 finds in the directory, told to all."""
     probe = f".probe-{secrets.token_hex(8)}"
+    owner = Owner(root, ctx.env)
     plan: dict[str, Any] = {"refusal": None, "version": None, "probe": None}
     if ctx.env.leads:
-        plan["refusal"] = files.prepare(root, probe)
+        plan["refusal"] = files.prepare(root, probe) or owner.claim()
         if plan["refusal"] is None:
             files.remove_leftovers(root)
             found = files.find(root)
@@ -220,7 +224,19 @@ def _plan(ctx: JobContext, root: Path) -> dict[str, Any]:
     finally:
         if ctx.env.leads:
             files.remove_probe(root, probe)
+    if plan["refusal"] is None:
+        _hold(ctx, owner)
+    else:
+        owner.close()
     return plan
+
+
+def _hold(ctx: JobContext, owner: Owner) -> None:
+    """Hold the directory until this process ends; whoever leads the job is its owner."""
+    owner.share()
+    ctx.component(CheckpointManager).owner = owner
+    ctx.closers.append(owner.close)
+    ctx.rejoined.append(lambda: owner.record() if ctx.env.leads else None)
 
 
 def _see(ctx: JobContext, directory: Path) -> Path:
