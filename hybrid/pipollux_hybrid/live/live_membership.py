@@ -41,7 +41,6 @@ from .meeting import Meeting, compare, position
 from .meeting_folder import MeetingFolder
 from .meeting_place import MeetingPlace
 from .newcomer import MEETING_PATIENCE, Joining
-from .published_totals import PublishedTotals
 from .recovery import Recovery
 from .switch import go_on, switch
 from .transfer import RefusedError, Route, Sent, pack, send
@@ -67,7 +66,7 @@ class LiveMembership:
         self._context = ctx
         self._watch = watch
         self._announced: Forming | None = None
-        self.totals = PublishedTotals(watch.rendezvous.folder)
+        self.totals = watch.totals
         """Of accumulators, for joining replicas."""
         self.joining = Joining(ctx, watch, self.totals)
         """How this replica comes to take part, where it joins others."""
@@ -91,7 +90,9 @@ class LiveMembership:
 
         Raises:
             SystemExit: A newcomer was asked to stop, or the job has ended.
+            ConfigurationError: Another job trains in this one's place.
         """
+        self._check_refused()
         if self._context.joins is not None and not self.joining.join(place, description):
             return False
         self._watch.place = place
@@ -99,6 +100,7 @@ class LiveMembership:
 
     def announce(self, message: ControlMessage) -> ControlMessage:
         """Add to a control message what this replica has formed, and would leave behind."""
+        self._check_refused()
         message = replace(message, **self.recovery.told())
         forming = self._watch.forming
         self._announced = forming if forming is not None and forming.formed else None
@@ -139,6 +141,10 @@ class LiveMembership:
             return self._change(forming, position(ctx, place, description))
         finally:
             self._watch.changing = False
+
+    def _check_refused(self) -> None:
+        if self._watch.refused is not None:
+            raise self._watch.refused
 
     def _change(self, forming: Forming, here: torch.Tensor) -> bool:
         """Change to a membership, if all agree."""

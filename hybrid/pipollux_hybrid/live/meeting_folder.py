@@ -71,6 +71,7 @@ class MeetingFolder:
         # Containers on several hosts may have the same process ids.
         self._mine = secrets.token_hex(8)
         self._seen: dict[str, _Seen] = {}
+        self._posts = False
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._write(f".probe-{self._mine}", {})
@@ -113,10 +114,26 @@ class MeetingFolder:
     def post(self, bulletin: Bulletin) -> None:
         """Tell newcomers where the job is; replica 0 does so all the time.
 
+        A folder that has disappeared is made again, or the next replica would begin a job there.
+
         Raises:
             OSError: It cannot be written.
+            ConfigurationError: A job that has begun earlier posts there, too, whose folder had
+                disappeared when this one began.
         """
-        self._write_alive(_JOB, bulletin.to_json_object())
+        found = self._read(_JOB) or {}
+        stranger = found.get("writer") != self._mine
+        if self._posts and stranger and int(found.get("beat", 0)) > self._beat:
+            raise ConfigurationError(
+                f"PIPOLLUX_RENDEZVOUS={str(self.folder)!r}: a job runs there already, whose files "
+                "had disappeared when this one began: start this replica again, and it joins "
+                "that job, or choose another folder"
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.last_claim() is None:
+            (self.folder / f"{_CLAIM}1").touch()
+        self._write_alive(_JOB, {**bulletin.to_json_object(), "writer": self._mine})
+        self._posts = True
 
     def retract(self) -> None:
         """Say that the job has ended: the next run need not wait to find out."""
@@ -137,7 +154,10 @@ class MeetingFolder:
 
     def job_is_silent(self) -> bool:
         """Return whether nothing was posted for a while; asked again and again."""
-        return self._is_silent(_JOB, self._read(_JOB))
+        data, before = self._read(_JOB), self._seen.get(_JOB)
+        if data is None and before is not None and not self.folder.is_dir():
+            return self._clock() - before.since > SILENCE  # the job makes it again
+        return self._is_silent(_JOB, data)
 
     def job_speaks(self) -> bool:
         """Return whether something was posted since the first time that this was asked."""

@@ -7,6 +7,7 @@ its own. So the replica that leads writes down what each synchronized block outs
 
 from __future__ import annotations
 
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,39 +30,63 @@ class PublishedTotals:
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
+        self._lock = threading.Lock()
+        self._written: dict[str, bytes] = {}
+        """What this replica has written and not removed, by name of the file."""
 
     def publish(self, accumulator: str, phase: str, number: int, content: bytes) -> None:
         """Write down what a block showed; where the disk does not take it, nobody can read it."""
         if self._folder is None:
             return
-        path = self._path(self._folder, accumulator, phase, number)
-        aside = path.with_name(f".{path.name}")
-        with suppress(OSError):
-            aside.write_bytes(content)
-            aside.replace(path)
-            self._prune(self._folder, phase, path.stat().st_mtime)
+        with self._lock:
+            name = _name(accumulator, phase, number)
+            if self._written.get(name) != content:
+                self._written[name] = content
+                _write(self._folder / name, content)
+                self._prune(self._folder, phase)
+
+    def restore(self) -> None:
+        """Write everything once more if the folder has disappeared meanwhile."""
+        with self._lock:
+            last = next(reversed(self._written), None)
+            if self._folder is None or last is None or (self._folder / last).exists():
+                return
+            for name, content in self._written.items():
+                _write(self._folder / name, content)
 
     def find(self, accumulator: str, phase: str, number: int) -> bytes | None:
         """Return what a block showed; None: nothing is known of it."""
         if self._folder is None:
             return None
         try:
-            return self._path(self._folder, accumulator, phase, number).read_bytes()
+            return (self._folder / _name(accumulator, phase, number)).read_bytes()
         except OSError:
             return None
 
-    @staticmethod
-    def _path(folder: Path, accumulator: str, phase: str, number: int) -> Path:
-        return folder / f"{TOTALS}{phase}-{number}-{accumulator}"
-
-    @staticmethod
-    def _prune(folder: Path, phase: str, now: float) -> None:
+    def _prune(self, folder: Path, phase: str) -> None:
         """Remove what no joining replica can be so far behind as to read."""
-        epoch = _epoch(phase)
-        for path in folder.glob(f"{TOTALS}epoch*"):
-            old = _epoch(path.name.removeprefix(TOTALS).partition("-")[0]) < epoch - KEPT_EPOCHS
-            if old and path.stat().st_mtime < now - KEPT_SECONDS:
-                path.unlink(missing_ok=True)
+        with suppress(OSError):
+            now = (folder / next(reversed(self._written))).stat().st_mtime  # by the storage's clock
+            for path in folder.glob(f"{TOTALS}epoch*"):
+                old = _epoch(_phase(path.name)) < _epoch(phase) - KEPT_EPOCHS
+                if old and path.stat().st_mtime < now - KEPT_SECONDS:
+                    self._written.pop(path.name, None)
+                    path.unlink(missing_ok=True)
+
+
+def _write(path: Path, content: bytes) -> None:
+    aside = path.with_name(f".{path.name}")
+    with suppress(OSError):
+        aside.write_bytes(content)
+        aside.replace(path)
+
+
+def _name(accumulator: str, phase: str, number: int) -> str:
+    return f"{TOTALS}{phase}-{number}-{accumulator}"
+
+
+def _phase(name: str) -> str:
+    return name.removeprefix(TOTALS).partition("-")[0]
 
 
 def _epoch(phase: str) -> int:

@@ -99,12 +99,14 @@ def test_a_scheduler_may_start_a_job_again_while_its_last_attempt_is_left(
 ) -> None:
     """On a host that was cut off, say; a job of another name is refused even so."""
     variable, before, after = attempts
-    with running(script, end="never", **job, **{variable: before}):
-        with running(script, **job, **{variable: after}) as (new,):
-            other = {name: f"{value}-other" for name, value in job.items()}
-            settings = environment(script.parent, **other, **{variable: after})
-            with Forked(script, ["never"], settings) as stranger:
-                assert stranger.wait() == 1
-                assert f"running (job {next(iter(job.values()))}" in stranger.errors
-            (script.parent / "end").touch()
-            assert new.wait() == 0, new.errors
+    with (
+        running(script, end="never", **job, **{variable: before}),
+        running(script, **job, **{variable: after}) as (new,),
+    ):
+        other = {name: f"{value}-other" for name, value in job.items()}
+        settings = environment(script.parent, **other, **{variable: after})
+        with Forked(script, ["never"], settings) as stranger:
+            assert stranger.wait() == 1
+            assert f"running (job {next(iter(job.values()))}" in stranger.errors
+        (script.parent / "end").touch()
+        assert new.wait() == 0, new.errors

@@ -2,8 +2,9 @@
 
     python evaluating_job.py FOLDER
 
-It ends when it has trained two epochs with two replicas: an epoch is three steps long, so a replica
-that joins finds that epochs have gone by since it was told where the job is.
+It ends when it has trained two epochs with two replicas, or there is a file "end". An epoch is
+three steps long, so a replica that joins finds that epochs have gone by since it was told where the
+job is.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def main() -> None:
         progress = FOLDER / f".epoch-{pipollux.replica_rank()}"
         progress.write_text(str(epoch))
         progress.replace(FOLDER / f"epoch-{pipollux.replica_rank()}")
-        if together == 2:
+        if together == 2 or (FOLDER / "end").exists():
             break
     (FOLDER / f"seen-{pipollux.replica_rank()}.json").write_text(json.dumps(seen))
 
