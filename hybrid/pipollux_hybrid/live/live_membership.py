@@ -37,7 +37,7 @@ from pipollux_hybrid.telemetry.metrics import Metrics
 
 from .forming import Forming
 from .log import say
-from .meeting import Meeting, compare, position
+from .meeting import Meeting, compare, in_common, position
 from .meeting_folder import MeetingFolder
 from .meeting_place import MeetingPlace
 from .newcomer import MEETING_PATIENCE, Joining
@@ -95,7 +95,7 @@ class LiveMembership:
         self._check_refused()
         if self._context.joins is not None and not self.joining.join(place, description):
             return False
-        self._watch.place = place
+        self._watch.place, self._watch.loop = place, description
         return True
 
     def announce(self, message: ControlMessage) -> ControlMessage:
@@ -138,7 +138,7 @@ class LiveMembership:
         assert forming is not None  # noqa: S101  # else it was not due
         self._watch.changing = True
         try:
-            return self._change(forming, position(ctx, place, description))
+            return self._change(forming, position(place, in_common(ctx, description)))
         finally:
             self._watch.changing = False
 

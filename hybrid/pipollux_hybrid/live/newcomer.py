@@ -13,13 +13,14 @@ import torch
 from pipollux_hybrid.checkpoint.state import States
 from pipollux_hybrid.errors import ConfigurationError, PeerLostError
 from pipollux_hybrid.job import signals
+from pipollux_hybrid.job.agreement import differences_of_joining
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.job.membership import JobPlace
 
 from .eligibility import why_not_live
 from .forming import Forming
 from .log import say
-from .meeting import Meeting, compare, position
+from .meeting import Meeting, compare, in_common, position
 from .published_totals import PublishedTotals
 from .switch import go_on, switch
 from .transfer import RefusedError, take
@@ -49,6 +50,7 @@ class Joining:
         self._watch = watch
         self._published = published
         self._arrived = False
+        self._common: dict[str, str | None] = {}
 
     def join(self, place: JobPlace, description: str) -> bool:
         """Wait at the beginning of a loop until this replica takes part.
@@ -73,7 +75,8 @@ class Joining:
             mesh.gather_from_stages(b"")  # all others wait when this one meets them
         self._arrived = True
         watch.place, watch.parked = place, True
-        here = position(self._context, place, description)
+        self._common = in_common(self._context, description)
+        here = position(place, self._common)
         while True:
             self._check_waiting()
             forming = watch.forming
@@ -130,11 +133,13 @@ class Joining:
                 return Meeting.ELSEWHERE
             state = compare(found, found[0])
             if state is Meeting.ELSEWHERE:
+                theirs = forming.common()
                 self._watch.give_up(forming)
                 if found[0].tolist()[:2] == here.tolist()[:2] and not torch.equal(found[0], here):
+                    what = differences_of_joining(theirs, self._common)
                     raise ConfigurationError(
-                        "this replica cannot join the job: its script makes other states, models "
-                        "or loops than the others'; start it with the same script and arguments"
+                        f"this replica cannot join the job: {what}; start it with the same script, "
+                        "arguments and environment"
                     )
                 return state
             if found[0].tolist()[:2] > here.tolist()[:2]:

@@ -25,6 +25,7 @@ from pipollux_hybrid.telemetry.metrics import Metrics
 from .eligibility import why_not_live
 from .forming import PATIENCE, Forming
 from .log import say
+from .meeting import in_common
 from .meeting_place import MeetingPlace
 from .published_totals import PublishedTotals
 from .signs_of_life import SignsOfLife
@@ -67,6 +68,8 @@ class MembershipWatch:
         self.timeout = timeout
         self.place = JobPlace(0, 0)
         """Where in its script this replica is."""
+        self.loop = ""
+        """What the loop there is over."""
         self.parked = False
         """Whether it is a newcomer that waits there."""
         self.store: Store | None = None
@@ -240,6 +243,7 @@ class MembershipWatch:
                 self.timeout,
                 self._context.mesh,
                 outline=lambda: outline(self._context.component(States)),
+                common=lambda: in_common(self._context, self.loop),
                 prepare=self._prepare if current is None else None,
                 prepares=self._context.prepares,
             )

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import pipollux
@@ -23,6 +23,21 @@ from tests.waiting import until
 
 FOLDER = Path(sys.argv[1])
 SAMPLES = 12
+
+
+class Scale(nn.Module):
+    """A layer of the script's own, which another version of the script may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = 0.25
+
+    def forward(self, x: Tensor) -> Tensor:
+        return scaled(x) + self.offset
+
+
+def scaled(x: Tensor) -> Tensor:
+    return x * 1.5
 
 
 def wait_until_beyond(epoch: int) -> None:
@@ -37,7 +52,7 @@ def main() -> None:
     data = TensorDataset(inputs, 2 * inputs)
     loader = pipollux.AdaptiveDataLoader(data, batch_size=4, shuffle=True)
     held_out = pipollux.AdaptiveDataLoader(data, batch_size=4)
-    module = nn.Sequential(nn.Linear(1, 1).double())
+    module = nn.Sequential(nn.Linear(1, 1).double(), Scale())
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-4)
     model = pipollux.HybridParallel(module, optimizer)
     sums = pipollux.Accumulator()

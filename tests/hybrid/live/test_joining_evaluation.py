@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.extent import first
 from tests.programs import Forked
 from tests.waiting import until
 
@@ -71,5 +72,46 @@ def test_a_job_that_began_while_the_rendezvous_was_gone_ends(
             job.send_signal(signal.SIGCONT)
             assert second.wait() == 1
             assert "a job runs there already, whose files had disappeared" in second.errors
+        (tmp_path / "end").touch()
+        assert job.wait() == 0, job.errors
+
+
+@pytest.mark.parametrize(
+    ("line", "instead", "difference"),
+    first(
+        1,
+        [
+        ("return x * 1.5", "return x * 2.5", "code of Scale '1' is "),
+        (
+            "self.offset = 0.25",
+            "self.offset = 0.5",
+            "attributes of Scale '1' is offset=0.25 in the job and offset=0.5 here",
+        ),
+        (
+            "sums = pipollux.Accumulator()",
+            "sums, more = pipollux.Accumulator(), pipollux.Accumulator()",
+            "the list of states is accumulator-start-0.pt, ",
+        ),
+        (
+            "batch_size=4, shuffle=True",
+            "batch_size=2, shuffle=True",
+            "loader-start-0.json is AdaptiveData",
+        ),
+    ],
+)
+def test_a_replica_that_runs_other_code_is_told_what_differs(
+    tmp_path: Path, environment: dict[str, str], line: str, instead: str, difference: str
+) -> None:
+    """Its layers have the same parameters, so nothing else would tell."""
+    other = tmp_path / "other.py"
+    other.write_text(SCRIPT.read_text().replace(line, instead))
+    with Forked(SCRIPT, [str(tmp_path)], environment) as job:
+        until(lambda: (tmp_path / "epoch-0").exists() or job.poll() is not None, "an epoch")
+        with Forked(other, [str(tmp_path)], environment) as joining:
+            assert joining.wait() == 1
+            said = joining.errors.splitlines()[-1]
+            assert "ConfigurationError: this replica cannot join the job: " in said
+            assert difference in said
+            assert "; start it with the same script, arguments and environment" in said
         (tmp_path / "end").touch()
         assert job.wait() == 0, job.errors
