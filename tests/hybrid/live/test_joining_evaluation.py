@@ -81,23 +81,24 @@ def test_a_job_that_began_while_the_rendezvous_was_gone_ends(
     first(
         1,
         [
-        ("return x * 1.5", "return x * 2.5", "code of Scale '1' is "),
-        (
-            "self.offset = 0.25",
-            "self.offset = 0.5",
-            "attributes of Scale '1' is offset=0.25 in the job and offset=0.5 here",
-        ),
-        (
-            "sums = pipollux.Accumulator()",
-            "sums, more = pipollux.Accumulator(), pipollux.Accumulator()",
-            "the list of states is accumulator-start-0.pt, ",
-        ),
-        (
-            "batch_size=4, shuffle=True",
-            "batch_size=2, shuffle=True",
-            "loader-start-0.json is AdaptiveData",
-        ),
-    ],
+            ("return x * 1.5", "return x * 2.5", "code of Scale '1' is "),
+            (
+                "self.offset = 0.25",
+                "self.offset = 0.5",
+                "attributes of Scale '1' is offset=0.25 in the job and offset=0.5 here",
+            ),
+            (
+                "sums = pipollux.Accumulator()",
+                "sums, more = pipollux.Accumulator(), pipollux.Accumulator()",
+                "the list of states is accumulator-start-0.pt, ",
+            ),
+            (
+                "batch_size=4, shuffle=True",
+                "batch_size=2, shuffle=True",
+                "loader-start-0.json is Adapt",
+            ),
+        ],
+    ),
 )
 def test_a_replica_that_runs_other_code_is_told_what_differs(
     tmp_path: Path, environment: dict[str, str], line: str, instead: str, difference: str
