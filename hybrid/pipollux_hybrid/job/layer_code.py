@@ -21,8 +21,8 @@ __all__ = ["layer_settings"]
 
 PLACE = re.compile(r"rank|world|replica|device|host|path|file|dir|name|time|seed|id$")
 """Attributes that may say which process this is, or where, and not what a layer computes."""
-LONGEST = 300
-"""Characters of a module's attributes that are told, before a digest of all."""
+LONGEST = 100
+"""Characters of an attribute that are told, before a digest of all."""
 SETUP = ("__init__", "__repr__", "extra_repr", "__getstate__", "__setstate__", "__del__")
 """Methods that compute nothing in a forward."""
 
@@ -45,23 +45,17 @@ def layer_settings(module: nn.Module) -> dict[str, object]:
         own = vars(layer).get("forward")
         code = _digest([own]) if isinstance(own, FunctionType) else digests[kind]
         settings[f"code of {kind.__name__} {name!r}"] = code
-        about = _attributes(layer)
-        if about:
-            settings[f"attributes of {kind.__name__} {name!r}"] = about
+        for attribute, value in sorted(vars(layer).items()):
+            place = PLACE.search(attribute.lower())
+            if attribute not in _OF_TORCH and not place and _is_plain(value):
+                settings[f"{attribute} of {kind.__name__} {name!r}"] = _short(repr(value))
     return settings
 
 
-def _attributes(layer: nn.Module) -> str:
-    """Return the numbers, switches and words that a module holds."""
-    found = [
-        f"{name}={value!r}"
-        for name, value in sorted(vars(layer).items())
-        if name not in _OF_TORCH and not PLACE.search(name.lower()) and _is_plain(value)
-    ]
-    text = ", ".join(found)
-    if len(text) > LONGEST:
-        text = f"{text[:LONGEST]}… ({hashlib.blake2b(text.encode(), digest_size=6).hexdigest()})"
-    return text
+def _short(text: str) -> str:
+    """Return a text, or its beginning and a digest."""
+    digest = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}… ({digest})"
 
 
 _OF_TORCH = frozenset(vars(nn.Module()))

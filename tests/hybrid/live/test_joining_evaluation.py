@@ -85,7 +85,7 @@ def test_a_job_that_began_while_the_rendezvous_was_gone_ends(
             (
                 "self.offset = 0.25",
                 "self.offset = 0.5",
-                "attributes of Scale '1' is offset=0.25 in the job and offset=0.5 here",
+                "offset of Scale '1' is 0.25 in the job and 0.5 here",
             ),
             (
                 "sums = pipollux.Accumulator()",
