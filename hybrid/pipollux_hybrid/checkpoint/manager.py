@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from pipollux_hybrid.errors import CheckpointError
+from pipollux_hybrid.errors import CheckpointError, PeerLostError
 from pipollux_hybrid.job.context import JobContext, context
 from pipollux_hybrid.job.exit_status import fail_at_exit, forget_failure
 
@@ -37,6 +37,7 @@ __all__ = [
     "load_state",
     "save_all_states",
     "save_last_states",
+    "shared_failure",
     "write_stop_marker",
 ]
 
@@ -116,10 +117,32 @@ def save_last_states() -> None:
     A checkpoint that cannot be written is told in the log and in the process's exit status, so that
     the script comes to its own end, where it may save the model itself.
     """
+    failure: CheckpointError | None = None
     try:
         save_all_states()
     except CheckpointError as error:
-        fail_at_exit(str(error))
+        failure = error
+    # One that is lost by now has its own exit status, and the others have nothing left to do.
+    with suppress(PeerLostError):
+        failure = shared_failure(context(), failure)
+    if failure is not None:
+        fail_at_exit(str(failure))
+    else:
+        forget_failure()
+
+
+def shared_failure(ctx: JobContext, failure: CheckpointError | None) -> CheckpointError | None:
+    """Return why a checkpoint was not written, the same on all replicas; None: it was.
+
+    One replica writes, and the others must not end as if all were well where it could not.
+
+    Args:
+        ctx: The job's context.
+        failure: What has failed here; None: nothing.
+    """
+    told = ctx.control.gather_bytes(("" if failure is None else str(failure)).encode())
+    reasons = [reason.decode() for reason in told if reason]
+    return CheckpointError(reasons[0]) if reasons else None
 
 
 def load_state(state: State) -> bool:
