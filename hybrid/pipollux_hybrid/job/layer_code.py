@@ -19,7 +19,9 @@ from torch import nn
 
 __all__ = ["layer_settings"]
 
-PLACE = re.compile(r"rank|world|replica|device|host|path|file|dir|name|time|seed|id$")
+PLACE = re.compile(
+    r"rank|world|replica|device|host|node|path|file|dir|name|time|seed|main|log|debug|print|verbose"
+)
 """Attributes that may say which process this is, or where, and not what a layer computes."""
 LONGEST = 100
 """Characters of an attribute that are told, before a digest of all."""
@@ -47,7 +49,10 @@ def layer_settings(module: nn.Module) -> dict[str, object]:
         settings[f"code of {kind.__name__} {name!r}"] = code
         for attribute, value in sorted(vars(layer).items()):
             place = PLACE.search(attribute.lower())
-            if attribute not in _OF_TORCH and not place and _is_plain(value):
+            own_switch = isinstance(value, bool) and not _is_library(kind.__module__)
+            if attribute in _OF_TORCH or place or own_switch:
+                continue  # a script's own switch may say whether this replica prints
+            if _is_plain(value):
                 settings[f"{attribute} of {kind.__name__} {name!r}"] = _short(repr(value))
     return settings
 
