@@ -7,6 +7,7 @@ its own. So the replica that leads writes down what each synchronized block outs
 
 from __future__ import annotations
 
+import os
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -46,13 +47,14 @@ class PublishedTotals:
                 self._prune(self._folder, phase)
 
     def restore(self) -> None:
-        """Write everything once more if the folder has disappeared meanwhile."""
+        """Write once more what has disappeared meanwhile, with the folder perhaps."""
+        if self._folder is None:
+            return
         with self._lock:
-            last = next(reversed(self._written), None)
-            if self._folder is None or last is None or (self._folder / last).exists():
-                return
+            found = set(os.listdir(self._folder)) if self._written else set()
             for name, content in self._written.items():
-                _write(self._folder / name, content)
+                if name not in found:
+                    _write(self._folder / name, content)
 
     def find(self, accumulator: str, phase: str, number: int) -> bytes | None:
         """Return what a block showed; None: nothing is known of it."""
