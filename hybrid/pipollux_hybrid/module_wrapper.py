@@ -6,6 +6,7 @@ refused in one sentence.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -221,9 +222,23 @@ def check_arguments(
     if len(module) == 0:
         raise ConfigurationError("module is an empty nn.Sequential: there is nothing to train")
     check_values(OPTIMIZER, {"optimizer": optimizer})
+    _check_step(optimizer)
     check_values(OPTIONS, options)
     _check_parameters(module, optimizer)
     _check_scheduler(optimizer, options["lr_scheduler"])
+
+
+def _check_step(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that evaluates the loss by itself, such as L-BFGS."""
+    _, *parameters = inspect.signature(type(optimizer).step).parameters.values()
+    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [x.name for x in parameters if x.default is x.empty and x.kind in plain]
+    if needed:
+        raise ConfigurationError(
+            f"optimizer is a {type(optimizer).__name__}, whose step({', '.join(needed)}) evaluates "
+            "the loss more than once an iteration, which a pipeline does not: use one whose step() "
+            "needs no argument, such as torch.optim.AdamW(module.parameters())"
+        )
 
 
 def _check_parameters(module: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:

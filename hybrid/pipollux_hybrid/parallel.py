@@ -179,7 +179,7 @@ class HybridParallel(PipelineModel):
         agreed = {**options, **vars(request), "example_inputs": example_inputs is not None}
         agreed |= {"check_replicas": interval, "reduce_dtype": reduce_dtype}
         agreed |= {"schedule": schedule, "chunks_per_stage": chunks_per_stage, "devices": None}
-        agreed |= {"bucket_bytes": bucket_bytes, "activation_checkpoint": None}
+        agreed |= {"bucket_bytes": bucket_bytes, "activation_checkpoint": agreed.pop("checkpoint")}
         agree(ctx.control, "HybridParallel(…)", model_settings(module, optimizer, agreed))
         if ctx.env.world_size > 1:  # all begin with rank 0's parameters and buffers
             broadcast_tensors([*module.parameters(), *module.buffers()])

@@ -103,6 +103,10 @@ def test_modules() -> None:
         (torch.optim.SGD, r"optimizer is the class SGD: one optimizer over module.parameters\(\)"),
         ("sgd", r"optimizer='sgd': one optimizer"),
         ([make_model("mlp")], r"optimizer is a list: one optimizer"),
+        (
+            torch.optim.LBFGS(make_model("mlp").parameters()),
+            r"optimizer is a LBFGS, whose step\(closure\) evaluates the loss more .*AdamW",
+        ),
     ],
 )
 def test_optimizers(optimizer: Any, message: str) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
@@ -20,13 +20,14 @@ from typing import Any, BinaryIO
 
 import torch
 
-from pipollux_hybrid.errors import CheckpointError
+from pipollux_hybrid.errors import CheckpointError, PeerLostError
 from pipollux_hybrid.job.context import JobContext, context
 from pipollux_hybrid.job.exit_status import fail_at_exit, forget_failure
 
 from . import storage as files
 from .async_save import AsyncSaver
 from .background_parts import start_saving_in_parts
+from .owner import Owner
 from .parts import save_in_parts
 from .state import State, States, snapshot_of
 
@@ -36,6 +37,7 @@ __all__ = [
     "load_state",
     "save_all_states",
     "save_last_states",
+    "shared_failure",
     "write_stop_marker",
 ]
 
@@ -58,6 +60,8 @@ class CheckpointManager:
         """The checkpoint that this run restores from; None for a fresh start."""
         self.saved_step: int | None = None
         """The step of the checkpoint written last, or of the one that this run began with."""
+        self.owner: Owner | None = None
+        """This process's hold on the directory; None where nothing is saved."""
         ctx.closers.append(self.saver.wait)
 
 
@@ -113,10 +117,32 @@ def save_last_states() -> None:
     A checkpoint that cannot be written is told in the log and in the process's exit status, so that
     the script comes to its own end, where it may save the model itself.
     """
+    failure: CheckpointError | None = None
     try:
         save_all_states()
     except CheckpointError as error:
-        fail_at_exit(str(error))
+        failure = error
+    # One that is lost by now has its own exit status, and the others have nothing left to do.
+    with suppress(PeerLostError):
+        failure = shared_failure(context(), failure)
+    if failure is not None:
+        fail_at_exit(str(failure))
+    else:
+        forget_failure()
+
+
+def shared_failure(ctx: JobContext, failure: CheckpointError | None) -> CheckpointError | None:
+    """Return why a checkpoint was not written, the same on all replicas; None: it was.
+
+    One replica writes, and the others must not end as if all were well where it could not.
+
+    Args:
+        ctx: The job's context.
+        failure: What has failed here; None: nothing.
+    """
+    told = ctx.control.gather_bytes(("" if failure is None else str(failure)).encode())
+    reasons = [reason.decode() for reason in told if reason]
+    return CheckpointError(reasons[0]) if reasons else None
 
 
 def load_state(state: State) -> bool:
@@ -205,9 +231,10 @@ def checkpoint_to_restore(ctx: JobContext) -> Path | None:
 def _plan(ctx: JobContext, root: Path) -> dict[str, Any]:
     """Return what rank 0 finds in the directory, told to all."""
     probe = f".probe-{secrets.token_hex(8)}"
+    owner = Owner(root, ctx.env)
     plan: dict[str, Any] = {"refusal": None, "version": None, "probe": None}
     if ctx.env.leads:
-        plan["refusal"] = files.prepare(root, probe)
+        plan["refusal"] = files.prepare(root, probe) or owner.claim()
         if plan["refusal"] is None:
             files.remove_leftovers(root)
             found = files.find(root)
@@ -220,7 +247,19 @@ def _plan(ctx: JobContext, root: Path) -> dict[str, Any]:
     finally:
         if ctx.env.leads:
             files.remove_probe(root, probe)
+    if plan["refusal"] is None:
+        _hold(ctx, owner)
+    else:
+        owner.close()
     return plan
+
+
+def _hold(ctx: JobContext, owner: Owner) -> None:
+    """Hold the directory until this process ends; whoever leads the job is its owner."""
+    owner.share()
+    ctx.component(CheckpointManager).owner = owner
+    ctx.closers.append(owner.close)
+    ctx.rejoined.append(lambda: owner.record() if ctx.env.leads else None)
 
 
 def _see(ctx: JobContext, directory: Path) -> Path:

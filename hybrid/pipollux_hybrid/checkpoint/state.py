@@ -65,6 +65,8 @@ class State:
     in_parts = False
     """Whether each stage saves what it has, where stages have processes of their own; the first one
     saves the other states. Such a state has ``load_parts``, too."""
+    common = ""
+    """What every replica must have in common of it, where a name alone does not say so."""
     equal = False
     """Whether :meth:`content` is the same on all replicas to the last bit, so that each can send a
     part of it; else replica 0 sends it."""

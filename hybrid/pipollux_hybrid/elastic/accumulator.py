@@ -20,6 +20,7 @@ from pipollux_hybrid.checkpoint.manager import load_state
 from pipollux_hybrid.checkpoint.state import State
 from pipollux_hybrid.errors import ConfigurationError, SynchronizationError
 from pipollux_hybrid.job.context import JobContext, context
+from pipollux_hybrid.live.live_membership import live_membership
 
 from .accumulator_values import Key, PendingSum, Summable, add, check_key, checked, on_cpu
 from .epoch import epoch_state
@@ -91,12 +92,30 @@ class AccumulatorState(State):
 
         return put_back
 
+    def publish(self, phase: str, number: int) -> None:
+        """Let joining replicas read what a synchronized block outside of loops showed."""
+        live = live_membership(self._context)
+        if live is not None and self._context.env.leads and self._context.joins is None:
+            live.totals.publish(self.name, phase, number, _bytes(self.read[phase][number]))
+
+    def published(self, phase: str, number: int) -> Summables:
+        """Return what that block showed to the job that this replica is about to join."""
+        live = live_membership(self._context)
+        assert live is not None  # noqa: S101  # else there is no job to join
+        content = live.joining.totals(self.name, phase, number)
+        found: Summables = torch.load(io.BytesIO(content), weights_only=True)
+        return found
+
     def regrouped(self) -> None:
-        """Do nothing: nobody has joined."""
+        """Publish what was shown: the replica that did so may be the one that was lost."""
+        for phase, found in self.read.items():
+            for number in range(len(found)):
+                self.publish(phase, number)
 
     def rejoined(self) -> None:
         """Forget what a replica added before it joined: the others have added it."""
         self.pending = {}
+        self.regrouped()
 
     def save(self, fileobj: BinaryIO) -> None:
         """Write totals and what code outside of loops has done; nothing is pending after a sync."""
@@ -272,9 +291,13 @@ class Accumulator(MutableMapping[Key, Any]):
         number = self._blocks.get(phase, 0)
         self._blocks[phase] = number + 1
         if number < len(read):
+            state.publish(phase, number)
             return _copy(read[number])
+        if self._context.joins is not None:
+            return state.published(phase, number)
         state.sync()
         read.append(_copy(state.totals))
+        state.publish(phase, number)
         return state.totals
 
     def _forget_phases(self) -> None:

@@ -17,6 +17,8 @@ from pipollux_hybrid.checkpoint.manager import CheckpointManager, load_state, sa
 from pipollux_hybrid.checkpoint.state import State, States
 from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job.context import JobContext, context
+from pipollux_hybrid.job.membership import JobPlace
+from pipollux_hybrid.live.live_membership import live_membership
 from pipollux_hybrid.telemetry.metrics import Metrics
 
 from .step_boundary import StepBoundary
@@ -77,6 +79,12 @@ class EpochState(State):
         self.epoch += 1
         self.loops_done = self.loops_to_skip = 0
 
+    def go_on_at(self, place: JobPlace) -> None:
+        """Go on where a job is that this replica is about to join, unless it is there already."""
+        if place.epoch > self.epoch:
+            self.epoch, self.loops_done = place
+            self.loops_to_skip = self.loops_done
+
     def skip_loop(self) -> bool:
         """Return whether the loop about to begin was completed before the restart."""
         if self.loops_to_skip > 0:
@@ -136,23 +144,33 @@ def remaining_epochs_until(num_epochs: int) -> Iterator[int]:
     trained = state.epoch < num_epochs
     if not trained:
         _say_finished(ctx, state, num_epochs)
-    boundary, first = StepBoundary(ctx), state.epoch
+    boundary, began = StepBoundary(ctx), False
     state.began = True
+    _catch_up(ctx, state)
     while state.epoch < num_epochs:
-        if state.epoch == first:
+        if not began:
             boundary.begin_epochs()
         else:
             boundary.begin_epoch(state.epoch)
-        state.entered = True
+        state.entered = began = True
         try:
             yield state.epoch
         finally:
             state.entered = False
             state.advance()
+            _catch_up(ctx, state)
     if trained:
         boundary.end_epochs()
         ctx.component(Metrics).finish_progress()
         save_last_states()
+
+
+def _catch_up(ctx: JobContext, state: EpochState) -> None:
+    """Have a replica that is about to join leave out epochs that the job has completed."""
+    live = live_membership(ctx)
+    place = live.job_place() if live is not None and ctx.joins is not None else None
+    if place is not None:
+        state.go_on_at(place)
 
 
 def _say_finished(ctx: JobContext, state: EpochState, num_epochs: int) -> None:

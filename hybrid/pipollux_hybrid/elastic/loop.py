@@ -117,6 +117,7 @@ class ElasticLoop(Generic[T]):
         self._limits: BatchSizeLimits | None = None
         self._random = random_state(self._context)
         self._state = LoopState(self._context, identity)
+        self._state.common = self._description()
         load_state(self._state)
 
     def _segment(self) -> Iterator[tuple[Part, T]]:
@@ -153,6 +154,7 @@ class ElasticLoop(Generic[T]):
         )
         limits.check(self._context.env.num_replicas)
         self._limits = batch.limits = limits
+        self._state.common = self._description()
 
     @property
     def current_index(self) -> int:

@@ -15,7 +15,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
-from pipollux_hybrid.checkpoint.manager import CheckpointManager, save_all_states, write_stop_marker
+from pipollux_hybrid.checkpoint.manager import (
+    CheckpointManager,
+    save_all_states,
+    shared_failure,
+    write_stop_marker,
+)
 from pipollux_hybrid.errors import CheckpointError, PeerLostError
 from pipollux_hybrid.job import signals
 from pipollux_hybrid.job.context import JobContext, current
@@ -223,10 +228,11 @@ class StepBoundary:
         self._leave(None)
 
     def _leave(self, failure: CheckpointError | None) -> NoReturn:
-        """Leave together; without the marker if nothing could be saved."""
+        """Leave together, all with one status; without the marker if nothing could be saved."""
         ctx = self._context
         if failure is None:
             failure = _mark(ctx)
+        failure = shared_failure(ctx, failure)
         if failure is None and ctx.env.checkpoint_dir is not None:
             tell_stop(ctx.env, ctx.step or 0)
         self._metrics.finish_progress()

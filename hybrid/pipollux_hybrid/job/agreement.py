@@ -19,8 +19,9 @@ from pipollux_hybrid.errors import ConfigurationError
 
 from .control_plane import ControlPlane
 from .env import JobEnvironment
+from .layer_code import layer_settings
 
-__all__ = ["agree", "by_value", "environment_settings", "model_settings"]
+__all__ = ["agree", "by_value", "differences_of_joining", "environment_settings", "model_settings"]
 
 NAMED = 3
 """Differences that a message names; where there is one there are often dozens."""
@@ -41,7 +42,7 @@ def agree(control: ControlPlane, where: str, settings: Mapping[str, object]) -> 
     texts = {name: None if value is None else str(value) for name, value in settings.items()}
     content = json.dumps([where, texts]).encode()
     digest = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), signed=True)
-    control.settings.append(f"{digest & (1 << 64) - 1:016x}")
+    control.settings |= texts
     if control.group is None:
         return
     if len({int(x) for x in control.gather(torch.tensor([digest]))}) == 1:
@@ -75,6 +76,24 @@ def by_value(values: Sequence[object]) -> str:
         f"{value} on replica{'s' if len(where) > 1 else ''} {', '.join(map(str, where))}"
         for value, where in ranks.items()
     )
+
+
+def differences_of_joining(theirs: Mapping[str, str | None], ours: Mapping[str, str | None]) -> str:
+    """Return in what a joining replica differs from a job, the first few.
+
+    Example:
+        >>> differences_of_joining({"lr": "0.1", "wd": None}, {"lr": "0.2", "wd": None})
+        'lr is 0.1 in the job and 0.2 here'
+    """
+    names = dict.fromkeys([*theirs, *ours])
+    pairs = {name: (_value(theirs, name), _value(ours, name)) for name in names}
+    found = [
+        f"{name} is {there} in the job and {here} here"
+        for name, (there, here) in pairs.items()
+        if there != here
+    ]
+    more = f"; and {len(found) - NAMED} more" if len(found) > NAMED else ""
+    return "; ".join(found[:NAMED]) + more
 
 
 def environment_settings(env: JobEnvironment) -> dict[str, object]:
@@ -117,6 +136,7 @@ def model_settings(
         settings[f"parameter {name!r}"] = f"{_shape(parameter)}, {kind}, {group} of the optimizer"
     for name, buffer in module.named_buffers():
         settings[f"buffer {name!r}"] = _shape(buffer)
+    settings |= layer_settings(module)
     for index, options in enumerate(optimizer.param_groups):
         for name, value in options.items():
             if name != "params":

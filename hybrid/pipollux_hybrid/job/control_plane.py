@@ -154,8 +154,8 @@ class ControlPlane:
         """What the last of them gave."""
         self.mesh: ProcessMesh | None = None
         """The groups of this process where each stage has one."""
-        self.settings: list[str] = []
-        """Digests of what :func:`~pipollux_hybrid.job.agreement.agree` has compared, in order."""
+        self.settings: dict[str, str | None] = {}
+        """What :func:`~pipollux_hybrid.job.agreement.agree` has compared, by name."""
         self._message: ControlMessage | None = None
         """What this replica contributes to the exchange under way."""
         self._agreed: ControlMessage | None = None

@@ -12,13 +12,15 @@ connects this process with other replicas, and whatever waits for one of them en
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import socket
 import struct
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Set
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
@@ -39,13 +41,20 @@ __all__ = [
     "passing_on",
 ]
 
+STANDSTILL = 5.0
+"""Seconds without a tick of its thread after which a process has stood still."""
 PROBES = 3
 """Probes without an answer after which the kernel gives a connection up."""
+TICK = 1.0
+"""Seconds between two ticks."""
+REMEMBERED = 30.0
+"""Seconds after a standstill in which the end of others is put down to it."""
 TELLS_SOON = 1.0
 """Seconds between the end of one connection with a replica and that of another, at most."""
 _LAST_DATA, _LAST_ACK = 52, 56
 """Where Linux's `struct tcp_info` has the milliseconds since data and an acknowledgement came."""
 
+BOOT_TIME = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 _watch: PeerWatch | None = None
 
 
@@ -96,6 +105,7 @@ class PeerWatch:
             connection.close()  # not of this group
         for connection in self._connections.values():
             self._probe(connection)
+        self._standstill = Standstill()
         self._news = threading.Event()
         self._end, self._ended_here = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="pipollux-peers", daemon=True)
@@ -197,6 +207,12 @@ class PeerWatch:
                 f"{self._names(self._frozen)} {gave} no sign of life for "
                 f"{max(self._frozen.values()):.0f} s: stopped, or on a machine that gets nowhere"
             )
+        if self._ended and (seconds := self._standstill.seconds()):
+            return (
+                f"this process stood still for {seconds:.0f} s (it was stopped, its machine was "
+                "suspended, or a library held Python's lock), so the others have given it up or "
+                "ended meanwhile: their logs say which"
+            )
         if self._ended:
             verb = (
                 "has ended: its log says" if len(self._ended) == 1 else "have ended: their logs say"
@@ -236,7 +252,8 @@ class PeerWatch:
         for number in ranks:
             poll.register(number, select.POLLRDHUP)
         while True:
-            for number, _ in poll.poll():
+            self._standstill.tick()
+            for number, _ in poll.poll(1000 * TICK):
                 if number not in ranks:
                     return  # the job ends here
                 poll.unregister(number)
@@ -270,6 +287,31 @@ class PeerWatch:
 
     def _abort(self, gone: Set[int]) -> None:
         abort_nccl({*range(self._env.world_size)} if self._needs_all else gone)
+
+
+class Standstill:
+    """Whether this process has just stood still, found by a thread that ticks.
+
+    Args:
+        clock: One that goes on while the machine is suspended.
+    """
+
+    def __init__(self, clock: Callable[[], float] = lambda: time.clock_gettime(BOOT_TIME)) -> None:
+        self._clock = clock
+        self._last = clock()
+        self._seconds, self._until = 0.0, -math.inf
+
+    def tick(self) -> None:
+        """Note that the process runs."""
+        now = self._clock()
+        if now - self._last > STANDSTILL:
+            self._seconds, self._until = now - self._last, now
+        self._last = now
+
+    def seconds(self) -> float:
+        """Return for how long it stood still just before now; 0: it did not."""
+        self.tick()
+        return self._seconds if self._last - self._until < REMEMBERED else 0.0
 
 
 @contextmanager
@@ -317,7 +359,7 @@ def lost_peers(when: str, error: BaseException) -> PeerLostError:
 
     Args:
         when: at what, as in "while averaging gradients".
-        error: what the library says that carries messages.
+        error: what the library says that carries messages; it becomes the cause.
     """
     known = dist.is_initialized()
     word = "replica" if _watch is None else _watch.word
@@ -325,7 +367,9 @@ def lost_peers(when: str, error: BaseException) -> PeerLostError:
     why = "another replica has ended or hangs; its log says why"
     if _watch is not None:
         why = _watch.explain()
-    return PeerLostError(f"{here} lost its peers {when}: {why}. ({error})")
+    found = PeerLostError(f"{here} lost its peers {when}: {why}.")
+    found.__cause__ = error
+    return found
 
 
 def broken_replica(when: str, error: BaseException) -> ReplicaBrokenError:

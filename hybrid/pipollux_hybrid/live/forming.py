@@ -6,11 +6,12 @@ or is slow on its way costs the others nothing.
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store, TCPStore
@@ -29,6 +30,8 @@ PATIENCE = 60.0
 """Seconds for all replicas of a membership to meet: a scheduler with thousands of changes at a time
 tells each of them every 15 s where the others are."""
 LOOK_INTERVAL = 0.05
+COMMON = "common"
+"""Key of what all replicas must have in common."""
 
 
 class Forming:
@@ -42,6 +45,7 @@ class Forming:
         mesh: The groups of this process now, where each stage has one.
         outline: Returns what replica 0 tells those that join of the states to come, so that they
             can make room; None: nothing.
+        common: Returns what all replicas must have in common, for the message of one that has not.
         prepare: What one that joins does with it.
         prepares: Called with the number of replicas, they get what takes time, and return what is
             to be called when the membership has come about.
@@ -55,6 +59,7 @@ class Forming:
         timeout: float,
         mesh: ProcessMesh | None = None,
         outline: Callable[[], bytes] | None = None,
+        common: Callable[[], Mapping[str, str | None]] | None = None,
         prepare: Callable[[bytes], Spare] | None = None,
         prepares: Sequence[Callable[[int], Callable[[], None]]] = (),
     ) -> None:
@@ -82,6 +87,7 @@ class Forming:
         """To be called when it has come about."""
         self._mesh = mesh
         self._outline, self._prepare, self._prepares = outline, prepare, prepares
+        self._common = common
         self._rendezvous = rendezvous
         self._timeout = timeout
         if self.rank is not None:
@@ -106,6 +112,13 @@ class Forming:
         if not self.formed and time.monotonic() - self.began_at > PATIENCE:
             return f"its replicas did not meet within {PATIENCE:g} s"
         return ""
+
+    def common(self) -> dict[str, str | None]:
+        """Return what replica 0 has said that all must have in common; empty: nothing."""
+        if self.store is None or not self.store.check([COMMON]):
+            return {}
+        found: dict[str, str | None] = json.loads(self.store.get(COMMON))
+        return found
 
     def drop(self) -> None:
         """Let go of the groups: it does not come about."""
@@ -163,6 +176,8 @@ class Forming:
     def _make_room(self, store: Store) -> None:
         """Have memory made ready before anybody waits for it."""
         name = f"outline-{0 if self._mesh is None else self._mesh.stage}"
+        if self.process == 0 and self._common is not None:
+            store.set(COMMON, json.dumps(self._common()))
         if self.rank == 0:
             told = self._outline() if self._outline is not None else b""
             store.set(name, told)  # type: ignore[arg-type]  # torch takes bytes, too

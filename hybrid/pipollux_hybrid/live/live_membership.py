@@ -37,7 +37,7 @@ from pipollux_hybrid.telemetry.metrics import Metrics
 
 from .forming import Forming
 from .log import say
-from .meeting import Meeting, compare, position
+from .meeting import Meeting, compare, in_common, position
 from .meeting_folder import MeetingFolder
 from .meeting_place import MeetingPlace
 from .newcomer import MEETING_PATIENCE, Joining
@@ -66,9 +66,17 @@ class LiveMembership:
         self._context = ctx
         self._watch = watch
         self._announced: Forming | None = None
-        self._joining = Joining(ctx, watch)
+        self.totals = watch.totals
+        """Of accumulators, for joining replicas."""
+        self.joining = Joining(ctx, watch, self.totals)
+        """How this replica comes to take part, where it joins others."""
         self.recovery = Recovery(ctx, watch)
         """Goes on with those that are left when others have died."""
+
+    def job_place(self) -> JobPlace | None:
+        """Return where the job is that this replica is about to join; None: not yet known."""
+        bulletin = self._watch.rendezvous.bulletin()
+        return None if bulletin is None else bulletin.place
 
     def arrive(self, place: JobPlace, description: str) -> bool:
         """Note the beginning of a loop; a newcomer joins here.
@@ -82,14 +90,17 @@ class LiveMembership:
 
         Raises:
             SystemExit: A newcomer was asked to stop, or the job has ended.
+            ConfigurationError: Another job trains in this one's place.
         """
-        if self._context.joins is not None and not self._joining.join(place, description):
+        self._check_refused()
+        if self._context.joins is not None and not self.joining.join(place, description):
             return False
-        self._watch.place = place
+        self._watch.place, self._watch.loop = place, description
         return True
 
     def announce(self, message: ControlMessage) -> ControlMessage:
         """Add to a control message what this replica has formed, and would leave behind."""
+        self._check_refused()
         message = replace(message, **self.recovery.told())
         forming = self._watch.forming
         self._announced = forming if forming is not None and forming.formed else None
@@ -127,9 +138,13 @@ class LiveMembership:
         assert forming is not None  # noqa: S101  # else it was not due
         self._watch.changing = True
         try:
-            return self._change(forming, position(ctx, place, description))
+            return self._change(forming, position(place, in_common(ctx, description)))
         finally:
             self._watch.changing = False
+
+    def _check_refused(self) -> None:
+        if self._watch.refused is not None:
+            raise self._watch.refused
 
     def _change(self, forming: Forming, here: torch.Tensor) -> bool:
         """Change to a membership, if all agree."""

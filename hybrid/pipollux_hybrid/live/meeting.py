@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -12,7 +13,7 @@ from pipollux_hybrid.checkpoint.state import States
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.job.membership import JobPlace
 
-__all__ = ["Meeting", "compare", "position"]
+__all__ = ["Meeting", "compare", "in_common", "position"]
 
 
 class Meeting(enum.Enum):
@@ -35,13 +36,25 @@ def compare(found: Sequence[torch.Tensor], here: torch.Tensor) -> Meeting:
     return Meeting.ELSEWHERE
 
 
-def position(ctx: JobContext, place: JobPlace, description: str) -> torch.Tensor:
-    """Return where a replica is, and a checksum of what all must have in common, shape [3].
+def in_common(ctx: JobContext, description: str) -> dict[str, str | None]:
+    """Return what a replica must have in common with the others, by name.
 
     Args:
         ctx: The job's context.
-        place: Where in its script the replica is.
-        description: Of the loop there.
+        description: Of the loop that it is in.
     """
-    common = [description, *sorted(ctx.component(States)), *ctx.control.settings]
-    return torch.tensor([*place, zlib.crc32("\n".join(common).encode())])
+    states = ctx.component(States)
+    described = {name: state.common for name, state in states.items() if state.common}
+    common = {"the loop": description, "the list of states": ", ".join(sorted(states))}
+    return common | described | ctx.control.settings
+
+
+def position(place: JobPlace, common: Mapping[str, str | None]) -> torch.Tensor:
+    """Return where a replica is, and a checksum of what all must have in common, shape [3].
+
+    Args:
+        place: Where in its script the replica is.
+        common: Of :func:`in_common`.
+    """
+    content = json.dumps(common, sort_keys=True).encode()
+    return torch.tensor([*place, zlib.crc32(content)])

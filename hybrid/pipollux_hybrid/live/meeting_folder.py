@@ -8,6 +8,7 @@
                          stage k above 0 alive-ID-k.json
     proposal.json        the membership that is to be formed
     store-N.json         where the replicas of membership N find each other
+    totals-…             totals that the job has read: see `published_totals`
     lost-…, follows-…, outcome-…   of replicas that have died: see `arbiter`
 
 Every file has one writer, and is written aside and renamed. Clocks of hosts differ, so a file is
@@ -31,6 +32,7 @@ from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job.membership import Bulletin, JobPlace, Membership, Newcomer
 
 from .arbiter import Arbiter, FolderArbiter
+from .published_totals import TOTALS
 
 __all__ = ["SILENCE", "MeetingFolder"]
 
@@ -38,7 +40,7 @@ SILENCE = 10.0
 """Seconds without a change after which the writer of a file is taken for dead."""
 _JOB, _PROPOSAL = "job.json", "proposal.json"
 _NEWCOMER, _LEAVE, _CLAIM, _ALIVE = "newcomer-", "leave-", "claim-", "alive-"
-_OF_LOSSES = ("lost-*", "follows-*", "outcome-*")
+_OF_RUN = ("lost-*", "follows-*", "outcome-*", f"{TOTALS}*")
 
 
 @dataclass
@@ -69,6 +71,7 @@ class MeetingFolder:
         # Containers on several hosts may have the same process ids.
         self._mine = secrets.token_hex(8)
         self._seen: dict[str, _Seen] = {}
+        self._posts = False
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._write(f".probe-{self._mine}", {})
@@ -97,7 +100,7 @@ class MeetingFolder:
         except FileExistsError:
             return False
         before = () if silent_run is None else (silent_run,)
-        found = (f"{_NEWCOMER}*", f"{_LEAVE}*", f"{_ALIVE}*", "store-*.json", *_OF_LOSSES)
+        found = (f"{_NEWCOMER}*", f"{_LEAVE}*", f"{_ALIVE}*", "store-*.json", *_OF_RUN)
         for pattern in (*before, _JOB, _PROPOSAL, *found):
             for stale in self.folder.glob(pattern):
                 stale.unlink(missing_ok=True)
@@ -111,16 +114,32 @@ class MeetingFolder:
     def post(self, bulletin: Bulletin) -> None:
         """Tell newcomers where the job is; replica 0 does so all the time.
 
+        A folder that has disappeared is made again, or the next replica would begin a job there.
+
         Raises:
             OSError: It cannot be written.
+            ConfigurationError: A job that has begun earlier posts there, too, whose folder had
+                disappeared when this one began.
         """
-        self._write_alive(_JOB, bulletin.to_json_object())
+        found = self._read(_JOB) or {}
+        stranger = found.get("writer") != self._mine
+        if self._posts and stranger and int(found.get("beat", 0)) > self._beat:
+            raise ConfigurationError(
+                f"PIPOLLUX_RENDEZVOUS={str(self.folder)!r}: a job runs there already, whose files "
+                "had disappeared when this one began: start this replica again, and it joins "
+                "that job, or choose another folder"
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.last_claim() is None:
+            (self.folder / f"{_CLAIM}1").touch()
+        self._write_alive(_JOB, {**bulletin.to_json_object(), "writer": self._mine})
+        self._posts = True
 
     def retract(self) -> None:
         """Say that the job has ended: the next run need not wait to find out."""
         claim = self.last_claim()
-        losses = [path.name for pattern in _OF_LOSSES for path in self.folder.glob(pattern)]
-        for name in (_JOB, claim, *losses):
+        found = [path.name for pattern in _OF_RUN for path in self.folder.glob(pattern)]
+        for name in (_JOB, claim, *found):
             if name is not None:
                 with suppress(OSError):
                     (self.folder / name).unlink(missing_ok=True)
@@ -135,7 +154,10 @@ class MeetingFolder:
 
     def job_is_silent(self) -> bool:
         """Return whether nothing was posted for a while; asked again and again."""
-        return self._is_silent(_JOB, self._read(_JOB))
+        data, before = self._read(_JOB), self._seen.get(_JOB)
+        if data is None and before is not None and not self.folder.is_dir():
+            return self._clock() - before.since > SILENCE  # the job makes it again
+        return self._is_silent(_JOB, data)
 
     def job_speaks(self) -> bool:
         """Return whether something was posted since the first time that this was asked."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Protocol
 
 from pipollux_hybrid.job.membership import Bulletin, Membership, Newcomer
@@ -26,6 +27,10 @@ class MeetingPlace(Protocol):
     @property
     def arbiter(self) -> Arbiter | None:
         """Where those that are left find out who goes on when replicas were lost; None: nobody."""
+
+    @property
+    def folder(self) -> Path | None:
+        """A folder that all replicas see; None: there is none."""
 
     def post(self, bulletin: Bulletin) -> None:
         """Tell newcomers where the job is; replica 0 does so all the time.

@@ -13,13 +13,15 @@ import torch
 from pipollux_hybrid.checkpoint.state import States
 from pipollux_hybrid.errors import ConfigurationError, PeerLostError
 from pipollux_hybrid.job import signals
+from pipollux_hybrid.job.agreement import differences_of_joining
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.job.membership import JobPlace
 
 from .eligibility import why_not_live
 from .forming import Forming
 from .log import say
-from .meeting import Meeting, compare, position
+from .meeting import Meeting, compare, in_common, position
+from .published_totals import PublishedTotals
 from .switch import go_on, switch
 from .transfer import RefusedError, take
 from .watch import INTERVAL, MembershipWatch
@@ -28,6 +30,9 @@ __all__ = ["MEETING_PATIENCE", "Joining"]
 
 MEETING_PATIENCE = 10.0
 """Seconds that the others wait for a newcomer at the boundary where they change."""
+TOTALS_PATIENCE = 60.0
+"""Seconds that a joining replica waits for totals which the job has read: storage that hosts share
+may show a file that late."""
 POLL_INTERVAL = 0.005
 
 
@@ -37,12 +42,15 @@ class Joining:
     Args:
         ctx: The job's context.
         watch: What it knows of the job.
+        published: Totals that the job has read.
     """
 
-    def __init__(self, ctx: JobContext, watch: MembershipWatch) -> None:
+    def __init__(self, ctx: JobContext, watch: MembershipWatch, published: PublishedTotals) -> None:
         self._context = ctx
         self._watch = watch
+        self._published = published
         self._arrived = False
+        self._common: dict[str, str | None] = {}
 
     def join(self, place: JobPlace, description: str) -> bool:
         """Wait at the beginning of a loop until this replica takes part.
@@ -67,7 +75,8 @@ class Joining:
             mesh.gather_from_stages(b"")  # all others wait when this one meets them
         self._arrived = True
         watch.place, watch.parked = place, True
-        here = position(self._context, place, description)
+        self._common = in_common(self._context, description)
+        here = position(place, self._common)
         while True:
             self._check_waiting()
             forming = watch.forming
@@ -84,6 +93,31 @@ class Joining:
         watch.parked = False
         return False
 
+    def totals(self, accumulator: str, phase: str, number: int) -> bytes:
+        """Return what a synchronized block showed in the job, which is beyond it.
+
+        Args:
+            accumulator: The name of its state.
+            phase: The part of the script that the block is in.
+            number: Of the block therein.
+
+        Raises:
+            SystemExit: This replica was asked to stop, or the job has ended.
+            ConfigurationError: The job's script has no such block.
+            PeerLostError: Another process of this replica has ended.
+        """
+        deadline = time.monotonic() + TOTALS_PATIENCE
+        while (found := self._published.find(accumulator, phase, number)) is None:
+            self._check_waiting()
+            if time.monotonic() > deadline:
+                raise ConfigurationError(
+                    f"this replica cannot join the job: block {number + 1} of `with "
+                    f"accumulator.synchronized()` ({accumulator}, in {phase}) was not read by the "
+                    "job; start it with the same script and arguments"
+                )
+            time.sleep(POLL_INTERVAL)
+        return found
+
     def _meet(self, forming: Forming, here: torch.Tensor) -> Meeting:
         """Meet those who train at the boundary where they change.
 
@@ -99,11 +133,13 @@ class Joining:
                 return Meeting.ELSEWHERE
             state = compare(found, found[0])
             if state is Meeting.ELSEWHERE:
+                theirs = forming.common()
                 self._watch.give_up(forming)
                 if found[0].tolist()[:2] == here.tolist()[:2] and not torch.equal(found[0], here):
+                    what = differences_of_joining(theirs, self._common)
                     raise ConfigurationError(
-                        "this replica cannot join the job: its script makes other states, models "
-                        "or loops than the others'; start it with the same script and arguments"
+                        f"this replica cannot join the job: {what}; start it with the same script, "
+                        "arguments and environment"
                     )
                 return state
             if found[0].tolist()[:2] > here.tolist()[:2]:

@@ -145,7 +145,7 @@ class Recovery:
         except PipolluxError:
             raise
         except RuntimeError as error:  # of the library that carries messages
-            self._give_up(f"another one was lost before all were at one step ({error})")
+            self._give_up("another one was lost before all were at one step", error)
         seconds = time.monotonic() - self._losses.noted_at
         self._watch.resume(forming)
         self._losses.clear()
@@ -190,11 +190,11 @@ class Recovery:
             "last": None if last is None else last.numbers(),
         }
 
-    def _give_up(self, reason: str) -> NoReturn:
+    def _give_up(self, reason: str, cause: Exception | None = None) -> NoReturn:
         error = self._losses.error
         raise PeerLostError(
             f"{error} The replicas that are left cannot go on without a restart: {reason}"
-        ) from error
+        ) from (cause or error)
 
     # --- who goes on -------------------------------------------------------------------------
 

@@ -44,15 +44,16 @@ class SchedulerMeeting:
 
     def __init__(self, env: JobEnvironment) -> None:
         self._env = env
-        self._folder = _folder(env)
-        self.arbiter = None if self._folder is None else FolderArbiter(self._folder)
+        self.folder = _folder(env)
+        """Of this generation, beside its checkpoints."""
+        self.arbiter = None if self.folder is None else FolderArbiter(self.folder)
         """Where those that are left when others die find each other, scheduler or not; None: where
         no checkpoints are saved there is no folder that all see."""
         self._lock = threading.Lock()
         self._says: dict[str, Any] = {"membership": 0 if env.joins else 1}
         self._heard: Mapping[str, Any] = {}
-        several = env.processes_per_replica > 1 and self._folder is not None
-        self._relay = self._folder / f"heard-{env.replica}" if several and self._folder else None
+        several = env.processes_per_replica > 1 and self.folder is not None
+        self._relay = self.folder / f"heard-{env.replica}" if several and self.folder else None
         """Where the first process of a replica, whose heartbeats the answers are, tells the others
         what it has heard."""
         self._relayed: Mapping[str, Any] = {}
@@ -135,8 +136,8 @@ class SchedulerMeeting:
 
     def retract(self) -> None:
         """Remove what nobody needs any more; the last heartbeat says that the script has ended."""
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def bulletin(self) -> Bulletin | None:
         """Return what the job told last."""
@@ -174,9 +175,9 @@ class SchedulerMeeting:
         Raises:
             OSError: It cannot be written.
         """
-        if self._relay is not None and self._folder is not None:
+        if self._relay is not None and self.folder is not None:
             self._beat += 1
-            _write(self._folder / f"{ALIVE}{process}", str(self._beat))
+            _write(self.folder / f"{ALIVE}{process}", str(self._beat))
 
     def signs(self, processes: Iterable[str]) -> Mapping[str, object]:
         """Return the last signs of those of this replica; of others nothing is known."""
@@ -184,10 +185,10 @@ class SchedulerMeeting:
 
     def _sign(self, process: str) -> str | None:
         ours = process.partition("-")[0] == str(self._env.replica)
-        if self._relay is None or self._folder is None or not ours:
+        if self._relay is None or self.folder is None or not ours:
             return None
         try:
-            return (self._folder / f"{ALIVE}{process}").read_text()
+            return (self.folder / f"{ALIVE}{process}").read_text()
         except FileNotFoundError:
             return None
 
@@ -231,15 +232,15 @@ class SchedulerMeeting:
         """Tell where the replicas of a membership find each other."""
         place = {"number": number, "host": host, "port": port}
         self._say(store=place)
-        if self._folder is not None:
-            _write(self._folder / f"store-{number}", json.dumps(place))
+        if self.folder is not None:
+            _write(self.folder / f"store-{number}", json.dumps(place))
 
     def find_store(self, number: int) -> tuple[str, int] | None:
         """Return where the replicas of a membership find each other."""
         told = self._answer.get("store")
-        if told is None and self._folder is not None:
+        if told is None and self.folder is not None:
             with suppress(OSError, ValueError):
-                told = json.loads((self._folder / f"store-{number}").read_text())
+                told = json.loads((self.folder / f"store-{number}").read_text())
         try:
             if told is None or int(told["number"]) != number:
                 return None
@@ -249,9 +250,9 @@ class SchedulerMeeting:
 
     def remove_store(self, number: int) -> None:
         """Take it back; `entered` says no more of it."""
-        if self._folder is not None:
+        if self.folder is not None:
             with suppress(OSError):
-                (self._folder / f"store-{number}").unlink(missing_ok=True)
+                (self.folder / f"store-{number}").unlink(missing_ok=True)
 
     def _say(self, **what: Any) -> None:
         """Tell something from the next heartbeat on, which is sent now if that is new."""

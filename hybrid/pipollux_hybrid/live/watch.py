@@ -25,7 +25,9 @@ from pipollux_hybrid.telemetry.metrics import Metrics
 from .eligibility import why_not_live
 from .forming import PATIENCE, Forming
 from .log import say
+from .meeting import in_common
 from .meeting_place import MeetingPlace
+from .published_totals import PublishedTotals
 from .signs_of_life import SignsOfLife
 from .skeleton import Spare
 from .transfer import outline, prepare
@@ -66,6 +68,8 @@ class MembershipWatch:
         self.timeout = timeout
         self.place = JobPlace(0, 0)
         """Where in its script this replica is."""
+        self.loop = ""
+        """What the loop there is over."""
         self.parked = False
         """Whether it is a newcomer that waits there."""
         self.store: Store | None = None
@@ -76,6 +80,10 @@ class MembershipWatch:
         """Whether replicas go over to what they have formed, some sooner than others."""
         self.speaks = ctx.env.stage == 0
         """Whether this process speaks for its replica, whose first one it is."""
+        self.totals = PublishedTotals(rendezvous.folder)
+        """Of accumulators, for joining replicas."""
+        self.refused: ConfigurationError | None = None
+        """Why this job must not train: another one does in its place."""
         self._context = ctx
         self._highest = membership.number if membership else 0
         self._not_before = 0.0
@@ -95,7 +103,7 @@ class MembershipWatch:
         self._retired.clear()
         if self.speaks:
             self.rendezvous.withdraw(self.replica)
-        if self._leads(self.membership) and not self._ends_alone():
+        if self._leads(self.membership) and not self._ends_alone() and self.refused is None:
             self.rendezvous.retract()
         if self.forming is not None:
             self.forming.drop()
@@ -194,6 +202,8 @@ class MembershipWatch:
                 self._look_for_frozen()
             except OSError as error:  # of the folder; the next time it may be there
                 _LOG.debug("%s", error)
+            except ConfigurationError as error:  # the main thread ends for it
+                self.refused = error
             except Exception:  # the next look may go better
                 _LOG.exception("replicas cannot join or leave")
 
@@ -233,6 +243,7 @@ class MembershipWatch:
                 self.timeout,
                 self._context.mesh,
                 outline=lambda: outline(self._context.component(States)),
+                common=lambda: in_common(self._context, self.loop),
                 prepare=self._prepare if current is None else None,
                 prepares=self._context.prepares,
             )
@@ -262,6 +273,7 @@ class MembershipWatch:
         processes = self._context.env.processes_per_replica
         told = balance, cannot, processes, self._context.pipeline.schedule
         self.rendezvous.post(Bulletin(current, self.place, *told))
+        self.totals.restore()
         if cut is None or not self.rendezvous.self_governed:
             return
         forming, joining = self.forming, time.monotonic() >= self._not_before

@@ -166,7 +166,7 @@ def choose_balance(
     ties, given = [] if request.ties_apart else find_ties(module), request.rule is None
     blocks = blocks_of(ties, len(module))
     if ctx.joins is not None:  # the others have decided
-        balance = _checked(ctx.joins.balance, request, len(module))
+        balance = _of_job(ctx.joins.balance, request, len(module))
         return Partitioning(balance, None, None, blocks)
     if given:
         balance = _checked(request.balance, request, len(module))
@@ -353,6 +353,27 @@ def _check_count(
             "stages can be cut; ask for fewer, untie them, or give each stage a process of its own "
             "(schedule=)"
         )
+
+
+def _of_job(theirs: Sequence[int], request: PartitionRequest, num_layers: int) -> list[int]:
+    """Return the balance of the job that this replica is about to join.
+
+    Raises:
+        ConfigurationError: This replica has other layers, or asks for other stages.
+    """
+    if sum(theirs) != num_layers:
+        raise ConfigurationError(
+            f"this replica cannot join the job: its module has {num_layers} layers, and that of "
+            f"the job has {sum(theirs)}; start it with the same script and arguments"
+        )
+    if len(theirs) != request.num_parts:
+        chunks = f" of {request.chunks_per_stage} chunks each" * (request.chunks_per_stage > 1)
+        raise ConfigurationError(
+            f"this replica cannot join the job: it asks for num_stages={request.num_stages}"
+            f"{chunks}, and the layers of the job are cut as {list(theirs)}; start it with the "
+            "same num_stages (or PIPOLLUX_NUM_STAGES), script and arguments"
+        )
+    return list(theirs)
 
 
 def _checked(given: Any, request: PartitionRequest, num_layers: int) -> list[int]:

@@ -206,7 +206,7 @@ def _upper_triangle(num_layers: int) -> Bools:
 
 
 def _nothing_fits(memory_limit: float, least: float, run: _Run) -> str:
-    recompute = "" if run.checkpoint == "always" else ', or checkpoint="always"'
+    recompute = "" if run.checkpoint == "always" else ', or activation_checkpoint="always"'
     return (
         f"memory_limit is {memory_limit:.10g} bytes but {run.num_stages} stages need at least "
         f"{least:.10g} on one device with {run.num_microbatches} micro-batches of "

@@ -17,7 +17,7 @@ from pipollux_sched.lifecycle import Exited, LiveState, Outcome
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import StateDir
 
-from .adoption import NO_SLOTS, why_not_adopted
+from .adoption import NO_SLOTS, marked_step, why_not_adopted
 from .base import (
     POLL_INTERVAL,
     BackendError,
@@ -271,6 +271,18 @@ class Generations:
         with self._lock:
             adopted = {(job, entry.launch.generation) for job, entry in self._running.items()}
         return self._engine.recover(adopted, grace)
+
+    def saved_step(self, job: str, generation: int) -> int | None:
+        """Return the step at which the replicas of a generation have saved and stopped, if known.
+
+        They tell the scheduler that started them, which may be gone; beside their checkpoint is a
+        marker that says the same.
+        """
+        launch = self._read_launch(job, generation)
+        if launch is None:
+            return None
+        told = self._launches.stopped_step(job, generation)
+        return marked_step(launch) if told is None else told
 
     def shutdown(self, grace: float = 0.0) -> None:
         """End everything; return when nothing runs, or 10 s after `grace` at the latest."""

@@ -31,11 +31,12 @@ def take_over(
         BackendError: a process is left and cannot be ended.
     """
     live = store.jobs(live=True)
-    orphaned = [job.name for job in live if not _adopt(job, backend, executor, url)]
+    orphaned = [job for job in live if not _adopt(job, backend, executor, url)]
     for process in backend.recover(grace):
         _LOG.warning("ended what an earlier scheduler had left: %s", process)
-    for name in orphaned:
-        executor.handle(name, Recover())
+    for job in orphaned:
+        step = backend.saved_step(job.name, job.state.generation)
+        executor.handle(job.name, Recover(step))
 
 
 def _adopt(job: JobRecord, backend: Generations, executor: Executor, url: str) -> bool:

@@ -223,6 +223,9 @@ class NotAdopted:
 class Recover:
     """A new scheduler has found the job in the store, and no process of it runs any more."""
 
+    step: int | None = None
+    """The step at which its replicas have saved and stopped; None: they have not."""
+
 
 Event: TypeAlias = (
     Submit

@@ -125,11 +125,11 @@ def not_adopted(state: JobState, generation: int, why: str, now: float) -> Trans
     return enter(state, Phase.RUNNING, NOT_ADOPTED, why, now, **changes), actions
 
 
-def recover(state: JobState, now: float) -> Transition:
+def recover(state: JobState, step: int | None, now: float) -> Transition:
     """Queue a job of which a new scheduler has found nothing running."""
     if state.phase.ended:
         return state, ()
-    lost = (Record("stopped", state.generation, {"step": None}),) if state.running_on else ()
+    lost = (Record("stopped", state.generation, {"step": step}),) if state.running_on else ()
     gone = replace(
         state, assigned=(), running_on=(), running_stages=None, training=False, intent=None
     )

@@ -128,7 +128,7 @@ def advance(state: JobState, event: Event, now: float) -> Transition:
         case NotAdopted():
             return requests.not_adopted(state, event.generation, event.why, now)
         case Recover():
-            return requests.recover(state, now)
+            return requests.recover(state, event.step, now)
 
 
 def _submit(state: JobState, event: Submit, now: float) -> Transition:

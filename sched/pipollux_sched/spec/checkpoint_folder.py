@@ -23,8 +23,8 @@ ALLOWED = ("/dev/shm", "/run/user", "/run/media")  # noqa: S108  # users' own, a
 """Folders within them that are not."""
 _SAVED = re.compile(r"\.?checkpoint-\d{8}|\.?stopped\.json")
 """What a job leaves where it saves."""
-_IGNORED = re.compile(r"lost\+found|\.snapshot|\.live-\d+")
-"""What file systems have in an empty folder, and what replicas leave there that were killed."""
+_IGNORED = re.compile(r"lost\+found|\.snapshot|\.live-\d+|\.owner")
+"""What file systems have in an empty folder, and what replicas leave there."""
 
 
 def check_checkpoint_folder(

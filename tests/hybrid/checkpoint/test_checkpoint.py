@@ -30,6 +30,7 @@ from pipollux_hybrid.checkpoint.storage import KEPT
 from pipollux_hybrid.job import context as contexts
 from pipollux_hybrid.telemetry.metrics import Metrics
 from pipollux_perfmodel import PerfParams
+from tests.hybrid.folders import saved_in
 from tests.hybrid.models import assert_close, make_data, make_model
 from tests.hybrid.replicas import run_replicas
 from tests.programs import Forked
@@ -94,7 +95,7 @@ def test_old_checkpoints_are_pruned_but_not_the_one_in_use(directory: Path) -> N
     for value in range(1, 5):
         number.value = value
         save_all_states()
-    kept = sorted(path.name for path in directory.iterdir())
+    kept = saved_in(directory)
     assert kept == ["checkpoint-00000001", "checkpoint-00000004", "checkpoint-00000005"]
     late = Number("late")  # made in the middle of the run: restores from where the run began
     assert not load_state(late)
@@ -147,7 +148,7 @@ def test_a_disk_that_takes_nothing(directory: Path) -> None:
     with pytest.raises(CheckpointError, match=r"checkpoint-00000002.*No space left.*untouched"):
         save_all_states()
     assert restarted().value == 1
-    assert [p.name for p in directory.iterdir()] == ["checkpoint-00000001"]
+    assert saved_in(directory) == ["checkpoint-00000001"]
 
 
 def test_a_full_disk_under_torch_save(tmp_path: Path) -> None:
@@ -167,7 +168,7 @@ def save_beyond_the_limit() -> tuple[str, list[str]]:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     with pytest.raises(CheckpointError) as caught:
         save_all_states()
-    return str(caught.value), [path.name for path in root.iterdir()]
+    return str(caught.value), saved_in(root)
 
 
 def test_a_directory_that_cannot_be_made(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +236,8 @@ def private_directory(root: str) -> str:
 def test_a_directory_that_nodes_do_not_share(tmp_path: Path) -> None:
     for message in run_replicas(private_directory, 2, str(tmp_path)):
         assert "on replica 1 is not the directory that replica 0 sees" in message
-    assert [path.name for path in tmp_path.rglob("*")] == ["0"], "the probe is gone"
+    assert saved_in(tmp_path) == ["0"]
+    assert saved_in(tmp_path / "0") == [], "the probe is gone"
 
 
 def test_names_are_unique_file_names(directory: Path) -> None:
@@ -304,6 +306,7 @@ def test_killed_in_the_middle_of_saves(directory: Path, tmp_path: Path) -> None:
         contexts.reset()
         found = _largest_value(directory)
         assert found in (announced, announced + 1)
+        contexts.reset()
 
 
 def _largest_value(directory: Path) -> int:

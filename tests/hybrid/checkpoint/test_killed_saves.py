@@ -21,6 +21,7 @@ from pipollux_hybrid import (
 from pipollux_hybrid.checkpoint.manager import CheckpointManager
 from pipollux_hybrid.checkpoint.state import States
 from pipollux_hybrid.job import context as contexts
+from tests.hybrid.folders import saved_in
 from tests.hybrid.replicas import run_replicas
 
 CHUNKS, CHUNK = 8, 1 << 16
@@ -115,7 +116,7 @@ def kill_at_every_instant(root: str, background: bool) -> list[tuple[int, int, b
         operation += "at_operation" in death
         before, value = value, restored()
         found.append((before, value, survived))
-        names = [path.name for path in Path(root).iterdir()]
+        names = saved_in(Path(root))
         assert not [name for name in names if name.startswith(".")], names
         current = contexts.context().component(States)["value"]
         assert isinstance(current, Value)
@@ -165,4 +166,4 @@ def test_killed_beside_another_replica(tmp_path: Path, dies_at: int) -> None:
     assert other == (0, "lost its peer")
     both = run_replicas(two_replicas_one_dies, 2, None, environment=environment)
     assert both == [(7, "done"), (7, "done")]
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-00000001"]
+    assert saved_in(tmp_path) == ["checkpoint-00000001"]

@@ -29,7 +29,9 @@ from pipollux_hybrid.job import context as contexts
 from pipollux_hybrid.job.context import context
 from pipollux_hybrid.job.exit_status import LOST_CHECKPOINT, forget_failure
 from tests.extent import first
+from tests.hybrid.folders import saved_in
 from tests.hybrid.replicas import free_port, run_replicas
+from tests.programs import Replicas
 
 
 @pytest.fixture
@@ -71,7 +73,7 @@ def test_a_file_in_the_place_of_the_folder(directory: Path) -> None:
 
 def test_a_folder_is_tried_and_left_as_it_was(directory: Path) -> None:
     init_process_group()
-    assert list(directory.iterdir()) == []
+    assert saved_in(directory) == []
 
 
 def test_a_disk_that_is_full_for_now_is_no_reason_not_to_train(
@@ -159,11 +161,12 @@ def test_a_state_that_cannot_be_saved_does_not_end_training(
     said = capsys.readouterr().err
     assert "saving the state 'moody' failed with TypeError: not today" in said
     assert "earlier checkpoints are untouched" in said
-    assert list(directory.iterdir()) == [first]
+    assert first is not None
+    assert saved_in(directory) == [first.name]
     moody.raises = None
     boundary._save_periodically()
     context().component(CheckpointManager).saver.wait()
-    assert len(list(directory.iterdir())) == 2
+    assert len(saved_in(directory)) == 2
 
 
 def test_the_last_save_fails_and_a_later_one_does_not(
@@ -249,3 +252,38 @@ def test_a_script_whose_last_checkpoint_is_lost(
     ]
     assert places == sorted(places), done.stdout
     assert not [line for line in lines[places[2] :] if line.startswith("pipollux: epoch")]
+
+
+FULL = """
+import os, shutil, signal, sys
+import torch, pipollux
+from pathlib import Path
+from torch.utils.data import TensorDataset
+pipollux.init_process_group("gloo")
+module = torch.nn.Sequential(torch.nn.Linear(6, 1))
+optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+loader = pipollux.AdaptiveDataLoader(TensorDataset(torch.ones(64, 6)), batch_size=8)
+model = pipollux.HybridParallel(module, optimizer)
+for epoch in pipollux.remaining_epochs_until(1):
+    for step, (inputs,) in enumerate(loader):
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        if step == 3 and pipollux.replica_rank() == 0:  # the disk goes away
+            folder = Path(os.environ["PIPOLLUX_CHECKPOINT_DIR"])
+            shutil.rmtree(folder)
+            folder.touch()
+        if step == 4 and sys.argv[1] == "stop":
+            os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize("end", ["stop", "end of training"])
+def test_no_replica_ends_as_if_all_were_saved(directory: Path, tmp_path: Path, end: str) -> None:
+    """Of a stop that was asked for, status 143 would say that there is a checkpoint."""
+    script = tmp_path / "script.py"
+    script.write_text(FULL)
+    with Replicas(script, 2, [end]) as job:
+        assert [program.wait() for program in job.programs] == [LOST_CHECKPOINT] * 2, job.errors
+        if end == "stop":
+            assert " as asked, without a checkpoint of it: " in job.errors

@@ -29,6 +29,7 @@ from pipollux_hybrid.checkpoint.rng_state import random_state
 from pipollux_hybrid.checkpoint.state import States
 from pipollux_hybrid.job import context as contexts
 from pipollux_hybrid.telemetry.metrics import Metrics
+from tests.hybrid.folders import saved_in
 from tests.hybrid.replicas import run_replicas
 
 
@@ -315,4 +316,4 @@ def test_an_ending_job_waits_for_its_save(directory: Path) -> None:
     save_all_states(background=True)
     threading.Timer(0.1, slow.gate.set).start()
     contexts.reset()
-    assert [path.name for path in directory.iterdir()] == ["checkpoint-00000001"]
+    assert saved_in(directory) == ["checkpoint-00000001"]

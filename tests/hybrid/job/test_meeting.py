@@ -27,6 +27,15 @@ from tests.hybrid.replicas import run_replicas
 Case = Callable[[int], dict[str, Any]]
 """What a replica of this rank does differently: arguments of :func:`wrap`."""
 
+
+def plus(_self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+def minus(_self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x - 1
+
+
 CASES: dict[str, tuple[Case, str]] = {
     "stages": (lambda r: {"num_stages": 1 + r}, "num_stages is 1 on replica 0, and 2 on replica 1"),
     "balance": (
@@ -35,7 +44,7 @@ CASES: dict[str, tuple[Case, str]] = {
     ),
     "mode": (
         lambda r: {"activation_checkpoint": ["never", "always"][r]},
-        "checkpoint is never on replica 0, and always on replica 1",
+        "activation_checkpoint is never on replica 0, and always on replica 1",
     ),
     "buckets": (
         lambda r: {"bucket_bytes": 100 + r},
@@ -66,6 +75,14 @@ CASES: dict[str, tuple[Case, str]] = {
         lambda r: {"deep": bool(r)},
         "layer '3' is missing on replica 0, and Linear on replica 1",
     ),
+    "code of a layer": (
+        lambda r: {"layer": type("Own", (nn.Module,), {"forward": [plus, minus][r]})()},
+        "code of Own '1' is ",
+    ),
+    "attributes of a layer": (
+        lambda r: {"layer": nn.Dropout(0.1 + r / 10)},
+        "p of Dropout '1' is 0.1 on replica 0, and 0.2 on replica 1",
+    ),
     "optimizer": (
         lambda r: {"kind": [torch.optim.SGD, torch.optim.AdamW][r]},
         "optimizer is SGD on replica 0, and AdamW on replica 1",
@@ -77,11 +94,12 @@ CASES: dict[str, tuple[Case, str]] = {
 def wrap(
     width: int = 4,
     deep: bool = False,
+    layer: nn.Module | None = None,
     lr: float = 0.1,
     kind: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
     **options: Any,
 ) -> tuple[HybridParallel, torch.optim.Optimizer]:
-    layers = [nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 1)]
+    layers = [nn.Linear(6, width), layer or nn.Tanh(), nn.Linear(width, 1)]
     module = nn.Sequential(*layers, *([nn.Linear(1, 1)] if deep else []))
     optimizer = kind(module.parameters(), lr=lr)
     return HybridParallel(module, optimizer, **options), optimizer

@@ -63,7 +63,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     ),
     "CheckpointManager": (
         "",
-        "looked restored_from saved_step saver",
+        "looked owner restored_from saved_step saver",
     ),
     "CommTimer": (
         "",
@@ -107,7 +107,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     ),
     "Joining": (
         "",
-        "_arrived _context _watch",
+        "_arrived _common _context _published _watch",
     ),
     "KeptGradients": (
         "",
@@ -115,10 +115,10 @@ FIELDS: dict[str, tuple[str, str]] = {
     ),
     "LiveMembership": (
         "",
-        "_announced _context _joining _watch recovery",
+        "_announced _context _watch joining recovery totals",
     ),
     "LoopState": (
-        "_is_large accum_steps atomic_bsz details identity index name",
+        "_is_large accum_steps atomic_bsz common details identity index name",
         "",
     ),
     "LossWatch": (
@@ -135,11 +135,12 @@ FIELDS: dict[str, tuple[str, str]] = {
     ),
     "MeetingFolder": (
         "",
-        "_beat _clock _mine _seen arbiter folder",
+        "_beat _clock _mine _posts _seen arbiter folder",
     ),
     "MembershipWatch": (
         "_context _suspended changing forming membership parked place rendezvous timeout",
-        "_ending _highest _looking _not_before _retired _said _signs _thread replica speaks store",
+        "_ending _highest _looking _not_before _retired _said _signs _thread loop refused replica "
+        "speaks store totals",
     ),
     "Metrics": (
         "_context _done _noise _shape _training_shape cut epoch_size overlap perf_params "
@@ -160,6 +161,10 @@ FIELDS: dict[str, tuple[str, str]] = {
     "OptimizerShards": (
         "_context _moving _optimizer _owners _parameters _wanted _whole",
         "",
+    ),
+    "Owner": (
+        "",
+        "_env _file _root",
     ),
     "ParameterHooks": (
         "",
@@ -198,6 +203,10 @@ FIELDS: dict[str, tuple[str, str]] = {
     "ProcessStageTimer": (
         "_engine _mesh",
         "_notes",
+    ),
+    "PublishedTotals": (
+        "",
+        "_folder _lock _written",
     ),
     "RandomState": (
         "_context _is_large _root name",

@@ -145,7 +145,7 @@ def test_a_newcomer_that_runs_another_script_is_refused(make_job: MakeJob) -> No
     job.wait_until_at(5)
     other = job.add(DATA="other-script")
     assert other.wait() == 1
-    assert "cannot join the job: its script makes other states" in other.errors
+    assert "cannot join the job: the list of states is accumulator" in other.errors
     job.programs.remove(other)
     (job.results / "hold-12").unlink()
     job.wait()

@@ -285,5 +285,7 @@ def test_one_that_is_frozen_is_left_behind_and_ends(make_job: MakeJob, found_by:
     frozen.send_signal(signal.SIGCONT)
     assert frozen.wait() == 1
     assert "have gone on without this one" in frozen.errors
+    assert re.search(r"lost its peers .*: this process stood still for \d+ s", frozen.errors)
+    assert "has ended" not in frozen.errors, "they go on"
     job.finish()
     assert job.check_done() == [(1, 3), (8, 2)], job.errors()

@@ -330,9 +330,10 @@ def agreed(width: int) -> tuple[list[int], LayerProfile]:
     init_process_group("gloo")
     rank = contexts.context().env.rank
     # Rank 1 would measure quite another model, and cut it elsewhere.
-    clock, slow = Clock(), 0.004 if rank == 0 else 0.0
-    layer_profiler.time = SimpleNamespace(perf_counter=clock)  # in this process alone
-    module = nn.Sequential(Work(clock, slow), *[nn.Linear(width, width) for _ in range(3)])
+    clock = Clock()
+    measured = clock if rank == 0 else Clock()
+    layer_profiler.time = SimpleNamespace(perf_counter=measured)  # in this process alone
+    module = nn.Sequential(Work(clock, 0.004), *[nn.Linear(width, width) for _ in range(3)])
     model = wrap(module, example_inputs=torch.randn(4, width), num_stages=2, num_microbatches=2)
     assert model.layer_profile is not None
     return model.balance, model.layer_profile

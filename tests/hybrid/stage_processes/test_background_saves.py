@@ -33,6 +33,7 @@ from tests.hybrid.checkpoint.test_killed_saves import (
     read_chunks,
     write_chunks,
 )
+from tests.hybrid.folders import saved_in
 from tests.hybrid.models import assert_close
 from tests.hybrid.replicas import run_replicas
 from tests.hybrid.stage_processes.training import run_stages, together
@@ -113,7 +114,7 @@ def found_by_the_next_run(folder: Path) -> int:
     (stages,) = run_stages(finds, 1, 2, environment={"PIPOLLUX_CHECKPOINT_DIR": str(folder)})
     values = {value for found in stages for value in found}
     assert [len(found) for found in stages] == [2, 2]
-    assert not [path.name for path in folder.iterdir() if path.name.startswith(".")]
+    assert not [name for name in saved_in(folder) if name.startswith(".")]
     (value,) = values
     return value
 
@@ -191,13 +192,13 @@ def one_stage_fails(victim: int, where: str) -> tuple[str, list[str]]:
     context().control.barrier()
     root = context().env.checkpoint_dir
     assert root is not None
-    assert list(root.iterdir()) == []
+    assert saved_in(root) == []
     context().control.barrier()
     state.copying = state.writing = None
     save_all_states(background=True)
     save_all_states()  # as at a stop, which waits
     context().control.barrier()
-    return said.getvalue(), sorted(path.name for path in root.iterdir())
+    return said.getvalue(), saved_in(root)
 
 
 @pytest.mark.parametrize(

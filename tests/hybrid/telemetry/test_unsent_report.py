@@ -14,6 +14,7 @@ from pipollux_hybrid.job.context import context
 from pipollux_hybrid.telemetry.metrics import Metrics
 from pipollux_hybrid.telemetry.reporter import Reporter
 from pipollux_sched.controller.training_report import TrainingReport
+from tests.hybrid.folders import saved_in
 from tests.hybrid.replicas import free_port
 
 from .reporting import Supervisor, environment, tell
@@ -44,7 +45,7 @@ def test_what_nobody_takes_is_kept_for_the_next_scheduler(
     teller.close()
     kept = TrainingReport.model_validate(json.loads((tmp_path / "unsent_report.json").read_text()))
     assert (kept.generation, [point.step for point in kept.points]) == (3, [1, 2, 3])
-    assert [path.name for path in tmp_path.iterdir()] == ["unsent_report.json"]
+    assert saved_in(tmp_path) == ["unsent_report.json"]
 
 
 def test_what_was_taken_is_not_kept(
@@ -59,7 +60,7 @@ def test_what_was_taken_is_not_kept(
     finally:
         supervisor.stop()
     assert supervisor.steps() == [1]
-    assert list(tmp_path.iterdir()) == []
+    assert saved_in(tmp_path) == []
 
 
 def test_a_fit_that_fails_at_the_end_does_not_cost_the_last_report(
@@ -79,7 +80,7 @@ def test_a_fit_that_fails_at_the_end_does_not_cost_the_last_report(
     finally:
         supervisor.stop()
     assert supervisor.steps() == [1, 2, 3]
-    assert list(tmp_path.iterdir()) == []
+    assert saved_in(tmp_path) == []
 
 
 def test_a_disk_that_takes_nothing_is_no_failure(

@@ -341,7 +341,7 @@ def test_less_memory_means_another_cut_until_there_is_none() -> None:
     message = (
         r"memory_limit is 15 bytes but 2 stages need at least 20 on one device with 2 "
         r"micro-batches of 1 samples; give more stages or smaller micro-batches, or "
-        r"checkpoint=\"always\""
+        r"activation_checkpoint=\"always\""
     )
     with pytest.raises(ValueError, match=message):
         partition(profile, 2, 2, memory_limit=15.0)

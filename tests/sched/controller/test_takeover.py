@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -24,8 +25,11 @@ from pipollux_sched.lifecycle import (
     Stop,
     advance,
 )
+from pipollux_sched.report.event_text import event_text
+from pipollux_sched.server.address import ServerAddress
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import Store
+from tests.programs import free_port
 from tests.sched.backend.local.test_backend import wait_for_text
 from tests.sched.processes import processes_of
 from tests.sched.test_scheduler import scheduler_on, toy, types
@@ -102,6 +106,23 @@ def test_two_jobs_whose_scheduler_died_and_the_next_one_too(directory: Path) -> 
     told = [event for event in events if event["job"] == "short"]
     assert [e["step"] for e in told if e["type"] == "progress"] == list(range(1, 101))
     assert (told[-1]["type"], told[-1]["step"], told[-1]["epoch"]) == ("complete", 100, 1)
+
+
+@pytest.mark.exhaustive
+def test_the_step_of_a_job_that_is_stopped_as_its_scheduler_moved_is_known(
+    directory: Path,
+) -> None:
+    """The job tells the address that it knows, where nobody listens; its marker says the same."""
+    run(STARTED, str(directory))
+    marker = directory / "jobs" / "long" / "checkpoints" / "stopped.json"
+    address = ServerAddress(port=free_port())
+    with scheduler_on(directory, address=address) as scheduler:
+        step = json.loads(marker.read_text())["step"]
+        events = [e for e in scheduler.store.events() if e["job"] == "long"]
+        (stopped,) = [event for event in events if event["type"] == "stopped"]
+        assert (stopped["generation"], stopped["step"]) == (1, step)
+        assert event_text(stopped) == f"stopped and saved at step {step}"
+        assert scheduler.wait(lambda jobs: jobs["long"].state.generation == 2, 60)
 
 
 LATE_IMPORT = """

@@ -1,0 +1,146 @@
+"""What layers compute, as far as their code and settings say it, to be compared between replicas.
+
+Shapes of parameters alone do not tell a script from a later version of it whose ``forward`` was
+edited. So each module is described by a digest of its class's bytecode, without file names and line
+numbers, and by its plain attributes. Bytecode, unlike source, is what this process runs, whatever
+the file holds by now.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch import nn
+
+__all__ = ["layer_settings"]
+
+PLACE = re.compile(
+    r"rank|world|replica|device|host|node|path|file|dir|name|time|seed|main|log|debug|print|verbose"
+)
+"""Attributes that may say which process this is, or where, and not what a layer computes."""
+LONGEST = 100
+"""Characters of an attribute that are told, before a digest of all."""
+SETUP = ("__init__", "__repr__", "extra_repr", "__getstate__", "__setstate__", "__del__")
+"""Methods that compute nothing in a forward."""
+
+
+def layer_settings(module: nn.Module) -> dict[str, object]:
+    """Return what every replica's layers must have in common besides their parameters.
+
+    Args:
+        module: The layers.
+
+    Returns:
+        By the modules' names, their classes with the digests of their code, and their attributes.
+    """
+    settings: dict[str, object] = {}
+    digests: dict[type, str] = {}
+    for name, layer in module.named_modules():
+        kind = type(layer)
+        if kind not in digests:
+            digests[kind] = _digest_of_class(kind)
+        own = vars(layer).get("forward")
+        code = _digest([own]) if isinstance(own, FunctionType) else digests[kind]
+        settings[f"code of {kind.__name__} {name!r}"] = code
+        for attribute, value in sorted(vars(layer).items()):
+            place = PLACE.search(attribute.lower())
+            own_switch = isinstance(value, bool) and not _is_library(kind.__module__)
+            if attribute in _OF_TORCH or place or own_switch:
+                continue  # a script's own switch may say whether this replica prints
+            if _is_plain(value):
+                settings[f"{attribute} of {kind.__name__} {name!r}"] = _short(repr(value))
+    return settings
+
+
+def _short(text: str) -> str:
+    """Return a text, or its beginning and a digest."""
+    digest = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}… ({digest})"
+
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return isinstance(value, (bool, int, float)) or (isinstance(value, str) and "/" not in value)
+
+
+def _digest_of_class(kind: type) -> str:
+    """Return a digest of what a class's own methods do; empty for torch's classes."""
+    functions = [
+        function
+        for base in kind.__mro__
+        if base is not nn.Module and not _is_library(base.__module__)
+        for name, member in sorted(vars(base).items())
+        if name not in SETUP
+        for function in _functions(member)
+    ]
+    return _digest(functions) if functions else ""
+
+
+def _functions(member: object) -> Iterator[FunctionType]:
+    if isinstance(member, (staticmethod, classmethod)):
+        member = member.__func__
+    if isinstance(member, property):
+        yield from (x for x in (member.fget,) if isinstance(x, FunctionType))
+    if isinstance(member, FunctionType):
+        yield member
+
+
+def _digest(functions: list[FunctionType]) -> str:
+    found = hashlib.blake2b(digest_size=6)
+    _add_functions(functions, found.update, set())
+    return found.hexdigest()
+
+
+def _add_functions(
+    functions: list[FunctionType], update: Callable[[bytes], None], seen: set[CodeType]
+) -> None:
+    """Add what functions do, and the script's own functions that they call by name."""
+    for function in functions:
+        if function.__code__ in seen:
+            continue
+        seen.add(function.__code__)
+        _add_code(function.__code__, update)
+        update(repr([x for x in function.__defaults__ or () if _is_plain(x)]).encode())
+        called = (function.__globals__.get(name) for name in function.__code__.co_names)
+        wrapped = getattr(function, "__wrapped__", None)
+        _add_functions(
+            [
+                x
+                for x in (*called, wrapped)
+                if isinstance(x, FunctionType) and not _is_library(x.__module__)
+            ],
+            update,
+            seen,
+        )
+
+
+def _add_code(code: CodeType, update: Callable[[bytes], None]) -> None:
+    """Add a function's instructions, names and constants."""
+    update(code.co_code)
+    update(repr((code.co_names, code.co_varnames, code.co_freevars)).encode())
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            _add_code(constant, update)
+        else:
+            update(_constant(constant).encode())
+
+
+def _constant(value: Any) -> str:
+    """Return a constant as text that does not depend on the order in which a set is kept."""
+    if isinstance(value, frozenset):
+        return repr(sorted(map(_constant, value)))
+    return f"({','.join(map(_constant, value))})" if isinstance(value, tuple) else repr(value)
+
+
+def _is_library(module: str | None) -> bool:
+    top = (module or "").partition(".")[0]
+    return top == "torch" or (top in sys.stdlib_module_names and top != "__main__")
