@@ -130,6 +130,7 @@ def test_waiting_and_following(cli: Cli) -> None:
 jobs:
   - {{name: good, script: {TOY}, args: [--steps, "20"]}}
   - {{name: bad, script: {TOY}, args: [--fail-at, "2"], max_restarts: 0}}
+  - {{name: odd, script: {TOY}, args: [--fail-at, "2", --fail-status, "143"], max_restarts: 0}}
 """)
     cli.serve()
     waiting = subprocess.Popen(
@@ -146,7 +147,9 @@ jobs:
     assert waiting.returncode == 1
     assert "good: complete at step 20" in out
     assert "bad: failed: Failed once, max_restarts is 0: Replica 0 on " in out
-    assert err == "Error: bad failed; see: pipollux logs bad\n"
+    assert "odd: failed: Failed once, max_restarts is 0: Replica 0 on " in out
+    assert "143, but was not asked to stop" in out
+    assert err == "Error: bad, odd failed; see: pipollux logs bad\n"
     assert followed.returncode == 0
     assert "goes on from step 0" in followed.stdout
     assert "there is no log of generation 9" in one_sentence(

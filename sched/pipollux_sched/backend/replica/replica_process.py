@@ -76,6 +76,11 @@ class ReplicaProcess:
         # A runner that left no status was killed.
         return int(read_status(self._status).get("code", -signal.SIGKILL))
 
+    @property
+    def asked(self) -> bool:
+        """Whether the runner of a command that has ended was told to stop."""
+        return bool(read_status(self._status).get("asked"))
+
     def signal(self, number: signal.Signals) -> None:
         """Send a signal, unless the replica has ended; a process that reuses its id gets none."""
         if self._started is not None:
@@ -111,6 +116,7 @@ def read_status(path: Path) -> dict[str, Any]:
             "pid": int(status["pid"]),
             "birth": str(status["birth"]),
             **({"code": int(status["code"])} if "code" in status else {}),
+            "asked": bool(status.get("asked")),
         }
     except (OSError, ValueError, KeyError, TypeError):
         return {}

@@ -5,7 +5,8 @@
 Only the parent of a process learns how it ended. So that this is not lost with a scheduler that is
 killed, each agent has this small parent of its own: it writes its identity to STATUS, runs COMMAND,
 passes SIGTERM on, writes what COMMAND prints into LOG (renamed to LOG.1 when it has grown to LIMIT
-bytes), and in the end writes the exit status of COMMAND into STATUS. It is run as a file, without
+bytes), and in the end writes into STATUS the exit status of COMMAND and whether it was asked to
+stop. It is run as a file, without
 the package around it, so it costs a few milliseconds and megabytes; it must import nothing but the
 standard library.
 """
@@ -126,7 +127,7 @@ def run(status: Path, log: Path, limit: int, command: list[str]) -> int:
     copying.start()
     code = child.wait()
     copying.join(LAST_WORDS)  # processes that COMMAND has left behind may hold the pipe open
-    _say_ended(status, {**known, "code": code})
+    _say_ended(status, {**known, "code": code, "asked": bool(asked)})
     return code if code >= 0 else 128 - code
 
 

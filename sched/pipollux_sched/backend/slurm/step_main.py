@@ -58,7 +58,7 @@ def run(base: Path, command: list[str]) -> int:
         print(f"{host} cannot write to {base.parent}, which all nodes must share", flush=True)
         return NO_FOLDER
     if asked or read_signal(base):
-        return leave(base, STOPPED)
+        return leave(base, STOPPED, asked=True)
     child = subprocess.Popen(command, env={**os.environ, MARK: str(base)})
     if asked:
         child.terminate()
@@ -72,7 +72,7 @@ def run(base: Path, command: list[str]) -> int:
     while step_processes(base) and time.monotonic() < deadline:
         time.sleep(0.05)
     kill_step(base)
-    return leave(base, code)
+    return leave(base, code, asked=bool(asked))
 
 
 def _wait(child: subprocess.Popen[bytes]) -> int | None:
@@ -110,13 +110,19 @@ def kill_step(base: Path) -> None:
                 os.kill(process, signal.SIGKILL)
 
 
-def leave(base: Path, code: int) -> int:
-    """Write an exit status, negative for a signal, where the scheduler looks for it; return it."""
+def leave(base: Path, code: int, *, asked: bool) -> int:
+    """Write an exit status, negative for a signal, where the scheduler looks for it; return it.
+
+    Args:
+        base: what the names of the step's files begin with.
+        code: the exit status.
+        asked: whether the step was told to stop.
+    """
     path = base.with_name(base.name + ".exit")
     deadline = time.monotonic() + WRITE_PATIENCE
     while True:
         try:
-            write(path, {"code": code})
+            write(path, {"code": code, "asked": asked})
             break
         except OSError as error:
             if time.monotonic() >= deadline:
