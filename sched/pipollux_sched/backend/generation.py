@@ -13,6 +13,7 @@ newest listing of the engine.
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import time
@@ -247,6 +248,9 @@ class RunningGeneration:
                 _LOG.debug("replica %d of job %s: %s", key.replica, key.job, error)
                 return
             except (BackendError, OSError, ValueError) as error:  # ValueError: NUL in an argument
+                if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    self._states[key] = _UNSEEN._replace(waiting=f"It cannot be started: {error}.")
+                    return
                 self._states[key] = ReplicaState("", ended=Ended())
                 self._to_start.discard(key)
                 if key in self._newcomers:

@@ -23,6 +23,7 @@ from pipollux_sched.spec.job import JobBatch, JobSpec
 from pipollux_sched.spec.names import Name
 from pipollux_sched.spec.tokens import Role
 from pipollux_sched.store import ListedPhase, Store, UnknownJobError
+from pipollux_sched.store.log_files import has_log
 from pipollux_sched.views.explanation import ExplanationView
 from pipollux_sched.views.jobs import job_curves, list_jobs
 from pipollux_sched.views.logs import OFFSET_HEADER, read_log
@@ -207,6 +208,12 @@ def log(
     """
     services.store.job(name)
     services.control.fetch_logs(name)
+    if not has_log(services.state_dir.log(name, generation, replica)):
+        raise HTTPException(
+            404,
+            f"there is no log of generation {generation}, replica {replica} of job {name!r}; "
+            f"GET /jobs/{name}/logs lists those that there are",
+        )
     part = read_log(services.state_dir, name, generation, replica, offset)
     headers = {OFFSET_HEADER: str(part.offset)}
     return Response(part.content, media_type="application/octet-stream", headers=headers)
