@@ -49,7 +49,7 @@ class ReplicaProcess:
             OSError: it cannot be started.
         """
         own = [sys.executable, "-I", "-S", runner.__file__, str(status), str(log), str(LOG_LIMIT)]
-        with log.open("ab") as file:
+        with open(log, "ab", opener=runner.private) as file:
             started = subprocess.Popen(
                 [*own, *command],
                 env=dict(environment),

@@ -68,7 +68,7 @@ def write_status(path: Path, status: dict[str, Any]) -> None:
     """Write a status to a temporary file, and rename it."""
     aside = path.with_name(f".{path.name}.part")
     try:
-        with aside.open("w", encoding="utf-8") as file:
+        with open(aside, "w", encoding="utf-8", opener=private) as file:
             file.write(json.dumps(status).ljust(STATUS_SIZE))
             file.flush()
             os.fsync(file.fileno())
@@ -85,6 +85,11 @@ def overwrite_status(path: Path, status: dict[str, Any]) -> None:
     with path.open("r+b", buffering=0) as file:
         file.write(text.encode())
         os.fsync(file.fileno())
+
+
+def private(path: str, flags: int) -> int:
+    """Open a file that nobody else may read; an opener of `open`."""
+    return os.open(path, flags, 0o600)
 
 
 def say(text: str) -> None:
@@ -108,7 +113,7 @@ class RotatingLog:
     def __init__(self, path: Path, limit: int) -> None:
         self._path = path
         self._limit = limit
-        self._file = path.open("ab", buffering=0)
+        self._file = open(path, "ab", buffering=0, opener=private)  # noqa: SIM115  # until `close`
         self._start = max((start + size for start, size in self._renamed()), default=0)
         self._dropped = 0
 
@@ -173,7 +178,7 @@ class RotatingLog:
     def _rotate(self) -> None:
         """Rename the file; where another cannot be created, go on in this one."""
         aside = self._path.with_name(f".{self._path.name}.part")
-        new = aside.open("ab", buffering=0)
+        new = open(aside, "ab", buffering=0, opener=private)  # noqa: SIM115  # until `close`
         before = [start for start, _ in self._renamed()]
         size = self._size()
         self._path.replace(self._named(self._start))

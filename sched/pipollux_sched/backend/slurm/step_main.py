@@ -159,7 +159,7 @@ def write(path: Path, content: dict[str, Any]) -> None:
     """Write JSON to a temporary file, filled up to a fixed size, and rename it."""
     aside = path.with_name(f".{path.name}.part")
     try:
-        with aside.open("w", encoding="ascii") as file:
+        with open(aside, "w", encoding="ascii", opener=private) as file:
             file.write(json.dumps(content).ljust(EXIT_SIZE))
             file.flush()
             os.fsync(file.fileno())
@@ -168,6 +168,11 @@ def write(path: Path, content: dict[str, Any]) -> None:
         with suppress(OSError):
             aside.unlink(missing_ok=True)
         raise
+
+
+def private(path: str, flags: int) -> int:
+    """Open a file that nobody else may read; an opener of `open`."""
+    return os.open(path, flags, 0o600)
 
 
 def say(text: str) -> None:
