@@ -6,6 +6,7 @@ import json
 import signal
 import socket
 import subprocess
+from pathlib import Path
 
 import pytest
 import yaml
@@ -13,6 +14,7 @@ import yaml
 from pipollux_sched.backend.local.hardware import count_cpus, node_name
 from pipollux_sched.cli import main
 from pipollux_sched.store import Store
+from tests.small_disk import fill, small_disk
 
 from .runner import LIGHT, PIPOLLUX, TOY, Cli, one_sentence, wait_until
 
@@ -130,6 +132,7 @@ def test_waiting_and_following(cli: Cli) -> None:
 jobs:
   - {{name: good, script: {TOY}, args: [--steps, "20"]}}
   - {{name: bad, script: {TOY}, args: [--fail-at, "2"], max_restarts: 0}}
+  - {{name: odd, script: {TOY}, args: [--fail-at, "2", --fail-status, "143"], max_restarts: 0}}
 """)
     cli.serve()
     waiting = subprocess.Popen(
@@ -146,12 +149,50 @@ jobs:
     assert waiting.returncode == 1
     assert "good: complete at step 20" in out
     assert "bad: failed: Failed once, max_restarts is 0: Replica 0 on " in out
-    assert err == "Error: bad failed; see: pipollux logs bad\n"
+    assert "odd: failed: Failed once, max_restarts is 0: Replica 0 on " in out
+    assert "143, but was not asked to stop" in out
+    assert err == "Error: bad, odd failed; see: pipollux logs bad\n"
     assert followed.returncode == 0
     assert "goes on from step 0" in followed.stdout
+    failed = cli("logs", "bad", "--follow")
+    assert "RuntimeError: step 2 went wrong" in failed.stdout
+    assert one_sentence(failed, 1) == "Error: bad failed; see: pipollux describe bad\n"
     assert "there is no log of generation 9" in one_sentence(
         cli("logs", "good", "--generation", "9"), 1
     )
+
+
+@pytest.mark.exhaustive
+def test_a_disk_that_is_full_for_a_while(cli: Cli, tmp_path: Path) -> None:
+    """Jobs that end meanwhile are complete, and the scheduler says once what is wrong."""
+    cli.program = LIGHT
+    cli.state_dir.mkdir()
+    with small_disk(cli.state_dir, "8m"):
+        server = cli.serve()
+        go = tmp_path / "go"
+        waits = f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.05)\n"
+        (cli.folder / "waits.py").write_text(waits)
+        (cli.folder / "jobs.yaml").write_text("""
+jobs:
+  - {name: first, script: waits.py, num_stages: 2, max_replicas: 1, max_restarts: 0}
+  - {name: second, script: waits.py, num_stages: 2, max_replicas: 1, max_restarts: 0}
+""")
+        cli("submit", "jobs.yaml")
+        wait_until(lambda: len(cli.alive()) >= 6)
+        fill(cli.state_dir / "others")
+        go.touch()
+        wait_until(lambda: cli.alive() == [])
+        wait_until(lambda: "the executor failed" in server.errors)
+        (cli.state_dir / "others").unlink()
+        wait_until(lambda: all(job["phase"] == "Complete" for job in cli.jobs().values()))
+        wait_until(lambda: "the executor works again" in server.errors)
+        assert "Traceback" not in server.errors
+        told = [line for line in server.errors.splitlines() if "the executor failed" in line]
+        assert len(told) == 1
+        assert told[0].endswith("cannot be used now: database or disk is full")
+        server.send_signal(signal.SIGTERM)
+        server.wait()
+        assert not cli("jobs").returncode
 
 
 def test_apply(cli: Cli) -> None:

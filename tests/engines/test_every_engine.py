@@ -153,6 +153,18 @@ def test_one_failing_replica_ends_the_generation(case: EngineCase, scheduler: Sc
     assert case.processes() == []
 
 
+@on(*ENGINES, rarely=("trainjobs",))
+@pytest.mark.parametrize("status", [143, -15])
+def test_a_script_that_ends_as_if_stopped_has_failed(scheduler: Scheduler, status: int) -> None:
+    """Nobody has asked for it: a restart would end the same way, and again."""
+    scheduler.apply("toy", ["n1"], "--fail-at=2", f"--fail-status={status}")
+    exited = scheduler.exited("toy")
+    assert exited.outcome is Outcome.FAILED
+    head, *_ = exited.message.splitlines()
+    assert head.startswith("Replica 0 on n1 ")
+    assert ", but was not asked to stop" in head
+
+
 @on(*ENGINES, rarely=("local", "trainjobs"))
 def test_a_newer_generation_goes_on_where_the_older_stopped(scheduler: Scheduler) -> None:
     """On another node, from the same checkpoint."""

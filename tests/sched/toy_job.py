@@ -25,6 +25,7 @@ ARGS.add_argument("--steps", type=int, default=1_000_000)
 ARGS.add_argument("--step-seconds", type=float, default=0.05)
 ARGS.add_argument("--fail-at", type=int)
 ARGS.add_argument("--fail-rank", type=int, default=0)
+ARGS.add_argument("--fail-status", type=int, help="end so at FAIL_AT; negative: by this signal")
 ARGS.add_argument("--prints", action="store_true", help="tell each step")
 ARGS.add_argument("--stubborn", action="store_true", help="ignore SIGTERM, and so do the children")
 ARGS.add_argument("--beats", action="store_true", help="a thread gives signs of life")
@@ -66,6 +67,8 @@ def main() -> int:
         if options.prints:
             say(f"step {step}")
         if step == options.fail_at and rank == options.fail_rank:
+            if options.fail_status is not None:
+                return end(options.fail_status)
             raise RuntimeError(f"step {step} went wrong on replica {rank}")
         if supervisor is not None:
             supervisor.report(step)
@@ -87,6 +90,14 @@ def main() -> int:
 def say(line: str) -> None:
     """Print a line at one go; unbuffered, `print` tears it, and others write between."""
     sys.stdout.write(line + "\n")
+
+
+def end(status: int) -> int:
+    """Return an exit status; a negative one is that of a signal, which ends this process."""
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    return status
 
 
 def request_stop(number: int, frame: FrameType | None) -> None:

@@ -6,6 +6,8 @@ import logging
 import threading
 import time
 
+from pipollux_sched.utils.failure_log import FailureLog
+
 from .allocator import Allocator
 from .autoscaler import Autoscaler
 
@@ -40,15 +42,18 @@ class AllocationLoop:
 
     def run(self) -> None:
         """Decide until the scheduler ends; log failures, and retry in the next round."""
+        failures = FailureLog(_LOG, "the allocator")
         while not self._ending.is_set():
             self._reconsider.clear()
             began = time.monotonic()
             try:
                 self._decide()
-            except Exception:  # if this thread died, all allocations would be frozen
+            except Exception as error:  # if this thread died, all allocations would be frozen
                 if self._ending.is_set():
                     return
-                _LOG.exception("the allocator failed; it goes on at the next occasion")
+                failures.failed(error)
+            else:
+                failures.succeeded()
             # Frequent changes are decided on together, so that this takes at most half of the time.
             self._ending.wait(min(time.monotonic() - began, self._interval))
             self._reconsider.wait(self._pause())

@@ -66,6 +66,8 @@ class ReplicaProgram:
     first_generation: int = 1
     """The generation that the present run began with: each run has a folder of its own to save in,
     so that what is run from the start finds nothing to go on from."""
+    run_as: str | None = None
+    """User of the machine as which it runs; None: the scheduler's own."""
     cpus: int = 0
     """CPUs that one replica holds on its node besides those of its stages."""
     memory: int = 0

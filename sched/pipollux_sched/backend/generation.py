@@ -13,6 +13,7 @@ newest listing of the engine.
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import time
@@ -36,8 +37,7 @@ from .base import (
     Seat,
     Signal,
 )
-from .replica_end import describe_failure, describe_loss, has_stopped
-from .result import ReplicaResult
+from .replica_end import describe_failure, describe_loss, has_stopped, was_asked
 
 __all__ = ["START_TIMEOUT", "RunningGeneration"]
 
@@ -98,6 +98,8 @@ class RunningGeneration:
         self._asked = False
         self._deadline: float | None = None
         self._failed: ReplicaKey | None = None
+        self._stops_agreed = False
+        """Whether its replicas end by themselves, as they have agreed to stop."""
         self._why = ""
         self._sent: dict[ReplicaKey, tuple[Signal, float]] = {}
         self._newcomers: set[ReplicaKey] = set()
@@ -246,6 +248,9 @@ class RunningGeneration:
                 _LOG.debug("replica %d of job %s: %s", key.replica, key.job, error)
                 return
             except (BackendError, OSError, ValueError) as error:  # ValueError: NUL in an argument
+                if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    self._states[key] = _UNSEEN._replace(waiting=f"It cannot be started: {error}.")
+                    return
                 self._states[key] = ReplicaState("", ended=Ended())
                 self._to_start.discard(key)
                 if key in self._newcomers:
@@ -280,7 +285,14 @@ class RunningGeneration:
                 self._failed = self._failed or key
                 if self._may_survive():
                     return
-                self._end_within(self._outside_grace if has_stopped(state.ended) else FAILURE_GRACE)
+                stopped = has_stopped(state.ended)
+                # Agents that are then told to stop would hide whether anybody else told one.
+                self._stops_agreed = (
+                    stopped
+                    and not was_asked(state.ended)
+                    and self._agreed_step([state.ended]) is not None
+                )
+                self._end_within(self._outside_grace if stopped else FAILURE_GRACE)
                 return
 
     def _may_survive(self) -> bool:
@@ -344,7 +356,8 @@ class RunningGeneration:
         deadline = math.inf if self._deadline is None else self._deadline
         if now >= min(self._parting.get(key, math.inf), deadline):
             return Signal.KILL
-        return Signal.STOP if self.ending else None
+        left_alone = self._stops_agreed and not self._asked and key not in self._newcomers
+        return Signal.STOP if self.ending and not left_alone else None
 
     def _exited(self) -> Exited:
         generation = self.launch.generation
@@ -356,10 +369,11 @@ class RunningGeneration:
         if not self._why:
             if all(end.status == 0 and not end.lost for end in ends.values()):
                 return Exited(generation, Outcome.COMPLETE)
-            step = self._agreed_step(ends)
+            step = self._agreed_step(ends.values())
             # An image's own entry point, without our agent, tells by its status alone.
-            alone = all(has_stopped(end) and end.result == ReplicaResult() for end in ends.values())
-            if (alone or step is not None) and not self._broke(ends):
+            alone = all(has_stopped(end) and not end.result.left for end in ends.values())
+            asked = self._asked or any(map(was_asked, ends.values()))
+            if asked and (alone or step is not None) and not self._broke(ends, step):
                 return Exited(generation, Outcome.STOPPED, step)
             lost = next((end.lost for end in ends.values() if end.lost), "")
             if lost and not self._asked:
@@ -371,22 +385,29 @@ class RunningGeneration:
         with suppress(BackendError):  # how it ended is known without its last lines
             self._engine.fetch_log(key)
 
-    def _agreed_step(self, ends: Mapping[ReplicaKey, Ended]) -> int | None:
+    def _agreed_step(self, ends: Collection[Ended]) -> int | None:
         """Return the step at which the replicas agreed to stop, None if they did not.
 
         What an agent leaves at its end is lost with it; what the job told before is not.
         """
-        steps = (end.result.stopped_step for end in ends.values())
+        steps = (end.result.stopped_step for end in ends)
         left = next((step for step in steps if step is not None), None)
         return self._stopped_step() if left is None else left
 
-    def _broke(self, ends: Mapping[ReplicaKey, Ended]) -> bool:
+    def _broke(self, ends: Mapping[ReplicaKey, Ended], step: int | None) -> bool:
         """Return whether a replica failed by itself, so that the others' checkpoints are invalid.
 
-        The first to end may also have been stopped from outside, as may the others.
+        The first to end may also have been stopped from outside, as may the others. A script may
+        also end with the status of one that was stopped, or send itself SIGTERM.
+
+        Args:
+            ends: how each replica ended.
+            step: at which they agreed to stop, None if they did not.
         """
         end = None if self._failed is None else ends[self._failed]
-        return end is not None and not (has_stopped(end) or end.result.asked or end.lost)
+        if end is None or was_asked(end):
+            return False
+        return not has_stopped(end) or (end.result.left and step is None)
 
     def _describe(self, ends: Mapping[ReplicaKey, Ended]) -> tuple[str, bool]:
         """Return why the generation failed, and whether its script cannot start."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from .base import Ended
 from .replica.last_words import last_words
 
-__all__ = ["describe_failure", "describe_loss", "has_stopped"]
+__all__ = ["describe_failure", "describe_loss", "has_stopped", "was_asked"]
 
 STOPPED = 143
 """Exit status of a replica that has stopped when asked to, by convention of the field."""
@@ -18,11 +18,18 @@ def has_stopped(end: Ended) -> bool:
     return end.status in (STOPPED, -15)
 
 
+def was_asked(end: Ended) -> bool:
+    """Return whether somebody ended a replica, or told its agent to stop."""
+    return end.result.asked or bool(end.lost)
+
+
 def describe_failure(replica: int, node: str, ended: Ended, log: Path) -> tuple[str, bool]:
     """Return why a replica failed, with the end of its log, and whether its script cannot start."""
     error = ended.result.error
     words = last_words(log, ended.status)
     head = f"Replica {replica} on {node} {words.describe()}"
+    if has_stopped(ended) and not was_asked(ended):
+        head += ", but was not asked to stop"
     said = error.text if error else words.lines[-1].strip() if words.lines else ""
     head += f": {said}" if said else f" and printed nothing ({log.name})."
     end = [f"The end of {log.name}:", *words.lines] if words.lines else []

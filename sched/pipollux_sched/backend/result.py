@@ -35,6 +35,8 @@ class ReplicaResult(NamedTuple):
     """The exception that ended the script, if one did."""
     asked: bool = False
     """Whether the agent was told to stop."""
+    left: bool = False
+    """Whether an agent left this; False: it was killed or had not begun, or there is none."""
     stopped_step: int | None = None
     """The step at which the replicas agreed to stop, and saved; None if they did not."""
     report: Mapping[str, Any] | None = None
@@ -59,6 +61,7 @@ class ReplicaResult(NamedTuple):
                 asked=bool(data.get("asked")),
                 stopped_step=None if step is None else int(step),
                 report=report if isinstance(report, dict) else None,
+                left=True,
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return cls()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeAlias
 
 import typer
+
+from pipollux_sched.lifecycle import Phase
+from pipollux_sched.store import ListedPhase
 
 from .console import CommandError, LineFormat, print_json_line
 from .options import JobName, LineOutput, StateDirectory
@@ -17,6 +22,17 @@ if TYPE_CHECKING:
 
 _Log: TypeAlias = tuple[int, int]
 """Generation and replica."""
+_END = re.compile(rb"(\r?\n|\r(?=[^\n]))")
+"""Where a line ends: a line break, or a carriage return with which a progress bar is redrawn."""
+_SEQUENCE = re.compile(
+    r"(?P<colour>\x1b\[[0-9;:]*m)"
+    r"|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"
+    r"|(?:\x1b[\]PX^_]|[\x9d\x90\x98\x9e\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)?"
+    r"|\x1b[ -/]*[0-~]"
+)
+"""Control sequences: a colour; other CSI sequences; strings such as titles; short ones."""
+_CONTROL = re.compile(r"(?!\t)[\x00-\x1a\x1c-\x1f\x7f-\x9f]|\x1b(?!\[[0-9;:]*m)")
+_RESET = "\x1b[0m"
 
 
 def logs(
@@ -38,15 +54,24 @@ def logs(
     Each start of a job is a generation, and each pipeline replica has a log of
     its own; if there are several, lines begin with
     \[generation.replica].
+
+    On a terminal, colours are kept and other control sequences left out; a file
+    or pipe gets what the script wrote, unchanged.
+
+    Exit code: 0 done; 1 there is no log, or with --follow the job failed or was
+    cancelled.
     """
     with reading(state_dir) as reader:
         job = reader.job(name)
         log = LogReader(reader, name, generation, replica)
+        on_terminal = sys.stdout.isatty()
         for line in _lines(log, reader, name, follow):
             if output is LineFormat.json:
-                print_json_line(line.to_dict())
+                if line.line or not line.redrawn:
+                    print_json_line(line.to_dict())
             else:
-                typer.echo(line.prefixed)
+                typer.echo(line.harmless if on_terminal else line.raw, nl=False, color=True)
+        job = reader.job(name) if follow else job
     if not log.found:
         which = "" if generation is None else f" of generation {generation}"
         whose = "" if replica is None else f" of replica {replica}"
@@ -54,25 +79,69 @@ def logs(
             f"there is no log{whose}{which} of job '{name}', which is {job.phase.value}: "
             + job.message.partition("\n")[0]
         )
+    if follow and job.phase is Phase.FAILED:
+        how = "was cancelled" if job.listed_phase is ListedPhase.CANCELLED else "failed"
+        raise CommandError(f"{name} {how}; see: pipollux describe {name}")
 
 
 class LogLine(NamedTuple):
-    """One line that a replica wrote."""
+    """One line that a replica wrote, or one of the texts that it has drawn over each other."""
 
     generation: int
     replica: int
-    line: str
+    content: bytes
+    """Without its end."""
+    end: bytes
+    """The line break, or the carriage return with which a progress bar goes back to redraw."""
     several: bool
     """Whether there is more than one log, so that each line needs a prefix."""
 
     @property
-    def prefixed(self) -> str:
-        """The line, with a prefix if there are several logs."""
-        return f"[{self.generation}.{self.replica}] {self.line}" if self.several else self.line
+    def line(self) -> str:
+        """The line as text."""
+        return self.content.decode("utf-8", "replace")
+
+    @property
+    def redrawn(self) -> bool:
+        """Whether another text was drawn over it."""
+        return self.end == b"\r"
+
+    @property
+    def raw(self) -> bytes:
+        """The line for a file or pipe: as the script wrote it, with a prefix if need be."""
+        if not self.several:
+            return self.content + self.end
+        # Texts of several replicas cannot be drawn over each other.
+        end = b"\n" if self.redrawn else self.end
+        return self._prefix.encode() + self.content + end
+
+    @property
+    def harmless(self) -> str:
+        """The line for a terminal: what could do more than show text is left out."""
+        redrawn = self.redrawn and not self.several
+        return f"{self._prefix}{harmless(self.line)}" + ("\r" if redrawn else "\n")
+
+    @property
+    def _prefix(self) -> str:
+        return f"[{self.generation}.{self.replica}] " if self.several else ""
 
     def to_dict(self) -> dict[str, int | str]:
         """Return it as plain data."""
         return {"generation": self.generation, "replica": self.replica, "line": self.line}
+
+
+def harmless(line: str) -> str:
+    r"""Return a line without control sequences that do more than colour the text.
+
+    Others could retitle the window, rewrite what stands above, or have the terminal type.
+
+    >>> harmless("\x1b]0;title\x07a \x1b[31mred\x1b[0m\x1b[2Jb\tc\x08")
+    'a \x1b[31mred\x1b[0mb\tc\ufffd'
+    """
+    kept = _SEQUENCE.sub(lambda found: found[0] if found["colour"] else "", line)
+    shown = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", kept)
+    coloured = "\x1b[" in shown and not shown.endswith(_RESET)
+    return shown + _RESET if coloured else shown
 
 
 class LogReader:
@@ -108,15 +177,16 @@ class LogReader:
         logs = self._logs()
         several = len(self._offsets) > 1 or len(logs) > 1
         for log in logs:
-            for line in self._new_lines(log):
-                yield LogLine(*log, line, several)
+            for content, end in self._new_lines(log):
+                if content or not (several and end == b"\r"):
+                    yield LogLine(*log, content, end, several)
 
     def rest(self) -> Iterator[LogLine]:
         """Return what follows the last line break of each log."""
         for log, begun in sorted(self._begun.items()):
             if begun:
                 self._begun[log] = b""
-                yield LogLine(*log, begun.decode("utf-8", "replace"), len(self._offsets) > 1)
+                yield LogLine(*log, begun.rstrip(b"\r"), b"\n", len(self._offsets) > 1)
 
     def _logs(self) -> list[_Log]:
         found = [(log.generation, log.replica) for log in self._reader.logs(self._job)]
@@ -127,13 +197,13 @@ class LogReader:
             found = [log for log in found if log[0] >= self._first]
         return [log for log in found if self._replica in (None, log[1])]
 
-    def _new_lines(self, log: _Log) -> Iterator[str]:
+    def _new_lines(self, log: _Log) -> Iterator[tuple[bytes, bytes]]:
         offset = self._offsets.setdefault(log, 0)
         while (part := self._reader.read_log(self._job, *log, offset)).content:
             self._offsets[log] = offset = part.offset
-            *lines, self._begun[log] = (self._begun.get(log, b"") + part.content).split(b"\n")
-            for line in lines:
-                yield line.decode("utf-8", "replace")
+            # What ends with a carriage return may go on with a line feed.
+            *lines, self._begun[log] = _END.split(self._begun.get(log, b"") + part.content)
+            yield from zip(lines[::2], lines[1::2], strict=True)
 
 
 def _lines(log: LogReader, reader: Reader, name: str, follow: bool) -> Iterator[LogLine]:

@@ -45,6 +45,14 @@ def tokens(
             metavar="NAME", help="The only team to submit for.", show_default="any of the user's"
         ),
     ] = None,
+    run_as: Annotated[
+        str | None,
+        typer.Option(
+            metavar="USER",
+            help="User of the machine as which the jobs run; takes a scheduler of root's.",
+            show_default="the scheduler's own",
+        ),
+    ] = None,
     output: TableOutput = OutputFormat.table,
     state_dir: StateDirectory = None,
 ) -> None:
@@ -53,7 +61,11 @@ def tokens(
     A viewer reads everything, a user also submits jobs and manages those, an admin
     may do everything. A token is printed once; the scheduler keeps its digest.
 
-        pipollux tokens create ana --role user --team vision
+    With the local and Slurm backends, whoever submits jobs can do all that the user
+    of the machine can as which they run. Without --run-as that is the scheduler's
+    own user: then trust users as you trust admins.
+
+        pipollux tokens create ana --role user --team vision --run-as ana
         pipollux tokens revoke ana
 
     Exit code: 0 done; 1 refused; 2 an option is wrong.
@@ -68,17 +80,19 @@ def tokens(
             gone = client.revoke_token(name)
             _tell(f"{gone.name}: the token is revoked.", gone.to_dict(), output)
         else:
-            made = client.create_token(_new(name, role, team))
+            made = client.create_token(_new(name, role, team, run_as))
+            if made.note:
+                typer.echo(f"Warning: {made.note}", err=True)
             _tell(made.token, made.to_dict(), output)
 
 
-def _new(name: str, role: Role, team: str | None) -> NewToken:
+def _new(name: str, role: Role, team: str | None, run_as: str | None) -> NewToken:
     from pydantic import ValidationError
 
     from pipollux_sched.utils.validation import problems
 
     try:
-        return NewToken(name=name, role=role, team=team)
+        return NewToken(name=name, role=role, team=team, run_as=run_as)
     except ValidationError as error:
         found = problems(error.errors(include_url=False), NewToken)
         raise CommandError("; ".join(one.sentence() for one in found), USAGE) from None
@@ -104,9 +118,11 @@ def _table(found: Sequence[TokenView]) -> Table:
     from rich.table import Table
 
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for header in ("User", "Role", "Team", "Made"):
+    for header in ("User", "Role", "Team", "Runs as", "Made"):
         table.add_column(header)
     for token in found:
         age = spell_age(time.time() - token.created_at)
-        table.add_row(token.name, token.role.value, token.team or DASH, f"{age} ago")
+        table.add_row(
+            token.name, token.role.value, token.team or DASH, token.run_as or DASH, f"{age} ago"
+        )
     return table

@@ -75,6 +75,7 @@ def program(job: JobRecord, environment: Mapping[str, str]) -> ReplicaProgram:
         environment={**spec.environment, **environment, "PIPOLLUX_TOKEN": job.token},
         directory=Path(spec.working_dir) if spec.working_dir else None,
         checkpoints=Path(spec.checkpoint_dir) if spec.checkpoint_dir else None,
+        run_as=spec.run_as,
         first_generation=job.state.first_generation,
         cpus=spec.resources.cpus,
         memory=spec.resources.memory,

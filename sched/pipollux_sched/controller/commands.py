@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from pipollux_sched.backend import Generations
+from pipollux_sched.backend.run_as import with_home_checkpoints
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.lifecycle import (
     Allocate,
@@ -30,8 +31,9 @@ from pipollux_sched.lifecycle import (
 )
 from pipollux_sched.policy import NodeInfo
 from pipollux_sched.spec.checkpoint_folder import check_checkpoint_folder, check_empty
-from pipollux_sched.spec.job import JobSpec, parse_job
+from pipollux_sched.spec.job import JobSpec, SpecError, parse_job
 from pipollux_sched.spec.teams import TeamsSpec
+from pipollux_sched.spec.tokens import NewToken
 from pipollux_sched.store import (
     JobRecord,
     NodeCondition,
@@ -49,6 +51,7 @@ from .executor import Executor
 from .heartbeats import Heartbeats
 from .listening_clock import ListeningClock
 from .live_board import LiveBoard, LiveWord, ReplicaAnswer
+from .run_as import check_run_as
 
 _LOG = logging.getLogger(__name__)
 
@@ -122,7 +125,7 @@ class Control:
         for spec in specs:
             check_team(spec, teams)
             self._backend.check(spec)
-            fitting.append(admitted(spec, nodes))
+            fitting.append(with_home_checkpoints(admitted(spec, nodes), self._home_of(spec)))
         self._check_checkpoints(fitting)
         changes = self._store.submit_all(
             [
@@ -138,6 +141,33 @@ class Control:
         )
         self._reconsider()
         return [change.job for change in changes]
+
+    def _home_of(self, spec: JobSpec) -> str | None:
+        """Return the folder for checkpoints of the job that a job goes on from."""
+        if spec.run_as is None:
+            return None
+        try:
+            before = self._store.job(spec.name).spec
+        except UnknownJobError:
+            return None
+        same = before.get("run_as") == spec.run_as
+        return before.get("checkpoint_dir") if same else None
+
+    def check_token(self, token: NewToken) -> str:
+        """Return how far whoever gets a token is to be trusted; empty: nothing to note.
+
+        Raises:
+            SpecError: its team is not known, or no job can run as its user of the machine.
+        """
+        if token.team is not None:
+            teams = stored_teams(self._store)
+            if teams is None:
+                raise SpecError(
+                    f"team: '{token.team}' is not known, as no teams are set; leave it out, or set "
+                    "teams first, with: pipollux teams --set FILE"
+                )
+            teams.check_team_name(token.team)
+        return check_run_as(token, self._backend.name)
 
     def set_teams(self, spec: TeamsSpec | None) -> None:
         """Give the cluster other teams; None: none, so that decisions are as without any."""

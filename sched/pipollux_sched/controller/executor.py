@@ -43,6 +43,7 @@ from pipollux_sched.lifecycle import (
 )
 from pipollux_sched.spec.job import SpecError
 from pipollux_sched.store import GenerationRecord, JobRecord, Point, Store, UnknownJobError
+from pipollux_sched.utils.failure_log import FailureLog
 
 from .unsent_report import take_unsent_report
 
@@ -136,12 +137,15 @@ class Executor:
 
     def run(self, ending: threading.Event) -> None:
         """Carry out actions until the scheduler stops."""
+        failures = FailureLog(_LOG, "the executor")
         while not ending.is_set():
             try:
                 self.step()
-            except Exception:  # an error of one job must not end the others
-                _LOG.exception("the executor failed; it goes on in a second")
+            except Exception as error:  # an error of one job must not end the others
+                failures.failed(error)
                 ending.wait(1.0)
+            else:
+                failures.succeeded()
             self.wait(max(TICK, TICK_EACH * len(self._backend.running())))
 
     def wait(self, timeout: float) -> None:

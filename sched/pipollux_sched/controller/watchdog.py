@@ -19,6 +19,7 @@ from pipollux_sched.lifecycle import (
     can_survive,
 )
 from pipollux_sched.store import JobRecord, Store, UnknownJobError
+from pipollux_sched.utils.failure_log import FailureLog
 from pipollux_sched.utils.text import spell_duration
 
 from .heartbeats import Heartbeats, LostReplica, StalledJob
@@ -74,6 +75,7 @@ class Watchdog:
     def run(self) -> None:
         """Check every second until the scheduler stops; now and then store heartbeats and prune."""
         tidy_at = time.monotonic() + TIDY_INTERVAL
+        failures = FailureLog(_LOG, "the watchdog")
         while not self._ending.wait(LOOK_INTERVAL):
             try:
                 self.look()
@@ -82,10 +84,11 @@ class Watchdog:
                     self._store.prune(time.time())
                     self._tidy()
                     tidy_at = time.monotonic() + TIDY_INTERVAL
-            except Exception:  # a full disk, say, must not end the watchdog
+                    failures.succeeded()  # only now it has also written
+            except Exception as error:  # a full disk, say, must not end the watchdog
                 if self._ending.is_set():
                     return
-                _LOG.exception("the watchdog failed; it goes on in a second")
+                failures.failed(error)
 
     def look(self) -> None:
         """End jobs whose deadline has passed, and generations that are lost or stalled."""

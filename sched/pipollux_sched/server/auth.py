@@ -10,7 +10,7 @@ from fastapi.security import HTTPAuthorizationCredentials
 from starlette.concurrency import run_in_threadpool
 
 from pipollux_sched.spec.tokens import Role
-from pipollux_sched.store import JobRecord, StateDir, Store, UnknownJobError
+from pipollux_sched.store import JobRecord, Store, UnknownJobError
 from pipollux_sched.store.tokens import digest_of
 
 from .limits import REPLICAS_OF_A_RATE, Limits, RateLimit, TooManyRequestsError
@@ -22,16 +22,14 @@ class Auth:
 
     Args:
         store: holds the tokens of the jobs and of users.
-        state_dir: named in the refusal of a wrong admin token.
         admin_token: grants access to everything.
         limits: rates of requests.
     """
 
-    def __init__(self, store: Store, state_dir: StateDir, admin_token: str, limits: Limits) -> None:
+    def __init__(self, store: Store, admin_token: str, limits: Limits) -> None:
         self._store = store
         self._callers: Mapping[str, Caller] = {}
         self._read_at = -1
-        self._state_dir = state_dir
         self._admin_token = admin_token
         self._jobs = RateLimit(limits.job_rate, limits.job_burst)
         self._admin = RateLimit(limits.admin_rate, limits.admin_burst)
@@ -48,7 +46,9 @@ class Auth:
         caller = self._users().get(digest)
         if caller is None:
             raise self._refused(
-                request, f"this needs the admin token, which {self._state_dir.server} holds"
+                request,
+                "this needs the scheduler's admin token, or one that an admin made with "
+                "`pipollux tokens create`",
             )
         self._admin.check(f"user {caller.name}", f"the token of {caller.name!r}")
         return caller
@@ -61,10 +61,15 @@ class Auth:
         tokens = self._store.tokens
         if self._read_at != (changes := tokens.num_changes):
             self._callers = {
-                one.digest: Caller(one.name, Role(one.role), one.team) for one in tokens.all()
+                one.digest: Caller(one.name, Role(one.role), one.team, one.run_as)
+                for one in tokens.all()
             }
             self._read_at = changes  # last: where that fails, nobody goes on with what was revoked
         return self._callers
+
+    def account_of(self, user: str) -> str | None:
+        """Return the user of the machine as which the jobs of a token's user run; None: unknown."""
+        return next((one.run_as for one in self._users().values() if one.name == user), None)
 
     def knows(self, credentials: HTTPAuthorizationCredentials | None) -> bool:
         """Tell whether a token is the admin's or a user's, and was not revoked."""

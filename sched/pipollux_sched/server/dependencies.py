@@ -17,6 +17,7 @@ from starlette.concurrency import run_in_threadpool
 from pipollux_sched.controller.commands import Control
 from pipollux_sched.lifecycle import LiveReady, Parked
 from pipollux_sched.metrics import SchedulerMetrics
+from pipollux_sched.spec.teams import JobOwner
 from pipollux_sched.spec.tokens import Role
 from pipollux_sched.store import (
     JobRecord,
@@ -26,6 +27,7 @@ from pipollux_sched.store import (
     StateDir,
     Store,
 )
+from pipollux_sched.views.teams import stored_teams
 
 from .auth import Auth
 from .batcher import Batcher
@@ -63,7 +65,7 @@ class Services:
         self.state_dir = state_dir
         self.metrics = metrics
         self.limits = limits
-        self.auth = Auth(store, state_dir, admin_token, limits)
+        self.auth = Auth(store, admin_token, limits)
         self.changes = ChangeWatch(store)
         self.hints: Batcher[ReceivedHints, None] = Batcher(store.put_all_hints)
         self.reports: Batcher[ReceivedReport, bool] = Batcher(store.add_all_reports)
@@ -141,9 +143,27 @@ async def require_role(request: Request, services: ServicesDep, token: AdminToke
         job = await run_in_threadpool(services.store.job, request.path_params["name"])
         if not caller.owns(job.spec.get("user")):
             why = f"job {job.name!r} is not one of {caller.name!r}; ask its user, or an admin"
+    if why is None and access is Access.LOGS and caller.role is not Role.ADMIN:
+        why = await run_in_threadpool(
+            _why_no_logs, services.store, caller, request.path_params["name"]
+        )
     if why is not None:
         raise HTTPException(403, why)
     request.state.caller, request.state.token = caller, token
+
+
+def _why_no_logs(store: Store, caller: Caller, name: str) -> str | None:
+    """Explain why somebody may not read the logs of a job; None: they may."""
+    teams = stored_teams(store)
+    if teams is None:
+        return None
+    job = JobOwner.of(store.job(name).spec)
+    if caller.reads_logs_of(job, teams):
+        return None
+    return (
+        f"the logs of job {name!r} are for its team {teams.team_of(job)!r}, and {caller.name!r} is "
+        "not in it; ask an admin for a token of that team"
+    )
 
 
 async def get_caller(request: Request) -> Caller:

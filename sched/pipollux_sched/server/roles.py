@@ -10,6 +10,7 @@ from enum import StrEnum
 from fastapi import HTTPException
 
 from pipollux_sched.spec.job import JobSpec
+from pipollux_sched.spec.teams import JobOwner, TeamsSpec
 from pipollux_sched.spec.tokens import Role
 
 from .limits import Places
@@ -26,12 +27,15 @@ class Access(StrEnum):
     USER = "user"
     OWNER = "owner"
     """Users whose job it is, and admins."""
+    LOGS = "logs"
+    """Viewers; where there are teams, those of the job's team, and admins."""
     ADMIN = "admin"
 
     @property
     def role(self) -> Role:
         """The least role that it takes."""
-        return Role.USER if self is Access.OWNER else Role(self.value)
+        least = {Access.OWNER: Role.USER, Access.LOGS: Role.VIEWER}
+        return least.get(self) or Role(self.value)
 
 
 ACCESS: Mapping[tuple[str, str], Access] = {
@@ -54,8 +58,8 @@ ACCESS: Mapping[tuple[str, str], Access] = {
     ("POST", "/jobs/{name}/delete"): Access.OWNER,
     ("PUT", "/jobs/{name}/team"): Access.OWNER,
     ("GET", "/jobs/{name}/explanation"): Access.VIEWER,
-    ("GET", "/jobs/{name}/logs"): Access.VIEWER,
-    ("GET", "/jobs/{name}/logs/{generation}/{replica}"): Access.VIEWER,
+    ("GET", "/jobs/{name}/logs"): Access.LOGS,
+    ("GET", "/jobs/{name}/logs/{generation}/{replica}"): Access.LOGS,
     ("GET", "/nodes"): Access.VIEWER,
     ("PUT", "/nodes/{name}"): Access.ADMIN,
     ("POST", "/decisions"): Access.ADMIN,
@@ -85,6 +89,8 @@ class Caller:
     role: Role
     team: str | None = None
     """The only team that it may submit for; None: any."""
+    run_as: str | None = None
+    """The user of the machine as which its jobs run; None: the scheduler's own."""
 
     def why_not(self, access: Access) -> str | None:
         """Explain why its role does not allow a request; None: it does."""
@@ -103,6 +109,13 @@ class Caller:
         """Tell whether it may manage a job of a user."""
         return self.role is Role.ADMIN or user == self.name
 
+    def reads_logs_of(self, job: JobOwner, teams: TeamsSpec) -> bool:
+        """Tell whether it may read a job's logs: it is the job's user, or of the job's team."""
+        if self.owns(job.user):
+            return True
+        own = [self.team] if self.team else teams.teams_of(self.name) or [teams.default]
+        return teams.team_of(job) in own
+
     def signed(self, job: JobSpec) -> JobSpec:
         """Return a job as this caller may submit it: a user's own, of its token's team.
 
@@ -111,15 +124,22 @@ class Caller:
         """
         if self.role is Role.ADMIN:
             return job
-        for field, own in (("user", self.name), ("team", self.team)):
+        for field, allowed in (("user", self.name), ("team", self.team)):
             asked = getattr(job, field)
-            if own is not None and asked not in (None, own):
+            if allowed is not None and asked not in (None, allowed):
                 raise HTTPException(
                     403,
-                    f"job {job.name!r}: {field}: the token of {self.name!r} is for {own!r}, not "
-                    f"for {asked!r}; leave {field} out",
+                    f"job {job.name!r}: {field}: the token of {self.name!r} is for {allowed!r}, "
+                    f"not for {asked!r}; leave {field} out",
                 )
-        return job.model_copy(update={"user": self.name, "team": self.team or job.team})
+        if job.run_as not in (None, self.run_as):
+            raise HTTPException(
+                403,
+                f"job {job.name!r}: run_as: jobs of {self.name!r} run as "
+                f"{self.run_as or 'the scheduler'!r}, not as {job.run_as!r}; leave run_as out",
+            )
+        own = {"user": self.name, "team": self.team or job.team, "run_as": self.run_as}
+        return job.model_copy(update=own)
 
     def check_team(self, job: str, team: str | None, remedy: str) -> None:
         """Refuse a job of another team than this caller's only one.

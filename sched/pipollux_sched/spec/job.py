@@ -174,6 +174,9 @@ class JobSpec(_Spec):
     """The team whose quota it counts to; None: its user's, else the default one."""
     user: UserName | None = Field(default=None, description="the name of a user")
     """Whose job it is; a user's token sets it."""
+    run_as: UserName | None = Field(default=None, description="a user of the machine")
+    """The user of the machine as which its processes run, where the scheduler runs as root; None:
+    the scheduler's own. A user's token sets it."""
     priority: Name | None = Field(default=None, description="the name of a class of priority")
     """None: the priority 0."""
     resources: ResourceSpec = Field(

@@ -181,8 +181,22 @@ class TeamsSpec(_TeamsModel):
         names = [team.name for team in self.teams]
         if job.team in names:
             return str(job.team)
-        of_user = [team.name for team in self.teams if job.user and job.user in team.users]
-        return [*of_user, self.default][0]
+        of_user = self.teams_of(job.user) if job.user else []
+        return of_user[0] if of_user else self.default
+
+    def teams_of(self, user: str) -> list[str]:
+        """Return the teams that name a user, in the order of the file."""
+        return [team.name for team in self.teams if user in team.users]
+
+    def check_team_name(self, team: str) -> None:
+        """Refuse the name of a team that is not known.
+
+        Raises:
+            SpecError: so.
+        """
+        known = [entry.name for entry in self.teams]
+        if team not in known:
+            raise SpecError(f"team: '{team}' is not known; known are {', '.join(known) or 'none'}")
 
     def priority_of(self, job: OwnedJob) -> tuple[int, bool]:
         """Return a job's priority, and whether it preempts.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from pipollux_sched.utils.validation import problem_at
 
 from .names import Name, UserName
 
@@ -41,3 +43,15 @@ class NewToken(BaseModel):
     role: Role = Field(description="'viewer', 'user' or 'admin'")
     team: Name | None = Field(default=None, description="the name of a team")
     """The only team that it may submit for; None: any that has its user."""
+    run_as: UserName | None = Field(default=None, description="a user of the machine")
+    """The user of the machine as which its jobs run; None: the scheduler's own."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.run_as is not None and self.role is not Role.USER:
+            raise problem_at(
+                ("run_as",),
+                f"'{self.run_as}' is for tokens of the role 'user', and this is of the role "
+                f"'{self.role.value}'; leave it out",
+            )
+        return self

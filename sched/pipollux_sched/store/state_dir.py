@@ -8,7 +8,7 @@
 <state dir>/jobs/NAME/checkpoints/          the job's checkpoints
 <state dir>/jobs/NAME/checkpoints-G/        the same, after generation G restarted from scratch
 <state dir>/jobs/NAME/generations/gen-G/    the last launch, and the state of its processes
-<state dir>/jobs/NAME/logs/gen-G-replica-R.log
+<state dir>/jobs/NAME/logs/gen-G-replica-R.log    with `log_files` beside it where it is long
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ENVIRONMENT_VARIABLE = "PIPOLLUX_STATE_DIR"
 
 TOKEN_LENGTH = 32
 """Random bytes of the admin token, and the fewest characters that one has."""
-_LOG_NAME = re.compile(r"gen-(\d+)-replica-(\d+)\.log")
+_LOG_NAME = re.compile(r"gen-(\d+)-replica-(\d+)\.log(?:\.from-\d+)?")
 
 
 @dataclass(frozen=True)
@@ -136,11 +136,12 @@ class StateDir:
 
     def logs(self, name: str) -> list[tuple[int, int, Path]]:
         """Return the existing logs, as (generation, replica, file) in that order."""
-        found = []
-        for path in (self.job(name) / "logs").glob("gen-*-replica-*.log"):
+        found = set()
+        for path in (self.job(name) / "logs").glob("gen-*-replica-*.log*"):
             match = _LOG_NAME.fullmatch(path.name)
             if match:
-                found.append((int(match[1]), int(match[2]), path))
+                generation, replica = int(match[1]), int(match[2])
+                found.add((generation, replica, self.log(name, generation, replica)))
         return sorted(found)
 
     def create(self) -> None:

@@ -36,6 +36,8 @@ class TokenRecord:
     team: str | None
     created_at: float
     digest: str
+    run_as: str | None = None
+    """The user of the machine as which its jobs run; None: the scheduler's own."""
 
 
 class TokenRecords:
@@ -60,7 +62,7 @@ class TokenRecords:
         """
         secret = PREFIX + secrets.token_urlsafe(32)
         now = self._clock()
-        record = TokenRecord(new.name, new.role.value, new.team, now, digest_of(secret))
+        record = TokenRecord(new.name, new.role.value, new.team, now, digest_of(secret), new.run_as)
         with self._database.write() as session:
             if session.get(MetaRow, _MARK + new.name) is not None:
                 raise TokenExistsError(

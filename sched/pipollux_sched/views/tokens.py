@@ -12,28 +12,42 @@ from .models import View
 
 
 class TokenView(View):
-    """A user's token: its role, and the only team that it may submit for, or null."""
+    """A user's token: its role, the only team that it may submit for, and the user of the machine
+    as which its jobs run, or null.
+    """
 
     name: str
     role: Role
     team: str | None
+    run_as: str | None
     created_at: float
 
     @classmethod
     def of(cls, record: TokenRecord) -> Self:
         """Return the view of a token."""
         role = Role(record.role)
-        return cls(name=record.name, role=role, team=record.team, created_at=record.created_at)
+        return cls(
+            name=record.name,
+            role=role,
+            team=record.team,
+            run_as=record.run_as,
+            created_at=record.created_at,
+        )
 
 
 class MadeToken(View):
-    """A token that was just made: the `token` is shown here and nowhere else."""
+    """A token that was just made: the `token` is shown here and nowhere else.
+
+    `note`: how far its owner is to be trusted, because of whom jobs run as; empty: nothing to note.
+    """
 
     name: str
     role: Role
     team: str | None
+    run_as: str | None
     created_at: float
     token: str
+    note: str
 
 
 def list_tokens(store: Store) -> list[TokenView]:

@@ -144,13 +144,20 @@ class Cluster(Engine):
             one.runs = True
 
     def end(
-        self, key: ReplicaKey, status: int | None = 0, step: int | None = None, lost: str = ""
+        self,
+        key: ReplicaKey,
+        status: int | None = 0,
+        step: int | None = None,
+        lost: str = "",
+        *,
+        asked: bool = False,
     ) -> None:
-        """Let a replica end; how it ended stays as it is."""
+        """Let a replica end, perhaps as somebody else has asked; how it ended stays as it is."""
         one = self.there[key]
         if one.ended is None:
-            asked = Signal.STOP in one.told
-            one.ended = Ended(status, ReplicaResult(asked=asked, stopped_step=step), lost)
+            asked = asked or Signal.STOP in one.told
+            result = ReplicaResult(asked=asked, stopped_step=step, left=status not in (None, -9))
+            one.ended = Ended(status, result, lost)
 
     def obey(self) -> None:
         """Let all that were told to stop save at step 7 and end."""

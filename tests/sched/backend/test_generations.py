@@ -177,7 +177,8 @@ def test_one_takes_the_others_with_it(
     """And whose fault it was is told: a node's, the job's, or nobody's."""
     backend.apply(program("one"), 1, ["a", "b", "c"])
     run(backend, cluster)
-    cluster.end(ReplicaKey("one", 1, 1), status, 7 if status == 143 else None, lost)
+    step, asked = (7, True) if status == 143 else (None, False)
+    cluster.end(ReplicaKey("one", 1, 1), status, step, lost, asked=asked)
     backend.poll()
     assert cluster.there[ReplicaKey("one", 1, 0)].told == {Signal.STOP}
     if status == 143:
@@ -187,6 +188,38 @@ def test_one_takes_the_others_with_it(
     ended = exited(backend.poll() if backend.running() else [Report("one", Exited(1, outcome))])
     assert ended.outcome is outcome
     assert says in ended.message
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_replicas_that_agree_to_stop_are_asked_by_somebody_or_fail(
+    backend: Generations, cluster: Cluster, asked: bool
+) -> None:
+    """A script that sends itself SIGTERM makes them agree; the scheduler must not hide that."""
+    backend.apply(program("one"), 1, ["a", "b"])
+    run(backend, cluster)
+    cluster.end(ReplicaKey("one", 1, 0), 143, 7)
+    backend.poll()
+    assert cluster.there[ReplicaKey("one", 1, 1)].told == set()
+    cluster.end(ReplicaKey("one", 1, 1), 143, 7, asked=asked)
+    ended = exited(backend.poll())
+    if asked:
+        assert ended == Exited(1, Outcome.STOPPED, 7)
+    else:
+        assert ended.outcome is Outcome.FAILED
+        assert "Replica 0 on a ended with exit status 143, but was not asked" in ended.message
+
+
+def test_replicas_that_agreed_to_stop_and_do_not_end_are_killed(
+    backend: Generations, cluster: Cluster, clock: Clock
+) -> None:
+    backend.apply(program("one"), 1, ["a", "b"])
+    run(backend, cluster)
+    cluster.end(ReplicaKey("one", 1, 0), 143, 7)
+    backend.poll()
+    clock.now += 30.0
+    backend.poll()
+    assert cluster.there[ReplicaKey("one", 1, 1)].told == {Signal.KILL}
+    assert exited(backend.poll()).outcome is Outcome.FAILED
 
 
 def test_all_run_within_a_time_or_none(

@@ -220,6 +220,10 @@ def test_logs_and_cluster(service: Service) -> None:
         {"generation": 1, "replica": 0, "lines": ["two", "three"]}
     ]
     assert service.admin.get("/jobs/toy/logs?tail=0").json()[0]["lines"] == []
+    for none in ("999999999/0", "1/1", "2/0"):
+        refused = service.admin.get(f"/jobs/toy/logs/{none}")
+        assert refused.status_code == 404
+        assert "there is no log of generation" in refused.json()["detail"]
     part = service.admin.get("/jobs/toy/logs/1/0?offset=4")
     assert (part.text, part.headers["Pipollux-Log-Offset"]) == ("two\nthree\n", "14")
     assert service.admin.get("/nodes").json()[0]["slots"] == 2

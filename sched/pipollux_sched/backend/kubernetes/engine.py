@@ -124,6 +124,11 @@ class KubernetesEngine(Engine):
                 f"job '{spec.name}': script: is missing; the kubernetes backend starts it in the "
                 f"image '{spec.image}' itself: give the path of a Python script in that image"
             )
+        if spec.run_as is not None:
+            raise SpecError(
+                f"job '{spec.name}': run_as: '{spec.run_as}' is of no use with the kubernetes "
+                "backend, whose pods run as their image says; leave it out"
+            )
         if len(spec.name) > names.MOST_CHARACTERS:
             raise SpecError(
                 f"job '{spec.name}': name: has {len(spec.name)} characters; with the kubernetes "

@@ -22,6 +22,7 @@ import httpx2
 from lightkube import AsyncClient
 
 from pipollux_sched.backend.base import ReplicaKey
+from pipollux_sched.store.log_files import rename_full
 
 from .api import Api
 from .pod_state import PodView
@@ -30,7 +31,7 @@ __all__ = ["LogFollower", "PodLog"]
 
 _LOG = logging.getLogger(__name__)
 LOG_LIMIT = 64 * 2**20
-"""Bytes at which a log is renamed to `LOG.1`, and begun again."""
+"""Bytes at which a log is renamed, and begun again: see `store.log_files`."""
 LAST_LINES = 5.0
 """Seconds for which the log of a container that has ended is still followed."""
 FIRST_LINE = 0.3
@@ -92,7 +93,7 @@ class PodLog:
     def _append(self, data: bytes) -> None:
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._path.exists() and self._path.stat().st_size >= LOG_LIMIT:
-            self._path.replace(self._path.with_name(self._path.name + ".1"))
+            rename_full(self._path)
         with self._path.open("ab") as file:
             file.write(data)
 

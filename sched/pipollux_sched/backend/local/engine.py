@@ -29,6 +29,7 @@ from pipollux_sched.backend.base import (
 from pipollux_sched.backend.replica.command import agent_command
 from pipollux_sched.backend.replica.replica_process import ReplicaProcess
 from pipollux_sched.backend.result import ReplicaResult
+from pipollux_sched.backend.run_as import as_user_command, check_account
 from pipollux_sched.spec.job import ClusterSpec, JobSpec, SpecError
 from pipollux_sched.store import StateDir
 
@@ -89,8 +90,9 @@ class LocalEngine(Engine):
         self._looked = False
 
     def check(self, spec: JobSpec) -> None:
-        """Refuse a job with an image: see `Engine`."""
+        """Refuse a job with an image, or of a user as which it cannot run: see `Engine`."""
         check_local(spec)
+        check_account(spec)
 
     def nodes(self) -> Mapping[str, Node]:
         """Return the virtual nodes."""
@@ -111,14 +113,14 @@ class LocalEngine(Engine):
                 "backend starts processes of this machine and no containers"
             )
         folder = GenerationFolder(self._state_dir, launch.job, launch.generation)
-        placement = self._place(folder, launch)
+        placement = self._place(folder, launch, program)
         own = {
             **marks(str(self._state_dir.path), key),
             "PIPOLLUX_RESULT_FILE": str(folder.result(replica)),
         }
         endpoint = f"{LOOPBACK}:{placement.port}"
         process = ReplicaProcess.start(
-            agent_command(program, launch, replica, endpoint=endpoint),
+            as_user_command(program, agent_command(program, launch, replica, endpoint=endpoint)),
             status=folder.status(replica),
             log=self._state_dir.log(*key),
             environment=replica_environment(
@@ -129,7 +131,7 @@ class LocalEngine(Engine):
                 marks=own,
                 pass_on=self._pass_on,
             ),
-            directory=program.directory,
+            directory=None if program.run_as else program.directory,
         )
         self._replicas[key] = self._replica(key, process)
 
@@ -197,12 +199,16 @@ class LocalEngine(Engine):
             marks(str(self._state_dir.path), key),
         )
 
-    def _place(self, folder: GenerationFolder, launch: Launch) -> LocalPlacement:
+    def _place(
+        self, folder: GenerationFolder, launch: Launch, program: ReplicaProgram
+    ) -> LocalPlacement:
         """Return where a generation runs; written to disk the first time."""
         placement = folder.placement()
         if placement is None:
             logs = self._state_dir.log(*launch.keys[0]).parent
-            for needed in (Path(launch.checkpoints), logs):
+            # The agent makes another user's folder, as that user.
+            own = () if program.run_as else (Path(launch.checkpoints),)
+            for needed in (*own, logs):
                 needed.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder.create()
             port = free_port(self._ports.values())

@@ -59,7 +59,9 @@ class LocalReplica:
             if now >= self._over_at + LINGER:
                 processes.kill(left)
             return ReplicaState(handle)
-        self._ended = Ended(status, self._result())
+        result = self._result()
+        # An agent that was stopped before it could note so has left nothing.
+        self._ended = Ended(status, result._replace(asked=result.asked or self._process.asked))
         return ReplicaState(handle, ended=self._ended)
 
     def send(self, what: Signal) -> None:

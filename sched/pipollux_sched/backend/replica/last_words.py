@@ -10,6 +10,8 @@ import signal
 from pathlib import Path
 from typing import NamedTuple
 
+from pipollux_sched.store.log_files import read_tail
+
 _REPORT = re.compile(
     r"^E\d{4} .*torch/distributed/elastic/.*failed \(exitcode: (?P<status>-?\d+)\)"
 )
@@ -41,22 +43,9 @@ class LastWords(NamedTuple):
 
 
 def last_lines(path: Path, count: int) -> list[str]:
-    """Return the last lines of a file, fewer when it is short, none when it cannot be read."""
-    tail = _tail(path, _READ_LIMIT)
-    if len(tail) < _READ_LIMIT:  # a log that was just rotated continues the one before
-        tail = _tail(path.with_name(path.name + ".1"), _READ_LIMIT - len(tail)) + tail
+    """Return the last lines of a log, fewer when it is short, none when it cannot be read."""
+    tail = read_tail(path, _READ_LIMIT)
     return tail.decode("utf-8", "replace").splitlines()[-count:] if count > 0 else []
-
-
-def _tail(path: Path, size: int) -> bytes:
-    """Return the last bytes of a file; none where it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            file.seek(0, 2)
-            file.seek(max(file.tell() - size, 0))
-            return file.read()
-    except OSError:
-        return b""
 
 
 def last_words(path: Path, status: int | None, count: int = 20) -> LastWords:

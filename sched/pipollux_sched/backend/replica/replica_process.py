@@ -49,7 +49,7 @@ class ReplicaProcess:
             OSError: it cannot be started.
         """
         own = [sys.executable, "-I", "-S", runner.__file__, str(status), str(log), str(LOG_LIMIT)]
-        with log.open("ab") as file:
+        with open(log, "ab", opener=runner.private) as file:
             started = subprocess.Popen(
                 [*own, *command],
                 env=dict(environment),
@@ -75,6 +75,11 @@ class ReplicaProcess:
             return None
         # A runner that left no status was killed.
         return int(read_status(self._status).get("code", -signal.SIGKILL))
+
+    @property
+    def asked(self) -> bool:
+        """Whether the runner of a command that has ended was told to stop."""
+        return bool(read_status(self._status).get("asked"))
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal, unless the replica has ended; a process that reuses its id gets none."""
@@ -111,6 +116,7 @@ def read_status(path: Path) -> dict[str, Any]:
             "pid": int(status["pid"]),
             "birth": str(status["birth"]),
             **({"code": int(status["code"])} if "code" in status else {}),
+            "asked": bool(status.get("asked")),
         }
     except (OSError, ValueError, KeyError, TypeError):
         return {}

@@ -27,6 +27,7 @@ from pipollux_sched.backend.base import (
 )
 from pipollux_sched.backend.registry import EngineOptions
 from pipollux_sched.backend.replica.command import agent_command
+from pipollux_sched.backend.run_as import as_user_command, check_account
 from pipollux_sched.spec.job import JobSpec, SpecError
 from pipollux_sched.store import StateDir
 
@@ -119,6 +120,7 @@ class SlurmEngine(Engine):
                 "which starts processes of the nodes and no containers; remove it, and give as "
                 "script the path of a Python script"
             )
+        check_account(spec)
 
     def nodes(self) -> Mapping[str, Node]:
         """Return the nodes of the running allocations that were checked: see `Engine`."""
@@ -147,7 +149,7 @@ class SlurmEngine(Engine):
         share = allocation.shares[node]
         files = ReplicaFiles.of(self._state_dir, key)
         command = srun_command(
-            agent_command(program, launch, replica),
+            as_user_command(program, agent_command(program, launch, replica)),
             pool=allocation.job.job,
             node=node,
             name=step_name(key),

@@ -110,8 +110,15 @@ class ReplicaFiles:
             return None
 
     def read_result(self) -> ReplicaResult:
-        """Return what the agent has left."""
-        return ReplicaResult.read(self.result)
+        """Return what the agent has left; an agent that was stopped early has left nothing."""
+        result = ReplicaResult.read(self.result)
+        return result._replace(asked=result.asked or self._was_asked())
+
+    def _was_asked(self) -> bool:
+        try:
+            return bool(json.loads(self.exit.read_text(encoding="ascii")).get("asked"))
+        except (OSError, ValueError, AttributeError):
+            return False
 
 
 @dataclass(frozen=True)

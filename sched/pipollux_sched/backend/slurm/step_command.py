@@ -54,7 +54,8 @@ def srun_command(
     cpus = cpus or max(share.cpus * num_stages // slots, 1)
     memory = program.memory + program.memory_per_stage * num_stages
     memory = memory or share.memory * num_stages // slots
-    directory = program.directory or Path.cwd()
+    # Another user's folder is entered as that user: see `as_user`.
+    directory = Path("/") if program.run_as else program.directory or Path.cwd()
     return [
         "srun",
         f"--jobid={pool}",

@@ -16,6 +16,7 @@ without the package around it, and must import nothing but the standard library.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -37,7 +38,11 @@ LINGER = 1.0
 LOOK_INTERVAL = 2.0
 """Seconds between two looks for BASE.signal."""
 WRITE_PATIENCE = 60.0
-"""Seconds for which writing the exit status is retried, for instance while the disk is full."""
+"""Seconds for which writing the exit status is retried."""
+FULL_PATIENCE = 600.0
+"""The same while the disk is full."""
+EXIT_SIZE = 64
+"""Bytes of BASE.exit, which is there from the beginning, without a status."""
 
 
 def run(base: Path, command: list[str]) -> int:
@@ -55,10 +60,12 @@ def run(base: Path, command: list[str]) -> int:
     signal.signal(signal.SIGWINCH, lambda *_: kill_step(base))
     if not os.access(base.parent, os.W_OK):
         host = os.uname().nodename
-        print(f"{host} cannot write to {base.parent}, which all nodes must share", flush=True)
+        say(f"{host} cannot write to {base.parent}, which all nodes must share")
         return NO_FOLDER
     if asked or read_signal(base):
-        return leave(base, STOPPED)
+        return leave(base, STOPPED, asked=True)
+    with suppress(OSError):  # on a disk that is full already, there may be room in the end
+        write(exit_file(base), {})
     child = subprocess.Popen(command, env={**os.environ, MARK: str(base)})
     if asked:
         child.terminate()
@@ -72,7 +79,7 @@ def run(base: Path, command: list[str]) -> int:
     while step_processes(base) and time.monotonic() < deadline:
         time.sleep(0.05)
     kill_step(base)
-    return leave(base, code)
+    return leave(base, code, asked=bool(asked))
 
 
 def _wait(child: subprocess.Popen[bytes]) -> int | None:
@@ -110,30 +117,68 @@ def kill_step(base: Path) -> None:
                 os.kill(process, signal.SIGKILL)
 
 
-def leave(base: Path, code: int) -> int:
-    """Write an exit status, negative for a signal, where the scheduler looks for it; return it."""
-    path = base.with_name(base.name + ".exit")
-    deadline = time.monotonic() + WRITE_PATIENCE
+def leave(base: Path, code: int, *, asked: bool) -> int:
+    """Write an exit status, negative for a signal, where the scheduler looks for it; return it.
+
+    Args:
+        base: what the names of the step's files begin with.
+        code: the exit status.
+        asked: whether the step was told to stop.
+    """
+    path = exit_file(base)
+    began = time.monotonic()
     while True:
         try:
-            write(path, {"code": code})
+            write_end(path, {"code": code, "asked": asked})
             break
         except OSError as error:
-            if time.monotonic() >= deadline:
-                print(f"{path} cannot be written: {error}", flush=True)
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if time.monotonic() >= began + (FULL_PATIENCE if full else WRITE_PATIENCE):
+                say(f"{path} cannot be written: {error}")
                 break
             time.sleep(0.5)
     return code if code >= 0 else 128 - code
 
 
+def exit_file(base: Path) -> Path:
+    """Return the file for the exit status."""
+    return base.with_name(base.name + ".exit")
+
+
+def write_end(path: Path, content: dict[str, Any]) -> None:
+    """Write how a step ended; on a full disk, into the room that was reserved for it."""
+    try:
+        write(path, content)
+    except OSError:
+        with path.open("r+b", buffering=0) as file:
+            file.write(json.dumps(content).ljust(EXIT_SIZE).encode())
+            os.fsync(file.fileno())
+
+
 def write(path: Path, content: dict[str, Any]) -> None:
-    """Write JSON to a temporary file, and rename it."""
+    """Write JSON to a temporary file, filled up to a fixed size, and rename it."""
     aside = path.with_name(f".{path.name}.part")
-    with aside.open("w", encoding="ascii") as file:
-        json.dump(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    try:
+        with open(aside, "w", encoding="ascii", opener=private) as file:
+            file.write(json.dumps(content).ljust(EXIT_SIZE))
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except OSError:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise
+
+
+def private(path: str, flags: int) -> int:
+    """Open a file that nobody else may read; an opener of `open`."""
+    return os.open(path, flags, 0o600)
+
+
+def say(text: str) -> None:
+    """Print a line; where the disk is full, or the reader gone, do without."""
+    with suppress(OSError):
+        os.write(1, f"{text}\n".encode())
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pipollux_sched.server.dependencies import (
     CallerDep,
     ControlDep,
     NeedsRole,
+    Services,
     ServicesDep,
     StoreDep,
 )
@@ -22,7 +23,8 @@ from pipollux_sched.server.schemas import refusals, text_reply
 from pipollux_sched.spec.job import JobBatch, JobSpec
 from pipollux_sched.spec.names import Name
 from pipollux_sched.spec.tokens import Role
-from pipollux_sched.store import ListedPhase, Store, UnknownJobError
+from pipollux_sched.store import ListedPhase, UnknownJobError
+from pipollux_sched.store.log_files import has_log
 from pipollux_sched.views.explanation import ExplanationView
 from pipollux_sched.views.jobs import job_curves, list_jobs
 from pipollux_sched.views.logs import OFFSET_HEADER, read_log
@@ -71,29 +73,32 @@ router = APIRouter(
 
 
 @router.post("", status_code=201, response_model=JobView, summary="Submit a job")
-def submit(control: ControlDep, store: StoreDep, caller: CallerDep, job: JobSpec) -> dict[str, Any]:
+def submit(services: ServicesDep, caller: CallerDep, job: JobSpec) -> dict[str, Any]:
     """Submit a job; after a 201 it is on the disk, and starts as soon as slots are free."""
-    return control.submit(_signed(store, caller, job)).to_json_object()
+    return services.control.submit(_signed(services, caller, job)).to_json_object()
 
 
 @router.post(
     "/batch", status_code=201, response_model=list[JobView], summary="Submit many jobs at once"
 )
-def submit_all(
-    control: ControlDep, store: StoreDep, caller: CallerDep, batch: JobBatch
-) -> list[dict[str, Any]]:
+def submit_all(services: ServicesDep, caller: CallerDep, batch: JobBatch) -> list[dict[str, Any]]:
     """Submit all jobs or none: if one is refused, the error names it, and nothing changes."""
-    jobs = [_signed(store, caller, job) for job in batch.jobs]
-    return [job.to_json_object() for job in control.submit_all(jobs)]
+    jobs = [_signed(services, caller, job) for job in batch.jobs]
+    return [job.to_json_object() for job in services.control.submit_all(jobs)]
 
 
-def _signed(store: Store, caller: Caller, job: JobSpec) -> JobSpec:
-    """Return a job as its sender may submit it: not for others, nor in place of others' jobs."""
+def _signed(services: Services, caller: Caller, job: JobSpec) -> JobSpec:
+    """Return a job as its sender may submit it: not for others, nor in place of others' jobs.
+
+    A user's job runs as the user of the machine that the user's token names, whoever submits it.
+    """
     signed = caller.signed(job)
     if caller.role is Role.ADMIN:  # thousands may be submitted at once
-        return signed
+        if signed.user is None or signed.run_as is not None:
+            return signed
+        return signed.model_copy(update={"run_as": services.auth.account_of(signed.user)})
     try:
-        before = store.job(job.name)
+        before = services.store.job(job.name)
     except UnknownJobError:
         return signed
     if not caller.owns(before.spec.get("user")):
@@ -207,6 +212,12 @@ def log(
     """
     services.store.job(name)
     services.control.fetch_logs(name)
+    if not has_log(services.state_dir.log(name, generation, replica)):
+        raise HTTPException(
+            404,
+            f"there is no log of generation {generation}, replica {replica} of job {name!r}; "
+            f"GET /jobs/{name}/logs lists those that there are",
+        )
     part = read_log(services.state_dir, name, generation, replica, offset)
     headers = {OFFSET_HEADER: str(part.offset)}
     return Response(part.content, media_type="application/octet-stream", headers=headers)

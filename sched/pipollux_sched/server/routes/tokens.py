@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from pipollux_sched.server.dependencies import NeedsRole, StoreDep
+from pipollux_sched.server.dependencies import NeedsRole, ServicesDep, StoreDep
 from pipollux_sched.server.request_bodies import JsonRoute
 from pipollux_sched.server.schemas import refusals
 from pipollux_sched.spec.tokens import NewToken
@@ -26,10 +26,11 @@ def tokens(store: StoreDep) -> list[TokenView]:
 
 
 @router.post("", status_code=201, response_model=MadeToken, summary="Make a token for a user")
-def create_token(store: StoreDep, token: NewToken) -> MadeToken:
+def create_token(services: ServicesDep, token: NewToken) -> MadeToken:
     """Make a token, which is in this answer and nowhere else; 409 if the user has one."""
-    record, secret = store.tokens.create(token)
-    return MadeToken(**TokenView.of(record).to_dict(), token=secret)
+    note = services.control.check_token(token)
+    record, secret = services.store.tokens.create(token)
+    return MadeToken(**TokenView.of(record).to_dict(), token=secret, note=note)
 
 
 @router.delete("/{name}", response_model=TokenView, summary="Revoke a user's token")

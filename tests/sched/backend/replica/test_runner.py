@@ -14,6 +14,8 @@ import pytest
 
 from pipollux_sched.backend.replica import runner
 from pipollux_sched.backend.replica.replica_process import ReplicaProcess, read_status
+from pipollux_sched.store.log_files import read_part, read_tail
+from tests.small_disk import fill, small_disk
 from tests.waiting import until
 
 PATIENT = """
@@ -134,7 +136,68 @@ def test_a_log_is_moved_aside_and_goes_on(tmp_path: Path) -> None:
     log.write(b"new\n")
     log.close()
     assert path.read_bytes() == b"new\n"
-    assert (tmp_path / "log.1").read_bytes() == b"old\n" * 10
+    assert (tmp_path / "log.from-0").read_bytes() == b"old\n" * 10
+
+
+def test_of_a_long_log_the_end_is_kept(tmp_path: Path) -> None:
+    """Whole lines of it, also after a restart of the runner; and it is known what is missing."""
+    path = tmp_path / "log"
+    written = [f"{number:05d}\n".encode() for number in range(1000)]
+    for half in (written[:500], written[500:]):
+        log = runner.RotatingLog(path, limit=1000)
+        for start in range(0, 500, 3):
+            log.write(b"".join(half[start : start + 3]))
+        log.close()
+    part = read_part(path, 0, 2**20)
+    marker, *kept = part.content.splitlines(keepends=True)
+    assert part.offset < 6000
+    kept += read_part(path, part.offset, 2**20).content.splitlines(keepends=True)
+    assert kept == written[-len(kept) :]
+    missing = 6000 - 6 * len(kept)
+    assert marker.startswith(f"[pipollux: {missing} bytes of output are missing".encode())
+    assert len(kept) * 6 > 1000
+    assert read_tail(path, 1500) == b"".join(written)[-1500:]
+    assert read_part(path, 6000, 2**20) == (b"", 6000)
+    assert sorted(one.name.partition("-")[0] for one in tmp_path.iterdir()) == ["log", "log.from"]
+
+
+def test_output_that_a_full_disk_does_not_take_is_marked(tmp_path: Path) -> None:
+    """And the pipe is read on, so that the script does not wait; also where a file is full."""
+    with small_disk(tmp_path):
+        path, others = tmp_path / "log", tmp_path / "others"
+        log = runner.RotatingLog(path, limit=2**12)
+        log.write(b"one\n" * 2**10)
+        fill(others)
+        log.write(b"two\n")
+        log.write(b"three\n")
+        others.unlink()
+        log.write(b"four\n")
+        log.close()
+        marker = b"\n[pipollux: 10 bytes of output are missing here, as the disk was full]\n"
+        assert read_part(path, 0, 2**20).content == b"one\n" * 2**10
+        assert read_part(path, 2**12, 2**20).content == marker + b"four\n"
+
+
+def test_how_a_script_ended_is_stored_on_a_full_disk(tmp_path: Path) -> None:
+    """With status 0 it is complete, not failed with one that the runner ends with itself."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with small_disk(disk):
+        go = tmp_path / "go"
+        code = f"""
+import pathlib, time
+print("ready", flush=True)
+while not pathlib.Path({str(go)!r}).exists():
+    time.sleep(0.01)
+"""
+        case = Case(disk)
+        started = case.start(code)
+        until(lambda: "ready" in (case.log.read_text() if case.log.exists() else ""))
+        fill(disk / "others")
+        go.touch()
+        assert case.ended() == 0
+        assert (read_status(case.status)["code"], started.asked) == (0, False)
+        assert ReplicaProcess(case.status).poll() == 0
 
 
 def test_no_line_is_lost_while_a_log_is_moved_aside(tmp_path: Path) -> None:
@@ -145,6 +208,6 @@ def test_no_line_is_lost_while_a_log_is_moved_aside(tmp_path: Path) -> None:
     arguments = (str(tmp_path / "status.json"), str(log), str(len(lines) * 2 // 3))
     own = [sys.executable, "-I", "-S", runner.__file__, *arguments]
     subprocess.run([*own, sys.executable, "-c", code], check=True, timeout=240)
-    before = (tmp_path / "log.1").read_bytes()
+    before = (tmp_path / "log.from-0").read_bytes()
     assert len(lines) * 2 // 3 <= len(before) < len(lines)
     assert before + log.read_bytes() == lines

@@ -15,6 +15,7 @@ import pytest
 from pipollux_sched.backend.base import BackendError, ClusterUnavailableError, ReplicaKey, Signal
 from pipollux_sched.backend.slurm.engine import SlurmEngine
 from pipollux_sched.backend.slurm.pools import OwnAllocation
+from pipollux_sched.backend.slurm.record import ReplicaFiles
 from pipollux_sched.store import StateDir
 from tests.hosts.harness.hosts import Hosts
 from tests.hosts.harness.slurm import SlurmCluster
@@ -158,7 +159,8 @@ def test_a_killed_scheduler_is_followed_by_one_that_adopts_its_steps(
     # (All at once: a second process of srun would end the step for want of the first.)
     runner = json.loads((state_dir.generation("orphan", 1) / "replica-0.srun").read_text())
     os.killpg(runner["pid"], signal.SIGKILL)
-    until(lambda: (state_dir.generation("short", 1) / "replica-0.exit").exists())
+    files = ReplicaFiles(state_dir.generation("short", 1) / "replica-0")
+    until(lambda: files.read_exit() is not None)
     engine = make_engine(OwnAllocation(pool))
     assert set(engine.listing().replicas) == {long, short, orphan}
     assert ended(engine, short)[::2] == (0, "")

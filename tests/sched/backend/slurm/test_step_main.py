@@ -14,6 +14,8 @@ import psutil
 import pytest
 
 from pipollux_sched.backend.slurm import step_main
+from pipollux_sched.backend.slurm.record import ReplicaFiles
+from tests.small_disk import fill, small_disk
 from tests.waiting import until
 
 COUNTS_SIGNALS = """
@@ -124,3 +126,20 @@ def test_a_folder_that_is_not_shared_is_named(tmp_path: Path) -> None:
     )
     assert process.returncode == 74
     assert f"cannot write to {base.parent}, which all nodes must share" in process.stdout
+
+
+def test_a_full_disk_does_not_hide_how_a_step_ended(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with small_disk(disk):
+        base = disk / "gen" / "replica-0"
+        files = ReplicaFiles(base)
+        with step(base, COUNTS_SIGNALS) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "up\n"
+            assert files.read_exit() is None
+            fill(disk / "others")
+            process.send_signal(signal.SIGURG)
+            assert process.wait(240) == 7
+        assert files.read_exit() == 7
+        assert files.read_result().asked
