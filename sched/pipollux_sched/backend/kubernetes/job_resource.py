@@ -18,6 +18,7 @@ from .pod_state import main_container
 
 __all__ = [
     "JobResource",
+    "camel_case",
     "job_spec",
     "job_status",
     "refused_status",
@@ -99,7 +100,7 @@ def resource_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
     """
     default = JobSpec(name="x", script="x").model_dump(mode="json")
     return {
-        _camel(name): _renamed(name, value, _camel)
+        camel_case(name): _renamed(name, value, camel_case)
         for name, value in spec.items()
         if name not in ("name", "allocation") and value != default.get(name)
     }
@@ -139,6 +140,7 @@ def job_status(
             if entry.type in CONDITIONS
         ],
         **({} if step is None else {"step": step}),
+        **({"team": team} if (team := job.spec.get("team")) else {}),
     }
 
 
@@ -204,6 +206,8 @@ def _renamed(field: str, value: Any, rename: Any) -> Any:
     """Return a field's value with the keys of nested specs renamed, too."""
     if isinstance(value, Mapping) and field not in _KEPT_AS_THEY_ARE:
         return {rename(name): entry for name, entry in value.items()}
+    if isinstance(value, float):  # a duration: the API has whole numbers and texts
+        return int(value) if value.is_integer() else f"{value:.9f}".rstrip("0") + "s"
     return value
 
 
@@ -211,5 +215,11 @@ def _snake(name: str) -> str:
     return re.sub(r"[A-Z]", lambda found: f"_{found[0].lower()}", name)
 
 
-def _camel(name: str) -> str:
+def camel_case(name: str) -> str:
+    """Return the name of a job file's field as the API spells it.
+
+    Example:
+        >>> camel_case("process_per_stage")
+        'processPerStage'
+    """
     return re.sub(r"_([a-z])", lambda found: found[1].upper(), name)
