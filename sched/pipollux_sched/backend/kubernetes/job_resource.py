@@ -22,6 +22,7 @@ __all__ = [
     "job_spec",
     "job_status",
     "refused_status",
+    "refused_template",
     "resource_spec",
     "succeeding_status",
     "view_job",
@@ -32,6 +33,8 @@ CONDITIONS = (Phase.CREATED, Phase.RUNNING, Phase.SUSPENDED, Phase.COMPLETE, Pha
 """The conditions that a TrainJob has, too; what else a job goes through is told by its phase."""
 REFUSED = "Refused"
 """Reason of the phase Failed of a resource that no job could be made from."""
+TEMPLATE_REFUSED = "TemplateRefused"
+"""Condition of a job whose template was changed to one that is not allowed."""
 SUCCEEDING = "EarlierJobEnds"
 """Reason of the phase Created of a resource whose name is not free yet."""
 _KEPT_AS_THEY_ARE = ("environment", "hints")
@@ -151,8 +154,13 @@ def refused_status(resource: JobResource, message: str, now: float) -> dict[str,
         "reason": REFUSED,
         "message": message,
         "observedGeneration": resource.generation,
-        "conditions": [_condition(resource, Phase.FAILED, REFUSED, message, now)],
+        "conditions": [_condition(resource, Phase.FAILED.value, REFUSED, message, now)],
     }
+
+
+def refused_template(resource: JobResource, message: str, now: float) -> dict[str, Any]:
+    """Return the condition of a job whose next generation cannot be made from its template."""
+    return _condition(resource, TEMPLATE_REFUSED, REFUSED, message, now)
 
 
 def waiting_status(resource: JobResource, now: float) -> dict[str, Any]:
@@ -163,7 +171,7 @@ def waiting_status(resource: JobResource, now: float) -> dict[str, Any]:
         "reason": "Suspended",
         "message": message,
         "observedGeneration": resource.generation,
-        "conditions": [_condition(resource, Phase.SUSPENDED, "Suspended", message, now)],
+        "conditions": [_condition(resource, Phase.SUSPENDED.value, "Suspended", message, now)],
     }
 
 
@@ -177,7 +185,7 @@ def succeeding_status(resource: JobResource, now: float) -> dict[str, Any]:
         "reason": SUCCEEDING,
         "message": message,
         "observedGeneration": resource.generation,
-        "conditions": [_condition(resource, Phase.CREATED, SUCCEEDING, message, now)],
+        "conditions": [_condition(resource, Phase.CREATED.value, SUCCEEDING, message, now)],
     }
 
 
@@ -187,10 +195,10 @@ def rfc3339(seconds: float) -> str:
 
 
 def _condition(
-    resource: JobResource, phase: Phase, reason: str, message: str, now: float
+    resource: JobResource, kind: str, reason: str, message: str, now: float
 ) -> dict[str, Any]:
     """Return a condition that holds: since now, or since when the resource says so already."""
-    made = {"type": phase.value, "status": "True", "reason": reason, "message": message}
+    made = {"type": kind, "status": "True", "reason": reason, "message": message}
     for known in resource.status.get("conditions") or ():
         if {**known, **made} == dict(known):
             return dict(known)
