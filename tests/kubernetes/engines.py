@@ -12,7 +12,7 @@ from lightkube import KubeConfig
 from pipollux_sched.backend import Launch, ReplicaKey, ReplicaProgram
 from pipollux_sched.backend.base import ClusterUnavailableError, Ended, ReplicaState, Signal
 from pipollux_sched.backend.kubernetes.engine import KubernetesEngine
-from pipollux_sched.backend.kubernetes.options import KubernetesOptions
+from pipollux_sched.backend.kubernetes.options import KubernetesOptions, PodSecurity
 from pipollux_sched.store import StateDir
 from tests.sched.backends import seats
 
@@ -33,6 +33,11 @@ def shell(folder: Path) -> str:
     path.write_text('#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\nshift\nexec sh "$@"\n')
     path.chmod(0o755)
     return str(path)
+
+
+def security(cluster: Cluster) -> PodSecurity:
+    """Return the level that pods in tests meet: the image on real kubelets is root's."""
+    return "baseline" if cluster.is_real else "restricted"
 
 
 class Rig:
@@ -64,6 +69,7 @@ class Rig:
             "checkpoint_host_path": str(folder),
             "checkpoint_folder": str(folder),
             "grace": 20.0,
+            "pod_security": security(cluster),
         }
         self.options = KubernetesOptions(**{**chosen, **options})
         self.engine = self.again()

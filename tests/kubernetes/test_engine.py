@@ -52,7 +52,11 @@ def test_a_generation_from_start_to_end(rig: Rig, client: Client) -> None:
     assert client.get(Service, "job-replicas").spec.clusterIP == "None"
     rig.forget()
     assert not list(client.list(Pod))
-    assert [s.metadata.name for s in client.list(Secret) if "job" in s.metadata.name] == []
+    # The secret goes with the job's resource, which there is none of here.
+    (secret,) = [
+        s for s in client.list(Secret) if s.metadata.name.startswith("pipollux-token-job-")
+    ]
+    assert secret.metadata.labels["pipollux.dev/job"] == "job"
     assert rig.state_dir.log(*keys[0]).exists()
 
 

@@ -12,6 +12,7 @@ from pipollux_sched.backend.kubernetes import resource_controller
 from pipollux_sched.backend.kubernetes.api import Job, Object
 from pipollux_sched.backend.kubernetes.job_resource import JobResource, job_status, view_job
 from pipollux_sched.backend.kubernetes.mirror import Mirror, Selection
+from pipollux_sched.backend.kubernetes.options import KubernetesOptions
 from pipollux_sched.backend.kubernetes.resource_controller import ResourceController
 from pipollux_sched.controller.job_actions import StoredJobs
 from pipollux_sched.lifecycle import Allocate
@@ -42,7 +43,7 @@ def test_what_is_in_step_is_looked_at_again_when_it_changes(
         status = job_status(store.job("a"), view_job(resource), "me", None)
         resource |= {"status": status}
         resources.replace(dict(filter(None, [resources.read(resource)])), "5")
-        controller = ResourceController(None, resources, directory)  # type: ignore[arg-type]  # no API
+        controller = ResourceController(None, resources, directory, KubernetesOptions())  # type: ignore[arg-type]  # no API
         jobs = StoredJobs(store, None)  # type: ignore[arg-type]  # no command is given
         assert controller.step(jobs)
         monkeypatch.setattr(resource_controller, "job_status", refuse)

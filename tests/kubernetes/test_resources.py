@@ -27,7 +27,7 @@ from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import StateDir
 
 from .cluster import IMAGE, Cluster, until
-from .engines import RUNS, shell
+from .engines import RUNS, security, shell
 
 CRD = Path(__file__).parents[2] / "deploy/kubernetes/crd.yaml"
 
@@ -49,6 +49,7 @@ class Site:
             python=shell(self.folder),
             checkpoint_host_path=str(self.folder),
             checkpoint_folder=str(self.folder),
+            pod_security=security(self.cluster),
         )
         state_dir = StateDir(self.folder / "state")
         self.scheduler = Scheduler(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, get_args
 
 import typer
 
-from pipollux_sched.backend.kubernetes.options import KubernetesOptions
+from pipollux_sched.backend.kubernetes.options import KubernetesOptions, PodSecurity
 
 from .option_group import flag_of, text_option
 
@@ -18,6 +18,7 @@ __all__ = ["KubernetesFlags", "kubernetes_options"]
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
 _TOLERATION = re.compile(r"(?P<key>[^=:]+)(=(?P<value>[^:]*))?(:(?P<effect>\w+))?")
 _VIA = ("pod", "trainjob")
+_LEVELS = get_args(PodSecurity)
 _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 
 
@@ -104,6 +105,25 @@ class KubernetesFlags:
             "--image-python", "COMMAND", "The Python of images, with this package.", "python"
         ),
     ] = None
+    pod_security: Annotated[
+        str | None,
+        text_option(
+            "--pod-security",
+            "LEVEL",
+            "Pod Security Standard that the pod templates of jobs must meet: restricted, baseline "
+            "or privileged.",
+            "restricted",
+        ),
+    ] = None
+    service_accounts: Annotated[
+        list[str] | None,
+        text_option(
+            "--allow-service-account",
+            "NAME",
+            "Service account that pod templates may name; may be repeated.",
+            "the namespace's default one alone",
+        ),
+    ] = None
     via: Annotated[
         str | None,
         text_option(
@@ -152,6 +172,11 @@ def kubernetes_options(backend: str, given: KubernetesFlags) -> KubernetesOption
         raise typer.BadParameter(
             f"{named['via']!r} is not {' or '.join(_VIA)}", param_hint="'--via'"
         )
+    if named.get("pod_security") not in (None, *_LEVELS):
+        raise typer.BadParameter(
+            f"{named['pod_security']!r} is not {', '.join(_LEVELS[:-1])} or {_LEVELS[-1]}",
+            param_hint="'--pod-security'",
+        )
     if named.get("via") != "trainjob":
         for name in ("runtime", "volcano_queue"):
             if name in named:
@@ -177,6 +202,8 @@ def kubernetes_options(backend: str, given: KubernetesFlags) -> KubernetesOption
         )
     if "node_selector" in named:
         named["node_selector"] = _selector(named["node_selector"])
+    if "service_accounts" in named:
+        named["service_accounts"] = tuple(named["service_accounts"])
     if "tolerations" in named:
         named["tolerations"] = tuple(map(_toleration, named["tolerations"]))
     return KubernetesOptions(**named)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["check_image"]
+__all__ = ["MOST_OF_IMAGE", "check_image"]
 
-_MOST = 512
+MOST_OF_IMAGE = 512
 """Characters of a whole reference: a name of 255, a tag of 128 and a digest."""
 _MOST_OF_NAME = 255
 
@@ -35,7 +35,7 @@ def check_image(text: str) -> str:
     Raises:
         ValueError: the form is wrong; the text describes the right one.
     """
-    found = _REFERENCE.fullmatch(text) if len(text) <= _MOST else None
+    found = _REFERENCE.fullmatch(text) if len(text) <= MOST_OF_IMAGE else None
     if found is None or len(found["name"]) > _MOST_OF_NAME:
         shown = text if len(text) <= 60 else text[:57] + "..."
         raise ValueError(

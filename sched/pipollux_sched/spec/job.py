@@ -28,9 +28,9 @@ from pipollux_sched.utils.validation import problem_at, problems
 from pipollux_sched.utils.yaml_file import SpecError, YamlFile, read_yaml_file
 
 from .hints import HintsField
-from .image_reference import check_image
-from .names import NAME_LENGTH, FamilyName, Name, UserName
-from .text_limits import check_args, check_path
+from .image_reference import MOST_OF_IMAGE, check_image
+from .names import NAME_LENGTH, FamilyName, Name, UserName, schema_bounds
+from .text_limits import MOST_BYTES, MOST_PATH, check_args, check_path
 from .variables import check_variables
 
 __all__ = [
@@ -76,11 +76,15 @@ def _check_environment(environment: dict[str, str]) -> dict[str, str]:
 
 
 NodeName = Annotated[str, AfterValidator(_check_node_name)]
-Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+Bytes = Annotated[int, BeforeValidator(parse_bytes, json_schema_input_type=int | str)]
+Duration = Annotated[
+    float | None, BeforeValidator(parse_duration, json_schema_input_type=float | str | None)
+]
 Count = Annotated[int, Field(ge=1)]
-GpuType = Annotated[str, AfterValidator(_check_gpu_type)]
-FilePath = Annotated[str, AfterValidator(check_path)]
-ImageReference = Annotated[str, AfterValidator(check_image)]
+GpuType = Annotated[str, AfterValidator(_check_gpu_type), schema_bounds(NAME_LENGTH)]
+FilePath = Annotated[str, AfterValidator(check_path), schema_bounds(MOST_PATH)]
+ImageReference = Annotated[str, AfterValidator(check_image), schema_bounds(MOST_OF_IMAGE)]
+Argument = Annotated[str, Field(json_schema_extra={"maxLength": MOST_BYTES})]
 T = TypeVar("T")
 List = Annotated[tuple[T, ...], Field(strict=False)]
 
@@ -147,8 +151,9 @@ class JobSpec(_Spec):
     """The container image that every replica runs in; None: the script runs as it lies here."""
     family: FamilyName | None = Field(default=None, description="a name, as in family: resnet")
     """Jobs that are alike: each begins with what the last one that completed has measured. None:
-    `family_of` its name, among jobs with the same script and image; an empty text: no family."""
-    args: Annotated[List[str], AfterValidator(check_args)] = Field(
+    that of its name without the number at its end, among jobs with the same script and image; an
+    empty text: no family."""
+    args: Annotated[List[Argument], AfterValidator(check_args)] = Field(
         default=(), description="a list of texts"
     )
     """What the script, or the image's entry point, is given."""
@@ -164,6 +169,7 @@ class JobSpec(_Spec):
     min_replicas: Count = 1
     """The job runs on at least so many replicas, or not at all."""
     max_replicas: Count = DEFAULT_MAX_REPLICAS
+    """The job runs on at most so many replicas."""
     requested_replicas: Count | None = Field(default=None, description="a whole number")
     """What policies of fixed sizes give the job; None: `min_replicas`."""
     gpu_type: GpuType | None = Field(default=None, description="a text such as a100")
@@ -178,7 +184,7 @@ class JobSpec(_Spec):
     """The user of the machine as which its processes run, where the scheduler runs as root; None:
     the scheduler's own. A user's token sets it."""
     priority: Name | None = Field(default=None, description="the name of a class of priority")
-    """None: the priority 0."""
+    """Its class of priority; None: the priority 0."""
     resources: ResourceSpec = Field(
         default=ResourceSpec(), description="a mapping, as in {cpus: 1, memory: 8GiB}"
     )
@@ -200,13 +206,9 @@ class JobSpec(_Spec):
         default=DEFAULT_MAX_RESTARTS, ge=0, description="a whole number of at least 0"
     )
     """Restarts after failures; restarts for a new allocation do not count."""
-    deadline: Annotated[float | None, BeforeValidator(parse_duration)] = Field(
-        default=None, description="a duration such as 36h"
-    )
+    deadline: Duration = Field(default=None, description="a duration such as 36h")
     """Seconds after its submission at which the job is ended, complete or not; None: never."""
-    hang_timeout: Annotated[float | None, BeforeValidator(parse_duration)] = Field(
-        default=None, description="a duration such as 30m"
-    )
+    hang_timeout: Duration = Field(default=None, description="a duration such as 30m")
     """Seconds without a further step, from the first step of a generation on, after which its
     processes are ended and the job is started again; None: it may stand still for ever."""
     hints: HintsField | None = None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 NAME_LENGTH = 63
@@ -38,7 +38,25 @@ def _check_family(text: str) -> str:
     return _check_name(text) if text else ""
 
 
-Name = Annotated[str, AfterValidator(_check_name)]
-FamilyName = Annotated[str, AfterValidator(_check_family)]
+def schema_bounds(
+    longest: int, pattern: re.Pattern[str] | None = None, *, empty: bool = False
+) -> Any:
+    """Return what a text's JSON schema says of what its validator checks, with its own sentences.
+
+    Args:
+        longest: characters that it may have.
+        pattern: what the whole of it matches; None: anything.
+        empty: whether it may be empty.
+    """
+    bounds: dict[str, Any] = {"maxLength": longest} | ({} if empty else {"minLength": 1})
+    if pattern is not None:
+        bounds["pattern"] = f"^({pattern.pattern})?$" if empty else f"^{pattern.pattern}$"
+    return Field(json_schema_extra=bounds)
+
+
+Name = Annotated[str, AfterValidator(_check_name), schema_bounds(NAME_LENGTH, _NAME)]
+FamilyName = Annotated[
+    str, AfterValidator(_check_family), schema_bounds(NAME_LENGTH, _NAME, empty=True)
+]
 """A name, or an empty text for none."""
-UserName = Annotated[str, AfterValidator(_check_user)]
+UserName = Annotated[str, AfterValidator(_check_user), schema_bounds(NAME_LENGTH, _USER_NAME)]

@@ -38,6 +38,7 @@ from .node_state import ClusterNode, make_nodes, usage_by_node, view_node, view_
 from .options import KubernetesOptions
 from .owner import Owners, no_owners
 from .pod_log import LogFollower, PodLog
+from .pod_security import check_template
 from .pod_state import KILL_GRACE, PodView, view_pod, without_finalizer
 from .pods import GRACE_MARGIN, make_pod, make_secret, make_service
 from .replica_states import ReplicaStates
@@ -161,9 +162,10 @@ class KubernetesEngine(Engine):
     def start(self, program: ReplicaProgram, launch: Launch, replica: int) -> None:
         """Create the pod of a replica, before it what all pods of its generation need."""
         owner = self._owners(program.job)
+        check_template(program.job, owner.template, self._options)
         generation = program.job, launch.generation
         if generation not in self._prepared:
-            self._api.create(Secret, make_secret(program, launch.generation, owner, self._options))
+            self._api.create(Secret, make_secret(program, owner, self._options))
             self._api.create(Service, make_service(program.job, owner, self._options))
             self._prepared.add(generation)
         made = self._api.create(Pod, make_pod(program, launch, replica, owner, self._options))
@@ -192,13 +194,12 @@ class KubernetesEngine(Engine):
         return Listing(next(self._versions), self._replicas.get())
 
     def forget(self, job: str, generation: int) -> None:
-        """Remove a generation's pods and its secret, and the service of a job that has no pods."""
+        """Remove a generation's pods, and the service of a job that has no pods."""
         try:
             pods = self._pods.group(job)
             for pod in pods:
                 if pod.key.generation == generation:
                     self._remove(pod)
-            self._api.delete(Secret, names.secret_name(job, generation))
             if all(pod.key.generation == generation for pod in pods):
                 self._api.delete(Service, names.service_name(job))
         except BackendError as error:
@@ -287,7 +288,7 @@ class KubernetesEngine(Engine):
         resources: Mirror[JobResource] = Mirror(
             Selection(Job, self.namespace), view_job, lambda *_: controller.wake()
         )
-        controller = ResourceController(self._api, resources, self._state_dir)
+        controller = ResourceController(self._api, resources, self._state_dir, self._options)
         mirrors.append(resources)
         return controller
 

@@ -18,9 +18,11 @@ from .pod_state import main_container
 
 __all__ = [
     "JobResource",
+    "camel_case",
     "job_spec",
     "job_status",
     "refused_status",
+    "refused_template",
     "resource_spec",
     "succeeding_status",
     "view_job",
@@ -31,6 +33,8 @@ CONDITIONS = (Phase.CREATED, Phase.RUNNING, Phase.SUSPENDED, Phase.COMPLETE, Pha
 """The conditions that a TrainJob has, too; what else a job goes through is told by its phase."""
 REFUSED = "Refused"
 """Reason of the phase Failed of a resource that no job could be made from."""
+TEMPLATE_REFUSED = "TemplateRefused"
+"""Condition of a job whose template was changed to one that is not allowed."""
 SUCCEEDING = "EarlierJobEnds"
 """Reason of the phase Created of a resource whose name is not free yet."""
 _KEPT_AS_THEY_ARE = ("environment", "hints")
@@ -99,7 +103,7 @@ def resource_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
     """
     default = JobSpec(name="x", script="x").model_dump(mode="json")
     return {
-        _camel(name): _renamed(name, value, _camel)
+        camel_case(name): _renamed(name, value, camel_case)
         for name, value in spec.items()
         if name not in ("name", "allocation") and value != default.get(name)
     }
@@ -139,6 +143,7 @@ def job_status(
             if entry.type in CONDITIONS
         ],
         **({} if step is None else {"step": step}),
+        **({"team": team} if (team := job.spec.get("team")) else {}),
     }
 
 
@@ -149,8 +154,13 @@ def refused_status(resource: JobResource, message: str, now: float) -> dict[str,
         "reason": REFUSED,
         "message": message,
         "observedGeneration": resource.generation,
-        "conditions": [_condition(resource, Phase.FAILED, REFUSED, message, now)],
+        "conditions": [_condition(resource, Phase.FAILED.value, REFUSED, message, now)],
     }
+
+
+def refused_template(resource: JobResource, message: str, now: float) -> dict[str, Any]:
+    """Return the condition of a job whose next generation cannot be made from its template."""
+    return _condition(resource, TEMPLATE_REFUSED, REFUSED, message, now)
 
 
 def waiting_status(resource: JobResource, now: float) -> dict[str, Any]:
@@ -161,7 +171,7 @@ def waiting_status(resource: JobResource, now: float) -> dict[str, Any]:
         "reason": "Suspended",
         "message": message,
         "observedGeneration": resource.generation,
-        "conditions": [_condition(resource, Phase.SUSPENDED, "Suspended", message, now)],
+        "conditions": [_condition(resource, Phase.SUSPENDED.value, "Suspended", message, now)],
     }
 
 
@@ -175,7 +185,7 @@ def succeeding_status(resource: JobResource, now: float) -> dict[str, Any]:
         "reason": SUCCEEDING,
         "message": message,
         "observedGeneration": resource.generation,
-        "conditions": [_condition(resource, Phase.CREATED, SUCCEEDING, message, now)],
+        "conditions": [_condition(resource, Phase.CREATED.value, SUCCEEDING, message, now)],
     }
 
 
@@ -185,10 +195,10 @@ def rfc3339(seconds: float) -> str:
 
 
 def _condition(
-    resource: JobResource, phase: Phase, reason: str, message: str, now: float
+    resource: JobResource, kind: str, reason: str, message: str, now: float
 ) -> dict[str, Any]:
     """Return a condition that holds: since now, or since when the resource says so already."""
-    made = {"type": phase.value, "status": "True", "reason": reason, "message": message}
+    made = {"type": kind, "status": "True", "reason": reason, "message": message}
     for known in resource.status.get("conditions") or ():
         if {**known, **made} == dict(known):
             return dict(known)
@@ -204,6 +214,8 @@ def _renamed(field: str, value: Any, rename: Any) -> Any:
     """Return a field's value with the keys of nested specs renamed, too."""
     if isinstance(value, Mapping) and field not in _KEPT_AS_THEY_ARE:
         return {rename(name): entry for name, entry in value.items()}
+    if isinstance(value, float):  # a duration: the API has whole numbers and texts
+        return int(value) if value.is_integer() else f"{value:.9f}".rstrip("0") + "s"
     return value
 
 
@@ -211,5 +223,11 @@ def _snake(name: str) -> str:
     return re.sub(r"[A-Z]", lambda found: f"_{found[0].lower()}", name)
 
 
-def _camel(name: str) -> str:
+def camel_case(name: str) -> str:
+    """Return the name of a job file's field as the API spells it.
+
+    Example:
+        >>> camel_case("process_per_stage")
+        'processPerStage'
+    """
     return re.sub(r"_([a-z])", lambda found: found[1].upper(), name)

@@ -1,12 +1,13 @@
 """Names, labels and kinds of our objects in a cluster.
 
 A job `char-lm` has, in one namespace: the resource `char-lm`, the service `char-lm-replicas`, and
-for each generation the secret `char-lm-g7` and the pods `char-lm-g7-r0`, `char-lm-g7-r1`, ….
+the secret `pipollux-token-char-lm-…`, and for each generation the pods `char-lm-g7-r0`, ….
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from hashlib import sha256
 
 from pipollux_sched.backend.base import ReplicaKey
 
@@ -31,6 +32,9 @@ INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
 FINALIZER = f"{GROUP}/replica"
 """Keeps a pod readable until its exit status was taken: see `pod_state`."""
 
+SECRET_PREFIX = f"{GROUP.partition('.')[0]}-token-"
+"""Of our secrets; a template that names one is refused."""
+
 MOST_CHARACTERS = 48
 """Of a job's name: pods and their host names add generation and replica, and have at most 63."""
 
@@ -40,9 +44,13 @@ def pod_name(key: ReplicaKey) -> str:
     return f"{key.job}-g{key.generation}-r{key.replica}"
 
 
-def secret_name(job: str, generation: int) -> str:
-    """Return the name of the secret with the token of a generation."""
-    return f"{job}-g{generation}"
+def secret_name(job: str, token: str) -> str:
+    """Return the name of the secret with the token of a job.
+
+    It differs for a later job of the same name, whose secret is made while the cluster still
+    collects the earlier one.
+    """
+    return f"{SECRET_PREFIX}{job}-{sha256(token.encode()).hexdigest()[:10]}"
 
 
 def service_name(job: str) -> str:

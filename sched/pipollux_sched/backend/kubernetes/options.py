@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
-__all__ = ["CPU", "KubernetesOptions"]
+__all__ = ["CPU", "KubernetesOptions", "PodSecurity"]
+
+PodSecurity: TypeAlias = Literal["restricted", "baseline", "privileged"]
+"""A level of Kubernetes' Pod Security Standards."""
 
 CPU = "cpu"
 """The resource whose slots are CPU devices of one thread."""
@@ -54,6 +57,10 @@ class KubernetesOptions:
     """The ClusterTrainingRuntime of TrainJobs."""
     volcano_queue: str | None = None
     """The queue of TrainJobs whose runtime has a Volcano PodGroup."""
+    pod_security: PodSecurity = "restricted"
+    """What the pod templates of jobs may ask for, see `pod_security`."""
+    service_accounts: tuple[str, ...] = ()
+    """Service accounts that templates may name besides `default`."""
     python: str = "python"
     """The interpreter in images."""
     grace: float = 30.0

@@ -1,4 +1,4 @@
-"""The objects of a generation: its pods, the secret with its token, the service of its job.
+"""The objects of a job: its pods, the secret with its token, its service.
 
 A user's PodTemplateSpec is taken as it is; what the scheduler must decide is put over it: node,
 command, devices, environment, restart policy, host name, grace.
@@ -19,6 +19,7 @@ from . import names
 from .api import Object
 from .options import CPU, KubernetesOptions
 from .owner import Owner
+from .pod_security import make_restricted
 from .pod_state import MAIN_CONTAINER, main_container
 
 __all__ = [
@@ -70,6 +71,8 @@ def make_pod(
     spec["containers"] = containers
     _fill_container(main_container(containers), program, launch, replica, options)
     _fill_spec(spec, key, launch.seats[replica].node, options)
+    if options.pod_security == "restricted":
+        make_restricted(spec)
     return {
         "metadata": {
             "name": name,
@@ -85,20 +88,20 @@ def make_pod(
     }
 
 
-def make_secret(
-    program: ReplicaProgram, generation: int, owner: Owner, options: KubernetesOptions
-) -> Object:
-    """Return the secret with the token that the replicas of a generation show the scheduler."""
+def make_secret(program: ReplicaProgram, owner: Owner, options: KubernetesOptions) -> Object:
+    """Return the secret with the token that the replicas of a job show the scheduler.
+
+    The cluster collects it when the job's resource, its owner, is deleted: the scheduler needs no
+    right to delete secrets.
+    """
+    token = program.environment.get(_TOKEN, "")
     return {
         "metadata": {
-            "name": names.secret_name(program.job, generation),
-            "labels": {
-                **names.job_labels(options.scheduler, program.job),
-                names.GENERATION_LABEL: str(generation),
-            },
+            "name": names.secret_name(program.job, token),
+            "labels": names.job_labels(options.scheduler, program.job),
             "ownerReferences": owner.references,
         },
-        "data": {_TOKEN: b64encode(program.environment.get(_TOKEN, "").encode()).decode()},
+        "data": {_TOKEN: b64encode(token.encode()).decode()},
     }
 
 
@@ -218,11 +221,11 @@ def environment(
         "PIPOLLUX_RESULT_FILE": TERMINATION_LOG,
         "PIPOLLUX_RESULT_LIMIT": str(TERMINATION_LOG_LIMIT),
     }
-    plain.pop(_TOKEN, None)
+    token = plain.pop(_TOKEN, "")
     ours: dict[str, dict[str, Any]] = {
         name: {"name": name, "value": literal(value)} for name, value in plain.items()
     }
-    secret = {"name": names.secret_name(launch.job, launch.generation), "key": _TOKEN}
+    secret = {"name": names.secret_name(launch.job, token), "key": _TOKEN}
     ours[_TOKEN] = {"name": _TOKEN, "valueFrom": {"secretKeyRef": secret}}
     ours["PIPOLLUX_ADDRESS"] = {
         "name": "PIPOLLUX_ADDRESS",

@@ -39,12 +39,15 @@ from .job_resource import (
     job_spec,
     job_status,
     refused_status,
+    refused_template,
     resource_spec,
     succeeding_status,
     waiting_status,
 )
 from .mirror import Mirror
+from .options import KubernetesOptions
 from .owner import Owner
+from .pod_security import check_template
 
 __all__ = ["ResourceController"]
 
@@ -81,10 +84,18 @@ class ResourceController:
         api: calls to the API server.
         resources: the resources of the namespace.
         state_dir: of the scheduler.
+        options: which pod templates are allowed.
     """
 
-    def __init__(self, api: Api, resources: Mirror[JobResource], state_dir: StateDir) -> None:
+    def __init__(
+        self,
+        api: Api,
+        resources: Mirror[JobResource],
+        state_dir: StateDir,
+        options: KubernetesOptions,
+    ) -> None:
         self._api, self._resources, self._state_dir = api, resources, state_dir
+        self._options = options
         self._identity = _identity(state_dir)
         self._written: dict[str, float] = {}
         self._in_step: dict[str, _Both] = {}
@@ -196,6 +207,7 @@ class ResourceController:
             return
         self._keep_link(resource.name, ResourceLink(resource.uid, False))
         try:
+            check_template(resource.name, resource.owner.template, self._options)
             self._actions.submit(job_spec(resource))
         except (SpecError, ConflictError) as error:
             self._drop_link(resource.name)
@@ -251,6 +263,8 @@ class ResourceController:
     def _write_job_status(self, job: JobRecord, resource: JobResource, step: int | None) -> bool:
         """Write the status of a job's resource; return whether it was right already."""
         wanted = job_status(job, resource, self._identity, step)
+        if not job.phase.ended:
+            self._note_template(resource, wanted)
         old = dict(resource.status)
         if old == wanted:
             return True
@@ -262,6 +276,13 @@ class ResourceController:
             self._api.create(Event, event)
         self._write_status(resource, wanted)
         return False
+
+    def _note_template(self, resource: JobResource, status: dict[str, Any]) -> None:
+        """Tell of a template that was changed to one that no further pod is made from."""
+        try:
+            check_template(resource.name, resource.owner.template, self._options)
+        except SpecError as error:
+            status["conditions"].append(refused_template(resource, str(error), time.time()))
 
     def _write_status(self, resource: JobResource, status: Mapping[str, Any]) -> None:
         """Replace the status of a resource, if it differs."""

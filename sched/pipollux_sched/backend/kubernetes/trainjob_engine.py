@@ -63,7 +63,7 @@ class TrainJobEngine(KubernetesEngine):
             return
         check_even(launch)
         owner = self._owners(program.job)
-        self._api.create(Secret, make_secret(program, launch.generation, owner, self._options))
+        self._api.create(Secret, make_secret(program, owner, self._options))
         made = self._api.create(TrainJob, make_trainjob(program, launch, owner, self._options))
         if made is None:
             made = self._api.get(TrainJob, name)
@@ -121,7 +121,6 @@ class TrainJobEngine(KubernetesEngine):
         """Delete the TrainJob, and with it all that the Trainer has made from it."""
         try:
             self._api.delete(TrainJob, trainjob_name(job, generation))
-            self._api.delete(Secret, names.secret_name(job, generation))
             for pod in self._pods.group(job):
                 if pod.key[:2] == (job, generation):
                     self._pods.drop((self.namespace, pod.name))

@@ -1,0 +1,172 @@
+"""The custom resource of a job says what a job file can say, and stays what it was created as."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightkube import Client
+from lightkube.core.exceptions import ApiError
+from lightkube.types import PatchType
+
+from pipollux_sched.backend.kubernetes.api import Job
+from pipollux_sched.backend.kubernetes.definition import MUTABLE, definition_file
+from pipollux_sched.backend.kubernetes.job_resource import job_spec, resource_spec, view_job
+from pipollux_sched.lifecycle import Phase
+from pipollux_sched.spec.job import JobSpec, SpecError, parse_job
+from pipollux_sched.spec.teams import TeamsSpec
+
+from .cluster import IMAGE
+from .engines import RUNS
+from .memory.cluster import MemoryCluster
+from .test_resources import CRD, Site
+
+FIELDS: dict[str, tuple[Any, Any]] = {
+    "script": ("/app/train.py", "/app/other.py"),
+    "image": ("registry.example/train:1", "registry.example/train:2"),
+    "family": ("resnet", ""),
+    "args": (["--epochs", "3"], ["--epochs", "4"]),
+    "num_stages": (2, 4),
+    "stage_choices": ([1, 2, 4], [2, 4]),
+    "process_per_stage": (True, False),
+    "num_microbatches": (4, 8),
+    "min_replicas": (2, 3),
+    "max_replicas": (8, 9),
+    "requested_replicas": (3, 4),
+    "gpu_type": ("a100", "h100"),
+    "preemptible": (False, True),
+    "team": ("vision", "text"),
+    "user": ("ana@example.org", "bo"),
+    "priority": ("urgent", "patient"),
+    "resources": ({"cpus": 2, "memory": "8GiB"}, {"cpus": 2, "memory": "9GiB"}),
+    "resources_per_stage": ({"cpus": 1, "memory": 5}, {"cpus": 2}),
+    "environment": ({"MY_SEED": "1"}, {"MY_SEED": "2"}),
+    "working_dir": ("/app", "/data"),
+    "checkpoint_dir": ("/data/a", "/data/b"),
+    "max_restarts": (0, 1),
+    "deadline": ("36h", 3600),
+    "hang_timeout": ("90.5s", "2m"),
+    "hints": ({"initBatchSize": 32, "numStages": 2}, {"initBatchSize": 64, "numStages": 2}),
+}
+"""Two values of each field of a job file, neither of them the default where there is a third."""
+WHOLE = parse_job({"name": "whole", **{name: first for name, (first, _) in FIELDS.items()}})
+
+
+@pytest.fixture
+def client(memory: MemoryCluster) -> Iterator[Client]:
+    memory.declare(CRD)
+    with memory.client("default") as client:
+        yield client
+
+
+def camel(name: str) -> str:
+    first, *others = name.split("_")
+    return first + "".join(map(str.capitalize, others))
+
+
+def create(client: Client, name: str, **fields: Any) -> Any:
+    given = {camel(field): copy.deepcopy(value) for field, value in fields.items()}
+    return client.create(Job(metadata={"name": name}, spec=given))
+
+
+def refusal(client: Client, name: str, **spec: Any) -> str:
+    """Return why a resource cannot be changed so."""
+    with pytest.raises(ApiError) as refused:
+        client.patch(Job, name, {"spec": spec}, patch_type=PatchType.MERGE)
+    return str(refused.value.status.message)
+
+
+def test_the_file_is_the_one_that_is_generated() -> None:
+    assert CRD.read_text() == definition_file(), (
+        "write it anew: python -m pipollux_sched.backend.kubernetes.definition > " + str(CRD)
+    )
+
+
+def test_all_fields_of_a_job_file_have_values_here() -> None:
+    assert set(FIELDS) == set(JobSpec.model_fields) - {"name", "allocation"}
+
+
+def test_what_a_job_file_says_a_resource_says(client: Client) -> None:
+    """Nothing is lost on the way to a resource and back, nor pruned by the API server."""
+    spec = WHOLE.model_dump(mode="json")
+    client.create(Job(metadata={"name": "whole"}, spec=resource_spec(spec)))
+    kept = client.get(Job, "whole").to_dict()
+    assert job_spec(view_job(kept)) == WHOLE
+
+
+def test_the_job_file_of_a_user_is_a_resource(client: Client) -> None:
+    """Sizes and durations may have units here, too."""
+    kept = create(client, "whole", **{name: first for name, (first, _) in FIELDS.items()})
+    assert job_spec(view_job(kept.to_dict())) == WHOLE
+
+
+def test_no_field_can_be_changed(client: Client) -> None:
+    """Neither changed nor removed nor added: the job that runs would not be the one it shows."""
+    create(client, "whole", **{name: first for name, (first, _) in FIELDS.items()})
+    create(client, "least", script="/app/a.py", template={})
+    for field, (first, second) in FIELDS.items():
+        name = camel(field)
+        words = f"{name} of a job cannot be changed; delete the job, and create it again"
+        assert words in refusal(client, "whole", **{name: second})
+        assert words in refusal(client, "least", **{name: first})
+        if field != "script":
+            assert words in refusal(client, "whole", **{name: None})
+
+
+def test_what_can_be_changed(client: Client) -> None:
+    create(client, "alpha", script="/app/a.py", image=IMAGE)
+    values: dict[str, Any] = {"suspend": True, "template": {"metadata": {"labels": {"a": "b"}}}}
+    assert set(values) == set(MUTABLE)
+    for field, value in values.items():
+        client.patch(Job, "alpha", {"spec": {field: value}}, patch_type=PatchType.MERGE)
+    kept = client.get(Job, "alpha").to_dict()["spec"]
+    assert {field: kept[field] for field in values} == values
+
+
+def test_what_the_api_server_refuses_at_once(client: Client) -> None:
+    for fields, words in (
+        ({"minReplicas": 65}, "minReplicas must not be more than maxReplicas"),
+        ({"minReplicas": 3, "requestedReplicas": 2}, "requestedReplicas must not be less"),
+        ({"maxReplicas": 3, "requestedReplicas": 4}, "requestedReplicas must not be more"),
+        ({"numStages": 2, "stageChoices": [1, 4]}, "stageChoices must contain numStages"),
+        ({"team": "No Team"}, "spec.team in body should match"),
+        ({"user": "-"}, "spec.user in body should match"),
+        ({"priority": ""}, "spec.priority in body should be at least 1 chars long"),
+        ({"processPerStage": "yes"}, "spec.processPerStage in body must be of type boolean"),
+        ({"script": "a" * 5000}, "Too long"),
+        ({"image": None}, "image is missing"),
+    ):
+        spec = {"script": "/app/a.py", "image": IMAGE, **fields}
+        given = {name: value for name, value in spec.items() if value is not None}
+        with pytest.raises(ApiError, match=words):
+            client.create(Job(metadata={"name": "alpha"}, spec=given))
+        if "image" in given:
+            # `JobSpec` refuses it, too: a job that was accepted over REST can get its resource.
+            with pytest.raises(SpecError):
+                job_spec(view_job({"metadata": {"name": "alpha"}, "spec": given}))
+
+
+def test_team_and_priority_of_a_resource(
+    memory: MemoryCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They count as those of a job file do: the job's quota, and a refusal of what is not there."""
+    monkeypatch.setenv("KUBECONFIG", str(memory.kubeconfig))
+    site = Site(memory, "default", tmp_path / "site")
+    teams = {
+        "teams": [{"name": "vision", "quota": 2, "users": ["ana"]}, {"name": "text"}],
+        "priorities": [{"name": "urgent", "value": 100}],
+    }
+    site.scheduler.control.set_teams(TeamsSpec.model_validate(teams))
+    site.apply("alpha", RUNS, team="vision", user="ana", priority="urgent", maxReplicas=1)
+    site.apply("beta", RUNS, team="sound")
+    site.apply("gamma", RUNS, team="vision", user="bo")
+    status = site.await_phase("alpha", Phase.RUNNING)
+    assert status["team"] == "vision"
+    job = parse_job(site.scheduler.store.job("alpha").spec)
+    assert (job.team, job.user, job.priority) == ("vision", "ana", "urgent")
+    assert "team: 'sound' is not known" in site.await_phase("beta", Phase.FAILED)["message"]
+    assert "bo is not in team 'vision'" in site.await_phase("gamma", Phase.FAILED)["message"]
+    site.close()

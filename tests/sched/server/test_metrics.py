@@ -1,0 +1,49 @@
+"""The page on metrics lists each one that `/metrics` gives, and no other."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from pipollux_sched.server.prometheus import REASONS
+from tests.sched.supervised import Service, report
+
+ROW = re.compile(
+    r"\| `(?P<name>pipollux_\w+)` \| (?P<type>\w+) \| (?P<labels>.*?) ?\| (?P<text>.+) \|"
+)
+FOUND = tuple[str, frozenset[str]]
+
+
+def test_the_page_lists_every_metric(repository: Path, tmp_path: Path) -> None:
+    listed = [
+        row for line in (repository / "docs/metrics.md").read_text().splitlines()
+        if (row := ROW.fullmatch(line))
+    ]  # fmt: skip
+    page: dict[str, FOUND] = {
+        row["name"]: (row["type"], frozenset(re.findall(r"`(\w+)`", row["labels"])))
+        for row in listed
+    }
+    with Service(tmp_path / "state") as service:
+        job = service.submit("toy", ["node-a"])
+        job.post("/jobs/toy/reports", json=report(goodput=3.0)).raise_for_status()
+        assert service.client(None).get("/jobs").status_code == 401
+        text = service.admin.get("/metrics").raise_for_status().text
+    assert dict(sorted(page.items())) == dict(sorted(given(text).items()))
+    assert len(listed) == len(page)
+    (refused,) = [row["text"] for row in listed if row["name"].endswith("requests_refused_total")]
+    for status, reason in REASONS.items():
+        assert f"`{reason}` ({status})" in refused
+
+
+def given(text: str) -> dict[str, FOUND]:
+    """Return the type and the labels of each metric in Prometheus' text format."""
+    found: dict[str, FOUND] = {}
+    for family in text_string_to_metric_families(text):
+        if family.name.endswith("_created"):
+            continue
+        name = family.name + ("_total" if family.type == "counter" else "")
+        labels = frozenset(label for sample in family.samples for label in sample.labels)
+        found[name] = family.type, labels - {"le"}
+    return found
