@@ -11,8 +11,10 @@ replicas at the same step, with a checkpoint, and the same command goes on from 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
+import secrets
 import shlex
 import signal
 import socket
@@ -36,10 +38,12 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    """One that the kernel gives to no outgoing connection before torchrun listens."""
+    while True:
+        port = secrets.choice(range(20_000, 32_000))
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def gpus_of(node: int) -> str:

@@ -130,7 +130,7 @@ class Reader:
         wait_until(lambda: prints(scheduler.output, shown), lambda: scheduler.errors)
         self._seen = [shape(line) for line in scheduler.output.splitlines()]
         url = re.findall(r"at (http://\S+),", scheduler.output)[0]
-        assert "<html" in httpx.get(f"{url}/", trust_env=False).text
+        assert "<html" in httpx.get(f"{url}/", trust_env=False, timeout=LIMIT).text
 
     def wait_for(self, lines: list[str]) -> None:
         """Wait until the scheduler has told all these, in any order, and after those before."""
@@ -160,6 +160,7 @@ class Reader:
             base_url=server.url,
             headers={"Authorization": f"Bearer {server.token}"},
             trust_env=False,
+            timeout=LIMIT,
         )
         with client:
             generation = client.get("/jobs/spirals").json()["generation"]

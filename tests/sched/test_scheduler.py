@@ -132,7 +132,7 @@ def test_one_job_ends_well_and_one_does_not(directory: Path) -> None:
 def test_a_job_that_beats_and_does_not_step(directory: Path) -> None:
     """Its processes are ended, and it goes on from what it had saved."""
     with scheduler_on(directory) as scheduler:
-        scheduler.submit(toy("stuck", "--beats", "--hang-at", "3", "--steps", "6", hang_timeout=1))
+        scheduler.submit(toy("stuck", "--beats", "--hang-at", "3", "--steps", "6", hang_timeout=4))
         assert scheduler.wait(lambda jobs: jobs["stuck"].phase.ended, timeout=240)
         assert scheduler.jobs()["stuck"].phase is Phase.COMPLETE
         events = scheduler.store.events(job="stuck")

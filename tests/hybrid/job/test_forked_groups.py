@@ -24,7 +24,7 @@ garbage.append(garbage)
 del garbage, group
 child = os.fork()
 if child == 0:
-    signal.alarm(20)  # which ends it
+    signal.alarm(120)  # which ends it
     gc.collect()
     os._exit(0)
 sys.exit(os.waitpid(child, 0)[1])

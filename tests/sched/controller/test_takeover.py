@@ -43,7 +43,7 @@ scheduler = scheduler_on(Path(sys.argv[1]))
 scheduler.start()
 for job in (toy("long"), toy("short", "--steps", "100")):
     scheduler.submit(job)
-    assert scheduler.wait(training(job.name), 60)
+    assert scheduler.wait(training(job.name), 240)
 os._exit(9)
 """
 """A scheduler that dies as if killed, while its jobs train."""

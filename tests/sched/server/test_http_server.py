@@ -52,7 +52,7 @@ def test_connections_that_are_accepted_while_it_stops(monkeypatch: pytest.Monkey
 
 
 @contextmanager
-def served(head_timeout: float = 60.0, body_timeout: float = 60.0) -> Iterator[HttpServer]:
+def served(head_timeout: float = 600.0, body_timeout: float = 600.0) -> Iterator[HttpServer]:
     """A server that holds at most 20 connections."""
     limited = BodyLimit(app, 1000, body_timeout)
     server = HttpServer(limited, "127.0.0.1", 0, most=20, head_timeout=head_timeout)
@@ -66,7 +66,7 @@ def served(head_timeout: float = 60.0, body_timeout: float = 60.0) -> Iterator[H
 def connect(server: HttpServer, first: bytes) -> socket.socket:
     """Connect and send the beginning of a request."""
     host, port = server.url.removeprefix("http://").split(":")
-    connection = socket.create_connection((host, int(port)), timeout=20)
+    connection = socket.create_connection((host, int(port)), timeout=240)
     connection.sendall(first)
     return connection
 
@@ -90,7 +90,11 @@ BEGINNINGS = (
 def test_half_open_connections_keep_nobody_from_being_answered(
     beginning: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with served() as server, ExitStack() as open_ones, httpx.Client(trust_env=False) as client:
+    with (
+        served() as server,
+        ExitStack() as open_ones,
+        httpx.Client(trust_env=False, timeout=240) as client,
+    ):
         half = [open_ones.enter_context(closing(connect(server, beginning))) for _ in range(60)]
         assert client.get(server.url).status_code == 204
         assert is_closed(half[0]), "the oldest has to go"
@@ -156,7 +160,7 @@ def test_a_head_that_is_too_large() -> None:
                 sent += 1010
                 assert sent < 2**24
         assert sent > MOST_HEAD // 2
-        assert httpx.get(server.url, trust_env=False).status_code == 204
+        assert httpx.get(server.url, trust_env=False, timeout=240).status_code == 204
 
 
 def test_a_warning_is_written_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:

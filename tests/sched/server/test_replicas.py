@@ -117,7 +117,7 @@ def test_all_replicas_learn_where_the_others_are(
     def meet(replica: int) -> httpx.Response:
         together.wait(240)
         assert register(job, "meeting", 1, replica).status_code == 204
-        return ask(job, "meeting", 1, 20)
+        return ask(job, "meeting", 1, 60)
 
     answers = [answer.json() for answer in pool.map(meet, (2, 0, 1))]
     assert answers == 3 * [
@@ -150,7 +150,7 @@ def test_who_waits_learns_at_once_that_the_job_has_moved(
     waiting = pool.submit(ask, job, "moving", 1, 60)
     service.store.transition("moving", Allocate(["node-b"], "it is better"))
     service.store.transition("moving", Exited(1, Outcome.STOPPED, step=1))
-    response = waiting.result(20)
+    response = waiting.result(240)
     assert response.status_code == 409
     assert detail(response) == "generation 1 of job 'moving' is not the present one (2)"
     assert register(job, "moving", 1, 1).status_code == 409
@@ -219,5 +219,5 @@ def test_no_more_wait_than_can(service: Service, pool: ThreadPoolExecutor) -> No
     for name in clients:
         service.store.transition(name, Cancel())
         service.store.transition(name, Exited(1, Outcome.FAILED, message="it was cancelled"))
-    assert {answer.result(20).status_code for answer in waiting.values()} == {409}
+    assert {answer.result(240).status_code for answer in waiting.values()} == {409}
     assert ask(clients["three"], "three", 1, 0).status_code == 409

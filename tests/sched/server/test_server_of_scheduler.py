@@ -33,7 +33,7 @@ def test_from_submission_to_the_last_event(tmp_path: Path) -> None:
         assert listening.wait(240)
         with Client.of(scheduler.state_dir) as client:
             client.submit(JobSpec(name="toy", script=SCRIPT, args=("--steps", "3")))
-            assert scheduler.wait(lambda jobs: jobs["toy"].phase.ended, 60)
+            assert scheduler.wait(lambda jobs: jobs["toy"].phase.ended, 240)
             lines = client.metrics().splitlines()
             shown = client.job("toy")
         all_events = scheduler.store.events()

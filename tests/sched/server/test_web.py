@@ -370,7 +370,7 @@ def test_two_jobs_live(browser: Browser, tmp_path: Path) -> None:
             expect(page.locator(".jobs tbody tr", has_text=name)).to_contain_text("Running")
         expect(page.locator(".gantt .train > rect").nth(1)).to_be_visible()
         expect(page.locator(".events")).to_contain_text("training since step 1")
-        assert scheduler.wait(lambda _jobs: scheduler.store.last_points()["one"].step > 20, 60)
+        assert scheduler.wait(lambda _jobs: scheduler.store.last_points()["one"].step > 20, 240)
         loss = row(page, "one")[5]
         cell = page.locator(".jobs tbody tr", has_text="one").locator("td").nth(4)
         expect(cell).not_to_have_text(loss)
@@ -379,7 +379,7 @@ def test_two_jobs_live(browser: Browser, tmp_path: Path) -> None:
         expect(curve.locator(".mean path").first).to_have_attribute("d", re.compile("^M.*L"))
         page.get_by_role("button", name="Suspend one").click()
         page.get_by_role("button", name="Suspend", exact=True).click()
-        assert scheduler.wait(lambda jobs: jobs["one"].phase is Phase.SUSPENDED, 60)
+        assert scheduler.wait(lambda jobs: jobs["one"].phase is Phase.SUSPENDED, 240)
         assert scheduler.store.job("one").state.running_on == ()
         expect(page.locator(".head .phase")).to_have_text("Suspended")
         expect(page.get_by_role("button", name="Resume one")).to_be_visible()

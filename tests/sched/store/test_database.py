@@ -112,7 +112,7 @@ def test_writers_do_not_see_each_other_half_done(place: Path | str) -> None:
         following = pool.submit(follow, reader)
         taken = list(pool.map(submit_all, stores))
         writing.set()
-        assert following.result(30) == [event["id"] for event in reader.events()]
+        assert following.result(240) == [event["id"] for event in reader.events()]
         assert sum(taken) == 3 * 15
         assert len(reader.jobs()) == len(reader.events(types=["submitted"])) == 15
     for store in stores:
@@ -212,7 +212,7 @@ def test_a_backup_of_a_store_in_use(tmp_path: Path) -> None:
             closing(sqlite3.connect(tmp_path / "copy.db")) as copy,
         ):
             source.backup(copy, pages=3)
-        writing.result(60)
+        writing.result(240)
     with Store(tmp_path / "copy.db") as store:
         jobs = store.jobs()
         assert [job.name for job in jobs] == [f"job-{n}" for n in range(len(jobs))] != []

@@ -40,7 +40,7 @@ def test_a_thread_that_dies_ends_the_process(
     tmp_path: Path, thread: str, module: str, thing: str
 ) -> None:
     command = [sys.executable, "-c", SERVE.format(module=module, thing=thing), str(tmp_path / "s")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 1
     assert ended.stdout.startswith("Serving 1 node")
     last = ended.stderr.splitlines()[-1]
@@ -58,11 +58,11 @@ def test_how_threads_end() -> None:
     threads = VitalThreads(ending)
     over = VitalThread("brief", lambda: None)
     with ExitStack() as resources:
-        threads.start(resources, "long", lambda: (ending.wait(30), None)[1], wake)
+        threads.start(resources, "long", lambda: (ending.wait(240), None)[1], wake)
         threads.watch(over)
         assert threads.failure is None, "one that has not begun has not failed"
         over.start()
-        over.join(30)
+        over.join(240)
         assert threads.failure == "the thread pipollux-brief has ended"
     assert wake.is_set()
     assert ending.is_set()

@@ -194,7 +194,7 @@ def _run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
         env={"TORCHELASTIC_ERROR_FILE": str(folder / "error.json")},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
 

@@ -59,7 +59,7 @@ def test_the_first_process_of_a_container_ends_while_it_loads(tmp_path: Path) ->
         try:
             assert printed.readline() == "loading\n"
             first.send_signal(signal.SIGTERM)
-            assert first.wait(60) == agent.STOPPED
+            assert first.wait(240) == agent.STOPPED
         finally:
             first.kill()
 
