@@ -27,7 +27,6 @@ from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pipollux_hybrid.errors import BrokenPipelineError, ConfigurationError
-from pipollux_hybrid.job.groups import ReplicaGroup
 from pipollux_perfmodel.timing.params import ScheduleKind
 
 from .boundary import describe, from_header, rest_of_header, to_header
@@ -35,7 +34,7 @@ from .engine import cut_stages, num_recomputed, with_index
 from .interleaved import Interleaved
 from .loss import LossFunction, LossScope, MicrobatchLoss
 from .microbatch import PyTree, gather, map_tensors, samples_of, scatter
-from .process_stage import LossOfMicrobatch, ProcessStage
+from .process_stage import HostGroup, LossOfMicrobatch, ProcessStage
 from .skip import layout_of
 from .stage_notes import StageNotes
 
@@ -83,7 +82,7 @@ class ProcessEngine:
         checkpoint: str,
         schedule: ScheduleKind,
         group: dist.ProcessGroup,
-        row: ReplicaGroup,
+        row: HostGroup,
         carrier: torch.device,
         check_peers: Callable[[], None],
     ) -> None:
@@ -120,7 +119,7 @@ class ProcessEngine:
         self._step = 0
         self._failure: Exception | None = None
 
-    def rejoin(self, group: dist.ProcessGroup, row: ReplicaGroup) -> None:
+    def rejoin(self, group: dist.ProcessGroup, row: HostGroup) -> None:
         """Go on with the same processes in another group, between two batches.
 
         Args:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -32,8 +32,6 @@ from torchgpipe.checkpoint import enable_recomputing
 from torchgpipe.skip.layout import SkipLayout
 from torchgpipe.skip.tracker import use_skip_tracker
 
-from pipollux_hybrid.job.groups import ReplicaGroup
-
 from .boundary import HEADER_BYTES, BoundaryLayout, HeaderReader, HeaderWriter, describe
 from .buffer_values import BufferValues, Values
 from .microbatch import PyTree
@@ -41,12 +39,28 @@ from .skip import SkipTracker
 from .stage import Stage
 from .stage_notes import StageNotes
 
-__all__ = ["LossOfMicrobatch", "ProcessStage", "Roots"]
+__all__ = ["HostGroup", "LossOfMicrobatch", "ProcessStage", "Roots"]
 
 LossOfMicrobatch: TypeAlias = Callable[[tuple[Tensor, ...], Any], Tensor]
 """What schedules call with the last stage's tensors of a micro-batch and its targets."""
 Roots: TypeAlias = list[tuple[Tensor, Tensor]]
 """Where a backward begins: tensors, and their gradients."""
+
+
+class HostGroup(Protocol):
+    """Messages between processes on tensors on the CPU; ranks are in the order of stages."""
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """Overwrite a tensor by that of one process."""
+
+    def start_send(self, tensor: Tensor, rank: int) -> Any:
+        """Begin to send a contiguous tensor."""
+
+    def start_receive(self, tensor: Tensor, rank: int) -> Any:
+        """Begin to overwrite a contiguous tensor by what a process sends."""
+
+    def wait(self, work: Any) -> None:
+        """Return when something that was begun is done."""
 
 
 class ArrivingGradients(NamedTuple):
@@ -116,7 +130,7 @@ class ProcessStage(PipelineStage):
         index: int,
         num_stages: int,
         group: dist.ProcessGroup,
-        row: ReplicaGroup,
+        row: HostGroup,
         layout: SkipLayout,
         notes: StageNotes,
         carrier: torch.device,
