@@ -26,6 +26,9 @@ from pipollux_sched.utils.text import (
 
 from .event_text import decision_text
 
+MOST_OF_SOURCE = 300
+"""Characters of a job's owner, script and arguments."""
+
 Key = TypeVar("Key", int, tuple[int, int])
 
 
@@ -42,6 +45,8 @@ class JobFacts(NamedTuple):
     name: str
     colour: int
     phase: str
+    source: str
+    """Whose it is, and what it runs."""
     message: str
     stages: str
     steps: str
@@ -205,6 +210,7 @@ def job_row(job: JobRun, colour: int) -> JobFacts:
         name=clean(job.name),
         colour=colour,
         phase=job.phase,
+        source=clean(" · ".join(filter(None, [job.owner, job.program])), MOST_OF_SOURCE),
         message=clean(job.message),
         stages=str(job.num_stages),
         steps=amount(step),

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from pipollux_sched.lifecycle import CANCELLED, ChangeStage, Intent, Phase
 from pipollux_sched.report.event_text import told_line
+from pipollux_sched.spec.tokens import Role
 from pipollux_sched.store import JobRecord, ListedPhase, NodeCondition, Point
 
 
@@ -313,11 +314,20 @@ class GenerationLine(View):
     intent: str | None
 
 
+class CallerView(View):
+    """Whose token a request bears; `team`: the only one that it may submit for, null: any."""
+
+    name: str
+    role: Role
+    team: str | None
+
+
 class ClusterView(View):
     """Overview of the cluster, at this time by the scheduler's clock.
 
     `phases` counts all jobs; `jobs` are those of the requested page, `num_found` the number on
-    all pages. `has_teams`: whether there are quotas, which `TeamsView` has.
+    all pages. `has_teams`: whether there are quotas, which `TeamsView` has. `caller`: who asks;
+    null where no token was needed.
     """
 
     time: float
@@ -331,6 +341,7 @@ class ClusterView(View):
     num_found: int
     events: list[EventSummary]
     last_event: int
+    caller: CallerView | None = None
 
 
 class UsageView(View):

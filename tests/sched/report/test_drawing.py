@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,6 +92,29 @@ def test_nothing_is_wider_than_the_window(browser: Browser, report: Path, width:
         assert free == "rgb(35, 37, 41)", "the dark scheme's"
 
 
+def test_nothing_is_cut_or_hidden_in_a_narrow_window(browser: Browser, tmp_path: Path) -> None:
+    """Names of nodes and jobs are whole, and each cell of the tables is within the window."""
+    node, job = "gpu-node-0.rack-12.example.org", "a-language-model-with-a-long-name"
+    log = json.dumps(synthetic.synthetic_log()).replace('"node-0"', f'"{node}"')
+    events = json.loads(log.replace("char-lm", job))
+    with visit(browser, "", viewport={"width": 400, "height": 900}) as tab:
+        page = shown(tab, written(tmp_path, events))
+        assert page.evaluate("document.documentElement.scrollWidth") <= 400
+        expect(page.locator("[data-chart=gantt] .node text").first).to_have_text(node)
+        outside = """all => all.map((one) => [one.textContent, one.getBoundingClientRect()])
+          .filter(([, box]) => !box.width || box.left < 0 || box.right > 400)
+          .map(([text]) => text)"""
+        cells = page.locator("tbody th, tbody td")
+        assert cells.count() > 50
+        assert cells.evaluate_all(outside) == []
+        name = page.locator("#jobs tbody th").first
+        assert name.inner_text().strip() == job
+        assert name.evaluate("one => one.scrollWidth <= one.clientWidth")
+        state = page.locator("#jobs tbody td[data-title]").first
+        content = "one => getComputedStyle(one, '::before').content"
+        assert state.evaluate(content) == '"Stages "'
+
+
 def test_pointing_and_keys_read_a_picture(tab: Visit, report: Path) -> None:
     page = shown(tab, report)
     gantt = page.locator("[data-chart=gantt]")
@@ -118,6 +142,7 @@ def test_a_part_is_shown_alone_and_all_again(tab: Visit, report: Path) -> None:
     page = shown(tab, report)
     gantt = page.locator("[data-chart=gantt]")
     blocks = gantt.locator(".block > rect")
+    gantt.scroll_into_view_if_needed()
     place = gantt.locator(".free > rect").first.bounding_box()
     assert place is not None
     page.mouse.move(place["x"] + 5, place["y"] + 5)
@@ -156,7 +181,7 @@ def test_without_scripts_all_words_and_tables_stay(browser: Browser, report: Pat
     with visit(browser, "", java_script_enabled=False) as tab:
         tab.page.goto(report.as_uri())
         assert "<noscript>" in report.read_text(), "which says why there are no pictures"
-        expect(tab.page.locator("#jobs tbody tr")).to_have_count(2)
+        expect(tab.page.locator("#jobs tbody tr:has(th)")).to_have_count(2)
 
 
 def test_labels_over_the_chart_never_cross(tab: Visit, report: Path) -> None:

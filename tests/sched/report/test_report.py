@@ -74,6 +74,15 @@ def test_sections_say_what_the_log_says(html: str) -> None:
     assert "1:18 digits 1 1 → 2 node-1 × 2 192 1.82×" in allocations
 
 
+def test_whose_a_job_is_and_what_it_runs(events: list[Event]) -> None:
+    log = [dict(event) for event in events]
+    (submitted,) = (e for e in log if e["type"] == "submitted" and e["job"] == "digits")
+    submitted["spec"] |= {"user": "ana", "team": "vision", "args": ["--note", "two words", ""]}
+    header = Page(render_report(log)).text("header")
+    assert "ana, team vision · examples/digits.py --note 'two words' ''" in header
+    assert "examples/char_lm.py" in header
+
+
 def test_the_file_needs_nothing_but_itself(html: str) -> None:
     """See `test_drawing.py` for what it asks for in a browser."""
     page = Page(html)

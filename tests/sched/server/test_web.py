@@ -17,11 +17,13 @@ from pipollux_sched.server import create_app
 from pipollux_sched.server.http_server import HttpServer
 from pipollux_sched.spec.job import ClusterSpec, JobSpec, NodeSpec
 from pipollux_sched.spec.teams import TeamsSpec
+from pipollux_sched.spec.tokens import Role
 from pipollux_sched.store import NodeCondition, StateDir
 from tests.extent import first
 from tests.sched.crowd import crowd
 from tests.sched.server.browser import HOSTILE, Visit, visit
 from tests.sched.supervised import ADMIN, NODES, SCRIPT, Service
+from tests.waiting import until
 
 # Texts that are wider than their place, in which nothing says so.
 CUT = """[...document.querySelectorAll("td, th, summary > *, .tiles dd, .phases a")]
@@ -251,6 +253,84 @@ def test_nothing_is_wider_than_the_window(browser: Browser, service: Service, wi
         running = "document.getAnimations().filter((one) => one.playState === 'running').length"
         assert page.evaluate(running) == 0
         tab.check()
+
+
+def buttons(page: Page) -> set[str]:
+    return {str(one.get_attribute("aria-label")) for one in page.locator("main button").all()}
+
+
+def test_who_may_not_act_sees_no_button(browser: Browser, service: Service) -> None:
+    """What would be refused is not offered: to viewers nothing, to users their own jobs."""
+    service.submit("hers", user="ana", team=None)
+    for name, role, jobs in (("eve", Role.VIEWER, set()), ("ana", Role.USER, {"hers"})):
+        made = service.admin.post("/tokens", json={"name": name, "role": role}).json()
+        with visit(browser, service.server.url) as tab:
+            page = tab.open(made["token"])
+            expect(page.locator(".nodes .free > rect").first).to_be_visible()
+            assert not {label for label in buttons(page) if "node-" in label}
+            for job in ("grown", "hers"):
+                page.goto(f"{tab.url}/#/jobs/{job}")
+                expect(page.locator(".head h1")).to_have_text(job)
+                expect(page.locator(".facts")).to_contain_text("Script")
+                found = {label for label in buttons(page) if label.endswith(job)}
+                assert found == ({f"Suspend {job}", f"Cancel {job}"} if job in jobs else set())
+            tab.check()
+
+
+def test_usage_stands_above_the_slots_that_it_is_of(tab: Visit) -> None:
+    """The bar of a node has the scale of its slots, moment by moment, and the colour of no job."""
+    page = tab.open(ADMIN)
+    strip, node = page.locator(".strip").first, page.locator(".node").first
+    expect(strip.locator("path")).to_have_attribute("d", re.compile("^M0 1V"))
+    expect(strip).not_to_have_attribute("viewBox", "0 0 120 1")
+
+    def aligned() -> bool:
+        bar, slot = strip.bounding_box(), node.locator(".free > rect").first.bounding_box()
+        assert bar
+        assert slot
+        ends = (bar["x"] - slot["x"], bar["x"] + bar["width"] - slot["x"] - slot["width"])
+        return max(map(abs, ends)) < 1.5
+
+    until(aligned, "both begin and end at the same places")
+    colours = "all => all.map((one) => getComputedStyle(one).fill)"
+    (bar,) = strip.locator("path").evaluate_all(colours)
+    jobs = [page.locator(".gantt .train > rect").first.evaluate_all(colours)]
+    assert [bar] not in jobs
+    legend = page.locator(".nodes .legend")
+    assert legend.locator("span").all_inner_texts() == [
+        *("bar: share of the slots in use", "a replica trains", "it starts or stops"),
+        *("it failed", "free"),
+    ]
+    expect(page.locator(".jobs")).to_contain_text("R×K: R pipeline replicas of K stages each")
+    tab.check()
+
+
+def test_whose_job_it_is_and_what_it_runs(tab: Visit, service: Service) -> None:
+    service.control.set_teams(TeamsSpec.model_validate({"teams": [{"name": "vision"}]}))
+    arguments = ["--epochs", "3", "--note", "it's one", ""]
+    service.submit("whole", user="ana", team="vision", args=arguments)
+    page = tab.open(ADMIN, "/jobs/whole")
+    facts = page.locator(".facts div")
+    expect(facts).to_have_count(4)
+    assert dict(text.split("\n", 1) for text in facts.all_inner_texts()) == {
+        "Owner": "ana",
+        "Team": "vision",
+        "Script": SCRIPT,
+        "Arguments": "--epochs 3 --note 'it'\\''s one' ''",
+    }
+    tab.check()
+
+
+def test_the_log_of_a_failed_job_comes_first(tab: Visit) -> None:
+    page = tab.open(ADMIN, "/jobs/hostile")
+    expect(page.locator(".log")).to_contain_text("first line")
+    expect(page.locator(".page h2").first).to_have_text("Log")
+    expect(page.locator(".curve:visible")).to_have_count(1)
+    expect(page.get_by_text("It has reported nothing.")).to_be_visible()
+    page.goto(f"{tab.url}/#/jobs/grown")
+    expect(page.locator(".page h2").first).to_have_text("Progress")
+    expect(page.locator(".page h2").last).to_have_text("Log")
+    tab.check()
 
 
 def test_hostile_words_are_words(tab: Visit, service: Service) -> None:

@@ -9,6 +9,8 @@ const AXIS = 28;
 const LANE = 18; // height of a row of flags
 const MOST_NAMED = 16; // flags with labels over the chart; with more, labels appear under the pointer
 const LINE = 13; // height of a label
+const NARROW = 560; // below this width, names that would be cut stand above their rows
+const NAME = 20; // height of such a name
 const THIN = 8; // rows below this height are merged within their group
 
 /**
@@ -44,12 +46,15 @@ export class Timeline extends Figure {
     if (!this.width || !this.spec) return;
     const { groups, x, row, gap } = this.spec;
     const labelled = (group) => Math.max(0, ...(group.labels ?? []).map((label) => textWidth(label, 12.5) + 12));
+    const numbers = Math.max(0, ...groups.map(labelled));
     const widest = Math.max(0, ...groups.map((group) => Math.max(textWidth(group.name, 13, 600), textWidth(group.note ?? "", 12.5)) + labelled(group)));
-    this.left = Math.min(widest + 14, Math.max(this.width * 0.26, 70), 190);
+    const most = Math.min(Math.max(this.width * 0.26, 70), 190);
+    this.above = this.spec.left == null && this.width < NARROW && widest + 14 > most; // names stand above their rows
+    this.left = this.spec.left ?? (this.above ? numbers + 2 : Math.min(widest + 14, most));
     this.right = this.spec.right ?? EDGE;
     let height = 0;
     this.tops = groups.map((group) => {
-      height += group.title ? 22 : 0;
+      height += (group.title ? 22 : 0) + (this.above ? NAME : 0);
       const top = height;
       height += group.rows * row + gap;
       return top;
@@ -120,15 +125,20 @@ export class Timeline extends Figure {
     const [from, to] = this.domain;
     const until = (group) => Math.max(from, Math.min(group.until ?? to, to));
     const middle = (group, i) => this.tops[i] + (group.rows * row) / 2;
-    const cut = (group) => shortened(group.name, this.left - 14 - (group.labels ? 20 : 0));
+    const { above } = this;
+    const room = above ? this.width : this.left - 14;
+    const cut = (group) => shortened(group.name, room - (group.labels && !above ? 20 : 0));
+    const named = (group, i) => (above ? this.tops[i] - 9 : middle(group, i) - (group.note ? 7 : 0));
     const label = { frameAnchor: "left", textAnchor: "start", dx: -this.left };
     const numbered = row >= 18 ? rows.filter(({ group }) => group.labels) : [];
     const ended = groups.flatMap((group, i) => (group.ending ? [{ group, i }] : []));
     return [
       Plot.rect(rows, { className: "free", x1: from, x2: ({ group }) => until(group), y1: "top", y2: (one) => one.top + one.height, rx: 2, clip: true }),
       ...["ready", "draining", "dead"].map((state) => Plot.text(groups.map((group, i) => ({ group, i })).filter(({ group }) => (group.state ?? "ready") === state), {
-        ...label, className: `node ${state}`, y: ({ group, i }) => middle(group, i) - (group.note ? 7 : 0), text: ({ group }) => cut(group), title: ({ group }) => (group.state || cut(group) !== group.name ? `${group.name}${group.state ? `: ${group.state}` : ""}` : null) })),
-      Plot.text(groups.map((group, i) => ({ group, i })).filter(({ group }) => group.note), { ...label, className: "ticks", y: ({ group, i }) => middle(group, i) + 9, text: ({ group }) => shortened(group.note, this.left - 14, 12.5) }),
+        ...label, className: `node ${state}`, y: ({ group, i }) => named(group, i), text: ({ group }) => cut(group), title: ({ group }) => (group.state || cut(group) !== group.name ? `${group.name}${group.state ? `: ${group.state}` : ""}` : null) })),
+      ...groups.map((group, i) => ({ group, i })).filter(({ group }) => group.note).map((one) => Plot.text([one], {
+        ...label, className: "ticks", dx: label.dx + (above ? textWidth(cut(one.group), 13, 600) + 10 : 0), y: ({ group, i }) => (above ? named(group, i) : middle(group, i) + 9),
+        text: ({ group }) => shortened(group.note, above ? room - textWidth(cut(group), 13, 600) - 10 : room, 12.5) })),
       Plot.text(numbered, { frameAnchor: "left", textAnchor: "end", dx: -10, className: this.spec.seams ? "faint" : "label", y: (one) => one.top + one.height / 2, text: ({ group, slot }) => group.labels[slot] }),
       Plot.text(groups.map((group, i) => ({ group, i })).filter(({ group }) => group.title), { frameAnchor: "left", textAnchor: "start", dx: 0, className: "strong", y: ({ i }) => this.tops[i] - 11, text: ({ group }) => group.title }),
       Plot.ruleX(ended, { className: "stroke", x: ({ group }) => group.until, y1: ({ i }) => this.tops[i] - 4, y2: ({ group, i }) => this.tops[i] + group.rows * row + 2, clip: true }),

@@ -137,6 +137,10 @@ class JobRun:
     name: str
     num_stages: int = 1
     num_microbatches: int | None = None
+    owner: str = ""
+    """Its user and its team, as far as they are known."""
+    program: str = ""
+    """Its script, or its image, with its arguments, as a shell takes them."""
     phase: str = "Queued"
     message: str = ""
     submitted: float | None = None

@@ -7,6 +7,7 @@ no event is required: whatever is missing stays None.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -223,6 +224,19 @@ def _submitted(job: JobRun, event: Event, time: float) -> None:
     if isinstance(spec, Mapping):
         job.num_stages = _num_stages(spec, 1)
         job.num_microbatches = whole(spec, "num_microbatches")
+        job.owner, job.program = _owner(spec), _program(spec)
+
+
+def _owner(spec: Mapping[str, Any]) -> str:
+    team = text(spec, "team")
+    return ", ".join(filter(None, [text(spec, "user"), f"team {team}" if team else ""]))
+
+
+def _program(spec: Mapping[str, Any]) -> str:
+    args = spec.get("args")
+    given = [arg for arg in args if isinstance(arg, str)] if isinstance(args, list | tuple) else []
+    program = text(spec, "script") or text(spec, "image")
+    return shlex.join([program, *given]) if program else ""
 
 
 def _started(job: JobRun, event: Event, time: float) -> None:

@@ -14,7 +14,7 @@ from pipollux_sched.server.dependencies import CallerDep, NeedsRole, ServicesDep
 from pipollux_sched.server.schemas import refusals, text_reply
 from pipollux_sched.store import JobOrder, JobQuery, ListedPhase
 from pipollux_sched.views.cluster import MOST_JOBS, cluster_view, list_generations, node_usage
-from pipollux_sched.views.models import ClusterView, GenerationLine, PlanView, UsageView
+from pipollux_sched.views.models import CallerView, ClusterView, GenerationLine, PlanView, UsageView
 
 MOST_PARTS = 500
 """Parts of a span: more than a picture of it has pixels for."""
@@ -57,6 +57,7 @@ router = APIRouter(tags=["nodes"], dependencies=[NeedsRole], responses=refusals(
 @router.get("/overview", response_model=ClusterView, summary="Everything at a glance")
 def overview(
     store: StoreDep,
+    caller: CallerDep,
     phase: _Phases = [],  # noqa: B006  # FastAPI's way to say none
     name: _Name = "",
     order: _Order = JobOrder.USUAL,
@@ -67,7 +68,8 @@ def overview(
 ) -> ClusterView:
     """Return the nodes, the number of jobs by phase, a page of jobs, the last events."""
     query = JobQuery(tuple(phase), name.strip(), order, descending, offset, limit)
-    return cluster_view(store, query, events)
+    asked_by = CallerView(name=caller.name, role=caller.role, team=caller.team)
+    return cluster_view(store, query, events).model_copy(update={"caller": asked_by})
 
 
 @router.get("/generations", response_model=list[GenerationLine], summary="Who held what")

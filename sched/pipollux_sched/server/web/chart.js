@@ -28,6 +28,7 @@ export class Chart {
    */
   update(series, { from, to, marks }) {
     const lines = this.panel.lines.map((line, i) => ({ ...line, pieces: split(series[i], marks) }));
+    this.empty = series.every((one) => one.length === 0);
     const newest = valuesOf(lines[0]).at(-1);
     say(this.last, newest === undefined ? "" : spelt(this.panel, newest));
     this.curves.update({ x: { kind: "moment", low: from, high: Math.max(to, from + 1) }, panels: [{ ...this.panel, lines }], bands: [], marks });

@@ -16,8 +16,11 @@ export class Gantt {
     this.element = h("div", { class: "scroll" }, this.timeline.element);
   }
 
-  /** @param view { nodes: {name: {slots, condition}}, generations, from, to, now } */
-  update({ nodes, generations, from, to, now }) {
+  /**
+   * @param view { nodes: {name: {slots, condition}}, generations, from, to, now, left, right };
+   * `left` and `right` are margins; without a left one, names have what they need.
+   */
+  update({ nodes, generations, from, to, now, left = null, right = EDGE }) {
     const names = Object.keys(nodes);
     const slots = names.reduce((sum, name) => sum + nodes[name].slots, 0);
     const blocks = layOut(generations, nodes);
@@ -27,9 +30,10 @@ export class Gantt {
       x: { kind: "moment", low: from, high: to },
       row: Math.max(4, Math.min(22, Math.floor(HEIGHT / Math.max(slots, 1)))),
       gap: 6,
-      right: EDGE,
+      left,
+      right,
       now,
-      groups: names.map((name) => ({ name, rows: nodes[name].slots, state: nodes[name].condition })),
+      groups: names.map((name) => ({ name: left === null ? name : "", rows: nodes[name].slots, state: nodes[name].condition })),
       blocks: blocks.map((block) => shown(block, names.indexOf(block.node), now)),
     });
   }

@@ -7,10 +7,11 @@ import { colour, h, say } from "./dom.js";
 import { explanation } from "./explanation.js";
 import { DASH, count, duration, epochs, moment, number, places, seconds, thousands } from "./format.js";
 import { Table } from "./table.js";
-import { Tiles, fillPlaces, outcome, phase, phaseMark, section, titled } from "./words.js";
+import { SIZE, Tiles, fillPlaces, outcome, phase, phaseMark, section, titled } from "./words.js";
 
 const POINTS = 400;
 const LINES = 60;
+const CODE = new Set(["Image", "Script", "Arguments"]);
 const SELDOM = 3; // log and explanation are requested once in so many updates
 
 const byTime = (points, name) => points.filter((p) => p[name] !== null).map((p) => [p.time, p[name]]);
@@ -38,6 +39,7 @@ export class JobPage {
     this.which = h("select", { "aria-label": "Replica", change: () => this.#showLog() });
     this.logs = [];
     this.why = h("div", { class: "why-it" });
+    this.facts = h("dl", { class: "facts" });
     this.tiles = new Tiles(["Has", "Epoch", "Loss", "Goodput", "Batch size", "Restarts"]);
     this.generations = new Table(GENERATIONS, { key: ({ generation, membership }) => `${generation}.${membership}`, most: 50, none: "none yet" });
     this.conditions = new Table(CONDITIONS, { key: (condition) => condition.type });
@@ -78,15 +80,20 @@ export class JobPage {
 
   #body() {
     const all = Object.values(this.charts).map((chart) => chart.element);
+    this.silence = h("p", { class: "note", hidden: true }, "It has reported nothing.");
+    this.key = h("p", { class: "note" }, h("span", { class: "key restart" }, "started again"), " ", h("span", { class: "key change" }, "changed live"));
+    this.progress = section("Progress", this.key, this.silence, h("div", { class: "curves" }, ...all));
+    this.log = section("Log", h("div", { class: "choice" }, this.which), this.lines);
     return h("div", {},
       h("header", { class: "head" }, h("h1", {}, this.name), this.mark, this.buttons),
       this.message,
       this.tiles.element,
-      section("Progress", h("p", { class: "note" }, h("span", { class: "key restart" }, "started again"), " ", h("span", { class: "key change" }, "changed live")), h("div", { class: "curves" }, ...all)),
+      this.facts,
+      this.progress,
       section("What it has or had, and why", this.why),
-      section("Generations", this.generations.element),
+      section("Generations", this.generations.element, h("p", { class: "note" }, SIZE)),
       section("Conditions", this.conditions.element),
-      section("Log", h("div", { class: "choice" }, this.which), this.lines));
+      this.log);
   }
 
   #show(job) {
@@ -99,14 +106,16 @@ export class JobPage {
     const changing = job.changing === null ? [] : [`Changing ${job.changing}.`];
     say(this.message, [job.message.split("\n", 1)[0], ...changing].join(" · "));
     this.#figures(job);
+    this.#facts(job.spec);
     this.#curves(job);
+    this.#order(text);
     this.generations.update([...job.generations].reverse());
     this.conditions.update([...job.conditions].sort((a, b) => b.time - a.time));
   }
 
   #showButtons(job) {
-    const ended = job.ended_at !== null;
-    const kinds = ended ? [] : [job.suspended ? "resume" : "suspend", "cancel"];
+    const none = job.ended_at !== null || !this.live.manages(job.spec.user);
+    const kinds = none ? [] : [job.suspended ? "resume" : "suspend", "cancel"];
     if (this.buttons.told === kinds.join()) return;
     this.buttons.told = kinds.join();
     this.buttons.replaceChildren(...kinds.map((kind) => actionButton(kind, this.name, () => this.update())));
@@ -128,6 +137,33 @@ export class JobPage {
     });
   }
 
+  /** Show whose job it is, and what it runs. */
+  #facts(spec) {
+    const facts = { Owner: spec.user, Team: spec.team, Priority: spec.priority, Image: spec.image, Script: spec.script, Arguments: spec.args.map(quoted).join(" ") };
+    const known = Object.entries(facts).filter(([, value]) => value);
+    const text = JSON.stringify(known);
+    if (this.facts.told === text) return;
+    this.facts.told = text;
+    this.facts.replaceChildren(...known.map(([title, value]) => h("div", {}, h("dt", {}, title), h("dd", CODE.has(title) ? { class: "code" } : {}, value))));
+  }
+
+  /** Put the log first for a job that has failed: it says why. */
+  #order(text) {
+    const failed = text === "Failed";
+    if (this.failed === failed) return;
+    this.failed = failed;
+    if (failed) this.progress.before(this.log);
+    else this.body.firstChild.append(this.log);
+  }
+
+  /** Hide charts without values once there can be none any more. */
+  #hideEmpty(job) {
+    const charts = Object.values(this.charts).filter((chart) => chart !== this.charts.slots);
+    for (const chart of charts) chart.element.hidden = chart.empty && job.ended_at !== null;
+    this.silence.hidden = !charts.every((chart) => chart.element.hidden);
+    this.key.hidden = job.generations.length < 2;
+  }
+
   #curves(job) {
     const { generations, points } = job;
     const reported = points.map((one) => one.time);
@@ -143,6 +179,7 @@ export class JobPage {
     batch.update([byTime(points, "batch_size")], shape);
     noise.update([byTime(job.noise, "noise_scale")], shape);
     slots.update([held(generations, end)], { ...shape, marks: [] });
+    this.#hideEmpty(job);
   }
 
   async #askMore(job) {
@@ -170,6 +207,11 @@ export class JobPage {
     say(this.lines, this.logs[this.which.selectedIndex]?.lines.join("\n") || "It has printed nothing.");
     if (atEnd) this.lines.scrollTop = this.lines.scrollHeight;
   }
+}
+
+/** Return an argument as a shell takes it. */
+function quoted(text) {
+  return /^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`;
 }
 
 /** Return the parts of a batch: 2 × 32, 2 × 32 × (1 + 1). */

@@ -4,7 +4,7 @@ import { h, say } from "./dom.js";
 import { DASH, count, duration, epochs, number, places, thousands } from "./format.js";
 import { PAGE, address, go, place, question } from "./place.js";
 import { Table } from "./table.js";
-import { ORDER, fillPlaces, jobLink, phaseMark } from "./words.js";
+import { ORDER, SIZE, fillPlaces, jobLink, phaseMark } from "./words.js";
 
 const ALL = "All";
 
@@ -23,7 +23,7 @@ export class Jobs {
       h("div", { class: "choice" },
         h("nav", { class: "phases", "aria-label": "Jobs by phase" }, ...this.links.values()),
         h("form", { role: "search", submit: (event) => event.preventDefault() }, this.search)),
-      this.table.element, this.pages);
+      this.table.element, this.pages, h("p", { class: "note" }, SIZE));
     this.choose(place().choice);
   }
 

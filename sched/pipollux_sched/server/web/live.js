@@ -34,6 +34,17 @@ export class Live extends EventTarget {
     return Date.now() / 1000 + this.ahead;
   }
 
+  /** Whether the token may change the cluster itself. */
+  get isAdmin() {
+    return this.data?.caller?.role === "admin";
+  }
+
+  /** Whether the token may suspend, resume and cancel the jobs of a user. */
+  manages(user) {
+    const { role, name } = this.data?.caller ?? {};
+    return this.isAdmin || (role === "user" && name === user);
+  }
+
   /** Remember numbers of jobs: [[name, number], …]. */
   note(numbers) {
     for (const [name, number] of numbers) this.numbers.set(name, number);

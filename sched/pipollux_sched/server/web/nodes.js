@@ -10,6 +10,13 @@ import { jobLink, phaseMark } from "./words.js";
 const SPANS = { "2 min": 120, "5 min": 300, "15 min": 900, "1 h": 3600, "3 h": 10800, "12 h": 43200, "1 d": 86400, "7 d": 604800 };
 const PARTS = 120;
 const SELDOM_MS = 2000;
+const LEGEND = [
+  ["share", "bar: share of the slots in use"],
+  ["solid", "a replica trains"],
+  ["hatched", "it starts or stops"],
+  ["ended", "it failed"],
+  ["empty", "free"],
+];
 const FEW_SLOTS = 24; // up to this number, every node is open until it is closed
 const MOST_NAMED = 100; // for more open nodes, generations are requested without naming nodes
 
@@ -25,7 +32,8 @@ export class Nodes {
     this.about = h("span", { class: "about" });
     this.from = h("span");
     this.element = h("section", { class: "nodes" }, h("h2", {}, "Nodes"), this.about, this.#spans(), this.list,
-      h("p", { class: "time" }, this.from, h("span", {}, "now")));
+      h("p", { class: "time" }, this.from, h("span", {}, "now")),
+      h("p", { class: "legend" }, ...LEGEND.map(([kind, words]) => h("span", {}, h("i", { class: kind }), words))));
   }
 
   update() {
@@ -53,8 +61,25 @@ export class Nodes {
     say(this.from, moment(from));
     for (const button of this.buttons) button.setAttribute("aria-pressed", String(button.span === this.span));
     for (const [name, row] of this.rows) {
-      row.gantt?.update({ nodes: { [name]: data.nodes[name] }, generations: this.#on(name), from, to, now: to });
+      this.#stretch(row, from, to);
+      row.gantt?.update({ nodes: { [name]: data.nodes[name] }, generations: this.#on(name), from, to, now: to, ...this.#margins(row) });
     }
+  }
+
+  /** Show of a node's usage the span that its slots show; what is not known yet stays as it was last. */
+  #stretch({ strip }, from, to) {
+    if (!this.measured) return;
+    const { since, until } = this.measured;
+    const part = (time) => ((time - since) / (until - since)) * PARTS;
+    const window = `${part(from).toFixed(3)} 0 ${(part(to) - part(from)).toFixed(3)} 1`;
+    if (strip.getAttribute("viewBox") !== window) strip.setAttribute("viewBox", window);
+  }
+
+  /** Return the margins that put a node's slots below its usage, moment by moment. */
+  #margins({ strip, gantt }) {
+    if (!gantt) return {};
+    const [bar, box] = [strip.getBoundingClientRect(), gantt.element.getBoundingClientRect()];
+    return { left: Math.max(bar.left - box.left, 0), right: Math.max(box.right - bar.right, 0) };
   }
 
   #seconds(now) {
@@ -122,11 +147,13 @@ export class Nodes {
 
   #tellMore(name, row, node) {
     const since = node.reason || node.condition !== "ready" ? `${node.condition}${node.reason ? `: ${node.reason}` : ""} (since ${moment(node.since)})` : "";
-    if (row.actions.told !== node.condition + since) {
+    const told = `${node.condition}${since}${this.live.isAdmin}`;
+    if (row.actions.told !== told) {
       const kind = node.condition === "ready" ? "drain" : "undrain";
-      row.actions.replaceChildren(actionButton(kind, name, () => this.live.refresh()), h("span", { class: "reason" }, since));
+      const buttons = this.live.isAdmin ? [actionButton(kind, name, () => this.live.refresh())] : [];
+      row.actions.replaceChildren(...buttons, h("span", { class: "reason" }, since));
     }
-    row.actions.told = node.condition + since;
+    row.actions.told = told;
     const holds = this.#on(name).filter((generation) => generation.ended_at === null);
     const text = holds.map((generation) => generation.job).join();
     if (row.holders.told !== text) row.holders.replaceChildren(...holds.map((generation) => jobLink(generation.job, generation.number)));
@@ -145,7 +172,10 @@ export class Nodes {
     if (performance.now() - (this.asked || -Infinity) < pause || this.live.awaySince !== null) return;
     this.asked = performance.now();
     const found = await quietly(`/usage?since=${(this.live.now - seconds).toFixed(1)}&parts=${PARTS}`);
-    if (found) this.#drawUsage(found.nodes);
+    if (!found) return;
+    this.measured = found;
+    this.#drawUsage(found.nodes);
+    this.draw();
   }
 
   #drawUsage(usage) {
@@ -176,6 +206,7 @@ export class Nodes {
 /** Return the outline of adjacent bars, each a share of the height. */
 function steps(shares) {
   if (!shares.length) return "";
-  const line = shares.map((share, i) => `V${(1 - share).toFixed(3)}H${i + 1}`).join("");
+  const end = (i) => (i === shares.length - 1 ? 2 * PARTS : i + 1); // until it is known anew
+  const line = shares.map((share, i) => `V${(1 - share).toFixed(3)}H${end(i)}`).join("");
   return `M0 1${line}V1Z`;
 }

@@ -26,6 +26,9 @@ export function outcome(generation) {
 
 export const ORDER = ["Running", "Stopping", "Restarting", "Created", "Queued", "Suspended", "Failed", "Cancelled", "Complete"];
 
+/** What a size in a table means. */
+export const SIZE = "R×K: R pipeline replicas of K stages each, on R·K slots.";
+
 export function phaseMark(text) {
   return h("span", { class: `phase ${text.toLowerCase()}` }, text);
 }
