@@ -108,10 +108,10 @@ def write_file(path: Path, option: str, content: bytes) -> None:
     Raises:
         CommandError: it cannot be written.
     """
-    from pipollux_sched.utils.atomic_write import write_aside
+    from pipollux_sched.utils.atomic_write import write_output
 
     try:
-        write_aside(path, content)
+        write_output(path, content)
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise CommandError(

@@ -11,7 +11,7 @@ import typer
 from pipollux_sched.report.page import render_report
 from pipollux_sched.report.run.event_log import read_events
 from pipollux_sched.report.run_events import clipped, of_jobs, report_of
-from pipollux_sched.utils.atomic_write import write_aside
+from pipollux_sched.utils.atomic_write import write_output
 from pipollux_sched.utils.units import parse_duration
 
 from .completion import complete_jobs
@@ -71,7 +71,7 @@ def report(
         refuse_server("a report of an event log")
         page = _logged(events, names, seconds)
     try:
-        write_aside(save, page.encode())
+        write_output(save, page.encode())
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise CommandError(

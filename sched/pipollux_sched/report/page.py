@@ -27,7 +27,7 @@ from pipollux_sched.report.charts.specs import Chart, chart_data, chart_scripts
 from pipollux_sched.report.run.event_log import Event, EventLog, read_events
 from pipollux_sched.report.run.records import JobRun, Run
 from pipollux_sched.report.run.replay import Recorder
-from pipollux_sched.utils.atomic_write import write_aside
+from pipollux_sched.utils.atomic_write import write_output
 from pipollux_sched.utils.text import clean, count, duration, percent
 
 from . import facts
@@ -93,7 +93,7 @@ def write_report(source: str | Path | Sequence[Event], output: str | Path) -> Pa
         OSError: `output` cannot be written.
     """
     path = Path(output)
-    write_aside(path, render_report(source).encode())
+    write_output(path, render_report(source).encode())
     return path
 
 

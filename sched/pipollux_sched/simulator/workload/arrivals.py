@@ -7,6 +7,7 @@ batch_size`), so these can be read unchanged. `team`, `user` and `priority` may 
 from __future__ import annotations
 
 import csv
+import io
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipollux_sched.policy import family_of
+from pipollux_sched.utils.atomic_write import write_output
 
 from .terms import JobTerms
 
@@ -111,15 +113,16 @@ def write_workload(path: Path | str, jobs: Iterable[JobArrival]) -> None:
     Raises:
         OSError: when the file cannot be written.
     """
-    with Path(path).open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        jobs = list(jobs)
-        owned = [name for name in OWNER_COLUMNS if any(getattr(job, name) for job in jobs)]
-        writer.writerow((*COLUMNS, *owned))
-        for job in jobs:
-            time = int(job.time) if job.time == int(job.time) else repr(job.time)
-            row = job.name, time, job.application, job.num_replicas, job.batch_size
-            writer.writerow((*row, *(getattr(job, name) or "" for name in owned)))
+    table = io.StringIO(newline="")
+    writer = csv.writer(table, lineterminator="\n")
+    jobs = list(jobs)
+    owned = [name for name in OWNER_COLUMNS if any(getattr(job, name) for job in jobs)]
+    writer.writerow((*COLUMNS, *owned))
+    for job in jobs:
+        time = int(job.time) if job.time == int(job.time) else repr(job.time)
+        row = job.name, time, job.application, job.num_replicas, job.batch_size
+        writer.writerow((*row, *(getattr(job, name) or "" for name in owned)))
+    write_output(Path(path), table.getvalue().encode())
 
 
 def _check_header(path: Path, header: Sequence[str]) -> None:
