@@ -20,7 +20,14 @@ from pipollux_sched.errors import PipolluxError
 from pipollux_sched.utils.text import clean
 
 from .checked_command import CheckedCommand
-from .console import FAILED, USAGE, complain
+from .console import (
+    FAILED,
+    OUTPUT_ERRORS,
+    USAGE,
+    complain,
+    discard_output,
+    use_any_output,
+)
 from .options import AuthorityFile, ServerUrl, TokenFile
 
 
@@ -142,6 +149,12 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _run(args: Sequence[str] | None) -> int:
+    use_any_output()
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        complain("the working directory has been deleted; change to another one, as with 'cd'")
+        return FAILED
     try:
         code = app(args=args, prog_name="pipollux", standalone_mode=False)
         # A closed pipe can be handled here, but not when the interpreter exits.
@@ -154,7 +167,13 @@ def _run(args: Sequence[str] | None) -> int:
         return FAILED
     except BrokenPipeError:
         # The reader, for instance `head`, has what it wanted and has closed the pipe.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()
+        return FAILED
+    except OSError as error:
+        if error.errno not in OUTPUT_ERRORS:
+            raise
+        discard_output()
+        complain(f"the output cannot be written ({error.strerror})")
         return FAILED
     except Exception as error:  # typer's own as a sentence; any other is a defect
         return _usage_error(error, sys.argv[1:] if args is None else args)

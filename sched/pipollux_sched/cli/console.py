@@ -7,6 +7,8 @@ terminal go to standard error.
 from __future__ import annotations
 
 import ctypes
+import errno
+import io
 import json
 import os
 import sys
@@ -26,6 +28,8 @@ DONE = 0
 FAILED = 1
 USAGE = 2
 
+OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
+"""What writing to standard output fails with; files are written with errors of their own."""
 MOST_SAID = 2000
 """Largest length of an error message, which may quote a user's input."""
 _PIPE_WIDTH = 160
@@ -66,6 +70,31 @@ class LineFormat(StrEnum):
 
     text = "text"
     json = "json"
+
+
+def use_any_output() -> None:
+    """Make do with the standard streams that there are.
+
+    Characters that the locale's encoding lacks are replaced. A closed stream discards what is
+    written, and keeps its number: the next file that is opened would get it.
+    """
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name)
+        if stream is None:
+            null = os.open(os.devnull, os.O_WRONLY)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))  # noqa: SIM115  # for good
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def discard_output() -> None:
+    """Discard what is still to be written to standard output, which cannot take it."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
 
 
 def output_console() -> Console:

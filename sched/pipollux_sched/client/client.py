@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
 
+import psutil
+
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.spec.teams import TeamsSpec
 from pipollux_sched.spec.tokens import NewToken
@@ -88,7 +90,13 @@ class Client:
         if info is None:
             raise UnreachableError(nobody)
         ca_file = None if info.ca_file is None else Path(info.ca_file)
-        return cls(Connection(info.url, info.token, timeout, nobody, ca_file))
+        if psutil.pid_exists(info.pid):
+            nobody = (
+                f"no scheduler answers at {info.local_url}, where that of {state_dir.path} should: "
+                f"process {info.pid}; see its output, and that the host name can be resolved"
+            )
+        # It is reached without a proxy: it is on this machine, or shares files with it.
+        return cls(Connection(info.local_url, info.token, timeout, nobody, ca_file, by_proxy=False))
 
     def close(self) -> None:
         """Close the connection."""

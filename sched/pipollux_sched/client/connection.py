@@ -41,9 +41,11 @@ class Connection:
         timeout: seconds to wait for an answer.
         nobody: error text when nothing answers.
         ca_file: certificates of the authorities to trust; None: those of the system.
+        by_proxy: use the proxy that the environment names, if any; never to loopback addresses.
 
     Raises:
-        ClientError: the URL or the token is malformed, or the file holds no certificates.
+        ClientError: the URL or the token is malformed, the file holds no certificates, or the proxy
+            cannot be used.
     """
 
     def __init__(
@@ -53,6 +55,8 @@ class Connection:
         timeout: float = TIMEOUT,
         nobody: str | None = None,
         ca_file: Path | None = None,
+        *,
+        by_proxy: bool = True,
     ) -> None:
         self.url = checked_url(url)
         """Where the scheduler is reached."""
@@ -65,17 +69,24 @@ class Connection:
                 "the token is not one line of printable ASCII without blanks; take it from "
                 "admin.token in the scheduler's state directory"
             )
-        # Requests to the loopback interface bypass any proxy.
-        trust_env = not is_loopback(self.url)
+        trust_env = by_proxy and not is_loopback(self.url)
         headers = {"Authorization": f"Bearer {token}"}
         self._patience = timeout
-        self._client = httpx.Client(
-            base_url=self.url,
-            headers=headers,
-            timeout=timeout,
-            trust_env=trust_env,
-            verify=True if ca_file is None else _trusting(ca_file),
-        )
+        verify = True if ca_file is None else _trusting(ca_file)
+        try:
+            self._client = httpx.Client(
+                base_url=self.url,
+                headers=headers,
+                timeout=timeout,
+                trust_env=trust_env,
+                verify=verify,
+            )
+        except (ImportError, ValueError) as error:  # of the proxy's URL
+            raise ClientError(
+                "the proxy that HTTP_PROXY, HTTPS_PROXY or ALL_PROXY names cannot be used "
+                f"({str(error).rstrip('.')}); name one that begins with http://, or put "
+                f"{urlsplit(self.url).hostname} into NO_PROXY"
+            ) from None
 
     def close(self) -> None:
         """Close the connection."""

@@ -105,7 +105,9 @@ class ServerAddress:
             token: the admin token.
         """
         authority = self.environment(port).get("PIPOLLUX_CA_FILE")
-        return ServerInfo(self.advertised(port), os.getpid(), token, port, authority)
+        return ServerInfo(
+            self.advertised(port), os.getpid(), token, port, authority, self.is_wildcard
+        )
 
     def environment(self, port: int) -> dict[str, str]:
         """Return the variables that tell a job where to report.

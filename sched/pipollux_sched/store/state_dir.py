@@ -19,12 +19,14 @@ import logging
 import os
 import re
 import secrets
+import socket
 import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from platformdirs import user_state_path
 
@@ -56,6 +58,17 @@ class ServerInfo:
     """The port that it listens on, which the URL need not name; 0: unknown."""
     ca_file: str | None = None
     """Certificates that vouch for the URL; None: those of the system."""
+    everywhere: bool = False
+    """Whether it listens on all addresses of its machine."""
+
+    @property
+    def local_url(self) -> str:
+        """The URL for commands: the loopback interface on its own machine, if it listens there."""
+        parts = urlsplit(self.url)
+        here = (parts.hostname or "") == socket.gethostname().lower()
+        if self.everywhere and here and parts.scheme == "http" and self.port:
+            return f"http://127.0.0.1:{self.port}"
+        return self.url
 
 
 @dataclass(frozen=True)
@@ -279,6 +292,7 @@ class StateDir:
                 str(token),
                 int(content.get("port", 0)),
                 None if authority is None else str(authority),
+                bool(content.get("everywhere")),
             )
         except (OSError, ValueError, KeyError, TypeError):
             return None

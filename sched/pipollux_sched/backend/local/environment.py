@@ -12,6 +12,8 @@ from pipollux_sched.backend.base import Launch, Node, ReplicaKey, ReplicaProgram
 from pipollux_sched.backend.replica.inherited import inherited
 from pipollux_sched.backend.replica.variables import cpu_variables, replica_variables
 
+from .hardware import visible_gpus
+
 
 class Devices:
     """The devices that a replica may use, as environment variables.
@@ -36,7 +38,7 @@ class Devices:
         """Return the variables that show a replica its devices, and hide all others."""
         if self._nodes[node].spec.kind == "cpu":
             return cpu_variables(len(slots))
-        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        visible = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
         indices = [self._first_gpu[node] + slot for slot in slots]
         return {
             "PIPOLLUX_DEVICES": ",".join(f"cuda:{stage}" for stage in range(len(slots))),

@@ -16,7 +16,7 @@ import psutil
 from pipollux_sched.backend.base import BackendError, Node
 from pipollux_sched.spec.job import ClusterSpec, NodeSpec
 
-__all__ = ["check_gpus", "count_cpus", "count_gpus", "node_name", "this_machine"]
+__all__ = ["check_gpus", "count_cpus", "count_gpus", "node_name", "this_machine", "visible_gpus"]
 
 TIMEOUT = 10.0
 """Timeout in seconds of NVIDIA's tools."""
@@ -80,9 +80,40 @@ def count_gpus() -> int:
     ``CUDA_VISIBLE_DEVICES`` is respected. NVIDIA's tools count them; where these are not installed
     although there is a GPU, torch does, in a process of its own. Without an answer the count is 0.
     """
+    there = _installed_gpus()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    return there if visible is None else len(visible_gpus(visible, there))
+
+
+def visible_gpus(value: str, installed: int | None = None) -> list[str]:
+    """Return the GPUs that a value of ``CUDA_VISIBLE_DEVICES`` names, by CUDA's rules.
+
+    The list ends at the first entry that names no GPU, and a repeated one makes it empty.
+
+    Args:
+        value: indices, or identifiers that begin with ``GPU-`` or ``MIG-``, separated by commas.
+        installed: number of GPUs of the machine; None: indices are not compared with it.
+
+    Example:
+        >>> visible_gpus("2,0,-1,1"), visible_gpus("0,0"), visible_gpus("none")
+        (['2', '0'], [], [])
+    """
+    found: list[str] = []
+    kind = next((kind for kind in ("GPU-", "MIG-") if value.strip().startswith(kind)), "")
+    for entry in map(str.strip, value.split(",")):
+        if kind and not entry.startswith(kind):
+            break
+        name = entry if kind else (re.match(r"\d*", entry) or [""])[0]
+        if not name or (not kind and installed is not None and int(name) >= installed):
+            break
+        name = name if kind else str(int(name))
+        if name in found:
+            return []
+        found.append(name)
+    return found if installed is None or installed > 0 else []
+
+
+def _installed_gpus() -> int:
     program = shutil.which("nvidia-smi")
     if program is not None:
         listed = _run([program, "--list-gpus"], TIMEOUT)
@@ -93,14 +124,19 @@ def count_gpus() -> int:
 def _ask_torch() -> int:
     # In this process it would keep hundreds of megabytes and a context on each GPU, for months.
     code = "import torch; print(torch.cuda.device_count())"
-    counted = _run([sys.executable, "-c", code], TORCH_TIMEOUT).strip()
+    everything = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
+    counted = _run([sys.executable, "-c", code], TORCH_TIMEOUT, everything).strip()
     return int(counted) if counted.isdecimal() else 0
 
 
-def _run(command: Sequence[str], timeout: float) -> str:
+def _run(
+    command: Sequence[str], timeout: float, environment: Mapping[str, str] | None = None
+) -> str:
     """Return the output of a command, empty if it fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=True)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout, check=True, env=environment
+        )
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout

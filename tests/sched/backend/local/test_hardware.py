@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -42,11 +43,42 @@ def test_a_machine_without_gpus_has_a_slot_for_each_cpu(
     assert node.memory == psutil.virtual_memory().total
 
 
-def test_a_machine_with_gpus_has_a_slot_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3,5")
+def add_gpus(folder: Path, count: int) -> None:
+    """Make an nvidia-smi that lists so many GPUs."""
+    program = folder / "nvidia-smi"
+    lines = "".join(f"echo 'GPU {n}: NVIDIA (UUID: GPU-{n})'\n" for n in range(count))
+    program.write_text(f"#!/bin/sh\n{lines}")
+    program.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [
+        *((None, 8), ("0,3,5", 3), (" 0 , 1", 2), ("", 0), ("none", 0), ("all", 0)),
+        *(("NoDevFiles", 0), ("0,0", 0), ("0,-1,1", 1), ("-1", 0), ("0,8,1", 1), ("7,x,2", 1)),
+        *(("GPU-1,GPU-2", 2), ("GPU-1,GPU-1", 0), ("GPU-1,3", 1), ("MIG-a,MIG-b", 2)),
+    ],
+)
+def test_a_machine_with_gpus_has_a_slot_for_each_visible_one(
+    visible: str | None, count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By CUDA's rules: the list ends at the first invalid entry, a repeated one empties it."""
+    add_gpus(tmp_path, 8)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert count_gpus() == count
     (node,) = this_machine().nodes
-    assert (node.kind, node.slots) == ("gpu", 3)
-    assert node.cpus == count_cpus()
+    assert (node.kind, node.slots) == (("gpu", count) if count else ("cpu", count_cpus()))
+
+
+def test_no_variable_makes_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    add_gpus(tmp_path, 0)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    for visible in ("0", "GPU-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert count_gpus() == 0
 
 
 @pytest.mark.parametrize(
@@ -74,9 +106,9 @@ def test_torch_is_asked_where_there_are_devices_and_no_tools(
     asked: list[list[str]] = []
     run = hardware._run
 
-    def spy(command: list[str], timeout: float) -> str:
+    def spy(command: list[str], *options: Any) -> str:
         asked.append(command)
-        return run(command, timeout)
+        return run(command, *options)
 
     monkeypatch.setattr(hardware, "_run", spy)
     assert count_gpus() == 0
