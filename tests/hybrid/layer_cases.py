@@ -234,8 +234,8 @@ def state_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in named}
 
 
-def train_plain(name: str) -> dict[str, Tensor]:
-    case, module = CASES[name], module_of(CASES[name])
+def train_plain(case: Case) -> dict[str, Tensor]:
+    module = module_of(case)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -266,9 +266,14 @@ def train_all(**options: Any) -> dict[str, dict[str, Tensor]]:
 
 def check(found: dict[str, Tensor], name: str) -> None:
     """Fail unless what a process holds is what the plain model holds."""
-    plain = train_plain(name)
+    check_case(found, CASES[name])
+
+
+def check_case(found: dict[str, Tensor], case: Case) -> None:
+    """Fail unless what a process holds is what the plain model holds."""
+    plain = train_plain(case)
     assert found
     for key, tensor in found.items():
         torch.testing.assert_close(
-            tensor, plain[key], rtol=1e-12, atol=1e-12, msg=lambda m, k=key: f"{name}, {k}: {m}"
+            tensor, plain[key], rtol=1e-12, atol=1e-12, msg=lambda m, k=key: f"{k}: {m}"
         )

@@ -26,6 +26,7 @@ from torchgpipe.stream import AbstractStream, current_stream, use_device
 from torchgpipe.worker import Task, spawn_workers
 
 from .buffer_values import BufferValues
+from .injected import InjectionCheck
 from .lanes import copy, depend, wait
 from .microbatch import PyTree
 from .recompute import Recomputation
@@ -43,8 +44,14 @@ class StageCall:
     Knows nothing of the run that it belongs to: the graph holds on to it, and the run to the graph.
     """
 
-    def __init__(self, stage: Stage, entering: Boundary, tracker: SkipTracker) -> None:
-        self._stage = stage
+    def __init__(
+        self,
+        stage: Stage,
+        entering: Boundary,
+        tracker: SkipTracker,
+        injection: InjectionCheck | None,
+    ) -> None:
+        self._stage, self._injection = stage, injection
         self._entering = entering
         self._tracker = tracker
         self.leaving: Boundary | None = None
@@ -55,6 +62,8 @@ class StageCall:
         value = self._entering.restore(tensors, stage.device)
         with use_skip_tracker(self._tracker):
             output = stage(value)
+        if self._injection is not None:
+            self._injection.check(stage, value, output)
         what = stage.output_name
         if not is_recomputing():
             self.leaving = Boundary.of(output, what)
@@ -84,6 +93,7 @@ class PipelineRun(Pipeline):
         layout: Where stashed tensors go.
         outer: What surrounds the forward in the script.
         buffers: Of each stage.
+        injections: Of each stage.
         separate: Whether the backward of each micro-batch is to have nothing to do with the others.
     """
 
@@ -96,6 +106,7 @@ class PipelineRun(Pipeline):
         layout: SkipLayout,
         outer: ThreadLocalState,
         buffers: Sequence[BufferValues],
+        injections: Sequence[InjectionCheck],
         *,
         separate: bool = False,
     ) -> None:
@@ -109,7 +120,7 @@ class PipelineRun(Pipeline):
         super().__init__(batches, list(stages), devices, copy_streams, layout, num_recomputed)
         self._stages = list(stages)
         self._trackers: list[Any] = [SkipTracker(layout) for _ in microbatches]
-        self._outer, self._buffers = outer, buffers
+        self._outer, self._buffers, self._injections = outer, buffers, injections
         self._separate = separate
         self._streams = [current_stream(device) for device in devices]
 
@@ -163,7 +174,11 @@ class PipelineRun(Pipeline):
             _raise(failure)
 
     def _task(self, i: int, j: int) -> tuple[StageCall, Task]:
-        call = StageCall(self._stages[j], self._boundaries[i], self._trackers[i])
+        call = StageCall(
+            *(self._stages[j], self._boundaries[i], self._trackers[i]),
+            # A stash or pop beside the layers' output is not to be run twice.
+            None if len(self.batches) == 1 or self.skip_layout.by_ns_name else self._injections[j],
+        )
         inputs = tuple(self.batches[i])
         outer, buffers = self._outer, self._buffers[j]
         if i >= self.checkpoint_stop:

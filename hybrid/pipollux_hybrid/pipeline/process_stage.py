@@ -36,6 +36,7 @@ from pipollux_hybrid.job.groups import ReplicaGroup
 
 from .boundary import HEADER_BYTES, BoundaryLayout, HeaderReader, HeaderWriter, describe
 from .buffer_values import BufferValues, Values
+from .injected import InjectionCheck
 from .microbatch import PyTree
 from .skip import SkipTracker
 from .stage import Stage
@@ -71,6 +72,7 @@ class _Layers(nn.Module):
         super().__init__()
         self.stage = stage
         self.buffer_values = BufferValues(stage)
+        self._injection = InjectionCheck(stage, self.buffer_values)
         self._layout = layout
         self.arriving: BoundaryLayout | None = None
         """Layout of the coming forward's input; None for the first stage."""
@@ -78,10 +80,14 @@ class _Layers(nn.Module):
         """Layout of the last forward's output."""
         self.recomputes = False
         """Whether the coming forward keeps its input only."""
+        self.is_cut = False
+        """Whether the batch has several micro-batches."""
 
     def forward(self, *inputs: Any) -> tuple[Tensor, ...]:
         value = inputs[0] if self.arriving is None else self.arriving.value(inputs)
         output = self._recomputed(value) if self.recomputes else self._run(value)
+        if self.is_cut:
+            self._injection.check(self._run, value, output)
         self.leaving, tensors = describe(output, self.stage.output_name)
         return tuple(tensors)
 
@@ -158,6 +164,7 @@ class ProcessStage(PipelineStage):
         for sent in (self._sending, self.output_chunks, self.layouts):
             sent.clear()
         self._recomputed, self.chunks = recomputed, num_microbatches
+        self._layers.is_cut = num_microbatches > 1
         self.has_backward = has_backward
 
     # --- forwards ----------------------------------------------------------------------------
