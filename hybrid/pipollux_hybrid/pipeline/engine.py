@@ -23,6 +23,7 @@ from torchgpipe.stream import AbstractStream, new_stream
 
 from pipollux_hybrid.errors import ConfigurationError
 
+from .attributes import LayerAttributes
 from .buffer_values import BufferValues
 from .gpipe import PipelineRun
 from .injected import InjectionCheck
@@ -76,6 +77,7 @@ class PipelineEngine:
         """The layers of each stage."""
         self._layout = layout_of(module, self.stages)
         self._buffers = [BufferValues(stage) for stage in self.stages]
+        self._attributes = [LayerAttributes(stage) for stage in self.stages]
         pairs = zip(self.stages, self._buffers, strict=True)
         self._injections = [InjectionCheck(*pair) for pair in pairs]
         self._copy_streams: list[list[AbstractStream]] = [[] for _ in self.stages]
@@ -116,6 +118,7 @@ class PipelineEngine:
             ThreadLocalState.capture(device.type for device in self.devices),
             self._buffers,
             self._injections,
+            self._attributes,
             separate=separately,
         )
         outputs = run.forward()

@@ -15,8 +15,10 @@ torchgpipe's copies, which gradients follow back; all else goes beside them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torchgpipe.checkpoint import is_recomputing
 from torchgpipe.microbatch import Batch
 from torchgpipe.pipeline import Pipeline, clock_cycles
@@ -25,6 +27,7 @@ from torchgpipe.skip.tracker import use_skip_tracker
 from torchgpipe.stream import AbstractStream, current_stream, use_device
 from torchgpipe.worker import Task, spawn_workers
 
+from .attributes import LayerAttributes
 from .buffer_values import BufferValues
 from .injected import InjectionCheck
 from .lanes import copy, depend, wait
@@ -94,6 +97,7 @@ class PipelineRun(Pipeline):
         outer: What surrounds the forward in the script.
         buffers: Of each stage.
         injections: Of each stage.
+        attributes: Of each stage.
         separate: Whether the backward of each micro-batch is to have nothing to do with the others.
     """
 
@@ -107,6 +111,7 @@ class PipelineRun(Pipeline):
         outer: ThreadLocalState,
         buffers: Sequence[BufferValues],
         injections: Sequence[InjectionCheck],
+        attributes: Sequence[LayerAttributes],
         *,
         separate: bool = False,
     ) -> None:
@@ -121,6 +126,7 @@ class PipelineRun(Pipeline):
         self._stages = list(stages)
         self._trackers: list[Any] = [SkipTracker(layout) for _ in microbatches]
         self._outer, self._buffers, self._injections = outer, buffers, injections
+        self._attributes, self._trains = attributes, torch.is_grad_enabled()
         self._separate = separate
         self._streams = [current_stream(device) for device in devices]
 
@@ -181,17 +187,20 @@ class PipelineRun(Pipeline):
         )
         inputs = tuple(self.batches[i])
         outer, buffers = self._outer, self._buffers[j]
+        # Of a single micro-batch that is not recomputed attributes are those of the plain model.
+        partial = self._trains and (len(self.batches) > 1 or self.checkpoint_stop > 0)
+        guarded = self._attributes[j].guarded if partial else nullcontext
         if i >= self.checkpoint_stop:
 
             def compute() -> Batch:
-                with _letting_escape(), outer.entered(), buffers.forward(i):
+                with _letting_escape(), outer.entered(), buffers.forward(i), guarded():
                     return Batch(call(inputs))
 
             return call, Task(self._streams[j], compute=compute, finalize=None)
         recomputation = Recomputation(call, self._stages[j], outer, buffers)
 
         def compute_first() -> Batch:
-            with _letting_escape(), outer.entered(), buffers.forward(i):
+            with _letting_escape(), outer.entered(), buffers.forward(i), guarded():
                 return Batch(recomputation.forward(inputs))
 
         def schedule(batch: Batch) -> None:

@@ -20,7 +20,7 @@ Headers and flags travel over gloo, also beside NCCL: the host reads them, and w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -34,6 +34,7 @@ from torchgpipe.skip.tracker import use_skip_tracker
 
 from pipollux_hybrid.job.groups import ReplicaGroup
 
+from .attributes import LayerAttributes
 from .boundary import HEADER_BYTES, BoundaryLayout, HeaderReader, HeaderWriter, describe
 from .buffer_values import BufferValues, Values
 from .injected import InjectionCheck
@@ -72,6 +73,7 @@ class _Layers(nn.Module):
         super().__init__()
         self.stage = stage
         self.buffer_values = BufferValues(stage)
+        self.attributes = LayerAttributes(stage)
         self._injection = InjectionCheck(stage, self.buffer_values)
         self._layout = layout
         self.arriving: BoundaryLayout | None = None
@@ -193,6 +195,7 @@ class ProcessStage(PipelineStage):
             self.notes.computing(self._row, fwd_chunk_id, "forward"),
             _in_layers(),
             self._layers.buffer_values.forward(fwd_chunk_id),
+            nullcontext() if self.is_last else self._layers.attributes.without_losses(),
         ):
             output = self._layers(*(args if self.is_first else self._arrived(fwd_chunk_id)))
         self._outputs[fwd_chunk_id] = output
