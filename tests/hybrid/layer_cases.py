@@ -114,6 +114,14 @@ class Experts(nn.Module):
         return y
 
 
+class OneExpert(WithLinear):
+    """Changes only those samples that begin with a positive number; there may be none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = (x[:, 0] > 0).nonzero()[:, 0]
+        return x.index_put((rows,), self.linear(x[rows])) if len(rows) else x
+
+
 class Pair(NamedTuple):
     hidden: Tensor
     rest: Tensor
@@ -216,6 +224,7 @@ CASES: dict[str, Case] = {
         lambda: None,
         lambda output, _: output.square().mean(),
     ),
+    "one expert": Case(lambda: [OneExpert(), nn.Tanh(), OneExpert(), OneExpert()], sorted_numbers),
     "experts": Case(lambda: [Experts(), nn.Tanh(), Experts(), linear()], sorted_numbers),
 }
 """By what the layers or the batch are like."""

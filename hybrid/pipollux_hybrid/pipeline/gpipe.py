@@ -66,7 +66,7 @@ class StageCall:
         with use_skip_tracker(self._tracker):
             output = stage(value)
         if self._injection is not None:
-            self._injection.check(stage, value, output)
+            self._injection.check(value, output)
         what = stage.output_name
         if not is_recomputing():
             self.leaving = Boundary.of(output, what)
