@@ -39,6 +39,16 @@ class LayerElsewhere(nn.Module):
             "which runs all stages"
         )
 
+    def __getattr__(self, name: str) -> Any:
+        """Refuse an attribute of the layer: it is not here."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            raise AttributeError(
+                f"layer {self.name!r} is in the process of stage {self.stage}, and its attribute "
+                f"{name!r} with it: what the loss needs of it, return as an output of the layers"
+            ) from error
+
     def extra_repr(self) -> str:
         """Return what is shown of it."""
         return f"stage={self.stage}"

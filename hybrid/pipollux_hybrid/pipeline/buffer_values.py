@@ -12,7 +12,7 @@ one's change stays. Other layers change their buffers once for each micro-batch.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -114,6 +114,10 @@ class BufferValues:
             yield
         finally:
             _put(now)
+
+    def untouched(self) -> AbstractContextManager[None]:
+        """Run a forward within that leaves no trace."""
+        return self.replaced([Value(x, name, x._buffers[name]) for x, name in self._places()])
 
     def _places(self) -> list[tuple[nn.Module, str]]:
         return [(x, name) for x in self._layers if x._buffers for name in x._buffers]

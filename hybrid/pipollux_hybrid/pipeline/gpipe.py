@@ -15,8 +15,10 @@ torchgpipe's copies, which gradients follow back; all else goes beside them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torchgpipe.checkpoint import is_recomputing
 from torchgpipe.microbatch import Batch
 from torchgpipe.pipeline import Pipeline, clock_cycles
@@ -25,7 +27,9 @@ from torchgpipe.skip.tracker import use_skip_tracker
 from torchgpipe.stream import AbstractStream, current_stream, use_device
 from torchgpipe.worker import Task, spawn_workers
 
+from .attributes import LayerAttributes
 from .buffer_values import BufferValues
+from .injected import InjectionCheck
 from .lanes import copy, depend, wait
 from .microbatch import PyTree
 from .recompute import Recomputation
@@ -43,8 +47,14 @@ class StageCall:
     Knows nothing of the run that it belongs to: the graph holds on to it, and the run to the graph.
     """
 
-    def __init__(self, stage: Stage, entering: Boundary, tracker: SkipTracker) -> None:
-        self._stage = stage
+    def __init__(
+        self,
+        stage: Stage,
+        entering: Boundary,
+        tracker: SkipTracker,
+        injection: InjectionCheck | None,
+    ) -> None:
+        self._stage, self._injection = stage, injection
         self._entering = entering
         self._tracker = tracker
         self.leaving: Boundary | None = None
@@ -55,6 +65,8 @@ class StageCall:
         value = self._entering.restore(tensors, stage.device)
         with use_skip_tracker(self._tracker):
             output = stage(value)
+        if self._injection is not None:
+            self._injection.check(value, output)
         what = stage.output_name
         if not is_recomputing():
             self.leaving = Boundary.of(output, what)
@@ -84,6 +96,8 @@ class PipelineRun(Pipeline):
         layout: Where stashed tensors go.
         outer: What surrounds the forward in the script.
         buffers: Of each stage.
+        injections: Of each stage.
+        attributes: Of each stage.
         separate: Whether the backward of each micro-batch is to have nothing to do with the others.
     """
 
@@ -96,6 +110,8 @@ class PipelineRun(Pipeline):
         layout: SkipLayout,
         outer: ThreadLocalState,
         buffers: Sequence[BufferValues],
+        injections: Sequence[InjectionCheck],
+        attributes: Sequence[LayerAttributes],
         *,
         separate: bool = False,
     ) -> None:
@@ -109,7 +125,8 @@ class PipelineRun(Pipeline):
         super().__init__(batches, list(stages), devices, copy_streams, layout, num_recomputed)
         self._stages = list(stages)
         self._trackers: list[Any] = [SkipTracker(layout) for _ in microbatches]
-        self._outer, self._buffers = outer, buffers
+        self._outer, self._buffers, self._injections = outer, buffers, injections
+        self._attributes, self._trains = attributes, torch.is_grad_enabled()
         self._separate = separate
         self._streams = [current_stream(device) for device in devices]
 
@@ -163,20 +180,27 @@ class PipelineRun(Pipeline):
             _raise(failure)
 
     def _task(self, i: int, j: int) -> tuple[StageCall, Task]:
-        call = StageCall(self._stages[j], self._boundaries[i], self._trackers[i])
+        call = StageCall(
+            *(self._stages[j], self._boundaries[i], self._trackers[i]),
+            # A stash or pop beside the layers' output is not to be run twice.
+            None if len(self.batches) == 1 or self.skip_layout.by_ns_name else self._injections[j],
+        )
         inputs = tuple(self.batches[i])
         outer, buffers = self._outer, self._buffers[j]
+        # Of a single micro-batch that is not recomputed attributes are those of the plain model.
+        partial = self._trains and (len(self.batches) > 1 or self.checkpoint_stop > 0)
+        guarded = self._attributes[j].guarded if partial else nullcontext
         if i >= self.checkpoint_stop:
 
             def compute() -> Batch:
-                with _letting_escape(), outer.entered(), buffers.forward(i):
+                with _letting_escape(), outer.entered(), buffers.forward(i), guarded():
                     return Batch(call(inputs))
 
             return call, Task(self._streams[j], compute=compute, finalize=None)
         recomputation = Recomputation(call, self._stages[j], outer, buffers)
 
         def compute_first() -> Batch:
-            with _letting_escape(), outer.entered(), buffers.forward(i):
+            with _letting_escape(), outer.entered(), buffers.forward(i), guarded():
                 return Batch(recomputation.forward(inputs))
 
         def schedule(batch: Batch) -> None:

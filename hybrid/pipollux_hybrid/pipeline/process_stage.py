@@ -20,7 +20,7 @@ Headers and flags travel over gloo, also beside NCCL: the host reads them, and w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -32,8 +32,10 @@ from torchgpipe.checkpoint import enable_recomputing
 from torchgpipe.skip.layout import SkipLayout
 from torchgpipe.skip.tracker import use_skip_tracker
 
+from .attributes import LayerAttributes
 from .boundary import HEADER_BYTES, BoundaryLayout, HeaderReader, HeaderWriter, describe
 from .buffer_values import BufferValues, Values
+from .injected import InjectionCheck
 from .microbatch import PyTree
 from .skip import SkipTracker
 from .stage import Stage
@@ -85,6 +87,8 @@ class _Layers(nn.Module):
         super().__init__()
         self.stage = stage
         self.buffer_values = BufferValues(stage)
+        self.attributes = LayerAttributes(stage)
+        self._injection = InjectionCheck(stage, self.buffer_values)
         self._layout = layout
         self.arriving: BoundaryLayout | None = None
         """Layout of the coming forward's input; None for the first stage."""
@@ -92,10 +96,14 @@ class _Layers(nn.Module):
         """Layout of the last forward's output."""
         self.recomputes = False
         """Whether the coming forward keeps its input only."""
+        self.is_cut = False
+        """Whether the batch has several micro-batches."""
 
     def forward(self, *inputs: Any) -> tuple[Tensor, ...]:
         value = inputs[0] if self.arriving is None else self.arriving.value(inputs)
         output = self._recomputed(value) if self.recomputes else self._run(value)
+        if self.is_cut and not self._layout.by_ns_name:
+            self._injection.check(value, output)
         self.leaving, tensors = describe(output, self.stage.output_name)
         return tuple(tensors)
 
@@ -172,6 +180,7 @@ class ProcessStage(PipelineStage):
         for sent in (self._sending, self.output_chunks, self.layouts):
             sent.clear()
         self._recomputed, self.chunks = recomputed, num_microbatches
+        self._layers.is_cut = num_microbatches > 1
         self.has_backward = has_backward
 
     # --- forwards ----------------------------------------------------------------------------
@@ -200,6 +209,7 @@ class ProcessStage(PipelineStage):
             self.notes.computing(self._row, fwd_chunk_id, "forward"),
             _in_layers(),
             self._layers.buffer_values.forward(fwd_chunk_id),
+            nullcontext() if self.is_last else self._layers.attributes.without_losses(),
         ):
             output = self._layers(*(args if self.is_first else self._arrived(fwd_chunk_id)))
         self._outputs[fwd_chunk_id] = output

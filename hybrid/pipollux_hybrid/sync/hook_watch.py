@@ -1,9 +1,13 @@
-"""Rejecting hooks of the script that train within a backward.
+"""Rejecting hooks of the script that train within a backward, or need the whole gradient.
 
 PyTorch has recipes that step an optimizer as soon as a parameter's gradient has arrived, and drop
 the gradient (``register_post_accumulate_grad_hook``). Here that gradient is one micro-batch's, of
 one replica, and the step would come before the sum. So parameters that bear a hook of the script
 are compared before and after it.
+
+Hooks may also return another gradient (``register_hook``). What is proportional to the gradient,
+such as a mask, gives the same whether it is applied to the parts or to their sum; what clips or
+adds something does not. So such hooks are called once more, with a multiple of the gradient.
 """
 
 from __future__ import annotations
@@ -20,7 +24,9 @@ from pipollux_hybrid.errors import SynchronizationError
 __all__ = ["HookWatch"]
 
 COMPARED_BACKWARDS = 3
-"""Backwards whose hooks may not change values either that PyTorch counts no change of."""
+"""Backwards, from the first with hooks on, in which values are compared as well."""
+HALF = 65504.0
+"""Largest number of float16."""
 
 
 class HookWatch:
@@ -35,22 +41,33 @@ class HookWatch:
         self._names: dict[nn.Parameter, str] = {}
         self._handles: list[RemovableHandle] = []
         self._before: dict[nn.Parameter, tuple[int, Tensor | None]] = {}
+        self._given: dict[nn.Parameter, Tensor] = {}
         self._backwards = 0
 
-    def begin(self) -> None:
-        """Begin a backward: watch the parameters that bear hooks now."""
+    def begin(self, *, in_parts: bool) -> None:
+        """Begin a backward: watch the parameters that bear hooks now.
+
+        Args:
+            in_parts: Whether gradients are sums of several that hooks are called with.
+        """
         self.release()
         self._names = {p: name for name, p in self._named if _is_hooked(p)}
         if not self._names:
             return
         self._backwards += 1
         for parameter in self._names:
-            first: Any = parameter.register_hook(self._note(parameter))
-            hooks: Any = parameter._backward_hooks  # an OrderedDict
-            hooks.move_to_end(first.id, last=False)
+            hooks: Any = parameter._backward_hooks or {}
+            present = dict(hooks)
+            # Hooks are called as they were registered, so others are registered again after it.
+            hooks.clear()
+            first = parameter.register_hook(self._note(parameter))
+            hooks.update(present)
             # The hook that was registered last is called last.
             last = parameter.register_post_accumulate_grad_hook(self._compare)
             self._handles += [first, last]
+            if in_parts and self._backwards <= COMPARED_BACKWARDS:
+                changing = [hook for hook in present.values() if not _is_own(hook)]
+                self._handles.append(parameter.register_hook(self._check(parameter, changing)))
 
     def end(self) -> None:
         """End a backward.
@@ -68,14 +85,39 @@ class HookWatch:
             handle.remove()
         self._handles.clear()
         self._before.clear()
+        self._given.clear()
 
     def _note(self, parameter: nn.Parameter) -> Any:
-        def note(_: Tensor) -> None:
+        def note(gradient: Tensor) -> None:
             compared = self._backwards <= COMPARED_BACKWARDS
             copy = parameter.detach().clone() if compared else None
             self._before[parameter] = parameter._version, copy
+            if compared:
+                self._given[parameter] = gradient.detach().clone()
 
         return note
+
+    def _check(self, parameter: nn.Parameter, hooks: Sequence[Any]) -> Any:
+        def check(gradient: Tensor) -> None:
+            given = self._given.pop(parameter, gradient)
+            if torch.equal(given, gradient):
+                return
+            multiple = 2.0**20 if torch.finfo(gradient.dtype).max > HALF else 2.0**4
+            expected, found = gradient * multiple, given * multiple
+            for hook in hooks:
+                returned = hook(found)
+                found = found if returned is None else returned
+            if torch.allclose(found, expected, rtol=1e-3, equal_nan=True):
+                return
+            self.release()
+            raise SynchronizationError(
+                f"a hook on parameter {self._names[parameter]!r} returns a gradient that is not "
+                "proportional to the one it gets, which is that of one micro-batch, and of one "
+                "replica: clip with model.clip_grad_norm_(…), or change parameter.grad after the "
+                "backward"
+            )
+
+        return check
 
     def _compare(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)  # noqa: S101  # hooks are on these alone

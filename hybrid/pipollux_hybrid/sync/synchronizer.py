@@ -197,7 +197,7 @@ class GradientSynchronizer:
     def _begin(self, plan: BackwardPlan, task: int) -> None:
         if self._tied is not None:
             self._tied.begin()
-        self._hook_watch.begin()
+        self._hook_watch.begin(in_parts=plan.passes > 1 or self._num_replicas > 1)
         self._task, self._plans = task, [plan]
         self._synchronizes = plan.synchronize and not self._losses.void
         # One gradient for all samples of an iteration: no separate estimates.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pipollux_hybrid import HybridParallel, SynchronizationError, init_process_group
 from pipollux_hybrid.job.context import context
-from tests.hybrid.models import make_data, make_model
+from tests.hybrid.models import assert_close, gradients, make_data, make_model
 from tests.hybrid.pipeline.trap_cases import (
     fresh_context,  # noqa: F401  # a fixture, which pytest finds by its name
     wrap,
@@ -93,6 +93,43 @@ def test_the_optimizer_stepped_by_a_hook_of_a_layer() -> None:
     module[4].register_full_backward_hook(lambda *_: optimizer.step())
     with pytest.raises(SynchronizationError, match=r"optimizer.step\(\) was called by a hook"):
         F.cross_entropy(model(INPUTS), TARGETS).backward()
+
+
+def clamps(gradient: Tensor) -> Tensor:
+    return gradient.clamp(-1e-3, 1e-3)
+
+
+def clamps_in_place(gradient: Tensor) -> None:
+    gradient.clamp_(-1e-3, 1e-3)
+
+
+def adds(gradient: Tensor) -> Tensor:
+    return gradient + 0.1
+
+
+@pytest.mark.parametrize("hook", [clamps, clamps_in_place, adds])
+def test_hooks_that_need_the_whole_gradient(hook: Callable[[Tensor], Tensor | None]) -> None:
+    module = make_model("mlp")
+    model = wrap(module, num_stages=2, num_microbatches=4, activation_checkpoint="always")
+    module[4].weight.register_hook(hook)
+    with pytest.raises(SynchronizationError, match=r"'4.weight' returns a gradient that is not"):
+        F.cross_entropy(model(INPUTS), TARGETS).backward()
+
+
+@pytest.mark.parametrize(
+    ("hook", "mode"), [(lambda g: g * torch.arange(g.shape[-1]), "always"), (clamps, "never")]
+)
+def test_hooks_that_give_what_they_give_the_plain_model(
+    hook: Callable[[Tensor], Tensor], mode: str
+) -> None:
+    """A mask in any mode; anything where a parameter receives one gradient for the whole batch."""
+    module, plain = make_model("mlp"), make_model("mlp")
+    model = wrap(module, num_stages=2, num_microbatches=4, activation_checkpoint=mode)
+    for layers in (module, plain):
+        layers[4].weight.register_hook(hook)
+    F.cross_entropy(model(INPUTS), TARGETS).backward()
+    F.cross_entropy(plain(INPUTS), TARGETS).backward()
+    assert_close(gradients(module), gradients(plain), 1e-12)
 
 
 def test_hooks_that_look_on() -> None:
