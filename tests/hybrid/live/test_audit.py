@@ -135,7 +135,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     ),
     "MeetingFolder": (
         "",
-        "_beat _clock _mine _posts _seen arbiter folder",
+        "_beat _clock _mine _posts _run _seen arbiter folder",
     ),
     "MembershipWatch": (
         "_context _suspended changing forming membership parked place rendezvous timeout",
