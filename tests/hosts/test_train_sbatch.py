@@ -33,12 +33,18 @@ def cluster(hosts: Hosts) -> Iterator[SlurmCluster]:
         yield made
 
 
-def submit(cluster: SlurmCluster, repository: Path, results: Path, *options: str) -> str:
-    """Submit the script that `training` is, as a user does; the number of the job."""
+def submit(
+    cluster: SlurmCluster,
+    repository: Path,
+    results: Path,
+    *options: str,
+    script: str | None = training.__file__,
+) -> str:
+    """Submit a script, the one that `training` is, as a user does; the number of the job."""
     programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return cluster.call(
         *("sbatch", "--parsable", f"--chdir={repository}", f"--output={results}/%j.log"),
-        *(*options, "examples/slurm/train.sbatch", str(training.__file__)),
+        *(*options, "examples/slurm/train.sbatch", str(script)),
         env={
             "PATH": programs,
             "RESULTS": str(results),
@@ -102,3 +108,25 @@ def test_it_goes_on_without_a_lost_node(
     cluster.wait_until(lambda: fields(cluster, job)["JobState"] == "COMPLETED")
     assert nodes[1] not in fields(cluster, job)["NodeList"]
     assert (tmp_path / "final.pt").exists()
+
+
+def test_one_that_has_saved_nothing_is_not_queued_again(
+    cluster: SlurmCluster, repository: Path, tmp_path: Path
+) -> None:
+    """A script that is still reading its data when the time is over would do so for ever."""
+    script = tmp_path / "reads.py"
+    script.write_text(
+        "import os, pathlib, time\n"
+        f"pathlib.Path({str(tmp_path)!r}, 'began-' + os.environ['RANK']).touch()\n"
+        "time.sleep(10_000)\n"
+    )
+    options = ("--time=60", "--signal=B:USR1@180")
+    job = submit(cluster, repository, tmp_path, *options, script=str(script))
+    cluster.wait_until(lambda: len(list(tmp_path.glob("began-*"))) == 2)
+    hours, minutes, _ = fields(cluster, job)["RunTime"].split(":")
+    limit_to(cluster, job, 60 * int(hours) + int(minutes) + 3)
+    cluster.wait_until(lambda: fields(cluster, job)["JobState"] not in ("RUNNING", "COMPLETING"))
+    assert fields(cluster, job)["JobState"] == "FAILED"
+    assert fields(cluster, job)["Restarts"] == "0"
+    said = (tmp_path / f"{job}.log").read_text()
+    assert "no checkpoint was written in this run, so it is not queued again" in said

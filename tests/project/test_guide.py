@@ -11,6 +11,7 @@ import pytest
 
 import pipollux
 from pipollux_hybrid.job import env
+from pipollux_sched.spec.job import load_cluster
 
 
 def table_after(repository: Path, heading: str) -> str:
@@ -48,3 +49,14 @@ def test_every_variable_has_a_row(repository: Path) -> None:
     read = set(re.findall(r"PIPOLLUX_[A-Z_]+[A-Z]", inspect.getsource(env)))
     assert len(read) > 10
     assert read == set(re.findall(r"`(PIPOLLUX_[A-Z_]+)`", table))
+
+
+def test_a_machine_with_gpus_may_have_cpu_slots(repository: Path, tmp_path: Path) -> None:
+    """The file of the page is one that the scheduler takes."""
+    text = (repository / "docs" / "operating.md").read_text().partition("## Virtual nodes")[2]
+    found = re.search(r"```yaml\n(.*?)```", text, re.DOTALL)
+    assert found is not None
+    path = tmp_path / "cluster.yaml"
+    path.write_text(found[1])
+    nodes = {node.kind: node for node in load_cluster(path).nodes}
+    assert (nodes["gpu"].gpu_type, nodes["cpu"].slots) == ("a100", 8)

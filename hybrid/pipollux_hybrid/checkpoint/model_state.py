@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipollux_hybrid.errors import CheckpointError
-from pipollux_hybrid.job.context import context
+from pipollux_hybrid.job.context import context, from_scratch
 
 from .async_save import StagingBuffers
 from .optimizer_shards import LOST, OptimizerShards
@@ -24,7 +24,7 @@ from .state import State, check_loadable
 __all__ = ["ModelState"]
 
 STATE_NAME = "model.pt"
-REMEDY = "build the model the checkpoint was made with, or start with an empty directory"
+REMEDY = "build the model the checkpoint was made with"
 
 
 class ModelState(State):
@@ -190,7 +190,9 @@ class ModelState(State):
         ours = {plain_name(name): x for name, x in self._module.state_dict().items()}
         difference = _difference({plain_name(name): x for name, x in saved.items()}, ours)
         if difference is not None:
-            raise CheckpointError(f"it is of another model: {difference}; {REMEDY}")
+            raise CheckpointError(
+                f"it is of another model: {difference}; {REMEDY}, or {from_scratch()}"
+            )
 
     def _load_model(self, saved: Mapping[str, Any]) -> None:
         self._check_model(saved)
@@ -213,8 +215,8 @@ class ModelState(State):
         ours = _kind_of(self._lr_scheduler)
         if theirs is not None and theirs != ours:
             raise CheckpointError(
-                f"its lr_scheduler is {theirs} and the script's is {ours}: use {theirs}, or start "
-                "with an empty directory"
+                f"its lr_scheduler is {theirs} and the script's is {ours}: use {theirs}, or "
+                f"{from_scratch()}"
             )
 
 

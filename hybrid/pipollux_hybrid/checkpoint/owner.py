@@ -112,10 +112,11 @@ class Owner:
         except OSError as error:
             if error.errno in _HELD:
                 return False
-            LOG.warning(
-                "%s cannot be locked (%s): another job that saves there is not noticed",
-                *(self._root / OWNER, error.strerror),
-            )
+            if kind == fcntl.LOCK_EX:  # the first that is asked for, by one process
+                LOG.warning(
+                    "%s cannot be locked (%s): another job that saves there is not noticed",
+                    *(self._root / OWNER, error.strerror),
+                )
         return True
 
     def _holder(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from pipollux_hybrid.errors import CheckpointError, ConfigurationError
+from pipollux_hybrid.job.context import from_scratch
 
 __all__ = ["COMPILED", "ParameterGroups", "foreign_parameter", "plain_name"]
 
@@ -121,8 +122,8 @@ class ParameterGroups:
         theirs = content.get("class", ours)
         if theirs != ours:
             raise CheckpointError(
-                f"its optimizer is {theirs} and the script's is {ours}: use {theirs}, or start "
-                "with an empty directory"
+                f"its optimizer is {theirs} and the script's is {ours}: use {theirs}, or "
+                f"{from_scratch()}"
             )
 
     def _check_groups(self, saved: Sequence[Sequence[str]]) -> None:
@@ -133,15 +134,15 @@ class ParameterGroups:
         if len(saved) < len(ours) or held & set(later):
             raise CheckpointError(
                 f"its optimizer has {len(saved)} parameter groups and the script's has "
-                f"{len(ours)}: build the same groups, or start with an empty directory"
+                f"{len(ours)}: build the same groups, or {from_scratch()}"
             )
         for index, (theirs, names) in enumerate(zip(saved, ours, strict=False)):
             moved = sorted(set(theirs) ^ set(names))
             if moved:
                 raise CheckpointError(
                     f"group {index} of its optimizer has other parameters than the script's, the "
-                    f"first being {moved[0]!r}: build the same groups, or start with an empty "
-                    "directory"
+                    f"first being {moved[0]!r}: build the same groups, or "
+                    f"{from_scratch()}"
                 )
 
     def _add(self, later: Sequence[Mapping[str, Any]]) -> None:

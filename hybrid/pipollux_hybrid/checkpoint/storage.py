@@ -118,8 +118,9 @@ def new_checkpoint(root: Path) -> Iterator[Path]:
     except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise CheckpointError(
-            f"cannot write checkpoint {final}: {error}. Free some space or point "
-            "PIPOLLUX_CHECKPOINT_DIR elsewhere; earlier checkpoints are untouched"
+            f"cannot write checkpoint {final}: {error}. Free some space or choose another "
+            "directory (PIPOLLUX_CHECKPOINT_DIR, or checkpoint_dir of a scheduler's job); earlier "
+            "checkpoints are untouched"
         ) from error
     except StateError as error:
         shutil.rmtree(aside, ignore_errors=True)

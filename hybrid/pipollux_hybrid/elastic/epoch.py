@@ -16,7 +16,7 @@ from typing import BinaryIO
 from pipollux_hybrid.checkpoint.manager import CheckpointManager, load_state, save_last_states
 from pipollux_hybrid.checkpoint.state import State, States
 from pipollux_hybrid.errors import ConfigurationError
-from pipollux_hybrid.job.context import JobContext, context
+from pipollux_hybrid.job.context import JobContext, context, from_scratch
 from pipollux_hybrid.job.membership import JobPlace
 from pipollux_hybrid.live.live_membership import live_membership
 from pipollux_hybrid.telemetry.metrics import Metrics
@@ -177,13 +177,18 @@ def _say_finished(ctx: JobContext, state: EpochState, num_epochs: int) -> None:
     """Say why a script that is run again does nothing; epochs of this very run need no word."""
     restored_from = ctx.component(CheckpointManager).restored_from
     if ctx.env.leads and not state.began and restored_from is not None and num_epochs > 0:
+        done, asked = _epochs(state.epoch), _epochs(num_epochs)
+        were = "was" if state.epoch == 1 else "were"
         print(
-            f"pipollux: nothing is left to train: {num_epochs} of {num_epochs} epochs were done "
-            f"before this run ({restored_from}); to train again, empty "
-            "PIPOLLUX_CHECKPOINT_DIR or point it elsewhere",
+            f"pipollux: nothing is left to train: the script asks for {asked}, and {done} {were} "
+            f"done before this run ({restored_from}); ask for more, or {from_scratch()}",
             file=sys.stderr,
             flush=True,
         )
+
+
+def _epochs(count: int) -> str:
+    return f"{count} epoch{'s' if count > 1 else ''}"
 
 
 def current_epoch() -> int | None:

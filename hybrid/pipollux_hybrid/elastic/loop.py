@@ -17,7 +17,7 @@ from pipollux_hybrid.checkpoint.rng_state import random_state
 from pipollux_hybrid.checkpoint.state import State, States
 from pipollux_hybrid.errors import CheckpointError, ConfigurationError
 from pipollux_hybrid.job.batch import BatchShape, BatchSizeLimits, MicroStep, Part
-from pipollux_hybrid.job.context import JobContext, context
+from pipollux_hybrid.job.context import JobContext, context, from_scratch
 from pipollux_hybrid.job.control_plane import ControlMessage
 from pipollux_hybrid.job.membership import JobPlace
 from pipollux_hybrid.live.live_membership import live_membership
@@ -69,7 +69,7 @@ class LoopState(State):
             raise CheckpointError(
                 f"the last run stopped at sample {index} of an epoch over {identity}, but the "
                 f"script now has {self.identity}: give it the same data until the epoch is over, "
-                "or start with an empty PIPOLLUX_CHECKPOINT_DIR"
+                f"or {from_scratch()}"
             )
         self.index, self.details = index, content["details"]
 

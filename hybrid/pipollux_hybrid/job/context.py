@@ -28,7 +28,7 @@ from .mesh import ProcessMesh
 from .peers import PeerWatch
 from .pipeline_spec import PipelineSpec
 
-__all__ = ["JobContext", "context", "current", "join", "reset"]
+__all__ = ["JobContext", "context", "current", "from_scratch", "join", "reset"]
 
 T = TypeVar("T")
 
@@ -187,6 +187,14 @@ def _begin(env: JobEnvironment, control: ControlPlane, timeout: float) -> JobCon
 def _watch(env: JobEnvironment, timeout: float, mesh: ProcessMesh | None) -> PeerWatch | None:
     within: Set[str] = frozenset() if mesh is None else mesh.within
     return PeerWatch.start(env, timeout, within)
+
+
+def from_scratch() -> str:
+    """Return how to train from the beginning, to end a sentence with."""
+    env = context().env
+    if env.generation and env.job_id:  # the scheduler sets the directory of each run
+        return f"run `pipollux rerun {env.job_id} --from-scratch`"
+    return "start with an empty PIPOLLUX_CHECKPOINT_DIR"
 
 
 def current() -> JobContext | None:

@@ -34,6 +34,7 @@ from .groups import abort_nccl
 
 __all__ = [
     "PeerWatch",
+    "Standstill",
     "broken_replica",
     "check_peers",
     "lost_peers",

@@ -71,6 +71,8 @@ class MeetingFolder:
         # Containers on several hosts may have the same process ids.
         self._mine = secrets.token_hex(8)
         self._seen: dict[str, _Seen] = {}
+        self._run: str | None = None
+        """Which run of a job posts; None before this process knows."""
         self._posts = False
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -99,6 +101,7 @@ class MeetingFolder:
             os.close(os.open(self.folder / f"{_CLAIM}{number}", os.O_CREAT | os.O_EXCL, 0o600))
         except FileExistsError:
             return False
+        self._run = secrets.token_hex(8)
         before = () if silent_run is None else (silent_run,)
         found = (f"{_NEWCOMER}*", f"{_LEAVE}*", f"{_ALIVE}*", "store-*.json", *_OF_RUN)
         for pattern in (*before, _JOB, _PROPOSAL, *found):
@@ -122,8 +125,10 @@ class MeetingFolder:
                 disappeared when this one began.
         """
         found = self._read(_JOB) or {}
-        stranger = found.get("writer") != self._mine
-        if self._posts and stranger and int(found.get("beat", 0)) > self._beat:
+        run, beat = found.get("run"), int(found.get("beat", 0))
+        if self._run is None:  # it leads in the place of another replica of this run
+            self._run, self._beat = run or secrets.token_hex(8), max(beat, self._beat)
+        if run not in (None, self._run) and self._posts and beat > self._beat:
             raise ConfigurationError(
                 f"PIPOLLUX_RENDEZVOUS={str(self.folder)!r}: a job runs there already, whose files "
                 "had disappeared when this one began: start this replica again, and it joins "
@@ -132,7 +137,7 @@ class MeetingFolder:
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.last_claim() is None:
             (self.folder / f"{_CLAIM}1").touch()
-        self._write_alive(_JOB, {**bulletin.to_json_object(), "writer": self._mine})
+        self._write_alive(_JOB, {**bulletin.to_json_object(), "run": self._run})
         self._posts = True
 
     def retract(self) -> None:

@@ -113,7 +113,7 @@ def test_in_an_evaluation_it_is_noted_and_honoured_before_the_next_epoch(
 
 
 def test_behind_the_last_save_there_is_nothing_to_save_either(
-    directory: Path, capfd: pytest.CaptureFixture[str]
+    directory: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = begin()
     for _ in remaining_epochs_until(1):
@@ -127,10 +127,20 @@ def test_behind_the_last_save_there_is_nothing_to_save_either(
     assert list(remaining_epochs_until(1)) == []
     said = capfd.readouterr().err
     assert said.count("\n") == 1
-    assert "pipollux: nothing is left to train: 1 of 1 epochs were done before this run" in said
+    assert "left to train: the script asks for 1 epoch, and 1 epoch was done before" in said
+    assert said.endswith("; ask for more, or start with an empty PIPOLLUX_CHECKPOINT_DIR\n")
     assert "checkpoint-00000001" in said
-    assert list(remaining_epochs_until(2)) == [1]
+    assert list(remaining_epochs_until(3)) == [1, 2]
     assert capfd.readouterr().err == ""
+    # Under a scheduler, which sets the directory of each run; and the script asks for less.
+    monkeypatch.setenv("PIPOLLUX_GENERATION", "2")
+    monkeypatch.setenv("PIPOLLUX_JOB_ID", "char-lm")
+    contexts.reset()
+    parts = begin()
+    assert list(remaining_epochs_until(2)) == []
+    said = capfd.readouterr().err
+    assert "the script asks for 2 epochs, and 3 epochs were done before this run" in said
+    assert said.endswith("; ask for more, or run `pipollux rerun char-lm --from-scratch`\n")
 
 
 def test_a_stop_that_cannot_save_says_so(

@@ -21,7 +21,7 @@ from pipollux_hybrid import (
 from pipollux_hybrid.job import peers
 from pipollux_hybrid.job.context import context
 from pipollux_hybrid.job.env import JobEnvironment
-from pipollux_hybrid.job.peers import needing_all
+from pipollux_hybrid.job.peers import Standstill, needing_all
 from tests.extent import first
 from tests.hybrid.replicas import run_replicas
 
@@ -51,7 +51,24 @@ def test_a_replica_that_ended_is_named(watched: str) -> None:
     if watched == "0":
         assert "another replica has ended or hangs; its log says why" in message
     else:
-        assert f"replica 1 on {socket.gethostname()} has ended: its log says why" in message
+        where = f"replica 1 on {socket.gethostname()}"
+        assert message.endswith(f"{where} has ended: its log says why."), "and no library's text"
+
+
+def test_a_process_that_stood_still_knows_it() -> None:
+    """Shortly afterwards; what happens much later has nothing to do with it."""
+    times = [0.0]
+    standstill = Standstill(lambda: times[-1])
+    for moment in (1.0, 2.0, 6.5):
+        times.append(moment)
+        standstill.tick()
+    assert standstill.seconds() == 0.0, "a machine may be busy"
+    times.append(90.0)
+    assert standstill.seconds() == 83.5, "before its thread has ticked"
+    for moment in range(91, 125):
+        times.append(float(moment))
+        standstill.tick()
+    assert standstill.seconds() == 0.0
 
 
 def who_is_not_waited_for(needed: bool) -> list[list[int]]:

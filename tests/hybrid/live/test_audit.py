@@ -135,7 +135,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     ),
     "MeetingFolder": (
         "",
-        "_beat _clock _mine _posts _seen arbiter folder",
+        "_beat _clock _mine _posts _run _seen arbiter folder",
     ),
     "MembershipWatch": (
         "_context _suspended changing forming membership parked place rendezvous timeout",
@@ -181,7 +181,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     "PeerWatch": (
         "",
         "_addresses _connections _end _ended _ended_here _env _frozen _hosts _lost _needs_all "
-        "_news _pause _shared _spared _thread timeout word",
+        "_news _pause _shared _spared _standstill _thread timeout word",
     ),
     "PipelineEngine": (
         "_layout checkpoint devices stages",
@@ -270,6 +270,10 @@ FIELDS: dict[str, tuple[str, str]] = {
     "StageTimer": (
         "",
         "_clock _counts _devices _handles _num_recomputed _spans _stages",
+    ),
+    "Standstill": (
+        "",
+        "_clock _last _seconds _until",
     ),
     "StepBoundary": (
         "_agreed _context _live _metrics",

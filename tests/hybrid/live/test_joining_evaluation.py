@@ -32,6 +32,7 @@ def test_a_joining_replica_reads_the_totals_that_the_job_has_read(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
     """It reads them between two loops, where the docs evaluate, and before the first epoch."""
+    environment["PIPOLLUX_CHECKPOINT_DIR"] = str(tmp_path / "checkpoints")
     with Forked(SCRIPT, [str(tmp_path)], environment) as job:
         until(lambda: (tmp_path / "epoch-0").exists() or job.poll() is not None, "an epoch")
         with Forked(SCRIPT, [str(tmp_path)], {**environment, "JOINS": "1"}) as joining:

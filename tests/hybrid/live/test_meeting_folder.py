@@ -48,6 +48,24 @@ def test_what_is_posted_is_read(tmp_path: Path) -> None:
     assert (job.newcomers(), job.leavers()) == ([], set())
 
 
+def test_who_leads_in_the_place_of_another_is_no_other_job(tmp_path: Path) -> None:
+    """Should that one come back, neither ends for it; a job that began in between does."""
+    first, second, other = (MeetingFolder(tmp_path) for _ in range(3))
+    assert first.claim(None)
+    for _ in range(9):
+        first.post(BULLETIN)
+    second.post(BULLETIN)
+    first.post(BULLETIN)
+    second.post(BULLETIN)
+    (tmp_path / "claim-1").unlink()
+    assert other.claim(None)
+    other.post(BULLETIN)
+    second.post(BULLETIN)
+    with pytest.raises(ConfigurationError, match="a job runs there already, whose files had"):
+        other.post(BULLETIN)
+    second.post(BULLETIN)
+
+
 def test_one_that_has_joined_may_have_been_asked_to_leave(tmp_path: Path) -> None:
     """Whoever enters a membership takes back that it wants to join, and not a wish of others."""
     folder = MeetingFolder(tmp_path)
