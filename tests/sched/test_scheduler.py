@@ -151,6 +151,20 @@ def test_a_job_that_beats_and_does_not_step(directory: Path) -> None:
 
 
 @pytest.mark.usefixtures("light_agent")
+def test_a_job_that_never_reports_gives_its_slots_back(directory: Path, tmp_path: Path) -> None:
+    script = tmp_path / "silent.py"
+    script.write_text("import time\ntime.sleep(600)\n")
+    with scheduler_on(directory) as scheduler:
+        silent = JobSpec(name="silent", script=str(script), start_timeout=1, max_restarts=0)
+        scheduler.submit(silent)
+        assert scheduler.wait(lambda jobs: jobs["silent"].phase.ended, timeout=240)
+        state = scheduler.jobs()["silent"].state
+        assert (state.phase, state.reason) == (Phase.FAILED, "TooManyFailures")
+        assert "It ran for 1 s (start_timeout) and reported no optimizer step" in state.message
+        assert processes_of(directory) == []
+
+
+@pytest.mark.usefixtures("light_agent")
 def test_a_job_grows_and_shrinks_without_losing_a_step(directory: Path) -> None:
     policy = Wish()
     with scheduler_on(directory, policy) as scheduler:

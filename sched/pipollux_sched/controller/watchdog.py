@@ -16,8 +16,10 @@ from pipollux_sched.lifecycle import (
     HeartbeatLost,
     NewcomerLost,
     Stalled,
+    StartOverdue,
     can_survive,
 )
+from pipollux_sched.spec.job import DEFAULT_START_TIMEOUT
 from pipollux_sched.store import JobRecord, Store, UnknownJobError
 from pipollux_sched.utils.failure_log import FailureLog
 from pipollux_sched.utils.text import spell_duration
@@ -71,6 +73,8 @@ class Watchdog:
         self._heartbeat_timeout = heartbeat_timeout
         self._look_at_nodes = look_at_nodes
         self._tidy = tidy
+        self._told_slow: set[tuple[str, int]] = set()
+        """Jobs and generations that are ended as they did not take their first step in time."""
 
     def run(self) -> None:
         """Check every second until the scheduler stops; now and then store heartbeats and prune."""
@@ -105,6 +109,18 @@ class Watchdog:
         for stalled in self._heartbeats.stalled():
             self._let(stalled.job, Stalled(stalled.generation, _why_stalled(stalled)))
             self._heartbeats.forget(stalled.job, stalled.generation)
+        self._end_slow_starts()
+
+    def _end_slow_starts(self) -> None:
+        """End generations that have run too long without a first step, each once."""
+        starting = {(job.name, job.generation): job for job in self._store.starting()}
+        self._told_slow &= starting.keys()
+        for key, job in starting.items():
+            limit = job.spec.get("start_timeout", DEFAULT_START_TIMEOUT)
+            if limit is None or key in self._told_slow or self._store.now - job.started_at < limit:
+                continue
+            self._let(job.name, StartOverdue(job.generation, _why_slow(limit)))
+            self._told_slow.add(key)
 
     def _lose(self, lost: LostReplica) -> bool:
         """Note a replica that is not heard of; return whether its generation ends with it."""
@@ -150,6 +166,13 @@ class Watchdog:
 def _why_overdue(job: JobRecord) -> str:
     deadline = datetime.fromtimestamp(job.deadline_at or 0.0).isoformat(" ", "seconds")
     return f"The deadline, {deadline}, has passed; submit the job again to let it go on."
+
+
+def _why_slow(limit: float) -> str:
+    return (
+        f"It ran for {spell_duration(limit)} (start_timeout) and reported no optimizer step, so it "
+        "was ended; report steps, or raise start_timeout in the job file."
+    )
 
 
 def _why_stalled(stalled: StalledJob) -> str:

@@ -190,6 +190,14 @@ class Stalled:
 
 
 @dataclass(frozen=True)
+class StartOverdue:
+    """The processes of a generation have run for too long without a first step."""
+
+    generation: int
+    why: str
+
+
+@dataclass(frozen=True)
 class NodeLost:
     """A node that holds replicas of a generation is dead; the job is not to blame."""
 
@@ -248,6 +256,7 @@ Event: TypeAlias = (
     | Expire
     | HeartbeatLost
     | Stalled
+    | StartOverdue
     | NodeLost
     | Shutdown
     | Adopt

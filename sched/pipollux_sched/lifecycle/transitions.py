@@ -47,6 +47,7 @@ from .events import (
     Shutdown,
     Stalled,
     Started,
+    StartOverdue,
     Submit,
     Survived,
     Suspend,
@@ -60,6 +61,8 @@ FORGIVEN_AFTER = 600.0
 a month must not be given up after some months."""
 BACKOFF_LIMIT = 60.0
 """Longest wait before a failed job is started again, in seconds."""
+START_TIMEOUT = "StartTimeout"
+"""The reason of a generation that is ended as it has not taken its first step in time."""
 
 
 def backoff(times: int) -> float:
@@ -111,6 +114,8 @@ def advance(state: JobState, event: Event, now: float) -> Transition:
             return _heartbeat_lost(state, event, now)
         case Stalled():
             return _stalled(state, event, now)
+        case StartOverdue():
+            return _start_overdue(state, event, now)
         case NodeLost():
             return _node_lost(state, event, now)
         case Cancel():
@@ -327,6 +332,16 @@ def _stalled(state: JobState, event: Stalled, now: float) -> Transition:
     record = Record("stalled", event.generation, {"why": event.why})
     stalled = enter(state, state.phase, "Stalled", event.why, now, **_unchanged(state))
     return stalled, (record, Kill(event.generation, event.why))
+
+
+def _start_overdue(state: JobState, event: StartOverdue, now: float) -> Transition:
+    """Kill a generation that has not taken its first step in time; how it ended comes after."""
+    starts = state.running_on and not state.training and state.intent is None
+    if event.generation != state.generation or not starts or state.reason == START_TIMEOUT:
+        return state, ()
+    record = Record("stalled", event.generation, {"why": event.why})
+    overdue = enter(state, state.phase, START_TIMEOUT, event.why, now)
+    return overdue, (record, Kill(event.generation, event.why))
 
 
 def _unchanged(state: JobState) -> dict[str, Any]:

@@ -208,7 +208,7 @@ def pinned_because(state: JobState) -> Limit | None:
     if state.running_on and state.intent is Intent.MOVE:
         return Limit(LimitKind.STOPPING, "It is being moved; until it has, it is left alone.")
     if state.running_on and not state.training:
-        text = "It is starting: until its first step it is left where it is."
+        text = "It is starting: it is left where it is until its first step or start_timeout."
         return Limit(LimitKind.STARTING, text)
     if state.phase is Phase.RESTARTING:
         text = "It waits after a failure, and is started again where it was."

@@ -47,6 +47,9 @@ __all__ = [
 
 DEFAULT_MAX_REPLICAS = 64
 DEFAULT_MAX_RESTARTS = 3
+DEFAULT_START_TIMEOUT = 3600.0
+"""Seconds: loading a large model and compiling it take minutes, and a script that reports nothing
+should not hold its slots for days."""
 
 _NODE_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _NODE_NAME_LENGTH = 253
@@ -208,6 +211,11 @@ class JobSpec(_Spec):
     """Restarts after failures; restarts for a new allocation do not count."""
     deadline: Duration = Field(default=None, description="a duration such as 36h")
     """Seconds after its submission at which the job is ended, complete or not; None: never."""
+    start_timeout: Duration = Field(
+        default=DEFAULT_START_TIMEOUT, description="a duration such as 30m, or null"
+    )
+    """Seconds from the start of a generation's processes to its first step, after which they are
+    ended and the job is started again; None: it may start for ever."""
     hang_timeout: Duration = Field(default=None, description="a duration such as 30m")
     """Seconds without a further step, from the first step of a generation on, after which its
     processes are ended and the job is started again; None: it may stand still for ever."""

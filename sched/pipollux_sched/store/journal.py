@@ -255,6 +255,15 @@ def log(
     return row
 
 
+class StartingJob(NamedTuple):
+    """A job whose processes run and have taken no step yet."""
+
+    name: str
+    generation: int
+    spec: Mapping[str, Any]
+    started_at: float
+
+
 def overdue(session: Session, now: float) -> list[JobRecord]:
     """Return the live jobs whose deadline has passed without having been applied."""
     final = (Intent.CANCEL.value, Intent.EXPIRE.value)
@@ -264,6 +273,29 @@ def overdue(session: Session, now: float) -> list[JobRecord]:
         or_(JobRow.intent.is_(None), JobRow.intent.not_in(final)),
     )
     return [job_record(row) for row in session.scalars(query)]
+
+
+def starting(session: Session) -> list[StartingJob]:
+    """Return the jobs whose processes run and have taken no step yet."""
+    query = (
+        select(JobRow.name, JobRow.generation, JobRow.spec, GenerationRow.started_at)
+        .join(
+            GenerationRow,
+            and_(GenerationRow.job == JobRow.name, GenerationRow.generation == JobRow.generation),
+        )
+        .where(
+            JobRow.phase.not_in(ENDED),
+            JobRow.training.is_(False),
+            JobRow.intent.is_(None),
+            GenerationRow.started_at.is_not(None),
+            GenerationRow.ended_at.is_(None),
+        )
+    )
+    return [
+        StartingJob(name, generation, spec, started_at)
+        for name, generation, spec, started_at in session.execute(query)
+        if started_at is not None
+    ]
 
 
 def last_points(session: Session, names: Collection[str] | None) -> dict[str, Point]:

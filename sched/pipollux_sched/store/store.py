@@ -27,7 +27,7 @@ from .families import Families
 from .heartbeats import HeartbeatRecords
 from .hints import ReceivedHints
 from .job_cache import JobCache
-from .journal import Change
+from .journal import Change, StartingJob
 from .launches import LaunchRecords
 from .queries import Overview
 from .records import (
@@ -210,6 +210,16 @@ class Store:
         """Return the live jobs whose deadline has passed without having been applied."""
         with self._database.read() as session:
             return journal.overdue(session, self._clock())
+
+    def starting(self) -> list[StartingJob]:
+        """Return the jobs whose processes run and have taken no step yet."""
+        with self._database.read() as session:
+            return journal.starting(session)
+
+    @property
+    def now(self) -> float:
+        """The time by the store's clock, in seconds since the epoch."""
+        return self._clock()
 
     # Reports of jobs
 

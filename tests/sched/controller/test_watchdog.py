@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,8 @@ from pipollux_sched.lifecycle import (
     HeartbeatLost,
     Phase,
     Stalled,
+    Started,
+    StartOverdue,
 )
 from pipollux_sched.store import Store
 
@@ -47,8 +50,8 @@ class Case:
         self.happened.append((name, event))
         self.store.transition(name, event)
 
-    def submit(self, name: str, deadline: float | None = None) -> None:
-        self.store.submit(name, {"name": name}, "token", 3, deadline)
+    def submit(self, name: str, deadline: float | None = None, **fields: Any) -> None:
+        self.store.submit(name, {"name": name, **fields}, "token", 3, deadline)
 
     def look(self) -> list[tuple[str, Event]]:
         self.happened.clear()
@@ -120,6 +123,33 @@ def test_a_training_loop_that_hangs(case: Case) -> None:
     state = case.store.job("toy").state
     assert (state.phase, state.reason, state.message) == (Phase.RUNNING, "Stalled", why)
     assert case.look() == [], "once is enough"
+
+
+def test_a_script_that_never_reports(case: Case) -> None:
+    """The time runs from the start of its processes, and ends with the first step."""
+    case.submit("silent", start_timeout=60.0)
+    case.submit("patient", start_timeout=None)
+    case.submit("usual")
+    case.submit("trains", start_timeout=60.0)
+    for name in ("silent", "patient", "usual", "trains"):
+        case.store.transition(name, Allocate(["a"], "free"))
+    case.clock.now += 1000.0
+    assert case.look() == [], "the processes do not run yet"
+    for name in ("silent", "patient", "usual", "trains"):
+        case.store.transition(name, Started(1, ("1",)))
+    case.store.transition("trains", FirstStep(1, 7))
+    case.clock.now += 59.0
+    assert case.look() == []
+    case.clock.now += 1.0
+    [(name, event)] = case.look()
+    assert name == "silent"
+    assert isinstance(event, StartOverdue)
+    state = case.store.job("silent").state
+    assert state.reason == "StartTimeout"
+    assert state.message.startswith("It ran for 60 s (start_timeout) and reported no optimizer ")
+    assert case.look() == [], "once is enough"
+    case.clock.now += 3540.0
+    assert [name for name, _ in case.look()] == ["usual"]
 
 
 def test_a_replica_that_has_nothing_left_to_do_is_not_silent(case: Case) -> None:

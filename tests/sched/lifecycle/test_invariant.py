@@ -43,6 +43,7 @@ from pipollux_sched.lifecycle import (
     Stalled,
     Start,
     Started,
+    StartOverdue,
     StartReplicas,
     Stop,
     Submit,
@@ -54,6 +55,7 @@ from pipollux_sched.lifecycle import (
     live_changes,
 )
 
+SILENT = (HeartbeatLost, Stalled, StartOverdue, NodeLost, NotAdopted)
 History: TypeAlias = tuple[Event, ...]
 
 
@@ -70,7 +72,7 @@ def events(generation: int) -> list[Event]:
     return [
         *(Exited(generation, outcome) for outcome in Outcome),
         Exited(generation, Outcome.FAILED, cannot_start=True),
-        *(kind(generation, "why") for kind in (HeartbeatLost, Stalled, NodeLost, NotAdopted)),
+        *(kind(generation, "why") for kind in SILENT),
         *(HeartbeatLost(generation, "why", 0), NodeLost(generation, "why", "a")),
         *(kind(generation) for kind in (Retry, Adopt)),
         Started(generation, ()),

@@ -33,6 +33,7 @@ from pipollux_sched.lifecycle import (
     Stalled,
     Start,
     Started,
+    StartOverdue,
     Stop,
     Submit,
     Suspend,
@@ -209,6 +210,13 @@ TABLE = [
     (MOVING, Stalled(1, "still"), Phase.RESTARTING, "Test", Intent.MOVE, B, []),
     (CANCELLING, Stalled(1, "still"), Phase.RUNNING, "Test", Intent.CANCEL, AB, []),
     (WAITING, Stalled(1, "still"), Phase.RESTARTING, "Test", None, AB, []),
+    (
+        *(STARTING, StartOverdue(1, "slow"), Phase.RUNNING, "StartTimeout", None, AB),
+        ["stalled", Kill(1, "slow")],
+    ),
+    (TRAINING, StartOverdue(1, "slow"), Phase.RUNNING, "Test", None, AB, []),
+    (STARTING, StartOverdue(0, "slow"), Phase.RUNNING, "Test", None, AB, []),
+    (CANCELLING, StartOverdue(1, "slow"), Phase.RUNNING, "Test", Intent.CANCEL, AB, []),
     (
         *(TRAINING, NodeLost(1, "gone"), Phase.RUNNING, "NodeLost", Intent.SUSPEND, ()),
         ["stopping", Kill(1, "gone")],

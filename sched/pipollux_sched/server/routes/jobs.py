@@ -210,9 +210,11 @@ def log(
     """Return up to 1 MiB of a log from an offset, unchanged; the header
     `Pipollux-Log-Offset` holds the next offset.
     """
-    services.store.job(name)
+    state = services.store.job(name).state
     services.control.fetch_logs(name)
-    if not has_log(services.state_dir.log(name, generation, replica)):
+    # One that has been started may not have printed anything yet.
+    runs = generation == state.generation and replica < max(state.live.num_ids, 1)
+    if not runs and not has_log(services.state_dir.log(name, generation, replica)):
         raise HTTPException(
             404,
             f"there is no log of generation {generation}, replica {replica} of job {name!r}; "
