@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from pipollux_sched.backend.base import ReplicaKey, Signal
@@ -160,3 +161,6 @@ def test_kustomize_takes_it() -> None:
         check=True,
     )
     assert "--via=trainjob" in done.stdout
+    namespaces = [d for d in yaml.safe_load_all(done.stdout) if d["kind"] == "Namespace"]
+    levels = {d["metadata"]["name"]: d["metadata"]["labels"][LEVEL] for d in namespaces}
+    assert levels == {"pipollux": "restricted", "training": "baseline"}
