@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from typer.testing import CliRunner
 
 from pipollux_sched.backend.base import ReplicaKey, Signal
@@ -161,6 +160,3 @@ def test_kustomize_takes_it() -> None:
         check=True,
     )
     assert "--via=trainjob" in done.stdout
-    namespaces = [d for d in yaml.safe_load_all(done.stdout) if d["kind"] == "Namespace"]
-    levels = {d["metadata"]["name"]: d["metadata"]["labels"][LEVEL] for d in namespaces}
-    assert levels == {"pipollux": "restricted", "training": "baseline"}
