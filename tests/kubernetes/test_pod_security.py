@@ -178,6 +178,18 @@ def test_what_is_forbidden_is_refused_by_its_path() -> None:
         assert problems(template, "baseline") == {}
 
 
+def test_the_priority_class_of_pods() -> None:
+    """The administrator's, where a template names none."""
+    options = KubernetesOptions(priority_class="training", checkpoint_claim="checkpoints")
+    for template, name in (
+        ({}, "training"),
+        ({"spec": {"priorityClassName": "mine"}}, "mine"),
+    ):
+        pod = make_pod(PROGRAM, LAUNCH, 0, Owner("job", "1", template), options)
+        assert pod["spec"]["priorityClassName"] == name
+    assert "priorityClassName" not in pod_of({})
+
+
 def test_annotations_of_apparmor() -> None:
     key = "container.apparmor.security.beta.kubernetes.io/replica"
     for profile, refused in (("unconfined", 1), ("runtime/default", 0), ("localhost/mine", 0)):
