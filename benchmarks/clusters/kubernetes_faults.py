@@ -82,6 +82,7 @@ class KubernetesWorld(World):
             *(f"--device-resource={self._device}", f"--checkpoint-host-path={self.saves}"),
             *(f"--checkpoint-folder={self.saves}", "--interval=2", "--hints-interval=5"),
             *("--checkpoint-interval=3", "--grace=20", "--heartbeat-timeout=12"),
+            "--pod-security=baseline",  # the image is root's
         ]
 
     def environment(self) -> Mapping[str, str]:

@@ -70,6 +70,7 @@ class Site:
             *("--namespace", NAMESPACE, "--image-python", sys.executable),
             *("--host", self.cluster.address, "--port", str(self._port), "--advertise-url", url),
             *("--checkpoint-host-path", self.folder, "--checkpoint-folder", self.folder),
+            *("--pod-security", "baseline"),  # the image is root's
             *self._options,
         ]
         with self.log.open("ab") as log:

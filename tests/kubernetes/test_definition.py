@@ -14,7 +14,12 @@ from lightkube.types import PatchType
 
 from pipollux_sched.backend.kubernetes.api import Job
 from pipollux_sched.backend.kubernetes.definition import MUTABLE, definition_file
-from pipollux_sched.backend.kubernetes.job_resource import job_spec, resource_spec, view_job
+from pipollux_sched.backend.kubernetes.job_resource import (
+    ignored_change,
+    job_spec,
+    resource_spec,
+    view_job,
+)
 from pipollux_sched.lifecycle import Phase
 from pipollux_sched.spec.job import JobSpec, SpecError, parse_job
 from pipollux_sched.spec.teams import TeamsSpec
@@ -147,6 +152,26 @@ def test_what_the_api_server_refuses_at_once(client: Client) -> None:
             # `JobSpec` refuses it, too: a job that was accepted over REST can get its resource.
             with pytest.raises(SpecError):
                 job_spec(view_job({"metadata": {"name": "alpha"}, "spec": given}))
+
+
+def test_a_change_that_an_api_server_without_rules_lets_through() -> None:
+    """The job stays as it is, and its status says which fields do not count."""
+    spec = parse_job({"name": "alpha", "script": "/app/a.py", "image": IMAGE, "deadline": "1h"})
+    kept = spec.model_dump(mode="json") | {"team": "text"}  # it was moved there
+
+    def told(**fields: Any) -> str | None:
+        given = resource_spec(spec.model_dump(mode="json")) | {"team": "vision", **fields}
+        resource = view_job({"metadata": {"name": "alpha"}, "spec": given})
+        found = ignored_change(resource, kept, 1.0)
+        return None if found is None else str(found["message"])
+
+    assert told() is None
+    assert told(suspend=True, template={"spec": {}}, deadline="60m") is None
+    assert told(numStages=2, args=["--fast"]) == (
+        "The job stays as it was submitted: args, numStages cannot be changed; delete the job, and "
+        "create it again."
+    )
+    assert "min_replicas" in str(told(minReplicas=65))
 
 
 def test_team_and_priority_of_a_resource(

@@ -16,6 +16,7 @@ from pipollux_sched.backend.kubernetes.options import KubernetesOptions, PodSecu
 from pipollux_sched.backend.kubernetes.owner import Owner
 from pipollux_sched.backend.kubernetes.pod_security import template_problems
 from pipollux_sched.backend.kubernetes.pods import make_pod
+from pipollux_sched.backend.kubernetes.trainjobs import make_trainjob
 from pipollux_sched.lifecycle import Phase
 from tests.sched.backends import seats
 
@@ -85,19 +86,21 @@ def problems(template: Any, level: PodSecurity, **options: Any) -> dict[str, str
     return {found.path: found.text for found in template_problems(template, allowed)}
 
 
+PROGRAM = ReplicaProgram(job="job", script=Path("/a.py"), image=IMAGE, num_stages=1)
+LAUNCH = Launch(
+    job="job",
+    generation=1,
+    seats=seats(["n1"]),
+    num_first=1,
+    supervisor_url="http://127.0.0.1:1",
+    checkpoints="/checkpoints",
+)
+
+
 def pod_of(template: Mapping[str, Any], level: PodSecurity = "restricted") -> Any:
     """Return the spec of the pod that a job's template becomes."""
     options = KubernetesOptions(pod_security=level, checkpoint_claim="checkpoints")
-    program = ReplicaProgram(job="job", script=Path("/a.py"), image=IMAGE, num_stages=1)
-    launch = Launch(
-        job="job",
-        generation=1,
-        seats=seats(["n1"]),
-        num_first=1,
-        supervisor_url="http://127.0.0.1:1",
-        checkpoints="/checkpoints",
-    )
-    return make_pod(program, launch, 0, Owner("job", "1", template), options)["spec"]
+    return make_pod(PROGRAM, LAUNCH, 0, Owner("job", "1", template), options)["spec"]
 
 
 def assert_restricted(spec: Any) -> None:
@@ -135,6 +138,13 @@ def test_a_pod_is_restricted_whether_its_template_says_so_or_not() -> None:
     )
 
 
+def test_the_pods_of_a_trainjob_are_restricted() -> None:
+    options = KubernetesOptions(checkpoint_claim="checkpoints")
+    (patch,) = make_trainjob(PROGRAM, LAUNCH, Owner("job", "1"), options)["spec"]["runtimePatches"]
+    (job,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    assert_restricted(job["template"]["spec"]["template"]["spec"])
+
+
 def test_what_a_template_says_stays() -> None:
     spec = pod_of(
         {
@@ -166,6 +176,18 @@ def test_what_is_forbidden_is_refused_by_its_path() -> None:
         template = template_of(path, fields)
         assert list(problems(template, "restricted")) == [path]
         assert problems(template, "baseline") == {}
+
+
+def test_the_priority_class_of_pods() -> None:
+    """The administrator's, where a template names none."""
+    options = KubernetesOptions(priority_class="training", checkpoint_claim="checkpoints")
+    for template, name in (
+        ({}, "training"),
+        ({"spec": {"priorityClassName": "mine"}}, "mine"),
+    ):
+        pod = make_pod(PROGRAM, LAUNCH, 0, Owner("job", "1", template), options)
+        assert pod["spec"]["priorityClassName"] == name
+    assert "priorityClassName" not in pod_of({})
 
 
 def test_annotations_of_apparmor() -> None:

@@ -33,10 +33,11 @@ def test_what_is_in_step_is_looked_at_again_when_it_changes(
     directory = StateDir(tmp_path / "state")
     directory.create()
     (directory.path / "kubernetes.id").write_text("me")
-    resource: Object = {"metadata": {"name": "a", "uid": "1"}, "spec": {"suspend": False}}
+    spec = {"script": "/a.py", "suspend": False}
+    resource: Object = {"metadata": {"name": "a", "uid": "1"}, "spec": spec}
     resources: Mirror[JobResource] = Mirror(Selection(Job), view_job)
     with Store(directory.store, create=True) as store:
-        store.submit("a", {"name": "a"}, "token", max_restarts=3)
+        store.submit("a", {"name": "a", "script": "/a.py"}, "token", max_restarts=3)
         directory.job("a").mkdir(parents=True)
         link = directory.job("a") / "kubernetes.json"
         link.write_text(json.dumps({"uid": "1", "suspend": False}))

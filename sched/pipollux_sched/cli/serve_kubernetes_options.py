@@ -124,6 +124,15 @@ class KubernetesFlags:
             "the namespace's default one alone",
         ),
     ] = None
+    priority_class: Annotated[
+        str | None,
+        text_option(
+            "--priority-class",
+            "NAME",
+            "PriorityClass of the pods of jobs whose template names none.",
+            "the cluster's default",
+        ),
+    ] = None
     via: Annotated[
         str | None,
         text_option(

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from pipollux_sched.lifecycle import Phase
-from pipollux_sched.spec.job import JobSpec, parse_job
+from pipollux_sched.spec.job import JobSpec, SpecError, parse_job
 from pipollux_sched.store import JobRecord
 
 from .api import Object
@@ -19,6 +19,7 @@ from .pod_state import main_container
 __all__ = [
     "JobResource",
     "camel_case",
+    "ignored_change",
     "job_spec",
     "job_status",
     "refused_status",
@@ -35,8 +36,12 @@ REFUSED = "Refused"
 """Reason of the phase Failed of a resource that no job could be made from."""
 TEMPLATE_REFUSED = "TemplateRefused"
 """Condition of a job whose template was changed to one that is not allowed."""
+CHANGE_IGNORED = "ChangeIgnored"
+"""Condition of a job whose resource was changed to say something else than the job."""
 SUCCEEDING = "EarlierJobEnds"
 """Reason of the phase Created of a resource whose name is not free yet."""
+_CHANGED_ELSEWHERE = ("allocation", "team", "priority", "user")
+"""Fields that a job gets by moving to another team, or from a token."""
 _KEPT_AS_THEY_ARE = ("environment", "hints")
 """Fields whose keys are the user's."""
 
@@ -156,6 +161,38 @@ def refused_status(resource: JobResource, message: str, now: float) -> dict[str,
         "observedGeneration": resource.generation,
         "conditions": [_condition(resource, Phase.FAILED.value, REFUSED, message, now)],
     }
+
+
+def ignored_change(
+    resource: JobResource, spec: Mapping[str, Any], now: float
+) -> dict[str, Any] | None:
+    """Return the condition of a resource that says something else than its job; None: it does not.
+
+    An API server with the rules of the definition refuses such a change.
+
+    Args:
+        resource: the resource.
+        spec: the job's own, as JSON.
+        now: seconds since the epoch.
+    """
+    try:
+        wanted = job_spec(resource)
+    except SpecError as error:
+        message = f"The job stays as it was submitted: {error}"
+    else:
+        kept = parse_job(spec)
+        names = [
+            camel_case(name)
+            for name in JobSpec.model_fields
+            if name not in _CHANGED_ELSEWHERE and getattr(wanted, name) != getattr(kept, name)
+        ]
+        if not names:
+            return None
+        message = (
+            f"The job stays as it was submitted: {', '.join(names)} cannot be changed; delete the "
+            "job, and create it again."
+        )
+    return _condition(resource, CHANGE_IGNORED, "Immutable", message, now)
 
 
 def refused_template(resource: JobResource, message: str, now: float) -> dict[str, Any]:

@@ -61,6 +61,8 @@ class KubernetesOptions:
     """What the pod templates of jobs may ask for, see `pod_security`."""
     service_accounts: tuple[str, ...] = ()
     """Service accounts that templates may name besides `default`."""
+    priority_class: str | None = None
+    """PriorityClass of our pods whose template names none; None: the cluster's default."""
     python: str = "python"
     """The interpreter in images."""
     grace: float = 30.0

@@ -131,6 +131,8 @@ def _fill_spec(
     )
     spec.setdefault("automountServiceAccountToken", False)
     spec.setdefault("enableServiceLinks", False)
+    if options.priority_class:
+        spec.setdefault("priorityClassName", options.priority_class)
     tolerations = [*(spec.get("tolerations") or ()), *map(dict, options.tolerations)]
     if options.device != CPU:
         tolerations.append({"key": options.device, "operator": "Exists"})

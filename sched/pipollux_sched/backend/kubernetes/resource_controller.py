@@ -36,6 +36,7 @@ from .api import Api, Event, Job, JobStatus
 from .events import phase_event
 from .job_resource import (
     JobResource,
+    ignored_change,
     job_spec,
     job_status,
     refused_status,
@@ -265,6 +266,9 @@ class ResourceController:
         wanted = job_status(job, resource, self._identity, step)
         if not job.phase.ended:
             self._note_template(resource, wanted)
+            if resource.generation > 1:  # its spec was changed
+                ignored = ignored_change(resource, job.spec, time.time())
+                wanted["conditions"] += [] if ignored is None else [ignored]
         old = dict(resource.status)
         if old == wanted:
             return True

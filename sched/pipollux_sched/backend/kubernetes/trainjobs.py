@@ -14,6 +14,7 @@ from . import names
 from .api import Object
 from .options import CPU, KubernetesOptions
 from .owner import Owner
+from .pod_security import make_restricted
 from .pods import (
     CHECKPOINTS,
     GRACE_MARGIN,
@@ -145,7 +146,7 @@ def _patch(labels: Mapping[str, str], launch: Launch, options: KubernetesOptions
     tolerations = [*map(dict, options.tolerations)]
     if options.device != CPU:
         tolerations.append({"key": options.device, "operator": "Exists"})
-    pod = {
+    pod: dict[str, Any] = {
         "metadata": {"labels": dict(labels)},
         "spec": {
             "affinity": _affinity(labels, launch),
@@ -155,6 +156,8 @@ def _patch(labels: Mapping[str, str], launch: Launch, options: KubernetesOptions
             "containers": [{"name": CONTAINER, "volumeMounts": mounted}],
         },
     }
+    if options.pod_security == "restricted":
+        make_restricted(pod["spec"])
     replicated = {"name": CONTAINER, "template": {"spec": {"template": pod}}}
     spec = {"template": {"spec": {"replicatedJobs": [replicated]}}}
     return {"manager": MANAGER, "trainingRuntimeSpec": spec}
