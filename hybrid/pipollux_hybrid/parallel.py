@@ -16,6 +16,7 @@ from pipollux_hybrid.engines import choose_chunks, choose_orders, make_engine, r
 from pipollux_hybrid.job.agreement import agree, model_settings
 from pipollux_hybrid.job.context import context
 from pipollux_hybrid.job.peers import needing_all, passing_on
+from pipollux_hybrid.job.replica_calls import BatchDigest
 from pipollux_hybrid.module_wrapper import batch_of, check_arguments, check_single
 from pipollux_hybrid.optim.adaptive_optimizer import AdaptiveOptimizer
 from pipollux_hybrid.optim.noise_meter import NoiseMeter
@@ -30,6 +31,7 @@ from pipollux_hybrid.pipeline.microbatch import PyTree, batch_size_of, map_tenso
 from pipollux_hybrid.pipeline.num_microbatches import FEWEST_NORMALISED, cut_sizes
 from pipollux_hybrid.pipeline_model import PipelineModel
 from pipollux_hybrid.sync.backward_plan import BackwardPlan, plan_backward
+from pipollux_hybrid.sync.batch_digest import BatchDigests
 from pipollux_hybrid.sync.bucket import BUCKET_BYTES
 from pipollux_hybrid.sync.buffers import BufferSynchronizer, all_reduce_sum, broadcast_tensors
 from pipollux_hybrid.sync.replica_check import ReplicaCheck, check_interval
@@ -203,7 +205,7 @@ class HybridParallel(PipelineModel):
             bucket_bytes=bucket_bytes,
         )
         self._check = ReplicaCheck(module, ctx, interval, self._tied)
-        self._same_samples = SameSamples(ctx)
+        self._same_samples, self._digests = SameSamples(ctx), BatchDigests()
         self._optimizer = AdaptiveOptimizer(
             optimizer,
             is_complete=lambda: self._complete,
@@ -245,7 +247,7 @@ class HybridParallel(PipelineModel):
         if not isinstance(self._engine, PipelineEngine):
             if torch.is_grad_enabled():
                 refuse_plain_loop()
-            with passing_on():
+            with self._calling("model(inputs) under torch.no_grad()", sizes, batch), passing_on():
                 output = self._engine.run(batch, sizes)
             batchnorm.commit_statistics(self._deferred)
             return output
@@ -300,8 +302,10 @@ class HybridParallel(PipelineModel):
         plan = self._plan(sizes, inputs)
         how = {"training": self.training, "counted": plan.num_samples > 0}
         counting = self._counting(how["counted"])
-        with needing_all(), counting, self._synchronizer.backward(plan), passing_on():
-            return self._engine.train(inputs, targets, sizes, loss_fn, **how)
+        with needing_all(), counting, self._synchronizer.backward(plan):
+            calling = self._calling("model.train_step(…)", sizes, inputs, targets)
+            with calling, passing_on():
+                return self._engine.train(inputs, targets, sizes, loss_fn, **how)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -326,6 +330,16 @@ class HybridParallel(PipelineModel):
         if any(x.training for x in self._deferred) if alone else self._normalises and self.training:
             fewest = max(fewest, 2)  # a single value has no variance
         return cut_sizes(batch_size_of(batch), self.num_microbatches, fewest)
+
+    def _calling(
+        self, name: str, sizes: list[int], inputs: PyTree, targets: PyTree = None
+    ) -> AbstractContextManager[None]:
+        """Make sure that all processes of the replica make a call, and with the same batch."""
+        mesh, digests = self._context.mesh, self._digests
+        assert mesh is not None  # noqa: S101  # one process makes its calls alone
+        digests.begin()
+        read = digests.digest(inputs), digests.digest(targets)
+        return mesh.calls.meeting(name, BatchDigest(sum(sizes), len(sizes), *read))
 
     def _counting(self, counts: bool) -> AbstractContextManager[None]:
         """Have layers keep statistics of the forwards within, if their samples count."""

@@ -127,6 +127,8 @@ class ControlMessage:
 
 
 NOTHING = ControlMessage()
+EXCHANGE = "an exchange between all processes"
+"""What a call is named whose caller does not say more."""
 _HEAD = len(NOTHING.numbers()) + 3
 
 
@@ -237,6 +239,7 @@ class ControlPlane:
         if self._message is None:
             return None
         if self._agreed is None:
+            self._meet(f"a step boundary, {self._place}" if self._place else "a step boundary")
             vector = self._vector([0.0] * self._riding, rides=False)
             try:
                 vector = self._sum(vector, self._timeout)
@@ -265,15 +268,27 @@ class ControlPlane:
         """Gather one CPU tensor of equal shape from every replica, in the order of ranks."""
         if self._group is None:
             return [tensor]
+        self._meet(EXCHANGE)
         with self._gathering():
             return self._group.all_gather(tensor)
 
-    def gather_bytes(self, content: bytes) -> list[bytes]:
-        """Gather bytes of any length from every replica, in the order of ranks."""
+    def gather_bytes(self, content: bytes, call: str = EXCHANGE) -> list[bytes]:
+        """Gather bytes of any length from every replica, in the order of ranks.
+
+        Args:
+            content: This replica's.
+            call: What the script has called, for messages.
+        """
         if self._group is None:
             return [content]
+        self._meet(call)
         with self._gathering():
             return self._group.all_gather_bytes(content)
+
+    def _meet(self, call: str) -> None:
+        """Make sure that all processes of this replica come here."""
+        if self.mesh is not None:
+            self.mesh.calls.meet(call)
 
     def _refuse_places(self) -> NoReturn:
         """Refuse replicas at different places; all find out at once, so they can exchange them."""
