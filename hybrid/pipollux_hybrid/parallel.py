@@ -20,6 +20,7 @@ from pipollux_hybrid.job.replica_calls import BatchDigest
 from pipollux_hybrid.module_wrapper import batch_of, check_arguments, check_single
 from pipollux_hybrid.optim.adaptive_optimizer import AdaptiveOptimizer
 from pipollux_hybrid.optim.noise_meter import NoiseMeter
+from pipollux_hybrid.optim.optimizer_check import OptimizerCheck
 from pipollux_hybrid.optim.parameter_watch import ParameterWatch
 from pipollux_hybrid.optim.scaling_rules import ScalingRule, default_rule
 from pipollux_hybrid.partition.balance import PartitionRequest
@@ -204,6 +205,8 @@ class HybridParallel(PipelineModel):
             reduce_dtype=reduce_dtype,
             bucket_bytes=bucket_bytes,
         )
+        self._steps_alike = OptimizerCheck(optimizer)
+        ctx.control.checks.append(self._steps_alike)
         self._check = ReplicaCheck(module, ctx, interval, self._tied)
         self._same_samples, self._digests = SameSamples(ctx), BatchDigests()
         self._optimizer = AdaptiveOptimizer(
@@ -288,7 +291,9 @@ class HybridParallel(PipelineModel):
 
         Returns:
             The mean loss of this replica's batch, float64, without a graph; in all of its
-            processes.
+            processes. NaN if a loss of another replica in this iteration is not finite, as the
+            gradients then are not either: scripts that skip such a step skip it on all replicas.
+            Not so on GPUs, where that would have to be waited for.
 
         Raises:
             ConfigurationError: Inputs and targets do not go together.
@@ -296,8 +301,9 @@ class HybridParallel(PipelineModel):
         if isinstance(self._engine, PipelineEngine):
             targets = map_tensors(lambda x: x.to(self.output_device, non_blocking=True), targets)
             loss = loss_fn(self(inputs), targets)
+            self._note_loss(loss)
             loss.backward()
-            return loss.detach().double()
+            return self._synchronizer.agreed(loss.detach().double())
         sizes = self._sizes(inputs)
         plan = self._plan(sizes, inputs)
         how = {"training": self.training, "counted": plan.num_samples > 0}
@@ -305,7 +311,9 @@ class HybridParallel(PipelineModel):
         with needing_all(), counting, self._synchronizer.backward(plan):
             calling = self._calling("model.train_step(…)", sizes, inputs, targets)
             with calling, passing_on():
-                return self._engine.train(inputs, targets, sizes, loss_fn, **how)
+                loss = self._engine.train(inputs, targets, sizes, loss_fn, **how)
+            self._note_loss(loss)
+        return self._synchronizer.agreed(loss)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -340,6 +348,12 @@ class HybridParallel(PipelineModel):
         digests.begin()
         read = digests.digest(inputs), digests.digest(targets)
         return mesh.calls.meeting(name, BatchDigest(sum(sizes), len(sizes), *read))
+
+    def _note_loss(self, loss: Tensor) -> None:
+        """Note the loss of a batch whose backward ends soon, if its samples count."""
+        micro_step = self._batch.micro_step
+        if micro_step is None or micro_step.num_samples > 0:
+            self._synchronizer.note_loss(loss)
 
     def _counting(self, counts: bool) -> AbstractContextManager[None]:
         """Have layers keep statistics of the forwards within, if their samples count."""
@@ -386,6 +400,7 @@ class HybridParallel(PipelineModel):
         """Go on with other replicas, as all of them would after a restart."""
         self._synchronizer.rejoin(self._context.env.num_replicas)
         self._optimizer.rejoin()
+        self._steps_alike.rejoined()
         self._noise.prepare()
         batchnorm.drop_statistics(self._deferred)
         self._complete, self._result, self._norm = True, None, torch.tensor(math.nan)
@@ -397,6 +412,7 @@ class HybridParallel(PipelineModel):
         return self._metrics.rate_factor
 
     def _stepped(self) -> None:
+        self._steps_alike.stepped()
         self._noise.stepped()
         self._synchronizer.stepped()
         self._timing.read()

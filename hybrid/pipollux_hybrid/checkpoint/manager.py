@@ -82,6 +82,7 @@ def save_all_states(*, background: bool = False) -> Path | None:
     manager, states = ctx.component(CheckpointManager), ctx.component(States)
     if ctx.mesh is not None:
         ctx.mesh.calls.meet("save_all_states()")
+    ctx.control.check()
     for state in states.values():
         state.sync()
     root = ctx.env.checkpoint_dir

@@ -38,6 +38,8 @@ class IterationTotals:
     """Σ n²/b |c|² over contributions c of b samples, in parts of n."""
     unmeasurable: float
     """Replicas whose contributions cannot be separated."""
+    nonfinite: float
+    """Processes in which a loss was not finite."""
     buffers: Sequence[float]
     """:meth:`~pipollux_hybrid.sync.buffers.BufferSynchronizer.report`, or nothing."""
     late: Sequence[float]
@@ -65,6 +67,7 @@ class IterationTotals:
                 sent a summary of other parameters.
         """
         head = [self.samples, self.part_samples, self.estimates, self.sqr, self.unmeasurable]
+        head.append(self.nonfinite)
         tail = [*self.buffers, *self.late, *self.present]
         first = len(self.buffers)
         second = first + len(self.late)
@@ -91,6 +94,7 @@ class IterationTotals:
             estimates=totals[2],
             sqr=totals[3],
             unmeasurable=totals[4],
+            nonfinite=totals[5],
             buffers=tail[:first],
             late=tail[first:second],
             present=tail[second:],
