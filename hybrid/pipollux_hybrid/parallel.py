@@ -20,6 +20,7 @@ from pipollux_hybrid.job.replica_calls import BatchDigest
 from pipollux_hybrid.module_wrapper import batch_of, check_arguments, check_single
 from pipollux_hybrid.optim.adaptive_optimizer import AdaptiveOptimizer
 from pipollux_hybrid.optim.noise_meter import NoiseMeter
+from pipollux_hybrid.optim.norm_guard import refuse_stage_norms
 from pipollux_hybrid.optim.optimizer_check import OptimizerCheck
 from pipollux_hybrid.optim.parameter_watch import ParameterWatch
 from pipollux_hybrid.optim.scaling_rules import ScalingRule, default_rule
@@ -205,6 +206,8 @@ class HybridParallel(PipelineModel):
             reduce_dtype=reduce_dtype,
             bucket_bytes=bucket_bytes,
         )
+        if ctx.mesh is not None:
+            ctx.closers.append(refuse_stage_norms(module))
         self._steps_alike = OptimizerCheck(optimizer)
         ctx.control.checks.append(self._steps_alike)
         self._check = ReplicaCheck(module, ctx, interval, self._tied)

@@ -44,7 +44,8 @@ def clip_over_stages(
         return nn.utils.clip_grad_norm_(
             parameters, max_norm, norm_type, error_if_nonfinite, foreach
         )
-    gradients = [p.grad for p in counted(tied, parameters) if p.grad is not None]
+    # Detached, as norms of a script's own are refused by the gradients' identity.
+    gradients = [p.grad.detach() for p in counted(tied, parameters) if p.grad is not None]
     mine = nn.utils.get_total_norm(gradients, norm_type, foreach=foreach)
     call = "model.clip_grad_norm_(…)"
     if math.isinf(norm_type):
