@@ -18,9 +18,12 @@ from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job.agreement import agree, model_settings
 from pipollux_hybrid.job.context import context
 from pipollux_hybrid.job.peers import needing_all, passing_on
+from pipollux_hybrid.job.replica_calls import BatchDigest
 from pipollux_hybrid.module_wrapper import batch_of, check_arguments, check_single
 from pipollux_hybrid.optim.adaptive_optimizer import AdaptiveOptimizer
 from pipollux_hybrid.optim.noise_meter import NoiseMeter
+from pipollux_hybrid.optim.norm_guard import refuse_stage_norms
+from pipollux_hybrid.optim.optimizer_check import OptimizerCheck
 from pipollux_hybrid.optim.parameter_watch import ParameterWatch
 from pipollux_hybrid.optim.scaling_rules import ScalingRule, default_rule
 from pipollux_hybrid.partition.balance import PartitionRequest
@@ -40,6 +43,7 @@ from pipollux_hybrid.pipeline.num_microbatches import FEWEST_NORMALISED, cut_siz
 from pipollux_hybrid.pipeline.samples import BatchCheck, plain_batch
 from pipollux_hybrid.pipeline_model import PipelineModel
 from pipollux_hybrid.sync.backward_plan import BackwardPlan, plan_backward
+from pipollux_hybrid.sync.batch_digest import BatchDigests
 from pipollux_hybrid.sync.bucket import BUCKET_BYTES
 from pipollux_hybrid.sync.buffers import BufferSynchronizer, all_reduce_sum, broadcast_tensors
 from pipollux_hybrid.sync.replica_check import ReplicaCheck, check_interval
@@ -212,8 +216,12 @@ class HybridParallel(PipelineModel):
             reduce_dtype=reduce_dtype,
             bucket_bytes=bucket_bytes,
         )
+        if ctx.mesh is not None:
+            ctx.closers.append(refuse_stage_norms(module))
+        self._steps_alike = OptimizerCheck(optimizer)
+        ctx.control.checks.append(self._steps_alike)
         self._check = ReplicaCheck(module, ctx, interval, self._tied)
-        self._same_samples = SameSamples(ctx)
+        self._same_samples, self._digests = SameSamples(ctx), BatchDigests()
         self._optimizer = AdaptiveOptimizer(
             optimizer,
             is_complete=lambda: self._complete,
@@ -256,7 +264,7 @@ class HybridParallel(PipelineModel):
         if not isinstance(self._engine, PipelineEngine):
             if torch.is_grad_enabled():
                 refuse_plain_loop()
-            with passing_on():
+            with self._calling("model(inputs) under torch.no_grad()", sizes, batch), passing_on():
                 output = self._engine.run(batch, sizes)
             batchnorm.commit_statistics(self._deferred)
             return output
@@ -316,7 +324,9 @@ class HybridParallel(PipelineModel):
 
         Returns:
             The mean loss of this replica's batch, float64, without a graph; in all of its
-            processes.
+            processes. NaN if a loss of another replica in this iteration is not finite, as the
+            gradients then are not either: scripts that skip such a step skip it on all replicas.
+            Not so on GPUs, where that would have to be waited for.
 
         Raises:
             ConfigurationError: Inputs and targets do not go together, or the loss function does
@@ -331,15 +341,12 @@ class HybridParallel(PipelineModel):
             self._targets_check.check(targets, sum(sizes), len(sizes))
         plan = self._plan(sizes, inputs)
         options: Any = {"scope": scope, "training": self.training, "samples": plan.num_samples}
-        with (
-            needing_all(),
-            self._counting(plan.counted),
-            self._synchronizer.backward(plan),
-            passing_on(),
-        ):
-            loss, weight = self._engine.train(inputs, targets, sizes, loss_fn, **options)
+        with needing_all(), self._counting(plan.counted), self._synchronizer.backward(plan):
+            with self._calling("model.train_step(…)", sizes, inputs, targets), passing_on():
+                loss, weight = self._engine.train(inputs, targets, sizes, loss_fn, **options)
             self._weigh(plan, weight)
-        return loss
+            self._note_loss(loss)
+        return self._synchronizer.agreed(loss)
 
     def _train_in_one_process(
         self, engine: PipelineEngine, inputs: PyTree, targets: PyTree, loss_fn: LossFunction
@@ -351,8 +358,9 @@ class HybridParallel(PipelineModel):
         if plan is not None:
             self._weigh(plan, loss.weight)
             divisor = plan.num_samples or sum(plan.sizes)
+        self._note_loss(loss.mean)
         loss.scaled(1.0, divisor).backward()
-        return loss.mean
+        return self._synchronizer.agreed(loss.mean)
 
     def _weigh(self, plan: BackwardPlan, weight: float | None) -> None:
         """Note the weight of a plan's loss.
@@ -393,6 +401,22 @@ class HybridParallel(PipelineModel):
         sizes = cut_sizes(batch_size_of(batch), self.num_microbatches, fewest)
         self._inputs_check.check(batch, sum(sizes), len(sizes))
         return sizes
+
+    def _calling(
+        self, name: str, sizes: list[int], inputs: PyTree, targets: PyTree = None
+    ) -> AbstractContextManager[None]:
+        """Make sure that all processes of the replica make a call, and with the same batch."""
+        mesh, digests = self._context.mesh, self._digests
+        assert mesh is not None  # noqa: S101  # one process makes its calls alone
+        digests.begin()
+        read = digests.digest(inputs), digests.digest(targets)
+        return mesh.calls.meeting(name, BatchDigest(sum(sizes), len(sizes), *read))
+
+    def _note_loss(self, loss: Tensor) -> None:
+        """Note the loss of a batch whose backward ends soon, if its samples count."""
+        micro_step = self._batch.micro_step
+        if micro_step is None or micro_step.num_samples > 0:
+            self._synchronizer.note_loss(loss)
 
     def _counting(self, counts: bool) -> AbstractContextManager[None]:
         """Have layers keep statistics of the forwards within, if their samples count."""
@@ -439,6 +463,7 @@ class HybridParallel(PipelineModel):
         """Go on with other replicas, as all of them would after a restart."""
         self._synchronizer.rejoin(self._context.env.num_replicas)
         self._optimizer.rejoin()
+        self._steps_alike.rejoined()
         self._noise.prepare()
         batchnorm.drop_statistics(self._deferred)
         self._complete, self._result, self._norm = True, None, torch.tensor(math.nan)
@@ -450,6 +475,7 @@ class HybridParallel(PipelineModel):
         return self._metrics.rate_factor
 
     def _stepped(self) -> None:
+        self._steps_alike.stepped()
         self._noise.stepped()
         self._synchronizer.stepped()
         self._timing.read()

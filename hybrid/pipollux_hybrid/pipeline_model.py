@@ -50,11 +50,19 @@ class PipelineModel(ModuleWrapper):
         """Return the plain module's state, keyed by its own layer names whatever the balance.
 
         Where each stage has a process of its own, all processes of a replica call it, and all get
-        the whole, with what is of other stages on the CPU.
+        the whole, with what is of other stages on the CPU. One of them then writes a file::
+
+            state = model.state_dict()
+            if pipollux.process_rank() == 0:
+                torch.save(state, path)
+
+        Raises:
+            SynchronizationError: Another process of the replica makes another call, or has ended.
         """
         state, mesh = super().state_dict(*args, **kwargs), self._context.mesh
         if mesh is None:
             return state
+        mesh.calls.meet("model.state_dict()")
         packed = io.BytesIO()
         torch.save(dict(state), packed)
         for stage, content in enumerate(mesh.gather_from_stages(packed.getvalue())):

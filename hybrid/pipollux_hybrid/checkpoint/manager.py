@@ -84,6 +84,9 @@ def save_all_states(*, background: bool = False) -> Path | None:
     """
     ctx = context()
     manager, states = ctx.component(CheckpointManager), ctx.component(States)
+    if ctx.mesh is not None:
+        ctx.mesh.calls.meet("save_all_states()")
+    ctx.control.check()
     for state in states.values():
         state.sync()
     root = ctx.env.checkpoint_dir

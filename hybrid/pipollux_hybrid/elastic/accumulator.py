@@ -31,6 +31,9 @@ __all__ = ["Accumulator"]
 Summables = dict[Key, Summable]
 
 
+SYNC = "the synchronized() of an Accumulator, or a checkpoint"
+
+
 class AccumulatorState(State):
     """What an accumulator holds.
 
@@ -60,7 +63,7 @@ class AccumulatorState(State):
         """Add what all replicas have pending to the totals."""
         ctx = self._context
         mine = (_copy(self.pending), zlib.crc32(_bytes(self.totals)), self.changes)
-        everyone = [_read(content) for content in ctx.control.gather_bytes(_bytes(mine))]
+        everyone = [_read(content) for content in ctx.control.gather_bytes(_bytes(mine), SYNC)]
         if len({checksum for _, checksum, _ in everyone}) > 1:
             raise SynchronizationError(
                 "the totals of an Accumulator differ between replicas: inside synchronized() every "

@@ -23,6 +23,7 @@ from pipollux_hybrid.job.batch import Part, num_parts
 from .loop import ElasticLoop
 from .sampler import ElasticSampler
 from .stream import PartCollate, SampleStream
+from .stream_check import StreamCheck, content_of
 
 __all__ = ["AdaptiveDataLoader"]
 
@@ -159,8 +160,21 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
         if self._stream is not None:
             rank = self._context.env.rank
             self._stream.begin(self._epochs.epoch, self._state.index, self._shape(), rank)
-            return iter(self._batches)
+            return self._read()
         return self._fetch()
+
+    def _read(self) -> Iterator[tuple[Part, T]]:
+        """Return the batches of a stream, each with its part of the iteration."""
+        check = self._context.component(StreamCheck)
+        for part, marks, batch in self._batches:
+            check.note(marks)
+            yield part, batch
+
+    def _description(self) -> str:
+        """Return what all replicas must loop over alike, with what is in it if that is known."""
+        content = None if self._stream is not None else content_of(self.dataset)
+        known = "" if content is None else f", of content {content:08x}"
+        return f"{super()._description()}{known}"
 
     def _fetch(self) -> Iterator[tuple[Part, T]]:
         """Return the batches of a map-style data set, each with its part of the iteration."""
@@ -198,8 +212,9 @@ def _check_options(options: dict[str, Any]) -> None:
     for name in ("sampler", "batch_sampler", "drop_last"):
         if options.pop(name, None):
             raise ConfigurationError(
-                f"AdaptiveDataLoader takes no {name}: it divides the samples itself, each "
-                "exactly once an epoch; use shuffle=True or a torch.utils.data.Subset"
+                f"AdaptiveDataLoader takes no {name}: it divides the samples among the replicas "
+                "itself, each exactly once an epoch; leave out a DistributedSampler, and for other "
+                "samplers use shuffle=True or a torch.utils.data.Subset"
             )
     if not options.get("in_order", True):
         raise ConfigurationError(

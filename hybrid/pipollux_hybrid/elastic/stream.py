@@ -17,6 +17,7 @@ from pipollux_hybrid.errors import CheckpointError, ConfigurationError
 from pipollux_hybrid.job.batch import BatchShape, Part
 
 from .sampler import parts_of_iteration
+from .stream_check import Marks, marks_of
 
 __all__ = ["PartCollate", "SampleStream"]
 
@@ -31,7 +32,7 @@ class _Request:
     rank: int
 
 
-class SampleStream(IterableDataset[tuple[Part, list[Any]]]):
+class SampleStream(IterableDataset[tuple[Part, Marks, list[Any]]]):
     """The parts of one replica, with their samples.
 
     It is read where the data set is: in the training process or in its worker. A whole batch of
@@ -58,8 +59,8 @@ class SampleStream(IterableDataset[tuple[Part, list[Any]]]):
         """
         self._request = _Request(epoch, index, shape, rank)
 
-    def __iter__(self) -> Iterator[tuple[Part, list[Any]]]:
-        """Yield parts from the asked position on."""
+    def __iter__(self) -> Iterator[tuple[Part, Marks, list[Any]]]:
+        """Yield parts from the asked position on, with marks of the samples of all replicas."""
         request = self._request
         assert request is not None  # noqa: S101  # the loader calls begin first
         reader = self._reader_at(request.epoch, request.index)
@@ -67,11 +68,12 @@ class SampleStream(IterableDataset[tuple[Part, list[Any]]]):
             index = reader.index
             samples = reader.take(request.shape.batch_size)
             is_last = reader.at_end
+            marks = marks_of(samples) if request.shape.num_replicas > 1 else {}
             parts = parts_of_iteration(
                 index, len(samples), request.shape, request.rank, is_last=is_last
             )
             for positions, part in parts:
-                yield part, samples[positions.start - index : positions.stop - index]
+                yield part, marks, samples[positions.start - index : positions.stop - index]
             if is_last:
                 self._reader = None
                 return
@@ -142,7 +144,7 @@ class PartCollate:
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
 
-    def __call__(self, item: tuple[Part, list[Any]]) -> tuple[Part, Any]:
+    def __call__(self, item: tuple[Part, Marks, list[Any]]) -> tuple[Part, Marks, Any]:
         """Make the batch."""
-        part, samples = item
-        return part, self._collate(samples)
+        part, marks, samples = item
+        return part, marks, self._collate(samples)

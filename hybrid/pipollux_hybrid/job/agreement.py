@@ -62,8 +62,12 @@ def agree(control: ControlPlane, where: str, settings: Mapping[str, object]) -> 
     )
 
 
-def by_value(values: Sequence[object]) -> str:
+def by_value(values: Sequence[object], word: str = "replica") -> str:
     """Return which replicas have which value.
+
+    Args:
+        values: Of all, in the order of ranks.
+        word: What each is called.
 
     Example:
         >>> by_value(["2", "3", "2"])
@@ -73,7 +77,7 @@ def by_value(values: Sequence[object]) -> str:
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
     return ", and ".join(
-        f"{value} on replica{'s' if len(where) > 1 else ''} {', '.join(map(str, where))}"
+        f"{value} on {word}{'s' if len(where) > 1 else ''} {', '.join(map(str, where))}"
         for value, where in ranks.items()
     )
 

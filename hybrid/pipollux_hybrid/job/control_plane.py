@@ -39,6 +39,7 @@ from .groups import ReplicaGroup
 from .mesh import ProcessMesh
 from .peer_loss import PeerLoss
 from .peers import lost_peers
+from .self_checks import SelfCheck, share_of
 
 __all__ = ["ControlMessage", "ControlPlane"]
 
@@ -127,7 +128,9 @@ class ControlMessage:
 
 
 NOTHING = ControlMessage()
-_HEAD = len(NOTHING.numbers()) + 3
+EXCHANGE = "an exchange between all processes"
+"""What a call is named whose caller does not say more."""
+_HEAD = len(NOTHING.numbers()) + 4
 
 
 class ControlPlane:
@@ -156,6 +159,8 @@ class ControlPlane:
         """The groups of this process where each stage has one."""
         self.settings: dict[str, str | None] = {}
         """What :func:`~pipollux_hybrid.job.agreement.agree` has compared, by name."""
+        self.checks: list[SelfCheck] = []
+        """What every exchange compares between all processes."""
         self._message: ControlMessage | None = None
         """What this replica contributes to the exchange under way."""
         self._agreed: ControlMessage | None = None
@@ -237,6 +242,7 @@ class ControlPlane:
         if self._message is None:
             return None
         if self._agreed is None:
+            self._meet(f"a step boundary, {self._place}" if self._place else "a step boundary")
             vector = self._vector([0.0] * self._riding, rides=False)
             try:
                 vector = self._sum(vector, self._timeout)
@@ -261,19 +267,49 @@ class ControlPlane:
         """Return when every replica has come here."""
         self.exchange(ControlMessage())
 
+    def check(self) -> None:
+        """Compare now what every exchange compares, whatever is under way.
+
+        Raises:
+            SynchronizationError: A process is elsewhere or has something else, or is gone.
+        """
+        if self._group is None:
+            return
+        self._meet(EXCHANGE)
+        vector = self._vector([0.0] * self._riding, rides=False, message=NOTHING)
+        try:
+            vector = self._sum(vector)
+        except SynchronizationError:
+            raise  # which says what it is already
+        except RuntimeError as error:
+            raise lost_peers("while comparing what all must have in common", error) from error
+        self._read(vector)
+
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Gather one CPU tensor of equal shape from every replica, in the order of ranks."""
         if self._group is None:
             return [tensor]
+        self._meet(EXCHANGE)
         with self._gathering():
             return self._group.all_gather(tensor)
 
-    def gather_bytes(self, content: bytes) -> list[bytes]:
-        """Gather bytes of any length from every replica, in the order of ranks."""
+    def gather_bytes(self, content: bytes, call: str = EXCHANGE) -> list[bytes]:
+        """Gather bytes of any length from every replica, in the order of ranks.
+
+        Args:
+            content: This replica's.
+            call: What the script has called, for messages.
+        """
         if self._group is None:
             return [content]
+        self._meet(call)
         with self._gathering():
             return self._group.all_gather_bytes(content)
+
+    def _meet(self, call: str) -> None:
+        """Make sure that all processes of this replica come here."""
+        if self.mesh is not None:
+            self.mesh.calls.meet(call)
 
     def _refuse_places(self) -> NoReturn:
         """Refuse replicas at different places; all find out at once, so they can exchange them."""
@@ -290,20 +326,35 @@ class ControlPlane:
             f"samples, same order, not sharded by hand) and take the same loops ({others})"
         )
 
-    def _vector(self, numbers: Sequence[float], *, rides: bool) -> torch.Tensor:
-        """Return message, place, whether a backward sends them, and the numbers, as float64."""
-        message = self._message if self._message is not None and self._agreed is None else NOTHING
+    def _vector(
+        self, numbers: Sequence[float], *, rides: bool, message: ControlMessage | None = None
+    ) -> torch.Tensor:
+        """Return message, place, whether a backward sends them, and the numbers, as float64.
+
+        Args:
+            numbers: Of a backward.
+            rides: Whether it is one.
+            message: What to send in the place of the message under way.
+        """
+        if message is None:
+            sent = self._message is None or self._agreed is not None
+            message = NOTHING if sent or self._message is None else self._message
         mark = float(zlib.crc32(self._place.encode()) & _MARK)
-        head = [*message.numbers(), mark, mark * mark, float(rides)]
+        share = 0.0
+        if self._group is not None:
+            share = share_of(self.checks, self._group.process_group.rank(), self._num_replicas)
+        head = [*message.numbers(), mark, mark * mark, share, float(rides)]
         return torch.tensor([*head, *numbers], dtype=torch.float64)
 
     def _read(self, vector: torch.Tensor) -> tuple[ControlMessage, list[float]]:
         """Return the message and the numbers that a sum of vectors stands for."""
         totals = vector.tolist()
         head, sums = totals[:_HEAD], totals[_HEAD:]
-        mark, mark_sqr, riding = map(int, head[-3:])
+        mark, mark_sqr, differing, riding = map(int, head[-4:])
         if self._num_replicas * mark_sqr != mark * mark:
             self._refuse_places()
+        if differing:
+            self._compare()
         if riding not in (0, self._num_replicas):
             here = f"replica {dist.get_rank()} of {self._num_replicas}"
             raise SynchronizationError(
@@ -311,7 +362,13 @@ class ControlPlane:
                 "replicas ran a backward and the others did not: decide on all replicas alike, or "
                 "multiply the loss by zero"
             )
-        return ControlMessage.of(head[:-3]), sums
+        return ControlMessage.of(head[:-4]), sums
+
+    def _compare(self) -> None:
+        """Compare what differs; all processes find out at once."""
+        word = "replica" if self.mesh is None else "rank"
+        for check in self.checks:
+            check.compare(self.gather_bytes(check.content()), word)
 
     def _sum(
         self,

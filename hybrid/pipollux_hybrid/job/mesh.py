@@ -26,6 +26,7 @@ from .connections import new_connections
 from .env import JobEnvironment
 from .groups import ReplicaGroup, make_known
 from .peers import broken_replica, lost_peers
+from .replica_calls import ReplicaCalls
 
 __all__ = ["MeshGroups", "ProcessMesh"]
 
@@ -84,6 +85,8 @@ class ProcessMesh:
             row, _ = dist.new_subgroups_by_enumeration(rows, wait, "gloo")
         self.row = ReplicaGroup(row, env.processes_per_replica)
         """The same processes as those of :attr:`stages`, for tensors on the CPU."""
+        self.calls = ReplicaCalls(self.row, self.stage, env.rank)
+        """Announces what the processes of this replica do together."""
         self.column = ReplicaGroup(column, env.num_replicas)
         """The same processes as those of :attr:`replicas`, for tensors on the CPU."""
         self._among: dict[Stages, dist.ProcessGroup | None] = {}
@@ -144,6 +147,7 @@ class ProcessMesh:
         self._ranks = self._all_ranks(groups.column.size)
         row = self._ranks[replica].tolist()
         self.column, self.row, self.within = groups.column, groups.row, groups.within
+        self.calls = ReplicaCalls(self.row, self.stage, replica)
         self.replicas = make_known(groups.column, self._ranks[:, self.stage].tolist())
         self.stages = make_known(groups.row, row)
         self._among = {

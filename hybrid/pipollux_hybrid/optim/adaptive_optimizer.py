@@ -90,8 +90,11 @@ class AdaptiveOptimizer:
 
     @property
     def may_zero(self) -> bool:
-        """Whether gradients may be forgotten: not while accumulation steps are gathering them."""
-        return self._may_zero
+        """Whether gradients may be forgotten: not while accumulation steps are gathering them.
+
+        Those of a whole iteration may be, also where the script has left out the step.
+        """
+        return self._may_zero or self._is_complete()
 
     @property
     def is_complete(self) -> bool:
@@ -262,7 +265,7 @@ class AdaptiveOptimizer:
         @functools.wraps(original)
         def zero_grad(_: torch.optim.Optimizer, set_to_none: bool = True) -> None:
             # Gradients kept by accumulation steps are not to be lost to the next loop body.
-            if self._may_zero:
+            if self.may_zero:
                 original(set_to_none=set_to_none)
 
         self.optimizer.zero_grad = MethodType(zero_grad, self.optimizer)  # type: ignore[method-assign]  # as above

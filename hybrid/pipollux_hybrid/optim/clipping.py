@@ -44,12 +44,14 @@ def clip_over_stages(
         return nn.utils.clip_grad_norm_(
             parameters, max_norm, norm_type, error_if_nonfinite, foreach
         )
-    gradients = [p.grad for p in counted(tied, parameters) if p.grad is not None]
+    # Detached, as norms of a script's own are refused by the gradients' identity.
+    gradients = [p.grad.detach() for p in counted(tied, parameters) if p.grad is not None]
     mine = nn.utils.get_total_norm(gradients, norm_type, foreach=foreach)
+    call = "model.clip_grad_norm_(…)"
     if math.isinf(norm_type):
-        norm = max(float(content) for content in mesh.gather_from_stages(str(float(mine)).encode()))
+        norm = max(mesh.calls.meet(call, number=float(mine)))
     else:
-        norm = mesh.sum_over_stages([float(mine) ** norm_type])[0] ** (1.0 / norm_type)
+        norm = sum(mesh.calls.meet(call, number=float(mine) ** norm_type)) ** (1.0 / norm_type)
     if error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients of all stages is {norm}, so "

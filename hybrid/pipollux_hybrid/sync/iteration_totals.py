@@ -40,6 +40,8 @@ class IterationTotals:
     """Σ n²/b |c|² over contributions c of b samples, in parts of n."""
     unmeasurable: float
     """Replicas whose contributions cannot be separated."""
+    nonfinite: float
+    """Processes in which a loss was not finite."""
     buffers: Sequence[float]
     """:meth:`~pipollux_hybrid.sync.buffers.BufferSynchronizer.report`, or nothing."""
     late: Sequence[float]
@@ -67,7 +69,7 @@ class IterationTotals:
                 sent a summary of other parameters.
         """
         head = [self.samples, self.weight, self.part_samples, self.estimates, self.sqr]
-        head.append(self.unmeasurable)
+        head += [self.unmeasurable, self.nonfinite]
         tail = [*self.buffers, *self.late, *self.present]
         first = len(self.buffers)
         second = first + len(self.late)
@@ -95,6 +97,7 @@ class IterationTotals:
             estimates=totals[3],
             sqr=totals[4],
             unmeasurable=totals[5],
+            nonfinite=totals[6],
             buffers=tail[:first],
             late=tail[first:second],
             present=tail[second:],

@@ -81,6 +81,7 @@ class ReplicaCheck:
         """
         if self._interval and step % self._interval == 0:
             with self._control.losses.noting():
+                self._control.check()  # that all are here
                 self.compare(step)
 
     def compare(self, step: int) -> None:

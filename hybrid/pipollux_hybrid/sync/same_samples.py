@@ -51,6 +51,7 @@ class SameSamples:
         if not self._pending or self._context.batch.micro_step is not None:
             return
         self._pending = False
+        self._context.control.check()  # that none has left out the step
         everyones = self._context.control.gather(torch.tensor([self._digest]))
         digests = [int(x) for x in everyones[:: self._context.env.processes_per_replica]]
         if self._context.env.leads and self._digest and len(set(digests)) == 1:
@@ -58,6 +59,7 @@ class SameSamples:
                 f"all {len(digests)} replicas train on the same samples: the batches of their "
                 "first step are equal, as a plain DataLoader gives each replica the whole data "
                 "set; use pipollux.AdaptiveDataLoader, which divides the samples, or "
-                "DataLoader(…, sampler=DistributedSampler(dataset))",
+                "DataLoader(…, sampler=DistributedSampler(dataset, pipollux.num_replicas(), "
+                "pipollux.replica_rank()))",
                 stacklevel=4,
             )

@@ -20,6 +20,7 @@ Counts, norms and flags travel apart from the gradients, as float64 over the CPU
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -114,7 +115,10 @@ class GradientSynchronizer:
         self._accounted: list[BackwardPlan] = []
         self._measurable, self._unit = True, 0
         self._sqr = [NormSum() for _ in self._stages]
+        self._nonfinite = False
+        """Whether a loss of this process was not finite."""
         # What the replicas agreed on in the last one.
+        self._finite = True
         self._reference = self._batch_over_part = 1.0
 
     def watch(self, output: PyTree, plan: BackwardPlan) -> None:
@@ -139,6 +143,19 @@ class GradientSynchronizer:
             self._begin(plan, task=EXPLICIT)
         yield
         self._end()
+
+    def note_loss(self, loss: Tensor) -> None:
+        """Note the loss of a backward before it ends; one on a GPU is not waited for."""
+        if loss.device.type == "cpu" and loss.numel() == 1:
+            self._nonfinite |= not math.isfinite(float(loss.detach()))
+
+    def agreed(self, loss: Tensor) -> Tensor:
+        """Return the loss of the last backward; NaN if the iteration has another that is.
+
+        So scripts that leave out a step with such a loss do so in all processes, as they would with
+        the loss of the whole batch.
+        """
+        return loss if self._finite else loss * math.nan
 
     def stepped(self) -> None:
         """End the iteration after the optimizer's step."""
@@ -171,6 +188,7 @@ class GradientSynchronizer:
         self._task, self._plans = None, []
         self._fresh, self._averaged, self._part = True, False, None
         self._reference = self._batch_over_part = 1.0
+        self._nonfinite, self._finite = False, True
 
     # --- the beginning of a backward -----------------------------------------------------------
 
@@ -319,7 +337,7 @@ class GradientSynchronizer:
                 factors = [self._unit**2 / x for x in self._plans[0].samples_by_pass]
                 self._tied.measure(self._sqr[0], factors, self._preconditioner)
         if not self._synchronizes:
-            self._task = None
+            self._task, self._finite = None, True
             self._on_finished(None)
             return
         try:
@@ -328,6 +346,7 @@ class GradientSynchronizer:
             if self._tied is not None:
                 result = self._tied.add_up(result, timed=self._plans[0].timed)
             self._fresh = self._averaged = True
+            self._nonfinite = False
             self._task, self._plans = None, []
             self._on_finished(result)
         except PeerLostError as error:
@@ -347,6 +366,7 @@ class GradientSynchronizer:
         self._on_settled()
         weight = self._loss_weight() if self._samples > 0 else 1.0
         self._batch_over_part = weight / max(self._unit, 1)
+        self._finite = not self._nonfinite
         if self._samples > 0:
             _check_weight(weight)
             scale_gradients(self._stages, self._unit / weight)
@@ -367,6 +387,7 @@ class GradientSynchronizer:
                 "over nothing"
             )
         _check_weight(total.weight)
+        self._finite = total.nonfinite == 0.0
         if self._num_replicas == 1:
             scale_gradients(self._stages, self._unit / total.weight)
         if self._mesh is None:
@@ -404,6 +425,7 @@ class GradientSynchronizer:
             estimates=self._estimates if speaks else 0,
             sqr=self._sqr_sum(),
             unmeasurable=not self._measurable,
+            nonfinite=self._nonfinite,
             buffers=self._buffers.report() if self._buffers and self._num_replicas > 1 else [],
             late=late,
             present=present,

@@ -78,7 +78,7 @@ class SimulatedControl(ControlPlane):
         first = self._wire.first.setdefault(self._num_gathered, tensor)
         return [first] + [tensor] * (self._num_replicas - 1)
 
-    def gather_bytes(self, content: bytes) -> list[bytes]:
+    def gather_bytes(self, content: bytes, call: str = "") -> list[bytes]:  # noqa: ARG002  # base's
         return self.gather(content)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from pipollux_hybrid import ConfigurationError, GradScaler, HybridParallel, init_process_group
 from pipollux_hybrid.job.context import context
@@ -92,6 +93,22 @@ def ties_two_chunks() -> None:
     wrapped(module, balance=[2, 2, 2, 3], schedule="interleaved")
 
 
+def clips(clip: Callable[[list[nn.Parameter]], Any]) -> None:
+    model = wrapped(make_model("mlp"))
+    model.train_step(INPUTS, TARGETS, F.cross_entropy)
+    nn.utils.clip_grad_value_(model.parameters(), 1.0)
+    model.clip_grad_norm_(1.0)
+    clip(list(model.parameters()))
+
+
+def clips_by_torch() -> None:
+    clips(lambda parameters: clip_grad_norm_(parameters, 1.0, foreach=False))
+
+
+def takes_a_norm_by_torch() -> None:
+    clips(lambda parameters: get_total_norm([p.grad for p in parameters if p.grad is not None]))
+
+
 CASES: dict[str, tuple[Callable[[], None], str]] = {
     "plain loop": (plain_loop, "write loss = model.train_step(inputs, targets, loss_fn)"),
     "unknown schedule": (unknown_schedule, "'gpipe', '1f1b', 'interleaved', 'auto' are allowed"),
@@ -107,6 +124,8 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
     "a layer": (layer_fails, "stage 1 (cpu), layer '1' (Odd): too few samples for Odd"),
     "the loss": (loss_fails, "no loss today"),
     "scaler": (scales, "train in bfloat16, which needs no scaling"),
+    "clipping": (clips_by_torch, "write model.clip_grad_norm_(max_norm)"),
+    "a norm": (takes_a_norm_by_torch, "write model.clip_grad_norm_(max_norm)"),
     "other layer": (layer_of_another, "is in the process of stage"),
 }
 

@@ -1,0 +1,184 @@
+"""Calls that all processes of a replica make together, where each stage has one.
+
+If one process evaluates, saves or ends while another one trains, each takes the other's messages
+for its own, or waits until a timeout. So every such call begins with a message of fixed size on the
+replica's group: the name of the call, and a digest of the samples that it was given. A training
+step does not wait for it: it travels while micro-batches do, and is read before gradients are used.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from pipollux_hybrid.errors import PeerLostError, SynchronizationError
+
+from .groups import ReplicaGroup
+from .peers import broken_replica
+
+__all__ = ["BatchDigest", "ReplicaCalls"]
+
+NAME_BYTES = 160
+_CALL = struct.Struct(f"<{NAME_BYTES}sqqqqd")
+
+
+class BatchDigest(NamedTuple):
+    """What a call was given; 0 stands for a number that is unknown."""
+
+    samples: int = 0
+    microbatches: int = 0
+    inputs: int = 0
+    """Digest of the inputs."""
+    targets: int = 0
+    """Digest of the targets."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    name: str
+    batch: BatchDigest
+    number: float
+
+    def pack(self) -> torch.Tensor:
+        """Return it as a message, uint8."""
+        content = _CALL.pack(self.name.encode(), *self.batch, self.number)
+        return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+    @classmethod
+    def unpack(cls, message: torch.Tensor) -> _Call:
+        """Return what a message stands for."""
+        name, *batch, number = _CALL.unpack(message.numpy().tobytes())
+        return cls(name.rstrip(b"\0").decode(), BatchDigest(*batch), number)
+
+
+class ReplicaCalls:
+    """Announces this process's calls to the others of its replica.
+
+    Args:
+        group: The processes of the replica, in the order of stages.
+        stage: Which of them this one is.
+        replica: The replica's rank.
+    """
+
+    def __init__(self, group: ReplicaGroup, stage: int, replica: int) -> None:
+        self._group, self._stage, self._replica = group, stage, replica
+
+    def meet(self, name: str, batch: BatchDigest | None = None, number: float = 0.0) -> list[float]:
+        """Return when all processes of the replica make this call.
+
+        Args:
+            name: The call, as a script writes it.
+            batch: What it was given.
+            number: Is sent along.
+
+        Returns:
+            The number of each process, in the order of stages.
+
+        Raises:
+            SynchronizationError: Another process makes another call, or was given another batch.
+            ReplicaBrokenError: A process is gone.
+        """
+        call = _Call(_short(name), batch or BatchDigest(), number)
+        return self._check(call, *self._send(call))
+
+    @contextmanager
+    def meeting(self, name: str, batch: BatchDigest) -> Iterator[None]:
+        """Make sure by the end of a call that all processes of the replica make it.
+
+        Args:
+            name: The call, as a script writes it.
+            batch: What it was given.
+
+        Raises:
+            SynchronizationError: As of :meth:`meet`, also instead of an error within that follows
+                from it.
+            ReplicaBrokenError: A process is gone.
+        """
+        call = _Call(_short(name), batch, 0.0)
+        work, everyone = self._send(call)
+        try:
+            yield
+        except PeerLostError:  # who is gone may be so because of this call, and has said so before
+            self._check(call, work, everyone)
+            raise
+        except Exception:  # whatever layers and losses raise
+            if work.is_completed() and work.is_success():
+                self._compare(call, everyone)
+            raise
+        self._check(call, work, everyone)
+
+    def _send(self, call: _Call) -> tuple[Any, list[torch.Tensor]]:
+        try:
+            return self._group.start_all_gather(call.pack())
+        except RuntimeError as error:
+            raise self._missing(call, error) from error
+
+    def _check(self, call: _Call, work: Any, everyone: Sequence[torch.Tensor]) -> list[float]:
+        try:
+            self._group.wait(work)
+        except RuntimeError as error:
+            raise self._missing(call, error) from error
+        return self._compare(call, everyone)
+
+    def _missing(self, call: _Call, error: RuntimeError) -> SynchronizationError:
+        return broken_replica(
+            f"in {call.name}, which every process of the replica must call (if another one has "
+            "come to the end of its script, it did not)",
+            error,
+        )
+
+    def _compare(self, call: _Call, everyone: Sequence[torch.Tensor]) -> list[float]:
+        calls = [_Call.unpack(message) for message in everyone]
+        if any(other.name != call.name for other in calls):
+            raise SynchronizationError(self._other_calls(calls))
+        given = [other.batch for other in calls]
+        counts = {(batch.samples, batch.microbatches) for batch in given}
+        differing = [
+            what
+            for what in ("inputs", "targets")
+            if len({getattr(batch, what) for batch in given} - {0}) > 1
+        ]
+        if len(counts) > 1 or differing:
+            raise SynchronizationError(self._other_batches(call, given, differing))
+        return [other.number for other in calls]
+
+    def _other_calls(self, calls: Sequence[_Call]) -> str:
+        first = self._replica * len(calls)
+        places = ", and ".join(f"rank {first + k} is in {x.name}" for k, x in enumerate(calls))
+        return (
+            f"{places}: the processes of a replica must make the same calls in the same order, so "
+            "make these in every process; where one is to print or write a file, only that belongs "
+            "under `if pipollux.process_rank() == 0`"
+        )
+
+    def _other_batches(
+        self, call: _Call, given: Sequence[BatchDigest], differing: Sequence[str]
+    ) -> str:
+        what = ", ".join(differing) or "numbers of samples"
+        sizes = [
+            f"{batch.samples} samples in {batch.microbatches} micro-batches" for batch in given
+        ]
+        found = ""
+        if len(set(sizes)) > 1:
+            found = " (" + ", ".join(f"stage {k}: {size}" for k, size in enumerate(sizes)) + ")"
+        return (
+            f"the processes of replica {self._replica} were given different {what} in "
+            f"{call.name}{found}: the first stage reads the inputs and the last one the targets, "
+            "so every process of a replica must load the same batches: use "
+            "pipollux.AdaptiveDataLoader, or shard and seed by pipollux.replica_rank() and not by "
+            "the process's rank, as in DistributedSampler(dataset, pipollux.num_replicas(), "
+            "pipollux.replica_rank())"
+        )
+
+
+def _short(name: str) -> str:
+    """Return what fits into a message of a name."""
+    content = name.encode()
+    if len(content) <= NAME_BYTES:
+        return name
+    return content[: NAME_BYTES - 3].decode(errors="ignore") + "..."

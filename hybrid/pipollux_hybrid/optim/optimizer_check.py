@@ -1,0 +1,141 @@
+"""Whether the optimizers of all processes have stepped alike, with the same hyperparameters.
+
+Replicas average their gradients, and each steps by itself. One that leaves a step out, or steps at
+another learning rate, has other parameters from there on.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipollux_hybrid.errors import SynchronizationError
+from pipollux_hybrid.job.agreement import by_value
+
+__all__ = ["OptimizerCheck"]
+
+TOLERANCE = 1e-5
+"""Relative difference of a hyperparameter that rounding may make on another machine."""
+NAMED = 3
+"""Differences that a message names."""
+
+
+class OptimizerCheck:
+    """The steps of an optimizer in this membership, and its hyperparameters.
+
+    Args:
+        optimizer: Its groups have the same hyperparameters in all processes.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._steps = 0
+        self._values: list[Any] = []
+        self._present = self._used = 0
+        """Digests of the hyperparameters as they are now, and as the last step used them."""
+        self._words: dict[str, str] = {}
+        self._used_words: dict[str, str] = {}
+        """The same for people."""
+
+    def stepped(self) -> None:
+        """Note a step of the optimizer."""
+        self._steps += 1
+        self._used, self._used_words = self._digest(), self._words
+
+    def rejoined(self) -> None:
+        """Count from here, as replicas that have joined do."""
+        self._steps = self._used = 0
+        self._used_words = {}
+
+    def digest(self) -> int:
+        """Return a number that depends on steps and hyperparameters."""
+        return zlib.crc32(f"{self._steps} {self._used} {self._digest()}".encode())
+
+    def content(self) -> bytes:
+        """Return both as JSON."""
+        self._digest()
+        told = {"steps": self._steps, "used": self._used_words, "now": self._words}
+        return json.dumps(told).encode()
+
+    def compare(self, contents: Sequence[bytes], word: str) -> None:
+        """Refuse processes whose optimizers differ.
+
+        Args:
+            contents: What :meth:`content` returned in each.
+            word: What a process is called.
+
+        Raises:
+            SynchronizationError: They do; it says in what and how to decide alike.
+        """
+        everyone = [json.loads(content) for content in contents]
+        steps = [told["steps"] for told in everyone]
+        if len(set(steps)) > 1:
+            raise SynchronizationError(
+                f"optimizer.step() did not run on all {word}s alike (steps taken: "
+                f"{by_value(steps, word)}): step on all of them or on none. A loss that the script "
+                "computes is each replica's own: decide by the loss that model.train_step returns, "
+                "which is finite on all replicas or on none, or by a sum over the replicas "
+                "(pipollux.all_reduce_sum)"
+            )
+        for when in ("now", "used"):
+            differences = _differences([told[when] for told in everyone], word)
+            if differences:
+                more = f"; and {len(differences) - NAMED} more" if len(differences) > NAMED else ""
+                raise SynchronizationError(
+                    f"the optimizers of the {word}s differ: {'; '.join(differences[:NAMED])}{more}"
+                    ": set hyperparameters alike in all processes, and give a scheduler such as "
+                    "ReduceLROnPlateau a value that all share, such as a total of a "
+                    "pipollux.Accumulator, and not a loss of its own"
+                )
+
+    def _digest(self) -> int:
+        values = list(self._hyperparameters())
+        if values != self._values:  # in few steps
+            self._values = values
+            self._words = {f"{name} of group {k}": _word(value) for k, name, value in values}
+            self._present = zlib.crc32(json.dumps(self._words).encode())
+        return self._present
+
+    def _hyperparameters(self) -> Iterator[tuple[int, str, Any]]:
+        for index, group in enumerate(self._optimizer.param_groups):
+            for name, value in group.items():
+                if name not in ("params", "param_names"):
+                    yield index, name, _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that can be compared; one on a GPU would have to be waited for."""
+    if isinstance(value, Tensor):
+        return float(value) if value.device.type == "cpu" and value.numel() == 1 else None
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_plain, value))
+    plain = isinstance(value, (bool, int, float, str)) or value is None
+    return value if plain else type(value).__name__
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_word, value))})"
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return f"{value:.6g}" if is_number else str(value)
+
+
+def _differences(everyone: Sequence[dict[str, str]], word: str) -> list[str]:
+    names = dict.fromkeys(name for words in everyone for name in words)
+    rows = {name: [words.get(name, "missing") for words in everyone] for name in names}
+    return [f"{name} is {by_value(row, word)}" for name, row in rows.items() if not _alike(row)]
+
+
+def _alike(row: Sequence[str]) -> bool:
+    if len(set(row)) == 1:
+        return True
+    try:
+        numbers = [float(text) for text in row]
+    except ValueError:
+        return False
+    return max(numbers) - min(numbers) <= TOLERANCE * max(map(abs, numbers))
