@@ -172,7 +172,8 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
 
     def _description(self) -> str:
         """Return what all replicas must loop over alike, with what is in it if that is known."""
-        content = None if self._stream is not None else content_of(self.dataset)
+        made = self.__dict__.get("_batches") is not None
+        content = content_of(self.dataset) if made and self._stream is None else None
         known = "" if content is None else f", of content {content:08x}"
         return f"{super()._description()}{known}"
 
