@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.extent import first
 from tests.programs import Forked, Replicas
 from tests.waiting import until
 
@@ -52,24 +53,24 @@ def running(
         yield job.programs
 
 
-@pytest.mark.parametrize("killed", [None, 0])
+@pytest.mark.parametrize("killed", first(1, [None, 0]))
 def test_a_second_job_is_refused_as_long_as_a_process_of_the_first_lives(
     script: Path, killed: int | None
 ) -> None:
     """It is told which job that is; the first one does not notice."""
     end = script.parent / "end"
-    with running(script, 1 if killed is None else 2) as first:
+    with running(script, 1 if killed is None else 2) as begun:
         if killed is not None:
-            first[killed].send_signal(signal.SIGKILL)
-            first[killed].wait()
+            begun[killed].send_signal(signal.SIGKILL)
+            begun[killed].wait()
         with Forked(script, [str(end)], environment(script.parent)) as second:
             assert second.wait() == 1
             assert f"{script.parent}/checkpoints belongs to another job that is" in second.errors
-            assert f"process {first[0].pid} on " in second.errors
+            assert f"process {begun[0].pid} on " in second.errors
             assert "give each job a folder of its own, or stop that job first" in second.errors
         end.touch()
         if killed is None:
-            assert first[0].wait() == 0
+            assert begun[0].wait() == 0
             assert (script.parent / "checkpoints" / "checkpoint-00000001").is_dir()
 
 
@@ -88,17 +89,20 @@ def test_a_job_may_begin_where_the_one_before_has_ended(script: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("job", "attempts"),
-    [
-        ({"PIPOLLUX_JOB_ID": "lm-7"}, ("PIPOLLUX_GENERATION", "1", "2")),
-        ({"SLURM_JOB_ID": "99"}, ("SLURM_RESTART_COUNT", "0", "1")),
-    ],
+    "scheduler",
+    first(
+        1,
+        [
+            ({"PIPOLLUX_JOB_ID": "lm-7"}, ("PIPOLLUX_GENERATION", "1", "2")),
+            ({"SLURM_JOB_ID": "99"}, ("SLURM_RESTART_COUNT", "0", "1")),
+        ],
+    ),
 )
 def test_a_scheduler_may_start_a_job_again_while_its_last_attempt_is_left(
-    script: Path, job: dict[str, str], attempts: tuple[str, str, str]
+    script: Path, scheduler: tuple[dict[str, str], tuple[str, str, str]]
 ) -> None:
     """On a host that was cut off, say; a job of another name is refused even so."""
-    variable, before, after = attempts
+    job, (variable, before, after) = scheduler
     with (
         running(script, end="never", **job, **{variable: before}),
         running(script, **job, **{variable: after}) as (new,),
