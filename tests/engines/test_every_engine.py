@@ -165,6 +165,19 @@ def test_a_script_that_ends_as_if_stopped_has_failed(scheduler: Scheduler, statu
     assert ", but was not asked to stop" in head
 
 
+@on("local", "slurm")
+def test_a_script_that_daemonises_itself_is_not_complete(
+    case: EngineCase, scheduler: Scheduler
+) -> None:
+    """Its work is ended with it; children of other kinds may be left behind."""
+    scheduler.apply("toy", ["n1"], "--steps=1", "--daemonise")
+    exited = scheduler.exited("toy")
+    assert exited.outcome is Outcome.FAILED
+    head = exited.message.partition("\n")[0]
+    assert "exit status 70: The script ended with exit status 0, but a process that" in head
+    assert case.processes() == []
+
+
 @on(*ENGINES, rarely=("local", "trainjobs"))
 def test_a_newer_generation_goes_on_where_the_older_stopped(scheduler: Scheduler) -> None:
     """On another node, from the same checkpoint."""
@@ -231,6 +244,23 @@ def test_a_kill_ends_what_does_not_stop(case: EngineCase, scheduler: Scheduler) 
     assert ended is not None
     assert (ended.status, ended.lost) == (-9, "")
     assert case.processes() == []
+
+
+@on("local", "slurm")
+def test_an_agent_that_is_killed_leaves_no_folder(
+    case: EngineCase, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = case.folder / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    scheduler.apply("toy", ["n1"], "--stubborn")
+    scheduler.started("toy")
+    scheduler.says(ReplicaKey("toy", 1, 0), "goes on from step 0")
+    assert scheduler.generations.kill("toy", "its node is dead")
+    assert scheduler.exited("toy").outcome is Outcome.FAILED
+    assert list(temporary.iterdir()) == []
+    scheduler.generations.forget("toy", 1)
+    assert not case.state_dir.generation("toy", 1).exists()
 
 
 @on(*ENGINES, rarely=("local", "trainjobs"))

@@ -28,6 +28,7 @@ ARGS.add_argument("--fail-rank", type=int, default=0)
 ARGS.add_argument("--fail-status", type=int, help="end so at FAIL_AT; negative: by this signal")
 ARGS.add_argument("--prints", action="store_true", help="tell each step")
 ARGS.add_argument("--stubborn", action="store_true", help="ignore SIGTERM, and so do the children")
+ARGS.add_argument("--daemonise", action="store_true", help="go on in a process of its own")
 ARGS.add_argument("--beats", action="store_true", help="a thread gives signs of life")
 ARGS.add_argument(
     "--hang-at", type=int, help="save at this step, and hang if it is the 1st generation"
@@ -40,6 +41,11 @@ stop_requested = False
 
 def main() -> int:
     options = ARGS.parse_args()
+    if options.daemonise:
+        if os.fork():
+            return 0
+        os.setsid()
+        time.sleep(300)
     signal.signal(signal.SIGTERM, signal.SIG_IGN if options.stubborn else request_stop)
     rank = int(os.environ["RANK"])
     generation = int(os.environ["PIPOLLUX_GENERATION"])

@@ -118,6 +118,8 @@ class LocalEngine(Engine):
             **marks(str(self._state_dir.path), key),
             "PIPOLLUX_RESULT_FILE": str(folder.result(replica)),
         }
+        if program.run_as is None:  # others may not enter that folder
+            own["PIPOLLUX_AGENT_FOLDER"] = str(folder.agent(replica))
         endpoint = f"{LOOPBACK}:{placement.port}"
         process = ReplicaProcess.start(
             as_user_command(program, agent_command(program, launch, replica, endpoint=endpoint)),

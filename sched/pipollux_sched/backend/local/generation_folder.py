@@ -55,6 +55,10 @@ class GenerationFolder:
         """Return the file in which a replica's agent leaves its result."""
         return self.path / f"replica-{replica}.result.json"
 
+    def agent(self, replica: int) -> Path:
+        """Return the folder of a replica's agent."""
+        return self.path / f"replica-{replica}.agent"
+
     def create(self) -> None:
         """Create it; folders of earlier generations of the job are removed.
 

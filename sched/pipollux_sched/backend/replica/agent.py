@@ -21,8 +21,9 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping
-from contextlib import suppress
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -30,6 +31,14 @@ from typing import Any
 
 STOPPED = 128 + signal.SIGTERM
 """Exit status after a stop that was asked for."""
+DAEMONISED = 70
+"""Exit status where the script has ended, but processes that it has forked go on."""
+LINGER = 2.0
+"""Seconds that such processes have to end."""
+_DAEMONISED = (
+    "The script ended with exit status 0, but a process that it had forked still ran (PID {}), and "
+    "was ended: a job ends with its script. Train in the process that is started, not in a daemon."
+)
 _asked = False
 
 
@@ -38,14 +47,71 @@ def main() -> int:
     _ignore_repeated_signals()
     _make_folder()
     script = sys.argv.index("--") + 1
-    sys.argv.insert(script, str(Path(__file__).with_name("script_main.py")))
-    with tempfile.TemporaryDirectory(prefix="pipollux-agent-") as folder:
+    process = [str(Path(__file__).with_name("script_main.py")), *sys.argv[script : script + 1]]
+    sys.argv.insert(script, process[0])
+    with _own_folder() as folder:
         # torch's agent copies there what the script's process has written into a file of its own.
-        error_file = Path(folder) / "error.json"
+        error_file = folder / "error.json"
         os.environ["TORCHELASTIC_ERROR_FILE"] = str(error_file)
         status = _run()
-        _leave_result(result_of(error_file, os.environ))
+        result = result_of(error_file, os.environ)
+        left = _left_behind(process) if status == 0 else []
+        if left:
+            status, said = DAEMONISED, _DAEMONISED.format(", ".join(map(str, left)))
+            print(said, file=sys.stderr, flush=True)
+            result["error"] = {"message": said, "types": [], "loaded": True}
+        _leave_result(result)
     return status
+
+
+@contextmanager
+def _own_folder() -> Iterator[Path]:
+    """Make a folder for files of the agent and torch's; where one is named, its engine removes it.
+
+    One in the machine's folder for temporary files stays when the agent is killed.
+    """
+    named = os.environ.pop("PIPOLLUX_AGENT_FOLDER", "")
+    if named:
+        os.makedirs(named, mode=0o700, exist_ok=True)
+        tempfile.tempdir = named
+        yield Path(named)
+        return
+    with tempfile.TemporaryDirectory(prefix="pipollux-agent-") as folder:
+        yield Path(folder)
+
+
+def _left_behind(command: list[str]) -> list[int]:
+    """Return the processes that run the script although it has ended: it has forked them.
+
+    Args:
+        command: what the command line of a process that runs the script contains.
+    """
+    marks = ("PIPOLLUX_JOB_ID", "PIPOLLUX_GENERATION", "PIPOLLUX_REPLICA", "PIPOLLUX_STATE_DIR")
+    wanted = {f"{name}={os.environ[name]}".encode() for name in marks if name in os.environ}
+    words = {os.fsencode(word) for word in command}
+    if not wanted or not os.path.isdir("/proc/self"):
+        return []
+    deadline = time.monotonic() + LINGER
+    while found := [pid for pid in _process_ids() if _runs(pid, words, wanted)]:
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(0.1)
+    return found
+
+
+def _process_ids() -> list[int]:
+    own = os.getpid()
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal() and int(name) != own]
+
+
+def _runs(pid: int, words: set[bytes], variables: set[bytes]) -> bool:
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if not words <= set(command):
+            return False
+        return variables <= set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+    except OSError:  # it has ended, or is another user's
+        return False
 
 
 def _run() -> int:

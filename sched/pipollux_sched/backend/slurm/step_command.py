@@ -106,6 +106,9 @@ def step_environment(
         if on_gpus
         else cpu_variables(launch.num_stages)
     )
+    # Where the agent runs as another user, it may not enter the folder of the result.
+    agent = str(result.with_suffix(".agent"))
+    own_folder = {} if program.run_as else {"PIPOLLUX_AGENT_FOLDER": agent}
     passed = inherited(os.environ, pass_on)
     return {
         **{name: value for name, value in passed.items() if name not in _SET_BY_SLURM},
@@ -113,4 +116,5 @@ def step_environment(
         **replica_variables(program, launch, replica),
         **devices,
         "PIPOLLUX_RESULT_FILE": str(result),
+        **own_folder,
     }
