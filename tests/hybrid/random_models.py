@@ -115,7 +115,7 @@ class Layer(nn.Module):
             "booleans": lambda: x > 0,
             "detached": lambda: x.detach() * 2,
             "mask": lambda: (x[:, :1] > 0.5) if bool((x[:, :1] > 0.5).any()) else None,
-            "square": lambda: self.other.weight.tril(),
+            "square": lambda: self.other.weight.tril()[None],
         }[content]()
         y = self.linear(x)
         if container == "dict":
@@ -131,9 +131,7 @@ class Layer(nn.Module):
             return y.masked_fill(second, 0.0)
         if not second.is_floating_point():
             return y + self.other.weight[second]
-        if second.shape[0] != x.shape[0] or second.requires_grad is False:
-            return y @ second if second.shape == (WIDTH, WIDTH) else y + second
-        return y + self.other(second)
+        return y @ second[0] if second.dim() == 3 else y + self.other(second)
 
     def _drop(self, _value: Any, x: Tensor) -> Any:
         return self.linear(x)

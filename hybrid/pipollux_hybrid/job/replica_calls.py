@@ -107,7 +107,7 @@ class ReplicaCalls:
             self._check(call, work, everyone)
             raise
         except Exception:  # whatever layers and losses raise
-            if work.is_completed() and work.is_success():
+            if _has_arrived(work):
                 self._compare(call, everyone)
             raise
         self._check(call, work, everyone)
@@ -182,3 +182,15 @@ def _short(name: str) -> str:
     if len(content) <= NAME_BYTES:
         return name
     return content[: NAME_BYTES - 3].decode(errors="ignore") + "..."
+
+
+def _has_arrived(work: Any) -> bool:
+    """Return whether a collective has ended, and not in an error."""
+    future = work.get_future()
+    if not future.done():
+        return False
+    try:
+        future.wait()
+    except RuntimeError:
+        return False
+    return True
