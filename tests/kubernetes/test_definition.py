@@ -53,7 +53,9 @@ FIELDS: dict[str, tuple[Any, Any]] = {
     "checkpoint_dir": ("/data/a", "/data/b"),
     "max_restarts": (0, 1),
     "deadline": ("36h", 3600),
+    "start_timeout": ("2h", 90),
     "hang_timeout": ("90.5s", "2m"),
+    "run_as": ("nobody", "daemon"),
     "hints": ({"initBatchSize": 32, "numStages": 2}, {"initBatchSize": 64, "numStages": 2}),
 }
 """Two values of each field of a job file, neither of them the default where there is a third."""

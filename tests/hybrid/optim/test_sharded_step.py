@@ -299,7 +299,7 @@ def test_the_option_is_a_truth_value(sharded: Any) -> None:
         )
 
 
-@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SparseAdam, Coupled])
+@pytest.mark.parametrize("kind", [torch.optim.SparseAdam, Coupled])
 def test_an_optimizer_that_may_couple_parameters_is_refused(kind: Any) -> None:
     module = make_module(torch.float32)
     with pytest.raises(ConfigurationError, match=rf"shard_optimizer=True with {kind.__name__}, .*"):
