@@ -49,6 +49,10 @@ FIELDS: dict[str, tuple[str, str]] = {
         "",
         "_failure _thread",
     ),
+    "BatchDigests": (
+        "",
+        "_calls",
+    ),
     "BatchConfig": (
         "limits loop loss_scale num_microbatches proposed_microbatches scale",
         "micro_step",
@@ -70,7 +74,8 @@ FIELDS: dict[str, tuple[str, str]] = {
         "_cuda _events _latest _open _started",
     ),
     "ControlPlane": (
-        "_agreed _group _num_replicas _place _riding _timeout exchanges losses mesh settings",
+        "_agreed _group _num_replicas _place _riding _timeout checks exchanges losses mesh "
+        "settings",
         "_message last",
     ),
     "ElasticSampler": (
@@ -90,16 +95,17 @@ FIELDS: dict[str, tuple[str, str]] = {
         "",
     ),
     "GradientSynchronizer": (
-        "_averaged _batch_over_part _buffers _comm_timer _control _fresh _hooks _lock _losses "
-        "_measurable _measures _mesh _num_replicas _on_finished _on_gradient _on_settled _plans "
+        "_averaged _batch_over_part _buffers _comm_timer _control _finite _fresh _hooks _lock "
+        "_losses _measurable _measures _mesh _nonfinite _num_replicas _on_finished _on_gradient "
+        "_on_settled _plans "
         "_preconditioner _reducer _reference _sqr _stages _synchronizes _task _tied _watched _wire",
         "_estimates _part _samples _unit",
     ),
     "HybridParallel": (
         "_batch _check _complete _context _deferred _elsewhere _engine _layer_profile _metrics "
-        "_no_sync _noise _norm _normalises _optimizer _rule _same_samples _synchronizer _tied "
-        "balance",
-        "_result _timing _watch",
+        "_no_sync _noise _norm _normalises _optimizer _rule _same_samples _steps_alike "
+        "_synchronizer _tied balance",
+        "_digests _result _timing _watch",
     ),
     "JobContext": (
         "batch control heartbeat joined joins mesh pipeline prepares rejoined step watch",
@@ -157,6 +163,10 @@ FIELDS: dict[str, tuple[str, str]] = {
     "NormSum": (
         "",
         "_factor _total _waiting",
+    ),
+    "OptimizerCheck": (
+        "_optimizer _present _steps _used _used_words _values _words",
+        "",
     ),
     "OptimizerShards": (
         "_context _moving _optimizer _owners _parameters _wanted _whole",
@@ -287,6 +297,10 @@ FIELDS: dict[str, tuple[str, str]] = {
     "StepTimes": (
         "",
         "_disturbed _quiet",
+    ),
+    "StreamCheck": (
+        "_compared _marks",
+        "_leads",
     ),
     "Tracer": (
         "",
