@@ -93,7 +93,7 @@ def _answer_invalid(request: Request, error: Exception) -> JSONResponse:
     if isinstance(first["input"], HTTPException):  # the body could not even be read
         return _answer_http(request, first["input"])
     if not place and first["type"] == "missing":
-        return refusal(422, "the body is not valid JSON: it is empty; send an object, {…}")
+        return refusal(422, "the body is not valid JSON: it is empty; send a JSON object, {…}")
     field = request.scope["route"].body_field
     inside = (
         cast("ErrorDetails", {**details, "loc": details["loc"][1:]}) for details in error.errors()

@@ -116,6 +116,16 @@ class JsonRequest(Request):
             return refused
 
 
+_JSON_NAMES = {
+    type(None): "null",
+    bool: "a JSON boolean",
+    int: "a JSON number",
+    float: "a JSON number",
+    str: "a JSON string",
+    list: "a JSON array",
+}
+
+
 def parse(body: bytes) -> dict[str, Any]:
     """Return the JSON object of a body.
 
@@ -131,7 +141,7 @@ def parse(body: bytes) -> dict[str, Any]:
         raise HTTPException(422, f"the body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise HTTPException(
-            422, f"the body is a JSON {type(value).__name__}; send an object, {{…}}"
+            422, f"the body is {_JSON_NAMES[type(value)]}; send a JSON object, {{…}}"
         )
     _check_depth(value)
     lower = text.lower()

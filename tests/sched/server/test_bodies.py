@@ -134,13 +134,14 @@ def test_anything_at_all(service: Service, path: str, body: bytes | str) -> None
         ('{"a":' * 40 + "1" + "}" * 40, "more than 32 levels"),
         ('{"a":' * 5000 + "1" + "}" * 5000, "levels of objects and arrays"),
         ("1" * 10_000, "not valid JSON"),
-        ('"text"', "the body is a JSON str"),
+        ('"text"', "the body is a JSON string; send a JSON object"),
+        ("null", "the body is null; send a JSON object"),
         (b"\xff\xfe{}", "not valid JSON"),
         ('{"a": "\\ud800"}', "which cannot be kept"),
         (b'{"a": "\xed\xa0\x80"}', "not valid JSON"),
         ('{"a\\u0000": 1}', "which cannot be kept"),
     ],
-    ids=range(9),
+    ids=range(10),
 )
 def test_bodies_from_hell(service: Service, path: str, content: bytes | str, says: str) -> None:
     version = service.store.version

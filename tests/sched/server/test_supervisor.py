@@ -159,7 +159,7 @@ def test_large_bodies_are_refused_and_the_next_is_served(service: Service) -> No
         ('{"gradParams": {"norm": 1, "var": Infinity}}', "gradParams.var"),
         ('{"initBatchsize": 8}', "did you mean initBatchSize?"),
         ('{"numStages": -1}', "numStages is -1"),
-        ("[]", "send an object"),
+        ("[]", "send a JSON object"),
         ("{", "not valid JSON"),
         ("", "not valid JSON"),
     ],
