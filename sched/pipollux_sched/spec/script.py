@@ -44,6 +44,11 @@ def resolve_script(
         if path.is_file():
             return ResolvedScript(path.resolve(), folder)
     if must_exist:
+        for path, _ in places:
+            if path.is_dir():
+                raise SpecError(
+                    f"job '{job.name}': script: {path} is a folder; give the path of a Python file"
+                )
         tried = ", nor ".join(dict.fromkeys(str(path) for path, _ in places))
         raise SpecError(f"job '{job.name}': script: there is no file {tried}; check the path")
     return ResolvedScript(*places[-1])
