@@ -112,7 +112,7 @@ def _head(job: JobDetails, now: float) -> RenderableType:
         rows.append(("Is stopped for", str(job.intent)))
     rows += [
         ("Generation", str(job.generation)),
-        ("Failures", f"{job.failures} of {job.max_restarts} restarts used"),
+        ("Failures", _failures(job.failures, job.max_restarts)),
         ("Submitted", spell_moment(job.submitted_at, now)),
     ]
     if job.ended_at is not None:
@@ -259,3 +259,10 @@ def _table(*headers: str) -> Table:
         wide = header in ("Message", "Where")
         table.add_column(header, no_wrap=not wide, overflow="fold")
     return table
+
+
+def _failures(failures: int, allowed: int) -> str:
+    """Describe failures next to the restarts allowed; the last one has no restart."""
+    if failures > allowed:
+        return f"{failures} (max_restarts is {allowed})"
+    return f"{failures} of {allowed} restarts used"
