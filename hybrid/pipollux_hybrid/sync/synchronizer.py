@@ -112,7 +112,10 @@ class GradientSynchronizer:
         self._fresh, self._averaged = True, False
         self._part: object | None = None
         self._samples = self._estimates = 0
-        self._accounted: list[BackwardPlan] = []
+        self._loss_weight = 0.0
+        """What this replica's sums of the loss are divided by, so far."""
+        self._weighed: BackwardPlan | None = None
+        """Whose weight is still to be added: it is known at the end of its backward."""
         self._measurable, self._unit = True, 0
         self._sqr = [NormSum() for _ in self._stages]
         self._nonfinite = False
@@ -245,13 +248,15 @@ class GradientSynchronizer:
     def _rewind(self) -> Callable[[], None]:
         """Return a function that undoes the beginning of a backward that turns out to be none."""
         before = (self._fresh, self._part, self._samples, self._estimates, self._measurable)
-        sqr, averaged, accounted = list(self._sqr), self._averaged, list(self._accounted)
+        sqr, averaged = list(self._sqr), self._averaged
+        weights = self._loss_weight, self._weighed
 
         def rewind() -> None:
             if before[0] and averaged and self._part is before[1] is not None:
                 scale_gradients(self._stages, 1.0 / self._batch_over_part)
             self._fresh, self._part, self._samples, self._estimates, self._measurable = before
-            self._sqr, self._accounted = sqr, accounted
+            self._sqr = sqr
+            self._loss_weight, self._weighed = weights
 
         return rewind
 
@@ -263,7 +268,7 @@ class GradientSynchronizer:
             scale_gradients(self._stages, self._batch_over_part)
             return
         self._samples = self._estimates = self._unit = 0
-        self._accounted = []
+        self._loss_weight, self._weighed = 0.0, None
         self._averaged, self._part, self._measurable = False, None, True
         self._sqr = [NormSum() for _ in self._stages]
 
@@ -276,7 +281,7 @@ class GradientSynchronizer:
             scale_gradients(self._stages, self._unit / plan.num_samples)
         self._unit = plan.num_samples
         self._samples = (self._samples if plan.weighted else 0) + plan.num_samples
-        self._accounted = [*(self._accounted if plan.weighted else ()), plan]
+        self._loss_weight, self._weighed = self._loss_weight if plan.weighted else 0.0, plan
         self._estimates += plan.passes
 
     def _join(self, plan: BackwardPlan) -> None:
@@ -329,6 +334,9 @@ class GradientSynchronizer:
 
     def _end(self) -> None:
         """End the backwards of a plan."""
+        if self._weighed is not None:
+            self._loss_weight += self._weighed.weight
+            self._weighed = None
         self._hook_watch.end()
         self._watched = None
         if self._measures:
@@ -337,7 +345,7 @@ class GradientSynchronizer:
                 factors = [self._unit**2 / x for x in self._plans[0].samples_by_pass]
                 self._tied.measure(self._sqr[0], factors, self._preconditioner)
         if not self._synchronizes:
-            self._task, self._finite = None, True
+            self._task, self._plans, self._finite = None, [], True
             self._on_finished(None)
             return
         try:
@@ -364,7 +372,7 @@ class GradientSynchronizer:
 
     def _finish_alone(self) -> SyncResult:
         self._on_settled()
-        weight = self._loss_weight() if self._samples > 0 else 1.0
+        weight = self._loss_weight if self._samples > 0 else 1.0
         self._batch_over_part = weight / max(self._unit, 1)
         self._finite = not self._nonfinite
         if self._samples > 0:
@@ -420,7 +428,7 @@ class GradientSynchronizer:
         late, present = self._reducer.report(counts=self._samples > 0)
         return IterationTotals(
             samples=self._samples if speaks else 0,
-            weight=self._loss_weight() if speaks else 0.0,
+            weight=self._loss_weight if speaks else 0.0,
             part_samples=self._unit if speaks and self._plans[0].counted else 0,
             estimates=self._estimates if speaks else 0,
             sqr=self._sqr_sum(),
@@ -430,10 +438,6 @@ class GradientSynchronizer:
             late=late,
             present=present,
         )
-
-    def _loss_weight(self) -> float:
-        """Return what this replica's sums of the loss are divided by."""
-        return sum(plan.weight for plan in self._accounted)
 
     def _sqr_sum(self) -> float:
         totals = [norms.total() for norms in self._sqr]

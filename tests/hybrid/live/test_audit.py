@@ -49,6 +49,10 @@ FIELDS: dict[str, tuple[str, str]] = {
         "",
         "_failure _thread",
     ),
+    "BatchCheck": (
+        "",
+        "_batches _last _others _what",
+    ),
     "BatchDigests": (
         "",
         "_calls",
@@ -64,6 +68,10 @@ FIELDS: dict[str, tuple[str, str]] = {
     "BufferSynchronizer": (
         "_group _layers _num_replicas _seen",
         "",
+    ),
+    "BufferValues": (
+        "",
+        "_changing _layers _once _start",
     ),
     "CheckpointManager": (
         "",
@@ -99,13 +107,29 @@ FIELDS: dict[str, tuple[str, str]] = {
         "_losses _measurable _measures _mesh _nonfinite _num_replicas _on_finished _on_gradient "
         "_on_settled _plans "
         "_preconditioner _reducer _reference _sqr _stages _synchronizes _task _tied _watched _wire",
-        "_estimates _part _samples _unit",
+        "_estimates _hook_watch _loss_weight _part _samples _unit _weighed",
+    ),
+    "HeaderReader": (
+        "",
+        "_boundary _last",
+    ),
+    "HeaderWriter": (
+        "",
+        "_last _messages",
+    ),
+    "HookWatch": (
+        "",
+        "_backwards _before _given _handles _named _names",
     ),
     "HybridParallel": (
         "_batch _check _complete _context _deferred _elsewhere _engine _layer_profile _metrics "
         "_no_sync _noise _norm _normalises _optimizer _rule _same_samples _steps_alike "
         "_synchronizer _tied balance",
-        "_digests _result _timing _watch",
+        "_digests _inputs_check _result _targets_check _timing _watch",
+    ),
+    "InjectionCheck": (
+        "",
+        "_buffers _cleared _forwards _stage",
     ),
     "JobContext": (
         "batch control heartbeat joined joins mesh pipeline prepares rejoined step watch",
@@ -118,6 +142,10 @@ FIELDS: dict[str, tuple[str, str]] = {
     "KeptGradients": (
         "",
         "_hooked _optimizer _versions _warned",
+    ),
+    "LayerAttributes": (
+        "",
+        "_forwards _layers",
     ),
     "LiveMembership": (
         "",
@@ -194,7 +222,7 @@ FIELDS: dict[str, tuple[str, str]] = {
         "_news _pause _shared _spared _standstill _thread timeout word",
     ),
     "PipelineEngine": (
-        "_layout checkpoint devices stages",
+        "_attributes _buffers _injections _layout checkpoint devices stages",
         "_copy_streams",
     ),
     "PipelineSpec": (
@@ -203,11 +231,12 @@ FIELDS: dict[str, tuple[str, str]] = {
         "",
     ),
     "ProcessEngine": (
-        "_carrier _group _kind _loss checkpoint chunks device index num_stages stages",
-        "_failure _schedules notes",
+        "_carrier _check_peers _group _kind _names _row checkpoint chunks device index num_stages "
+        "stages",
+        "_failure _loss _schedules _step notes",
     ),
     "ProcessMesh": (
-        "_among _ranks _row _wait column num_stages replicas stage stages",
+        "_among _ranks _wait calls column num_stages replicas row stage stages",
         "within",
     ),
     "ProcessStageTimer": (
@@ -230,6 +259,10 @@ FIELDS: dict[str, tuple[str, str]] = {
         "_bucket_bytes _bucket_of _buckets_wanted _dtype _group _hold _next _shared _surprising "
         "_unused buckets overlap parameters",
         "_counts _separate _weight",
+    ),
+    "ReplicaCalls": (
+        "",
+        "_group _replica _stage",
     ),
     "ReplicaCheck": (
         "_control _interval _module _tied",
@@ -267,7 +300,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     ),
     "Stage": (
         "_in_place device index output_name",
-        "",
+        "differentiates",
     ),
     "StageNotes": (
         "",
