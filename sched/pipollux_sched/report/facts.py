@@ -277,6 +277,9 @@ def continuations(job: JobRun) -> str:
     """Describe at which steps a job stopped and resumed, or changed live."""
     pairs = [(a, b) for a, b in pairwise(job.started) if b.first_step_number is not None]
     if not pairs:
+        restarts = len(job.started) - 1
+        if restarts > 0:
+            return f"After {count(restarts, 'restart')} it has reported no further step."
         return "It ran without a restart." if job.started else "It was never started."
     parts = [_changed(a, b) if b.live else _resumed(a, b) for a, b in pairs]
     what = "change" if any(b.live for _, b in pairs) else "restart"

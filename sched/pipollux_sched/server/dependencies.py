@@ -79,7 +79,12 @@ class Services:
         self.computing = Places(
             limits.computing, limits.computing_per_user, "ask for plans and reports"
         )
-        self.listening = Places(limits.listeners, limits.listeners_per_user, "listen to events")
+        self.listening = Places(
+            limits.listeners,
+            limits.listeners_per_user,
+            "listen to events",
+            reserved=min(limits.listeners_per_user, limits.listeners // 2),
+        )
 
 
 # Coroutines, because a plain function would run in a thread for each request.

@@ -132,10 +132,12 @@ class Places:
         most: limit for all senders together.
         most_each: limit for each sender.
         what: what they do, in words: "wait for replicas".
+        reserved: places that only admins may take.
     """
 
-    def __init__(self, most: int, most_each: int, what: str) -> None:
+    def __init__(self, most: int, most_each: int, what: str, *, reserved: int = 0) -> None:
         self._most = most
+        self._reserved = reserved
         self._most_each = most_each
         self._what = what
         self._lock = threading.Lock()
@@ -156,7 +158,10 @@ class Places:
             all_of_them: whether it may take all places, as an admin.
         """
         with self._lock:
-            self._check(sender, self._most if all_of_them else self._most_each)
+            if all_of_them:
+                self._check(sender, self._most, self._most)
+            else:
+                self._check(sender, self._most_each, self._most - self._reserved)
             self._taken[sender] += 1
         try:
             yield
@@ -166,11 +171,10 @@ class Places:
                 if not self._taken[sender]:
                     del self._taken[sender]
 
-    def _check(self, sender: str, most: int) -> None:
-        if self._taken.total() >= self._most:
+    def _check(self, sender: str, most: int, together: int) -> None:
+        if self._taken.total() >= together:
             raise BusyError(
-                f"{self._most} requests already {self._what}, and no more can; "
-                "ask again in a second"
+                f"{together} requests already {self._what}, and no more can; ask again in a second"
             )
         if self._taken[sender] >= most:
             raise BusyError(

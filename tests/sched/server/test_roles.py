@@ -185,6 +185,23 @@ def test_no_user_takes_all_places_of_those_who_listen(
             streams.enter_context(users[name].stream("GET", "/events/stream")).raise_for_status()
 
 
+def test_users_together_leave_admins_places_to_listen(service: Service) -> None:
+    limits = Limits()
+    secrets = [
+        service.store.tokens.create(NewToken(name=f"viewer-{n}", role=Role.VIEWER))[1]
+        for n in range(limits.listeners // limits.listeners_per_user)
+    ]
+    with ExitStack() as streams:
+        opened = 0
+        for client in map(service.client, secrets):
+            streams.enter_context(client)
+            for _ in range(limits.listeners_per_user):
+                stream = streams.enter_context(client.stream("GET", "/events/stream"))
+                opened += stream.status_code == 200
+        assert opened == limits.listeners - limits.listeners_per_user
+        streams.enter_context(service.admin.stream("GET", "/events/stream")).raise_for_status()
+
+
 def test_a_token_that_was_revoked_is_not_kept_when_the_store_fails(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
