@@ -15,32 +15,35 @@ from .job_infos import count_fitting, linear_speedup
 
 def misfit(job: str, info: JobInfo, nodes: Mapping[str, NodeInfo]) -> str | None:
     """Explain why a job could not run even if the cluster were empty; None if it could."""
-    reasons = [_misfit(job, info, shape, nodes) for shape in info.all_shapes]
+    reason = _misfit(info, nodes)
+    return reason and f"job '{job}' {reason}"
+
+
+def _misfit(info: JobInfo, nodes: Mapping[str, NodeInfo]) -> str | None:
+    reasons = [_misfit_of(shape, info, nodes) for shape in info.all_shapes]
     return None if None in reasons else reasons[0]
 
 
-def _misfit(
-    job: str, info: JobInfo, shape: ReplicaShape, nodes: Mapping[str, NodeInfo]
-) -> str | None:
+def _misfit_of(shape: ReplicaShape, info: JobInfo, nodes: Mapping[str, NodeInfo]) -> str | None:
     suited = {name: node.resources for name, node in nodes.items() if shape.runs_on(node)}
     asked = _spell_resources(shape.resources)
     if not suited:
         types = sorted({node.gpu_type for node in nodes.values() if node.gpu_type})
         has = ", ".join(types) or "none that is stated"
         return (
-            f"job '{job}' fits no node: its gpu_type is {shape.gpu_type}, and the cluster has "
+            f"fits no node: its gpu_type is {shape.gpu_type}, and the cluster has "
             f"{has}; change gpu_type of the job or of the nodes"
         )
     fitting = sum(count_fitting(shape.resources, has) for has in suited.values())
     if not fitting:
         name, has = _largest(shape.resources, suited)
         return (
-            f"job '{job}' fits no node: one replica needs {asked} on one node, and the largest "
+            f"fits no node: one replica needs {asked} on one node, and the largest "
             f"node, {name}, has {has}; ask for less (num_stages, resources) or add a larger node"
         )
     if fitting < info.min_replicas:
         return (
-            f"job '{job}' never runs: min_replicas is {info.min_replicas}, with {asked} each, and "
+            f"never runs: min_replicas is {info.min_replicas}, with {asked} each, and "
             f"the empty cluster holds {fitting}; lower min_replicas or add nodes"
         )
     return None
@@ -94,6 +97,9 @@ def why_nothing(
     open_nodes = usable_nodes(nodes)
     if not open_nodes:
         return "no node takes anything new"
+    never = _misfit(info, nodes)
+    if never is not None:  # since it was submitted, the cluster has become smaller
+        return never
     rooms: list[tuple[int, ReplicaShape, dict[str, Mapping[str, int]]]] = []
     for shape in info.all_shapes:
         left = {name: free[name] for name, node in open_nodes.items() if shape.runs_on(node)}

@@ -33,7 +33,7 @@ from pipollux_sched.views.models import (
 from pipollux_sched.views.teams import TeamsView
 from pipollux_sched.views.tokens import MadeToken, TokenView
 
-from .connection import TIMEOUT, Connection, UnreachableError
+from .connection import TIMEOUT, ClientError, Connection, UnreachableError
 
 LONG_TIMEOUT = 600.0
 """Seconds to wait for what may take long: large checkpoints deleted, thousands of jobs submitted, a
@@ -168,7 +168,7 @@ class Client:
     def set_node(self, name: str, condition: NodeCondition, reason: str = "") -> NodeDetails:
         """Set a node ready, draining or dead; return it as the scheduler now knows it."""
         body = {"condition": condition.value, "reason": reason}
-        return self._connection.get(NodeDetails, "PUT", f"/nodes/{quote(name, safe='')}", json=body)
+        return self._connection.get(NodeDetails, "PUT", _path("node", name), json=body)
 
     def set_teams(self, spec: TeamsSpec | None) -> TeamsView:
         """Replace the teams; None: have none. Return them with what they hold."""
@@ -192,7 +192,7 @@ class Client:
 
     def revoke_token(self, name: str) -> TokenView:
         """Revoke a user's token."""
-        return self._connection.get(TokenView, "DELETE", f"/tokens/{quote(name, safe='')}")
+        return self._connection.get(TokenView, "DELETE", _path("token", name))
 
     def decide(self) -> None:
         """Run the allocator now instead of at the next interval."""
@@ -335,7 +335,14 @@ class Client:
 
 
 def _job(name: str, what: str = "") -> str:
-    return f"/jobs/{quote(name, safe='')}" + (f"/{what}" if what else "")
+    return _path("job", name) + (f"/{what}" if what else "")
+
+
+def _path(kind: str, name: str) -> str:
+    """Return the path of one job, node or token, whose name must be a segment of it."""
+    if name in ("", ".", "..") or "/" in name:
+        raise ClientError(f"no {kind} is named {name!r}; give the name of one")
+    return f"/{kind}s/{quote(name, safe='')}"
 
 
 def _chosen(job: str | None, types: Collection[str]) -> Mapping[str, Any]:

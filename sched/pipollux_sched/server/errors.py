@@ -28,6 +28,7 @@ from pipollux_sched.store import (
     UnknownReplicaError,
     UnknownTokenError,
 )
+from pipollux_sched.utils.text import THIN_SPACE
 from pipollux_sched.utils.validation import problems
 
 from .limits import BusyError, TooManyRequestsError
@@ -70,7 +71,9 @@ def refusal(status: int, sentence: str, headers: dict[str, str] | None = None) -
     """Return the response that refuses a request, on one line whatever the request held."""
     lines = (line.strip() for line in sentence.splitlines())
     text = "; ".join(line for line in lines if line)
-    printable = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text[:MOST_WORDS])
+    printable = "".join(
+        c if c.isprintable() or c == THIN_SPACE else f"\\x{ord(c):02x}" for c in text[:MOST_WORDS]
+    )
     return JSONResponse({"detail": printable}, status_code=status, headers=headers)
 
 

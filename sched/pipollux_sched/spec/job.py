@@ -197,8 +197,9 @@ class JobSpec(_Spec):
     )
     """Per stage of a replica, besides its slot and added to `resources`; grows with K."""
     environment: Annotated[dict[str, str], AfterValidator(_check_environment)] = Field(
-        default={}, description="a mapping of texts to texts"
+        default={}, description="a mapping of texts to texts", repr=False
     )
+    """Variables of its processes; not shown in errors, as some are secrets."""
     working_dir: FilePath | None = Field(default=None, description="the path of a folder")
     """The folder that the script runs in; None: the one that the scheduler was started in, with an
     `image` the one that the image says."""
@@ -381,6 +382,6 @@ def _load(document: YamlFile, model: type[M]) -> M:
         raise SpecError(
             *(
                 f"{document.path}:{document.line(problem.place)}: {problem.sentence()}"
-                for problem in problems(error.errors(include_url=False), model)
+                for problem in problems(error.errors(include_url=False), model, document.written)
             )
         ) from None

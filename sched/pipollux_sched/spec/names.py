@@ -19,7 +19,7 @@ def _check_name(name: str) -> str:
         )
     if not _NAME.fullmatch(name):
         raise ValueError(
-            f"'{name}' is not a name; a name begins with a lower-case letter, goes on with "
+            f"{name!r} is not a name; a name begins with a lower-case letter, goes on with "
             "lower-case letters, digits and '-', and ends with a letter or digit"
         )
     return name

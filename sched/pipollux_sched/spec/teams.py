@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from pipollux_sched.policy.teams.team import DEFAULT_NOTICE, DEFAULT_TURN, Team, Teams
+from pipollux_sched.utils.text import count
 from pipollux_sched.utils.units import parse_duration
 from pipollux_sched.utils.validation import problem_at, problems
 from pipollux_sched.utils.yaml_file import SpecError, read_yaml_file
@@ -118,7 +119,7 @@ class PrioritySpec(_TeamsModel):
 
     name: Name = Field(description="a name, as in name: urgent")
     value: Annotated[int, Field(ge=-(10**9), le=10**9)] = Field(
-        description="a whole number; the higher goes first"
+        description="a whole number from -1000000000 to 1000000000; the higher goes first"
     )
     preemption: bool = Field(default=True, description="true or false")
     """Whether its jobs take slots from running jobs of lower priority."""
@@ -266,7 +267,7 @@ class TeamsSpec(_TeamsModel):
         for name, most in limits.items():
             if most is not None and least > most:
                 raise SpecError(
-                    f"{where}: it needs {least} slots at least, and {name} of team "
+                    f"{where}: it needs {count(least, 'slot')} at least, and {name} of team "
                     f"'{team.name}' allow {most}; ask for less, or raise the limit"
                 )
 
@@ -284,7 +285,9 @@ def load_teams(path: str | Path) -> TeamsSpec:
         raise SpecError(
             *(
                 f"{document.path}:{document.line(problem.place)}: {problem.sentence()}"
-                for problem in problems(error.errors(include_url=False), TeamsSpec)
+                for problem in problems(
+                    error.errors(include_url=False), TeamsSpec, document.written
+                )
             )
         ) from None
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from datetime import date
 from typing import Any, NamedTuple, get_args
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
+
+from .text import clean
 
 Place = tuple[int | str, ...]
 
@@ -28,7 +31,7 @@ class Problem(NamedTuple):
 
     def sentence(self) -> str:
         """Return place and text as one sentence."""
-        return f"{spell(self.place)}: {self.text}" if self.place else self.text
+        return clean(f"{spell(self.place)}: {self.text}" if self.place else self.text)
 
 
 def problem_at(place: Place, text: str) -> PydanticCustomError:
@@ -53,10 +56,21 @@ def closest(name: str, known: Sequence[str]) -> str | None:
     return match[0] if match else None
 
 
-def problems(errors: Iterable[ErrorDetails], model: type[BaseModel]) -> list[Problem]:
+def problems(
+    errors: Iterable[ErrorDetails],
+    model: type[BaseModel],
+    written: Callable[[Place], str | None] = lambda _: None,
+) -> list[Problem]:
     """Return pydantic's errors about `model` as problems, in the order of the data.
 
-    A missing field that was evidently misspelt is left out: the unknown field covers it.
+    A missing field that was evidently misspelt is left out: the unknown field covers it. Of a field
+    with ``repr=False``, whose values may be secret, no value is shown.
+
+    Args:
+        errors: of the validation.
+        model: what was validated.
+        written: returns the value at a place as its file has it; None: it is in no file, or not one
+            value.
     """
     found: list[Problem] = []
     missing: list[Problem] = []
@@ -71,11 +85,11 @@ def problems(errors: Iterable[ErrorDetails], model: type[BaseModel]) -> list[Pro
             if guess:
                 guessed.add((*place[:-1], guess))
         place += details.get("ctx", {}).get("place", ())
-        found.append(Problem(place, _text(model, place, details)))
+        found.append(Problem(place, _text(model, place, details, written(place))))
     return found + [problem for problem in missing if problem.place not in guessed]
 
 
-def _text(model: type[BaseModel], place: Place, details: ErrorDetails) -> str:
+def _text(model: type[BaseModel], place: Place, details: ErrorDetails, written: str | None) -> str:
     context = details.get("ctx", {})
     match details["type"]:
         case "extra_forbidden":
@@ -88,20 +102,46 @@ def _text(model: type[BaseModel], place: Place, details: ErrorDetails) -> str:
             return f"the field {spell_value(place[-1])} is not a text; put it in quotes"
         case "greater_than_equal" | "less_than_equal" | "literal_error" | "string_type":
             pass
+        case "greater_than" | "less_than":
+            pass
         case "string_pattern_mismatch" | "string_too_long":
             pass
         case kind if not kind.endswith(("_type", "_from_float")):
-            return f"{spell_value(details['input'])} is not allowed: {details['msg']}"
-    return f"{spell_value(details['input'])} is not allowed; it must be " + _expected(
+            return f"{_shown(model, place, details['input'])} is not allowed: {details['msg']}"
+    value = details["input"]
+    if details["type"] == "string_type" and not isinstance(value, list | dict | tuple):
+        field = _field(model, place)
+        if field is not None and not field.repr:
+            return f"{_kind(value)} is not allowed; it must be a text: write it in quotes"
+        text = spell_value(value) if written is None else written
+        shown = spell_value(value) if value is None else text
+        return f'{shown} is not allowed; it must be a text: write it in quotes, "{text}"'
+    return f"{_shown(model, place, value)} is not allowed; it must be " + _expected(
         model, place, details
     )
 
 
+def _shown(model: type[BaseModel], place: Place, value: Any) -> str:
+    field = _field(model, place)
+    return spell_value(value) if field is None or field.repr else _kind(value)
+
+
+def _kind(value: Any) -> str:
+    """Return what kind of value one is, where it may be a secret."""
+    if value is None:
+        return "an empty value"
+    kinds: tuple[tuple[Any, str], ...] = (
+        (bool, "true or false"),
+        (int | float, "a number"),
+        (date, "a date"),
+        (str, "a text"),
+        (dict, "a mapping"),
+    )
+    return next((kind for types, kind in kinds if isinstance(value, types)), "a list")
+
+
 def _expected(model: type[BaseModel], place: Place, details: ErrorDetails) -> str:
     """Return what is allowed at a place whose value has the wrong type or is out of bounds."""
-    value = details["input"]
-    if details["type"] == "string_type" and isinstance(value, int | float):
-        return f'a text: write it in quotes, "{spell_value(value)}"'
     if details["type"] == "literal_error":
         return str(details["ctx"]["expected"])
     return _allowed(model, place)
@@ -132,6 +172,8 @@ def _allowed(model: type[BaseModel], place: Place) -> str:
         return f"a mapping that begins with '{next(iter(model.model_fields))}:'"
     if isinstance(place[-1], int):
         return "a mapping of fields" if _models(field.annotation) else "a text"
+    if _owner(model, place[:-1]) is None:  # it is a value of a mapping of texts
+        return "a text"
     if field.description:
         return field.description
     lowest = [item.ge for item in field.metadata if hasattr(item, "ge")]

@@ -66,6 +66,23 @@ class YamlFile:
                 break
         return line + 1
 
+    def written(self, place: Sequence[int | str]) -> str | None:
+        """Return the one value at a place as its file has it: ``0755``, not 493.
+
+        None: there is no such place, or a list or a mapping stands there.
+        """
+        node = self.root
+        for step in place:
+            inside: list[yaml.Node] = []
+            if isinstance(node, yaml.MappingNode):
+                inside = [value for key, value in node.value if key.value == str(step)]
+            elif isinstance(node, yaml.SequenceNode) and isinstance(step, int):
+                inside = node.value[step : step + 1]
+            if not inside:
+                return None
+            node = inside[0]
+        return str(node.value) if isinstance(node, yaml.ScalarNode) else None
+
 
 def read_yaml_file(path: str | Path, example: str) -> YamlFile:
     """Return the contents of one YAML file.

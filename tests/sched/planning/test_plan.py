@@ -222,6 +222,9 @@ def test_who_waits_is_told_what_for() -> None:
         why(info(stages=2, least=3), [], [], {"a": 3, "b": 2})
         == "waits: needs 2 slots on one node 3 times, there is room for 2"
     )
+    assert why(info(stages=8), [], [], {"a": 0, "b": 2}).startswith(
+        "waits: fits no node: one replica needs 8 slots on one node, and the largest node, "
+    )
     assert why(info(least=2), [], [], {"a": 1, "b": 1}) == (
         "waits: there is room for 2 replicas, but only on nodes of another job that spans several"
     )
