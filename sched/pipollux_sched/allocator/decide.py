@@ -9,13 +9,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipollux_sched.policy import Allocation, NodeInfo, shape_of, violations
 
-from .reasons import explain
+from .reasons import explain, holders_of
 from .strategy import Candidate, FixedStrategy, Nodes, Strategy, free_of, jobs_of
 
 __all__ = ["Decision", "place_new", "reallocate", "why_waiting"]
@@ -88,8 +88,8 @@ def why_waiting(
         candidates: all jobs.
         nodes: all nodes.
     """
-    free = free_of(nodes, candidates)
-    return [explain(job.info, (), (), nodes, free) for job in waiting]
+    free, holders = free_of(nodes, candidates), held_on(candidates)
+    return [explain(job.info, (), (), nodes, free, holders) for job in waiting]
 
 
 def _decisions(
@@ -106,8 +106,13 @@ def _decisions(
         _check(before, after, {name: replace(n, draining=False) for name, n in nodes.items()})
     else:
         _check(before, after, nodes)
-    free = free_of(nodes, after)
-    return [_decision(old, new, nodes, free) for old, new in pairs]
+    free, holders = free_of(nodes, after), held_on(after)
+    return [_decision(old, new, nodes, free, holders) for old, new in pairs]
+
+
+def held_on(candidates: Iterable[Candidate]) -> dict[str, list[str]]:
+    """Return the names of the jobs that hold something on each node."""
+    return holders_of({job.name: job.allocation for job in candidates})
 
 
 def _differ(old: Candidate, new: Candidate) -> bool:
@@ -133,7 +138,11 @@ def _uncapped(job: Candidate) -> Candidate:
 
 
 def _decision(
-    old: Candidate, new: Candidate, nodes: Nodes, free: Mapping[str, Mapping[str, int]]
+    old: Candidate,
+    new: Candidate,
+    nodes: Nodes,
+    free: Mapping[str, Mapping[str, int]],
+    holders: Mapping[str, Sequence[str]],
 ) -> Decision:
     given = new.held
     known = given.configuration
@@ -146,7 +155,7 @@ def _decision(
         "speedup": _predicted_speedup(given),
         "previous_speedup": _predicted_speedup(old.held),
     }
-    why = explain(new.info, old.held, given, nodes, free)
+    why = explain(new.info, old.held, given, nodes, free, holders)
     return Decision(new.name, new.allocation, old.allocation, why, details, given.num_stages)
 
 

@@ -8,9 +8,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from pipollux_sched.policy import JobInfo, NodeInfo, ReplicaShape, shape_of, usable_nodes
-from pipollux_sched.utils.text import count, spell_nodes
+from pipollux_sched.utils.text import count, listing, spell_nodes
 
 from .job_infos import count_fitting, linear_speedup
+
+NOBODY: Mapping[str, Sequence[str]] = {}
+MOST_NAMED = 3
+"""Jobs that a reason names."""
 
 
 def misfit(job: str, info: JobInfo, nodes: Mapping[str, NodeInfo]) -> str | None:
@@ -55,6 +59,7 @@ def explain(
     new: Sequence[str],
     nodes: Mapping[str, NodeInfo],
     free: Mapping[str, Mapping[str, int]],
+    holders: Mapping[str, Sequence[str]] = NOBODY,
 ) -> str:
     """Explain a job's allocation in a short sentence.
 
@@ -64,10 +69,11 @@ def explain(
         new: its allocation from now on, likewise.
         nodes: all nodes.
         free: what all jobs' new allocations leave free (`free_resources`).
+        holders: names of the jobs that hold something on each node (`holders_of`).
     """
     if not new:
         verb = "is suspended" if previous else "waits"
-        return f"{verb}: {why_nothing(info, nodes, free)}"
+        return f"{verb}: {why_nothing(info, nodes, free, holders)}"
     shape = shape_of(info, new, nodes)
     worth = _spell_speedup(shape, new)
     if not previous:
@@ -90,7 +96,10 @@ def explain(
 
 
 def why_nothing(
-    info: JobInfo, nodes: Mapping[str, NodeInfo], free: Mapping[str, Mapping[str, int]]
+    info: JobInfo,
+    nodes: Mapping[str, NodeInfo],
+    free: Mapping[str, Mapping[str, int]],
+    holders: Mapping[str, Sequence[str]] = NOBODY,
 ) -> str:
     """Explain what keeps a job from running, given what is free on the nodes."""
     least = max(info.min_replicas, 1)
@@ -121,7 +130,26 @@ def why_nothing(
     if least > 1:
         return f"needs {asked} on one node {least} times, there is room for {holds}{closed}"
     name, has = _largest(shape.resources, left)
-    return f"needs {asked} free on one node, and {name}, the freest, has {has}{closed}"
+    there = _spell_jobs(holders.get(name, ()))
+    return f"needs {asked} free on one node, and {name}, the freest, has {has}{there}{closed}"
+
+
+def holders_of(allocations: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """Return the names of the jobs that hold something on each node."""
+    found: dict[str, list[str]] = {}
+    for job, held in allocations.items():
+        for node in dict.fromkeys(held):
+            found.setdefault(node, []).append(job)
+    return found
+
+
+def _spell_jobs(names: Sequence[str]) -> str:
+    """Name the jobs that run on a node, the first of them if they are many."""
+    if not names:
+        return ""
+    more = len(names) - MOST_NAMED
+    shown = [*names[:MOST_NAMED], *([f"{more} more"] if more > 0 else [])]
+    return f" beside {'job' if len(names) == 1 else 'jobs'} {listing(shown)}"
 
 
 def _closed(shape: ReplicaShape, nodes: Mapping[str, NodeInfo]) -> str:

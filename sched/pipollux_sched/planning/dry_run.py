@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from pipollux_sched.allocator.decide import Decision, place_new, reallocate
+from pipollux_sched.allocator.decide import Decision, held_on, place_new, reallocate
 from pipollux_sched.allocator.reasons import explain
 from pipollux_sched.allocator.snapshot import Snapshot
 from pipollux_sched.allocator.strategy import (
@@ -64,10 +64,10 @@ def plan_live(state: Snapshot, strategy: Strategy) -> list[PlannedChange]:
     """
     decided = {decision.job: decision for decision in preview(state, strategy)}
     after = [_given(job, decided.get(job.name), state.nodes) for job in state.candidates]
-    free = free_of(state.nodes, after)
+    free, holders = free_of(state.nodes, after), held_on(after)
     waits = team_reasons(replace(state, candidates=tuple(after)))
     return [
-        _change(old, new, decided.get(old.name), state.nodes, free, waits.get(old.name))
+        _change(old, new, decided.get(old.name), state.nodes, free, holders, waits.get(old.name))
         for old, new in zip(state.candidates, after, strict=True)
     ]
 
@@ -107,10 +107,11 @@ def _change(
     decision: Decision | None,
     nodes: Mapping[str, NodeInfo],
     free: Mapping[str, Mapping[str, int]],
+    holders: Mapping[str, Sequence[str]],
     team: str | None,
 ) -> PlannedChange:
     before, after = _prediction(old.held), _prediction(new.held)
-    why = decision.why if decision else _why_unchanged(old, nodes, free)
+    why = decision.why if decision else _why_unchanged(old, nodes, free, holders)
     if team is not None:
         why = f"{'is suspended' if old.allocation else 'waits'}: {team}"
     return PlannedChange(
@@ -128,9 +129,12 @@ def _change(
 
 
 def _why_unchanged(
-    job: Candidate, nodes: Mapping[str, NodeInfo], free: Mapping[str, Mapping[str, int]]
+    job: Candidate,
+    nodes: Mapping[str, NodeInfo],
+    free: Mapping[str, Mapping[str, int]],
+    holders: Mapping[str, Sequence[str]],
 ) -> str:
-    why = explain(job.info, job.held, job.held, nodes, free)
+    why = explain(job.info, job.held, job.held, nodes, free, holders)
     return f"{why}; left alone for now" if job.pinned and job.allocation else why
 
 

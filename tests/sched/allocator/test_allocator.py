@@ -253,7 +253,7 @@ def test_jobs_that_get_nothing_are_told_why(world: World) -> None:
     job = world.store.job("three")
     assert (job.phase, job.state.reason) == (Phase.QUEUED, "NoRoom")
     assert job.state.message == (
-        "waits: needs 2 slots free on one node, and a, the freest, has 0 slots"
+        "waits: needs 2 slots free on one node, and a, the freest, has 0 slots beside job one"
     )
 
 
