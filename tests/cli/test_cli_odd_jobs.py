@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 from pathlib import Path
@@ -28,11 +29,13 @@ SCRIPTS = {
     "shell": b'#!/bin/sh\necho "$1 hello"\n',
     "unknown": b"import sys; sys.exit(255)",
     "term": b"import sys; sys.exit(143)",
+    "late": b"import time; time.sleep(300)",
 }
 ENDS = {
     "shell": "ended with exit status 1: SyntaxError: invalid syntax",
     "unknown": "ended with exit status 255",
     "term": "ended with exit status 143",
+    "late": "+00:00, has passed; submit the job again to let it go on.",
 }
 
 
@@ -44,6 +47,7 @@ def odd_jobs(folder: Path) -> str:
     for name, text in SCRIPTS.items():
         (folder / "elsewhere" / f"{name}.py").write_bytes(text)
         jobs.append({"name": name, "script": f"link/{name}.py", "max_restarts": 0})
+    jobs[-1]["deadline"] = "1s"
     jobs[0] |= {"args": ARGS, "environment": VARIABLES, "working_dir": "link"}
     (folder / "odd.yaml").write_text(yaml.safe_dump({"jobs": jobs}, allow_unicode=True))
     return "odd.yaml"
@@ -84,6 +88,9 @@ def test_a_job_that_the_cluster_of_a_restarted_scheduler_never_holds(cli: Cli) -
     wait_until(lambda: cli.jobs()["wide"]["phase"] == "Running")
     server.send_signal(signal.SIGKILL)
     server.wait()
+    left = cli.state_dir / "server.json"  # and its process id is another process's by now
+    left.write_text(json.dumps(json.loads(left.read_text()) | {"pid": os.getpid()}))
+    assert "no scheduler serves " in one_sentence(cli("cancel", "wide"), 1)
     (cli.folder / "cluster.yaml").write_text(CLUSTER)
     cli.serve("--interval", "0.5")
     wait_until(lambda: cli.jobs()["wide"]["phase"] == "Queued")

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
 
-import psutil
-
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.spec.teams import TeamsSpec
 from pipollux_sched.spec.tokens import NewToken
@@ -90,7 +88,7 @@ class Client:
         if info is None:
             raise UnreachableError(nobody)
         ca_file = None if info.ca_file is None else Path(info.ca_file)
-        if psutil.pid_exists(info.pid):
+        if state_dir.is_served():  # its process id may be another's since it was killed
             nobody = (
                 f"no scheduler answers at {info.local_url}, where that of {state_dir.path} should: "
                 f"process {info.pid}; see its output, and that the host name can be resolved"

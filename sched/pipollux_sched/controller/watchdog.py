@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from datetime import datetime
+from datetime import UTC, datetime
 
 from pipollux_sched.lifecycle import (
     Event,
@@ -164,7 +164,7 @@ class Watchdog:
 
 
 def _why_overdue(job: JobRecord) -> str:
-    deadline = datetime.fromtimestamp(job.deadline_at or 0.0).isoformat(" ", "seconds")
+    deadline = datetime.fromtimestamp(job.deadline_at or 0.0, UTC).isoformat(" ", "seconds")
     return f"The deadline, {deadline}, has passed; submit the job again to let it go on."
 
 
