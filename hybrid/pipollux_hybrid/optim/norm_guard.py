@@ -44,7 +44,8 @@ def refuse_stage_norms(module: nn.Module) -> Callable[[], None]:
                     "only: write model.clip_grad_norm_(max_norm), which takes the norm over all "
                     "stages and returns it; torch.nn.utils.clip_grad_value_ needs no norm"
                 )
-        return original(tensors, *args)
+        # A stage may have no parameters, where torch does not expect that of a model.
+        return original(tensors, *args) if tensors[0] else {}
 
     def allow() -> None:
         setattr(clip_grad, SORTS, original)
