@@ -119,6 +119,8 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
                 "data set or a torch.utils.data.IterableDataset"
             )
         self._prepare(batch_size, identity)
+        if streams:  # on all replicas before their first exchange, which compares all checks
+            self._context.component(StreamCheck)
         # Its attributes are the user's to read; samples are fetched by _batches.
         super().__init__(dataset, batch_size=batch_size, shuffle=False, **options)
         self._seed = seed
