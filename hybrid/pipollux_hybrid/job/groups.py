@@ -40,8 +40,9 @@ _made: list[Any] = []
 
 
 # A group that is garbage waits for threads when it is destroyed. A forked process, as a worker of a
-# loader is, has none of its parent's and would wait for ever: it leaves its garbage alone.
-os.register_at_fork(after_in_child=gc.freeze)
+# loader is, has none of its parent's and would wait for ever: it leaves its garbage alone. Python
+# itself may collect in the child before any hook of ours, so the freeze comes before the fork.
+os.register_at_fork(before=gc.freeze, after_in_parent=gc.unfreeze)
 
 
 class ReplicaGroup:
