@@ -140,8 +140,12 @@ def _ranks(jobs: Sequence[JobConfigurations], left: Floats, costs: Floats, count
 def _families(jobs: Sequence[JobConfigurations]) -> list[list[int]]:
     """Return the members of each family of two and more, those that have done most first."""
     found: dict[str, list[int]] = {}
-    # Of those that have done as much, the oldest first.
-    for job in sorted(range(len(jobs)), key=lambda job: (-jobs[job].job.work_done, job)):
+    # Of those that have done as much, those that have held least first, and of those the oldest.
+    infos = [configs.job for configs in jobs]
+    for job in sorted(
+        range(len(jobs)),
+        key=lambda job: (-infos[job].work_done, infos[job].attained_service, job),
+    ):
         if jobs[job].job.family and jobs[job].job.work_left:
             found.setdefault(jobs[job].job.family, []).append(job)
     return [members for members in found.values() if len(members) > 1]
@@ -150,12 +154,15 @@ def _families(jobs: Sequence[JobConfigurations]) -> list[list[int]]:
 def _turns(jobs: Sequence[JobConfigurations]) -> Ints:
     """Return in which order jobs with equal work left come: the last one has the highest rank.
 
-    That is the one that has done least, as most jobs are short, and of those the oldest.
+    That is the one that has done and held least, as most jobs are short, and of those the oldest.
     """
-    turns = np.empty(len(jobs), np.int64)
-    turns[sorted(range(len(jobs)), key=lambda job: (-jobs[job].job.work_done, -job))] = np.arange(
-        len(jobs)
+    infos = [configs.job for configs in jobs]
+    order = sorted(
+        range(len(jobs)),
+        key=lambda job: (-infos[job].work_done, -infos[job].attained_service, -job),
     )
+    turns = np.empty(len(jobs), np.int64)
+    turns[order] = np.arange(len(jobs))
     return turns
 
 

@@ -60,6 +60,7 @@ def infos(draw: st.DrawFn) -> list[JobInfo]:
                 work_left=values if kind == "learned" else (),
                 work_done=draw(work),
                 age=draw(work),
+                attained_service=draw(work),
                 family=draw(st.sampled_from(["", "a", "b"])),
             )
         )
@@ -88,8 +89,10 @@ def weight(jobs: list[JobInfo], number: int, power: float, tail: float) -> float
         if me.work_left and him.work_left and me.family == him.family != "":
             if him.work_done != me.work_done:
                 return float(him.work_done < me.work_done) * float(costs[other].mean())
-            return float(other > mine) * float(costs[other].mean())
-        later = (-him.work_done, -other) < (-me.work_done, -mine)
+            later = (him.attained_service, other) > (me.attained_service, mine)
+            return float(later) * float(costs[other].mean())
+        order = [(-job.work_done, -job.attained_service) for job in (him, me)]
+        later = (*order[0], -other) < (*order[1], -mine)
         more = (left[other] > value) | ((left[other] == value) & later)
         return float(np.mean(more * costs[other]))
 
