@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 from pathlib import Path
 
@@ -49,7 +48,8 @@ def test_a_rendezvous_that_disappears_is_made_again(
     """Else the replica that comes next would begin a job of its own."""
     with Forked(SCRIPT, [str(tmp_path)], environment) as job:
         until(lambda: (tmp_path / "rendezvous" / "job.json").exists(), "the job is there")
-        shutil.rmtree(tmp_path / "rendezvous")
+        # At once, whatever the job is writing there.
+        (tmp_path / "rendezvous").rename(tmp_path / "gone")
         until(lambda: (tmp_path / "rendezvous" / "job.json").exists(), "it is there again")
         with Forked(SCRIPT, [str(tmp_path)], environment) as joining:
             assert joining.wait() == 0, joining.errors
@@ -66,7 +66,8 @@ def test_a_job_that_began_while_the_rendezvous_was_gone_ends(
         until(lambda: json.loads(posted.read_text())["balance"], "it", ignored=(OSError,))
         until(lambda: json.loads(posted.read_text())["beat"] > 4, "it has been there a while")
         job.send_signal(signal.SIGSTOP)
-        shutil.rmtree(tmp_path / "rendezvous")
+        # At once, whatever the job is writing there.
+        (tmp_path / "rendezvous").rename(tmp_path / "gone")
         (tmp_path / "second").mkdir()
         with Forked(SCRIPT, [str(tmp_path / "second")], environment) as second:
             until(lambda: posted.exists() or second.poll() is not None, "the second is there")
