@@ -83,7 +83,7 @@ class BufferValues:
         before = [self._before(layer, name) for layer, name in self._places()]
         try:
             yield changed
-        except Exception:
+        except Exception:  # whatever layers raise, which is raised on
             _put([Value(x, n, y) for x, n, *_, y in before if y is not None])
             raise
         known = {(layer, name) for layer, name, *_ in before}

@@ -120,11 +120,17 @@ def loss_value(returned: object) -> LossValue:
     """Return the loss that a script's function returned.
 
     Raises:
-        ConfigurationError: It is no scalar tensor and no :class:`WeightedLoss` of one.
+        ConfigurationError: It is no scalar tensor and no :class:`WeightedLoss` of one, or its
+            weight is no finite number of at least 0.
     """
     root, weight = returned, None
     if isinstance(returned, WeightedLoss):
         root, weight = returned.sum, float(returned.weight)
+        if not 0.0 <= weight < math.inf:
+            raise ConfigurationError(
+                f"loss_fn returned a WeightedLoss with the weight {weight}: a finite number of at "
+                "least 0 is needed, such as the number of tokens that count"
+            )
     if isinstance(root, Tensor) and root.numel() == 1:
         return LossValue(root.reshape(()), weight)
     shown = f"a tensor of shape {tuple(root.shape)}" if isinstance(root, Tensor) else None

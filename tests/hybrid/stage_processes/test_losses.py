@@ -180,6 +180,10 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         lambda output, targets: F.cross_entropy(output, targets, reduction="none"),
         "loss_fn returned a tensor of shape (",
     ),
+    "no weight": (
+        lambda output, targets: WeightedLoss(F.cross_entropy(output, targets), float("nan")),
+        "with the weight nan: a finite number of at least 0 is needed",
+    ),
     "sum": (
         lambda output, targets: F.cross_entropy(output, targets, reduction="sum"),
         "the loss is not a mean over samples",
@@ -218,7 +222,7 @@ def test_a_mean_over_microbatches_that_is_meant() -> None:
     assert first == last == ["nothing"] * 2
 
 
-@pytest.mark.parametrize("name", ["metrics", "each"])
+@pytest.mark.parametrize("name", ["metrics", "each", "no weight"])
 def test_what_is_refused_where_one_process_drives_all_stages(name: str) -> None:
     ((said,),) = run_replicas(refusals, 1, [name], None)
     assert REFUSED[name][1] in said
