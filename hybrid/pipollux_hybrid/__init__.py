@@ -35,6 +35,7 @@ from pipollux_hybrid.partition.layer_profiler import profile_layers
 from pipollux_hybrid.pipeline.loss import WeightedLoss
 from pipollux_hybrid.pipeline.samples import per_sample, whole
 from pipollux_hybrid.pipeline.skip import Namespace, pop, skippable, stash
+from pipollux_hybrid.pipeline.state_changes import per_microbatch
 from pipollux_hybrid.sync.buffers import CombinesBuffers, all_reduce_sum
 from pipollux_hybrid.telemetry.report import TensorBoard, report
 
@@ -71,6 +72,7 @@ __all__ = [
     "init_process_group",
     "load_state",
     "num_replicas",
+    "per_microbatch",
     "per_sample",
     "pop",
     "process_rank",

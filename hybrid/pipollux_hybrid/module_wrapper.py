@@ -255,6 +255,12 @@ def _check_parameters(module: nn.Sequential, optimizer: torch.optim.Optimizer) -
                 f"parameter '{name}.weight' would have a sparse gradient, which is not averaged "
                 f"over replicas: create the {type(layer).__name__} with sparse=False"
             )
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.max_norm is not None:
+            raise ConfigurationError(
+                f"layer {name!r} is an {type(layer).__name__} with max_norm={layer.max_norm}, "
+                "whose forward changes its weight, on each replica by its own samples: leave "
+                "max_norm out, and call torch.renorm on the weight after optimizer.step()"
+            )
     known = {id(parameter) for parameter in module.parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:

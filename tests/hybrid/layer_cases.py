@@ -10,7 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipollux_hybrid import HybridParallel, init_process_group, per_sample, whole
+from pipollux_hybrid import (
+    HybridParallel,
+    init_process_group,
+    per_microbatch,
+    per_sample,
+    whole,
+)
 from pipollux_hybrid.job import context as contexts
 from pipollux_hybrid.pipeline.microbatch import unmarked
 from pipollux_hybrid.pipeline.samples import plain_batch
@@ -228,7 +234,10 @@ CASES: dict[str, Case] = {
     "experts": Case(lambda: [Experts(), nn.Tanh(), Experts(), linear()], sorted_numbers),
 }
 """By what the layers or the batch are like."""
-CHANGES_BUFFERS = Case(lambda: [Schedule(), nn.Tanh(), Schedule(), nn.Tanh()], lambda: numbers(1))
+CHANGES_BUFFERS = Case(
+    lambda: [per_microbatch(Schedule()), nn.Tanh(), per_microbatch(Schedule()), nn.Tanh()],
+    lambda: numbers(1),
+)
 """Not the plain model, whose buffers change once for each batch; but alike in all modes."""
 
 
@@ -259,7 +268,8 @@ def train(case: Case, **options: Any) -> dict[str, Tensor]:
     contexts.reset()
     module = module_of(case)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    model = HybridParallel(module, optimizer, balance=[2, 2], num_microbatches=4, **options)
+    options = {"balance": [2, 2], "num_microbatches": 4} | options
+    model = HybridParallel(module, optimizer, **options)
     for _ in range(STEPS):
         optimizer.zero_grad()
         model.train_step(case.inputs(), case.targets(), case.loss)

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
@@ -39,6 +40,8 @@ class Value(NamedTuple):
 
 
 Values = list[Value]
+BufferVersions: TypeAlias = dict[tuple[nn.Module, str], tuple[Any, int, Any]]
+"""By layer and name: the tensor, how often it was changed, and a copy, of some."""
 
 
 class BufferValues:
@@ -119,6 +122,23 @@ class BufferValues:
         """Run a forward within that leaves no trace."""
         return self.replaced([Value(x, name, x._buffers[name]) for x, name in self._places()])
 
+    def versions(self) -> BufferVersions:
+        """Return how the buffers are now, but for those that change once for each batch."""
+        once = set(self._once)
+        return {
+            (layer, name): self._before(layer, name)[2:]
+            for layer, name in self._places()
+            if (layer, name) not in once
+        }
+
+    def changed(self, before: BufferVersions) -> Iterator[tuple[nn.Module, str]]:
+        """Yield the buffers that have changed since, by layer and name."""
+        for (layer, name), (buffer, version, copy) in before.items():
+            now = layer._buffers.get(name, ABSENT)
+            counted = now is not buffer or _version(now) != version
+            if counted or (isinstance(copy, Tensor) and not _same(copy, buffer)):
+                yield layer, name
+
     def _places(self) -> list[tuple[nn.Module, str]]:
         return [(x, name) for x in self._layers if x._buffers for name in x._buffers]
 
@@ -149,6 +169,13 @@ def _put(values: Values) -> None:
             layer._buffers.pop(name, None)
         else:
             layer._buffers[name] = value
+
+
+def _same(copy: Tensor, buffer: Tensor) -> bool:
+    """Return whether a copy is still as the buffer is, NaN included."""
+    if torch.equal(copy, buffer):
+        return True
+    return copy.is_floating_point() and torch.allclose(copy, buffer, 0.0, 0.0, equal_nan=True)
 
 
 def _copy(value: Any) -> Any:

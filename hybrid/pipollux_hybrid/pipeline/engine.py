@@ -23,10 +23,8 @@ from torchgpipe.stream import AbstractStream, new_stream
 
 from pipollux_hybrid.errors import ConfigurationError
 
-from .attributes import LayerAttributes
-from .buffer_values import BufferValues
 from .gpipe import PipelineRun
-from .injected import InjectionCheck
+from .guards import StageGuards
 from .microbatch import PyTree, flatten, gather, scatter, unmarked
 from .microbatch_backward import separate
 from .recompute import make_phonies
@@ -76,10 +74,7 @@ class PipelineEngine:
         ]
         """The layers of each stage."""
         self._layout = layout_of(module, self.stages)
-        self._buffers = [BufferValues(stage) for stage in self.stages]
-        self._attributes = [LayerAttributes(stage) for stage in self.stages]
-        pairs = zip(self.stages, self._buffers, strict=True)
-        self._injections = [InjectionCheck(*pair) for pair in pairs]
+        self._guards = [StageGuards(stage) for stage in self.stages]
         self._copy_streams: list[list[AbstractStream]] = [[] for _ in self.stages]
 
     def named_parameters(self, module: nn.Module) -> list[list[tuple[str, nn.Parameter]]]:
@@ -116,9 +111,7 @@ class PipelineEngine:
             self._streams(len(sizes)),
             self._layout,
             ThreadLocalState.capture(device.type for device in self.devices),
-            self._buffers,
-            self._injections,
-            self._attributes,
+            self._guards,
             separate=separately,
         )
         outputs = run.forward()

@@ -19,7 +19,8 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torchgpipe.checkpoint import is_recomputing
+from torch import Tensor
+from torchgpipe.checkpoint import is_checkpointing, is_recomputing
 from torchgpipe.microbatch import Batch
 from torchgpipe.pipeline import Pipeline, clock_cycles
 from torchgpipe.skip.layout import SkipLayout
@@ -27,9 +28,7 @@ from torchgpipe.skip.tracker import use_skip_tracker
 from torchgpipe.stream import AbstractStream, current_stream, use_device
 from torchgpipe.worker import Task, spawn_workers
 
-from .attributes import LayerAttributes
-from .buffer_values import BufferValues
-from .injected import InjectionCheck
+from .guards import StageGuards
 from .lanes import copy, depend, wait
 from .microbatch import PyTree
 from .recompute import Recomputation
@@ -52,11 +51,15 @@ class StageCall:
         stage: Stage,
         entering: Boundary,
         tracker: SkipTracker,
-        injection: InjectionCheck | None,
+        guards: StageGuards,
+        microbatch: int | None,
     ) -> None:
-        self._stage, self._injection = stage, injection
+        self._stage, self._guards = stage, guards
         self._entering = entering
         self._tracker = tracker
+        self._microbatch = microbatch
+        """Its number, where its forwards are checked."""
+        self._first: list[Tensor] | None = None
         self.leaving: Boundary | None = None
 
     def __call__(self, tensors: Tensors) -> Tensors:
@@ -64,14 +67,23 @@ class StageCall:
         stage = self._stage
         value = self._entering.restore(tensors, stage.device)
         with use_skip_tracker(self._tracker):
-            output = stage(value)
-        if self._injection is not None:
-            self._injection.check(value, output)
+            output = self._run(value)
+        if self._microbatch is not None:
+            self._guards.check_graph(value, output)
+        if is_checkpointing():
+            self._first = self._guards.outputs.first(output)
+        elif is_recomputing():
+            self._guards.outputs.compare(self._first, output)
         what = stage.output_name
         if not is_recomputing():
             self.leaving = Boundary.of(output, what)
         assert self.leaving is not None  # noqa: S101  # the first time comes first
         return self.leaving.floating(output, stage.device, what)
+
+    def _run(self, value: PyTree) -> PyTree:
+        if self._microbatch is None or is_recomputing():
+            return self._stage(value)
+        return self._guards.changes.run(self._microbatch, value)
 
 
 class Escape(Exception):  # noqa: N818  # not an error: it carries one out of a thread
@@ -95,9 +107,7 @@ class PipelineRun(Pipeline):
         copy_streams: Per stage and micro-batch, the stream that copies run in.
         layout: Where stashed tensors go.
         outer: What surrounds the forward in the script.
-        buffers: Of each stage.
-        injections: Of each stage.
-        attributes: Of each stage.
+        guards: Of each stage.
         separate: Whether the backward of each micro-batch is to have nothing to do with the others.
     """
 
@@ -109,9 +119,7 @@ class PipelineRun(Pipeline):
         copy_streams: list[list[AbstractStream]],
         layout: SkipLayout,
         outer: ThreadLocalState,
-        buffers: Sequence[BufferValues],
-        injections: Sequence[InjectionCheck],
-        attributes: Sequence[LayerAttributes],
+        guards: Sequence[StageGuards],
         *,
         separate: bool = False,
     ) -> None:
@@ -125,8 +133,9 @@ class PipelineRun(Pipeline):
         super().__init__(batches, list(stages), devices, copy_streams, layout, num_recomputed)
         self._stages = list(stages)
         self._trackers: list[Any] = [SkipTracker(layout) for _ in microbatches]
-        self._outer, self._buffers, self._injections = outer, buffers, injections
-        self._attributes, self._trains = attributes, torch.is_grad_enabled()
+        self._outer, self._guards, self._trains = outer, guards, torch.is_grad_enabled()
+        for each in guards:
+            each.contributions.begin(len(microbatches))
         self._separate = separate
         self._streams = [current_stream(device) for device in devices]
 
@@ -180,16 +189,18 @@ class PipelineRun(Pipeline):
             _raise(failure)
 
     def _task(self, i: int, j: int) -> tuple[StageCall, Task]:
+        guards, is_cut = self._guards[j], len(self.batches) > 1
+        # A stash or pop beside the layers' output is not to be run twice.
+        checked = self._trains and is_cut and not self.skip_layout.by_ns_name
         call = StageCall(
-            *(self._stages[j], self._boundaries[i], self._trackers[i]),
-            # A stash or pop beside the layers' output is not to be run twice.
-            None if len(self.batches) == 1 or self.skip_layout.by_ns_name else self._injections[j],
+            *(self._stages[j], self._boundaries[i], self._trackers[i], guards),
+            i if checked else None,
         )
         inputs = tuple(self.batches[i])
-        outer, buffers = self._outer, self._buffers[j]
+        outer, buffers = self._outer, guards.buffers
         # Of a single micro-batch that is not recomputed attributes are those of the plain model.
-        partial = self._trains and (len(self.batches) > 1 or self.checkpoint_stop > 0)
-        guarded = self._attributes[j].guarded if partial else nullcontext
+        partial = self._trains and (is_cut or self.checkpoint_stop > 0)
+        guarded = guards.attributes.guarded if partial else nullcontext
         if i >= self.checkpoint_stop:
 
             def compute() -> Batch:
@@ -197,7 +208,7 @@ class PipelineRun(Pipeline):
                     return Batch(call(inputs))
 
             return call, Task(self._streams[j], compute=compute, finalize=None)
-        recomputation = Recomputation(call, self._stages[j], outer, buffers)
+        recomputation = Recomputation(call, self._stages[j], outer, guards)
 
         def compute_first() -> Batch:
             with _letting_escape(), outer.entered(), buffers.forward(i), guarded():

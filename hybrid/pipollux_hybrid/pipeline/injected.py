@@ -20,6 +20,7 @@ from torchgpipe.checkpoint import enable_recomputing
 from pipollux_hybrid.errors import ConfigurationError
 
 from .buffer_values import BufferValues
+from .contributions import nodes_between
 from .microbatch import PyTree, map_tensors, tensors_of
 from .stage import Stage
 
@@ -85,18 +86,11 @@ class InjectionCheck:
 
 def _custom_functions(roots: Sequence[Tensor], inputs: Sequence[Tensor]) -> Iterator[str]:
     """Yield the names of the script's functions between inputs and outputs."""
-    seen: set[Any] = {x.grad_fn for x in inputs}
-    waiting = [x.grad_fn for x in roots if x.grad_fn not in seen]
-    while waiting:
-        node: Any = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in nodes_between(inputs, roots):
         if isinstance(node, BackwardCFunction):
             function: Any = getattr(node, "_forward_cls", type(node))
             if function.__module__.partition(".")[0] not in KNOWN:
                 yield function.__qualname__
-        waiting += [after for after, _ in node.next_functions]
 
 
 def _is_number(gradient: Tensor) -> bool:

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
+from torch.utils.checkpoint import CheckpointError
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pipollux_hybrid.errors import BrokenPipelineError, ConfigurationError
@@ -35,6 +36,7 @@ from .interleaved import Interleaved
 from .loss import LossFunction, LossScope, MicrobatchLoss
 from .microbatch import PyTree, gather, map_tensors, samples_of, scatter
 from .process_stage import HostGroup, LossOfMicrobatch, ProcessStage
+from .recomputed_outputs import another_output
 from .skip import layout_of
 from .stage_notes import StageNotes
 
@@ -328,6 +330,8 @@ class ProcessEngine:
         """
         if error is self._failure or isinstance(error, ConfigurationError):
             return error
+        if isinstance(error.__cause__, CheckpointError):  # other tensors were saved than at first
+            return another_output(self.index)
         if isinstance(error.__cause__, Exception):
             return error.__cause__
         if isinstance(error, RuntimeError):

@@ -27,15 +27,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.utils.checkpoint import checkpoint
-from torchgpipe.checkpoint import enable_recomputing
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torchgpipe.checkpoint import enable_recomputing, is_recomputing
 from torchgpipe.skip.layout import SkipLayout
 from torchgpipe.skip.tracker import use_skip_tracker
 
-from .attributes import LayerAttributes
 from .boundary import HEADER_BYTES, BoundaryLayout, HeaderReader, HeaderWriter, describe
-from .buffer_values import BufferValues, Values
-from .injected import InjectionCheck
+from .guards import BeforeForward, StageGuards
 from .microbatch import PyTree
 from .skip import SkipTracker
 from .stage import Stage
@@ -86,9 +84,7 @@ class _Layers(nn.Module):
     def __init__(self, stage: Stage, layout: SkipLayout) -> None:
         super().__init__()
         self.stage = stage
-        self.buffer_values = BufferValues(stage)
-        self.attributes = LayerAttributes(stage)
-        self._injection = InjectionCheck(stage, self.buffer_values)
+        self.guards = StageGuards(stage)
         self._layout = layout
         self.arriving: BoundaryLayout | None = None
         """Layout of the coming forward's input; None for the first stage."""
@@ -96,26 +92,45 @@ class _Layers(nn.Module):
         """Layout of the last forward's output."""
         self.recomputes = False
         """Whether the coming forward keeps its input only."""
-        self.is_cut = False
-        """Whether the batch has several micro-batches."""
+        self.microbatch: int | None = None
+        """Number of the coming forward's, where forwards are checked."""
 
     def forward(self, *inputs: Any) -> tuple[Tensor, ...]:
         value = inputs[0] if self.arriving is None else self.arriving.value(inputs)
         output = self._recomputed(value) if self.recomputes else self._run(value)
-        if self.is_cut and not self._layout.by_ns_name:
-            self._injection.check(value, output)
+        if self.microbatch is not None:
+            self.guards.check_graph(value, output)
         self.leaving, tensors = describe(output, self.stage.output_name)
         return tuple(tensors)
 
+    @property
+    def has_skips(self) -> bool:
+        """Whether tensors go beside the layers' outputs."""
+        return bool(self._layout.by_ns_name)
+
     def _run(self, value: PyTree) -> PyTree:
-        if not self._layout.by_ns_name:
+        if self.microbatch is not None and not is_recomputing():
+            return self.guards.changes.run(self.microbatch, value)
+        if not self.has_skips:
             return self.stage(value)
         with use_skip_tracker(SkipTracker(self._layout)):
             return self.stage(value)
 
     def _recomputed(self, value: PyTree) -> PyTree:
-        around = _AroundForwards(self.buffer_values)
-        return checkpoint(self._run, value, use_reentrant=False, context_fn=around.both)
+        around = _AroundForwards(self.guards)
+        compared = self.guards.outputs.is_comparing
+
+        def run(value: PyTree) -> PyTree:
+            output = self._run(value)
+            if is_recomputing():
+                self.guards.outputs.compare(around.output, output)
+            else:
+                around.output = self.guards.outputs.first(output)
+            return output
+
+        # A recomputation that stops when the backward has all it needs gives no output.
+        with set_checkpoint_early_stop(False) if compared else nullcontext():
+            return checkpoint(run, value, use_reentrant=False, context_fn=around.both)
 
 
 class ProcessStage(PipelineStage):
@@ -147,7 +162,7 @@ class ProcessStage(PipelineStage):
         super().__init__(self._layers, index, num_stages, stage.device, group=group)
         self.row, self._carrier = row, carrier
         self._writer, self._reader = HeaderWriter(), HeaderReader()
-        self._recomputed = 0
+        self._recomputed, self._checks = 0, False
         self._arriving: dict[int, BoundaryLayout] = {}
         self._inputs: dict[int, list[Tensor]] = {}
         self._outputs: dict[int, tuple[Tensor, ...]] = {}
@@ -180,7 +195,8 @@ class ProcessStage(PipelineStage):
         for sent in (self._sending, self.output_chunks, self.layouts):
             sent.clear()
         self._recomputed, self.chunks = recomputed, num_microbatches
-        self._layers.is_cut = num_microbatches > 1
+        self._layers.guards.contributions.begin(num_microbatches)
+        self._checks = has_backward and num_microbatches > 1 and not self._layers.has_skips
         self.has_backward = has_backward
 
     # --- forwards ----------------------------------------------------------------------------
@@ -204,14 +220,16 @@ class ProcessStage(PipelineStage):
         save_forward_output: bool = True,
     ) -> Any:
         """Run the forward of a micro-batch; see :class:`PipelineStage`."""
-        self._layers.recomputes = fwd_chunk_id < self._recomputed and torch.is_grad_enabled()
+        layers = self._layers
+        layers.recomputes = fwd_chunk_id < self._recomputed and torch.is_grad_enabled()
+        layers.microbatch = fwd_chunk_id if self._checks else None
         with (
             self.notes.computing(self._row, fwd_chunk_id, "forward"),
             _in_layers(),
-            self._layers.buffer_values.forward(fwd_chunk_id),
-            nullcontext() if self.is_last else self._layers.attributes.without_losses(),
+            layers.guards.buffers.forward(fwd_chunk_id),
+            nullcontext() if self.is_last else layers.guards.attributes.without_losses(),
         ):
-            output = self._layers(*(args if self.is_first else self._arrived(fwd_chunk_id)))
+            output = layers(*(args if self.is_first else self._arrived(fwd_chunk_id)))
         self._outputs[fwd_chunk_id] = output
         if self.is_last and save_forward_output:
             self.output_chunks.append(output)
@@ -347,12 +365,14 @@ class _AroundForwards:
     """What is around the first forward of a micro-batch, and around each recomputation of it.
 
     Args:
-        buffers: Of the stage.
+        guards: Of the stage.
     """
 
-    def __init__(self, buffers: BufferValues) -> None:
-        self._buffers = buffers
-        self._values: Values = []
+    def __init__(self, guards: StageGuards) -> None:
+        self._guards = guards
+        self._before = BeforeForward([], [])
+        self.output: list[Tensor] | None = None
+        """What the first forward has given, to be compared."""
         self._entered: list[ExitStack] = []
 
     def both(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -361,13 +381,13 @@ class _AroundForwards:
 
     @contextmanager
     def _first(self) -> Iterator[None]:
-        with self._buffers.kept() as self._values:
+        with self._guards.kept() as self._before:
             yield
 
     def __enter__(self) -> None:
         stack = ExitStack()
         stack.enter_context(enable_recomputing())
-        stack.enter_context(self._buffers.replaced(self._values))
+        stack.enter_context(self._guards.replaced(self._before))
         self._entered.append(stack)
 
     def __exit__(self, *error: Any) -> None:

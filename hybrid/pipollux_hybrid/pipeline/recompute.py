@@ -29,7 +29,7 @@ from torchgpipe.phony import get_phony
 
 from pipollux_hybrid.errors import SynchronizationError
 
-from .buffer_values import BufferValues, Values
+from .guards import BeforeForward, StageGuards
 from .lanes import fork, join
 from .stage import Stage
 from .thread_state import ThreadLocalState
@@ -48,7 +48,7 @@ class Recomputation:
         function: Takes and gives tensors of floating point or complex type.
         stage: Whose layers it runs.
         outer: What surrounded the forward.
-        buffers: Of the stage.
+        guards: Of the stage.
     """
 
     def __init__(
@@ -56,12 +56,11 @@ class Recomputation:
         function: Callable[[Tensors], Tensors],
         stage: Stage,
         outer: ThreadLocalState,
-        buffers: BufferValues,
+        guards: StageGuards,
     ) -> None:
         self._function, self._stage = function, stage
-        self._outer, self._buffers = outer, buffers
-        self._values: Values = []
-        """Of buffers that the first forward changed: what they were."""
+        self._outer, self._guards = outer, guards
+        self._before = BeforeForward([], [])
         self._rng_states: deque[Any] = deque(maxlen=1)
         self._recomputed: tuple[Tensors, Tensors] | None = None
         """Outputs with their graph, and the leaves that it begins with."""
@@ -101,7 +100,7 @@ class Recomputation:
     def _run_first(
         self, inputs: Tensors, mode: Callable[[], AbstractContextManager[None]] = torch.no_grad
     ) -> Tensors:
-        with mode(), enable_checkpointing(), self._buffers.kept() as self._values:
+        with mode(), enable_checkpointing(), self._guards.kept() as self._before:
             # What a layer hands out may be its own buffer, which is not to get into a graph.
             return tuple(output.detach() for output in self._function(inputs))
 
@@ -114,7 +113,7 @@ class Recomputation:
             restore_rng_states(inputs[0].device, self._rng_states.copy()),
             torch.enable_grad(),
             enable_recomputing(),
-            self._buffers.replaced(self._values),
+            self._guards.replaced(self._before),
         ):
             self._recomputed = (self._function(leaves), leaves)
 

@@ -81,6 +81,10 @@ FIELDS: dict[str, tuple[str, str]] = {
         "",
         "_cuda _events _latest _open _started",
     ),
+    "Contributions": (
+        "",
+        "_batches _graphs _reached _stage _wanted",
+    ),
     "ControlPlane": (
         "_agreed _group _num_replicas _place _riding _timeout checks exchanges losses mesh "
         "settings",
@@ -120,6 +124,10 @@ FIELDS: dict[str, tuple[str, str]] = {
     "HookWatch": (
         "",
         "_backwards _before _given _handles _named _names",
+    ),
+    "HostGenerators": (
+        "",
+        "_drawn _forwards",
     ),
     "HybridParallel": (
         "_batch _check _complete _context _deferred _elsewhere _engine _layer_profile _metrics "
@@ -222,7 +230,7 @@ FIELDS: dict[str, tuple[str, str]] = {
         "_news _pause _shared _spared _standstill _thread timeout word",
     ),
     "PipelineEngine": (
-        "_attributes _buffers _injections _layout checkpoint devices stages",
+        "_guards _layout checkpoint devices stages",
         "_copy_streams",
     ),
     "PipelineSpec": (
@@ -250,6 +258,10 @@ FIELDS: dict[str, tuple[str, str]] = {
     "RandomState": (
         "_context _is_large _root name",
         "_remembered _restored _states",
+    ),
+    "RecomputedOutputs": (
+        "",
+        "_forwards _stage",
     ),
     "Recovery": (
         "",
@@ -302,6 +314,10 @@ FIELDS: dict[str, tuple[str, str]] = {
         "_in_place device index output_name",
         "differentiates",
     ),
+    "StageGuards": (
+        "buffers",
+        "_generators _injections attributes changes contributions outputs",
+    ),
     "StageNotes": (
         "",
         "_clock _computed _open _spans",
@@ -309,6 +325,10 @@ FIELDS: dict[str, tuple[str, str]] = {
     "StageProfiler": (
         "_out_of_turn",
         "_countdown _devices _metrics _recording _step _timer _tracer",
+    ),
+    "StateChanges": (
+        "",
+        "_batches _buffers _deferred _layers _stage _warned",
     ),
     "StageTimer": (
         "",

@@ -1,0 +1,72 @@
+"""What keeps the forwards of a stage equal to those of the plain model, or rejects them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from .attributes import LayerAttributes
+from .buffer_values import BufferValues, Values
+from .contributions import Contributions
+from .host_random import HostGenerators, HostStates
+from .injected import InjectionCheck
+from .microbatch import PyTree
+from .recomputed_outputs import RecomputedOutputs
+from .stage import Stage
+from .state_changes import StateChanges
+
+__all__ = ["BeforeForward", "StageGuards"]
+
+
+class BeforeForward(NamedTuple):
+    """State from before a first forward, which its recomputation begins with."""
+
+    buffers: Values
+    generators: HostStates
+
+
+class StageGuards:
+    """The state that layers of a stage compute with, and the checks of their first forwards.
+
+    Args:
+        stage: The layers, on their device.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self.buffers = BufferValues(stage)
+        self.attributes = LayerAttributes(stage)
+        self.outputs = RecomputedOutputs(stage)
+        self.contributions = Contributions(stage)
+        self.changes = StateChanges(stage, self.buffers)
+        self._generators = HostGenerators()
+        self._injections = InjectionCheck(stage, self.buffers)
+
+    @contextmanager
+    def kept(self) -> Iterator[BeforeForward]:
+        """Run a forward within that will be recomputed.
+
+        Yields:
+            State from before it, complete at the end.
+        """
+        with self.buffers.kept() as buffers, self._generators.kept() as generators:
+            yield BeforeForward(buffers, generators)
+
+    @contextmanager
+    def replaced(self, state: BeforeForward) -> Iterator[None]:
+        """Run a recomputation within, which begins with the state of the first forward."""
+        with self.buffers.replaced(state.buffers), self._generators.replaced(state.generators):
+            yield
+
+    def check_graph(self, value: PyTree, output: PyTree) -> None:
+        """Check a forward of one of several micro-batches, if it has a graph.
+
+        Args:
+            value: Input of the stage.
+            output: Output of the stage.
+
+        Raises:
+            ConfigurationError: A layer gives a gradient where the loss gives none.
+        """
+        self._injections.check(value, output)
+        self.contributions.add(value, output)

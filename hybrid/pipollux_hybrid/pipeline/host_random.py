@@ -1,0 +1,83 @@
+"""Random numbers that layers draw from Python's and numpy's generators.
+
+A recomputed forward has to draw the numbers of the first one. torch's generators are restored by
+whatever recomputes; here the two generators of the host are, which torch leaves alone. Most layers
+never draw from them, so a stage that has not done so in its first forwards is not watched any
+longer.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import numpy as np
+
+__all__ = ["HostGenerators", "HostStates", "host_states"]
+
+WATCHED_FORWARDS = 64
+"""Forwards, from the first one of a stage on, that show whether its layers draw."""
+HostStates: TypeAlias = list[Any]
+"""The states of both generators before a forward that has drawn from one; empty for others."""
+
+
+class HostGenerators:
+    """Python's and numpy's generators, as the layers of one stage use them."""
+
+    def __init__(self) -> None:
+        self._forwards = 0
+        self._drawn = False
+
+    @contextmanager
+    def kept(self) -> Iterator[HostStates]:
+        """Run a forward within that will be recomputed.
+
+        Yields:
+            A list which is filled, at the end, with the states from before, if it has drawn.
+        """
+        states: HostStates = []
+        if self._forwards >= WATCHED_FORWARDS and not self._drawn:
+            yield states
+            return
+        self._forwards += 1
+        before = host_states()
+        yield states
+        if not _equal(before, host_states()):
+            self._drawn = True
+            states.append(before)
+
+    @staticmethod
+    @contextmanager
+    def replaced(states: HostStates) -> Iterator[None]:
+        """Run a forward within that draws the numbers of the first one, and leave no trace."""
+        if not states:
+            yield
+            return
+        now = host_states()
+        _restore(states[0])
+        try:
+            yield
+        finally:
+            _restore(now)
+
+
+def host_states() -> Any:
+    """Return the states of both generators."""
+    return random.getstate(), np.random.get_state(legacy=False)
+
+
+def _restore(states: Any) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+
+
+def _equal(first: Any, second: Any) -> bool:
+    (python, numpy), (other_python, other_numpy) = first, second
+    if python != other_python or numpy.keys() != other_numpy.keys():
+        return False
+    pairs = ((numpy[key], other_numpy[key]) for key in numpy if key != "state")
+    return all(x == y for x, y in pairs) and all(
+        np.array_equal(value, other_numpy["state"][key]) for key, value in numpy["state"].items()
+    )
