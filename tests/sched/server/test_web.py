@@ -286,8 +286,8 @@ def test_usage_stands_above_the_slots_that_it_is_of(tab: Visit) -> None:
 
     def aligned() -> bool:
         bar, slot = strip.bounding_box(), node.locator(".free > rect").first.bounding_box()
-        assert bar
-        assert slot
+        if not (bar and slot):  # drawn anew at this moment
+            return False
         ends = (bar["x"] - slot["x"], bar["x"] + bar["width"] - slot["x"] - slot["width"])
         return max(map(abs, ends)) < 1.5
 
