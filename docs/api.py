@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pdoc
 
-PACKAGES = ("pipollux", "pipollux_perfmodel", "pipollux_sched")
+PACKAGES = ("pipollux", "pipollux_perfmodel", "pipollux_protocol", "pipollux_sched")
 WHOLE = ("pipollux_sched",)
 """Packages whose modules have pages of their own; of the others, the package hands on all names."""
 RUN_BY_OTHERS = (

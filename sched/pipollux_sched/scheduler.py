@@ -20,6 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
+from pipollux_protocol import environment as variables
 from pipollux_sched.allocator.allocator import Allocator
 from pipollux_sched.allocator.autoscaler import Autoscaler
 from pipollux_sched.allocator.expander import Expander
@@ -138,10 +139,10 @@ class Scheduler:
         self._grace, self._pass_on = grace, pass_environment
         self._on_event, self._event_types = on_event, event_types
         self._environment = {
-            "PIPOLLUX_HINTS_INTERVAL": f"{hints_interval:g}",
-            "PIPOLLUX_CHECKPOINT_INTERVAL": f"{checkpoint_interval:g}",
-            "PIPOLLUX_HEARTBEAT_INTERVAL": f"{heartbeat_timeout / 6:g}",
-            "PIPOLLUX_FROZEN_TIMEOUT": f"{heartbeat_timeout:g}",
+            **variables.HINTS_INTERVAL.write(hints_interval),
+            **variables.CHECKPOINT_INTERVAL.write(checkpoint_interval),
+            **variables.HEARTBEAT_INTERVAL.write(heartbeat_timeout / 6),
+            **variables.FROZEN_TIMEOUT.write(heartbeat_timeout),
         }
         self._metrics = SchedulerMetrics()
         self._resources = ExitStack()

@@ -23,6 +23,7 @@ import torch
 from pipollux_hybrid.errors import CheckpointError, PeerLostError
 from pipollux_hybrid.job.context import JobContext, context
 from pipollux_hybrid.job.exit_status import fail_at_exit, forget_failure
+from pipollux_protocol.files import STOP_MARKER, StopMarker
 
 from . import storage as files
 from .async_save import AsyncSaver
@@ -40,8 +41,6 @@ __all__ = [
     "shared_failure",
     "write_stop_marker",
 ]
-
-STOP_MARKER = "stopped.json"
 
 
 class CheckpointManager:
@@ -189,10 +188,10 @@ def write_stop_marker(step: int) -> None:
     root = ctx.env.checkpoint_dir
     if root is None or not ctx.env.leads:
         return
-    marker = {"generation": ctx.env.generation, "step": step, "reason": "signal"}
+    marker = StopMarker(generation=ctx.env.generation, step=step)
     aside = root / f".{STOP_MARKER}"
     try:
-        files.write_file(aside, json.dumps(marker).encode())
+        files.write_file(aside, marker.model_dump_json().encode())
         aside.rename(root / STOP_MARKER)
         files.flush_directory(root)
     except OSError as error:

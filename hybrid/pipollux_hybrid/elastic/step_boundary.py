@@ -25,10 +25,10 @@ from pipollux_hybrid.errors import CheckpointError, PeerLostError
 from pipollux_hybrid.job import signals
 from pipollux_hybrid.job.context import JobContext, current
 from pipollux_hybrid.job.control_plane import ControlMessage
-from pipollux_hybrid.job.exit_status import LOST_CHECKPOINT
 from pipollux_hybrid.job.stop_notice import tell_stop
 from pipollux_hybrid.live.live_membership import live_membership
 from pipollux_hybrid.telemetry.metrics import Metrics
+from pipollux_protocol.exit_statuses import CHECKPOINT_LOST
 
 __all__ = ["IterationEnd", "StepBoundary", "acknowledge"]
 
@@ -239,7 +239,7 @@ class StepBoundary:
         ctx.control.barrier()
         if ctx.env.leads:
             print(f"pipollux: {_farewell(ctx, failure)}", file=sys.stderr, flush=True)
-        sys.exit(signals.exit_code() if failure is None else LOST_CHECKPOINT)
+        sys.exit(signals.exit_code() if failure is None else CHECKPOINT_LOST)
 
     def _save_periodically(self) -> None:
         self._metrics.interrupt_steps()
@@ -271,7 +271,7 @@ def acknowledge(number: int) -> None:
     if ctx.env.world_size == 1 and ctx.step == ctx.component(CheckpointManager).saved_step:
         failure = _mark(ctx)
         _say(f"{_farewell(ctx, failure)} ({name} outside of a loop; nothing was left to save)")
-        sys.exit(signals.exit_code() if failure is None else LOST_CHECKPOINT)
+        sys.exit(signals.exit_code() if failure is None else CHECKPOINT_LOST)
     _say(
         f"{name} outside of a loop over a loader: the job stops before the next epoch or after the "
         "next step, whichever comes first, or runs to its end if there is none"

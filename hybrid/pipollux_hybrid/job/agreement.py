@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from pipollux_hybrid.errors import ConfigurationError
+from pipollux_protocol import environment as variables
 
 from .control_plane import ControlPlane
 from .env import JobEnvironment
@@ -104,16 +105,16 @@ def environment_settings(env: JobEnvironment) -> dict[str, object]:
     """Return what every replica must find in its environment, by the variables' names."""
     return {
         # Nodes may have the same storage at other places; that it is the same is seen to later.
-        "PIPOLLUX_CHECKPOINT_DIR": "set" if env.checkpoint_dir else None,
-        "PIPOLLUX_NUM_STAGES": env.num_stages,
-        "PIPOLLUX_CHECK_REPLICAS": env.check_replicas or None,
-        "PIPOLLUX_JOB_ID": env.job_id,
-        "PIPOLLUX_GENERATION": env.generation or None,
-        "PIPOLLUX_TIMEOUT": env.timeout,
-        "PIPOLLUX_HOST_TIMEOUT": env.host_timeout,
+        variables.CHECKPOINT_DIR.name: "set" if env.checkpoint_dir else None,
+        variables.NUM_STAGES.name: env.num_stages,
+        variables.CHECK_REPLICAS.name: env.check_replicas or None,
+        variables.JOB_ID.name: env.job_id,
+        variables.GENERATION.name: env.generation or None,
+        variables.TIMEOUT.name: env.timeout,
+        variables.HOST_TIMEOUT.name: env.host_timeout,
         # Under a scheduler only the processes of one replica look at each other, and it may have
         # been started again with another one before this replica.
-        "PIPOLLUX_FROZEN_TIMEOUT": None if env.generation else env.frozen_timeout,
+        variables.FROZEN_TIMEOUT.name: None if env.generation else env.frozen_timeout,
     }
 
 

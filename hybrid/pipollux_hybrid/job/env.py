@@ -12,10 +12,46 @@ import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pipollux_hybrid.errors import ConfigurationError
+from pipollux_protocol import environment as protocol
+from pipollux_protocol.environment import Variable, Whole
 
 __all__ = ["JobEnvironment"]
+
+RANK = Variable("RANK", Whole(0), "torchrun", "index of the process", "0")
+WORLD_SIZE = Variable("WORLD_SIZE", Whole(1), "torchrun", "number of processes", "1")
+LOCAL_RANK = Variable("LOCAL_RANK", Whole(0), "torchrun", "index on its node", "0")
+LOCAL_WORLD_SIZE = Variable("LOCAL_WORLD_SIZE", Whole(1), "torchrun", "on its node", "all")
+VARIABLES: dict[str, Variable[Any]] = {
+    "num_nodes": protocol.NUM_NODES,
+    "job_id": protocol.JOB_ID,
+    "generation": protocol.GENERATION,
+    "checkpoint_dir": protocol.CHECKPOINT_DIR,
+    "supervisor_url": protocol.SUPERVISOR_URL,
+    "token": protocol.TOKEN,
+    "ca_file": protocol.CA_FILE,
+    "num_stages": protocol.NUM_STAGES,
+    "devices": protocol.DEVICES,
+    "hints_interval": protocol.HINTS_INTERVAL,
+    "heartbeat_interval": protocol.HEARTBEAT_INTERVAL,
+    "checkpoint_interval": protocol.CHECKPOINT_INTERVAL,
+    "checkpoint_background": protocol.CHECKPOINT_BACKGROUND,
+    "progress": protocol.PROGRESS,
+    "tensorboard_dir": protocol.TENSORBOARD_DIR,
+    "trace_dir": protocol.TRACE_DIR,
+    "timeout": protocol.TIMEOUT,
+    "host_timeout": protocol.HOST_TIMEOUT,
+    "frozen_timeout": protocol.FROZEN_TIMEOUT,
+    "rendezvous": protocol.RENDEZVOUS,
+    "replica": protocol.REPLICA,
+    "live": protocol.LIVE,
+    "joins": protocol.JOINS,
+    "address": protocol.ADDRESS,
+    "check_replicas": protocol.CHECK_REPLICAS,
+}
+"""Of which each field of :class:`JobEnvironment` is the value, where it is set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,15 +169,21 @@ class JobEnvironment:
             ConfigurationError: A variable does not hold what it should; its name is in the message.
         """
         env = os.environ if environ is None else environ
-        world_size = _integer(env, "WORLD_SIZE", 1, minimum=1)
-        world_rank = _integer(env, "RANK", 0, minimum=0)
+        try:
+            return cls._read(env, processes_per_replica)
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from None
+
+    @classmethod
+    def _read(cls, env: Mapping[str, str], asked_for: int | None) -> JobEnvironment:
+        world_size, world_rank = WORLD_SIZE.read(env) or 1, RANK.read(env) or 0
         if world_rank >= world_size:
             raise ConfigurationError(
                 f"RANK is {world_rank} but WORLD_SIZE is {world_size}: ranks run from 0 to "
                 f"{world_size - 1}; start the script with torchrun, which sets both"
             )
-        local_size = _integer(env, "LOCAL_WORLD_SIZE", world_size, minimum=1)
-        processes = _processes(env, processes_per_replica)
+        local_size = LOCAL_WORLD_SIZE.read(env) or world_size
+        processes = _processes(env, asked_for)
         if local_size % processes:
             raise ConfigurationError(
                 f"environment variable PIPOLLUX_PROCESSES_PER_REPLICA={processes}: torchrun starts "
@@ -149,42 +191,23 @@ class JobEnvironment:
                 f"node; give it --nproc-per-node={processes}, or a multiple of that"
             )
         num_replicas, (rank, stage) = world_size // processes, divmod(world_rank, processes)
-        stages = env.get("PIPOLLUX_NUM_STAGES")
+        # Without a scheduler torchrun's local world size tells how many nodes there are.
+        nodes = -(-world_size // local_size)
+        given = {name: variable.read(env) for name, variable in VARIABLES.items()}
+        _check_certificates(given["ca_file"])
+        own = {name: value for name, value in given.items() if value is not None}
         return cls(
-            rank=rank,
-            num_replicas=num_replicas,
-            local_rank=_integer(env, "LOCAL_RANK", 0, minimum=0) // processes,
-            processes_per_replica=processes,
-            stage=stage,
-            # Without a scheduler torchrun's local world size tells how many nodes there are.
-            num_nodes=_integer(env, "PIPOLLUX_NUM_NODES", -(-world_size // local_size), minimum=1),
-            job_id=env.get("PIPOLLUX_JOB_ID") or None,
-            generation=_integer(env, "PIPOLLUX_GENERATION", 0, minimum=0),
-            checkpoint_dir=_path(env, "PIPOLLUX_CHECKPOINT_DIR"),
-            supervisor_url=env.get("PIPOLLUX_SUPERVISOR_URL") or None,
-            token=env.get("PIPOLLUX_TOKEN") or None,
-            ca_file=_certificates(env, "PIPOLLUX_CA_FILE"),
-            num_stages=_integer(env, "PIPOLLUX_NUM_STAGES", 1, minimum=1) if stages else None,
-            devices=tuple(
-                name.strip() for name in env.get("PIPOLLUX_DEVICES", "").split(",") if name.strip()
-            ),
-            hints_interval=_seconds(env, "PIPOLLUX_HINTS_INTERVAL", 30.0),
-            heartbeat_interval=_seconds(env, "PIPOLLUX_HEARTBEAT_INTERVAL", 10.0, or_none=True),
-            checkpoint_interval=_seconds(env, "PIPOLLUX_CHECKPOINT_INTERVAL", 60.0),
-            checkpoint_background=_switch(env, "PIPOLLUX_CHECKPOINT_BACKGROUND", default=False),
-            progress=_switch(env, "PIPOLLUX_PROGRESS", default=True),
-            tensorboard_dir=_path(env, "PIPOLLUX_TENSORBOARD_DIR"),
-            trace_dir=_path(env, "PIPOLLUX_TRACE_DIR"),
-            num_threads=_threads(env),
-            timeout=_seconds(env, "PIPOLLUX_TIMEOUT", 0.0) or None,
-            host_timeout=_seconds(env, "PIPOLLUX_HOST_TIMEOUT", 60.0, or_none=True),
-            frozen_timeout=_seconds(env, "PIPOLLUX_FROZEN_TIMEOUT", 60.0, or_none=True),
-            rendezvous=_path(env, "PIPOLLUX_RENDEZVOUS"),
-            replica=_integer(env, "PIPOLLUX_REPLICA", rank, minimum=0),
-            live=_switch(env, "PIPOLLUX_LIVE", default=False),
-            joins=_switch(env, "PIPOLLUX_JOINS", default=False),
-            address=env.get("PIPOLLUX_ADDRESS") or None,
-            check_replicas=_integer(env, "PIPOLLUX_CHECK_REPLICAS", 0, minimum=0),
+            **{
+                "rank": rank,
+                "num_replicas": num_replicas,
+                "local_rank": (LOCAL_RANK.read(env) or 0) // processes,
+                "stage": stage,
+                "num_nodes": nodes,
+                "num_threads": _threads(env),
+                "replica": rank,
+                **own,
+                "processes_per_replica": processes,
+            }
         )
 
 
@@ -195,22 +218,7 @@ def _processes(env: Mapping[str, str], asked_for: int | None) -> int:
         raise ConfigurationError(
             f"processes_per_replica={asked_for!r}: a whole number of at least 1 is needed"
         )
-    return _integer(env, "PIPOLLUX_PROCESSES_PER_REPLICA", default, minimum=1)
-
-
-def _integer(env: Mapping[str, str], name: str, default: int, *, minimum: int) -> int:
-    text = env.get(name)
-    if text is None or not text.strip():
-        return default
-    try:
-        value = int(text)
-    except ValueError:
-        value = minimum - 1
-    if value < minimum:
-        raise ConfigurationError(
-            f"environment variable {name}={text!r}: a whole number of at least {minimum} is needed"
-        )
-    return value
+    return protocol.PROCESSES_PER_REPLICA.read(env) or default
 
 
 def _threads(env: Mapping[str, str]) -> int | None:
@@ -227,44 +235,15 @@ def _threads(env: Mapping[str, str]) -> int | None:
     return int(levels[0])
 
 
-def _seconds(env: Mapping[str, str], name: str, default: float, *, or_none: bool = False) -> float:
-    text = env.get(name)
-    if text is None or not text.strip():
-        return default
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0.0 < value < float("inf") and not (or_none and value == 0.0):
-        allowed = ", or 0 for none," if or_none else ""
-        raise ConfigurationError(
-            f"environment variable {name}={text!r}: a positive number of seconds{allowed} is needed"
-        )
-    return value
-
-
-def _switch(env: Mapping[str, str], name: str, *, default: bool) -> bool:
-    text = env.get(name, "").strip()
-    if text not in ("", "0", "1"):
-        raise ConfigurationError(f"environment variable {name}={text!r}: 0 and 1 are allowed")
-    return default if not text else text == "1"
-
-
-def _certificates(env: Mapping[str, str], name: str) -> Path | None:
-    path = _path(env, name)
+def _check_certificates(path: Path | None) -> None:
+    """Refuse a file of certificates that the job could not use."""
     if path is None:
-        return None
+        return
     try:
         ssl.create_default_context(cafile=path)
     except OSError as error:  # ssl's own is one, too
         reason = error.strerror if not isinstance(error, ssl.SSLError) else "it holds none"
         raise ConfigurationError(
-            f"environment variable {name}={str(path)!r}: a file of certificates in PEM format is "
-            f"needed, on storage that all nodes see ({reason})"
+            f"environment variable {protocol.CA_FILE.name}={str(path)!r}: a file of certificates "
+            f"in PEM format is needed, on storage that all nodes see ({reason})"
         ) from None
-    return path
-
-
-def _path(env: Mapping[str, str], name: str) -> Path | None:
-    text = env.get(name)
-    return Path(text) if text else None

@@ -18,16 +18,15 @@ import os
 import sys
 from contextlib import suppress
 
-__all__ = ["LOST_CHECKPOINT", "fail_at_exit", "forget_failure"]
+from pipollux_protocol.exit_statuses import CHECKPOINT_LOST
 
-LOST_CHECKPOINT = os.EX_CANTCREAT
-"""Exit status (73, EX_CANTCREAT of sysexits.h) where the last checkpoint was not written."""
+__all__ = ["fail_at_exit", "forget_failure"]
 
 _failure: tuple[int, str] | None = None
 
 
 def fail_at_exit(reason: str) -> None:
-    """Make this process end with :data:`LOST_CHECKPOINT`, whenever it ends.
+    """Make this process end with :data:`CHECKPOINT_LOST`, whenever it ends.
 
     Args:
         reason: Why, one sentence; it is printed now, and once more at the end.
@@ -36,7 +35,7 @@ def fail_at_exit(reason: str) -> None:
     _failure = os.getpid(), reason  # a fork of this process has written no checkpoint
     print(
         f"pipollux: the last checkpoint was not written: {reason}. The script runs to its end; the "
-        f"process then ends with status {LOST_CHECKPOINT}",
+        f"process then ends with status {CHECKPOINT_LOST}",
         file=sys.stderr,
         flush=True,
     )
@@ -52,7 +51,7 @@ def _end() -> None:
     if _failure is None or _failure[0] != os.getpid():
         return
     print(
-        f"pipollux: exit status {LOST_CHECKPOINT}, as the last checkpoint was not written: "
+        f"pipollux: exit status {CHECKPOINT_LOST}, as the last checkpoint was not written: "
         f"{_failure[1]}",
         file=sys.stderr,
     )
@@ -61,7 +60,7 @@ def _end() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):  # closed, or none at all
             stream.flush()
-    os._exit(LOST_CHECKPOINT)
+    os._exit(CHECKPOINT_LOST)
 
 
 atexit.register(_end)

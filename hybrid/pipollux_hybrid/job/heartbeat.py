@@ -18,8 +18,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from pipollux_protocol import messages
+from pipollux_protocol.exit_statuses import REPLACED
 
 from . import signals
 from .env import JobEnvironment
@@ -42,8 +45,6 @@ BUSY = 429
 FIRST_BACKOFF = 1.0
 OVER = 409
 """Answer where the generation has ended, or another has taken its place."""
-REPLACED = os.EX_TEMPFAIL
-"""Exit status (75, EX_TEMPFAIL of sysexits.h) of a replica whose generation is over."""
 REFUSED = (401, 403, 404)
 """Answers that no repetition changes: the token is not this job's, or nobody takes heartbeats."""
 
@@ -51,10 +52,10 @@ REFUSED = (401, 403, 404)
 class Rider(Protocol):
     """What rides with heartbeats: something to tell the scheduler, and its answers."""
 
-    def told(self) -> Mapping[str, Any]:
-        """Return what is added to the next heartbeat, as JSON can hold it."""
+    def told(self) -> messages.LiveStatus:
+        """Return what is added to the next heartbeat."""
 
-    def take(self, answer: Mapping[str, Any]) -> float | None:
+    def take(self, answer: messages.HeartbeatAnswer) -> float | None:
         """Take the answer; return the seconds until the next heartbeat, None: as ever."""
 
 
@@ -146,7 +147,7 @@ class Heartbeat:
 
         interval = self._env.heartbeat_interval
         try:
-            response = client.post(self._url, json=self._body())
+            response = client.post(self._url, json=self._message().to_json_object())
             if response.status_code in REFUSED:
                 self._give_up(response.status_code)
                 return None
@@ -171,11 +172,11 @@ class Heartbeat:
         """Give the answer to what rides along; return the seconds until the next heartbeat."""
         if self.rider is None or not response.content:
             return None
-        return self.rider.take(response.json())
+        return self.rider.take(messages.HeartbeatAnswer.model_validate_json(response.content))
 
     def _say_goodbye(self, client: httpx.Client) -> None:
         """Say that no more heartbeats follow, until the scheduler has taken or refused it."""
-        body = {**self._body(), "finished": True}
+        body = self._message(finished=True).to_json_object()
         while (left := self._deadline - time.monotonic()) > 0.0:
             try:
                 status = client.post(self._url, json=body, timeout=left).status_code
@@ -186,17 +187,14 @@ class Heartbeat:
                     return
             time.sleep(min(GOODBYE_PAUSE, left))
 
-    def _body(self) -> dict[str, Any]:
-        body: dict[str, Any] = {
-            "generation": self._env.generation,
-            "replica": self._env.replica,
-        }
-        step = self._step()
-        if step is not None:
-            body["step"] = step
-        if self.rider is not None:
-            body["live"] = dict(self.rider.told())
-        return body
+    def _message(self, *, finished: bool = False) -> messages.Heartbeat:
+        return messages.Heartbeat(
+            generation=self._env.generation,
+            replica=self._env.replica,
+            step=self._step(),
+            finished=finished,
+            live=None if self.rider is None else self.rider.told(),
+        )
 
     def _note_failure(self, error: Exception) -> None:
         """Log once that requests fail; hours of it would fill the log."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 
+from pipollux_protocol.messages import Stop
+
 from .env import JobEnvironment
 
 __all__ = ["tell_stop"]
@@ -31,7 +33,7 @@ def tell_stop(env: JobEnvironment, step: int) -> None:
 
     from .supervisor_client import supervisor_client
 
-    body = {"generation": env.generation, "step": step}
+    body = Stop(generation=env.generation, step=step).to_json_object()
     try:
         with supervisor_client(env, timeout=REQUEST_TIMEOUT) as client:
             answer = client.post(f"{env.supervisor_url}/jobs/{env.job_id}/stops", json=body)

@@ -8,7 +8,6 @@ need one to go on.
 
 from __future__ import annotations
 
-import json
 import shutil
 import threading
 from collections.abc import Iterable, Mapping
@@ -20,6 +19,7 @@ from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job.env import JobEnvironment
 from pipollux_hybrid.job.heartbeat import Heartbeat
 from pipollux_hybrid.job.membership import Bulletin, Membership, Newcomer
+from pipollux_protocol.messages import HeartbeatAnswer, LiveStatus, StoreAddress
 
 from .arbiter import FolderArbiter
 
@@ -51,12 +51,12 @@ class SchedulerMeeting:
         no checkpoints are saved there is no folder that all see."""
         self._lock = threading.Lock()
         self._says: dict[str, Any] = {"membership": 0 if env.joins else 1}
-        self._heard: Mapping[str, Any] = {}
+        self._heard = HeartbeatAnswer()
         several = env.processes_per_replica > 1 and self.folder is not None
         self._relay = self.folder / f"heard-{env.replica}" if several and self.folder else None
         """Where the first process of a replica, whose heartbeats the answers are, tells the others
         what it has heard."""
-        self._relayed: Mapping[str, Any] = {}
+        self._relayed: HeartbeatAnswer | None = None
         self._beat = 0
         self._answered = threading.Event()
         self._heartbeat: Heartbeat | None = None
@@ -101,28 +101,27 @@ class SchedulerMeeting:
 
     # What rides with heartbeats
 
-    def told(self) -> Mapping[str, Any]:
+    def told(self) -> LiveStatus:
         """Return what the scheduler is told."""
         with self._lock:
-            return dict(self._says)
+            return LiveStatus(**self._says)
 
-    def take(self, answer: Mapping[str, Any]) -> float | None:
+    def take(self, answer: HeartbeatAnswer) -> float | None:
         """Take its answer; return the seconds until it wants to hear more."""
         self._heard = answer
         if self._relay is not None and answer != self._relayed:
             with suppress(OSError):  # the next one may go better
-                _write(self._relay, json.dumps(answer))
+                _write(self._relay, answer.model_dump_json())
                 self._relayed = answer
         self._answered.set()
-        again = answer.get("again")
-        return None if again is None else float(again)
+        return answer.again
 
     @property
-    def _answer(self) -> Mapping[str, Any]:
+    def _answer(self) -> HeartbeatAnswer:
         """What the scheduler has said last."""
         if self._relay is not None and self._env.stage > 0:
             with suppress(OSError, ValueError):
-                self._heard = json.loads(self._relay.read_text())
+                self._heard = HeartbeatAnswer.model_validate_json(self._relay.read_text())
         return self._heard
 
     # What a folder would hold
@@ -141,11 +140,8 @@ class SchedulerMeeting:
 
     def bulletin(self) -> Bulletin | None:
         """Return what the job told last."""
-        told = self._answer.get("bulletin")
-        try:
-            return None if told is None else Bulletin.from_json_object(told)
-        except (KeyError, TypeError, ValueError):
-            return None
+        told = self._answer.bulletin
+        return None if told is None else Bulletin.from_json_object(told.model_dump())
 
     def job_is_silent(self) -> bool:
         """Return False: the answer to a heartbeat ends whoever has nobody to join."""
@@ -198,11 +194,8 @@ class SchedulerMeeting:
 
     def proposal(self) -> Membership | None:
         """Return the membership that the scheduler wants."""
-        told = self._answer.get("proposal")
-        try:
-            return None if told is None else Membership.from_json_object(told)
-        except (KeyError, TypeError, ValueError):
-            return None
+        told = self._answer.proposal
+        return None if told is None else Membership.from_json_object(told.model_dump())
 
     def refresh(self) -> None:
         """Send a heartbeat now."""
@@ -230,23 +223,19 @@ class SchedulerMeeting:
 
     def announce_store(self, number: int, host: str, port: int) -> None:
         """Tell where the replicas of a membership find each other."""
-        place = {"number": number, "host": host, "port": port}
+        place = StoreAddress(number=number, host=host, port=port)
         self._say(store=place)
         if self.folder is not None:
-            _write(self.folder / f"store-{number}", json.dumps(place))
+            _write(self.folder / f"store-{number}", place.model_dump_json())
 
     def find_store(self, number: int) -> tuple[str, int] | None:
         """Return where the replicas of a membership find each other."""
-        told = self._answer.get("store")
+        told = self._answer.store
         if told is None and self.folder is not None:
             with suppress(OSError, ValueError):
-                told = json.loads((self.folder / f"store-{number}").read_text())
-        try:
-            if told is None or int(told["number"]) != number:
-                return None
-            return str(told["host"]), int(told["port"])
-        except (KeyError, TypeError, ValueError):
-            return None
+                text = (self.folder / f"store-{number}").read_text()
+                told = StoreAddress.model_validate_json(text)
+        return None if told is None or told.number != number else (told.host, told.port)
 
     def remove_store(self, number: int) -> None:
         """Take it back; `entered` says no more of it."""

@@ -8,6 +8,7 @@ import torch
 
 from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job.env import JobEnvironment
+from pipollux_protocol.environment import DEVICES
 
 __all__ = ["BALANCE_RULES", "choose_devices", "choose_num_stages", "make_current"]
 
@@ -44,7 +45,7 @@ def _find(name: torch.device | str, source: str) -> torch.device:
         else f"torch {torch.__version__} sees no CUDA device; "
         + (
             "give the job a torch built for CUDA, or its scheduler slots that are CPUs"
-            if source == "PIPOLLUX_DEVICES"
+            if source == DEVICES.name
             else "leave devices out to train on the CPU"
         )
     )
@@ -106,7 +107,7 @@ def choose_devices(
     if devices is not None:
         chosen, source = devices, "devices"
     elif env.devices:
-        chosen, source = env.devices, "PIPOLLUX_DEVICES"
+        chosen, source = env.devices, DEVICES.name
     elif torch.cuda.is_available():
         first = env.local_rank * num_stages
         count = torch.cuda.device_count()

@@ -11,7 +11,6 @@ A job hands down what it measured itself and, a few times, what it inherited.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -83,9 +82,10 @@ def inherit(ctx: JobContext, profile: StepProfile) -> ModelTraits | None:
     from pydantic import ValidationError
 
     from pipollux_perfmodel.hints.step_rows import InheritedRows
+    from pipollux_protocol.messages import InheritanceAnswer
 
     try:
-        told = json.loads(answer)["step_profile"]
+        told = InheritanceAnswer.model_validate_json(answer).step_profile
         if told is None:
             return None
         rows = InheritedRows.model_validate(told)

@@ -22,6 +22,7 @@ import httpx
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.job.supervisor_client import retry_after, supervisor_client
 from pipollux_perfmodel import StageEvent
+from pipollux_protocol.messages import ReportAnswer, StageTimeline, TrainingReport
 
 from . import unsent_report
 from .loss_watch import LossWatch
@@ -60,7 +61,7 @@ class Reporter:
         self._context = ctx
         self._points: deque[StepRecord] = deque(maxlen=MAX_POINTS)
         self._unshown: deque[StepRecord] = deque(maxlen=MAX_POINTS)
-        self._timeline: dict[str, Any] | None = None
+        self._timeline: StageTimeline | None = None
         self._hints: dict[str, Any] | None = None
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -125,13 +126,13 @@ class Reporter:
     ) -> None:
         """Report the measured time line of a step; the latest is sent."""
         with self._lock:
-            self._timeline = {
-                "step": step,
-                "numStages": num_stages,
-                "numMicrobatches": num_microbatches,
-                "schedule": self._context.pipeline.schedule,
-                "events": [list(event) for event in events],
-            }
+            self._timeline = StageTimeline.model_construct(
+                step=step,
+                num_stages=num_stages,
+                num_microbatches=num_microbatches,
+                schedule=self._context.pipeline.schedule,
+                events=[tuple(event) for event in events],
+            )
 
     def pause_progress(self) -> None:
         """Pause the progress bar after a loop, so that no line of it follows the script's own."""
@@ -264,20 +265,20 @@ class Reporter:
     def _take_pace(self, answer: httpx.Response) -> None:
         """Note how soon the scheduler wants the next report."""
         try:
-            wanted = float(answer.json()["again"])
-        except (KeyError, TypeError, ValueError):  # an earlier version has no such wish
+            wanted = ReportAnswer.model_validate_json(answer.content).again
+        except ValueError:  # an earlier version has no such wish
             wanted = REPORT_INTERVAL
         self._pace = min(wanted, MAX_BACKOFF) if wanted > REPORT_INTERVAL else REPORT_INTERVAL
         # The next turn is one interval away in any case.
         self._next_report = time.monotonic() + self._pace - REPORT_INTERVAL
 
-    def _body(self, points: list[StepRecord], timeline: dict[str, Any] | None) -> dict[str, Any]:
-        return {
-            "generation": self._context.env.generation,
-            "numEpochs": points[-1].num_epochs,
-            "points": [point.wire() for point in points],
-            "timeline": timeline,
-        }
+    def _body(self, points: list[StepRecord], timeline: StageTimeline | None) -> dict[str, Any]:
+        return TrainingReport.model_construct(
+            generation=self._context.env.generation,
+            num_epochs=points[-1].num_epochs,
+            points=[point.point() for point in points],
+            timeline=timeline,
+        ).to_json_object()
 
     def _keep_unsent(self) -> None:
         """Leave on the disk what nobody has taken: the end of a job must not be lost."""

@@ -6,18 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["StepListener", "StepRecord"]
+from pipollux_protocol.messages import Point
 
-NOT_SENT = (
-    "num_microbatches",
-    "schedule",
-    "epoch_samples",
-    "epoch_size",
-    "num_epochs",
-    "noise_scale",
-    "rate_factor",
-)
-"""Fields that the scheduler's interface does not have."""
+__all__ = ["StepListener", "StepRecord"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +49,12 @@ class StepRecord:
         """Samples per second."""
         return self.batch_size / self.step_time if self.step_time > 0.0 else 0.0
 
-    def wire(self) -> dict[str, Any]:
-        """Return the fields that the scheduler takes, named as its REST interface has them.
-
-        What is no finite number is a gap: JSON has no word for it.
-        """
-        sent = (name for name in self.__dataclass_fields__ if name not in NOT_SENT)
-        return {_camel(name): _finite(getattr(self, name)) for name in sent}
+    def point(self) -> Point:
+        """Return the fields that the scheduler takes; what is no finite number is left out."""
+        # Not validated: a number that the scheduler would refuse is not to end the training.
+        return Point.model_construct(
+            **{name: _finite(getattr(self, name)) for name in Point.model_fields}
+        )
 
 
 class StepListener(Protocol):
@@ -79,8 +69,3 @@ class StepListener(Protocol):
 
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _camel(name: str) -> str:
-    first, *rest = name.split("_")
-    return first + "".join(word.capitalize() for word in rest)

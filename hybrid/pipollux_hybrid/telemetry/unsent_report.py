@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from pipollux_hybrid.checkpoint import storage as files
+from pipollux_protocol.files import UNSENT_REPORT
 
-__all__ = ["UNSENT_REPORT", "keep"]
+__all__ = ["keep"]
 
 LOG = logging.getLogger(__name__)
-UNSENT_REPORT = "unsent_report.json"
 
 
 def keep(directory: Path | None, report: Mapping[str, Any]) -> None:

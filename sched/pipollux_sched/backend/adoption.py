@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
+
+from pipollux_protocol.files import STOP_MARKER, StopMarker
 
 from .base import Launch, ReplicaKey, ReplicaState
 
@@ -50,7 +51,9 @@ def marked_step(launch: Launch) -> int | None:
     None where there is none, or this machine does not see the folder.
     """
     try:
-        found = json.loads((Path(launch.checkpoints) / "stopped.json").read_text(encoding="utf-8"))
-        return int(found["step"]) if found["generation"] == launch.generation else None
-    except (OSError, ValueError, KeyError, TypeError):
+        found = StopMarker.model_validate_json(
+            (Path(launch.checkpoints) / STOP_MARKER).read_bytes()
+        )
+    except (OSError, ValueError):
         return None
+    return found.step if found.generation == launch.generation else None

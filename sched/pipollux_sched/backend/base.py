@@ -23,6 +23,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any, NamedTuple, Self
 
+from pipollux_protocol.environment import SUPERVISOR_URL
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.spec.job import JobSpec, NodeSpec
 from pipollux_sched.store import StateDir
@@ -78,7 +79,7 @@ class ReplicaProgram:
     @property
     def supervisor_url(self) -> str:
         """The URL that the job reports to; empty if to none."""
-        return self.environment.get("PIPOLLUX_SUPERVISOR_URL", "")
+        return self.environment.get(SUPERVISOR_URL.name, "")
 
     @property
     def can_grow(self) -> bool:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pipollux_protocol.exit_statuses import STOPPED
+
 from .base import Ended
 from .replica.last_words import last_words
 
 __all__ = ["describe_failure", "describe_loss", "has_stopped", "was_asked"]
-
-STOPPED = 143
-"""Exit status of a replica that has stopped when asked to, by convention of the field."""
 
 
 def has_stopped(end: Ended) -> bool:

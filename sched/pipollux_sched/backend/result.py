@@ -7,10 +7,11 @@ state directory, the termination message of a container.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from pipollux_protocol.files import AgentResult, ResultError
 
 __all__ = ["ReplicaResult", "ScriptError"]
 
@@ -54,25 +55,21 @@ class ReplicaResult(NamedTuple):
     def parse(cls, text: str) -> ReplicaResult:
         """Read a result; what is not one counts as none."""
         try:
-            data = json.loads(text)
-            step, report = data.get("step"), data.get("report")
-            return cls(
-                error=_error(data.get("error")),
-                asked=bool(data.get("asked")),
-                stopped_step=None if step is None else int(step),
-                report=report if isinstance(report, dict) else None,
-                left=True,
-            )
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            found = AgentResult.model_validate_json(text)
+        except ValueError:
             return cls()
+        return cls(
+            error=None if found.error is None else _error(found.error),
+            asked=found.asked,
+            stopped_step=found.step,
+            report=found.report,
+            left=True,
+        )
 
 
-def _error(kept: Mapping[str, Any] | None) -> ScriptError | None:
-    if not kept:
-        return None
-    lines = str(kept["message"]).splitlines()
-    types, loaded = frozenset(kept["types"]), bool(kept["loaded"])
+def _error(kept: ResultError) -> ScriptError:
+    lines = kept.message.splitlines()
     text = lines[0] if lines else ""
-    if "SyntaxError" in types and len(lines) > 1:  # the first line says where, the last one what
+    if "SyntaxError" in kept.types and len(lines) > 1:  # the first line says where, the last what
         text = f"{lines[-1]} ({text.strip()})"
-    return ScriptError(text, not loaded or not _NO_REMEDY.isdisjoint(types))
+    return ScriptError(text, not kept.loaded or not _NO_REMEDY.isdisjoint(kept.types))

@@ -7,6 +7,8 @@ from typing import Annotated, TypeAlias
 
 import typer
 
+from pipollux_protocol.environment import CA_FILE
+
 from .completion import complete_jobs, complete_nodes, complete_policies
 from .console import LineFormat, OutputFormat, TextFormat
 
@@ -47,7 +49,7 @@ AuthorityFile: TypeAlias = Annotated[
     Path | None,
     typer.Option(
         "--ca-file",
-        envvar="PIPOLLUX_CA_FILE",
+        envvar=CA_FILE.name,
         metavar="FILE",
         help="Certificates of the authorities to trust for it.",
         show_default="those of the system",

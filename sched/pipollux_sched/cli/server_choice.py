@@ -7,12 +7,14 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pipollux_protocol.environment import TOKEN
+
 from .console import USAGE, CommandError, warn
 
 if TYPE_CHECKING:
     from pipollux_sched.client.client import Client
 
-TOKEN_VARIABLE = "PIPOLLUX_TOKEN"  # noqa: S105  # a name, not a token
+TOKEN_VARIABLE = TOKEN.name
 
 
 class ServerChoice(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from pipollux_protocol.environment import TOKEN
 from pipollux_sched.allocator.job_infos import job_info
 from pipollux_sched.allocator.reasons import misfit
 from pipollux_sched.backend import ReplicaProgram
@@ -72,7 +73,7 @@ def program(job: JobRecord, environment: Mapping[str, str]) -> ReplicaProgram:
         args=tuple(spec.args),
         num_stages=spec.num_stages,
         process_per_stage=spec.process_per_stage,
-        environment={**spec.environment, **environment, "PIPOLLUX_TOKEN": job.token},
+        environment={**spec.environment, **environment, **TOKEN.write(job.token)},
         directory=Path(spec.working_dir) if spec.working_dir else None,
         checkpoints=Path(spec.checkpoint_dir) if spec.checkpoint_dir else None,
         run_as=spec.run_as,

@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from pipollux_protocol.messages import LiveStatus
 from pipollux_sched.backend import Generations
 from pipollux_sched.backend.run_as import with_home_checkpoints
 from pipollux_sched.errors import SchedulerError
@@ -50,7 +51,7 @@ from .deletion import DeletedJob, JobDeletion
 from .executor import Executor
 from .heartbeats import Heartbeats
 from .listening_clock import ListeningClock
-from .live_board import LiveBoard, LiveWord, ReplicaAnswer
+from .live_board import LiveBoard, ReplicaAnswer
 from .run_as import check_run_as
 
 _LOG = logging.getLogger(__name__)
@@ -312,7 +313,7 @@ class Control:
             return ReceivedHeartbeat(name, generation, replica, step, finished)
         return None
 
-    def hear_word(self, job: JobRecord, replica: int, word: LiveWord) -> list[Event]:
+    def hear_word(self, job: JobRecord, replica: int, word: LiveStatus) -> list[Event]:
         """Note what a replica says of live changes; return what to `follow_word` with.
 
         Args:

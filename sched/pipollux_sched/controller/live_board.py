@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from pipollux_protocol.messages import LiveStatus, StoreAddress
 from pipollux_sched.lifecycle import (
     ChangeRefused,
     ChangeStage,
@@ -22,7 +23,7 @@ from pipollux_sched.lifecycle import (
     Switched,
 )
 
-__all__ = ["LiveBoard", "LiveWord", "MeetingPoint", "ReplicaAnswer", "ScriptPlace"]
+__all__ = ["LiveBoard", "ReplicaAnswer", "ScriptPlace"]
 
 SOON = 0.25
 """Seconds between two heartbeats of replicas that take part in a change, where they are few."""
@@ -39,15 +40,6 @@ LEADERS_RATE = 100.0
 """Heartbeats a second that all those of replicas 0 together amount to, at most."""
 
 
-class MeetingPoint(NamedTuple):
-    """Where the replicas of a membership find each other."""
-
-    number: int
-    """Of the membership."""
-    host: str
-    port: int
-
-
 class ScriptPlace(NamedTuple):
     """Where a job is in its script, and how its model is cut."""
 
@@ -60,34 +52,6 @@ class ScriptPlace(NamedTuple):
     """In which order stages work on micro-batches."""
 
 
-class LiveWord(NamedTuple):
-    """What a replica says of live changes."""
-
-    membership: int = 0
-    """Number of the one that it takes part in; 0: it is to join."""
-    replicas: tuple[int, ...] = ()
-    """Ids of those that take part in it, in the order of ranks; empty: the first ones."""
-    parked: bool = False
-    """Whether it waits to join."""
-    epoch: int = 0
-    loop: int = 0
-    balance: tuple[int, ...] = ()
-    """Of replica 0."""
-    schedule: str = ""
-    """Of replica 0."""
-    cannot: str | None = None
-    """Of replica 0: why replicas cannot join or leave."""
-    step: int | None = None
-    """At which it entered its membership."""
-    seconds: float | None = None
-    """How long nobody trained then."""
-    refused: int = 0
-    """Number of a membership that it has given up."""
-    why: str = ""
-    for_good: bool = False
-    store: MeetingPoint | None = None
-
-
 class ReplicaAnswer(NamedTuple):
     """What a replica is told."""
 
@@ -97,7 +61,7 @@ class ReplicaAnswer(NamedTuple):
     """Whether it is to form the groups of the membership that its job's change leads to."""
     place: ScriptPlace | None
     """Where the others are."""
-    store: MeetingPoint | None
+    store: StoreAddress | None
     """Where the replicas of that membership find each other."""
 
 
@@ -107,12 +71,12 @@ class LiveBoard:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._places: dict[str, ScriptPlace] = {}
-        self._stores: dict[str, tuple[int, MeetingPoint]] = {}
+        self._stores: dict[str, tuple[int, StoreAddress]] = {}
         self._changing: dict[str, int] = {}
         """How many replicas take part in a change, by job."""
         self._num_changing = 0
 
-    def note(self, job: str, state: JobState, replica: int, word: LiveWord) -> list[Event]:
+    def note(self, job: str, state: JobState, replica: int, word: LiveStatus) -> list[Event]:
         """Note what a replica says; return what has happened to its job.
 
         Args:
@@ -163,7 +127,7 @@ class LiveBoard:
             self._changing[job] = replicas
 
 
-def _events(state: JobState, replica: int, word: LiveWord) -> Iterator[Event]:
+def _events(state: JobState, replica: int, word: LiveStatus) -> Iterator[Event]:
     generation, live, change = state.generation, state.live, state.live.change
     if replica == live.replicas[0] and word.balance and word.cannot != live.why_not:
         yield LiveReady(generation, word.cannot)

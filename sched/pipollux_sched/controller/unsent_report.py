@@ -13,9 +13,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from pipollux_protocol.messages import TrainingReport
 from pipollux_sched.store import StaleGenerationError, Store
 
-from .training_report import TrainingReport
+from .training_report import stored_points, stored_timeline
 
 __all__ = ["take_unsent_report"]
 
@@ -40,11 +41,11 @@ def take_unsent_report(store: Store, body: Mapping[str, Any], job: str, generati
         _LOG.warning("the last report of job %s is left aside: %s", job, error)
         return
     known = _last_step(store, job, generation)
-    points = [point for point in report.stored_points() if point.step > known]
+    points = [point for point in stored_points(report) if point.step > known]
     if report.generation != generation or not points:
         return
     try:
-        store.add_report(job, generation, points, report.stored_timeline())
+        store.add_report(job, generation, points, stored_timeline(report))
     except StaleGenerationError:
         return  # the job has restarted meanwhile, and reports by itself
 

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from pipollux_protocol import environment as variables
 from pipollux_sched.store import ServerInfo
 
 from .tls import Tls
@@ -104,7 +105,7 @@ class ServerAddress:
             port: the port that is listened on.
             token: the admin token.
         """
-        authority = self.environment(port).get("PIPOLLUX_CA_FILE")
+        authority = self.environment(port).get(variables.CA_FILE.name)
         return ServerInfo(
             self.advertised(port), os.getpid(), token, port, authority, self.is_wildcard
         )
@@ -115,7 +116,7 @@ class ServerAddress:
         Args:
             port: the port that is listened on.
         """
-        found = {"PIPOLLUX_SUPERVISOR_URL": self.advertised(port)}
+        found = variables.SUPERVISOR_URL.write(self.advertised(port))
         if self.tls is not None and self.tls.authority is not None:
-            found["PIPOLLUX_CA_FILE"] = str(self.tls.authority.absolute())
+            found |= variables.CA_FILE.write(self.tls.authority.absolute())
         return found

@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
 from pipollux_perfmodel.hints.step_rows import InheritedRows, StepRows
+from pipollux_protocol.messages import (
+    HeartbeatAnswer,
+    InheritanceAnswer,
+    JobAnnouncement,
+    MembershipProposal,
+)
 from pipollux_sched.controller.live_board import ReplicaAnswer
 from pipollux_sched.lifecycle import JobState
 from pipollux_sched.store import Predecessor
@@ -60,103 +66,36 @@ class Deciding(View):
     status: Literal["deciding"]
 
 
-class ReplicaPlace(View):
-    """The address of one replica."""
-
-    replica: int
-    address: str
-
-
-class DiscoveryReply(View):
-    """The registered replicas of a generation, in order."""
-
-    generation: int
-    num_replicas: int
-    complete: bool
-    replicas: list[ReplicaPlace]
+def inheritance_answer(relatives: Sequence[Predecessor]) -> InheritanceAnswer:
+    """Return what relatives hand down; rows of another version are left out."""
+    found = {}
+    for one in relatives:
+        with suppress(ValidationError):
+            found[one.job] = StepRows.model_validate(one.hints.get("stepProfile"))
+    before = relatives[0].job if relatives else None
+    rows = InheritedRows.of([*found.values()])
+    told = tuple(job for job, theirs in found.items() if rows and theirs.traits == rows.traits)
+    profile = None if rows is None else rows.model_dump(mode="json", by_alias=True)
+    return InheritanceAnswer(predecessor=before, relatives=told, step_profile=profile)
 
 
-class InheritanceReply(View):
-    """What a job begins with: step times, as the hints of its relatives had them; null: nothing."""
-
-    predecessor: str | None = None
-    relatives: tuple[str, ...] = ()
-    """Who hands them down, the predecessor first."""
-    step_profile: InheritedRows | None = None
-
-    @classmethod
-    def of(cls, relatives: Sequence[Predecessor]) -> Self:
-        """Return what relatives hand down; rows of another version are left out."""
-        found = {}
-        for one in relatives:
-            with suppress(ValidationError):
-                found[one.job] = StepRows.model_validate(one.hints.get("stepProfile"))
-        before = relatives[0].job if relatives else None
-        rows = InheritedRows.of([*found.values()])
-        told = tuple(job for job, theirs in found.items() if rows and theirs.traits == rows.traits)
-        return cls(predecessor=before, relatives=told, step_profile=rows)
-
-
-class MembershipReply(View):
-    """Who is to train together: ids in the order of ranks."""
-
-    number: int
-    replicas: list[str]
-    num_nodes: int
-
-
-class BulletinReply(MembershipReply):
-    """Where those that train are, for one that is to join them."""
-
-    place: tuple[int, int]
-    balance: list[int]
-    schedule: str
-
-
-class StoreReply(View):
-    """Where the replicas of a membership find each other."""
-
-    number: int
-    host: str
-    port: int
-
-
-class ReportAnswer(View):
-    """What a job is told with the answer to its report. `again`: seconds until its next one."""
-
-    again: float
-
-
-class LiveAnswer(View):
-    """What a replica is told with the answer to its heartbeat.
-
-    `again`: seconds until its next one. `proposal`: the membership that is to be formed.
-    `bulletin`: for one that is to join, where the others are.
-    """
-
-    again: float | None = None
-    proposal: MembershipReply | None = None
-    bulletin: BulletinReply | None = None
-    store: StoreReply | None = None
-
-    @classmethod
-    def of(cls, state: JobState, answer: ReplicaAnswer) -> Self:
-        """Return the answer to a replica of a job."""
-        live, change, place = state.live, state.live.change, answer.place
-        proposal = bulletin = None
-        if change is not None and answer.forming:
-            proposal = MembershipReply(**_membership(change.number, change.replicas, change.nodes))
-        if place is not None:
-            now = _membership(live.number, live.replicas, state.running_on)
-            where = (place.epoch, place.loop)
-            balance, schedule = list(place.balance), place.schedule
-            bulletin = BulletinReply(**now, place=where, balance=balance, schedule=schedule)
-        store = None if answer.store is None else StoreReply(**answer.store._asdict())
-        return cls(again=answer.again, proposal=proposal, bulletin=bulletin, store=store)
+def heartbeat_answer(state: JobState, answer: ReplicaAnswer) -> HeartbeatAnswer:
+    """Return the answer to a replica of a job."""
+    live, change, place = state.live, state.live.change, answer.place
+    proposal = bulletin = None
+    if change is not None and answer.forming:
+        proposal = MembershipProposal(**_membership(change.number, change.replicas, change.nodes))
+    if place is not None:
+        now = _membership(live.number, live.replicas, state.running_on)
+        where = (place.epoch, place.loop)
+        balance, schedule = place.balance, place.schedule
+        bulletin = JobAnnouncement(**now, place=where, balance=balance, schedule=schedule)
+    store = answer.store
+    return HeartbeatAnswer(again=answer.again, proposal=proposal, bulletin=bulletin, store=store)
 
 
 # All newcomers of a job are told the same, and may be thousands.
 @lru_cache(maxsize=128)
 def _membership(number: int, replicas: tuple[int, ...], nodes: tuple[str, ...]) -> dict[str, Any]:
-    ids = [str(replica) for replica in replicas]
+    ids = tuple(str(replica) for replica in replicas)
     return {"number": number, "replicas": ids, "num_nodes": len(set(nodes))}

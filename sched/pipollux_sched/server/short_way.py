@@ -18,19 +18,13 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import Message, Receive, Scope, Send
 
 from pipollux_perfmodel import HintsError
-from pipollux_sched.controller.training_report import TrainingReport
+from pipollux_protocol.messages import MOST_GENERATIONS, Heartbeat, TrainingReport
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.spec.hints import read_hints
 
 from .dependencies import Services
 from .request_bodies import LARGE, UNSTORABLE, parse
-from .routes.job_side import (
-    MOST_GENERATIONS,
-    HeartbeatBody,
-    post_heartbeat,
-    post_report,
-    put_hints,
-)
+from .routes.job_side import post_heartbeat, post_report, put_hints
 
 __all__ = ["ShortWay"]
 
@@ -104,7 +98,7 @@ class ShortWay(BaseRoute):
         return await self._services.auth.admits_own_token(name, token)
 
     async def _heartbeat(self, name: str, query: bytes, body: bytes) -> bytes:
-        heartbeat = _read(HeartbeatBody, query, body)
+        heartbeat = _read(Heartbeat, query, body)
         answer = await post_heartbeat(name, self._services, heartbeat)
         return answer.model_dump_json().encode()
 

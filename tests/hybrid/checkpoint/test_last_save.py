@@ -27,7 +27,8 @@ from pipollux_hybrid.checkpoint.state import States
 from pipollux_hybrid.elastic.step_boundary import StepBoundary
 from pipollux_hybrid.job import context as contexts
 from pipollux_hybrid.job.context import context
-from pipollux_hybrid.job.exit_status import LOST_CHECKPOINT, forget_failure
+from pipollux_hybrid.job.exit_status import forget_failure
+from pipollux_protocol.exit_statuses import CHECKPOINT_LOST
 from tests.extent import first
 from tests.hybrid.folders import saved_in
 from tests.hybrid.replicas import free_port, run_replicas
@@ -179,7 +180,7 @@ def test_the_last_save_fails_and_a_later_one_does_not(
     said = capsys.readouterr().err
     assert "the last checkpoint was not written: cannot write checkpoint" in said
     assert "'moody' failed with TypeError: not today" in said
-    assert f"ends with status {LOST_CHECKPOINT}" in said
+    assert f"ends with status {CHECKPOINT_LOST}" in said
     assert exit_status._failure is not None
     moody.raises = None
     assert list(remaining_epochs_until(3)) == [2]
@@ -236,9 +237,9 @@ def test_a_script_whose_last_checkpoint_is_lost(
     assert saved.exists(), done.stdout
     if launcher == "torchrun":
         assert done.returncode == 1, "torchrun's own, whatever the script's was"
-        assert f"exitcode  : {LOST_CHECKPOINT}" in done.stdout
+        assert f"exitcode  : {CHECKPOINT_LOST}" in done.stdout
     else:
-        assert done.returncode == LOST_CHECKPOINT
+        assert done.returncode == CHECKPOINT_LOST
     places = [
         next(i for i, line in enumerate(lines) if words in line)
         for words in (
@@ -247,7 +248,7 @@ def test_a_script_whose_last_checkpoint_is_lost(
             "pipollux: the last checkpoint was not written",
             "the script's last line",
             "the script's own exit function",
-            f"pipollux: exit status {LOST_CHECKPOINT}",
+            f"pipollux: exit status {CHECKPOINT_LOST}",
         )
     ]
     assert places == sorted(places), done.stdout
@@ -284,6 +285,6 @@ def test_no_replica_ends_as_if_all_were_saved(directory: Path, tmp_path: Path, e
     script = tmp_path / "script.py"
     script.write_text(FULL)
     with Replicas(script, 2, [end]) as job:
-        assert [program.wait() for program in job.programs] == [LOST_CHECKPOINT] * 2, job.errors
+        assert [program.wait() for program in job.programs] == [CHECKPOINT_LOST] * 2, job.errors
         if end == "stop":
             assert " as asked, without a checkpoint of it: " in job.errors

@@ -79,7 +79,7 @@ def test_a_point_in_words() -> None:
 
 
 def test_only_what_the_scheduler_knows_is_sent() -> None:
-    assert set(point().wire()) == {
+    assert set(point().point().to_json_object()) == {
         *("time", "step", "epoch", "samples", "loss", "batchSize", "atomicBsz", "accumSteps"),
         *("numReplicas", "stepTime", "predictedStepTime", "goodput", "efficiency"),
     }

@@ -13,7 +13,7 @@ from pipollux_hybrid.job import context as contexts
 from pipollux_hybrid.job.context import context
 from pipollux_hybrid.telemetry.metrics import Metrics
 from pipollux_hybrid.telemetry.reporter import Reporter
-from pipollux_sched.controller.training_report import TrainingReport
+from pipollux_protocol.messages import TrainingReport
 from tests.hybrid.folders import saved_in
 from tests.hybrid.replicas import free_port
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from lightkube.utils.quantity import parse_quantity
 
+from pipollux_protocol.exit_statuses import KILLED
 from pipollux_sched.backend.base import Ended, ReplicaKey, ReplicaState
 from pipollux_sched.backend.result import ReplicaResult, ScriptError
 
@@ -26,7 +27,6 @@ KILL_GRACE = 1
 """Grace period of a pod that is killed: with 0 nobody would confirm that it has ended."""
 MAIN_CONTAINER = "replica"
 """The container of a template in which the replica runs; the first where none is called so."""
-_KILLED = 137
 _CANNOT_START = frozenset(("ContainerCannotRun", "StartError", "RunContainerError"))
 _TEXT_LIMIT = 500
 
@@ -159,7 +159,7 @@ def _exit(pod: PodView, terminated: Mapping[str, Any], ordered: bool) -> Ended:
     code = int(terminated.get("exitCode", 0))
     message, reason = str(terminated.get("message") or ""), str(terminated.get("reason") or "")
     result = ReplicaResult.parse(message)
-    status = -9 if code == _KILLED else code
+    status = -9 if code == KILLED else code
     if result.error is None and (why := _runtime_error(reason, message)):
         result = result._replace(error=why)
     lost = ""

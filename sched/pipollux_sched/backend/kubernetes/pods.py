@@ -9,11 +9,13 @@ from __future__ import annotations
 from base64 import b64encode
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
+from pipollux_protocol import environment as variables
 from pipollux_sched.backend.base import Launch, ReplicaKey, ReplicaProgram
 from pipollux_sched.backend.replica.command import agent_in_container
-from pipollux_sched.backend.replica.variables import cpu_variables, replica_variables
+from pipollux_sched.backend.replica.variables import cpu_variables, gpu_variables, replica_variables
 
 from . import names
 from .api import Object
@@ -42,7 +44,7 @@ TERMINATION_LOG_LIMIT = 4096
 GRACE_MARGIN = 10
 """Seconds that the kubelet waits longer than the scheduler, which then kills it itself."""
 _SHARED_MEMORY_PATH = "/dev/shm"  # noqa: S108  # a container's own
-_TOKEN = "PIPOLLUX_TOKEN"  # noqa: S105  # the name of a variable
+_TOKEN = variables.TOKEN.name
 CHECKPOINTS = "pipollux-checkpoints"
 SHARED_MEMORY = "pipollux-shm"
 
@@ -216,12 +218,12 @@ def environment(
     if options.device == CPU:
         devices = cpu_variables(launch.num_stages)
     else:
-        devices = {"PIPOLLUX_DEVICES": ",".join(f"cuda:{k}" for k in range(launch.num_stages))}
+        devices = gpu_variables(launch.num_stages)
     plain = {
         **replica_variables(program, launch, replica),
         **devices,
-        "PIPOLLUX_RESULT_FILE": TERMINATION_LOG,
-        "PIPOLLUX_RESULT_LIMIT": str(TERMINATION_LOG_LIMIT),
+        **variables.RESULT_FILE.write(Path(TERMINATION_LOG)),
+        **variables.RESULT_LIMIT.write(TERMINATION_LOG_LIMIT),
     }
     token = plain.pop(_TOKEN, "")
     ours: dict[str, dict[str, Any]] = {
@@ -229,8 +231,8 @@ def environment(
     }
     secret = {"name": names.secret_name(launch.job, token), "key": _TOKEN}
     ours[_TOKEN] = {"name": _TOKEN, "valueFrom": {"secretKeyRef": secret}}
-    ours["PIPOLLUX_ADDRESS"] = {
-        "name": "PIPOLLUX_ADDRESS",
+    ours[variables.ADDRESS.name] = {
+        "name": variables.ADDRESS.name,
         "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}},
     }
     return [dict(entry) for entry in given if entry.get("name") not in ours] + list(ours.values())

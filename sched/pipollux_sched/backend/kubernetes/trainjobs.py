@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from pipollux_protocol.environment import REPLICA
 from pipollux_sched.backend.base import BackendError, Launch, ReplicaProgram
 from pipollux_sched.backend.replica.command import agent_in_container
 from pipollux_sched.backend.replica.variables import processes_of_replica
@@ -108,9 +109,9 @@ def make_trainjob(
         names.GENERATION_LABEL: str(launch.generation)
     }
     command = [literal(w) for w in agent_in_container(program, launch, 0, python=options.python)]
-    command[command.index("--rdzv-conf=rank=0")] = "--rdzv-conf=rank=$(PIPOLLUX_REPLICA)"
+    command[command.index("--rdzv-conf=rank=0")] = f"--rdzv-conf=rank=$({REPLICA.name})"
     variables = environment((), program, launch, 0, options)
-    number = {"name": "PIPOLLUX_REPLICA", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}}
+    number = {"name": REPLICA.name, "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}}
     trainer = {
         "numNodes": len(launch.nodes),
         "numProcPerNode": processes_of_replica(program, launch),

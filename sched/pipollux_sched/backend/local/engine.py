@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from pipollux_protocol import environment as variables
 from pipollux_sched.backend.base import (
     BackendError,
     Engine,
@@ -116,10 +117,10 @@ class LocalEngine(Engine):
         placement = self._place(folder, launch, program)
         own = {
             **marks(str(self._state_dir.path), key),
-            "PIPOLLUX_RESULT_FILE": str(folder.result(replica)),
+            **variables.RESULT_FILE.write(folder.result(replica)),
         }
         if program.run_as is None:  # others may not enter that folder
-            own["PIPOLLUX_AGENT_FOLDER"] = str(folder.agent(replica))
+            own |= variables.AGENT_FOLDER.write(folder.agent(replica))
         endpoint = f"{LOOPBACK}:{placement.port}"
         process = ReplicaProcess.start(
             as_user_command(program, agent_command(program, launch, replica, endpoint=endpoint)),
@@ -179,7 +180,10 @@ class LocalEngine(Engine):
         spared = {(job, str(generation)) for job, generation in adopted}
 
         def left_behind(environment: Mapping[str, str]) -> bool:
-            known = environment.get("PIPOLLUX_JOB_ID", ""), environment.get("PIPOLLUX_GENERATION")
+            known = (
+                environment.get(variables.JOB_ID.name, ""),
+                environment.get(variables.GENERATION.name),
+            )
             here = environment.get("PIPOLLUX_STATE_DIR") == place
             return here and known[1] is not None and known not in spared
 
@@ -230,7 +234,7 @@ class LocalEngine(Engine):
 
 def _describe(process: psutil.Process) -> str:
     try:
-        job = process.environ().get("PIPOLLUX_JOB_ID", "?")
+        job = process.environ().get(variables.JOB_ID.name, "?")
         return f"process {process.pid} of job {job} ({' '.join(process.cmdline())[:80]})"
     except psutil.Error:
         return f"process {process.pid}"

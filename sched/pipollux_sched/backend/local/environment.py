@@ -8,9 +8,10 @@ from collections.abc import Collection, Mapping, Sequence
 
 import psutil
 
+from pipollux_protocol import environment as variables
 from pipollux_sched.backend.base import Launch, Node, ReplicaKey, ReplicaProgram
 from pipollux_sched.backend.replica.inherited import inherited
-from pipollux_sched.backend.replica.variables import cpu_variables, replica_variables
+from pipollux_sched.backend.replica.variables import cpu_variables, gpu_variables, replica_variables
 
 from .hardware import visible_gpus
 
@@ -41,7 +42,7 @@ class Devices:
         visible = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
         indices = [self._first_gpu[node] + slot for slot in slots]
         return {
-            "PIPOLLUX_DEVICES": ",".join(f"cuda:{stage}" for stage in range(len(slots))),
+            **gpu_variables(len(slots)),
             "CUDA_VISIBLE_DEVICES": ",".join(
                 visible[index] if index < len(visible) else str(index) for index in indices
             ),
@@ -52,9 +53,9 @@ def marks(state_dir: str, key: ReplicaKey) -> dict[str, str]:
     """Return the variables that identify the processes of one replica."""
     return {
         "PIPOLLUX_STATE_DIR": state_dir,
-        "PIPOLLUX_JOB_ID": key.job,
-        "PIPOLLUX_GENERATION": str(key.generation),
-        "PIPOLLUX_REPLICA": str(key.replica),
+        **variables.JOB_ID.write(key.job),
+        **variables.GENERATION.write(key.generation),
+        **variables.REPLICA.write(key.replica),
     }
 
 

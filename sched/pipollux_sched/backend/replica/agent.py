@@ -29,10 +29,18 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-STOPPED = 128 + signal.SIGTERM
-"""Exit status after a stop that was asked for."""
-DAEMONISED = 70
-"""Exit status where the script has ended, but processes that it has forked go on."""
+from pydantic import ValidationError
+
+from pipollux_protocol import environment as variables
+from pipollux_protocol.exit_statuses import DAEMONISED, STOPPED
+from pipollux_protocol.files import (
+    STOP_MARKER,
+    UNSENT_REPORT,
+    AgentResult,
+    ResultError,
+    StopMarker,
+)
+
 LINGER = 2.0
 """Seconds that such processes have to end."""
 _DAEMONISED = (
@@ -59,7 +67,7 @@ def main() -> int:
         if left:
             status, said = DAEMONISED, _DAEMONISED.format(", ".join(map(str, left)))
             print(said, file=sys.stderr, flush=True)
-            result["error"] = {"message": said, "types": [], "loaded": True}
+            result = result.model_copy(update={"error": ResultError(message=said)})
         _leave_result(result)
     return status
 
@@ -70,7 +78,7 @@ def _own_folder() -> Iterator[Path]:
 
     One in the machine's folder for temporary files stays when the agent is killed.
     """
-    named = os.environ.pop("PIPOLLUX_AGENT_FOLDER", "")
+    named = os.environ.pop(variables.AGENT_FOLDER.name, "")
     if named:
         os.makedirs(named, mode=0o700, exist_ok=True)
         tempfile.tempdir = named
@@ -86,7 +94,8 @@ def _left_behind(command: list[str]) -> list[int]:
     Args:
         command: what the command line of a process that runs the script contains.
     """
-    marks = ("PIPOLLUX_JOB_ID", "PIPOLLUX_GENERATION", "PIPOLLUX_REPLICA", "PIPOLLUX_STATE_DIR")
+    known = (variables.JOB_ID, variables.GENERATION, variables.REPLICA)
+    marks = (*(variable.name for variable in known), "PIPOLLUX_STATE_DIR")
     wanted = {f"{name}={os.environ[name]}".encode() for name in marks if name in os.environ}
     words = {os.fsencode(word) for word in command}
     if not wanted or not os.path.isdir("/proc/self"):
@@ -157,7 +166,7 @@ def _make_folder() -> None:
 
     Where it cannot be made, the script says so when it saves.
     """
-    folder = os.environ.get("PIPOLLUX_CHECKPOINT_DIR")
+    folder = os.environ.get(variables.CHECKPOINT_DIR.name)
     if folder:
         with suppress(OSError):
             os.makedirs(folder, exist_ok=True)
@@ -179,27 +188,24 @@ def _ignore_repeated_signals() -> None:
     signal.signal(signal.SIGTERM, stop)
 
 
-def result_of(error_file: Path, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return how the script ended: see `pipollux_sched.backend.result`."""
-    result: dict[str, Any] = {"asked": _asked}
-    error = _read(error_file)
-    if error is not None:
-        with suppress(KeyError, TypeError):
-            result["error"] = {
-                "message": error["message"]["message"],
-                "types": error["types"],
-                "loaded": error["loaded"],
-            }
-    checkpoints = Path(environment.get("PIPOLLUX_CHECKPOINT_DIR", "/nowhere"))
-    generation = environment.get("PIPOLLUX_GENERATION")
-    stopped = _read(checkpoints / "stopped.json")
-    if stopped is not None and str(stopped.get("generation")) == generation:
-        result["step"] = stopped.get("step")
-    report = _read(checkpoints / "unsent_report.json")
+def result_of(error_file: Path, environment: Mapping[str, str]) -> AgentResult:
+    """Return how the script ended."""
+    error = None
+    found = _read(error_file)
+    if found is not None:
+        with suppress(KeyError, TypeError, ValidationError):
+            told = {"message": found["message"]["message"], "types": tuple(found["types"])}
+            error = ResultError(**told, loaded=found["loaded"])
+    checkpoints = variables.CHECKPOINT_DIR.read(environment) or Path("/nowhere")
+    generation = environment.get(variables.GENERATION.name)
+    step = None
+    with suppress(OSError, ValueError):
+        stopped = StopMarker.model_validate_json((checkpoints / STOP_MARKER).read_bytes())
+        step = stopped.step if str(stopped.generation) == generation else None
+    report = _read(checkpoints / UNSENT_REPORT)
     # Whichever was rank 0 in the end has left it; the scheduler takes the first that it gets.
-    if report is not None and str(report.get("generation")) == generation:
-        result["report"] = report
-    return result
+    ours = report is not None and str(report.get("generation")) == generation
+    return AgentResult(asked=_asked, error=error, step=step, report=report if ours else None)
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -210,24 +216,25 @@ def _read(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _leave_result(result: dict[str, Any]) -> None:
-    path = os.environ.get("PIPOLLUX_RESULT_FILE")
-    if not path:
+def _leave_result(result: AgentResult) -> None:
+    path = variables.RESULT_FILE.read(os.environ)
+    if path is None:
         return
-    limit = int(os.environ.get("PIPOLLUX_RESULT_LIMIT") or 2**23)
-    text = json.dumps(result)
-    points = result.get("report", {}).get("points", [])
+    limit = variables.RESULT_LIMIT.read(os.environ) or 2**23
+    report = dict(result.report or {})
+    points = list(report.get("points", []))
+    text = result.model_dump_json()
     while len(text.encode()) > limit and points:  # the last ones say most
         del points[: max(len(points) // 2, 1)]
-        result["report"]["timeline"] = None
-        text = json.dumps(result)
+        shorter = {**report, "points": points, "timeline": None}
+        text = result.model_copy(update={"report": shorter}).model_dump_json()
     if len(text.encode()) > limit:
-        result.pop("report", None)
-        if "error" in result:
-            result["error"]["message"] = result["error"]["message"][-limit // 4 :]
-        text = json.dumps(result)
+        error = result.error
+        if error is not None:
+            error = error.model_copy(update={"message": error.message[-limit // 4 :]})
+        text = result.model_copy(update={"report": None, "error": error}).model_dump_json()
     with suppress(OSError):  # the scheduler then knows the exit status alone
-        _write(Path(path), text)
+        _write(path, text)
 
 
 def _write(path: Path, text: str) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from pathlib import Path
 
+from pipollux_protocol.exit_statuses import STOPPED
 from pipollux_sched.backend.base import Launch, ReplicaProgram
 
 from .variables import processes_of_replica
@@ -24,7 +24,6 @@ _FIRST_PROCESS = (
 The kernel keeps signals from such a process unless it handles them, and the agent takes seconds to
 load.
 """
-_STOPPED = 128 + signal.SIGTERM
 
 
 def agent_command(
@@ -55,7 +54,7 @@ def agent_in_container(
         python: the Python of the container.
     """
     module = f"{__name__.rpartition('.')[0]}.agent"
-    code = _FIRST_PROCESS.format(status=_STOPPED, module=module)
+    code = _FIRST_PROCESS.format(status=STOPPED, module=module)
     return [python, "-P", "-c", code, *_options(program, launch, replica)]
 
 

@@ -8,7 +8,6 @@ package around it.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import ssl
@@ -17,8 +16,10 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import NoReturn
+
+from pipollux_protocol import environment as variables
+from pipollux_protocol.messages import ReplicaAddresses, ReplicaRegistration
 
 REQUEST_TIMEOUT = 10.0
 WAIT = 20.0
@@ -32,7 +33,7 @@ def own_address() -> str:
 
     It is PIPOLLUX_ADDRESS, else the address of the interface that leads to the scheduler.
     """
-    told = os.environ.get("PIPOLLUX_ADDRESS")
+    told = os.environ.get(variables.ADDRESS.name)
     if told:
         return told
     host = urllib.parse.urlsplit(_url()).hostname or "127.0.0.1"
@@ -64,43 +65,39 @@ def meet(replica: int, address: str, port: int, timeout: float) -> tuple[str, in
     Exits with a sentence where the generation is over, the token is wrong, or `timeout` seconds
     have passed.
     """
-    generation = int(os.environ["PIPOLLUX_GENERATION"])
+    generation = variables.GENERATION.read(os.environ) or 0
     shown = f"[{address}]" if ":" in address else address
-    body = {"generation": generation, "replica": replica, "address": f"{shown}:{port}"}
+    here = ReplicaRegistration(generation=generation, replica=replica, address=f"{shown}:{port}")
     deadline = time.monotonic() + timeout
-    _ask("POST", "", deadline, body)
+    _ask("POST", "", deadline, here.model_dump_json().encode())
     while True:
-        found = _ask("GET", f"?generation={generation}&wait={WAIT:g}", deadline)
-        if found["complete"]:
-            place = next(p["address"] for p in found["replicas"] if p["replica"] == 0)
+        answer = _ask("GET", f"?generation={generation}&wait={WAIT:g}", deadline)
+        found = ReplicaAddresses.model_validate_json(answer)
+        if found.complete:
+            place = next(other.address for other in found.replicas if other.replica == 0)
             host, _, port_text = place.rpartition(":")
             return host.strip("[]"), int(port_text)
         if time.monotonic() >= deadline:
-            there = len(found["replicas"])
-            _give_up(
-                f"only {there} of {found['num_replicas']} replicas were there in {timeout:g} s"
-            )
+            there = len(found.replicas)
+            _give_up(f"only {there} of {found.num_replicas} replicas were there in {timeout:g} s")
 
 
-def _ask(
-    method: str, query: str, deadline: float, body: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def _ask(method: str, query: str, deadline: float, body: bytes | None = None) -> bytes:
     """Ask the scheduler; try again until the deadline while it does not answer."""
-    url = f"{_url()}/jobs/{os.environ['PIPOLLUX_JOB_ID']}/replicas{query}"
+    url = f"{_url()}/jobs/{os.environ[variables.JOB_ID.name]}/replicas{query}"
     request = urllib.request.Request(  # noqa: S310  # the scheduler's URL
         url,
         method=method,
-        data=None if body is None else json.dumps(body).encode(),
+        data=body,
         headers={
-            "Authorization": f"Bearer {os.environ.get('PIPOLLUX_TOKEN', '')}",
+            "Authorization": f"Bearer {os.environ.get(variables.TOKEN.name, '')}",
             "Content-Type": "application/json",
         },
     )
     while True:
         try:
             with _opener().open(request, timeout=REQUEST_TIMEOUT + WAIT) as answer:
-                found: dict[str, Any] = json.loads(answer.read() or b"{}")
-                return found
+                return bytes(answer.read())
         except urllib.error.HTTPError as error:
             with error:
                 said = error.read(1000).decode("utf-8", "replace")
@@ -116,14 +113,14 @@ def _ask(
 
 def _opener() -> urllib.request.OpenerDirector:
     """Return an opener without proxies, which trusts PIPOLLUX_CA_FILE where that is given."""
-    context = ssl.create_default_context(cafile=os.environ.get("PIPOLLUX_CA_FILE") or None)
+    context = ssl.create_default_context(cafile=os.environ.get(variables.CA_FILE.name) or None)
     return urllib.request.build_opener(
         urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
     )
 
 
 def _url() -> str:
-    return os.environ.get("PIPOLLUX_SUPERVISOR_URL", "").rstrip("/")
+    return os.environ.get(variables.SUPERVISOR_URL.name, "").rstrip("/")
 
 
 def _give_up(why: str) -> NoReturn:

@@ -20,6 +20,8 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from pipollux_protocol import environment as variables
+
 from . import meeting
 
 __all__ = ["BACKEND", "Rendezvous", "create_handler"]
@@ -41,11 +43,12 @@ class Rendezvous(StaticTCPRendezvous):
         """Meet the other agents; the one of rank 0 hosts the store."""
         serves = self.rank == 0
         address, port = self.master_addr, self.master_port
-        if os.environ.get("PIPOLLUX_LIVE") == "1":
+        if variables.LIVE.read(os.environ):
             # The script meets others again when some have joined or left.
             with suppress(OSError):  # where the scheduler cannot be found now, nobody joins
-                os.environ["PIPOLLUX_ADDRESS"] = meeting.own_address()
-                meeting.use_interface_of(os.environ["PIPOLLUX_ADDRESS"])
+                own = meeting.own_address()
+                os.environ.update(variables.ADDRESS.write(own))
+                meeting.use_interface_of(own)
         listener: socket.socket | None = None
         if port == 0 and self.world_size > 1:
             own = meeting.own_address()

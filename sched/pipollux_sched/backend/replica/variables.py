@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from pipollux_protocol import environment as variables
 from pipollux_sched.backend.base import Launch, ReplicaProgram
 
-__all__ = ["cpu_variables", "processes_of_replica", "replica_variables"]
+__all__ = ["cpu_variables", "gpu_variables", "processes_of_replica", "replica_variables"]
 
 
 def replica_variables(program: ReplicaProgram, launch: Launch, replica: int) -> dict[str, str]:
@@ -20,15 +23,15 @@ def replica_variables(program: ReplicaProgram, launch: Launch, replica: int) -> 
         **program.environment,
         # The scheduler limits the time that a replica may take to save, not torchrun.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "86400",
-        "PIPOLLUX_JOB_ID": launch.job,
-        "PIPOLLUX_GENERATION": str(launch.generation),
-        "PIPOLLUX_REPLICA": str(replica),
-        "PIPOLLUX_CHECKPOINT_DIR": launch.checkpoints,
-        "PIPOLLUX_NUM_NODES": str(len(set(launch.nodes))),
-        "PIPOLLUX_NUM_STAGES": str(launch.num_stages),
-        "PIPOLLUX_PROCESSES_PER_REPLICA": str(processes_of_replica(program, launch)),
-        "PIPOLLUX_LIVE": str(int(launch.live)),
-        "PIPOLLUX_JOINS": str(int(launch.joins(replica))),
+        **variables.JOB_ID.write(launch.job),
+        **variables.GENERATION.write(launch.generation),
+        **variables.REPLICA.write(replica),
+        **variables.CHECKPOINT_DIR.write(Path(launch.checkpoints)),
+        **variables.NUM_NODES.write(len(set(launch.nodes))),
+        **variables.NUM_STAGES.write(launch.num_stages),
+        **variables.PROCESSES_PER_REPLICA.write(processes_of_replica(program, launch)),
+        **variables.LIVE.write(launch.live),
+        **variables.JOINS.write(launch.joins(replica)),
     }
 
 
@@ -40,8 +43,13 @@ def processes_of_replica(program: ReplicaProgram, launch: Launch) -> int:
 def cpu_variables(num_stages: int) -> dict[str, str]:
     """Return the variables of a replica on CPU devices of one thread each."""
     return {
-        "PIPOLLUX_DEVICES": ",".join(["cpu"] * num_stages),
+        **variables.DEVICES.write(("cpu",) * num_stages),
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
     }
+
+
+def gpu_variables(num_stages: int) -> dict[str, str]:
+    """Return the variables of a replica on the first GPUs that it sees."""
+    return variables.DEVICES.write(tuple(f"cuda:{stage}" for stage in range(num_stages)))

@@ -7,9 +7,10 @@ import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from pipollux_protocol import environment as variables
 from pipollux_sched.backend.base import Launch, ReplicaProgram
 from pipollux_sched.backend.replica.inherited import inherited
-from pipollux_sched.backend.replica.variables import cpu_variables, replica_variables
+from pipollux_sched.backend.replica.variables import cpu_variables, gpu_variables, replica_variables
 
 from . import step_main
 from .commands import controller_variables
@@ -101,20 +102,16 @@ def step_environment(
         result: file for what its agent leaves.
         pass_on: variables of the scheduler passed in addition to those of `inherited`.
     """
-    devices = (
-        {"PIPOLLUX_DEVICES": ",".join(f"cuda:{stage}" for stage in range(launch.num_stages))}
-        if on_gpus
-        else cpu_variables(launch.num_stages)
-    )
+    devices = (gpu_variables if on_gpus else cpu_variables)(launch.num_stages)
     # Where the agent runs as another user, it may not enter the folder of the result.
-    agent = str(result.with_suffix(".agent"))
-    own_folder = {} if program.run_as else {"PIPOLLUX_AGENT_FOLDER": agent}
+    agent = result.with_suffix(".agent")
+    own_folder = {} if program.run_as else variables.AGENT_FOLDER.write(agent)
     passed = inherited(os.environ, pass_on)
     return {
         **{name: value for name, value in passed.items() if name not in _SET_BY_SLURM},
         **controller_variables(os.environ),
         **replica_variables(program, launch, replica),
         **devices,
-        "PIPOLLUX_RESULT_FILE": str(result),
+        **variables.RESULT_FILE.write(result),
         **own_folder,
     }

@@ -6,30 +6,31 @@ import asyncio
 from typing import Annotated
 
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 
-from pipollux_sched.controller.live_board import LiveWord, MeetingPoint
-from pipollux_sched.controller.training_report import TrainingReport
+from pipollux_protocol.messages import (
+    MOST_GENERATIONS,
+    Heartbeat,
+    HeartbeatAnswer,
+    InheritanceAnswer,
+    ReplicaAddress,
+    ReplicaAddresses,
+    ReplicaRegistration,
+    ReportAnswer,
+    Stop,
+    TrainingReport,
+)
+from pipollux_sched.controller.training_report import stored_points, stored_timeline
 from pipollux_sched.lifecycle import LiveReady, Parked
 from pipollux_sched.server.dependencies import NeedsJob, Services, ServicesDep, StoreDep
 from pipollux_sched.server.request_bodies import JsonRoute
-from pipollux_sched.server.schemas import (
-    DiscoveryReply,
-    InheritanceReply,
-    LiveAnswer,
-    ReplicaPlace,
-    ReportAnswer,
-    refusals,
-)
+from pipollux_sched.server.schemas import heartbeat_answer, inheritance_answer, refusals
 from pipollux_sched.spec.hints import HintsField
 from pipollux_sched.store import Discovery, ReceivedHints, ReceivedReport
 from pipollux_sched.store.replicas import check_replica
 
 MAX_WAIT = 60.0
 """Seconds that a request for replicas waits at most."""
-
-MOST_GENERATIONS = 2**62
 
 _Generation = Annotated[
     int,
@@ -44,90 +45,6 @@ _Wait = Annotated[
         description="Seconds to wait until all replicas are there.",
     ),
 ]
-
-
-class _Wire(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True, strict=True)
-
-
-_Number = Annotated[int, Field(ge=0, le=2**62, description="a whole number of at least 0")]
-
-
-class StorePlace(_Wire):
-    """Where the replicas of a membership find each other."""
-
-    number: _Number
-    host: Annotated[str, Field(max_length=255, description="a name or an address")]
-    port: Annotated[int, Field(ge=1, le=65535, description="a port")]
-
-
-class LiveBody(_Wire):
-    """What a replica says of live changes: where it is, and what it has formed or given up."""
-
-    membership: _Number = 0
-    replicas: Annotated[
-        list[_Number], Field(max_length=65536, description="ids in the order of ranks")
-    ] = []
-    parked: bool = False
-    epoch: _Number = 0
-    loop: _Number = 0
-    balance: Annotated[
-        list[_Number], Field(max_length=4096, description="layers of each stage")
-    ] = []
-    schedule: Annotated[
-        str, Field(max_length=100, description="in which order stages work on micro-batches")
-    ] = ""
-    cannot: Annotated[str | None, Field(max_length=1000, description="a sentence")] = None
-    step: _Number | None = None
-    seconds: Annotated[float | None, Field(ge=0, description="seconds, or null")] = None
-    refused: _Number = 0
-    why: Annotated[str, Field(max_length=1000, description="a sentence")] = ""
-    for_good: bool = False
-    store: StorePlace | None = None
-
-    def word(self) -> LiveWord:
-        """Return it as the controller takes it."""
-        at = self.store
-        told = self.model_dump(exclude={"store", "balance", "replicas"})
-        store = None if at is None else MeetingPoint(at.number, at.host, at.port)
-        replicas, balance = tuple(self.replicas), tuple(self.balance)
-        return LiveWord(**told, replicas=replicas, balance=balance, store=store)
-
-
-class HeartbeatBody(_Wire):
-    """Heartbeat of one replica."""
-
-    generation: Annotated[int, Field(ge=1, le=2**62, description="a whole number of at least 1")]
-    replica: Annotated[int, Field(ge=0, le=2**31, description="a whole number of at least 0")]
-    step: Annotated[
-        int | None, Field(ge=0, le=2**62, description="a whole number of at least 0, or null")
-    ] = None
-    finished: Annotated[
-        bool, Field(description="true if the replica's script has ended and no more are sent")
-    ] = False
-    live: LiveBody | None = None
-
-
-class StopBody(_Wire):
-    """An agreed stop of a generation."""
-
-    generation: Annotated[int, Field(ge=1, le=2**62, description="a whole number of at least 1")]
-    step: Annotated[int, Field(ge=0, le=2**62, description="a whole number of at least 0")]
-
-
-class Registration(_Wire):
-    """Address of one replica."""
-
-    generation: Annotated[int, Field(ge=1, le=2**62, description="a whole number of at least 1")]
-    replica: Annotated[int, Field(ge=0, le=2**31, description="a whole number of at least 0")]
-    address: Annotated[
-        str,
-        Field(
-            max_length=255,
-            pattern=r"^[A-Za-z0-9._:\[\]-]+:[0-9]{1,5}$",
-            description="a text such as 10.0.0.7:29500",
-        ),
-    ]
 
 
 router = APIRouter(
@@ -149,11 +66,11 @@ async def put_hints(
 
 
 @router.get("/inheritance", summary="Ask what jobs like it measured")
-def get_inheritance(name: str, store: StoreDep, generation: _Generation) -> InheritanceReply:
+def get_inheritance(name: str, store: StoreDep, generation: _Generation) -> InheritanceAnswer:
     """Return the step times that the family's jobs hand down, those at work too."""
     job = store.job(name)
     check_replica(name, job.state.generation, len(job.state.running_on), generation)
-    return InheritanceReply.of(store.families.relatives(name, job.spec))
+    return inheritance_answer(store.families.relatives(name, job.spec))
 
 
 @router.post("/reports", summary="Report progress")
@@ -162,7 +79,7 @@ async def post_report(name: str, services: ServicesDep, report: TrainingReport) 
 
     Where many jobs report, each is told to wait longer with its next one, and may leave out points.
     """
-    points, timeline = report.stored_points(), report.stored_timeline()
+    points, timeline = stored_points(report), stored_timeline(report)
     received = ReceivedReport(name, report.generation, points, timeline)
     first = await services.reports.put(received)
     services.metrics.reports.inc()
@@ -172,7 +89,7 @@ async def post_report(name: str, services: ServicesDep, report: TrainingReport) 
 
 
 @router.post("/heartbeats", summary="Give a sign of life")
-async def post_heartbeat(name: str, services: ServicesDep, heartbeat: HeartbeatBody) -> LiveAnswer:
+async def post_heartbeat(name: str, services: ServicesDep, heartbeat: Heartbeat) -> HeartbeatAnswer:
     """Record a heartbeat; each replica sends one every few seconds, or the job restarts.
 
     The last one has `finished`: from then on the replica is not missed. One that says something
@@ -201,8 +118,8 @@ async def post_heartbeat(name: str, services: ServicesDep, heartbeat: HeartbeatB
         await services.heartbeats.put(urgent)
     services.metrics.heartbeats.inc()
     if heartbeat.live is None:
-        return LiveAnswer()
-    events = control.hear_word(job, heartbeat.replica, heartbeat.live.word())
+        return HeartbeatAnswer()
+    events = control.hear_word(job, heartbeat.replica, heartbeat.live)
     match events:
         case []:
             pass
@@ -210,11 +127,11 @@ async def post_heartbeat(name: str, services: ServicesDep, heartbeat: HeartbeatB
             job = await services.words.put((name, event))
         case _:
             job = await run_in_threadpool(control.follow_word, job, events)
-    return LiveAnswer.of(job.state, control.answer(job, heartbeat.replica))
+    return heartbeat_answer(job.state, control.answer(job, heartbeat.replica))
 
 
 @router.post("/stops", status_code=204, summary="Tell that all has been saved")
-def post_stop(name: str, store: StoreDep, stop: StopBody) -> None:
+def post_stop(name: str, store: StoreDep, stop: Stop) -> None:
     """Keep the step at which the replicas agreed to stop, once their checkpoint is written.
 
     What ends them after that, and however, nothing of their work is lost.
@@ -223,7 +140,7 @@ def post_stop(name: str, store: StoreDep, stop: StopBody) -> None:
 
 
 @router.post("/replicas", status_code=204, summary="Tell where a replica is")
-def post_replica(name: str, store: StoreDep, replica: Registration) -> None:
+def post_replica(name: str, store: StoreDep, replica: ReplicaRegistration) -> None:
     """Keep a replica's address until the generation ends; an earlier one is replaced."""
     store.replicas.register(name, replica.generation, replica.replica, replica.address)
 
@@ -231,7 +148,7 @@ def post_replica(name: str, store: StoreDep, replica: Registration) -> None:
 @router.get("/replicas", summary="Discover the replicas")
 async def get_replicas(
     name: str, services: ServicesDep, generation: _Generation, wait: _Wait = 0.0
-) -> DiscoveryReply:
+) -> ReplicaAddresses:
     """Wait until all replicas of the generation are registered; return those that are.
 
     409 as soon as the generation is no longer the present one.
@@ -239,10 +156,10 @@ async def get_replicas(
     with services.waiting.take(name):
         found = await _discover(services, name, generation, wait)
     places = [
-        ReplicaPlace(replica=replica, address=address)
+        ReplicaAddress(replica=replica, address=address)
         for replica, address in found.addresses.items()
     ]
-    return DiscoveryReply(
+    return ReplicaAddresses(
         generation=generation,
         num_replicas=found.num_replicas,
         complete=found.complete,

@@ -10,10 +10,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
+import pydantic
 import pytest
 
+import pipollux_protocol
 from pipollux_sched.backend import Generations, ReplicaProgram
 from pipollux_sched.backend.local.engine import LocalEngine
 from pipollux_sched.backend.replica import command
@@ -26,6 +29,12 @@ from tests.services import service_missing
 from tests.waiting import until
 
 USER = "nobody"
+SEEN_BY_ALL = {
+    "python": Path(sys.base_prefix),
+    "packages": Path(pydantic.__file__).parents[1],
+    "ours": Path(pipollux_protocol.__file__).parents[1],
+}
+"""Folders that everybody may enter, and what stands in them."""
 PEEKS = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -66,18 +75,18 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         service_missing("only root can start processes of another user", "run pytest as root")
     folder = Path(tempfile.mkdtemp(prefix="run-as-", dir="/var/tmp"))
     folder.chmod(0o755)
-    python = folder / "python"
-    python.mkdir()
-    mount = ["mount", "--bind", sys.base_prefix, str(python)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        service_missing("a folder cannot be mounted elsewhere", "run pytest as root")
-    monkeypatch.setattr(sys, "executable", str(python / "bin" / "python3"))
-    monkeypatch.setattr(command, "_AGENT", LIGHT_AGENT)
-    try:
+    with ExitStack() as mounts:
+        for name, source in SEEN_BY_ALL.items():
+            place = folder / name
+            place.mkdir()
+            mount = ["mount", "--bind", str(source), str(place)]
+            if subprocess.run(mount, capture_output=True, check=False).returncode:
+                service_missing("a folder cannot be mounted elsewhere", "run pytest as root")
+            mounts.callback(subprocess.run, ["umount", str(place)], check=True)
+        monkeypatch.setattr(sys, "executable", str(folder / "python" / "bin" / "python3"))
+        monkeypatch.setattr(command, "_AGENT", LIGHT_AGENT)
         yield folder
-    finally:
-        subprocess.run(["umount", str(python)], check=True)
-        shutil.rmtree(folder)
+    shutil.rmtree(folder)
 
 
 class Case:
@@ -105,6 +114,7 @@ class Case:
             script=self.script,
             args=args,
             run_as=USER,
+            environment={"PYTHONPATH": f"{self.folder / 'packages'}:{self.folder / 'ours'}"},
             directory=self.folder,
             checkpoints=self.saved / "mine",
         )

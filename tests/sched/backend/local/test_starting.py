@@ -184,7 +184,7 @@ ENDS = {
 
 def error_in(path: Path) -> ScriptError | None:
     """Return what the agent brings of an error file."""
-    return ReplicaResult.parse(json.dumps(agent.result_of(path, {}))).error
+    return ReplicaResult.parse(agent.result_of(path, {}).model_dump_json()).error
 
 
 def _run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:

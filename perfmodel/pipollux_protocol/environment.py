@@ -1,0 +1,412 @@
+"""The environment variables of a job's processes.
+
+Example::
+
+    NUM_STAGES.write(4)                          # {"PIPOLLUX_NUM_STAGES": "4"}, the scheduler
+    NUM_STAGES.read({"PIPOLLUX_NUM_STAGES": "4"})   # 4, the job
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+__all__ = [
+    "ADDRESS",
+    "AGENT_FOLDER",
+    "CA_FILE",
+    "CHECKPOINT_BACKGROUND",
+    "CHECKPOINT_DIR",
+    "CHECKPOINT_INTERVAL",
+    "CHECK_REPLICAS",
+    "DEVICES",
+    "FROZEN_TIMEOUT",
+    "GENERATION",
+    "HEARTBEAT_INTERVAL",
+    "HINTS_INTERVAL",
+    "HOST_TIMEOUT",
+    "JOB_ID",
+    "JOINS",
+    "LIVE",
+    "NUM_NODES",
+    "NUM_STAGES",
+    "PROCESSES_PER_REPLICA",
+    "PROGRESS",
+    "RENDEZVOUS",
+    "REPLICA",
+    "RESULT_FILE",
+    "RESULT_LIMIT",
+    "SUPERVISOR_URL",
+    "TENSORBOARD_DIR",
+    "TIMEOUT",
+    "TOKEN",
+    "TRACE_DIR",
+    "VARIABLES",
+    "Variable",
+]
+
+T = TypeVar("T")
+SetBy = Literal["scheduler", "user", "scheduler or user", "agent", "torchrun"]
+
+
+class Kind(Protocol[T]):
+    """How values of a type are written in a variable, and read from it."""
+
+    @property
+    def allowed(self) -> str:
+        """What is allowed, as the end of a sentence."""
+
+    def parse(self, text: str) -> T:
+        """Return the value of a text that is not empty.
+
+        Raises:
+            ValueError: The text is none of the allowed values.
+        """
+
+    def format(self, value: T) -> str:
+        """Return the text of a value."""
+
+
+class Text:
+    """Any text."""
+
+    allowed = "a text is needed"
+
+    def parse(self, text: str) -> str:
+        """Return the text."""
+        return text
+
+    def format(self, value: str) -> str:
+        """Return the text."""
+        return value
+
+
+class PathKind:
+    """A path."""
+
+    allowed = "a path is needed"
+
+    def parse(self, text: str) -> Path:
+        """Return the path."""
+        return Path(text)
+
+    def format(self, value: Path) -> str:
+        """Return the path as text."""
+        return str(value)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A whole number of at least a minimum."""
+
+    minimum: int
+
+    @property
+    def allowed(self) -> str:
+        """What is allowed."""
+        return f"a whole number of at least {self.minimum} is needed"
+
+    def parse(self, text: str) -> int:
+        """Return the number."""
+        value = int(text)
+        if value < self.minimum:
+            raise ValueError
+        return value
+
+    def format(self, value: int) -> str:
+        """Return its digits."""
+        return str(int(value))
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """A positive number of seconds, or 0 where it may switch something off."""
+
+    zero: bool = False
+
+    @property
+    def allowed(self) -> str:
+        """What is allowed."""
+        none = ", or 0 for none," if self.zero else ""
+        return f"a positive number of seconds{none} is needed"
+
+    def parse(self, text: str) -> float:
+        """Return the seconds."""
+        value = float(text)
+        if not 0.0 < value < float("inf") and not (self.zero and value == 0.0):
+            raise ValueError
+        return value
+
+    def format(self, value: float) -> str:
+        """Return the seconds with all their digits."""
+        return repr(float(value))
+
+
+class Switch:
+    """0 or 1."""
+
+    allowed = "0 and 1 are allowed"
+
+    def parse(self, text: str) -> bool:
+        """Return whether it is 1."""
+        if text.strip() not in ("0", "1"):
+            raise ValueError
+        return text.strip() == "1"
+
+    def format(self, value: bool) -> str:
+        """Return 0 or 1."""
+        return str(int(value))
+
+
+class Names:
+    """Names separated by commas."""
+
+    allowed = "names separated by commas are needed"
+
+    def parse(self, text: str) -> tuple[str, ...]:
+        """Return the names."""
+        return tuple(name.strip() for name in text.split(",") if name.strip())
+
+    def format(self, value: tuple[str, ...]) -> str:
+        """Return the names, separated by commas."""
+        return ",".join(value)
+
+
+@dataclass(frozen=True)
+class Variable(Generic[T]):
+    """An environment variable.
+
+    Attributes:
+        name: Its name.
+        kind: How its values are written.
+        set_by: Who sets it.
+        meaning: What it says, for the reference page.
+        default: What holds where it is not set, in words.
+    """
+
+    name: str
+    kind: Kind[T]
+    set_by: SetBy
+    meaning: str
+    default: str
+
+    def read(self, environ: Mapping[str, str]) -> T | None:
+        """Return its value; None where it is not set, or empty.
+
+        Raises:
+            ValueError: The sentence names the variable, its value and what is allowed.
+        """
+        text = environ.get(self.name, "")
+        if not text.strip():
+            return None
+        try:
+            return self.kind.parse(text)
+        except ValueError:
+            raise ValueError(
+                f"environment variable {self.name}={text!r}: {self.kind.allowed}"
+            ) from None
+
+    def write(self, value: T) -> dict[str, str]:
+        """Return the variable with a value, for a process that is to be started."""
+        return {self.name: self.kind.format(value)}
+
+
+JOB_ID = Variable("PIPOLLUX_JOB_ID", Text(), "scheduler", "name of the job", "no scheduler")
+GENERATION = Variable(
+    "PIPOLLUX_GENERATION",
+    Whole(0),
+    "scheduler",
+    "number of this run of the job, from 1",
+    "0: no scheduler",
+)
+REPLICA = Variable(
+    "PIPOLLUX_REPLICA",
+    Whole(0),
+    "scheduler",
+    "number of this replica, which is never used twice in a run; its rank may change",
+    "its rank",
+)
+NUM_STAGES = Variable(
+    "PIPOLLUX_NUM_STAGES",
+    Whole(1),
+    "scheduler or user",
+    "number K of stages of a replica; overrides the script's `num_stages`",
+    "the script's",
+)
+PROCESSES_PER_REPLICA = Variable(
+    "PIPOLLUX_PROCESSES_PER_REPLICA",
+    Whole(1),
+    "scheduler or user",
+    "processes of a replica: 1, or one for each stage; overrides the script's "
+    "`processes_per_replica`",
+    "the script's, or 1",
+)
+NUM_NODES = Variable(
+    "PIPOLLUX_NUM_NODES",
+    Whole(1),
+    "scheduler",
+    "number of nodes that the job's replicas are on",
+    "from torchrun's local world size",
+)
+DEVICES = Variable(
+    "PIPOLLUX_DEVICES",
+    Names(),
+    "scheduler or user",
+    "one device for each stage, separated by commas",
+    "this replica's share of the node's GPUs, else the CPU",
+)
+CHECKPOINT_DIR = Variable(
+    "PIPOLLUX_CHECKPOINT_DIR",
+    PathKind(),
+    "scheduler or user",
+    "where checkpoints are kept, on storage that all nodes see",
+    "nothing is saved",
+)
+CHECKPOINT_INTERVAL = Variable(
+    "PIPOLLUX_CHECKPOINT_INTERVAL",
+    Seconds(),
+    "user",
+    "seconds between two periodic checkpoints",
+    "60",
+)
+CHECKPOINT_BACKGROUND = Variable(
+    "PIPOLLUX_CHECKPOINT_BACKGROUND",
+    Switch(),
+    "user",
+    "1: a thread writes periodic checkpoints while training goes on",
+    "0",
+)
+SUPERVISOR_URL = Variable(
+    "PIPOLLUX_SUPERVISOR_URL",
+    Text(),
+    "scheduler",
+    "URL of the scheduler, for heartbeats, reports and hints",
+    "none: progress is shown in the terminal",
+)
+TOKEN = Variable(
+    "PIPOLLUX_TOKEN", Text(), "scheduler", "the job's own token for that URL; secret", "none"
+)
+CA_FILE = Variable(
+    "PIPOLLUX_CA_FILE",
+    PathKind(),
+    "scheduler",
+    "certificates, in PEM format, of the authorities that vouch for that URL where it is https",
+    "the system's",
+)
+HEARTBEAT_INTERVAL = Variable(
+    "PIPOLLUX_HEARTBEAT_INTERVAL",
+    Seconds(zero=True),
+    "scheduler or user",
+    "seconds between two heartbeats of each replica; 0: none",
+    "10",
+)
+HINTS_INTERVAL = Variable(
+    "PIPOLLUX_HINTS_INTERVAL",
+    Seconds(),
+    "user",
+    "seconds between two fits of the performance model",
+    "30",
+)
+LIVE = Variable(
+    "PIPOLLUX_LIVE",
+    Switch(),
+    "scheduler",
+    "1: replicas join and leave while the others train",
+    "0",
+)
+JOINS = Variable(
+    "PIPOLLUX_JOINS",
+    Switch(),
+    "scheduler",
+    "1: this replica joins others that train",
+    "0",
+)
+ADDRESS = Variable(
+    "PIPOLLUX_ADDRESS",
+    Text(),
+    "agent",
+    "address at which the other replicas reach this host",
+    "127.0.0.1",
+)
+RENDEZVOUS = Variable(
+    "PIPOLLUX_RENDEZVOUS",
+    PathKind(),
+    "user",
+    "without a scheduler: a folder, on storage that all nodes see, in which replicas that join "
+    "later find the job; gloo only",
+    "replicas neither join nor leave",
+)
+TIMEOUT = Variable(
+    "PIPOLLUX_TIMEOUT",
+    Seconds(),
+    "user",
+    "seconds that replicas wait for a slow one; overrides the script's `timeout`",
+    "the script's, or 1800",
+)
+HOST_TIMEOUT = Variable(
+    "PIPOLLUX_HOST_TIMEOUT",
+    Seconds(zero=True),
+    "user",
+    "seconds after which a host that does not answer is lost; 0: not before `PIPOLLUX_TIMEOUT`",
+    "60",
+)
+FROZEN_TIMEOUT = Variable(
+    "PIPOLLUX_FROZEN_TIMEOUT",
+    Seconds(zero=True),
+    "user",
+    "seconds after which a process that gives no sign of life is lost with its replica, with "
+    "`PIPOLLUX_RENDEZVOUS` and among the processes of a replica; 0: not before `PIPOLLUX_TIMEOUT`",
+    "60",
+)
+CHECK_REPLICAS = Variable(
+    "PIPOLLUX_CHECK_REPLICAS",
+    Whole(0),
+    "user",
+    "optimizer steps between two comparisons of all parameters and buffers; 0: none",
+    "0",
+)
+PROGRESS = Variable(
+    "PIPOLLUX_PROGRESS",
+    Switch(),
+    "user",
+    "0: no progress bar where no scheduler shows progress",
+    "1",
+)
+TENSORBOARD_DIR = Variable(
+    "PIPOLLUX_TENSORBOARD_DIR",
+    PathKind(),
+    "user",
+    "where scalars for TensorBoard are written",
+    "none are written",
+)
+TRACE_DIR = Variable(
+    "PIPOLLUX_TRACE_DIR", PathKind(), "user", "where traces of steps are written", "none"
+)
+RESULT_FILE = Variable(
+    "PIPOLLUX_RESULT_FILE",
+    PathKind(),
+    "scheduler",
+    "where the agent writes the replica's result",
+    "it is not written",
+)
+RESULT_LIMIT = Variable(
+    "PIPOLLUX_RESULT_LIMIT",
+    Whole(1),
+    "scheduler",
+    "largest size of that file, in bytes",
+    str(2**23),
+)
+AGENT_FOLDER = Variable(
+    "PIPOLLUX_AGENT_FOLDER",
+    PathKind(),
+    "scheduler",
+    "where the agent keeps its own files and torch's",
+    "a folder for temporary files",
+)
+
+VARIABLES: tuple[Variable[Any], ...] = tuple(
+    value for value in list(globals().values()) if isinstance(value, Variable)
+)
+"""All of them, in the order of the reference page."""

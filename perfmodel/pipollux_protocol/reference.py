@@ -1,0 +1,226 @@
+"""The reference page of the protocol, generated from its definitions.
+
+python -m pipollux_protocol.reference > docs/protocol.md
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel
+
+from . import files, messages
+from .environment import VARIABLES
+from .exit_statuses import STATUSES
+
+__all__ = ["REQUESTS", "Request", "page"]
+
+
+class Request(NamedTuple):
+    """A request of a job."""
+
+    method: str
+    path: str
+    body: type[BaseModel] | None
+    answer: type[BaseModel] | None
+    meaning: str
+
+
+REQUESTS = (
+    Request(
+        "POST",
+        "/jobs/NAME/heartbeats",
+        messages.Heartbeat,
+        messages.HeartbeatAnswer,
+        "Sent by each replica, every `PIPOLLUX_HEARTBEAT_INTERVAL` seconds. Without them the "
+        "scheduler takes the replica for lost.",
+    ),
+    Request(
+        "POST",
+        "/jobs/NAME/reports",
+        messages.TrainingReport,
+        messages.ReportAnswer,
+        "Sent by replica 0, as often as the answer to the last report allows.",
+    ),
+    Request(
+        "PUT",
+        "/jobs/NAME/hints?generation=NUMBER",
+        None,
+        None,
+        "Sent by replica 0 after each fit. The body has the [hints](rest.md#hints).",
+    ),
+    Request(
+        "GET",
+        "/jobs/NAME/inheritance?generation=NUMBER",
+        None,
+        messages.InheritanceAnswer,
+        "Sent once by replica 0 of a job that has measured nothing.",
+    ),
+    Request(
+        "POST",
+        "/jobs/NAME/stops",
+        messages.Stop,
+        None,
+        "Sent by replica 0 when all replicas have stopped and saved.",
+    ),
+    Request(
+        "POST",
+        "/jobs/NAME/replicas",
+        messages.ReplicaRegistration,
+        None,
+        "Sent by the agent of each replica, where the scheduler does not assign addresses.",
+    ),
+    Request(
+        "GET",
+        "/jobs/NAME/replicas?generation=NUMBER&wait=SECONDS",
+        None,
+        messages.ReplicaAddresses,
+        "Sent by these agents, until all have registered.",
+    ),
+)
+FILES = (
+    (files.STOP_MARKER, files.StopMarker, "In the checkpoint directory, by replica 0."),
+    (
+        files.UNSENT_REPORT,
+        messages.TrainingReport,
+        "In the checkpoint directory, by replica 0 if no scheduler took its last report.",
+    ),
+    ("`PIPOLLUX_RESULT_FILE`", files.AgentResult, "By the agent of each replica, at its end."),
+)
+SOURCE = "perfmodel/pipollux_protocol"
+
+
+def page() -> str:
+    """Return the page, as Markdown."""
+    return "\n".join(_lines()) + "\n"
+
+
+def _lines() -> Iterator[str]:
+    yield "# Protocol between a job and the scheduler"
+    yield ""
+    yield f"<!-- Generated from {SOURCE} by `python -m pipollux_protocol.reference`. -->"
+    yield ""
+    yield "The scheduler starts an agent for each replica, and the agent starts the script. They"
+    yield "exchange environment variables, messages, files and exit statuses. Both sides take them"
+    yield "from the package `pipollux_protocol`."
+    yield ""
+    yield "## Environment variables"
+    yield ""
+    yield from _table(
+        ("variable", "set by", "meaning", "if it is not set"),
+        [(f"`{x.name}`", x.set_by, x.meaning, x.default) for x in VARIABLES],
+    )
+    yield ""
+    yield "## Exit statuses"
+    yield ""
+    yield from _table(
+        ("status", "meaning", "consequence"),
+        [(str(x.status), x.meaning, x.consequence) for x in STATUSES],
+    )
+    yield ""
+    yield "Any other status is a failure of the script."
+    yield ""
+    yield "## Requests"
+    yield ""
+    yield "Requests carry the job's token: `Authorization: Bearer TOKEN`. A request with an unknown"
+    yield "key is refused; unknown keys of answers are ignored. A replica of an earlier run is"
+    yield "answered with 409, and ends."
+    for request in REQUESTS:
+        yield ""
+        yield f"### {request.method} {request.path}"
+        yield ""
+        yield request.meaning
+        for title, model in (("Body", request.body), ("Answer", request.answer)):
+            if model is not None:
+                yield ""
+                yield f"{title}: {_link(model)}."
+    yield ""
+    yield "## Files"
+    yield ""
+    yield from _table(
+        ("file", "content", "written"),
+        [(name if "`" in name else f"`{name}`", _link(x), by) for name, x, by in FILES],
+    )
+    yield ""
+    yield "## Objects"
+    for model in _models():
+        yield ""
+        yield f"### {model.__name__}"
+        yield ""
+        yield (model.__doc__ or "").split(": ``")[0].strip().splitlines()[0].rstrip(".") + "."
+        yield ""
+        yield from _table(("key", "type", "default", "meaning"), _rows(model))
+
+
+def _models() -> list[type[BaseModel]]:
+    """Return all objects, each before the first that it holds."""
+    found: list[type[BaseModel]] = []
+    waiting = [x for request in REQUESTS for x in (request.body, request.answer) if x is not None]
+    waiting += [model for _, model, _ in FILES]
+    while waiting:
+        model = waiting.pop(0)
+        if model not in found:
+            found.append(model)
+            waiting[:0] = [
+                x for field in model.model_fields.values() for x in _held(field.annotation)
+            ]
+    return found
+
+
+def _held(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in getattr(annotation, "__args__", ()):
+        yield from _held(part)
+
+
+def _rows(model: type[BaseModel]) -> list[tuple[str, str, str, str]]:
+    schema = model.model_json_schema(by_alias=True)
+    required = schema.get("required", [])
+    return [
+        (
+            f"`{key}`",
+            _type(entry),
+            "required" if key in required else _literal(entry.get("default")),
+            "; ".join(filter(None, (field.title, field.description))),
+        )
+        for (key, entry), field in zip(
+            schema["properties"].items(), model.model_fields.values(), strict=True
+        )
+    ]
+
+
+def _type(entry: dict[str, Any]) -> str:
+    if "$ref" in entry:
+        name = entry["$ref"].rpartition("/")[2]
+        return f"[{name}](#{name.lower()})"
+    if "anyOf" in entry:
+        return " or ".join(map(_type, entry["anyOf"]))
+    if "enum" in entry:
+        return " or ".join(map(_literal, entry["enum"]))
+    if entry.get("type") == "array":
+        items = entry.get("items") or {}
+        return f"list of {_type(items)}" if items else "list"
+    return str(entry.get("type", "any"))
+
+
+def _literal(value: Any) -> str:
+    return f"`{json.dumps(value)}`"
+
+
+def _link(model: type[BaseModel]) -> str:
+    return f"[{model.__name__}](#{model.__name__.lower()})"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield f"|{'---|' * len(head)}"
+    for row in rows:
+        yield f"| {' | '.join(cell.replace('|', '&#124;') for cell in row)} |"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())
