@@ -29,7 +29,9 @@ from .gpipe import PipelineRun
 from .injected import InjectionCheck
 from .microbatch import PyTree, flatten, gather, scatter, unmarked
 from .microbatch_backward import separate
+from .mixing import MixingCheck
 from .recompute import make_phonies
+from .same_again import SameAgain
 from .skip import SkipTracker, layout_of
 from .stage import Stage
 from .thread_state import ThreadLocalState
@@ -78,8 +80,9 @@ class PipelineEngine:
         self._layout = layout_of(module, self.stages)
         self._buffers = [BufferValues(stage) for stage in self.stages]
         self._attributes = [LayerAttributes(stage) for stage in self.stages]
+        self._same = [SameAgain(stage.index) for stage in self.stages]
         pairs = zip(self.stages, self._buffers, strict=True)
-        self._injections = [InjectionCheck(*pair) for pair in pairs]
+        self._checks = [(InjectionCheck(*pair), MixingCheck(*pair)) for pair in pairs]
         self._copy_streams: list[list[AbstractStream]] = [[] for _ in self.stages]
 
     def named_parameters(self, module: nn.Module) -> list[list[tuple[str, nn.Parameter]]]:
@@ -117,8 +120,9 @@ class PipelineEngine:
             self._layout,
             ThreadLocalState.capture(device.type for device in self.devices),
             self._buffers,
-            self._injections,
+            self._checks,
             self._attributes,
+            self._same,
             separate=separately,
         )
         outputs = run.forward()

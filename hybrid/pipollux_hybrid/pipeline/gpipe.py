@@ -32,7 +32,9 @@ from .buffer_values import BufferValues
 from .injected import InjectionCheck
 from .lanes import copy, depend, wait
 from .microbatch import PyTree
+from .mixing import MixingCheck
 from .recompute import Recomputation
+from .same_again import SameAgain
 from .skip import SkipTracker
 from .stage import Stage
 from .thread_state import ThreadLocalState
@@ -52,9 +54,9 @@ class StageCall:
         stage: Stage,
         entering: Boundary,
         tracker: SkipTracker,
-        injection: InjectionCheck | None,
+        checks: Sequence[InjectionCheck | MixingCheck],
     ) -> None:
-        self._stage, self._injection = stage, injection
+        self._stage, self._checks = stage, checks
         self._entering = entering
         self._tracker = tracker
         self.leaving: Boundary | None = None
@@ -65,8 +67,8 @@ class StageCall:
         value = self._entering.restore(tensors, stage.device)
         with use_skip_tracker(self._tracker):
             output = stage(value)
-        if self._injection is not None:
-            self._injection.check(value, output)
+        for check in self._checks:
+            check.check(value, output)
         what = stage.output_name
         if not is_recomputing():
             self.leaving = Boundary.of(output, what)
@@ -96,8 +98,9 @@ class PipelineRun(Pipeline):
         layout: Where stashed tensors go.
         outer: What surrounds the forward in the script.
         buffers: Of each stage.
-        injections: Of each stage.
+        checks: Of each stage.
         attributes: Of each stage.
+        same: Of each stage.
         separate: Whether the backward of each micro-batch is to have nothing to do with the others.
     """
 
@@ -110,8 +113,9 @@ class PipelineRun(Pipeline):
         layout: SkipLayout,
         outer: ThreadLocalState,
         buffers: Sequence[BufferValues],
-        injections: Sequence[InjectionCheck],
+        checks: Sequence[Sequence[InjectionCheck | MixingCheck]],
         attributes: Sequence[LayerAttributes],
+        same: Sequence[SameAgain],
         *,
         separate: bool = False,
     ) -> None:
@@ -125,8 +129,9 @@ class PipelineRun(Pipeline):
         super().__init__(batches, list(stages), devices, copy_streams, layout, num_recomputed)
         self._stages = list(stages)
         self._trackers: list[Any] = [SkipTracker(layout) for _ in microbatches]
-        self._outer, self._buffers, self._injections = outer, buffers, injections
+        self._outer, self._buffers, self._checks = outer, buffers, checks
         self._attributes, self._trains = attributes, torch.is_grad_enabled()
+        self._same = same
         self._separate = separate
         self._streams = [current_stream(device) for device in devices]
 
@@ -183,7 +188,7 @@ class PipelineRun(Pipeline):
         call = StageCall(
             *(self._stages[j], self._boundaries[i], self._trackers[i]),
             # A stash or pop beside the layers' output is not to be run twice.
-            None if len(self.batches) == 1 or self.skip_layout.by_ns_name else self._injections[j],
+            () if len(self.batches) == 1 or self.skip_layout.by_ns_name else self._checks[j],
         )
         inputs = tuple(self.batches[i])
         outer, buffers = self._outer, self._buffers[j]
@@ -197,7 +202,7 @@ class PipelineRun(Pipeline):
                     return Batch(call(inputs))
 
             return call, Task(self._streams[j], compute=compute, finalize=None)
-        recomputation = Recomputation(call, self._stages[j], outer, buffers)
+        recomputation = Recomputation(call, self._stages[j], outer, buffers, self._same[j])
 
         def compute_first() -> Batch:
             with _letting_escape(), outer.entered(), buffers.forward(i), guarded():

@@ -31,6 +31,7 @@ from pipollux_perfmodel.timing.params import ScheduleKind
 
 from .boundary import describe, from_header, rest_of_header, to_header
 from .engine import cut_stages, num_recomputed, with_index
+from .host_random import seeded
 from .interleaved import Interleaved
 from .loss import LossFunction, LossScope, MicrobatchLoss
 from .microbatch import PyTree, gather, map_tensors, samples_of, scatter
@@ -350,7 +351,8 @@ class ProcessEngine:
         if self.device.type == "cuda":
             torch.cuda.default_generators[self.device.index].manual_seed(seed)
         try:
-            yield
+            with seeded(seed):
+                yield
         finally:
             torch.set_rng_state(before)
 

@@ -27,16 +27,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.utils.checkpoint import checkpoint
-from torchgpipe.checkpoint import enable_recomputing
+from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
+from torchgpipe.checkpoint import enable_recomputing, is_recomputing
 from torchgpipe.skip.layout import SkipLayout
 from torchgpipe.skip.tracker import use_skip_tracker
+
+from pipollux_hybrid.errors import ConfigurationError
 
 from .attributes import LayerAttributes
 from .boundary import HEADER_BYTES, BoundaryLayout, HeaderReader, HeaderWriter, describe
 from .buffer_values import BufferValues, Values
+from .host_random import HostRandom
 from .injected import InjectionCheck
-from .microbatch import PyTree
+from .microbatch import PyTree, tensors_of
+from .mixing import MixingCheck
+from .same_again import OTHERWISE, Kept, SameAgain
 from .skip import SkipTracker
 from .stage import Stage
 from .stage_notes import StageNotes
@@ -88,7 +93,9 @@ class _Layers(nn.Module):
         self.stage = stage
         self.buffer_values = BufferValues(stage)
         self.attributes = LayerAttributes(stage)
-        self._injection = InjectionCheck(stage, self.buffer_values)
+        parts = stage, self.buffer_values
+        self._checks = InjectionCheck(*parts), MixingCheck(*parts)
+        self._same = SameAgain(stage.index)
         self._layout = layout
         self.arriving: BoundaryLayout | None = None
         """Layout of the coming forward's input; None for the first stage."""
@@ -103,7 +110,8 @@ class _Layers(nn.Module):
         value = inputs[0] if self.arriving is None else self.arriving.value(inputs)
         output = self._recomputed(value) if self.recomputes else self._run(value)
         if self.is_cut and not self._layout.by_ns_name:
-            self._injection.check(value, output)
+            for check in self._checks:
+                check.check(value, output)
         self.leaving, tensors = describe(output, self.stage.output_name)
         return tuple(tensors)
 
@@ -115,7 +123,30 @@ class _Layers(nn.Module):
 
     def _recomputed(self, value: PyTree) -> PyTree:
         around = _AroundForwards(self.buffer_values)
-        return checkpoint(self._run, value, use_reentrant=False, context_fn=around.both)
+        kept: list[Kept] = []
+
+        def compared(value: PyTree) -> PyTree:
+            output = self._run(value)
+            if is_recomputing():
+                self._same.compare(kept, tensors_of(output))
+            return output
+
+        # A recomputation that is compared has to reach its end.
+        with set_checkpoint_early_stop(not self._same.is_on):
+            output = checkpoint(compared, value, use_reentrant=False, context_fn=around.both)
+        kept += self._same.keep(tensors_of(output))
+        return output
+
+    def backward(self, roots: Roots) -> None:
+        """Run the backward of a micro-batch.
+
+        Raises:
+            ConfigurationError: The layers computed something else when recomputed.
+        """
+        try:
+            torch.autograd.backward([x for x, _ in roots], [g for _, g in roots])
+        except CheckpointError as error:
+            raise ConfigurationError(f"stage {self.stage.index} {OTHERWISE}") from error
 
 
 class ProcessStage(PipelineStage):
@@ -276,7 +307,7 @@ class ProcessStage(PipelineStage):
                 else self._received_roots(bwd_chunk_id, outputs)
             )
             if roots:
-                torch.autograd.backward([x for x, _ in roots], [g for _, g in roots])
+                self._layers.backward(roots)
 
     def _received_roots(self, chunk: int, outputs: tuple[Tensor, ...]) -> Roots:
         """Return the outputs that the next stage has gradients of, with these."""
@@ -353,6 +384,7 @@ class _AroundForwards:
     def __init__(self, buffers: BufferValues) -> None:
         self._buffers = buffers
         self._values: Values = []
+        self._host_random = HostRandom.now()
         self._entered: list[ExitStack] = []
 
     def both(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -368,6 +400,7 @@ class _AroundForwards:
         stack = ExitStack()
         stack.enter_context(enable_recomputing())
         stack.enter_context(self._buffers.replaced(self._values))
+        stack.enter_context(self._host_random.entered())
         self._entered.append(stack)
 
     def __exit__(self, *error: Any) -> None:

@@ -30,15 +30,17 @@ from torchgpipe.phony import get_phony
 from pipollux_hybrid.errors import SynchronizationError
 
 from .buffer_values import BufferValues, Values
+from .host_random import HostRandom
 from .lanes import fork, join
+from .same_again import Kept, SameAgain
 from .stage import Stage
 from .thread_state import ThreadLocalState
 
 __all__ = ["Recomputation", "check_whole_backward", "make_phonies"]
 
 Tensors: TypeAlias = tuple[Tensor, ...]
-NO_GRAPH = "does not require grad and does not have a grad_fn"
-"""What PyTorch says where :func:`torch.autograd.grad` is called on tensors without a graph."""
+NO_GRAPH = ("does not require grad and does not have a grad_fn", "register a hook on a tensor")
+"""What PyTorch says where :func:`torch.autograd.grad` or ``register_hook`` lacks a graph."""
 
 
 class Recomputation:
@@ -49,6 +51,7 @@ class Recomputation:
         stage: Whose layers it runs.
         outer: What surrounded the forward.
         buffers: Of the stage.
+        same: Of the stage.
     """
 
     def __init__(
@@ -57,12 +60,15 @@ class Recomputation:
         stage: Stage,
         outer: ThreadLocalState,
         buffers: BufferValues,
+        same: SameAgain,
     ) -> None:
         self._function, self._stage = function, stage
-        self._outer, self._buffers = outer, buffers
+        self._outer, self._buffers, self._same = outer, buffers, same
+        self._first: list[Kept] = []
         self._values: Values = []
         """Of buffers that the first forward changed: what they were."""
         self._rng_states: deque[Any] = deque(maxlen=1)
+        self._host_random: HostRandom | None = None
         self._recomputed: tuple[Tensors, Tensors] | None = None
         """Outputs with their graph, and the leaves that it begins with."""
 
@@ -87,15 +93,17 @@ class Recomputation:
     def run_first(self, inputs: Tensors) -> Tensors:
         """Run the first forward, and remember the state of the random generators."""
         save_rng_states(inputs[0].device, self._rng_states)
+        self._host_random = HostRandom.now()
         if not self._stage.differentiates:
             try:
                 return self._run_first(inputs)
             except RuntimeError as error:
-                if NO_GRAPH not in str(error):
+                if not any(text in str(error) for text in NO_GRAPH):
                     raise
                 self._stage.differentiates = True
         leaves = tuple(x.detach().requires_grad_(x.requires_grad) for x in inputs)
         with restore_rng_states(inputs[0].device, self._rng_states.copy()):
+            self._host_random.put()
             return self._run_first(leaves, torch.enable_grad)
 
     def _run_first(
@@ -103,13 +111,17 @@ class Recomputation:
     ) -> Tensors:
         with mode(), enable_checkpointing(), self._buffers.kept() as self._values:
             # What a layer hands out may be its own buffer, which is not to get into a graph.
-            return tuple(output.detach() for output in self._function(inputs))
+            outputs = tuple(output.detach() for output in self._function(inputs))
+        self._first = self._same.keep(outputs)
+        return outputs
 
     def run_again(self, inputs: Tensors) -> None:
         """Run the same forward again, this time with a graph."""
         leaves = tuple(x.detach().requires_grad_(x.requires_grad) for x in inputs)
+        assert self._host_random is not None  # noqa: S101  # the first forward came before
         with (
             self._outer.entered(),
+            self._host_random.entered(),
             # A copy, as it takes the state out, and a graph that is retained comes here again.
             restore_rng_states(inputs[0].device, self._rng_states.copy()),
             torch.enable_grad(),
@@ -117,6 +129,8 @@ class Recomputation:
             self._buffers.replaced(self._values),
         ):
             self._recomputed = (self._function(leaves), leaves)
+            self._same.compare(self._first, self._recomputed[0])
+        self._first = []
 
     def take(self, inputs: Callable[[], Tensors]) -> tuple[Tensors, Tensors]:
         """Return what was recomputed; recompute now if the engine has not done so."""
