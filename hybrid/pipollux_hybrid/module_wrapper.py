@@ -249,17 +249,19 @@ def _check_parameters(module: nn.Sequential, optimizer: torch.optim.Optimizer) -
                 "and make the optimizer after that"
             )
     for name, layer in module.named_modules():
-        sparse = isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse
-        if sparse and layer.weight.requires_grad:
+        if not isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        if layer.max_norm is not None:
+            raise ConfigurationError(
+                f"layer {name!r} is an {type(layer).__name__} with max_norm={layer.max_norm}: its "
+                "forward changes the weights of its samples, which are others on each replica; "
+                "leave max_norm out, and renormalise after optimizer.step(), as by "
+                f"weight.data.renorm_({layer.norm_type:g}, 0, {layer.max_norm:g})"
+            )
+        if layer.sparse and layer.weight.requires_grad:
             raise ConfigurationError(
                 f"parameter '{name}.weight' would have a sparse gradient, which is not averaged "
                 f"over replicas: create the {type(layer).__name__} with sparse=False"
-            )
-        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.max_norm is not None:
-            raise ConfigurationError(
-                f"layer {name!r} is an {type(layer).__name__} with max_norm={layer.max_norm}, "
-                "whose forward changes its weight, on each replica by its own samples: leave "
-                "max_norm out, and call torch.renorm on the weight after optimizer.step()"
             )
     known = {id(parameter) for parameter in module.parameters()}
     for group in optimizer.param_groups:

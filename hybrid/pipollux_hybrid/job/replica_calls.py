@@ -166,13 +166,16 @@ class ReplicaCalls:
         found = ""
         if len(set(sizes)) > 1:
             found = " (" + ", ".join(f"stage {k}: {size}" for k, size in enumerate(sizes)) + ")"
+        changed = ""
+        if "targets" in differing:
+            changed = "; a loss_fn that changes targets in place has to clone them first"
         return (
             f"the processes of replica {self._replica} were given different {what} in "
             f"{call.name}{found}: the first stage reads the inputs and the last one the targets, "
             "so every process of a replica must load the same batches: use "
             "pipollux.AdaptiveDataLoader, or shard and seed by pipollux.replica_rank() and not by "
             "the process's rank, as in DistributedSampler(dataset, pipollux.num_replicas(), "
-            "pipollux.replica_rank())"
+            f"pipollux.replica_rank()){changed}"
         )
 
 

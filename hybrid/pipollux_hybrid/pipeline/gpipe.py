@@ -19,7 +19,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
 from torchgpipe.checkpoint import is_checkpointing, is_recomputing
 from torchgpipe.microbatch import Batch
 from torchgpipe.pipeline import Pipeline, clock_cycles
@@ -30,8 +29,9 @@ from torchgpipe.worker import Task, spawn_workers
 
 from .guards import StageGuards
 from .lanes import copy, depend, wait
-from .microbatch import PyTree
+from .microbatch import PyTree, tensors_of
 from .recompute import Recomputation
+from .same_again import Kept
 from .skip import SkipTracker
 from .stage import Stage
 from .thread_state import ThreadLocalState
@@ -59,7 +59,7 @@ class StageCall:
         self._tracker = tracker
         self._microbatch = microbatch
         """Its number, where its forwards are checked."""
-        self._first: list[Tensor] | None = None
+        self._first: list[Kept] = []
         self.leaving: Boundary | None = None
 
     def __call__(self, tensors: Tensors) -> Tensors:
@@ -69,11 +69,11 @@ class StageCall:
         with use_skip_tracker(self._tracker):
             output = self._run(value)
         if self._microbatch is not None:
-            self._guards.check_graph(value, output)
+            self._guards.check(value, output)
         if is_checkpointing():
-            self._first = self._guards.outputs.first(output)
+            self._first = self._guards.same.keep(tensors_of(output))
         elif is_recomputing():
-            self._guards.outputs.compare(self._first, output)
+            self._guards.same.compare(self._first, tensors_of(output))
         what = stage.output_name
         if not is_recomputing():
             self.leaving = Boundary.of(output, what)

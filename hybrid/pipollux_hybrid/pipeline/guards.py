@@ -12,7 +12,8 @@ from .contributions import Contributions
 from .host_random import HostGenerators, HostStates
 from .injected import InjectionCheck
 from .microbatch import PyTree
-from .recomputed_outputs import RecomputedOutputs
+from .mixing import MixingCheck
+from .same_again import SameAgain
 from .stage import Stage
 from .state_changes import StateChanges
 
@@ -36,11 +37,12 @@ class StageGuards:
     def __init__(self, stage: Stage) -> None:
         self.buffers = BufferValues(stage)
         self.attributes = LayerAttributes(stage)
-        self.outputs = RecomputedOutputs(stage)
+        self.same = SameAgain(stage.index)
         self.contributions = Contributions(stage)
         self.changes = StateChanges(stage, self.buffers)
         self._generators = HostGenerators()
         self._injections = InjectionCheck(stage, self.buffers)
+        self._mixing = MixingCheck(stage, self.buffers)
 
     @contextmanager
     def kept(self) -> Iterator[BeforeForward]:
@@ -58,15 +60,17 @@ class StageGuards:
         with self.buffers.replaced(state.buffers), self._generators.replaced(state.generators):
             yield
 
-    def check_graph(self, value: PyTree, output: PyTree) -> None:
-        """Check a forward of one of several micro-batches, if it has a graph.
+    def check(self, value: PyTree, output: PyTree) -> None:
+        """Check a forward of one of several micro-batches.
 
         Args:
             value: Input of the stage.
             output: Output of the stage.
 
         Raises:
-            ConfigurationError: A layer gives a gradient where the loss gives none.
+            ConfigurationError: A layer gives a gradient where the loss gives none, or mixes
+                samples of micro-batches.
         """
         self._injections.check(value, output)
+        self._mixing.check(value, output)
         self.contributions.add(value, output)

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-__all__ = ["HostGenerators", "HostStates", "host_states"]
+__all__ = ["HostGenerators", "HostStates", "host_states", "seeded"]
 
 WATCHED_FORWARDS = 64
 """Forwards, from the first one of a stage on, that show whether its layers draw."""
@@ -61,6 +61,15 @@ class HostGenerators:
             yield
         finally:
             _restore(now)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draw numbers of a seed within, and leave the generators as they are."""
+    with HostGenerators.replaced([host_states()]):
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        yield
 
 
 def host_states() -> Any:

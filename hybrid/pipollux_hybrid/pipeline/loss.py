@@ -179,6 +179,8 @@ class MicrobatchLoss:
         first = step is not None and step < CHECKED_STEPS
         rarely = step is not None and step % CHECK_INTERVAL == 0
         self._compared = len(sizes) - 1 if first else int(rarely)
+        # Before the loss function changes them in place.
+        self._given = map_tensors(torch.clone, targets) if self._compared else targets
         self._before: _Cut | None = None
         self._outputs: list[PyTree] = []
         self._losses: list[Tensor] = []
@@ -204,15 +206,16 @@ class MicrobatchLoss:
             self._outputs.append(output)
             return self._of_batch() if len(self._outputs) == len(self._sizes) else []
         cut = map_tensors(_leaf, output)
-        value = loss_value(self._loss_fn(cut, target))
+        before = map_tensors(_copy_of_leaf, cut) if index <= self._compared else cut
+        value = loss_value(self._loss_fn(map_tensors(_changeable, cut), target))
         if index == 0:
             self._check_reach(value.root, cut)
         share = self._sizes[index] / self._rows
         self._note(value, share)
         gradients = _gradients(value.scaled(share, self._divisor), cut)
         if self._before is not None and index <= self._compared and value.root.requires_grad:
-            self._compare(index, _Cut(cut, value), gradients)
-        self._before = _Cut(cut, value) if index < self._compared else None
+            self._compare(index, _Cut(before, value), gradients)
+        self._before = _Cut(before, value) if index < self._compared else None
         return [self._roots(output, gradients)]
 
     def summary(self) -> tuple[Tensor, float | None]:
@@ -240,7 +243,8 @@ class MicrobatchLoss:
 
     def _of_batch(self) -> list[list[tuple[Tensor, Tensor]]]:
         cuts = [map_tensors(_leaf, output) for output in self._outputs]
-        value = loss_value(self._loss_fn(gather(cuts, self._sizes), unmarked(self._targets)))
+        whole = map_tensors(_changeable, gather(cuts, self._sizes))
+        value = loss_value(self._loss_fn(whole, unmarked(self._targets)))
         self._check_reach(value.root, cuts)
         self._note(value, 1.0)
         gradients = _gradients(value.scaled(1.0, self._divisor), cuts)
@@ -286,7 +290,7 @@ class MicrobatchLoss:
         """Return the targets of a micro-batch and the one before it."""
         sizes = list(self._sizes)
         sizes[index - 1 : index + 1] = [sum(sizes[index - 1 : index + 1])]
-        return scatter(self._targets, sizes)[index - 1]
+        return map_tensors(torch.clone, scatter(self._given, sizes)[index - 1])
 
     def _compare(self, index: int, cut: _Cut, gradients: Sequence[Tensor | None]) -> None:
         """Refuse a loss that is other for two micro-batches together than for each of them."""
@@ -296,7 +300,8 @@ class MicrobatchLoss:
         outputs = [map_tensors(Tensor.detach, one.output) for one in (before, cut)]
         joined = map_tensors(_leaf_like(cut.output), gather(outputs, sizes))
         with _same_random_numbers(joined):
-            together = loss_value(self._loss_fn(joined, self._joined_targets(index)))
+            changeable = map_tensors(_changeable, joined)
+            together = loss_value(self._loss_fn(changeable, self._joined_targets(index)))
         total = sum(sizes)
         parts = [
             float(one.value.scaled(count / total, 1.0).detach())
@@ -325,6 +330,31 @@ class MicrobatchLoss:
 
 def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _copy_of_leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+class _Alias(torch.autograd.Function):
+    """Gives a tensor under another name, which may be changed in place where a leaf may not."""
+
+    @staticmethod
+    def forward(_ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _changeable(tensor: Tensor) -> Tensor:
+    """Return a tensor that a loss function may change in place, as it may the plain model's."""
+    if not tensor.requires_grad:
+        return tensor
+    apply: Any = _Alias.apply  # torch does not annotate it
+    changeable: Tensor = apply(tensor)
+    return changeable
 
 
 def _leaf_like(output: PyTree) -> Callable[[Tensor], Tensor]:

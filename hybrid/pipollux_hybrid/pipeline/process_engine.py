@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
-from torch.utils.checkpoint import CheckpointError
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pipollux_hybrid.errors import BrokenPipelineError, ConfigurationError
@@ -32,11 +31,11 @@ from pipollux_perfmodel.timing.params import ScheduleKind
 
 from .boundary import describe, from_header, rest_of_header, to_header
 from .engine import cut_stages, num_recomputed, with_index
+from .host_random import seeded
 from .interleaved import Interleaved
 from .loss import LossFunction, LossScope, MicrobatchLoss
 from .microbatch import PyTree, gather, map_tensors, samples_of, scatter
 from .process_stage import HostGroup, LossOfMicrobatch, ProcessStage
-from .recomputed_outputs import another_output
 from .skip import layout_of
 from .stage_notes import StageNotes
 
@@ -330,8 +329,6 @@ class ProcessEngine:
         """
         if error is self._failure or isinstance(error, ConfigurationError):
             return error
-        if isinstance(error.__cause__, CheckpointError):  # other tensors were saved than at first
-            return another_output(self.index)
         if isinstance(error.__cause__, Exception):
             return error.__cause__
         if isinstance(error, RuntimeError):
@@ -354,7 +351,8 @@ class ProcessEngine:
         if self.device.type == "cuda":
             torch.cuda.default_generators[self.device.index].manual_seed(seed)
         try:
-            yield
+            with seeded(seed):
+                yield
         finally:
             torch.set_rng_state(before)
 

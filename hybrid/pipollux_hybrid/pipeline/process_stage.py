@@ -27,14 +27,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 from torchgpipe.checkpoint import enable_recomputing, is_recomputing
 from torchgpipe.skip.layout import SkipLayout
 from torchgpipe.skip.tracker import use_skip_tracker
 
+from pipollux_hybrid.errors import ConfigurationError
+
 from .boundary import HEADER_BYTES, BoundaryLayout, HeaderReader, HeaderWriter, describe
 from .guards import BeforeForward, StageGuards
-from .microbatch import PyTree
+from .microbatch import PyTree, tensors_of
+from .same_again import OTHERWISE, Kept
 from .skip import SkipTracker
 from .stage import Stage
 from .stage_notes import StageNotes
@@ -99,7 +102,7 @@ class _Layers(nn.Module):
         value = inputs[0] if self.arriving is None else self.arriving.value(inputs)
         output = self._recomputed(value) if self.recomputes else self._run(value)
         if self.microbatch is not None:
-            self.guards.check_graph(value, output)
+            self.guards.check(value, output)
         self.leaving, tensors = describe(output, self.stage.output_name)
         return tuple(tensors)
 
@@ -118,19 +121,30 @@ class _Layers(nn.Module):
 
     def _recomputed(self, value: PyTree) -> PyTree:
         around = _AroundForwards(self.guards)
-        compared = self.guards.outputs.is_comparing
+        same, kept = self.guards.same, list[Kept]()
 
         def run(value: PyTree) -> PyTree:
             output = self._run(value)
             if is_recomputing():
-                self.guards.outputs.compare(around.output, output)
-            else:
-                around.output = self.guards.outputs.first(output)
+                same.compare(kept, tensors_of(output))
             return output
 
         # A recomputation that stops when the backward has all it needs gives no output.
-        with set_checkpoint_early_stop(False) if compared else nullcontext():
-            return checkpoint(run, value, use_reentrant=False, context_fn=around.both)
+        with set_checkpoint_early_stop(False) if same.is_on else nullcontext():
+            output = checkpoint(run, value, use_reentrant=False, context_fn=around.both)
+        kept += same.keep(tensors_of(output))
+        return output
+
+    def backward(self, roots: Roots) -> None:
+        """Run the backward of a micro-batch.
+
+        Raises:
+            ConfigurationError: The layers computed something else when recomputed.
+        """
+        try:
+            torch.autograd.backward([x for x, _ in roots], [g for _, g in roots])
+        except CheckpointError as error:
+            raise ConfigurationError(f"stage {self.stage.index} {OTHERWISE}") from error
 
 
 class ProcessStage(PipelineStage):
@@ -294,7 +308,7 @@ class ProcessStage(PipelineStage):
                 else self._received_roots(bwd_chunk_id, outputs)
             )
             if roots:
-                torch.autograd.backward([x for x, _ in roots], [g for _, g in roots])
+                self._layers.backward(roots)
 
     def _received_roots(self, chunk: int, outputs: tuple[Tensor, ...]) -> Roots:
         """Return the outputs that the next stage has gradients of, with these."""
@@ -371,8 +385,6 @@ class _AroundForwards:
     def __init__(self, guards: StageGuards) -> None:
         self._guards = guards
         self._before = BeforeForward([], [])
-        self.output: list[Tensor] | None = None
-        """What the first forward has given, to be compared."""
         self._entered: list[ExitStack] = []
 
     def both(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -37,8 +37,8 @@ from .thread_state import ThreadLocalState
 __all__ = ["Recomputation", "check_whole_backward", "make_phonies"]
 
 Tensors: TypeAlias = tuple[Tensor, ...]
-NO_GRAPH = "does not require grad and does not have a grad_fn"
-"""What PyTorch says where :func:`torch.autograd.grad` is called on tensors without a graph."""
+NO_GRAPH = ("does not require grad and does not have a grad_fn", "register a hook on a tensor")
+"""What PyTorch says where :func:`torch.autograd.grad` or ``register_hook`` lacks a graph."""
 
 
 class Recomputation:
@@ -90,7 +90,7 @@ class Recomputation:
             try:
                 return self._run_first(inputs)
             except RuntimeError as error:
-                if NO_GRAPH not in str(error):
+                if not any(text in str(error) for text in NO_GRAPH):
                     raise
                 self._stage.differentiates = True
         leaves = tuple(x.detach().requires_grad_(x.requires_grad) for x in inputs)

@@ -32,8 +32,8 @@ class Stage(nn.Sequential):
 
     Two things differ from :class:`torch.nn.Sequential`. What a layer raises begins with the stage's
     and the layer's name. And the input stays as it is, as the script or the recomputation needs it
-    again: layers get dicts and lists of their own, which they may change, and a first layer that
-    works in place (``nn.ReLU(inplace=True)``) gets copies of the tensors, too.
+    again: layers get dicts and lists of their own, which they may change, and tensors on which they
+    may register hooks. A first layer that works in place (``nn.ReLU(inplace=True)``) gets copies.
 
     Args:
         layers: The layers by name.
@@ -75,7 +75,7 @@ class Stage(nn.Sequential):
 
     def _run_on_copy(self, value: PyTree) -> PyTree:
         """Run the layers on a copy of their input, and see whether they change it."""
-        copied = map_tensors(torch.clone, value)
+        copied = map_tensors(_copy, value)
         tensors = tensors_of(copied)
         before = _versions(tensors)
         output = self._run(copied)
@@ -85,10 +85,10 @@ class Stage(nn.Sequential):
         return output
 
     def _checked_run(self, value: PyTree) -> PyTree:
-        """Run the layers on the tensors of their input, in containers of their own."""
+        """Run the layers on the values of their input, in containers and tensors of their own."""
         tensors = tensors_of(value)
         before = _versions(tensors)
-        output = self._run(map_tensors(lambda tensor: tensor, value))
+        output = self._run(map_tensors(_alias, value))
         if before != _versions(tensors):
             raise ConfigurationError(
                 f"stage {self.index}, layer {next(iter(self._modules))!r}: it changed its input in "
@@ -113,6 +113,24 @@ class Stage(nn.Sequential):
     def _trains(self) -> bool:
         # The stage's own flag is nobody's to set: its layers are children of the user's module.
         return any(layer.training for layer in self._modules.values() if layer is not None)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    copy = tensor.clone()
+    return copy if copy.requires_grad else copy.requires_grad_(tensor.requires_grad)
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """Return a tensor with the same values, for one forward.
+
+    A hook that a layer registers on its input (``x.register_hook``) would otherwise stay there, and
+    the forward and its recomputation, which get the same input, would register it twice.
+    """
+    if not tensor.requires_grad or tensor.layout is not torch.strided:
+        return tensor
+    if torch.is_grad_enabled():
+        return tensor.view_as(tensor)
+    return tensor.detach().requires_grad_()
 
 
 def name_place(error: Exception, place: str) -> None:

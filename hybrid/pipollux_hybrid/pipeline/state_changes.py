@@ -29,8 +29,8 @@ from pipollux_hybrid.errors import ConfigurationError
 from .batchnorm import deferred_layers, uncounted
 from .buffer_values import BufferValues, BufferVersions
 from .host_random import HostGenerators, host_states
-from .microbatch import PyTree, map_tensors
-from .recomputed_outputs import outputs_agree, sums_of
+from .microbatch import PyTree, map_tensors, tensors_of
+from .same_again import agree
 from .stage import Stage
 
 __all__ = ["StateChanges", "per_microbatch"]
@@ -196,7 +196,7 @@ class StateChanges:
             again = self._stage.forward(value)
             # What follows from the input alone is the same after the same input.
             moved = {*self._changed_attributes(attributes), *self._changed_buffers(buffers)}
-        if not outputs_agree(sums_of(output), sums_of(again), output):
+        if not agree(tensors_of(output), tensors_of(again)):
             raise ConfigurationError(
                 f"each forward changes {_names(changed)}, and the output depends on it: a pipeline "
                 "calls the layer once for each micro-batch, where the plain model does so once for "

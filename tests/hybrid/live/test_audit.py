@@ -192,6 +192,10 @@ FIELDS: dict[str, tuple[str, str]] = {
         "_part_started _proposal _reporter _step_time _timed _waited limits_before "
         "order_before profile step_ratios",
     ),
+    "MixingCheck": (
+        "",
+        "_buffers _first _names _stage",
+    ),
     "NoiseMeter": (
         "_batch _measured_at _mesh _noise _optimizer _parameters _previous _steps",
         "",
@@ -259,10 +263,6 @@ FIELDS: dict[str, tuple[str, str]] = {
         "_context _is_large _root name",
         "_remembered _restored _states",
     ),
-    "RecomputedOutputs": (
-        "",
-        "_forwards _stage",
-    ),
     "Recovery": (
         "",
         "_arbiter _context _losses _undo _watch",
@@ -298,6 +298,10 @@ FIELDS: dict[str, tuple[str, str]] = {
         "_context _digest _pending",
         "",
     ),
+    "SameAgain": (
+        "",
+        "_forwards _index",
+    ),
     "SampleStream": (
         "",
         "_dataset _reader _request",
@@ -316,7 +320,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     ),
     "StageGuards": (
         "buffers",
-        "_generators _injections attributes changes contributions outputs",
+        "_generators _injections _mixing attributes changes contributions same",
     ),
     "StageNotes": (
         "",
