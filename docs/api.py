@@ -22,11 +22,7 @@ import pdoc
 PACKAGES = ("pipollux", "pipollux_perfmodel", "pipollux_protocol", "pipollux_sched")
 WHOLE = ("pipollux_sched",)
 """Packages whose modules have pages of their own; of the others, the package hands on all names."""
-RUN_BY_OTHERS = (
-    "pipollux_sched.store.migrations",
-    "pipollux_sched.backend.replica.agent",
-    "pipollux_sched.backend.replica.rendezvous",
-)
+RUN_BY_OTHERS = ("pipollux_sched.store.migrations",)
 """Modules that alembic or a job's process runs, and nothing imports."""
 
 

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
+from pipollux_agent import runner
 from pipollux_sched.backend.base import ReplicaKey
-from pipollux_sched.backend.replica import runner
 from pipollux_sched.backend.replica.replica_process import ReplicaProcess
 from pipollux_sched.backend.slurm.engine import SlurmEngine
 from pipollux_sched.backend.slurm.record import ReplicaFiles, ReplicaRecord, step_name

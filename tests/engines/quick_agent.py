@@ -1,6 +1,6 @@
 """The agent of a replica without torch, for containers of the cluster in memory.
 
-It takes the same command line as `pipollux_sched.backend.replica.agent`, meets the others through
+It takes the same command line as `pipollux_agent.agent`, meets the others through
 the scheduler, hands a stop on once, and leaves the same result; but it is there in no time.
 """
 
@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from types import FrameType
 
-_REPLICA = Path(__file__).parents[2] / "sched/pipollux_sched/backend/replica"
+_REPLICA = Path(__file__).parents[2] / "hybrid/pipollux_agent"
 
 
 def main() -> int:

@@ -2,7 +2,7 @@
 
     python -P light_agent.py OPTIONS -- SCRIPT ARGS...
 
-It is `pipollux_sched.backend.replica.agent` (its signals, its files, its exit statuses) around one
+It is `pipollux_agent.agent` (its signals, its files, its exit statuses) around one
 process of the script that knows its rank. For tests of what a scheduler makes of toy jobs; that
 torchrun does as well is left to those of engines, of `tests/sched/backend` and of whole schedulers.
 """

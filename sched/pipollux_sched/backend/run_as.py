@@ -9,13 +9,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import pipollux_agent
 from pipollux_sched.spec.job import JobSpec, SpecError
 
 from .base import ReplicaProgram
 
 __all__ = ["as_user_command", "check_account", "own_name", "why_not_as", "with_home_checkpoints"]
 
-_AS_USER = Path(__file__).parent / "replica" / "as_user.py"
+_AS_USER = Path(pipollux_agent.__file__).with_name("as_user.py")
 
 
 def own_name() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pipollux_agent
 from pipollux_protocol.exit_statuses import STOPPED
 from pipollux_sched.backend.base import Launch, ReplicaProgram
 
@@ -12,7 +13,7 @@ from .variables import processes_of_replica
 
 __all__ = ["agent_command", "agent_in_container"]
 
-_AGENT = Path(__file__).with_name("agent.py")
+_AGENT = Path(pipollux_agent.__file__).with_name("agent.py")
 """Not imported, as it imports torch."""
 _FIRST_PROCESS = (
     "import os, runpy, signal; "
@@ -53,8 +54,7 @@ def agent_in_container(
         replica: which of its replicas.
         python: the Python of the container.
     """
-    module = f"{__name__.rpartition('.')[0]}.agent"
-    code = _FIRST_PROCESS.format(status=STOPPED, module=module)
+    code = _FIRST_PROCESS.format(status=STOPPED, module="pipollux_agent.agent")
     return [python, "-P", "-c", code, *_options(program, launch, replica)]
 
 

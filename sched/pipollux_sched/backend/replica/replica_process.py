@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from . import runner
+from pipollux_agent import runner
 
 LOG_LIMIT = 64 * 2**20
 """Bytes at which a replica's log is rotated; one earlier file is kept."""

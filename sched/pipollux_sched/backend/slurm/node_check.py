@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
+from pipollux_agent import step_main
 from pipollux_sched.backend.base import BackendError
 from pipollux_sched.store import StateDir
 
-from . import step_main
 from .commands import is_away, last_line, slurm_environment
 from .snapshot import SlurmSnapshot
 

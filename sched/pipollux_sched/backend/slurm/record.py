@@ -1,7 +1,7 @@
 """What the scheduler keeps on disk of a replica, so that the next scheduler finds its step.
 
 jobs/NAME/generations/gen-G/replica-R.json      the allocation and node that it was started in
-jobs/NAME/generations/gen-G/replica-R.srun      state of its srun (`backend.replica.runner`)
+jobs/NAME/generations/gen-G/replica-R.srun      state of its srun (`pipollux_agent.runner`)
 jobs/NAME/generations/gen-G/replica-R.signal    what the step is told, besides signals
 jobs/NAME/generations/gen-G/replica-R.exit      exit status of its agent, written on its node
 jobs/NAME/generations/gen-G/replica-R.result    what its agent has left

@@ -7,12 +7,12 @@ import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from pipollux_agent import step_main
 from pipollux_protocol import environment as variables
 from pipollux_sched.backend.base import Launch, ReplicaProgram
 from pipollux_sched.backend.replica.inherited import inherited
 from pipollux_sched.backend.replica.variables import cpu_variables, gpu_variables, replica_variables
 
-from . import step_main
 from .commands import controller_variables
 from .output import Share
 

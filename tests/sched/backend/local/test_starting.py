@@ -15,10 +15,10 @@ import psutil
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
+from pipollux_agent import agent, rendezvous, script_main
 from pipollux_sched.backend import ReplicaProgram
 from pipollux_sched.backend.local.environment import loopback_interface
 from pipollux_sched.backend.local.ports import free_port
-from pipollux_sched.backend.replica import agent, rendezvous, script_main
 from pipollux_sched.backend.replica.inherited import inherited
 from pipollux_sched.backend.result import ReplicaResult, ScriptError
 from pipollux_sched.lifecycle import Exited, Outcome

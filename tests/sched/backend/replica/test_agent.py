@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from pipollux_agent import agent
 from pipollux_sched.backend import Launch, ReplicaProgram
-from pipollux_sched.backend.replica import agent
 from pipollux_sched.backend.replica.command import agent_in_container
 from tests.sched.backends import seats
 

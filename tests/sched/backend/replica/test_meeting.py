@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipollux_sched.backend.replica import meeting
+from pipollux_agent import meeting
 from tests.sched.supervised import Service
 
 

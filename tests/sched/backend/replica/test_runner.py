@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pipollux_sched.backend.replica import runner
+from pipollux_agent import runner
 from pipollux_sched.backend.replica.replica_process import ReplicaProcess, read_status
 from pipollux_sched.store.log_files import read_part, read_tail
 from tests.small_disk import fill, small_disk

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from pipollux_agent.step_main import step_processes
 from pipollux_sched.backend.base import ClusterUnavailableError, ReplicaKey, Signal
 from pipollux_sched.backend.slurm.engine import SlurmEngine
 from pipollux_sched.backend.slurm.record import ReplicaFiles
-from pipollux_sched.backend.slurm.step_main import step_processes
 from pipollux_sched.store import StateDir
 from tests.hosts.harness.hosts import Hosts
 from tests.hosts.harness.slurm import SlurmCluster

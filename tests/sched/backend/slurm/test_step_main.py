@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipollux_sched.backend.slurm import step_main
+from pipollux_agent import step_main
 from pipollux_sched.backend.slurm.record import ReplicaFiles
 from tests.small_disk import fill, small_disk
 from tests.waiting import until

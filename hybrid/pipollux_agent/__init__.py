@@ -1,0 +1,10 @@
+"""What runs on a node around a job's script.
+
+* :mod:`.agent`: torchrun's agent of one replica, with :mod:`.rendezvous` and :mod:`.meeting`.
+* :mod:`.script_main`: runs the script below it.
+* :mod:`.runner`: the parent of the agent on this machine; outlives the scheduler.
+* :mod:`.step_main`: the first process of a Slurm step.
+* :mod:`.as_user`: becomes the job's user.
+
+The last four are run as files, and import nothing but the standard library.
+"""
