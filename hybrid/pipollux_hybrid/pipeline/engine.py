@@ -80,7 +80,7 @@ class PipelineEngine:
         self._layout = layout_of(module, self.stages)
         self._buffers = [BufferValues(stage) for stage in self.stages]
         self._attributes = [LayerAttributes(stage) for stage in self.stages]
-        self._same = [SameAgain(stage.index) for stage in self.stages]
+        self._same = [SameAgain(stage) for stage in self.stages]
         pairs = zip(self.stages, self._buffers, strict=True)
         self._checks = [(InjectionCheck(*pair), MixingCheck(*pair)) for pair in pairs]
         self._copy_streams: list[list[AbstractStream]] = [[] for _ in self.stages]

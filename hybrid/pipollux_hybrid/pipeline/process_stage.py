@@ -95,7 +95,7 @@ class _Layers(nn.Module):
         self.attributes = LayerAttributes(stage)
         parts = stage, self.buffer_values
         self._checks = InjectionCheck(*parts), MixingCheck(*parts)
-        self._same = SameAgain(stage.index)
+        self._same = SameAgain(stage)
         self._layout = layout
         self.arriving: BoundaryLayout | None = None
         """Layout of the coming forward's input; None for the first stage."""

@@ -184,6 +184,10 @@ FIELDS: dict[str, tuple[str, str]] = {
         "_part_started _proposal _reporter _step_time _timed _waited limits_before "
         "order_before profile step_ratios",
     ),
+    "MixingCheck": (
+        "",
+        "_buffers _first _names _stage",
+    ),
     "NoiseMeter": (
         "_batch _measured_at _mesh _noise _optimizer _parameters _previous _steps",
         "",
@@ -222,7 +226,7 @@ FIELDS: dict[str, tuple[str, str]] = {
         "_news _pause _shared _spared _standstill _thread timeout word",
     ),
     "PipelineEngine": (
-        "_attributes _buffers _injections _layout checkpoint devices stages",
+        "_attributes _buffers _checks _layout _same checkpoint devices stages",
         "_copy_streams",
     ),
     "PipelineSpec": (
@@ -281,6 +285,10 @@ FIELDS: dict[str, tuple[str, str]] = {
     "RunningAverage": (
         "total weight",
         "",
+    ),
+    "SameAgain": (
+        "",
+        "_forwards _stage",
     ),
     "SameSamples": (
         "_context _digest _pending",
