@@ -36,11 +36,11 @@ OTHERWISE = (
 
 
 class Kept(NamedTuple):
-    """An output, and how often it and the parameters had been changed in place."""
+    """An output, and whether it and the parameters are as they were."""
 
     tensor: Tensor
     version: int
-    weights: int
+    weights: tuple[int, float]
 
 
 class SameAgain:
@@ -81,9 +81,15 @@ class SameAgain:
             if first._version == version and not _alike(first, tensor.detach()):
                 raise ConfigurationError(f"stage {self._stage.index} {OTHERWISE}")
 
-    def _changes(self) -> int:
-        """Return how often the parameters were changed in place."""
-        return sum(x._version for x in self._stage.parameters() if not x.is_inference())
+    def _changes(self) -> tuple[int, float]:
+        """Return what tells whether the parameters were changed.
+
+        That is how often it was done in place, and their sum, as ``x.data`` does it uncounted.
+        """
+        parameters = [x for x in self._stage.parameters() if not x.is_inference()]
+        sums = [x.detach().abs().sum().double() for x in parameters]
+        total = float(torch.stack(sums).sum()) if sums else 0.0
+        return sum(x._version for x in parameters), total
 
 
 def tolerance_of(tensor: Tensor) -> float:
