@@ -21,6 +21,7 @@ from pipollux_hybrid.job.peers import needing_all, passing_on
 from pipollux_hybrid.job.replica_calls import BatchDigest
 from pipollux_hybrid.module_wrapper import batch_of, check_arguments, check_single
 from pipollux_hybrid.optim.adaptive_optimizer import AdaptiveOptimizer
+from pipollux_hybrid.optim.averages import follow_steps
 from pipollux_hybrid.optim.noise_meter import NoiseMeter
 from pipollux_hybrid.optim.norm_guard import refuse_stage_norms
 from pipollux_hybrid.optim.optimizer_check import OptimizerCheck
@@ -218,6 +219,7 @@ class HybridParallel(PipelineModel):
         )
         if ctx.mesh is not None:
             ctx.closers.append(refuse_stage_norms(module))
+        ctx.closers.append(follow_steps(module, lambda: ctx.batch.accumulates))
         self._steps_alike = OptimizerCheck(optimizer)
         ctx.control.checks.append(self._steps_alike)
         self._check = ReplicaCheck(module, ctx, interval, self._tied)

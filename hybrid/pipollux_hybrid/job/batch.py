@@ -225,3 +225,8 @@ class BatchConfig:
     """M that the goodput model proposed last; 0 before it did."""
     loss_scale: Tensor | None = None
     """What a GradScaler, which writes it, multiplied the loss of the coming backward by."""
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether the loop body works on an accumulation step, where the optimizer stands still."""
+        return self.micro_step is not None and not self.micro_step.is_optimizer_step

@@ -37,7 +37,7 @@ class StageGuards:
     def __init__(self, stage: Stage) -> None:
         self.buffers = BufferValues(stage)
         self.attributes = LayerAttributes(stage)
-        self.same = SameAgain(stage.index)
+        self.same = SameAgain(stage)
         self.contributions = Contributions(stage)
         self.changes = StateChanges(stage, self.buffers)
         self._generators = HostGenerators()

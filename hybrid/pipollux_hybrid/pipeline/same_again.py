@@ -15,6 +15,8 @@ from torch import Tensor
 
 from pipollux_hybrid.errors import ConfigurationError
 
+from .stage import Stage
+
 __all__ = ["OTHERWISE", "Kept", "SameAgain", "agree", "tolerance_of"]
 
 CHECKED_FORWARDS = 64
@@ -34,21 +36,22 @@ OTHERWISE = (
 
 
 class Kept(NamedTuple):
-    """An output, and how often it had been changed in place."""
+    """An output, and whether it and the parameters are as they were."""
 
     tensor: Tensor
     version: int
+    weights: tuple[int, float]
 
 
 class SameAgain:
     """The outputs of a stage's first forwards, until they are recomputed.
 
     Args:
-        index: Number of the stage.
+        stage: The layers.
     """
 
-    def __init__(self, index: int) -> None:
-        self._index = index
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
         self._forwards = 0
 
     @property
@@ -63,7 +66,8 @@ class SameAgain:
         if not is_on:
             return []
         plain = [x.detach() for x in outputs if not x.is_inference()]
-        return [Kept(x, x._version) for x in plain]
+        weights = self._changes()
+        return [Kept(x, x._version, weights) for x in plain]
 
     def compare(self, kept: Sequence[Kept], again: Sequence[Tensor]) -> None:
         """Compare a recomputation.
@@ -71,9 +75,21 @@ class SameAgain:
         Raises:
             ConfigurationError: It differs.
         """
-        for (first, version), tensor in zip(kept, again, strict=bool(kept)):
+        if not kept or kept[0].weights != self._changes():
+            return  # something has changed the parameters since, which is told elsewhere
+        for (first, version, _), tensor in zip(kept, again, strict=True):
             if first._version == version and not _alike(first, tensor.detach()):
-                raise ConfigurationError(f"stage {self._index} {OTHERWISE}")
+                raise ConfigurationError(f"stage {self._stage.index} {OTHERWISE}")
+
+    def _changes(self) -> tuple[int, float]:
+        """Return what tells whether the parameters were changed.
+
+        That is how often it was done in place, and their sum, as ``x.data`` does it uncounted.
+        """
+        parameters = [x for x in self._stage.parameters() if not x.is_inference()]
+        sums = [x.detach().abs().sum().double() for x in parameters]
+        total = float(torch.stack(sums).sum()) if sums else 0.0
+        return sum(x._version for x in parameters), total
 
 
 def tolerance_of(tensor: Tensor) -> float:

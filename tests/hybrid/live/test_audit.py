@@ -294,13 +294,13 @@ FIELDS: dict[str, tuple[str, str]] = {
         "total weight",
         "",
     ),
+    "SameAgain": (
+        "",
+        "_forwards _stage",
+    ),
     "SameSamples": (
         "_context _digest _pending",
         "",
-    ),
-    "SameAgain": (
-        "",
-        "_forwards _index",
     ),
     "SampleStream": (
         "",

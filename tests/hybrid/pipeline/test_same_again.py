@@ -149,6 +149,7 @@ def test_numbers_are_drawn_again_where_each_stage_has_a_process() -> None:
 def test_other_outputs_are_refused(name: str) -> None:
     (told,) = run_replicas(refused, 1, name, None)
     assert REFUSED in told
-    (replica,) = run_stages(refused, 1, 2, name, "1f1b")
+    soon = {"PIPOLLUX_TIMEOUT": "60"}
+    (replica,) = run_stages(refused, 1, 2, name, "1f1b", environment=soon)
     assert any(REFUSED in told for told in replica)
     assert "trained" not in replica

@@ -15,6 +15,7 @@ from tests.hybrid.replicas import run_replicas
 from tests.hybrid.stage_processes.training import run_stages
 
 LENGTH, BATCH, WIDTH = 6, 4, 6
+SOON = {"PIPOLLUX_TIMEOUT": "60"}
 
 
 class Recurrent(nn.Module):
@@ -59,7 +60,7 @@ def train(name: str, schedule: str | None, num_microbatches: int) -> str:
 @pytest.mark.parametrize("name", list(LAYERS))
 def test_parts_of_sequences_are_refused(name: str) -> None:
     (one,) = run_replicas(train, 1, name, None, 2)
-    ((first, last),) = run_stages(train, 1, 2, name, "1f1b", 2)
+    ((first, last),) = run_stages(train, 1, 2, name, "1f1b", 2, environment=SOON)
     for told in (one, first):
         assert "dimension 0 of inputs, of targets and between layers must be the batch" in told
         assert LAYERS[name][1] in told
