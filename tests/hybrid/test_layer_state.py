@@ -257,6 +257,24 @@ def test_a_recomputation_that_gives_another_output_in_processes(layer: type[nn.M
     assert any("computed something else when recomputed" in text for text in found), found
 
 
+class Quantized(WithLinear):
+    """Holds a weight of a type that has no norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([2], dtype=torch.int8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) * self.scale
+        return y
+
+
+@pytest.mark.parametrize("mode", ["always", "never"])
+def test_a_weight_of_whole_numbers(mode: str) -> None:
+    case = with_layer(Quantized)
+    check_case(train(case, activation_checkpoint=mode), case)
+
+
 class Shows(WithLinear):
     """Keeps what nothing depends on: a count, the batch's size, the last output, a sum."""
 

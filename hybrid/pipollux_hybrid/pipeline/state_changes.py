@@ -38,6 +38,8 @@ __all__ = ["StateChanges", "per_microbatch"]
 CHECKED_STEPS = 3
 """Batches with a backward, from the first one on, in whose forwards state is watched."""
 LOG = logging.getLogger(__name__)
+SUMMED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64)
+"""Types of weights that are watched."""
 OF_ANY_MODULE = frozenset(vars(nn.Module()))
 MARK = "_pipollux_per_microbatch"
 L = TypeVar("L", bound=nn.Module)
@@ -134,6 +136,7 @@ class StateChanges:
             f"{path}.{name}": parameter
             for path, layer in self._layers
             for name, parameter in layer.named_parameters(recurse=False)
+            if parameter.dtype in SUMMED and type(parameter.data) is Tensor
         }
         norms = [0.0] * len(named)
         if named and self._batches == 1:  # PyTorch does not count what is done to x.data
