@@ -6,6 +6,7 @@ the layers differently; nor do they tell whether a layer went through ``torch.co
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, BinaryIO
 
@@ -19,10 +20,11 @@ from .async_save import StagingBuffers
 from .optimizer_shards import LOST, OptimizerShards
 from .parameter_groups import ParameterGroups, plain_name
 from .remembering import BufferCopies, copied, unchanged
-from .state import State, check_loadable
+from .state import State, States, check_loadable
 
 __all__ = ["ModelState"]
 
+LOG = logging.getLogger(__name__)
 STATE_NAME = "model.pt"
 REMEDY = "build the model the checkpoint was made with"
 
@@ -56,6 +58,7 @@ class ModelState(State):
         self._module, self._elsewhere = module, frozenset(elsewhere)
         self._groups = ParameterGroups(module, optimizer, shared)
         self._lr_scheduler = lr_scheduler
+        self._looked = False
         self._host_copy = StagingBuffers()
         self._optimizer, self._parameters = optimizer, list(module.parameters())
         self._buffers: BufferCopies | None = None
@@ -156,8 +159,25 @@ class ModelState(State):
 
         return put_back
 
+    def _look_for_schedule(self) -> None:
+        """Log once that a learning-rate scheduler is over the optimizer, and in no checkpoint."""
+        if self._looked or context().env.checkpoint_dir is None:
+            return
+        self._looked = True
+        scheduled = any("initial_lr" in group for group in self._optimizer.param_groups)
+        states = context().component(States).values()
+        if scheduled and not any(state.may_hold_schedule for state in states):
+            LOG.warning(
+                "a learning-rate scheduler is over the optimizer, and it is in no checkpoint: a "
+                "restart begins it anew, with other learning rates; pass it as "
+                "HybridParallel(…, lr_scheduler=scheduler), or call "
+                'pipollux.register_for_checkpointing("lr_scheduler", scheduler)'
+            )
+
     def content(self) -> dict[str, Any]:
         """Return everything, by names of layers."""
+        if self._lr_scheduler is None:
+            self._look_for_schedule()
         schedule = self._lr_scheduler.state_dict() if self._lr_scheduler else None
         return {
             "model": {plain_name(n): x for n, x in self._module.state_dict().items()},

@@ -87,6 +87,11 @@ class State:
         self._is_large = False
         states[name] = self
 
+    @property
+    def may_hold_schedule(self) -> bool:
+        """Whether it may be, or hold, the script's learning-rate scheduler."""
+        return not type(self).__module__.startswith(__name__.partition(".")[0])
+
     def save(self, fileobj: BinaryIO) -> None:
         """Write the state; called on rank 0."""
         raise NotImplementedError

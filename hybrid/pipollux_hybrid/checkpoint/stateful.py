@@ -51,6 +51,11 @@ class ObjectState(State):
         if isinstance(obj, AveragedModel) and context().control.losses.expected:
             obj.__dict__["update_parameters"] = partial(_update_unless_void, obj)
 
+    @property
+    def may_hold_schedule(self) -> bool:
+        """Whether it may be, or hold, the script's learning-rate scheduler."""
+        return not isinstance(self._object, (torch.amp.GradScaler, nn.Module))
+
     def save(self, fileobj: BinaryIO) -> None:
         """Write the object's state with ``torch.save``."""
         torch.save(self.content(), fileobj)
