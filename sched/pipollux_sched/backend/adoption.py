@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
-from pathlib import Path
 
 from .base import Launch, ReplicaKey, ReplicaState
 
-__all__ = ["NO_SLOTS", "marked_step", "why_not_adopted"]
+__all__ = ["NO_SLOTS", "why_not_adopted"]
 
 NO_SLOTS = (
     "The cluster no longer has the slots that the job runs on: it is stopped, and goes on from its "
@@ -42,15 +40,3 @@ def why_not_adopted(
             f"{launch.supervisor_url}: it is stopped, and goes on from its checkpoint."
         )
     return None
-
-
-def marked_step(launch: Launch) -> int | None:
-    """Return the step of a generation's agreed stop, by the marker beside its checkpoint.
-
-    None where there is none, or this machine does not see the folder.
-    """
-    try:
-        found = json.loads((Path(launch.checkpoints) / "stopped.json").read_text(encoding="utf-8"))
-        return int(found["step"]) if found["generation"] == launch.generation else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
