@@ -237,6 +237,11 @@ class Scheduler:
         return None if self._stopping else self._threads.failure
 
     @property
+    def lost(self) -> str | None:
+        """Why the cluster can never run anything again, in one sentence; None where it can."""
+        return self._controller.lost
+
+    @property
     def store(self) -> Store:
         """What the scheduler knows."""
         return self._store

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from pipollux_sched.client.client import Client
@@ -18,11 +18,25 @@ PIPOLLUX = Path(sys.executable).with_name("pipollux")
 
 
 @contextmanager
-def serving(state_dir: StateDir, *options: str) -> Iterator[subprocess.Popen[str]]:
-    """A scheduler that is told to stop in the end, unless it was killed."""
+def serving(
+    state_dir: StateDir, *options: str, log: Path | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """A scheduler that is told to stop in the end, unless it was killed.
+
+    Args:
+        state_dir: where it keeps everything.
+        options: of the command.
+        log: file for what it prints; None: where the test itself prints.
+    """
     command = [str(PIPOLLUX), "serve", "--backend", "slurm", "--state-dir", str(state_dir.path)]
     intervals = ("--interval=1", "--hints-interval=1", "--checkpoint-interval=1")
-    with subprocess.Popen([*command, *intervals, *options], text=True) as process:
+    with ExitStack() as files:
+        output = None if log is None else files.enter_context(log.open("w"))
+        process = files.enter_context(
+            subprocess.Popen(
+                [*command, *intervals, *options], text=True, stdout=output, stderr=output
+            )
+        )
         try:
             until(lambda: is_ready(state_dir, process))
             yield process

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -18,6 +19,8 @@ from tests.services import require_slurm
 
 pytestmark = pytest.mark.exhaustive
 HELD_AT = 20
+EAGER = "PIPOLLUX_CHECKPOINT_INTERVAL=0.001"
+"""Saves as often as it can."""
 
 
 @pytest.fixture
@@ -130,3 +133,40 @@ def test_one_that_has_saved_nothing_is_not_queued_again(
     assert fields(cluster, job)["Restarts"] == "0"
     said = (tmp_path / f"{job}.log").read_text()
     assert "no checkpoint was written in this run, so it is not queued again" in said
+
+
+def test_one_that_is_cancelled_says_which_step_it_has_saved(
+    hosts: Hosts, repository: Path, tmp_path: Path
+) -> None:
+    with SlurmCluster(hosts, settings={"KillWait": "60"}) as cluster:
+        gate = tmp_path / f"hold-{HELD_AT}"
+        gate.touch()
+        job = submit(cluster, repository, tmp_path)
+        cluster.wait_until(lambda: reached(tmp_path, "reached") == 2)
+        cluster.call("scancel", job)
+        cluster.wait_until(lambda: reached(tmp_path, "asked") == 2)
+        gate.unlink()
+        cluster.wait_until(lambda: fields(cluster, job)["JobState"] == "CANCELLED")
+    said = (tmp_path / f"{job}.log").read_text()
+    step = json.loads((tmp_path / "checkpoints" / "stopped.json").read_text())["step"]
+    assert f"pipollux: stopped at step {step} as asked" in said
+    last = [line for line in said.splitlines() if "checkpoint" in line][-1]
+    assert last.startswith("Slurm has ended this job: the newest checkpoint is checkpoint-"), said
+    assert last.endswith(f", of step {step}")
+
+
+def test_one_that_is_killed_says_which_step_it_had_saved(
+    cluster: SlurmCluster, repository: Path, tmp_path: Path
+) -> None:
+    """Its step is longer than what Slurm waits."""
+    (tmp_path / f"hold-{HELD_AT}").touch()
+    job = submit(cluster, repository, tmp_path, f"--export=ALL,{EAGER}")
+    cluster.wait_until(lambda: reached(tmp_path, "reached") == 2)
+    cluster.call("scancel", job)
+    cluster.wait_until(lambda: fields(cluster, job)["JobState"] == "CANCELLED")
+    said = (tmp_path / f"{job}.log").read_text()
+    assert "stopped at step" not in said
+    newest = max((tmp_path / "checkpoints").glob("checkpoint-*"))
+    step = json.loads((newest / "metrics.json").read_text())["step"]
+    assert 0 < step <= HELD_AT
+    assert f"so far the newest checkpoint is {newest.name}, of step {step}\n" in said

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from pathlib import Path
-
-from pipollux_protocol.files import STOP_MARKER, StopMarker
 
 from .base import Launch, ReplicaKey, ReplicaState
 
-__all__ = ["NO_SLOTS", "marked_step", "why_not_adopted"]
+__all__ = ["NO_SLOTS", "why_not_adopted"]
 
 NO_SLOTS = (
     "The cluster no longer has the slots that the job runs on: it is stopped, and goes on from its "
@@ -43,17 +40,3 @@ def why_not_adopted(
             f"{launch.supervisor_url}: it is stopped, and goes on from its checkpoint."
         )
     return None
-
-
-def marked_step(launch: Launch) -> int | None:
-    """Return the step of a generation's agreed stop, by the marker beside its checkpoint.
-
-    None where there is none, or this machine does not see the folder.
-    """
-    try:
-        found = StopMarker.model_validate_json(
-            (Path(launch.checkpoints) / STOP_MARKER).read_bytes()
-        )
-    except (OSError, ValueError):
-        return None
-    return found.step if found.generation == launch.generation else None

@@ -43,6 +43,10 @@ class ClusterUnavailableError(BackendError):
     """The cluster does not answer now; the same request may succeed later."""
 
 
+class NodesGoneError(BackendError):
+    """Nodes that a job was to run on are not in the cluster any more; it is not to blame."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReplicaProgram:
     """What every pipeline replica of a job runs, independent of the allocation."""
@@ -274,6 +278,14 @@ class Engine(ABC):
     """Whether a job must have as many replicas on each of its nodes."""
     grows: bool = False
     """Whether replicas can be started, and can end, while others of their generation go on."""
+
+    @property
+    def lost(self) -> str | None:
+        """Why no replica can ever be started here again, in one sentence; None: one can.
+
+        May be asked by any thread.
+        """
+        return None
 
     @abstractmethod
     def check(self, spec: JobSpec) -> None:

@@ -366,10 +366,10 @@ class RunningGeneration:
         ends = {key: state.ended for key, state in self._members.items() if state.ended}
         if not ends:  # each was let go, so that the others could go on, and none has
             return Exited(generation, Outcome.FAILED, message=self._why or NOBODY_LEFT)
+        step = self._agreed_step(ends.values())
         if not self._why:
             if all(end.status == 0 and not end.lost for end in ends.values()):
                 return Exited(generation, Outcome.COMPLETE)
-            step = self._agreed_step(ends.values())
             # An image's own entry point, without our agent, tells by its status alone.
             alone = all(has_stopped(end) and not end.result.left for end in ends.values())
             asked = self._asked or any(map(was_asked, ends.values()))
@@ -379,7 +379,14 @@ class RunningGeneration:
             if lost and not self._asked:
                 return Exited(generation, Outcome.STOPPED, step, message=lost)
         message, cannot_start = self._describe(ends)
-        return Exited(generation, Outcome.FAILED, message=message, cannot_start=cannot_start)
+        # What is killed, as its node is no longer ours, may have saved before.
+        return Exited(
+            generation,
+            Outcome.FAILED,
+            step,
+            message=message,
+            cannot_start=cannot_start,
+        )
 
     def _fetch_log(self, key: ReplicaKey) -> None:
         with suppress(BackendError):  # how it ended is known without its last lines

@@ -12,12 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from pipollux_sched.lifecycle import Exited, LiveState, Outcome
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import StateDir
 
-from .adoption import NO_SLOTS, marked_step, why_not_adopted
+from .adoption import NO_SLOTS, why_not_adopted
 from .base import (
     POLL_INTERVAL,
     BackendError,
@@ -26,6 +27,7 @@ from .base import (
     Launch,
     Listing,
     Node,
+    NodesGoneError,
     ReplicaKey,
     ReplicaProgram,
     Signal,
@@ -34,6 +36,7 @@ from .cluster_watch import ClusterWatch
 from .generation import START_TIMEOUT, RunningGeneration
 from .job_actions import JobActions
 from .report import Joiners, LaunchStore, Report, Running, Waiting
+from .saved import marked_step, newest_checkpoint
 from .slots import SlotLedger
 
 __all__ = ["STOP_GRACE", "Generations"]
@@ -74,6 +77,8 @@ class Generations:
         self._start_timeout = start_timeout
         self._cluster = ClusterWatch(engine, clock)
         self._ledger = SlotLedger(self._cluster.slots)
+        self._seen = set(self._cluster.slots)
+        """Nodes that there are, or were."""
         self._running: dict[str, RunningGeneration] = {}
         self._pending: dict[str, Waiting] = {}
         self._joining: dict[str, Joiners] = {}
@@ -84,6 +89,11 @@ class Generations:
     def name(self) -> str:
         """The engine's."""
         return self._engine.name
+
+    @property
+    def lost(self) -> str | None:
+        """Why nothing can ever be started again: see `Engine.lost`."""
+        return self._engine.lost
 
     def check(self, spec: JobSpec) -> None:
         """Refuse a job that the engine can never run: see `Engine.check`."""
@@ -127,9 +137,15 @@ class Generations:
         where nothing could be started.
 
         Raises:
-            BackendError: `nodes` names a node that is not there or too small.
+            NodesGoneError: `nodes` names a node that was there, and is not any more.
+            BackendError: `nodes` names a node that was never there, or is too small.
         """
         with self._lock:
+            gone = sorted((set(nodes) & self._seen) - self._cluster.slots.keys())
+            if gone:
+                raise NodesGoneError(
+                    f"{', '.join(gone)}, where it was to run, is not in the cluster any more"
+                )
             if not nodes or not self._ledger.fits(nodes, program.num_stages):
                 raise BackendError(
                     f"job {program.job!r} cannot run on {', '.join(nodes) or 'no node'}: each "
@@ -180,6 +196,7 @@ class Generations:
         with self._lock:
             if looked:
                 self._ledger.resize(self._cluster.slots)
+                self._seen |= self._cluster.slots.keys()
             if listing is not None:
                 self._step_all(listing)
                 self._end_strays(listing)
@@ -279,10 +296,12 @@ class Generations:
         marker that says the same.
         """
         launch = self._read_launch(job, generation)
-        if launch is None:
-            return None
-        told = self._launches.stopped_step(job, generation)
-        return marked_step(launch) if told is None else told
+        return None if launch is None else self._saved_step(launch)
+
+    def newest_checkpoint(self, job: str, generation: int) -> int | None:
+        """Return the step of the newest checkpoint in a generation's folder, if that is seen."""
+        launch = self._read_launch(job, generation)
+        return None if launch is None else newest_checkpoint(launch)
 
     def shutdown(self, grace: float = 0.0) -> None:
         """End everything; return when nothing runs, or 10 s after `grace` at the latest."""
@@ -325,6 +344,8 @@ class Generations:
             self._release(job, running)
             if exited is None:
                 continue
+            if exited.outcome is not Outcome.COMPLETE and exited.step is None:
+                exited = replace(exited, checkpoint=newest_checkpoint(running.launch))
             del self._running[job]
             self._ledger.release(job)
             self._reports.append(Report(job, exited, running.unsent_report()))
@@ -397,12 +418,16 @@ class Generations:
             self._engine,
             launch,
             lambda key: self._state_dir.log(*key),
-            stopped_step=lambda: self._launches.stopped_step(launch.job, launch.generation),
+            stopped_step=lambda: self._saved_step(launch),
             program=program,
             grace=self._grace,
             start_timeout=self._start_timeout,
             clock=self._clock,
         )
+
+    def _saved_step(self, launch: Launch) -> int | None:
+        told = self._launches.stopped_step(launch.job, launch.generation)
+        return marked_step(launch) if told is None else told
 
     def _read_launch(self, job: str, generation: int) -> Launch | None:
         data = self._launches.launch(job, generation)

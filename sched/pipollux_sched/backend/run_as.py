@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 import secrets
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,9 +15,25 @@ from pipollux_sched.spec.job import JobSpec, SpecError
 
 from .base import ReplicaProgram
 
-__all__ = ["as_user_command", "check_account", "own_name", "why_not_as", "with_home_checkpoints"]
+__all__ = [
+    "as_user_command",
+    "check_access",
+    "check_account",
+    "own_name",
+    "why_no_python",
+    "why_not_as",
+    "with_home_checkpoints",
+]
 
 _AS_USER = Path(pipollux_agent.__file__).with_name("as_user.py")
+_LOOKS = (
+    'test -x "$1" && test -r "$2" || exit 11; cd -- "$3" 2>/dev/null || exit 12; '
+    'test -r "$4" || exit 13'
+)
+"""What a shell of the user's tries: Python and this package, the folder, the script."""
+_NO_PYTHON, _NO_FOLDER, _NO_SCRIPT = 11, 12, 13
+_PATIENCE = 60.0
+"""Seconds that this may take: a folder may be on a network."""
 
 
 def own_name() -> str:
@@ -50,6 +67,65 @@ def check_account(spec: JobSpec) -> None:
     reason = None if spec.run_as is None else why_not_as(spec.run_as)
     if reason is not None:
         raise SpecError(f"job '{spec.name}': run_as: {reason}")
+
+
+def why_no_python(user: str) -> str | None:
+    """Return why a user cannot run this Python and this package; None: the user can."""
+    if _look(user, Path("/"), Path("/")) != _NO_PYTHON:
+        return None
+    return (
+        f"user '{user}' cannot run {sys.executable} or cannot read {_AS_USER.parent}, with which "
+        "jobs are started; install Python and Pipollux in folders that all users may read"
+    )
+
+
+def check_access(spec: JobSpec) -> None:
+    """Refuse a job whose user cannot enter its folder or read its script.
+
+    Args:
+        spec: the job, with script and folder resolved.
+
+    Raises:
+        SpecError: so.
+    """
+    if spec.run_as is None or spec.script is None or spec.working_dir is None:
+        return
+    found = _look(spec.run_as, Path(spec.working_dir), Path(spec.script))
+    if found == _NO_PYTHON:
+        raise SpecError(f"job '{spec.name}': run_as: {why_no_python(spec.run_as)}")
+    if found == _NO_FOLDER:
+        raise SpecError(
+            f"job '{spec.name}': working_dir: user '{spec.run_as}', as whom the job runs, cannot "
+            f"enter {spec.working_dir}; give a folder that this user can enter"
+        )
+    if found == _NO_SCRIPT:
+        raise SpecError(
+            f"job '{spec.name}': script: user '{spec.run_as}', as whom the job runs, cannot read "
+            f"{spec.script}; give a script that this user can read"
+        )
+
+
+def _look(user: str, folder: Path, script: Path) -> int:
+    """Return what a user cannot do of what a job needs; 0: nothing."""
+    account = pwd.getpwnam(user)
+    paths = (sys.executable, str(_AS_USER.with_name("agent.py")), str(folder), str(script))
+    try:
+        done = subprocess.run(
+            ["/bin/sh", "-c", _LOOKS, "sh", *paths],
+            user=account.pw_uid,
+            group=account.pw_gid,
+            extra_groups=os.getgrouplist(user, account.pw_gid),
+            cwd="/",
+            env={},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=_PATIENCE,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return 0  # the job itself will tell
+    return done.returncode
 
 
 def with_home_checkpoints(spec: JobSpec, before: str | None) -> JobSpec:

@@ -1,12 +1,15 @@
-"""Serve until a signal arrives, the scheduler fails, or another one takes over the store."""
+"""Serve until a signal arrives, the scheduler fails, its nodes end, or another one takes over."""
 
 from __future__ import annotations
+
+import logging
 
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.scheduler import Scheduler
 from pipollux_sched.store import StoreTakenError, StoreUnavailableError
 from pipollux_sched.utils.signals import Interruption
 
+_LOG = logging.getLogger(__name__)
 LOOK_INTERVAL = 0.5
 """Seconds between two checks that the store is still this scheduler's."""
 
@@ -15,12 +18,17 @@ class SchedulerFailedError(SchedulerError):
     """The scheduler cannot continue; the text gives the reason in one sentence."""
 
 
+class ClusterLostError(SchedulerError):
+    """The cluster is gone for good, and the scheduler has ended; the text says so."""
+
+
 def run(scheduler: Scheduler) -> None:
     """Serve until SIGINT or SIGTERM; a second signal ends jobs without time to save.
 
     Raises:
         StoreTakenError: see `serve_until`.
         SchedulerFailedError: see `serve_until`.
+        ClusterLostError: see `serve_until`.
     """
     with Interruption() as interruption:
         scheduler.start()
@@ -36,6 +44,8 @@ def serve_until(scheduler: Scheduler, interruption: Interruption) -> None:
             its running jobs to the other.
         SchedulerFailedError: one of its threads has died. The others have ended; jobs continue to
             run, and the next scheduler adopts them.
+        ClusterLostError: the nodes are gone for good. The scheduler has ended as for a signal; its
+            jobs go on when it is started again.
     """
     while not interruption.wait(LOOK_INTERVAL):
         try:
@@ -45,6 +55,14 @@ def serve_until(scheduler: Scheduler, interruption: Interruption) -> None:
         except StoreTakenError:
             scheduler.abandon()
             raise
+        lost = scheduler.lost
+        if lost is not None:
+            _LOG.error("%s: jobs save if they still can, and the scheduler ends", lost)
+            scheduler.stop(hurry=lambda: interruption.count > 0)
+            raise ClusterLostError(
+                f"{scheduler.lost or lost}; jobs go on from their checkpoints when a scheduler is "
+                f"started with the state directory {scheduler.state_dir.path} in a new one"
+            )
         failure = scheduler.failure
         if failure is not None:
             scheduler.abandon()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pipollux_protocol.messages import LiveStatus
 from pipollux_sched.backend import Generations
-from pipollux_sched.backend.run_as import with_home_checkpoints
+from pipollux_sched.backend.run_as import check_access, with_home_checkpoints
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.lifecycle import (
     Allocate,
@@ -126,7 +126,9 @@ class Control:
         for spec in specs:
             check_team(spec, teams)
             self._backend.check(spec)
-            fitting.append(with_home_checkpoints(admitted(spec, nodes), self._home_of(spec)))
+            found = admitted(spec, nodes)
+            check_access(found)
+            fitting.append(with_home_checkpoints(found, self._home_of(spec)))
         self._check_checkpoints(fitting)
         changes = self._store.submit_all(
             [
@@ -248,7 +250,7 @@ class Control:
             if (teams := stored_teams(self._store)) is not None:
                 check_team(spec, teams)
             self._backend.check(spec)
-            admitted(spec, self._nodes())
+            check_access(admitted(spec, self._nodes()))
             if from_scratch:
                 check_empty(spec)
         change = self._store.rerun(name, from_scratch=from_scratch)

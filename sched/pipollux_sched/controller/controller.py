@@ -84,6 +84,11 @@ class Controller:
             store, backend, self.executor.handle, settings=plan_settings, reconsider=reconsider
         )
 
+    @property
+    def lost(self) -> str | None:
+        """Why nothing can ever be started again, in one sentence; None: it can."""
+        return self._backend.lost
+
     def take_over(self, url: str) -> None:
         """Adopt what an earlier scheduler left running, or end it: see `takeover.take_over`.
 

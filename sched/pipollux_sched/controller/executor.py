@@ -19,7 +19,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from pipollux_sched.backend import BackendError, Generations, ReplicaProgram, Report
-from pipollux_sched.backend.base import POLL_INTERVAL
+from pipollux_sched.backend.base import POLL_INTERVAL, NodesGoneError
 from pipollux_sched.lifecycle import (
     Action,
     ChangeOverdue,
@@ -240,6 +240,11 @@ class Executor:
             if action.num_stages is not None:
                 program = replace(program, num_stages=action.num_stages)
             self._backend.apply(program, action.generation, action.nodes)
+        except NodesGoneError as error:
+            newest = self._backend.newest_checkpoint(name, action.generation - 1)
+            said = f"Node {error}."
+            gone = Exited(action.generation, Outcome.STOPPED, message=said, checkpoint=newest)
+            self.handle(name, gone)
         except (BackendError, SpecError, OSError) as error:
             _LOG.warning("generation %d of job %s: %s", action.generation, name, error)
             failed = Exited(action.generation, Outcome.FAILED, message=str(error))
@@ -278,11 +283,11 @@ class Executor:
         if event.cannot_start and any(map(_has_trained, self._store.generations(name))):
             event = replace(event, cannot_start=False)
         point = points.get(name)
-        if point is None:
+        # Of one that is not complete, the step says what it has saved.
+        if point is None or event.outcome is not Outcome.COMPLETE:
             return event
-        step = event.step if event.step is not None else point.step
         # Points count epochs from 0; the number of completed epochs is one more.
-        return replace(event, step=step, epoch=point.epoch + 1)
+        return replace(event, step=point.step, epoch=point.epoch + 1)
 
 
 def _frees(event: Event, job: JobRecord) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from pipollux_sched.backend.run_as import own_name, why_not_as
+from pipollux_sched.backend.run_as import own_name, why_no_python, why_not_as
 from pipollux_sched.spec.job import SpecError
 from pipollux_sched.spec.tokens import NewToken, Role
 
@@ -30,7 +30,7 @@ def check_run_as(token: NewToken, backend: str) -> str:
                 f"run_as: '{token.run_as}' is of no use with the {backend} backend, whose pods run "
                 "as their image says; leave it out"
             )
-        reason = why_not_as(token.run_as)
+        reason = why_not_as(token.run_as) or why_no_python(token.run_as)
         if reason is not None:
             raise SpecError(f"run_as: {reason}")
     if token.role is not Role.USER or backend not in _ON_MACHINES:

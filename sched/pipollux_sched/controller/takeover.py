@@ -36,7 +36,8 @@ def take_over(
         _LOG.warning("ended what an earlier scheduler had left: %s", process)
     for job in orphaned:
         step = backend.saved_step(job.name, job.state.generation)
-        executor.handle(job.name, Recover(step))
+        newest = backend.newest_checkpoint(job.name, job.state.generation) if step is None else None
+        executor.handle(job.name, Recover(step, newest))
 
 
 def _adopt(job: JobRecord, backend: Generations, executor: Executor, url: str) -> bool:

@@ -136,10 +136,13 @@ class Exited:
     generation: int
     outcome: Outcome
     step: int | None = None
+    """The step at which it ended, and saved; None: it did not save, or nobody knows."""
     epoch: int | None = None
     message: str = ""
     cannot_start: bool = False
     """Whether its script failed so that no other try would end otherwise."""
+    checkpoint: int | None = None
+    """The step of its newest checkpoint, where it did not save at its end; None: nobody knows."""
 
 
 @dataclass(frozen=True)
@@ -233,6 +236,8 @@ class Recover:
 
     step: int | None = None
     """The step at which its replicas have saved and stopped; None: they have not."""
+    checkpoint: int | None = None
+    """The step of its newest checkpoint, where they have not; None: nobody knows."""
 
 
 Event: TypeAlias = (

@@ -10,10 +10,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from .events import Action, Record, Rerun, Stop
+from .events import Action, Record, Recover, Rerun, Stop
 from .live_changes import again
 from .state import Intent, JobState, Phase
-from .steps import DEADLINE, NOT_ADOPTED, Transition, ended_early, enter, set_aside, stop
+from .steps import (
+    DEADLINE,
+    NOT_ADOPTED,
+    Transition,
+    ended_early,
+    enter,
+    set_aside,
+    stop,
+    stopped_record,
+)
 
 _FINAL = (Intent.CANCEL, Intent.EXPIRE)
 """What a generation is stopped for when the job ends with it."""
@@ -125,11 +134,12 @@ def not_adopted(state: JobState, generation: int, why: str, now: float) -> Trans
     return enter(state, Phase.RUNNING, NOT_ADOPTED, why, now, **changes), actions
 
 
-def recover(state: JobState, step: int | None, now: float) -> Transition:
+def recover(state: JobState, event: Recover, now: float) -> Transition:
     """Queue a job of which a new scheduler has found nothing running."""
     if state.phase.ended:
         return state, ()
-    lost = (Record("stopped", state.generation, {"step": step}),) if state.running_on else ()
+    stopped = stopped_record(state.generation, event.step, event.checkpoint)
+    lost = (stopped,) if state.running_on else ()
     gone = replace(
         state, assigned=(), running_on=(), running_stages=None, training=False, intent=None
     )

@@ -40,6 +40,20 @@ def with_condition(
     return (*others, Condition(phase, True, reason, message, since))
 
 
+def stopped_record(generation: int, step: int | None, checkpoint: int | None) -> Record:
+    """Return the record of a stop: where it saved, or else from where the job goes on.
+
+    Args:
+        generation: which one has ended.
+        step: at which it has saved; None: it has not.
+        checkpoint: the step of the newest checkpoint; None: nobody knows.
+    """
+    data: dict[str, Any] = {"step": step}
+    if step is None and checkpoint is not None:
+        data["checkpoint"] = checkpoint
+    return Record("stopped", generation, data)
+
+
 def enter(
     state: JobState, phase: Phase, reason: str, message: str, now: float, **changes: Any
 ) -> JobState:

@@ -54,7 +54,16 @@ from .events import (
     Switched,
 )
 from .state import Intent, JobState, Outcome, Phase
-from .steps import NOT_ADOPTED, Transition, ended_early, enter, set_aside, start, stop
+from .steps import (
+    NOT_ADOPTED,
+    Transition,
+    ended_early,
+    enter,
+    set_aside,
+    start,
+    stop,
+    stopped_record,
+)
 
 FORGIVEN_AFTER = 600.0
 """Seconds after which failures of earlier generations do not count any more: a job that fails once
@@ -133,7 +142,7 @@ def advance(state: JobState, event: Event, now: float) -> Transition:
         case NotAdopted():
             return requests.not_adopted(state, event.generation, event.why, now)
         case Recover():
-            return requests.recover(state, event.step, now)
+            return requests.recover(state, event, now)
 
 
 def _submit(state: JobState, event: Submit, now: float) -> Transition:
@@ -253,7 +262,7 @@ def _exited(state: JobState, event: Exited, now: float) -> Transition:
         return _exited_as_asked(gone, state.intent, event, now)
     if event.outcome is Outcome.STOPPED:
         why = event.message or "The job was stopped from outside and is started again."
-        stopped = Record("stopped", event.generation, {"step": event.step})
+        stopped = stopped_record(event.generation, event.step, event.checkpoint)
         restarting = Record(
             "restarting", event.generation, {"why": why, "restarts": state.failures}
         )
@@ -370,8 +379,8 @@ def _node_lost(state: JobState, event: NodeLost, now: float) -> Transition:
 
 
 def _exited_as_asked(state: JobState, intent: Intent, event: Exited, now: float) -> Transition:
-    step = event.step if event.outcome is Outcome.STOPPED else None
-    stopped = Record("stopped", event.generation, {"step": step})
+    # One that was killed after it had saved has failed, and yet loses nothing.
+    stopped = stopped_record(event.generation, event.step, event.checkpoint)
     match intent:
         case Intent.MOVE:
             started, actions = start(state, state.message, now)

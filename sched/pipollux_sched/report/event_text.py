@@ -50,8 +50,11 @@ def _first_step(event: Event) -> str:
 
 
 def _stopped(event: Event) -> str:
-    step = event["step"]
-    return "stopped without saving" if step is None else f"stopped and saved at step {step}"
+    step, newest = event["step"], event.get("checkpoint")
+    if step is not None:
+        return f"stopped and saved at step {step}"
+    since = "" if newest is None else f"; its newest checkpoint is of step {newest}"
+    return f"stopped without saving{since}"
 
 
 def _complete(event: Event) -> str:

@@ -68,7 +68,7 @@ class Cluster(Engine):
     def checkpoints(self, program: ReplicaProgram) -> str:
         if program.job == "nowhere":
             raise BackendError("there is no folder that all nodes share")
-        return f"/shared/{program.job}"
+        return str(program.checkpoints or f"/shared/{program.job}")
 
     def start(self, program: ReplicaProgram, launch: Launch, replica: int) -> None:
         if program.job == "broken" and replica == launch.num_first - 1:

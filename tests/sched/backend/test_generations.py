@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -14,7 +16,7 @@ from pipollux_sched.backend import (
     ReplicaProgram,
     Report,
 )
-from pipollux_sched.backend.base import Signal
+from pipollux_sched.backend.base import NodesGoneError, Signal
 from pipollux_sched.backend.local.engine import LocalEngine
 from pipollux_sched.backend.registry import EngineOptions, make_engine
 from pipollux_sched.lifecycle import Exited, Outcome, Started
@@ -117,6 +119,59 @@ def test_what_has_not_started_is_stopped_without_a_trace(
     assert backend.poll() == []
     assert exited(backend.poll()).message == "its node is dead"
     assert backend.free() == {"a": 2, "b": 2, "c": 1}
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_what_a_killed_generation_has_saved_is_told(
+    backend: Generations, cluster: Cluster, launches: LaunchFiles, tmp_path: Path, saved: bool
+) -> None:
+    """Its node may be gone for the scheduler before its processes are."""
+    backend.apply(program("one", checkpoints=tmp_path), 1, ["a"])
+    run(backend, cluster)
+    newest = tmp_path / "checkpoint-00000012"
+    newest.mkdir()
+    (newest / "metrics.json").write_text('{"step": 40}')
+    if saved:
+        launches.stopped["one", 1] = 43
+    assert backend.kill("one", "its node is dead")
+    assert backend.poll() == []
+    told = exited(backend.poll())
+    assert (told.outcome, told.message) == (Outcome.FAILED, "its node is dead")
+    assert (told.step, told.checkpoint) == ((43, None) if saved else (None, 40))
+
+
+def test_only_small_regular_files_say_what_is_saved(
+    backend: Generations, cluster: Cluster, tmp_path: Path
+) -> None:
+    """The folder may be another user's, who could have this process read or wait for anything."""
+    backend.apply(program("one", checkpoints=tmp_path), 1, ["a"])
+    run(backend, cluster)
+    secret = tmp_path / "secret"
+    secret.write_text('{"step": 40, "generation": 1}')
+    (tmp_path / "checkpoint-00000001").mkdir()
+    (tmp_path / "checkpoint-00000001" / "metrics.json").symlink_to(secret)
+    os.mkfifo(tmp_path / "stopped.json")
+    assert backend.saved_step("one", 1) is None
+    assert backend.newest_checkpoint("one", 1) is None
+    (tmp_path / "stopped.json").unlink()
+    (tmp_path / "stopped.json").symlink_to(secret)
+    assert backend.saved_step("one", 1) is None
+    (tmp_path / "stopped.json").unlink()
+    secret.rename(tmp_path / "stopped.json")
+    assert backend.saved_step("one", 1) == 40
+
+
+def test_a_node_that_is_gone_is_told_from_one_that_never_was(
+    backend: Generations, cluster: Cluster, clock: Clock
+) -> None:
+    cluster.nodes_now = {name: node for name, node in NODES.items() if name != "a"}
+    clock.now += 5.0
+    backend.poll()
+    with pytest.raises(NodesGoneError, match="a, where it was to run, is not in the cluster any"):
+        backend.apply(program("one"), 1, ["a", "b"])
+    with pytest.raises(BackendError, match="cannot run on z") as never_there:
+        backend.apply(program("one"), 1, ["z"])
+    assert not isinstance(never_there.value, NodesGoneError)
 
 
 def test_a_grace_period_is_enforced(backend: Generations, cluster: Cluster, clock: Clock) -> None:

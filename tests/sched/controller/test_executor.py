@@ -8,7 +8,17 @@ import pytest
 
 from pipollux_sched.backend import Report
 from pipollux_sched.controller.executor import Executor
-from pipollux_sched.lifecycle import Allocate, Event, Exited, NewcomerLost, Outcome, Phase, Started
+from pipollux_sched.lifecycle import (
+    Allocate,
+    Event,
+    Exited,
+    NewcomerLost,
+    NodeLost,
+    Outcome,
+    Phase,
+    Started,
+)
+from pipollux_sched.report.event_text import event_text
 from pipollux_sched.store import ReceivedReport, Store, Submission
 from tests.sched.store.stores import point
 from tests.sched.supervised import POINT
@@ -62,6 +72,37 @@ def test_ends_that_come_together_have_each_its_own_progress(store: Store) -> Non
     ends = [store.events(job=name)[-1] for name in NAMES]
     assert [event["type"] for event in ends] == ["complete"] * 3
     assert [event["step"] for event in ends] == [5, 6, None]
+
+
+@pytest.mark.parametrize(
+    ("ended", "said"),
+    [
+        (Exited(1, Outcome.STOPPED, 3), "stopped and saved at step 3"),
+        (Exited(1, Outcome.STOPPED), "stopped without saving"),
+        (
+            Exited(1, Outcome.STOPPED, checkpoint=2),
+            "stopped without saving; its newest checkpoint is of step 2",
+        ),
+    ],
+)
+def test_the_step_of_a_stop_is_one_that_was_saved(store: Store, ended: Exited, said: str) -> None:
+    """Not the last one that the job has reported."""
+    backend = Ended()
+    backend.say("a", ended)
+    make(store, backend).step()
+    (stopped,) = store.events(job="a", types=["stopped"])
+    assert event_text(stopped) == said
+
+
+@pytest.mark.parametrize("step", [3, None])
+def test_what_was_killed_after_it_had_saved_has_saved(store: Store, step: int | None) -> None:
+    """As where its node was lost, so that it was to be set aside."""
+    store.transition("a", NodeLost(1, "Node n is gone.", "n"))
+    backend = Ended()
+    backend.say("a", Exited(1, Outcome.FAILED, step, message="Node n is gone."))
+    make(store, backend).step()
+    (stopped,) = store.events(job="a", types=["stopped"])
+    assert stopped["step"] == step
 
 
 def test_a_job_that_is_gone_keeps_nobody_from_ending(store: Store) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 
 from pipollux_sched.backend.base import (
@@ -28,7 +28,7 @@ from pipollux_sched.backend.base import (
 from pipollux_sched.backend.registry import EngineOptions
 from pipollux_sched.backend.replica.command import agent_command
 from pipollux_sched.backend.run_as import as_user_command, check_account
-from pipollux_sched.spec.job import JobSpec, SpecError
+from pipollux_sched.spec.job import JobSpec, NodeSpec, SpecError
 from pipollux_sched.store import StateDir
 
 from .ending import why_gone
@@ -97,6 +97,8 @@ class SlurmEngine(Engine):
         self._pools = pools
         self._pass_on = frozenset(pass_environment)
         self._view = NodeStates()
+        self._specs: dict[str, NodeSpec] = {}
+        """Of the nodes that were shown last."""
         self._version = self._strays_seen = 0
         self._recovered = False
         self._signals = SignalSender()
@@ -111,6 +113,11 @@ class SlurmEngine(Engine):
         except BaseException:  # whatever it is, no thread is left behind
             self.close()
             raise
+
+    @property
+    def lost(self) -> str | None:
+        """Why there are no nodes any more: see `Engine`."""
+        return self._pools.lost
 
     def check(self, spec: JobSpec) -> None:
         """Refuse a job that runs in a container: see `Engine`."""
@@ -130,7 +137,24 @@ class SlurmEngine(Engine):
         leaving.update(self._pools.leaving(snapshot))
         found = self._view.nodes(snapshot, leaving, self._checks.broken())
         unchecked = self._checks.unchecked()
-        return {name: node for name, node in found.items() if name not in unchecked}
+        shown = {name: node for name, node in found.items() if name not in unchecked}
+        shown |= {name: node for name, node in self._ending(snapshot) if name not in shown}
+        self._specs = {name: node.spec for name, node in shown.items()}
+        return shown
+
+    def _ending(self, snapshot: SlurmSnapshot) -> Iterator[tuple[str, Node]]:
+        """Return the nodes of allocations that Slurm ends, while replicas there may still save.
+
+        Slurm gives them some time (`KillWait`). What runs on a node that is not listed is killed.
+        """
+        for replica in list(self._replicas.values()):
+            record = replica.record
+            job, spec = snapshot.jobs.get(record.pool), self._specs.get(record.node)
+            if spec is None or job is None or replica.ended is not None:
+                continue
+            if job.state != "RUNNING" and replica.step(snapshot) is not None:
+                why = f"its allocation {job.job} ends: {job.state}"
+                yield record.node, Node(spec, draining=True, reason=why)
 
     def checkpoints(self, program: ReplicaProgram) -> str:
         """Return the folder that all nodes share: see `Engine`."""

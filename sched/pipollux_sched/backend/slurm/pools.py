@@ -15,6 +15,12 @@ LEAVE_BEFORE = 300.0
 """Seconds before the time limit of the scheduler's own allocation at which jobs save and end."""
 LARGEST_SHARE = 0.25
 """Of its time limit that an allocation may spend draining."""
+UNLISTED = 2
+"""Snapshots in a row without an allocation after which it has ended."""
+_HELD = frozenset(
+    ("RUNNING", "CONFIGURING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED")
+)
+"""States of an allocation that runs, or goes on."""
 
 
 class Pools(ABC):
@@ -26,6 +32,11 @@ class Pools(ABC):
 
     def look(self, snapshot: SlurmSnapshot) -> None:  # noqa: B027  # those of others need no care
         """Take care of them, as they are now; called with every snapshot, in its thread."""
+
+    @property
+    def lost(self) -> str | None:
+        """Why there will never be an allocation again, in one sentence; None: there will."""
+        return None
 
     def leaving(self, snapshot: SlurmSnapshot) -> Mapping[str, str]:
         """Return the nodes that will soon be left, and why, in one sentence."""
@@ -67,6 +78,9 @@ class OwnAllocation(Pools):
     def __init__(self, job: int, leave_before: float = LEAVE_BEFORE) -> None:
         self._job = job
         self._leave_before = leave_before
+        self._unlisted = 0
+        """Snapshots in a row that do not list it."""
+        self._lost: str | None = None
 
     def choose(self, jobs: Mapping[int, SlurmJob]) -> Iterable[int]:
         """Return it alone."""
@@ -74,7 +88,7 @@ class OwnAllocation(Pools):
         return (self._job,)
 
     def look(self, snapshot: SlurmSnapshot) -> None:
-        """Refuse to begin without it.
+        """Refuse to begin without it, and note when it has ended.
 
         Raises:
             SlurmError: it does not run, or is another user's.
@@ -84,6 +98,24 @@ class OwnAllocation(Pools):
                 f"Slurm has no running allocation {self._job} of yours: start the scheduler inside "
                 "one, or let it ask for nodes with --nodes"
             )
+        # How it has ended is known only when nothing runs in it any more.
+        self._lost = self._why_lost(snapshot.jobs.get(self._job)) or self._lost
+
+    @property
+    def lost(self) -> str | None:
+        """Why it is gone: cancelled, past its time limit, or queued again, which starts anew."""
+        return self._lost
+
+    def _why_lost(self, job: SlurmJob | None) -> str | None:
+        self._unlisted = 0 if job is not None else self._unlisted + 1
+        ended = self._unlisted >= UNLISTED if job is None else job.state not in _HELD
+        if not ended:
+            return None
+        if job is None or job.state == "COMPLETING":
+            state = ""
+        else:
+            state = f" ({job.state}, {job.reason})" if job.reason else f" ({job.state})"
+        return f"Slurm's allocation {self._job}, whose nodes were the cluster, has ended{state}"
 
     def leaving(self, snapshot: SlurmSnapshot) -> Mapping[str, str]:
         """Return all nodes, when the time is nearly over."""

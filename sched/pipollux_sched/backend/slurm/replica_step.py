@@ -211,7 +211,7 @@ class ReplicaStep:
 
 
 def signal_command(step: str, what: Signal, *, insist: bool = False) -> list[str]:
-    """Return the command that signals the first process of a step: see `step_main`.
+    """Return the command that signals the first process of a step: see `pipollux_agent.step_main`.
 
     Args:
         step: such as 12.3.

@@ -1,0 +1,61 @@
+"""What the folder of a job's checkpoints says of the steps at which it has saved.
+
+The folder may be another user's, and this process root's: only small regular files are read, and no
+link is followed from the folder on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from pipollux_protocol.files import STOP_MARKER, StopMarker
+
+from .base import Launch
+
+__all__ = ["marked_step", "newest_checkpoint"]
+
+_LIMIT = 2**24
+"""Bytes of the largest file that is read."""
+
+
+def marked_step(launch: Launch) -> int | None:
+    """Return the step of a generation's agreed stop, by the marker beside its checkpoint.
+
+    None where there is none, or this machine does not see the folder.
+    """
+    try:
+        found = StopMarker.model_validate(_read(Path(launch.checkpoints, STOP_MARKER)))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found.step if found.generation == launch.generation else None
+
+
+def newest_checkpoint(launch: Launch) -> int | None:
+    """Return the step of the newest checkpoint; None where there is none, or none is seen."""
+    try:
+        names = sorted(name for name in os.listdir(launch.checkpoints) if _is_checkpoint(name))
+        return int(_read(Path(launch.checkpoints, names[-1]) / "metrics.json")["step"])
+    except (OSError, ValueError, KeyError, IndexError, TypeError, RecursionError):
+        return None
+
+
+def _is_checkpoint(name: str) -> bool:
+    return name.removeprefix("checkpoint-").isdecimal()
+
+
+def _read(path: Path) -> Any:
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        # Not to wait for whoever writes into a pipe.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        with open(os.open(path.name, flags, dir_fd=folder), encoding="utf-8") as file:
+            about = os.fstat(file.fileno())
+            if not stat.S_ISREG(about.st_mode) or about.st_size > _LIMIT:
+                raise ValueError(f"{path} is not a small file")
+            return json.load(file)
+    finally:
+        os.close(folder)
