@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-REPLICA = Path(__file__).parents[2] / "sched" / "pipollux_sched" / "backend" / "replica"
+REPLICA = Path(__file__).parents[2] / "hybrid" / "pipollux_agent"
 
 
 class Agent(Protocol):

@@ -15,7 +15,7 @@ from typing import Any
 
 from pipollux_sched.policy import Allocation, NodeInfo, shape_of, violations
 
-from .reasons import explain, holders_of
+from .reasons import Others, explain
 from .strategy import Candidate, FixedStrategy, Nodes, Strategy, free_of, jobs_of
 
 __all__ = ["Decision", "place_new", "reallocate", "why_waiting"]
@@ -88,8 +88,8 @@ def why_waiting(
         candidates: all jobs.
         nodes: all nodes.
     """
-    free, holders = free_of(nodes, candidates), held_on(candidates)
-    return [explain(job.info, (), (), nodes, free, holders) for job in waiting]
+    free, others = free_of(nodes, candidates), others_of(candidates)
+    return [explain(job.info, (), (), nodes, free, others) for job in waiting]
 
 
 def _decisions(
@@ -106,13 +106,20 @@ def _decisions(
         _check(before, after, {name: replace(n, draining=False) for name, n in nodes.items()})
     else:
         _check(before, after, nodes)
-    free, holders = free_of(nodes, after), held_on(after)
-    return [_decision(old, new, nodes, free, holders) for old, new in pairs]
+    free, others = free_of(nodes, after), others_of(after)
+    return [_decision(old, new, nodes, free, others) for old, new in pairs]
 
 
-def held_on(candidates: Iterable[Candidate]) -> dict[str, list[str]]:
-    """Return the names of the jobs that hold something on each node."""
-    return holders_of({job.name: job.allocation for job in candidates})
+def others_of(candidates: Iterable[Candidate]) -> Others:
+    """Return the jobs of a cluster, for reasons that name them."""
+    holders: dict[str, list[str]] = {}
+    waiting = []
+    for job in candidates:
+        for node in dict.fromkeys(job.allocation):
+            holders.setdefault(node, []).append(job.name)
+        if not job.allocation:
+            waiting.append((job.name, job.info))
+    return Others(holders, waiting)
 
 
 def _differ(old: Candidate, new: Candidate) -> bool:
@@ -142,7 +149,7 @@ def _decision(
     new: Candidate,
     nodes: Nodes,
     free: Mapping[str, Mapping[str, int]],
-    holders: Mapping[str, Sequence[str]],
+    others: Others,
 ) -> Decision:
     given = new.held
     known = given.configuration
@@ -155,7 +162,7 @@ def _decision(
         "speedup": _predicted_speedup(given),
         "previous_speedup": _predicted_speedup(old.held),
     }
-    why = explain(new.info, old.held, given, nodes, free, holders)
+    why = explain(new.info, old.held, given, nodes, free, others)
     return Decision(new.name, new.allocation, old.allocation, why, details, given.num_stages)
 
 

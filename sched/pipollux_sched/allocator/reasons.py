@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,9 +13,20 @@ from pipollux_sched.utils.text import count, listing, spell_nodes
 
 from .job_infos import count_fitting, linear_speedup
 
-NOBODY: Mapping[str, Sequence[str]] = {}
 MOST_NAMED = 3
 """Jobs that a reason names."""
+
+
+class Others(NamedTuple):
+    """The jobs of a cluster, for reasons that name them."""
+
+    holders: Mapping[str, Sequence[str]]
+    """Names of those that hold something on each node."""
+    waiting: Sequence[tuple[str, JobInfo]]
+    """Those that hold nothing."""
+
+
+NOBODY = Others({}, ())
 
 
 def misfit(job: str, info: JobInfo, nodes: Mapping[str, NodeInfo]) -> str | None:
@@ -59,7 +71,7 @@ def explain(
     new: Sequence[str],
     nodes: Mapping[str, NodeInfo],
     free: Mapping[str, Mapping[str, int]],
-    holders: Mapping[str, Sequence[str]] = NOBODY,
+    others: Others = NOBODY,
 ) -> str:
     """Explain a job's allocation in a short sentence.
 
@@ -69,11 +81,11 @@ def explain(
         new: its allocation from now on, likewise.
         nodes: all nodes.
         free: what all jobs' new allocations leave free (`free_resources`).
-        holders: names of the jobs that hold something on each node (`holders_of`).
+        others: the other jobs.
     """
     if not new:
         verb = "is suspended" if previous else "waits"
-        return f"{verb}: {why_nothing(info, nodes, free, holders)}"
+        return f"{verb}: {why_nothing(info, nodes, free, others)}"
     shape = shape_of(info, new, nodes)
     worth = _spell_speedup(shape, new)
     if not previous:
@@ -99,7 +111,7 @@ def why_nothing(
     info: JobInfo,
     nodes: Mapping[str, NodeInfo],
     free: Mapping[str, Mapping[str, int]],
-    holders: Mapping[str, Sequence[str]] = NOBODY,
+    others: Others = NOBODY,
 ) -> str:
     """Explain what keeps a job from running, given what is free on the nodes."""
     least = max(info.min_replicas, 1)
@@ -124,32 +136,37 @@ def why_nothing(
     if holds >= least:
         room = f"there is room for {count(least, 'replica')}"
         if least == 1:
-            return f"{room}, but others come first or it would gain next to nothing"
+            return f"{room}, {_why_not_given(info, others)}"
         return f"{room}, but only on nodes of another job that spans several"
     closed = _closed(shape, nodes)
     if least > 1:
         return f"needs {asked} on one node {least} times, there is room for {holds}{closed}"
     name, has = _largest(shape.resources, left)
-    there = _spell_jobs(holders.get(name, ()))
+    there = _spell_jobs(others.holders.get(name, ()))
     return f"needs {asked} free on one node, and {name}, the freest, has {has}{there}{closed}"
 
 
-def holders_of(allocations: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Return the names of the jobs that hold something on each node."""
-    found: dict[str, list[str]] = {}
-    for job, held in allocations.items():
-        for node in dict.fromkeys(held):
-            found.setdefault(node, []).append(job)
-    return found
+def _why_not_given(info: JobInfo, others: Others) -> str:
+    """Explain why a job does not get the slots that are free."""
+    waiting = [(job, at) for job, at in others.waiting if at is not info]
+    # Those that were submitted earlier first, as they are served.
+    waiting.sort(key=lambda entry: entry[1].created)
+    if not waiting:
+        return "and the policy has not given it yet; it decides again at the next change"
+    names = _first_of([job for job, _ in waiting])
+    verb = "waits" if len(waiting) == 1 else "wait"
+    return f"for which {'job' if len(waiting) == 1 else 'jobs'} {names} {verb}, too"
 
 
 def _spell_jobs(names: Sequence[str]) -> str:
-    """Name the jobs that run on a node, the first of them if they are many."""
-    if not names:
-        return ""
+    """Name the jobs that run on a node."""
+    return f" beside {'job' if len(names) == 1 else 'jobs'} {_first_of(names)}" if names else ""
+
+
+def _first_of(names: Sequence[str]) -> str:
+    """Name jobs, the first of them if they are many."""
     more = len(names) - MOST_NAMED
-    shown = [*names[:MOST_NAMED], *([f"{more} more"] if more > 0 else [])]
-    return f" beside {'job' if len(names) == 1 else 'jobs'} {listing(shown)}"
+    return listing([*names[:MOST_NAMED], *([f"{more} more"] if more > 0 else [])])
 
 
 def _closed(shape: ReplicaShape, nodes: Mapping[str, NodeInfo]) -> str:

@@ -1,8 +1,8 @@
 """What the agent of a replica leaves when it ends: how the script ended, and where it stopped.
 
-The agent (`pipollux_agent.agent`) writes it as JSON into the file that ``PIPOLLUX_RESULT_FILE`` names. An
-engine brings it from there to the scheduler, which may not be running at that moment: a file in the
-state directory, the termination message of a container.
+The agent (`pipollux_agent.agent`) writes it as JSON into the file that ``PIPOLLUX_RESULT_FILE``
+names. An engine brings it from there to the scheduler, which may not be running at that moment: a
+file in the state directory, the termination message of a container.
 """
 
 from __future__ import annotations

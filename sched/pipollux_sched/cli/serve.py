@@ -216,6 +216,9 @@ def serve(
         )
         if sys.stdout.isatty():  # a log must not contain the token
             typer.echo(f"Watch it at {scheduler.url}/#token={scheduler.admin_token}")
+        else:
+            token = directory.admin_token_file
+            typer.echo(f"Watch it at {scheduler.url}/ with the token in {token}")
         serve_until(scheduler, interruption)
         typer.echo("Stopping: jobs save and go on when the scheduler is started again.")
         scheduler.stop(hurry=lambda: interruption.count > 1)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
-from pipollux_sched.allocator.decide import Decision, held_on, place_new, reallocate
-from pipollux_sched.allocator.reasons import explain
+from pipollux_sched.allocator.decide import Decision, others_of, place_new, reallocate
+from pipollux_sched.allocator.reasons import Others, explain
 from pipollux_sched.allocator.snapshot import Snapshot
 from pipollux_sched.allocator.strategy import (
     Candidate,
@@ -64,10 +64,10 @@ def plan_live(state: Snapshot, strategy: Strategy) -> list[PlannedChange]:
     """
     decided = {decision.job: decision for decision in preview(state, strategy)}
     after = [_given(job, decided.get(job.name), state.nodes) for job in state.candidates]
-    free, holders = free_of(state.nodes, after), held_on(after)
+    free, others = free_of(state.nodes, after), others_of(after)
     waits = team_reasons(replace(state, candidates=tuple(after)))
     return [
-        _change(old, new, decided.get(old.name), state.nodes, free, holders, waits.get(old.name))
+        _change(old, new, decided.get(old.name), state.nodes, free, others, waits.get(old.name))
         for old, new in zip(state.candidates, after, strict=True)
     ]
 
@@ -107,11 +107,11 @@ def _change(
     decision: Decision | None,
     nodes: Mapping[str, NodeInfo],
     free: Mapping[str, Mapping[str, int]],
-    holders: Mapping[str, Sequence[str]],
+    others: Others,
     team: str | None,
 ) -> PlannedChange:
     before, after = _prediction(old.held), _prediction(new.held)
-    why = decision.why if decision else _why_unchanged(old, nodes, free, holders)
+    why = decision.why if decision else _why_unchanged(old, nodes, free, others)
     if team is not None:
         why = f"{'is suspended' if old.allocation else 'waits'}: {team}"
     return PlannedChange(
@@ -132,9 +132,9 @@ def _why_unchanged(
     job: Candidate,
     nodes: Mapping[str, NodeInfo],
     free: Mapping[str, Mapping[str, int]],
-    holders: Mapping[str, Sequence[str]],
+    others: Others,
 ) -> str:
-    why = explain(job.info, job.held, job.held, nodes, free, holders)
+    why = explain(job.info, job.held, job.held, nodes, free, others)
     return f"{why}; left alone for now" if job.pinned and job.allocation else why
 
 

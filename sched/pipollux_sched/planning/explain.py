@@ -15,10 +15,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from pipollux_sched.allocator.decide import held_on
+from pipollux_sched.allocator.decide import others_of
 from pipollux_sched.allocator.inherited_hints import Heir
 from pipollux_sched.allocator.job_infos import count_fitting, linear_speedup
-from pipollux_sched.allocator.reasons import NOBODY, why_nothing
+from pipollux_sched.allocator.reasons import NOBODY, Others, why_nothing
 from pipollux_sched.allocator.snapshot import Snapshot
 from pipollux_sched.allocator.strategy import Candidate, free_of
 from pipollux_sched.allocator.team_strategy import team_reasons, uses_of
@@ -139,7 +139,7 @@ def _find_standing(store: Store, job: JobRecord) -> Standing:
     measured = _measured(store.hints().get(job.name), spec, candidate.heir)
     free = free_of(live.nodes, live.candidates)
     bounds = ReplicaBounds(spec.max_replicas, measured, before)
-    found = standing(candidate, live.nodes, free, bounds, pin, held_on(live.candidates))
+    found = standing(candidate, live.nodes, free, bounds, pin, others_of(live.candidates))
     promise = fair_limit(candidate, live, serving_knobs(store, ["fairness"])["fairness"])
     limits = found.limits if promise is None else (*found.limits, promise)
     found = replace(found, limits=limits, planned_by=before)
@@ -175,7 +175,7 @@ def standing(
     free: Room,
     bounds: ReplicaBounds,
     pin: Limit | None,
-    holders: Mapping[str, Sequence[str]] = NOBODY,
+    others: Others = NOBODY,
 ) -> Standing:
     """Explain a job's allocation.
 
@@ -185,11 +185,11 @@ def standing(
         free: what all jobs together leave free.
         bounds: the replicas that its user allows, and those it was measured on.
         pin: why it is pinned, if it is: `STARTING`, `STOPPING`, ….
-        holders: names of the jobs that hold something on each node.
+        others: the other jobs.
     """
     held = job.held
     if not job.allocation or held.shape is None:
-        waits = why_nothing(job.info, nodes, free, holders)
+        waits = why_nothing(job.info, nodes, free, others)
         return Standing(None, None, None, None, tuple(_told(pin)), waits)
     shape = held.shape
     more = _more(job.allocation, shape, nodes, free)

@@ -254,12 +254,17 @@ class StateDir:
                 _LOG.warning("the store was %s; jobs that are there are not in %s", old, new)
         write_aside(self.store_url, f"{new.secret()}\n".encode(), PRIVATE)
 
+    @property
+    def admin_token_file(self) -> Path:
+        """The file of the admin token."""
+        return self.path / "admin.token"
+
     def admin_token(self) -> str:
         """Return the admin token, the same for every scheduler of the directory.
 
         To replace it, remove the file and restart the scheduler.
         """
-        path = self.path / "admin.token"
+        path = self.admin_token_file
         try:
             if make_private(path, "remove it to have another"):
                 _LOG.warning("others could read %s, which opens everything; remove it", path)

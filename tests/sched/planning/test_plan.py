@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from pipollux_perfmodel import SchedHints
 from pipollux_sched.allocator.job_infos import UNSTATED, count_fitting, linear_speedup
+from pipollux_sched.allocator.reasons import Others
 from pipollux_sched.planning import dry_run
 from pipollux_sched.planning.plan import (
     PlanError,
@@ -207,6 +209,23 @@ def test_every_outcome_has_its_sentence() -> None:
         == "stays on 1 replica on a: not preemptible, speedup 1.00"
     )
     assert why(info(), ["gone", "a"], ["a", "b"]) == "moves to 2 replicas on a, b: gone is gone"
+
+
+def test_a_job_beside_free_slots_is_told_who_waits_for_them() -> None:
+    job, nodes = info(), {"a": NodeInfo({"slots": 4})}
+    free = {"a": {"slots": 1}}
+    room = "waits: there is room for 1 replica, "
+    not_yet = "and the policy has not given it yet; it decides again at the next change"
+
+    def told(*waiting: tuple[str, float]) -> str:
+        wide = functools.partial(JobInfo, {"slots": 4}, scaling(0.15, 0.0))
+        ages = [(name, wide(at, 1, 8, True)) for name, at in waiting]
+        return explain(job, [], [], nodes, free, Others({}, [("this", job), *ages]))
+
+    assert told() == room + not_yet
+    assert told(("wide", 5.0)) == room + "for which job wide waits, too"
+    several = told(("d", 4.0), ("a", 1.0), ("c", 3.0), ("b", 2.0), ("e", 5.0))
+    assert several == room + "for which jobs a, b, c and 2 more wait, too"
 
 
 def test_who_waits_is_told_what_for() -> None:

@@ -32,7 +32,7 @@ def test_the_folder_for_checkpoints_is_there(
 
 def test_the_first_process_of_a_container_ends_while_it_loads(tmp_path: Path) -> None:
     """The kernel keeps SIGTERM from it unless it handles that, as if it ignored it."""
-    package = tmp_path / "pipollux_sched"
+    package = tmp_path / "pipollux_agent"
     package.mkdir()
     (package / "__init__.py").write_text(
         # Not one long call, which a signal just before it would wait for.
