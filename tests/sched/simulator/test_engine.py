@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipollux_sched.policy import NodeInfo, PolluxPolicy
+from pipollux_sched.policy import FifoPolicy, NodeInfo, PolluxPolicy
 from pipollux_sched.simulator import (
     Cluster,
     Constants,
@@ -243,6 +243,17 @@ def test_what_traces_do_not_say_is_an_error(traced: Path) -> None:
     write(traced / "placements.csv", "placement,local_bsz,step_time,sync_time 1,4,soon,0.0")
     with pytest.raises(TraceError, match=r"placements.csv, line 2: step_time is 'soon'"):
         TraceApplication(traced, Constants(max_epochs=2))
+
+
+@pytest.mark.parametrize("batch_size", [3, 17, 1_000_000])
+def test_a_batch_size_outside_the_traces_names_the_job(traced: Path, batch_size: int) -> None:
+    app = TraceApplication(traced, Constants(max_epochs=2))
+    row = JobArrival("late", 0.0, "tiny", 1, batch_size)
+    nodes = {"a": NodeInfo({"slots": 4})}
+    cluster = Cluster([row], {"tiny": app}, nodes, FifoPolicy())
+    text = f"job 'late' of the workload: batch_size is {batch_size}, .* tiny cover 4 to 16; give"
+    with pytest.raises(SimulationError, match=text):
+        cluster.run()
 
 
 def test_users_ask_for_what_scales_but_not_perfectly(tmp_path: Path) -> None:

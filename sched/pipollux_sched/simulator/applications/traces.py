@@ -173,9 +173,20 @@ class TraceApplication:
         return max(min(shared // self.min_local_bsz, _MOST_REPLICAS), 1)
 
     def new_model(self, batch_size: int | None = None) -> JobModel:
-        """Return a model that adapts the batch size, or one for a batch size that is fixed."""
+        """Return a model that adapts the batch size, or one for a batch size that is fixed.
+
+        Raises:
+            ValueError: the batch size lies outside those that were validated.
+        """
         fixed = self.constants.fixed_batch_size or batch_size
-        return TraceJobModel(self) if fixed is None else FixedBatchModel(self, fixed)
+        if fixed is None:
+            return TraceJobModel(self)
+        if not self.init_batch_size <= fixed <= self.max_batch_size:
+            raise ValueError(
+                f"batch_size is {fixed}, and the traces of {self.name} cover "
+                f"{self.init_batch_size} to {self.max_batch_size}; give a batch_size in this range"
+            )
+        return FixedBatchModel(self, fixed)
 
     def requests(self, rng: np.random.Generator) -> tuple[int, int]:
         """Draw replicas and batch size that an informed user might ask for, as `JobArrival` has."""

@@ -269,7 +269,10 @@ class Cluster:
         while self._waiting and self._waiting[0].time <= self._now:
             row = self._waiting.pop(0)
             app = self.applications[row.application]
-            model = app.new_model(row.batch_size if self._fixed else None)
+            try:
+                model = app.new_model(row.batch_size if self._fixed else None)
+            except ValueError as error:
+                raise SimulationError(f"job {row.name!r} of the workload: {error}") from error
             self._active[row.name] = self._job(row, app, model)
 
     def _bequeath(self) -> None:
