@@ -263,9 +263,10 @@ class Quantized(WithLinear):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.tensor([2], dtype=torch.int8), requires_grad=False)
+        self.gate = nn.Parameter(torch.tensor([True]), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x) * self.scale
+        y: Tensor = self.linear(x) * self.scale * self.gate
         return y
 
 

@@ -17,14 +17,16 @@ from pipollux_hybrid.errors import ConfigurationError
 
 from .stage import Stage
 
-__all__ = ["OTHERWISE", "Kept", "SameAgain", "agree", "tolerance_of"]
+__all__ = ["OTHERWISE", "SUMMED", "Kept", "SameAgain", "agree", "tolerance_of"]
 
 CHECKED_FORWARDS = 64
 """Forwards, from the first one of a stage on, whose recomputations are compared."""
-CHECK_INTERVAL = 100
+CHECK_INTERVAL = 1000
 """Every so many forwards after these one is."""
 TOLERANCES = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 3e-3}
 """How far two ways to compute the same may be apart, relative to the largest number."""
+SUMMED = (*TOLERANCES, torch.complex64, torch.float16, torch.bfloat16)
+"""Types of numbers that can be added up on any device."""
 COARSE_TOLERANCE = 3e-2
 """The same in 16 bits, and under autocast."""
 OTHERWISE = (
@@ -87,7 +89,7 @@ class SameAgain:
         That is how often it was done in place, and their sum, as ``x.data`` does it uncounted.
         """
         parameters = [x for x in self._stage.parameters() if not x.is_inference()]
-        sums = [x.detach().abs().sum().double() for x in parameters]
+        sums = [x.detach().abs().sum().double() for x in parameters if x.dtype in SUMMED]
         total = float(torch.stack(sums).sum()) if sums else 0.0
         return sum(x._version for x in parameters), total
 

@@ -30,7 +30,7 @@ from .batchnorm import deferred_layers, uncounted
 from .buffer_values import BufferValues, BufferVersions
 from .host_random import HostGenerators, host_states
 from .microbatch import PyTree, map_tensors, tensors_of
-from .same_again import agree
+from .same_again import SUMMED, agree
 from .stage import Stage
 
 __all__ = ["StateChanges", "per_microbatch"]
@@ -38,8 +38,6 @@ __all__ = ["StateChanges", "per_microbatch"]
 CHECKED_STEPS = 3
 """Batches with a backward, from the first one on, in whose forwards state is watched."""
 LOG = logging.getLogger(__name__)
-SUMMED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64)
-"""Types of weights that are watched."""
 OF_ANY_MODULE = frozenset(vars(nn.Module()))
 MARK = "_pipollux_per_microbatch"
 L = TypeVar("L", bound=nn.Module)
