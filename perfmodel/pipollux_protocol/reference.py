@@ -50,7 +50,8 @@ REQUESTS = (
         "/jobs/NAME/hints?generation=NUMBER",
         None,
         None,
-        "Sent by replica 0 after each fit. The body has the [hints](performance-model.md#hints-and-json).",
+        "Sent by replica 0 after each fit. The body has the "
+        "[hints](performance-model.md#hints-and-json).",
     ),
     Request(
         "GET",

@@ -20,6 +20,8 @@ from .strategy import Candidate, Nodes, Strategy, jobs_of
 from .team_strategy import team_reasons, within_teams
 
 _LOG = logging.getLogger(__name__)
+OF_TEAM = "waits: team "
+"""How a reason begins that a job's team gives."""
 
 
 class Allocator:
@@ -107,11 +109,18 @@ class Allocator:
         return decisions
 
     def _queue_the_rest(self, snapshot: Snapshot) -> None:
-        """Record why each new job that got nothing is queued."""
-        waiting = [job for job in snapshot.candidates if job.is_new and not job.allocation]
+        """Record why each job that got nothing is queued, where that is not recorded yet."""
+        of_teams = team_reasons(snapshot)
+        waiting = [
+            job
+            for job in snapshot.candidates
+            if not job.allocation
+            # Its team may have kept it from running until now.
+            and (job.is_new or (job.message.startswith(OF_TEAM) and job.name not in of_teams))
+        ]
         whys = why_waiting(waiting, snapshot.candidates, snapshot.nodes) if waiting else []
         told = dict(zip((job.name for job in waiting), whys, strict=True))
-        told |= {name: f"waits: {why}" for name, why in team_reasons(snapshot).items()}
+        told |= {name: f"waits: {why}" for name, why in of_teams.items()}
         before = {job.name: job.message for job in snapshot.candidates}
         # What teams have to do with it changes with others' jobs, so it is said anew.
         self._let(

@@ -350,3 +350,22 @@ def test_what_starts_gives_slots_back_once_its_notice_is_over(world: World) -> N
     allocator.run_once()
     assert world.store.job("t2").phase is Phase.QUEUED
     assert world.store.job("v0").phase is Phase.RUNNING
+
+
+def test_a_job_that_no_team_keeps_waiting_any_longer_is_told_so(world: World) -> None:
+    """Its message is of its team only as long as there are teams."""
+    borrows = {"name": "text", "quota": 1, "borrow": 0}
+    world.store.teams.set_spec({"teams": [borrows, {"name": "vision", "quota": 3}]})
+    allocator = world.allocator(PolluxPolicy())
+    for number in range(6):
+        world.submit(f"job-{number}", team="text", max_replicas=1)
+    allocator.run_once()
+    jobs = [world.store.job(f"job-{number}") for number in range(6)]
+    waits = [job.name for job in jobs if not job.state.assigned]
+    assert len(waits) == 5
+    assert all("team text holds its quota" in world.store.job(x).state.message for x in waits)
+    world.store.teams.set_spec(None)
+    allocator.run_once()
+    allocator.run_once()
+    left = [world.store.job(name) for name in waits]
+    assert not any("team" in job.state.message for job in left), [x.state.message for x in left]
