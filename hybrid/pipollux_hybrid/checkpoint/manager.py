@@ -23,7 +23,6 @@ import torch
 from pipollux_hybrid.errors import CheckpointError, PeerLostError
 from pipollux_hybrid.job.context import JobContext, context
 from pipollux_hybrid.job.exit_status import fail_at_exit, forget_failure
-from pipollux_protocol.files import STOP_MARKER, StopMarker
 
 from . import storage as files
 from .async_save import AsyncSaver
@@ -188,6 +187,8 @@ def write_stop_marker(step: int) -> None:
     root = ctx.env.checkpoint_dir
     if root is None or not ctx.env.leads:
         return
+    from pipollux_protocol.files import STOP_MARKER, StopMarker  # imports pydantic
+
     marker = StopMarker(generation=ctx.env.generation, step=step)
     aside = root / f".{STOP_MARKER}"
     try:

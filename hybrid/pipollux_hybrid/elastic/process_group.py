@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 from dataclasses import replace
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -23,10 +24,12 @@ from pipollux_hybrid.job.env import JobEnvironment
 from pipollux_hybrid.job.membership import Bulletin
 from pipollux_hybrid.live.live_membership import find_job, start_live_membership
 from pipollux_hybrid.live.meeting_folder import MeetingFolder
-from pipollux_hybrid.live.scheduler_meeting import SchedulerMeeting
 from pipollux_hybrid.telemetry.metrics import Metrics
 
 from .step_boundary import acknowledge
+
+if TYPE_CHECKING:
+    from pipollux_hybrid.live.scheduler_meeting import SchedulerMeeting
 
 __all__ = [
     "destroy_process_group",
@@ -85,10 +88,10 @@ def init_process_group(
     timeout = env.timeout or timeout
     rendezvous = _rendezvous(env, chosen)
     bulletin = None
-    if isinstance(rendezvous, SchedulerMeeting):
+    if isinstance(rendezvous, MeetingFolder):
+        bulletin = find_job(rendezvous, env) if env.leads else None
+    elif rendezvous is not None:
         bulletin = rendezvous.find_job()
-    elif rendezvous is not None and env.leads:
-        bulletin = find_job(rendezvous, env)
     if env.world_size > 1 and not dist.is_initialized():
         dist.init_process_group(chosen, timeout=timedelta(seconds=timeout))
     atexit.register(destroy_process_group)
@@ -101,7 +104,7 @@ def init_process_group(
         ctx = contexts.context(timeout, env)
     checkpoint_to_restore(ctx)
     ctx.component(Metrics)  # made here, so that a stop before there is a model knows the step
-    if isinstance(rendezvous, SchedulerMeeting):
+    if rendezvous is not None and not isinstance(rendezvous, MeetingFolder):
         rendezvous.ride(ctx.heartbeat)
     if rendezvous is not None:
         start_live_membership(ctx, rendezvous, timeout)
@@ -111,9 +114,12 @@ def init_process_group(
 def _rendezvous(env: JobEnvironment, backend: str) -> MeetingFolder | SchedulerMeeting | None:
     """Return where replicas that come later find this job; None: none can."""
     if env.rendezvous is None:
-        lets = env.live and env.generation > 0 and backend == "gloo"
-        meeting = SchedulerMeeting(env) if lets else None
-        return None if meeting is None or meeting.is_deaf else meeting
+        if not (env.live and env.generation > 0 and backend == "gloo"):
+            return None
+        from pipollux_hybrid.live.scheduler_meeting import SchedulerMeeting  # imports pydantic
+
+        meeting = SchedulerMeeting(env)
+        return None if meeting.is_deaf else meeting
     if env.generation:
         raise ConfigurationError(
             "PIPOLLUX_RENDEZVOUS is set, and a scheduler runs this job: it decides how many "

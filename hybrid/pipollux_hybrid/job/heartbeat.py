@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from pipollux_protocol import messages
 from pipollux_protocol.exit_statuses import REPLACED
 
 from . import signals
@@ -29,6 +28,8 @@ from .env import JobEnvironment
 
 if TYPE_CHECKING:
     import httpx
+
+    from pipollux_protocol import messages
 
 __all__ = ["Heartbeat", "Rider"]
 
@@ -172,6 +173,8 @@ class Heartbeat:
         """Give the answer to what rides along; return the seconds until the next heartbeat."""
         if self.rider is None or not response.content:
             return None
+        from pipollux_protocol import messages
+
         return self.rider.take(messages.HeartbeatAnswer.model_validate_json(response.content))
 
     def _say_goodbye(self, client: httpx.Client) -> None:
@@ -188,6 +191,8 @@ class Heartbeat:
             time.sleep(min(GOODBYE_PAUSE, left))
 
     def _message(self, *, finished: bool = False) -> messages.Heartbeat:
+        from pipollux_protocol import messages
+
         return messages.Heartbeat(
             generation=self._env.generation,
             replica=self._env.replica,

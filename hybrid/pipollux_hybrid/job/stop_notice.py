@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import logging
 
-from pipollux_protocol.messages import Stop
-
 from .env import JobEnvironment
 
 __all__ = ["tell_stop"]
@@ -30,6 +28,8 @@ def tell_stop(env: JobEnvironment, step: int) -> None:
         return
     # A third of a second that a script without a scheduler need not wait for.
     import httpx
+
+    from pipollux_protocol.messages import Stop
 
     from .supervisor_client import supervisor_client
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from pipollux_protocol.messages import Point
+if TYPE_CHECKING:
+    from pipollux_protocol.messages import Point
 
 __all__ = ["StepListener", "StepRecord"]
 
@@ -51,6 +52,8 @@ class StepRecord:
 
     def point(self) -> Point:
         """Return the fields that the scheduler takes; what is no finite number is left out."""
+        from pipollux_protocol.messages import Point
+
         # Not validated: a number that the scheduler would refuse is not to end the training.
         return Point.model_construct(
             **{name: _finite(getattr(self, name)) for name in Point.model_fields}

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from pipollux_hybrid.checkpoint import storage as files
-from pipollux_protocol.files import UNSENT_REPORT
 
 __all__ = ["keep"]
 
@@ -29,6 +28,8 @@ def keep(directory: Path | None, report: Mapping[str, Any]) -> None:
     """
     if directory is None:
         return
+    from pipollux_protocol.files import UNSENT_REPORT  # imports pydantic
+
     aside = directory / f".{UNSENT_REPORT}"
     try:
         files.write_file(aside, json.dumps(report).encode())
