@@ -16,11 +16,13 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from typing import NoReturn
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
 
 from pipollux_protocol import environment as variables
 from pipollux_protocol.messages import ReplicaAddresses, ReplicaRegistration
 
+Answer = TypeVar("Answer")
 REQUEST_TIMEOUT = 10.0
 WAIT = 20.0
 """Seconds that one request waits for the others."""
@@ -69,10 +71,10 @@ def meet(replica: int, address: str, port: int, timeout: float) -> tuple[str, in
     shown = f"[{address}]" if ":" in address else address
     here = ReplicaRegistration(generation=generation, replica=replica, address=f"{shown}:{port}")
     deadline = time.monotonic() + timeout
-    _ask("POST", "", deadline, here.model_dump_json().encode())
+    _ask("POST", "", deadline, bytes, here.model_dump_json().encode())
+    read, query = ReplicaAddresses.model_validate_json, f"?generation={generation}&wait={WAIT:g}"
     while True:
-        answer = _ask("GET", f"?generation={generation}&wait={WAIT:g}", deadline)
-        found = ReplicaAddresses.model_validate_json(answer)
+        found = _ask("GET", query, deadline, read)
         if found.complete:
             place = next(other.address for other in found.replicas if other.replica == 0)
             host, _, port_text = place.rpartition(":")
@@ -82,8 +84,22 @@ def meet(replica: int, address: str, port: int, timeout: float) -> tuple[str, in
             _give_up(f"only {there} of {found.num_replicas} replicas were there in {timeout:g} s")
 
 
-def _ask(method: str, query: str, deadline: float, body: bytes | None = None) -> bytes:
-    """Ask the scheduler; try again until the deadline while it does not answer."""
+def _ask(
+    method: str,
+    query: str,
+    deadline: float,
+    read: Callable[[bytes], Answer],
+    body: bytes | None = None,
+) -> Answer:
+    """Ask the scheduler; try again until the deadline while it does not answer, or makes no sense.
+
+    Args:
+        method: of the request.
+        query: of the request.
+        deadline: by the monotonic clock.
+        read: reads the answer, or raises a ValueError.
+        body: of the request.
+    """
     url = f"{_url()}/jobs/{os.environ[variables.JOB_ID.name]}/replicas{query}"
     request = urllib.request.Request(  # noqa: S310  # the scheduler's URL
         url,
@@ -97,7 +113,7 @@ def _ask(method: str, query: str, deadline: float, body: bytes | None = None) ->
     while True:
         try:
             with _opener().open(request, timeout=REQUEST_TIMEOUT + WAIT) as answer:
-                return bytes(answer.read())
+                return read(answer.read())
         except urllib.error.HTTPError as error:
             with error:
                 said = error.read(1000).decode("utf-8", "replace")

@@ -69,8 +69,7 @@ def wanted(wheel: Path, extra: str) -> list[metadata.Distribution]:
     """Return the distributions that an installation of the wheel would bring, and no others."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (x for x in archive.namelist() if x.endswith(".dist-info/METADATA"))
-        described = metadata.PathDistribution(zipfile.Path(archive, name).parent)  # type: ignore[arg-type]
-        own = described.requires or []
+        own = re.findall(r"^Requires-Dist: (.*)$", archive.read(name).decode(), re.MULTILINE)
     found: dict[str, metadata.Distribution] = {}
     waiting = [(own, {extra})]
     done: set[tuple[str, ...]] = set()

@@ -119,7 +119,7 @@ def others_of(candidates: Iterable[Candidate]) -> Others:
             holders.setdefault(node, []).append(job.name)
         if not job.allocation:
             waiting.append((job.name, job.info))
-    return Others(holders, waiting)
+    return Others(holders, sorted(waiting, key=lambda entry: entry[1].created))
 
 
 def _differ(old: Candidate, new: Candidate) -> bool:

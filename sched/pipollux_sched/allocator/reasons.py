@@ -23,7 +23,7 @@ class Others(NamedTuple):
     holders: Mapping[str, Sequence[str]]
     """Names of those that hold something on each node."""
     waiting: Sequence[tuple[str, JobInfo]]
-    """Those that hold nothing."""
+    """Those that hold nothing, the one submitted first first."""
 
 
 NOBODY = Others({}, ())
@@ -136,7 +136,7 @@ def why_nothing(
     if holds >= least:
         room = f"there is room for {count(least, 'replica')}"
         if least == 1:
-            return f"{room}, {_why_not_given(info, others)}"
+            return f"{room}; {_why_not_given(info, others)}"
         return f"{room}, but only on nodes of another job that spans several"
     closed = _closed(shape, nodes)
     if least > 1:
@@ -148,25 +148,24 @@ def why_nothing(
 
 def _why_not_given(info: JobInfo, others: Others) -> str:
     """Explain why a job does not get the slots that are free."""
-    waiting = [(job, at) for job, at in others.waiting if at is not info]
-    # Those that were submitted earlier first, as they are served.
-    waiting.sort(key=lambda entry: entry[1].created)
-    if not waiting:
-        return "and the policy has not given it yet; it decides again at the next change"
-    names = _first_of([job for job, _ in waiting])
-    verb = "waits" if len(waiting) == 1 else "wait"
-    return f"for which {'job' if len(waiting) == 1 else 'jobs'} {names} {verb}, too"
+    # This job is one of them; thousands may wait, each with its reason.
+    many = len(others.waiting) - 1
+    if many < 1:
+        return "the policy has not assigned it, and decides again at the next change"
+    first = [job for job, its in others.waiting[: MOST_NAMED + 1] if its is not info]
+    return f"{_first_of(first, many)} {'is' if many == 1 else 'are'} also waiting"
 
 
 def _spell_jobs(names: Sequence[str]) -> str:
     """Name the jobs that run on a node."""
-    return f" beside {'job' if len(names) == 1 else 'jobs'} {_first_of(names)}" if names else ""
+    return f" beside {_first_of(names, len(names))}" if names else ""
 
 
-def _first_of(names: Sequence[str]) -> str:
+def _first_of(names: Sequence[str], many: int) -> str:
     """Name jobs, the first of them if they are many."""
-    more = len(names) - MOST_NAMED
-    return listing([*names[:MOST_NAMED], *([f"{more} more"] if more > 0 else [])])
+    more = many - MOST_NAMED
+    shown = [*names[:MOST_NAMED], *([f"{more} more"] if more > 0 else [])]
+    return f"{'job' if many == 1 else 'jobs'} {listing(shown)}"
 
 
 def _closed(shape: ReplicaShape, nodes: Mapping[str, NodeInfo]) -> str:

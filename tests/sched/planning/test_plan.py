@@ -214,18 +214,25 @@ def test_every_outcome_has_its_sentence() -> None:
 def test_a_job_beside_free_slots_is_told_who_waits_for_them() -> None:
     job, nodes = info(), {"a": NodeInfo({"slots": 4})}
     free = {"a": {"slots": 1}}
-    room = "waits: there is room for 1 replica, "
-    not_yet = "and the policy has not given it yet; it decides again at the next change"
+    room = "waits: there is room for 1 replica; "
+    not_yet = "the policy has not assigned it, and decides again at the next change"
 
     def told(*waiting: tuple[str, float]) -> str:
         wide = functools.partial(JobInfo, {"slots": 4}, scaling(0.15, 0.0))
         ages = [(name, wide(at, 1, 8, True)) for name, at in waiting]
-        return explain(job, [], [], nodes, free, Others({}, [("this", job), *ages]))
+        return explain(
+            job,
+            [],
+            [],
+            nodes,
+            free,
+            Others({}, sorted([("this", job), *ages], key=lambda entry: entry[1].created)),
+        )
 
     assert told() == room + not_yet
-    assert told(("wide", 5.0)) == room + "for which job wide waits, too"
+    assert told(("wide", 5.0)) == room + "job wide is also waiting"
     several = told(("d", 4.0), ("a", 1.0), ("c", 3.0), ("b", 2.0), ("e", 5.0))
-    assert several == room + "for which jobs a, b, c and 2 more wait, too"
+    assert several == room + "jobs a, b, c and 2 more are also waiting"
 
 
 def test_who_waits_is_told_what_for() -> None:
