@@ -267,7 +267,7 @@ CHECKPOINT_DIR = Variable(
 CHECKPOINT_INTERVAL = Variable(
     "PIPOLLUX_CHECKPOINT_INTERVAL",
     Seconds(),
-    "user",
+    "scheduler or user",
     "seconds between two periodic checkpoints",
     "60",
 )
@@ -291,7 +291,7 @@ TOKEN = Variable(
 CA_FILE = Variable(
     "PIPOLLUX_CA_FILE",
     PathKind(),
-    "scheduler",
+    "scheduler or user",
     "certificates, in PEM format, of the authorities that vouch for that URL where it is https",
     "the system's",
 )
@@ -305,7 +305,7 @@ HEARTBEAT_INTERVAL = Variable(
 HINTS_INTERVAL = Variable(
     "PIPOLLUX_HINTS_INTERVAL",
     Seconds(),
-    "user",
+    "scheduler or user",
     "seconds between two fits of the performance model",
     "30",
 )
@@ -355,7 +355,7 @@ HOST_TIMEOUT = Variable(
 FROZEN_TIMEOUT = Variable(
     "PIPOLLUX_FROZEN_TIMEOUT",
     Seconds(zero=True),
-    "user",
+    "scheduler or user",
     "seconds after which a process that gives no sign of life is lost with its replica, with "
     "`PIPOLLUX_RENDEZVOUS` and among the processes of a replica; 0: not before `PIPOLLUX_TIMEOUT`",
     "60",

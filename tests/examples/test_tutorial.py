@@ -53,9 +53,10 @@ def steps_of(page: str) -> Iterator[Step]:
 
 
 def shape(line: str) -> str:
-    """Return a line without what differs from run to run: numbers, ages, paths, which node."""
+    """Return a line without what differs from run to run: numbers, paths, links, which node."""
     line = re.sub(r"(?<=after a pause of )[\d.]+ (?:ms|s)", "#", line)
     line = re.sub(r"/home/\S+?(?=\.? )|/\S+/state(?=\.? )", "PATH", line)
+    line = re.sub(r"(?<=^Watch it at )\S+?/( with the token in |#).*", "LINK", line)
     line = re.sub(r"node-[ab]", "NODE", line)
     line = re.sub(r"(?:\d+(?:ms|[hms]))+\b", "#", line)
     return " ".join(re.sub(r"\d+(?:[.:]\d+)*(?:e[-+]?\d+)?|–", "#", line).split())

@@ -107,7 +107,7 @@ def make_module(kind: str) -> nn.Sequential:
         layers[-1] = nn.Linear(8, SIZE, bias=False)
         layers[-1].weight = embedding.weight
     if kind == "drifting":
-        layers[1] = Drifting()
+        layers[1] = pipollux.per_microbatch(Drifting())
     return nn.Sequential(*layers).double()
 
 

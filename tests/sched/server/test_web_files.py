@@ -187,9 +187,11 @@ def test_the_link_is_for_terminals_alone(tmp_path: Path) -> None:
     os.close(ours)
     with Forked(Path(PIPOLLUX), command[1:], folder=tmp_path) as server:
         deadline = time.monotonic() + LIMIT
-        while not server.output.startswith("Serving 1 node with"):
+        while (url := re.search(r"^Watch it at (.*)\n", server.output, re.M)) is None:
             assert time.monotonic() < deadline, server.errors
             time.sleep(0.05)
+        file = tmp_path / "state/admin.token"
+        assert re.fullmatch(rf"http://127\.0\.0\.1:\d+/ with the token in {file}", url[1])
         server.send_signal(signal.SIGTERM)
         assert server.wait() == 0, server.errors
-        assert "token" not in server.output
+        assert file.read_text().strip() not in server.output
