@@ -19,8 +19,15 @@ from pathlib import Path
 
 import pdoc
 
-PACKAGES = ("pipollux", "pipollux_perfmodel", "pipollux_protocol", "pipollux_sched")
-WHOLE = ("pipollux_sched",)
+PACKAGES = (
+    "pipollux",
+    "pipollux_perfmodel",
+    "pipollux_policies",
+    "pipollux_protocol",
+    "pipollux_sched",
+    "pipollux_simulator",
+)
+WHOLE = ("pipollux_policies", "pipollux_sched", "pipollux_simulator")
 """Packages whose modules have pages of their own; of the others, the package hands on all names."""
 RUN_BY_OTHERS = ("pipollux_sched.store.migrations",)
 """Modules that alembic or a job's process runs, and nothing imports."""

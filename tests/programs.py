@@ -37,8 +37,8 @@ PRELOADED = [
         "pipollux_perfmodel.fitting.fit",
         "pipollux_perfmodel.hints.hints",
     ),
-    *("pipollux_sched.cli.serve", "pipollux_sched.cli.plan", "pipollux_sched.simulator"),
-    *("pipollux_sched.modeling", "autograd.numpy", "httpcore", "textual.app", "rich.markdown"),
+    *("pipollux_sched.cli.serve", "pipollux_sched.cli.plan", "pipollux_simulator"),
+    *("pipollux_perfmodel.modeling", "autograd.numpy", "httpcore", "textual.app", "rich.markdown"),
     *("matplotlib.figure", "matplotlib.backends.backend_agg"),
     # What modules of tests import, from which replicas take the function that they run.
     *("pytest", "hypothesis.internal.conjecture.providers", "allpairspy"),

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipollux_sched.simulator import (
+from pipollux_simulator import (
     Experiment,
     KnownLength,
     Options,
@@ -35,7 +35,7 @@ from pipollux_sched.simulator import (
     measure,
     read_workload,
 )
-from pipollux_sched.simulator.engine.experience import Experience
+from pipollux_simulator.engine.experience import Experience
 
 WORKLOADS = (1, 2, 3, 6)
 CURVE = (2.0, 1.5, 1.1)

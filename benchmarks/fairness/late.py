@@ -22,7 +22,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from fairness import Case, setting  # lies beside
 
-from pipollux_sched.policy import (
+from pipollux_policies import (
     CompletionTime,
     ExactPolicy,
     JobInfo,
@@ -30,9 +30,9 @@ from pipollux_sched.policy import (
     fair_standings,
     shape_of,
 )
-from pipollux_sched.policy.allocation import Allocation
-from pipollux_sched.policy.exact.configurations import build_instance
-from pipollux_sched.simulator import (
+from pipollux_policies.allocation import Allocation
+from pipollux_policies.exact.configurations import build_instance
+from pipollux_simulator import (
     Cluster,
     IsolatedTimes,
     SimulationOutcome,

@@ -17,8 +17,8 @@ def _shown_time() -> float:
 # Before anything is imported that remembers the function.
 time.time = _shown_time
 
+from pipollux_policies import make_policy  # after the clock was changed
 from pipollux_sched.cli.serving import run  # the same
-from pipollux_sched.policy import make_policy  # after the clock was changed
 from pipollux_sched.scheduler import Scheduler  # the same
 from pipollux_sched.spec.job import load_cluster  # the same
 

@@ -30,8 +30,8 @@ from functools import partial
 
 import numpy as np
 
-from pipollux_sched.policy import CompletionTime, ExactPolicy, NodeInfo, ReplicaShape, SiaPolicy
-from pipollux_sched.simulator import (
+from pipollux_policies import CompletionTime, ExactPolicy, NodeInfo, ReplicaShape, SiaPolicy
+from pipollux_simulator import (
     A100_40G,
     DEVICES,
     GPT_MODELS,
@@ -43,9 +43,9 @@ from pipollux_sched.simulator import (
     SiaPipelineModel,
     generate,
 )
-from pipollux_sched.simulator.applications.pipeline import NUM_EPOCHS
-from pipollux_sched.simulator.applications.pipeline_job import STAGE_COUNTS
-from pipollux_sched.simulator.engine.cluster import Cluster, Options, Result
+from pipollux_simulator.applications.pipeline import NUM_EPOCHS
+from pipollux_simulator.applications.pipeline_job import STAGE_COUNTS
+from pipollux_simulator.engine.cluster import Cluster, Options, Result
 
 GPUS = 8  # of a node
 CLUSTERS: dict[str, dict[str, Device]] = {

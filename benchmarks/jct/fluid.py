@@ -26,9 +26,9 @@ import jct
 import numpy as np
 from numpy.typing import NDArray
 
-from pipollux_sched.simulator import Experiment, Workload, make_nodes
-from pipollux_sched.simulator.applications.base import Application
-from pipollux_sched.simulator.engine.isolated import IsolatedTimes
+from pipollux_simulator import Experiment, Workload, make_nodes
+from pipollux_simulator.applications.base import Application
+from pipollux_simulator.engine.isolated import IsolatedTimes
 
 Floats = NDArray[np.float64]
 GPUS, INTERVAL = 64, 60.0

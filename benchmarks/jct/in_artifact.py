@@ -23,7 +23,7 @@ import numpy as np
 import pandas
 
 from pipollux_perfmodel.hints.step_rows import MAX_RELATIVES
-from pipollux_sched.policy import (
+from pipollux_policies import (
     CompletedJob,
     JobInfo,
     LengthHistory,
@@ -31,7 +31,7 @@ from pipollux_sched.policy import (
     family_of,
     make_policy,
 )
-from pipollux_sched.simulator import KnownLength
+from pipollux_simulator import KnownLength
 
 RESTART_SECONDS = 30.0
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from pipollux_sched.policy import POLICIES
-from pipollux_sched.simulator import (
+from pipollux_policies import POLICIES
+from pipollux_simulator import (
     Experiment,
     Workload,
     make_nodes,

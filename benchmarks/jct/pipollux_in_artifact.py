@@ -25,9 +25,10 @@ from unittest import mock
 import in_artifact
 import numpy as np
 import pandas
+from pipollux_simulator.engine.waiting import place_waiting
 
 from pipollux_perfmodel import GradParams
-from pipollux_sched.policy import (
+from pipollux_policies import (
     MEASURED_REACH,
     Allocation,
     ChangeKind,
@@ -39,13 +40,12 @@ from pipollux_sched.policy import (
     make_policy,
     shape_of,
 )
-from pipollux_sched.simulator import KnownLength
-from pipollux_sched.simulator.applications.base import JobModel, RunningJob, TrueStepTimes
-from pipollux_sched.simulator.applications.traces import TraceApplication, read_applications
-from pipollux_sched.simulator.engine.experience import Experience
-from pipollux_sched.simulator.engine.job_infos import simulated_info
-from pipollux_sched.simulator.engine.waiting import place_waiting
-from pipollux_sched.simulator.workload.arrivals import JobArrival, read_workload
+from pipollux_simulator import KnownLength
+from pipollux_simulator.applications.base import JobModel, RunningJob, TrueStepTimes
+from pipollux_simulator.applications.traces import TraceApplication, read_applications
+from pipollux_simulator.engine.experience import Experience
+from pipollux_simulator.engine.job_infos import simulated_info
+from pipollux_simulator.workload.arrivals import JobArrival, read_workload
 
 LOOK = 5
 """Whole seconds between two looks at whether a job has completed."""

@@ -23,7 +23,7 @@ from typing import Any
 
 import jct
 
-from pipollux_sched.simulator import Experiment, KnownLength, Options, make_nodes, measure
+from pipollux_simulator import Experiment, KnownLength, Options, make_nodes, measure
 
 TOLD = {"exact": "exactly", "none": "not at all", "learned": "learned"}
 COLUMNS = (

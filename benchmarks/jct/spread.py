@@ -27,7 +27,7 @@ from pathlib import Path
 import jct
 import numpy as np
 
-from pipollux_sched.simulator import Experiment, KnownLength, Options, make_nodes, measure
+from pipollux_simulator import Experiment, KnownLength, Options, make_nodes, measure
 
 PUBLISHED = ("results-jobload/pollux-1.0", "results-inter/noavoid")
 METRICS = ("avg_jct_s", "p99_jct_s", "makespan_s")

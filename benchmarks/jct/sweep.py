@@ -15,7 +15,7 @@ from pathlib import Path
 
 import jct
 
-from pipollux_sched.simulator import (
+from pipollux_simulator import (
     Experiment,
     JobArrival,
     JobTerms,

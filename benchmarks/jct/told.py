@@ -27,7 +27,7 @@ import pipollux_in_artifact
 from pipollux_in_artifact import Prices
 
 from pipollux_perfmodel import fit_like_adaptdl, fit_perf_params
-from pipollux_sched.simulator import Experiment, KnownLength, Options, make_nodes, measure
+from pipollux_simulator import Experiment, KnownLength, Options, make_nodes, measure
 
 POLICY = "exact"
 TOLD = {

@@ -15,7 +15,7 @@ import time
 
 from questions import Allocations, Question, Size, make_jobs, replace_some
 
-from pipollux_sched.policy import ExactPolicy, FairSpeedup
+from pipollux_policies import ExactPolicy, FairSpeedup
 
 SIZE = Size(1250, 8, 4000)
 

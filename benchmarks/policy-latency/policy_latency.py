@@ -29,7 +29,7 @@ from typing import Any, Protocol
 import numpy as np
 from questions import Allocations, Question, Size, make_jobs, replace_some
 
-from pipollux_sched.policy import ExactPolicy, FairSpeedup, JobInfo, PolluxPolicy
+from pipollux_policies import ExactPolicy, FairSpeedup, JobInfo, PolluxPolicy
 
 SIZES = {
     1: [Size(16, 4, 10), Size(16, 4, 40), Size(32, 8, 64), Size(128, 8, 256), Size(512, 8, 1024)],

@@ -10,9 +10,9 @@ import numpy as np
 
 from pipollux_perfmodel import GoodputFunction, PerfParams, SpeedupFunction
 from pipollux_perfmodel.timing.params import even_shares
-from pipollux_sched.policy import JobInfo, NodeInfo, ReplicaShape, shape_of
-from pipollux_sched.policy.pollux.arrays import build_cluster
-from pipollux_sched.policy.pollux.problem import AllocationProblem
+from pipollux_policies import JobInfo, NodeInfo, ReplicaShape, shape_of
+from pipollux_policies.pollux.arrays import build_cluster
+from pipollux_policies.pollux.problem import AllocationProblem
 
 MOST_REPLICAS = 64
 INIT_BATCH_SIZE, MAX_BATCH_SIZE = 128, 4096

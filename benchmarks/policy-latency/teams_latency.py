@@ -25,9 +25,9 @@ from typing import Any
 
 from questions import Allocations, Question, Size, make_jobs, replace_some
 
-from pipollux_sched.policy import ExactPolicy, JobInfo
-from pipollux_sched.policy.teams.team import Team, Teams
-from pipollux_sched.policy.teams.team_policy import TeamPolicy
+from pipollux_policies import ExactPolicy, JobInfo
+from pipollux_policies.teams.team import Team, Teams
+from pipollux_policies.teams.team_policy import TeamPolicy
 
 SIZES = [Size(16, 4, 40), Size(128, 8, 256)]
 CASES = ("cold", "steady", "notice", "given")

@@ -20,6 +20,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
+from pipollux_policies import (
+    DEFAULT_POLICY,
+    DEFAULT_RESTART_SECONDS,
+    KNOBS,
+    AutoscalingRules,
+    NodePlan,
+    Policy,
+    make_policy,
+)
 from pipollux_protocol import environment as variables
 from pipollux_sched.allocator.allocator import Allocator
 from pipollux_sched.allocator.autoscaler import Autoscaler
@@ -36,21 +45,12 @@ from pipollux_sched.server.http_server import HttpServer
 from pipollux_sched.spec.job import ClusterSpec, JobSpec
 from pipollux_sched.store.event_feed import EventFeed, Listener
 from pipollux_sched.store.waiting import wait_until
-from pipollux_sched.utils.units import check_seconds
 from pipollux_sched.utils.vital_thread import VitalThreads
+from pipollux_utils.units import check_seconds
 
 from .backend import Generations
 from .lifecycle import Allocate
 from .metrics import SchedulerMetrics
-from .policy import (
-    DEFAULT_POLICY,
-    DEFAULT_RESTART_SECONDS,
-    KNOBS,
-    AutoscalingRules,
-    NodePlan,
-    Policy,
-    make_policy,
-)
 from .server import create_app, end_waiting
 from .store import JobRecord, StateDir, Store
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from pipollux_policies import POLICIES
 from pipollux_sched.cli import main
 from pipollux_sched.cli.completion import complete_policies
-from pipollux_sched.policy import POLICIES
 
 from .kept import Clock, kept
 from .runner import PIPOLLUX

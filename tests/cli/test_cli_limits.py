@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import pytest
 import typer
 
-from pipollux_sched import policy
+import pipollux_policies
 from pipollux_sched.cli import main, options
 from pipollux_sched.cli.app import COMMANDS
 
@@ -103,4 +103,4 @@ def test_what_is_out_of_bounds(
 
 
 def test_a_bound_that_is_not_imported_is_the_policys() -> None:
-    assert options.MOST_TAIL == policy.MOST_TAIL
+    assert options.MOST_TAIL == pipollux_policies.MOST_TAIL

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from pipollux_policies import POLICIES, ExactPolicy, make_policy
 from pipollux_sched.allocator.allocator import Allocator
 from pipollux_sched.allocator.snapshot import Snapshot, SnapshotReader
 from pipollux_sched.allocator.strategy import PolicyStrategy
 from pipollux_sched.cli import main
 from pipollux_sched.planning.dry_run import plan_live
-from pipollux_sched.policy import POLICIES, ExactPolicy, make_policy
 from pipollux_sched.store import NodeCondition, Store
 from pipollux_sched.views.cluster import serving_policy
 

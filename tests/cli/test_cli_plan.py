@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipollux_sched.policy import POLICIES
+from pipollux_policies import POLICIES
 from tests.programs import run_pipollux
 
 CLUSTER = "nodes:\n- {name: node-a, slots: 4}\n- {name: node-b, slots: 2}\n"

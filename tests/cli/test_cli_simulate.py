@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_cli_plan import complaint, pipollux
-from tests.sched.simulator.simulator_cases import write_traces
+from tests.simulator.simulator_cases import write_traces
 
 HEADER = "name,time,application,num_replicas,batch_size\n"
 KEYS = (

@@ -12,8 +12,7 @@ import pytest
 from pipollux_sched.spec.teams import load_teams
 from pipollux_sched.store import StateDir, Store
 from tests.cli.test_cli_plan import complaint, pipollux
-from tests.sched.scripts import PACED
-from tests.sched.simulator.history.histories import (
+from tests.sched.history.histories import (
     HINTS,
     NODES,
     simulated,
@@ -21,6 +20,7 @@ from tests.sched.simulator.history.histories import (
     write_history,
     write_settings,
 )
+from tests.sched.scripts import PACED
 from tests.sched.store.stores import Clock
 
 from .runner import LIGHT, Cli, wait_until

@@ -11,7 +11,13 @@ from pathlib import Path
 
 import pytest
 
-PACKAGES = ("pipollux_hybrid", "pipollux_perfmodel", "pipollux_sched")
+PACKAGES = (
+    "pipollux_hybrid",
+    "pipollux_perfmodel",
+    "pipollux_policies",
+    "pipollux_sched",
+    "pipollux_simulator",
+)
 
 
 def test_the_folders_above_the_packages_are_no_packages(repository: Path) -> None:
@@ -105,7 +111,7 @@ def test_the_wheel_holds_everything(repository: Path, tmp_path: Path) -> None:
         "pipollux_hybrid/py.typed",
         "pipollux_perfmodel/__init__.py",
         "pipollux_sched/report/template.html.j2",
-        "pipollux_sched/simulator/results/page.html.j2",
+        "pipollux_sched/report/simulation/page.html.j2",
         "pipollux_sched/store/migrations/env.py",
         *(f"pipollux_sched/server/web/{path.name}" for path in web.iterdir()),
         *(f"pipollux_sched/report/charts/{path.name}" for path in charts.glob("*.js")),

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from pipollux_policies import PolluxPolicy
 from pipollux_sched.lifecycle import Exited, Outcome, Phase
-from pipollux_sched.policy import PolluxPolicy
 from pipollux_sched.scheduler import Scheduler
 from pipollux_sched.spec.job import JobSpec
 from tests.hybrid.replicas import run_replicas

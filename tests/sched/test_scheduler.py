@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
+from pipollux_policies import JobInfo, NodeInfo
 from pipollux_sched.backend import BackendError
 from pipollux_sched.lifecycle import Phase
-from pipollux_sched.policy import JobInfo, NodeInfo
 from pipollux_sched.scheduler import Scheduler
 from pipollux_sched.server import UnavailableError
 from pipollux_sched.spec.job import ClusterSpec, JobSpec, NodeSpec, SpecError
@@ -26,8 +26,8 @@ from pipollux_sched.store import (
     Store,
     UnknownJobError,
 )
-from pipollux_sched.utils import vital_thread
 from pipollux_sched.views.cluster import list_nodes
+from pipollux_utils import vital_thread
 from tests.programs import Forked
 from tests.sched.processes import processes_of
 from tests.sched.scripts import TOY

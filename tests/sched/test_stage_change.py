@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipollux_perfmodel import SchedHints
-from pipollux_sched.policy import Allocation, JobInfo, NodeInfo
+from pipollux_policies import Allocation, JobInfo, NodeInfo
 from pipollux_sched.scheduler import Scheduler
 from pipollux_sched.spec.job import ClusterSpec, JobSpec, NodeSpec
 from pipollux_sched.store import JobRecord, Store

@@ -22,6 +22,7 @@ __all__ = [
     "MAX_PASSED_ON",
     "MAX_RELATIVES",
     "MAX_ROWS",
+    "RENEWED",
     "InheritedRows",
     "StepRow",
     "StepRows",
@@ -33,6 +34,8 @@ MAX_PASSED_ON = 3
 """How many times a row is handed down at most, from the job that measured it on."""
 MAX_RELATIVES = 16
 """The most jobs whose rows one job begins with: the last that completed, and the latest others."""
+RENEWED = 300.0
+"""Seconds between two looks at what a predecessor at work has reported."""
 MAX_INHERITED = 256
 """The most rows that one job begins with."""
 _MAX_STAGES = 1024

@@ -13,8 +13,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pipollux_sched.errors import PipolluxError
-from pipollux_sched.policy import (
+from pipollux_policies import (
     AutoscalingRules,
     AutoscalingState,
     JobInfo,
@@ -24,9 +23,10 @@ from pipollux_sched.policy import (
     autoscale,
     plan_nodes,
 )
-from pipollux_sched.policy.teams.eligible import runs_within_quota
-from pipollux_sched.policy.teams.team import Teams
-from pipollux_sched.policy.teams.team_policy import TeamPolicy
+from pipollux_policies.teams.eligible import runs_within_quota
+from pipollux_policies.teams.team import Teams
+from pipollux_policies.teams.team_policy import TeamPolicy
+from pipollux_sched.errors import PipolluxError
 from pipollux_sched.utils.vital_thread import VitalThread
 
 from .expander import Expander

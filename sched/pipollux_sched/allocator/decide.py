@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pipollux_sched.policy import Allocation, NodeInfo, shape_of, violations
+from pipollux_policies import Allocation, NodeInfo, violations
+from pipollux_policies.placing import place_in_order
 
 from .reasons import Others, explain
 from .strategy import Candidate, FixedStrategy, Nodes, Strategy, free_of, jobs_of
@@ -39,30 +40,25 @@ class Decision:
 def place_new(candidates: Sequence[Candidate], nodes: Nodes, strategy: Strategy) -> list[Decision]:
     """Place jobs that hold nothing on free slots, in the order of submission.
 
-    When a job has to wait, later ones wait too: if they took every slot that becomes free, a job
-    that needs many would never start. The strategy then weighs them all (`reallocate`). So it does
-    at once with a new job that is known from earlier ones, which may get more than the least. A
+    The rule is `pipollux_policies.placing`; the strategy then weighs all jobs (`reallocate`). A
     fixed allocation never waits for another job.
 
     Raises:
         ValueError: what the strategy came to is impossible; the text says why.
     """
-    placed = {job.name: job for job in candidates}
-    free = _with_resources(nodes, free_of(nodes, candidates))
-    # Of thousands of jobs, each changes the room on the few nodes that it is given.
-    queues = not isinstance(strategy, FixedStrategy)
-    for job in candidates:
-        if job.allocation or job.pinned:
-            continue
-        if queues and job.is_new and job.heir is not None:
-            break
-        given = job if job.suspended else job.given(strategy.place(job, free), nodes)
-        if given.allocation:
-            placed[job.name] = given
-            _take(free, given, nodes)
-        elif queues:
-            break
-    return _decisions(candidates, list(placed.values()), nodes, strategy)
+    by_name = {job.name: job for job in candidates}
+    queue = not isinstance(strategy, FixedStrategy)
+    placed = place_in_order(
+        [job.name for job in candidates if not job.allocation and not job.pinned],
+        _with_resources(nodes, free_of(nodes, candidates)),
+        lambda name, free: by_name[name].given(strategy.place(by_name[name], free), nodes).held,
+        {x.name for x in candidates if x.suspended or (queue and x.is_new and x.heir is not None)},
+        queue=queue,
+    )
+    after = [
+        job.given(placed[job.name], nodes) if job.name in placed else job for job in candidates
+    ]
+    return _decisions(candidates, after, nodes, strategy)
 
 
 def reallocate(candidates: Sequence[Candidate], nodes: Nodes, strategy: Strategy) -> list[Decision]:
@@ -169,16 +165,6 @@ def _decision(
 def _predicted_speedup(held: Allocation) -> float | None:
     known = held.configuration
     return known.speedup if known and math.isfinite(known.speedup) else None
-
-
-def _take(free: dict[str, NodeInfo], given: Candidate, nodes: Nodes) -> None:
-    """Take off what is free what a job was given."""
-    resources = shape_of(given.info, given.held, nodes).resources
-    for name in given.allocation:
-        left = dict(free[name].resources)
-        for kind, amount in resources.items():
-            left[kind] = left.get(kind, 0) - amount
-        free[name] = replace(free[name], resources=left)
 
 
 def _with_resources(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from pipollux_perfmodel import SchedHints, SpeedupFunction
-from pipollux_sched.policy import (
+from pipollux_policies import (
     DEFAULT_RESTART_SECONDS,
     MEASURED_REACH,
     JobInfo,

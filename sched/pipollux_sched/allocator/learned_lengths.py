@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pipollux_perfmodel import HintsError, SchedHints, SpeedupFunction
-from pipollux_sched.policy import CompletedJob, LengthHistory, SpeedupCallable, family_of
+from pipollux_policies import CompletedJob, LengthHistory, SpeedupCallable, family_of
 from pipollux_sched.spec.job import JobSpec, parse_job
 from pipollux_sched.store import CompletedRecord, Store
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipollux_sched.policy import Contention
+from pipollux_policies import Contention
 from pipollux_sched.store import JobRecord, Store
 
 

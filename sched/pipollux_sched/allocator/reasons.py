@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipollux_sched.policy import JobInfo, NodeInfo, ReplicaShape, shape_of, usable_nodes
-from pipollux_sched.utils.text import count, listing, spell_nodes
+from pipollux_policies import JobInfo, NodeInfo, ReplicaShape, shape_of, usable_nodes
+from pipollux_utils.text import count, listing, spell_nodes
 
 from .job_infos import count_fitting, linear_speedup
 

@@ -18,14 +18,14 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from pipollux_perfmodel import HintsError, SchedHints
-from pipollux_sched.lifecycle import JobState, Phase
-from pipollux_sched.policy import (
+from pipollux_policies import (
     DEFAULT_RESCALE_SECONDS,
     DEFAULT_RESTART_SECONDS,
     LengthHistory,
     NodeInfo,
 )
-from pipollux_sched.policy.teams.team import Teams
+from pipollux_policies.teams.team import Teams
+from pipollux_sched.lifecycle import JobState, Phase
 from pipollux_sched.spec.job import JobSpec, NodeSpec, parse_job
 from pipollux_sched.spec.teams import TeamsSpec
 from pipollux_sched.store import JobRecord, NodeCondition, NodeRecord, Store

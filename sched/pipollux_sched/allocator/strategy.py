@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
-from pipollux_sched.policy import Allocation, JobInfo, NodeInfo, Policy, shape_of
+from pipollux_policies import Allocation, JobInfo, NodeInfo, Policy, shape_of
 
 from .inherited_hints import Heir
 from .job_infos import free_resources, including, node_template, preferring, shape_with

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from pipollux_sched.policy import Policy, shape_of
-from pipollux_sched.policy.rules import usable_nodes
-from pipollux_sched.policy.teams.eligible import eligible
-from pipollux_sched.policy.teams.ledger import (
+from pipollux_policies import Policy, shape_of
+from pipollux_policies.rules import usable_nodes
+from pipollux_policies.teams.eligible import eligible
+from pipollux_policies.teams.ledger import (
     TeamUse,
     capacity_of,
     team_uses,
     why_team_waits,
 )
-from pipollux_sched.policy.teams.team import Teams
-from pipollux_sched.policy.teams.team_policy import TeamAnswer, TeamPolicy
+from pipollux_policies.teams.team import Teams
+from pipollux_policies.teams.team_policy import TeamAnswer, TeamPolicy
 
 from .job_infos import node_template
 from .snapshot import Snapshot

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from pipollux_sched.lifecycle import Exited, NewcomerLost, Outcome, Started
-from pipollux_sched.utils.text import count
+from pipollux_utils.text import count
 
 from .base import (
     BackendError,

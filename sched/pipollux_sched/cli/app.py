@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from pipollux_sched.errors import PipolluxError
-from pipollux_sched.utils.text import clean
+from pipollux_utils.text import clean
 
 from .checked_command import CheckedCommand
 from .console import (

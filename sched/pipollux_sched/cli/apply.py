@@ -9,11 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
+from pipollux_policies import DEFAULT_POLICY, make_policy
 from pipollux_sched.backend.local.engine import check_local
 from pipollux_sched.lifecycle import Phase
 from pipollux_sched.planning.plan import Plan
 from pipollux_sched.planning.plan import plan as make_plan
-from pipollux_sched.policy import DEFAULT_POLICY, make_policy
 from pipollux_sched.report.event_text import event_line
 from pipollux_sched.scheduler import Scheduler
 from pipollux_sched.spec.job import ClusterSpec, JobSpec, load_cluster, load_jobs

@@ -16,11 +16,11 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
+from pipollux_policies import DEFAULT_POLICY, make_policy
 from pipollux_sched.backend.local.engine import check_local
 from pipollux_sched.backend.local.hardware import count_gpus
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.lifecycle import Phase
-from pipollux_sched.policy import DEFAULT_POLICY, make_policy
 from pipollux_sched.report.live_view import LiveView
 from pipollux_sched.report.page import write_report
 from pipollux_sched.scheduler import Scheduler

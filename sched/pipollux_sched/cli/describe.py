@@ -14,7 +14,8 @@ from rich.text import Text
 from pipollux_sched.lifecycle import CANCELLED
 from pipollux_sched.report.event_text import event_line
 from pipollux_sched.store import ListedPhase, Point
-from pipollux_sched.utils.text import (
+from pipollux_sched.views.models import ConditionView, GenerationView, JobDetails
+from pipollux_utils.text import (
     DASH,
     clean,
     count,
@@ -25,7 +26,6 @@ from pipollux_sched.utils.text import (
     spell_moment,
     spell_nodes,
 )
-from pipollux_sched.views.models import ConditionView, GenerationView, JobDetails
 
 from .console import TextFormat, print_data, print_result
 from .jobs import PHASE_STYLES

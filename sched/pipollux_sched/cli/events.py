@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipollux_sched.report.event_text import EVENT_TYPES, TELLING_TYPES, event_text
-from pipollux_sched.utils.text import clean
-from pipollux_sched.utils.units import parse_duration
+from pipollux_utils.text import clean
+from pipollux_utils.units import parse_duration
 
 from .completion import complete_event_types, complete_jobs
 from .console import USAGE, CommandError, LineFormat, print_json_line

@@ -10,8 +10,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from pipollux_sched.utils.text import DASH, clean, count, first_line, spell_moment, spell_nodes
 from pipollux_sched.views.explanation import Alternative, ExplanationView
+from pipollux_utils.text import DASH, clean, count, first_line, spell_moment, spell_nodes
 
 from .console import TextFormat, print_data, print_result
 from .options import JobName, StateDirectory, TextOutput

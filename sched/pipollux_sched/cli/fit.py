@@ -23,8 +23,8 @@ from .options import TableOutput
 
 if TYPE_CHECKING:
     from pipollux_perfmodel import GradParams
+    from pipollux_perfmodel.modeling.params_file import FitSummary
     from pipollux_perfmodel.timing.params import Checkpoint, ScheduleKind
-    from pipollux_sched.modeling.params_file import FitSummary
 
 
 class CheckpointMode(StrEnum):
@@ -97,7 +97,7 @@ def fit(
     Exit code: 0 fitted; 1 the fit cannot be written; 2 a row or an option is
     wrong, and nothing was written.
     """
-    from pipollux_sched.modeling.arguments import picture_format
+    from pipollux_perfmodel.modeling.arguments import picture_format
 
     gradients = grad_params(grad_sqr, grad_var)
     # Before the work, so that a bad file name fails at once.
@@ -107,7 +107,7 @@ def fit(
     summary = _fit(measurements, run, skip_bad_rows=skip_bad_rows)
     content = _write(summary, save, init_batch_size, gradients)
     if plot is not None:
-        from pipollux_sched.modeling.plots import draw_fit
+        from pipollux_perfmodel.modeling.plots import draw_fit
 
         write_file(plot, "--plot", draw_fit(summary.fits, picture))
     if output is OutputFormat.table:
@@ -120,11 +120,11 @@ def _fit(
     source: str, run: tuple[Checkpoint, ScheduleKind, int], *, skip_bad_rows: bool
 ) -> FitSummary:
     """Read rows and fit what ran so; without `skip_bad_rows`, any bad row is an error."""
-    from pipollux_sched.modeling.errors import ModelingError
-    from pipollux_sched.modeling.files import read_text
-    from pipollux_sched.modeling.fitting import fit_rows
-    from pipollux_sched.modeling.measurements import parse_rows
-    from pipollux_sched.modeling.params_file import FitSummary
+    from pipollux_perfmodel.modeling.errors import ModelingError
+    from pipollux_perfmodel.modeling.files import read_text
+    from pipollux_perfmodel.modeling.fitting import fit_rows
+    from pipollux_perfmodel.modeling.measurements import parse_rows
+    from pipollux_perfmodel.modeling.params_file import FitSummary
 
     text, name = read_text(source)
     found = parse_rows(text, name)
@@ -141,7 +141,7 @@ def _write(
     init_batch_size: int | None,
     gradients: GradParams | None,
 ) -> dict[str, Any]:
-    from pipollux_sched.modeling.params_file import to_json_object, to_text
+    from pipollux_perfmodel.modeling.params_file import to_json_object, to_text
 
     content = to_json_object(summary, init_batch_size, gradients)
     if save is not None:

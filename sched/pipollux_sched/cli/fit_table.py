@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from pipollux_perfmodel import PerfParams
-from pipollux_sched.modeling.fitting import StageFit
-from pipollux_sched.modeling.params_file import FitSummary
-from pipollux_sched.utils.text import error_percent, seconds
+from pipollux_perfmodel.modeling.fitting import StageFit
+from pipollux_perfmodel.modeling.params_file import FitSummary
+from pipollux_utils.text import error_percent, seconds
 
 
 class _Meaning(NamedTuple):

@@ -13,8 +13,8 @@ from rich.segment import Segment
 
 from pipollux_sched.lifecycle import CANCELLED, Phase
 from pipollux_sched.store import ListedPhase, Point
-from pipollux_sched.utils.text import DASH, clean, first_line, number, spell_age, spell_nodes
 from pipollux_sched.views.models import ListedJob
+from pipollux_utils.text import DASH, clean, first_line, number, spell_age, spell_nodes
 
 from .console import (
     USAGE,

@@ -108,7 +108,7 @@ def write_file(path: Path, option: str, content: bytes) -> None:
     Raises:
         CommandError: it cannot be written.
     """
-    from pipollux_sched.utils.atomic_write import write_output
+    from pipollux_utils.atomic_write import write_output
 
     try:
         write_output(path, content)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipollux_sched.store import NodeCondition
-from pipollux_sched.utils.text import DASH, clean, count, spell_age
-from pipollux_sched.utils.units import parse_duration
+from pipollux_utils.text import DASH, clean, count, spell_age
+from pipollux_utils.units import parse_duration
 
 from .console import USAGE, CommandError, OutputFormat, print_data, print_result
 from .options import NodeName, StateDirectory, TableOutput

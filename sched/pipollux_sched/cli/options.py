@@ -82,7 +82,7 @@ SomeClusterFile: TypeAlias = Annotated[
 
 def _known_policy(name: str | None) -> str | None:
     if name is not None:
-        from pipollux_sched.policy import POLICIES, make_policy  # slow, and --help needs neither
+        from pipollux_policies import POLICIES, make_policy  # slow, and --help needs neither
 
         if name not in POLICIES:
             try:

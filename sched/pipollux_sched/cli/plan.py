@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipollux_sched.utils.text import DASH, clean, count, spell_nodes
+from pipollux_utils.text import DASH, clean, count, spell_nodes
 
 from .console import (
     USAGE,
@@ -94,8 +94,8 @@ def plan(
     if diff:
         raise CommandError("--diff is for the scheduler's own jobs; leave the files out", USAGE)
     refuse_server("a plan of files")
+    from pipollux_policies import DEFAULT_POLICY, make_policy
     from pipollux_sched.planning.plan import plan as make_plan
-    from pipollux_sched.policy import DEFAULT_POLICY, make_policy
     from pipollux_sched.spec.job import load_cluster, load_jobs
 
     decides = make_policy(policy or DEFAULT_POLICY, seed=seed)

@@ -21,9 +21,9 @@ from .model_options import (
 )
 
 if TYPE_CHECKING:
-    from pipollux_sched.modeling.cutting import Layers, ScheduleWish
-    from pipollux_sched.modeling.params_file import Bounds, ModelFile
-    from pipollux_sched.modeling.prediction import Placement
+    from pipollux_perfmodel.modeling.cutting import Layers, ScheduleWish
+    from pipollux_perfmodel.modeling.params_file import Bounds, ModelFile
+    from pipollux_perfmodel.modeling.prediction import Placement
 
 GPUS_PER_NODE = 8
 
@@ -169,9 +169,9 @@ def predict(
 
     Exit code: 0 predicted; 1 the plot cannot be written; 2 a file or an option is wrong.
     """
-    from pipollux_sched.modeling.arguments import parse_numbers, picture_format
-    from pipollux_sched.modeling.prediction import Question
-    from pipollux_sched.modeling.prediction import predict as answer_question
+    from pipollux_perfmodel.modeling.arguments import parse_numbers, picture_format
+    from pipollux_perfmodel.modeling.prediction import Question
+    from pipollux_perfmodel.modeling.prediction import predict as answer_question
 
     # Before the work, so that a bad file name fails at once.
     picture = picture_format(plot) if plot else ""
@@ -187,7 +187,7 @@ def predict(
     model = _model(params, init_batch_size=init_batch_size, grad_params=gradients)
     answer = answer_question(model, question)
     if plot is not None:
-        from pipollux_sched.modeling.plots import draw_answer
+        from pipollux_perfmodel.modeling.plots import draw_answer
 
         write_file(plot, "--plot", draw_answer(answer, picture))
     if output is OutputFormat.table:
@@ -204,8 +204,8 @@ def _bounds(
     atomic_bsz: str | None,
     accumulation: bool | None,
 ) -> Bounds:
-    from pipollux_sched.modeling.arguments import parse_bounds, parse_numbers
-    from pipollux_sched.modeling.params_file import Bounds
+    from pipollux_perfmodel.modeling.arguments import parse_bounds, parse_numbers
+    from pipollux_perfmodel.modeling.params_file import Bounds
 
     return Bounds(
         max_batch_size=max_batch_size,
@@ -220,8 +220,8 @@ def _bounds(
 def _schedules(
     choice: ScheduleChoice | None, chunks_per_stage: int | None
 ) -> tuple[ScheduleWish, ...]:
+    from pipollux_perfmodel.modeling.cutting import ScheduleWish
     from pipollux_perfmodel.timing.params import SCHEDULES
-    from pipollux_sched.modeling.cutting import ScheduleWish
 
     several = choice in (ScheduleChoice.interleaved, ScheduleChoice.all)
     chunks = num_chunks(chunks_per_stage, interleaved=several)
@@ -230,7 +230,7 @@ def _schedules(
 
 
 def _placement(nodes: int | None, gpus_per_node: int | None) -> Placement:
-    from pipollux_sched.modeling.prediction import Placement
+    from pipollux_perfmodel.modeling.prediction import Placement
 
     if nodes is not None and gpus_per_node is not None:
         raise CommandError("give --nodes or --gpus-per-node, not both", USAGE)
@@ -240,9 +240,9 @@ def _placement(nodes: int | None, gpus_per_node: int | None) -> Placement:
 def _layers(
     path: str | None, memory_limit: str | None, link: str | None, params: str
 ) -> Layers | None:
-    from pipollux_sched.modeling.arguments import parse_link, parse_size
-    from pipollux_sched.modeling.cutting import Layers
-    from pipollux_sched.modeling.files import STANDARD_INPUT, read_layers
+    from pipollux_perfmodel.modeling.arguments import parse_link, parse_size
+    from pipollux_perfmodel.modeling.cutting import Layers
+    from pipollux_perfmodel.modeling.files import STANDARD_INPUT, read_layers
 
     if path is None:
         for option, value in (("--memory-limit", memory_limit), ("--link", link)):
@@ -265,7 +265,7 @@ def _layers(
 
 def _model(path: str, **given: Any) -> ModelFile:
     """Read the file; options override what it says."""
-    from pipollux_sched.modeling.params_file import read_model
+    from pipollux_perfmodel.modeling.params_file import read_model
 
     said = {name: value for name, value in given.items() if value is not None}
     return replace(read_model(path), **said)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from rich.table import Table
 from rich.text import Text
 
-from pipollux_sched.modeling.arguments import spell_size
-from pipollux_sched.modeling.prediction import Answer
-from pipollux_sched.modeling.stage_model import Prediction
-from pipollux_sched.utils.text import DASH, rounded, seconds
+from pipollux_perfmodel.modeling.arguments import spell_size
+from pipollux_perfmodel.modeling.prediction import Answer
+from pipollux_perfmodel.modeling.stage_model import Prediction
+from pipollux_utils.text import DASH, rounded, seconds
 
 from .console import output_console
 

@@ -11,8 +11,8 @@ import typer
 from pipollux_sched.report.page import render_report
 from pipollux_sched.report.run.event_log import read_events
 from pipollux_sched.report.run_events import clipped, of_jobs, report_of
-from pipollux_sched.utils.atomic_write import write_output
-from pipollux_sched.utils.units import parse_duration
+from pipollux_utils.atomic_write import write_output
+from pipollux_utils.units import parse_duration
 
 from .completion import complete_jobs
 from .console import USAGE, CommandError, OutputFormat, print_data

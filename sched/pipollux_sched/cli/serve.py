@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import typer
 
+from pipollux_policies import DEFAULT_POLICY, KNOBS, AutoscalingRules, Policy, make_policy
 from pipollux_sched.allocator.expander import CommandExpander, Expander
 from pipollux_sched.backend.local.hardware import this_machine
 from pipollux_sched.backend.registry import DEFAULT_BACKEND, ENGINES
@@ -20,15 +21,14 @@ from pipollux_sched.backend.slurm.expander import SlurmExpander
 from pipollux_sched.backend.slurm.rented_pools import RentedPools
 from pipollux_sched.cli.serving import serve_until
 from pipollux_sched.controller.watchdog import HEARTBEAT_TIMEOUT
-from pipollux_sched.policy import DEFAULT_POLICY, KNOBS, AutoscalingRules, Policy, make_policy
 from pipollux_sched.report.event_text import TELLING_TYPES, event_line
 from pipollux_sched.scheduler import STOP_GRACE, Scheduler
 from pipollux_sched.spec.job import ClusterSpec, load_cluster
 from pipollux_sched.spec.teams import load_teams
 from pipollux_sched.store import StateDir
 from pipollux_sched.utils.signals import Interruption
-from pipollux_sched.utils.text import count
-from pipollux_sched.utils.units import MOST_SECONDS
+from pipollux_utils.text import count
+from pipollux_utils.units import MOST_SECONDS
 
 from .option_group import with_groups
 from .options import (

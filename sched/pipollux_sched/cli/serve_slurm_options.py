@@ -13,7 +13,7 @@ import typer
 from pipollux_sched.backend.slurm.pools import Pools
 from pipollux_sched.backend.slurm.rented_pools import PoolOptions, RentedPools
 from pipollux_sched.store import StateDir
-from pipollux_sched.utils.atomic_write import PRIVATE, write_aside
+from pipollux_utils.atomic_write import PRIVATE, write_aside
 
 from .option_group import flag_of, text_option
 

@@ -17,7 +17,7 @@ from .simulate_inputs import SimulationInputs, input_errors
 from .simulate_options import SimulatedClusterFlags, SimulatedJobFlags
 
 if TYPE_CHECKING:
-    from pipollux_sched.simulator import SimulationOutcome
+    from pipollux_simulator import SimulationOutcome
 
 _RESULT = "The result"
 
@@ -92,7 +92,7 @@ def simulate(
 
     Exit code: 0 done; 1 a simulation failed; 2 a file or an option is wrong.
     """
-    from pipollux_sched.simulator import run_pairs
+    from pipollux_simulator import run_pairs
 
     from .simulation_progress import progress_bars
 
@@ -103,7 +103,7 @@ def simulate(
     outcomes = [*inputs.actual, *simulated]
     _print(outcomes, inputs, output)
     if plot is not None:
-        from pipollux_sched.simulator.results.page import render_plots
+        from pipollux_sched.report.simulation.page import render_plots
 
         write_file(plot, "--plot", render_plots(outcomes).encode())
     if save_jobs is not None:
@@ -113,7 +113,7 @@ def simulate(
 def _print(
     outcomes: Sequence[SimulationOutcome], inputs: SimulationInputs, output: OutputFormat
 ) -> None:
-    from pipollux_sched.simulator import measure, measure_teams
+    from pipollux_simulator import measure, measure_teams
 
     rows, past = [measure(one) for one in outcomes], inputs.past
     simulated = outcomes[len(inputs.actual) :]
@@ -126,7 +126,7 @@ def _print(
             found[0] |= past.to_dict(simulated)
         print_data(found, output)
         return
-    from pipollux_sched.simulator.results.table import metrics_table, teams_table
+    from pipollux_sched.report.simulation.table import metrics_table, teams_table
 
     output_console().print(metrics_table(rows))
     teams = teams_table(outcomes)
@@ -137,7 +137,7 @@ def _print(
 
 
 def _job_table(outcomes: Sequence[SimulationOutcome]) -> str:
-    from pipollux_sched.simulator import JOB_COLUMNS, job_rows
+    from pipollux_simulator import JOB_COLUMNS, job_rows
 
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

@@ -10,17 +10,17 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from pipollux_sched.errors import PipolluxError
-from pipollux_sched.utils.text import count, listing
+from pipollux_utils.text import count, listing
 
 from .console import USAGE, CommandError
 
 if TYPE_CHECKING:
-    from pipollux_sched.policy import NodeInfo
-    from pipollux_sched.simulator import SimulationOutcome, Workload
-    from pipollux_sched.simulator.history.reality import Agreement
-    from pipollux_sched.simulator.history.records import SchedulerHistory
-    from pipollux_sched.simulator.history.workload import Replay
+    from pipollux_policies import NodeInfo
+    from pipollux_sched.history.reality import Agreement
+    from pipollux_sched.history.records import SchedulerHistory
+    from pipollux_sched.history.workload import Replay
     from pipollux_sched.spec.teams import TeamsSpec
+    from pipollux_simulator import SimulationOutcome, Workload
 
 USUAL = "default"
 """Stands for the state directory that commands use when none is named."""
@@ -32,7 +32,7 @@ def read_past(folder: Path) -> SchedulerHistory:
     Raises:
         CommandError: there is none, or it cannot be read.
     """
-    from pipollux_sched.simulator.history.records import read_history
+    from pipollux_sched.history.records import read_history
     from pipollux_sched.store import StateDir, Store
 
     directory = StateDir.choose(None if str(folder) == USUAL else folder)
@@ -88,21 +88,21 @@ class PastRun:
         unchanged: bool,
         teams: TeamsSpec | None,
     ) -> None:
-        from pipollux_sched.simulator.history.reality import what_happened
+        from pipollux_sched.history.reality import what_happened
 
         self._history, self._replay, self._unchanged = history, replay, unchanged
         self.actual: SimulationOutcome = what_happened(history, replay, teams)
 
     def workload(self, load: float) -> Workload:
         """Return the workload with so many times as many jobs."""
-        from pipollux_sched.simulator import scale_load
+        from pipollux_simulator import scale_load
 
         workload = self._replay.workload
         return replace(workload, jobs=scale_load(workload.jobs, load))
 
     def agreement(self, outcomes: Sequence[SimulationOutcome]) -> Agreement | None:
         """Return how close the replay of the scheduler's own policy came; None: there is none."""
-        from pipollux_sched.simulator.history.reality import agreement
+        from pipollux_sched.history.reality import agreement
 
         own = [one for one in outcomes if one.policy == self._history.policy]
         return agreement(self.actual, own[0]) if own and self._unchanged else None
@@ -144,7 +144,7 @@ class PastRun:
         return lines
 
     def _cut_short(self) -> dict[str, str]:
-        from pipollux_sched.simulator.history.reality import cut_short
+        from pipollux_sched.history.reality import cut_short
 
         return cut_short(self._replay)
 

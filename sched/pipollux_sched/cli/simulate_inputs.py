@@ -16,8 +16,10 @@ from .simulate_history import PastRun, past_nodes, read_past
 from .simulate_options import FitName, SimulatedClusterFlags, SimulatedJobFlags
 
 if TYPE_CHECKING:
-    from pipollux_sched.policy import NodeInfo
-    from pipollux_sched.simulator import (
+    from pipollux_policies import NodeInfo
+    from pipollux_sched.history.records import SchedulerHistory
+    from pipollux_sched.spec.teams import TeamsSpec
+    from pipollux_simulator import (
         DecidesAt,
         Experiment,
         JobArrival,
@@ -25,10 +27,8 @@ if TYPE_CHECKING:
         SimulationOutcome,
         Workload,
     )
-    from pipollux_sched.simulator.applications.trace_model import Fit
-    from pipollux_sched.simulator.history.records import SchedulerHistory
-    from pipollux_sched.simulator.workload.generate import Mix
-    from pipollux_sched.spec.teams import TeamsSpec
+    from pipollux_simulator.applications.trace_model import Fit
+    from pipollux_simulator.workload.generate import Mix
 
 __all__ = ["SimulationInputs", "input_errors"]
 
@@ -80,8 +80,8 @@ class SimulationInputs:
             ValueError: a file or an option is invalid.
             OSError: a file cannot be read.
         """
-        from pipollux_sched.policy import DEFAULT_POLICY, KNOBS, make_policy
-        from pipollux_sched.simulator import Experiment
+        from pipollux_policies import DEFAULT_POLICY, KNOBS, make_policy
+        from pipollux_simulator import Experiment
 
         _check_source(paths, jobs)
         history = None if jobs.from_state is None else read_past(jobs.from_state)
@@ -91,9 +91,10 @@ class SimulationInputs:
         if DEFAULT_POLICY not in names:
             make_policy(names[0], **knobs)
         there = _nodes(cluster, history)
-        options = _options(cluster, jobs, seed, history, [*there])
+        teams = _teams(cluster, history)
+        options = _options(cluster, jobs, seed, history, [*there], teams)
         experiment = Experiment(there, options, jobs.traces, seed, _fit(jobs.fit), **knobs)
-        chosen, past = _workloads(paths, experiment, cluster, jobs, history)
+        chosen, past = _workloads(paths, experiment, cluster, jobs, history, teams)
         for workload in chosen:
             experiment.applications(workload)
         return cls(experiment, [(workload, name) for workload in chosen for name in names], past)
@@ -150,13 +151,14 @@ def _options(
     seed: int,
     history: SchedulerHistory | None,
     nodes: Sequence[str],
+    teams: TeamsSpec | None,
 ) -> Options:
     """Return how the cluster behaves: as the command line says, else as in the history.
 
     Raises:
         ValueError: an option is out of range.
     """
-    from pipollux_sched.simulator import KnownLength, Options, node_events
+    from pipollux_simulator import KnownLength, Options, node_events
 
     known, inherits = jobs.known_length, jobs.inherit_models
     usual = (
@@ -175,7 +177,7 @@ def _options(
         known_length=KnownLength.parse(usual.known_length if known is None else known, seed),
         inherit_models=usual.inherits if inherits is None else inherits,
         decides_at=_decides_at(cluster, history),
-        teams=_teams(cluster, history),
+        teams=teams,
     )
 
 
@@ -208,6 +210,7 @@ def _workloads(
     cluster: SimulatedClusterFlags,
     jobs: SimulatedJobFlags,
     history: SchedulerHistory | None,
+    teams: TeamsSpec | None,
 ) -> tuple[list[Workload], PastRun | None]:
     """Return what is to be simulated.
 
@@ -215,9 +218,8 @@ def _workloads(
         ValueError: a file or an option is invalid, or there are no jobs.
         OSError: a file cannot be read.
     """
-    teams = experiment.options.teams
     if history is not None:
-        past = _past_run(history, experiment, cluster, jobs)
+        past = _past_run(history, experiment, cluster, jobs, teams)
         return [past.workload(jobs.load)], past
     if jobs.generate is not None:
         drawn = draw_workload(jobs.generate.value, experiment, jobs.num_jobs, jobs.hours, jobs.load)
@@ -242,8 +244,9 @@ def _past_run(
     experiment: Experiment,
     cluster: SimulatedClusterFlags,
     jobs: SimulatedJobFlags,
+    teams: TeamsSpec | None,
 ) -> PastRun:
-    from pipollux_sched.simulator.history.workload import replay
+    from pipollux_sched.history.workload import replay
 
     made = replay(
         history,
@@ -255,8 +258,8 @@ def _past_run(
     )
     changed = cluster.failures or cluster.spot or jobs.load != 1 or cluster.interference > 0
     unchanged = dict(experiment.nodes) == dict(history.nodes) and not changed
-    unchanged &= experiment.options.teams == history.teams
-    return PastRun(history, made, unchanged=unchanged, teams=experiment.options.teams)
+    unchanged &= teams == history.teams
+    return PastRun(history, made, unchanged=unchanged, teams=teams)
 
 
 def _fit(name: FitName) -> Fit:
@@ -271,7 +274,7 @@ def policy_names(text: str) -> list[str]:
     Raises:
         ValueError: one is unknown.
     """
-    from pipollux_sched.policy import POLICIES, make_policy
+    from pipollux_policies import POLICIES, make_policy
 
     names = [name.strip() for name in text.split(",")]
     names = list(POLICIES) if names == ["all"] else list(dict.fromkeys(names))
@@ -288,7 +291,7 @@ def cluster_nodes(
     Raises:
         ValueError: one of the texts has another form, or a type is given twice.
     """
-    from pipollux_sched.simulator import make_nodes
+    from pipollux_simulator import make_nodes
 
     counts: dict[str, tuple[int, int]] = {}
     for text in node_types:
@@ -308,7 +311,7 @@ def read_workloads(paths: Sequence[Path], load: float, first: int | None) -> lis
         ValueError: a file is invalid, or has no jobs.
         OSError: a file cannot be read.
     """
-    from pipollux_sched.simulator import Workload, read_workload
+    from pipollux_simulator import Workload, read_workload
 
     stems = [path.stem for path in paths]
     found = []
@@ -322,7 +325,7 @@ def read_workloads(paths: Sequence[Path], load: float, first: int | None) -> lis
 
 
 def _scaled(jobs: Sequence[JobArrival], load: float, first: int | None) -> tuple[JobArrival, ...]:
-    from pipollux_sched.simulator import scale_load
+    from pipollux_simulator import scale_load
 
     return tuple(scale_load(jobs, load)[:first])
 
@@ -335,7 +338,7 @@ def draw_workload(
     Raises:
         ValueError: an argument is out of range, or traces are missing or invalid.
     """
-    from pipollux_sched.simulator import Workload, generate, requests_for
+    from pipollux_simulator import Workload, generate, requests_for
 
     requests = requests_for(mix, experiment.nodes, experiment.traces)
     jobs = generate(num_jobs, hours, experiment.seed, mix, requests, load=load)

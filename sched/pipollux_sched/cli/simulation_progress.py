@@ -16,9 +16,9 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from pipollux_sched.simulator import Workload
-from pipollux_sched.simulator.parallel import Pair, WatchPair
-from pipollux_sched.utils.text import clock
+from pipollux_simulator import Workload
+from pipollux_simulator.parallel import Pair, WatchPair
+from pipollux_utils.text import clock
 
 
 @contextmanager

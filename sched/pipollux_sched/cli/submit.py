@@ -13,7 +13,7 @@ import typer
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.lifecycle import Phase
 from pipollux_sched.report.event_text import event_line
-from pipollux_sched.utils.text import clean
+from pipollux_utils.text import clean
 
 from .console import USAGE, CommandError, OutputFormat, print_data
 from .options import JobNames, StateDirectory, TableOutput

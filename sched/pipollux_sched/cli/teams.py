@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipollux_sched.utils.text import DASH, count, spell_moment
+from pipollux_utils.text import DASH, count, spell_moment
 
 from .console import USAGE, CommandError, TextFormat, print_data, print_result
 from .options import StateDirectory, TextOutput

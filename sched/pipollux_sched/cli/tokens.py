@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipollux_sched.spec.tokens import NewToken, Role
-from pipollux_sched.utils.text import DASH, spell_age
+from pipollux_utils.text import DASH, spell_age
 
 from .console import USAGE, CommandError, OutputFormat, print_data, print_result
 from .options import StateDirectory, TableOutput
@@ -89,7 +89,7 @@ def tokens(
 def _new(name: str, role: Role, team: str | None, run_as: str | None) -> NewToken:
     from pydantic import ValidationError
 
-    from pipollux_sched.utils.validation import problems
+    from pipollux_utils.validation import problems
 
     try:
         return NewToken(name=name, role=role, team=team, run_as=run_as)

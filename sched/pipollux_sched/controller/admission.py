@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from pipollux_policies import NodeInfo
 from pipollux_protocol.environment import TOKEN
 from pipollux_sched.allocator.job_infos import job_info
 from pipollux_sched.allocator.reasons import misfit
 from pipollux_sched.backend import ReplicaProgram
-from pipollux_sched.policy import NodeInfo
 from pipollux_sched.spec.job import JobSpec, SpecError, parse_job
 from pipollux_sched.spec.script import with_script_found
 from pipollux_sched.spec.teams import TeamsSpec

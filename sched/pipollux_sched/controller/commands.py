@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from pipollux_policies import NodeInfo
 from pipollux_protocol.messages import LiveStatus
 from pipollux_sched.backend import Generations
 from pipollux_sched.backend.run_as import check_access, with_home_checkpoints
@@ -30,7 +31,6 @@ from pipollux_sched.lifecycle import (
     Suspend,
     Switched,
 )
-from pipollux_sched.policy import NodeInfo
 from pipollux_sched.spec.checkpoint_folder import check_checkpoint_folder, check_empty
 from pipollux_sched.spec.job import JobSpec, SpecError, parse_job
 from pipollux_sched.spec.teams import TeamsSpec

@@ -22,7 +22,7 @@ from pipollux_sched.lifecycle import (
 from pipollux_sched.spec.job import DEFAULT_START_TIMEOUT
 from pipollux_sched.store import JobRecord, Store, UnknownJobError
 from pipollux_sched.utils.failure_log import FailureLog
-from pipollux_sched.utils.text import spell_duration
+from pipollux_utils.text import spell_duration
 
 from .heartbeats import Heartbeats, LostReplica, StalledJob
 

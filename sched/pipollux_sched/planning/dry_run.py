@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from pipollux_policies import DEFAULT_POLICY, KNOBS, POLICIES, Allocation, NodeInfo, make_policy
 from pipollux_sched.allocator.decide import Decision, others_of, place_new, reallocate
 from pipollux_sched.allocator.reasons import Others, explain
 from pipollux_sched.allocator.snapshot import Snapshot
@@ -19,7 +20,6 @@ from pipollux_sched.allocator.strategy import (
 )
 from pipollux_sched.allocator.team_strategy import team_reasons, within_teams
 from pipollux_sched.errors import SchedulerError
-from pipollux_sched.policy import DEFAULT_POLICY, KNOBS, POLICIES, Allocation, NodeInfo, make_policy
 from pipollux_sched.store import Store
 from pipollux_sched.views.cluster import serves_evenly, serving_knobs, serving_policy
 from pipollux_sched.views.models import PlannedChange, PlanView

@@ -15,6 +15,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from pipollux_policies import MEASURED_REACH, JobInfo, NodeInfo, ReplicaShape, shape_of
+from pipollux_policies.teams.ledger import why_no_more
 from pipollux_sched.allocator.decide import others_of
 from pipollux_sched.allocator.inherited_hints import Heir
 from pipollux_sched.allocator.job_infos import count_fitting, linear_speedup
@@ -23,11 +25,8 @@ from pipollux_sched.allocator.snapshot import Snapshot
 from pipollux_sched.allocator.strategy import Candidate, free_of
 from pipollux_sched.allocator.team_strategy import team_reasons, uses_of
 from pipollux_sched.lifecycle import Intent, JobState, Phase, why_restart
-from pipollux_sched.policy import MEASURED_REACH, JobInfo, NodeInfo, ReplicaShape, shape_of
-from pipollux_sched.policy.teams.ledger import why_no_more
 from pipollux_sched.spec.job import JobSpec, parse_job
 from pipollux_sched.store import JobRecord, Store
-from pipollux_sched.utils.text import seconds, spell_moment
 from pipollux_sched.views.changes import change_under_way
 from pipollux_sched.views.cluster import serving_knobs
 from pipollux_sched.views.explanation import (
@@ -38,6 +37,7 @@ from pipollux_sched.views.explanation import (
     NextChange,
 )
 from pipollux_sched.views.models import JobView
+from pipollux_utils.text import seconds, spell_moment
 
 from .fair_words import fair_limit
 

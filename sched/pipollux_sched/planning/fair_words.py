@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from pipollux_policies import FairStanding, fair_standings
 from pipollux_sched.allocator.job_infos import node_template
 from pipollux_sched.allocator.snapshot import Snapshot
 from pipollux_sched.allocator.strategy import Candidate
-from pipollux_sched.policy import FairStanding, fair_standings
-from pipollux_sched.utils.text import count, seconds
 from pipollux_sched.views.explanation import Limit, LimitKind
+from pipollux_utils.text import count, seconds
 
 
 def fair_limit(job: Candidate, state: Snapshot, fairness: float | None) -> Limit | None:

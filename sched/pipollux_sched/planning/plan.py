@@ -10,17 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from pipollux_sched.allocator.job_infos import (
-    free_resources,
-    job_info,
-    node_info,
-    node_template,
-    replica_cap,
-    replica_resources,
-)
-from pipollux_sched.allocator.reasons import explain, misfit
-from pipollux_sched.errors import PipolluxError
-from pipollux_sched.policy import (
+from pipollux_policies import (
     DEFAULT_POLICY,
     Allocation,
     AutoscalingRules,
@@ -32,6 +22,16 @@ from pipollux_sched.policy import (
     make_policy,
     shape_of,
 )
+from pipollux_sched.allocator.job_infos import (
+    free_resources,
+    job_info,
+    node_info,
+    node_template,
+    replica_cap,
+    replica_resources,
+)
+from pipollux_sched.allocator.reasons import explain, misfit
+from pipollux_sched.errors import PipolluxError
 from pipollux_sched.spec.job import ClusterSpec, JobSpec, SpecError
 
 __all__ = [

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, TypeAlias
 
-from pipollux_sched.utils.text import count, first_line, listing, seconds, spell_nodes
+from pipollux_utils.text import count, first_line, listing, seconds, spell_nodes
 
 Event: TypeAlias = Mapping[str, Any]
 

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 from pipollux_sched.report.charts.gantt import slot_use
 from pipollux_sched.report.charts.prediction import accuracies, mean_absolute_error
 from pipollux_sched.report.run.records import Generation, JobRun, Run
-from pipollux_sched.utils.text import (
+from pipollux_utils.text import (
     DASH,
     amount,
     clean,

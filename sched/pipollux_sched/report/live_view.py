@@ -24,7 +24,7 @@ from rich.text import Text
 from pipollux_sched.report.run.event_log import Event, real, text
 from pipollux_sched.report.run.records import FINISHED, AllocationRecord, JobRun, NodeRun, Run
 from pipollux_sched.report.run.replay import Recorder
-from pipollux_sched.utils.text import (
+from pipollux_utils.text import (
     DASH,
     amount,
     clean,

@@ -27,8 +27,8 @@ from pipollux_sched.report.charts.specs import Chart, chart_data, chart_scripts
 from pipollux_sched.report.run.event_log import Event, EventLog, read_events
 from pipollux_sched.report.run.records import JobRun, Run
 from pipollux_sched.report.run.replay import Recorder
-from pipollux_sched.utils.atomic_write import write_output
-from pipollux_sched.utils.text import clean, count, duration, percent
+from pipollux_utils.atomic_write import write_output
+from pipollux_utils.text import clean, count, duration, percent
 
 from . import facts
 

@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from pipollux_sched.utils.text import DASH, THIN_SPACE, amount, clean, placement
+from pipollux_utils.text import DASH, THIN_SPACE, amount, clean, placement
 
 
 class AllocationLine(NamedTuple):

@@ -28,8 +28,8 @@ from pipollux_sched.store import (
     UnknownReplicaError,
     UnknownTokenError,
 )
-from pipollux_sched.utils.text import THIN_SPACE
-from pipollux_sched.utils.validation import problems
+from pipollux_utils.text import THIN_SPACE
+from pipollux_utils.validation import problems
 
 from .limits import BusyError, TooManyRequestsError
 

@@ -23,9 +23,9 @@ from pydantic import (
 )
 
 from pipollux_perfmodel import SchedHints
-from pipollux_sched.utils.units import parse_bytes, parse_duration
-from pipollux_sched.utils.validation import problem_at, problems
 from pipollux_sched.utils.yaml_file import SpecError, YamlFile, read_yaml_file
+from pipollux_utils.units import parse_bytes, parse_duration
+from pipollux_utils.validation import problem_at, problems
 
 from .hints import HintsField
 from .image_reference import MOST_OF_IMAGE, check_image

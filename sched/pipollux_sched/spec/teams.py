@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Protocol, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import (
     BaseModel,
@@ -21,11 +21,12 @@ from pydantic import (
     model_validator,
 )
 
-from pipollux_sched.policy.teams.team import DEFAULT_NOTICE, DEFAULT_TURN, Team, Teams
-from pipollux_sched.utils.text import count
-from pipollux_sched.utils.units import parse_duration
-from pipollux_sched.utils.validation import problem_at, problems
+from pipollux_policies.teams.membership import OwnedJob
+from pipollux_policies.teams.team import DEFAULT_NOTICE, DEFAULT_TURN, Team, Teams
 from pipollux_sched.utils.yaml_file import SpecError, read_yaml_file
+from pipollux_utils.text import count
+from pipollux_utils.units import parse_duration
+from pipollux_utils.validation import problem_at, problems
 
 from .job import JobSpec, List
 from .names import Name, UserName
@@ -78,26 +79,6 @@ class TeamSpec(_TeamsModel):
     """Slots that one job may hold."""
     users: List[UserName] = Field(default=(), description="a list of names")
     """Who may submit for it; none: everyone."""
-
-
-class OwnedJob(Protocol):
-    """What teams need to know of a job."""
-
-    @property
-    def name(self) -> str:
-        """Its name."""
-
-    @property
-    def team(self) -> str | None:
-        """The team that it names."""
-
-    @property
-    def user(self) -> str | None:
-        """Whose it is."""
-
-    @property
-    def priority(self) -> str | None:
-        """The class of priority that it names."""
 
 
 class JobOwner(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from pipollux_sched.utils.validation import problem_at
+from pipollux_utils.validation import problem_at
 
 from .names import Name, UserName
 

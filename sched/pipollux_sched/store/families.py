@@ -27,8 +27,6 @@ MOST_LOOKED_AT = 10_000
 """Jobs of an old store that are looked at; earlier ones hand nothing down."""
 MOST_ALIKE = 64
 """Jobs of a family that are asked for their hints: the latest."""
-RENEWED = 300.0
-"""Seconds between two looks at what a predecessor at work has reported."""
 
 FamilyKey: TypeAlias = tuple[Any, ...]
 
@@ -140,6 +138,8 @@ class Families:
             last = session.execute(_reported(names).order_by(*order).limit(1)).first()
             if last is None:
                 return None
+            from pipollux_perfmodel.hints.step_rows import RENEWED
+
             works = last.phase != Phase.COMPLETE.value
             mark = (last.name, last.time // RENEWED if works else last.time)
             known = self._latest.get(key)
@@ -162,7 +162,7 @@ def key_of(name: str, spec: Mapping[str, Any]) -> FamilyKey | None:
         spec: its spec, as JSON.
     """
     # With all policies, which takes longer than printing a list of jobs.
-    from pipollux_sched.policy import family_of
+    from pipollux_policies import family_of
 
     family = spec.get("family")
     if family == "":

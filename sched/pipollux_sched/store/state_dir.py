@@ -30,7 +30,7 @@ from urllib.parse import urlsplit
 
 from platformdirs import user_state_path
 
-from pipollux_sched.utils.atomic_write import PRIVATE, write_aside
+from pipollux_utils.atomic_write import PRIVATE, write_aside
 
 from .errors import StateDirError
 from .location import Location

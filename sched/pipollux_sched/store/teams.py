@@ -16,7 +16,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from pipollux_sched.lifecycle import Phase
-from pipollux_sched.utils.text import count
+from pipollux_utils.text import count
 
 from . import journal
 from .database import Database

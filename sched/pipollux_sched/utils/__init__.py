@@ -1,1 +1,1 @@
-"""Helpers that know nothing of jobs: units, files, signals, threads."""
+"""Helpers of the scheduler: YAML files, signals, threads."""

@@ -14,8 +14,7 @@ from typing import Any
 import yaml
 
 from pipollux_sched.errors import InputError
-
-from .text_file import read_text_file
+from pipollux_utils.text_file import read_text_file
 
 
 class SpecError(InputError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipollux_sched.lifecycle import ChangeStage, JobState
-from pipollux_sched.utils.text import count
+from pipollux_utils.text import count
 
 
 def change_under_way(state: JobState) -> str | None:

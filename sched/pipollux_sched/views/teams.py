@@ -6,8 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from pipollux_policies.teams.ledger import TeamUse, capacity_of, team_uses
 from pipollux_sched.lifecycle import Phase
-from pipollux_sched.policy.teams.ledger import TeamUse, capacity_of, team_uses
 from pipollux_sched.spec.teams import JobOwner, TeamSpec, TeamsSpec, parse_teams
 from pipollux_sched.store import JobRecord, NodeCondition, Store
 

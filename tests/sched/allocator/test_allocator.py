@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from pipollux_policies import ExactPolicy, JobInfo, NodeInfo, PolluxPolicy
 from pipollux_sched.allocator.allocator import Allocator
 from pipollux_sched.allocator.decide import place_new, reallocate, why_waiting
 from pipollux_sched.allocator.job_infos import linear_speedup
 from pipollux_sched.allocator.snapshot import SnapshotReader, is_pinned
 from pipollux_sched.allocator.strategy import Candidate, FixedStrategy, PolicyStrategy
 from pipollux_sched.lifecycle import Allocate, Cancel, Exited, Outcome, Phase
-from pipollux_sched.policy import ExactPolicy, JobInfo, NodeInfo, PolluxPolicy
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import Point, Store
 from tests.sched.allocator.test_hints import NOTHING_FITS

@@ -11,10 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipollux_sched.allocator.autoscaler import Autoscaler
-from pipollux_sched.allocator.expander import CommandExpander, ExpanderError
-from pipollux_sched.allocator.job_infos import linear_speedup
-from pipollux_sched.policy import (
+from pipollux_policies import (
     AutoscalingRules,
     ExactPolicy,
     FairSpeedup,
@@ -22,7 +19,10 @@ from pipollux_sched.policy import (
     NodeInfo,
     NodePlan,
 )
-from pipollux_sched.policy.teams.team import Team, Teams
+from pipollux_policies.teams.team import Team, Teams
+from pipollux_sched.allocator.autoscaler import Autoscaler
+from pipollux_sched.allocator.expander import CommandExpander, ExpanderError
+from pipollux_sched.allocator.job_infos import linear_speedup
 from pipollux_sched.report.event_text import event_line
 from pipollux_sched.scheduler import Scheduler
 from pipollux_sched.spec.job import ClusterSpec, JobSpec, NodeSpec

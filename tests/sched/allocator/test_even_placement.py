@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipollux_policies import Allocation
 from pipollux_sched.allocator.decide import reallocate
 from pipollux_sched.allocator.job_infos import job_info, node_info
 from pipollux_sched.allocator.strategy import Candidate, EvenStrategy, Nodes
-from pipollux_sched.policy import Allocation
 from pipollux_sched.spec.job import NodeSpec, parse_job
 
 NODES = {name: node_info(NodeSpec(name=name, slots=4, kind="cpu")) for name in "abc"}

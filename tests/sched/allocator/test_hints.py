@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from pipollux_perfmodel import HintsError, SchedHints
+from pipollux_policies import POLICIES, NodeInfo, make_policy
 from pipollux_sched.allocator.decide import place_new, reallocate
 from pipollux_sched.allocator.job_infos import hints_worth, job_info, linear_speedup
 from pipollux_sched.allocator.strategy import Candidate, PolicyStrategy
-from pipollux_sched.policy import POLICIES, NodeInfo, make_policy
 from pipollux_sched.spec.hints import read_hints
 from pipollux_sched.spec.job import JobSpec
 from tests.sched.sane_hints import PERF, SANE

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
+from pipollux_policies import PolluxPolicy
 from pipollux_sched.allocator.job_infos import linear_speedup
 from pipollux_sched.cli.describe import job_sections
 from pipollux_sched.cli.explain import explanation_text
 from pipollux_sched.lifecycle import Exited, Outcome
 from pipollux_sched.planning.explain import LimitKind, explanation
-from pipollux_sched.policy import PolluxPolicy
 from pipollux_sched.views.jobs import job_details
 from tests.sched.allocator.test_allocator import Answer, World
 from tests.sched.allocator.test_hints import NOTHING_FITS, SANE

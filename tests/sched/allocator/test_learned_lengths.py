@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from pipollux_perfmodel import SchedHints, SpeedupFunction
+from pipollux_policies import LengthHistory
 from pipollux_sched.allocator.job_infos import job_info
 from pipollux_sched.allocator.learned_lengths import LearnedLengths
 from pipollux_sched.allocator.snapshot import SnapshotReader
 from pipollux_sched.lifecycle import Allocate, Exited, Outcome, Started
-from pipollux_sched.policy import LengthHistory
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import Store
 from tests.sched.store.stores import Clock

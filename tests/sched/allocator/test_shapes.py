@@ -12,6 +12,7 @@ import pytest
 
 from pipollux_perfmodel import LayerProfile, PerfParams, SchedHints, SpeedupFunction
 from pipollux_perfmodel.partitioning.layer_profile import Layer
+from pipollux_policies import POLICIES, Allocation, NodeInfo, ReplicaShape, make_policy
 from pipollux_sched.allocator.allocator import Allocator
 from pipollux_sched.allocator.decide import place_new, reallocate
 from pipollux_sched.allocator.job_infos import (
@@ -27,7 +28,6 @@ from pipollux_sched.allocator.snapshot import SnapshotReader
 from pipollux_sched.allocator.strategy import Candidate, FixedStrategy, PolicyStrategy
 from pipollux_sched.lifecycle import Exited, Outcome, Phase, Recover, Start
 from pipollux_sched.planning.plan import plan
-from pipollux_sched.policy import POLICIES, Allocation, NodeInfo, ReplicaShape, make_policy
 from pipollux_sched.spec.job import ClusterSpec, JobSpec, NodeSpec, SpecError, parse_job
 from pipollux_sched.store import Point, Store
 from tests.sched.store.stores import serve_nodes

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pipollux_perfmodel import SchedHints
+from pipollux_policies import NodeInfo
 from pipollux_sched.allocator.decide import reallocate
 from pipollux_sched.allocator.job_infos import job_info
 from pipollux_sched.allocator.strategy import Candidate, Nodes, free_of
@@ -24,7 +25,6 @@ from pipollux_sched.planning.explain import (
     pinned_because,
     standing,
 )
-from pipollux_sched.policy import NodeInfo
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import Store
 from tests.sched.store.stores import point, serve_nodes

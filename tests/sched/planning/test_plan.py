@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pipollux_perfmodel import SchedHints
+from pipollux_policies import KNOBS, JobInfo, NodeInfo, Policy, make_policy
 from pipollux_sched.allocator.job_infos import UNSTATED, count_fitting, linear_speedup
 from pipollux_sched.allocator.reasons import Others
 from pipollux_sched.planning import dry_run
@@ -26,7 +27,6 @@ from pipollux_sched.planning.plan import (
     plan,
     replica_cap,
 )
-from pipollux_sched.policy import KNOBS, JobInfo, NodeInfo, Policy, make_policy
 from pipollux_sched.scheduler import Scheduler
 from pipollux_sched.spec.job import (
     ClusterSpec,
@@ -37,7 +37,7 @@ from pipollux_sched.spec.job import (
     load_jobs,
     parse_job,
 )
-from tests.sched.policy.policy_cases import scaling
+from tests.policies.policy_cases import scaling
 
 HINTS = {
     "initBatchSize": 32,

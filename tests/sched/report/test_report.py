@@ -20,7 +20,7 @@ from pipollux_sched.report.page import render_report, write_report
 from pipollux_sched.report.run.event_log import EventLogError
 from pipollux_sched.report.run.records import Run
 from pipollux_sched.report.run.replay import Recorder
-from pipollux_sched.utils.text import clean, grouped
+from pipollux_utils.text import clean, grouped
 from tests.programs import run_pipollux
 from tests.sched.report.page import Page, charts
 

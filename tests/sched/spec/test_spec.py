@@ -22,7 +22,7 @@ from pipollux_sched.spec.job import (
     parse_job,
 )
 from pipollux_sched.spec.script import resolve_script, with_script_found
-from pipollux_sched.utils.validation import closest
+from pipollux_utils.validation import closest
 from tests.extent import examples
 
 NODE = "nodes:\n- name: a\n  slots: 4\n"

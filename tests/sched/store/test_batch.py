@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from pipollux_policies import ExactPolicy
 from pipollux_sched.allocator.allocator import Allocator
 from pipollux_sched.allocator.snapshot import SnapshotReader
 from pipollux_sched.allocator.strategy import PolicyStrategy
 from pipollux_sched.client.client import Client
 from pipollux_sched.client.connection import ClientError
 from pipollux_sched.lifecycle import Allocate, Cancel, Exited, Outcome, Phase, Started
-from pipollux_sched.policy import ExactPolicy
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import (
     ReceivedReport,

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from pipollux_perfmodel.hints.step_rows import MAX_RELATIVES
+from pipollux_perfmodel.hints.step_rows import MAX_RELATIVES, RENEWED
 from pipollux_sched.lifecycle import Allocate, Cancel, Exited, Outcome
 from pipollux_sched.spec.job import JobSpec, SpecError, parse_job
 from pipollux_sched.store import Store
-from pipollux_sched.store.families import MOST_ALIKE, RENEWED
+from pipollux_sched.store.families import MOST_ALIKE
 from tests.sched.store.stores import Clock
 
 

@@ -29,7 +29,7 @@ from pipollux_sched.errors import SchedulerError
 from pipollux_sched.spec.job import SpecError
 from pipollux_sched.store import JobRecord, StateDir
 from pipollux_sched.store.errors import ConflictError
-from pipollux_sched.utils.atomic_write import write_aside
+from pipollux_utils.atomic_write import write_aside
 
 from . import names
 from .api import Api, Event, Job, JobStatus

@@ -18,7 +18,7 @@ from typing import Any
 
 from pipollux_sched.backend.base import ReplicaKey
 from pipollux_sched.store import StateDir
-from pipollux_sched.utils.atomic_write import PRIVATE, write_aside
+from pipollux_utils.atomic_write import PRIVATE, write_aside
 
 __all__ = ["GenerationFolder", "LocalPlacement"]
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from pipollux_sched.backend.base import ReplicaKey
 from pipollux_sched.backend.result import ReplicaResult
 from pipollux_sched.store import StateDir
-from pipollux_sched.utils.atomic_write import PRIVATE, write_aside
+from pipollux_utils.atomic_write import PRIVATE, write_aside
 
 _STEP_NAME = re.compile(r"(?P<job>[^./\s]+)\.g(?P<generation>\d+)\.r(?P<replica>\d+)")
 _RECORD = re.compile(r"replica-(\d+)\.json")

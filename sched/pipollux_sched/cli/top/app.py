@@ -20,7 +20,7 @@ from textual.widgets import DataTable, Footer, Input, Static, Tab, Tabs
 from pipollux_sched.cli.teams import spell_use
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.store import JobOrder, JobQuery, ListedPhase
-from pipollux_sched.utils.text import clean
+from pipollux_utils.text import clean
 
 from .details import JobScreen, NodeScreen
 from .table import (

@@ -18,8 +18,8 @@ from textual.widgets import Footer, Static
 
 from pipollux_sched.cli.describe import job_sections
 from pipollux_sched.errors import SchedulerError
-from pipollux_sched.utils.text import clean, count, spell_age, spell_moment
 from pipollux_sched.views.models import NodeView
+from pipollux_utils.text import clean, count, spell_age, spell_moment
 
 from .sparkline import Span, sparkline, window_for
 

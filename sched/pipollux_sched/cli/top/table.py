@@ -11,7 +11,8 @@ from textual.widgets import DataTable
 
 from pipollux_sched.cli.teams import limited
 from pipollux_sched.store import JobOrder, ListedPhase
-from pipollux_sched.utils.text import (
+from pipollux_sched.views.models import JobLine, NodeView
+from pipollux_utils.text import (
     DASH,
     clean,
     first_line,
@@ -21,7 +22,6 @@ from pipollux_sched.utils.text import (
     spell_moment,
     spell_nodes,
 )
-from pipollux_sched.views.models import JobLine, NodeView
 
 from .sparkline import bars
 from .view import USAGE_PARTS

@@ -13,8 +13,8 @@ from pipollux_sched.cli.jobs import job_table
 from pipollux_sched.cli.nodes import node_table
 from pipollux_sched.cli.teams import spell_use, team_table
 from pipollux_sched.store import JobQuery
-from pipollux_sched.utils.text import clean, count, number
 from pipollux_sched.views.models import ClusterView
+from pipollux_utils.text import clean, count, number
 
 from .view import Look, look
 

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from pipollux_perfmodel import StageEvent, bubble_fraction, ideal_schedule
 from pipollux_perfmodel.timing.params import ScheduleKind
 from pipollux_sched.report.run.records import JobRun, Run, StepTimeline
-from pipollux_sched.utils.text import duration, percent
+from pipollux_utils.text import duration, percent
 
 from .specs import Axis, Block, Group, TimelineChart, Tip
 

@@ -8,7 +8,7 @@ from itertools import groupby, pairwise
 from typing import Literal
 
 from pipollux_sched.report.run.records import Generation, JobRun, RunPoint
-from pipollux_sched.utils.text import amount, clean
+from pipollux_utils.text import amount, clean
 
 from .specs import Axis, CurveChart, Line, Mark, Panel, Point, moments
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from pipollux_sched.report.run.records import Generation, JobRun, Run
-from pipollux_sched.utils.text import clean, clock, count, duration
+from pipollux_utils.text import clean, clock, count, duration
 
 from .specs import Axis, Block, Flag, Group, TimelineChart
 

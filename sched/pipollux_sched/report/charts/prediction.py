@@ -12,7 +12,7 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from pipollux_sched.report.run.records import JobRun, Run, RunPoint
-from pipollux_sched.utils.text import clean, duration, percent
+from pipollux_utils.text import clean, duration, percent
 
 from .specs import Dot, ScatterChart, Tip
 

@@ -7,8 +7,8 @@ from typing import Annotated
 from fastapi import APIRouter, HTTPException, Query, Response
 from pydantic import StringConstraints
 
+from pipollux_policies import POLICIES
 from pipollux_sched.planning.dry_run import live_plan
-from pipollux_sched.policy import POLICIES
 from pipollux_sched.report.run_events import kept_report
 from pipollux_sched.server.dependencies import CallerDep, NeedsRole, ServicesDep, StoreDep
 from pipollux_sched.server.schemas import refusals, text_reply

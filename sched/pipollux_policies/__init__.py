@@ -1,0 +1,91 @@
+"""Allocation policies: pure functions from jobs, nodes and allocations to new allocations."""
+
+from __future__ import annotations
+
+from pipollux_policies.autoscaling.autoscale import (
+    AutoscalingRules,
+    AutoscalingState,
+    NodePlan,
+    autoscale,
+    best_size,
+    plan_nodes,
+    release_order,
+)
+from pipollux_policies.autoscaling.utility import UtilityBand, utility
+from pipollux_policies.baselines.fifo import FifoPolicy
+from pipollux_policies.baselines.optimus import OptimusPolicy
+from pipollux_policies.baselines.tiresias import TiresiasPolicy
+from pipollux_policies.exact.completion_time import MOST_TAIL, CompletionTime
+from pipollux_policies.exact.fair_share import FairStanding, fair_standings
+from pipollux_policies.exact.objective import FairSpeedup, Objective, Worth
+from pipollux_policies.exact.policy import Certificate, ExactPolicy
+from pipollux_policies.pollux.policy import PolluxPolicy
+from pipollux_policies.sia.policy import SiaPolicy
+
+from .allocation import Allocation, shape_of
+from .base import Policy
+from .change_cost import (
+    DEFAULT_RESCALE_SECONDS,
+    ChangeKind,
+    change_kind,
+    change_seconds,
+    num_survivors,
+)
+from .contention import Contention
+from .job_info import MEASURED_REACH, JobInfo, NodeInfo, ReplicaShape, SpeedupCallable
+from .lengths import CompletedJob, LengthHistory, family_of
+from .registry import DEFAULT_POLICY, KNOBS, POLICIES, make_policy
+from .restart_cost import DEFAULT_RESTART_SECONDS
+from .rules import is_pinned, must_move, usable_nodes, violations
+
+__all__ = [
+    "DEFAULT_POLICY",
+    "DEFAULT_RESCALE_SECONDS",
+    "DEFAULT_RESTART_SECONDS",
+    "KNOBS",
+    "MEASURED_REACH",
+    "MOST_TAIL",
+    "POLICIES",
+    "Allocation",
+    "AutoscalingRules",
+    "AutoscalingState",
+    "Certificate",
+    "ChangeKind",
+    "CompletedJob",
+    "CompletionTime",
+    "Contention",
+    "ExactPolicy",
+    "FairSpeedup",
+    "FairStanding",
+    "FifoPolicy",
+    "JobInfo",
+    "LengthHistory",
+    "NodeInfo",
+    "NodePlan",
+    "Objective",
+    "OptimusPolicy",
+    "Policy",
+    "PolluxPolicy",
+    "ReplicaShape",
+    "SiaPolicy",
+    "SpeedupCallable",
+    "TiresiasPolicy",
+    "UtilityBand",
+    "Worth",
+    "autoscale",
+    "best_size",
+    "change_kind",
+    "change_seconds",
+    "fair_standings",
+    "family_of",
+    "is_pinned",
+    "make_policy",
+    "must_move",
+    "num_survivors",
+    "plan_nodes",
+    "release_order",
+    "shape_of",
+    "usable_nodes",
+    "utility",
+    "violations",
+]

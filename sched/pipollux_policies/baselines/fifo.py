@@ -1,0 +1,89 @@
+"""First in, first out: fixed sizes, strict order of arrival, no preemption.
+
+The simplest order of a batch system, and the baseline that every policy should beat.
+`docs/policy-fifo.md` describes its properties.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from pipollux_policies.allocation import Allocation
+from pipollux_policies.job_info import JobInfo, NodeInfo
+from pipollux_policies.order import by_arrival
+from pipollux_policies.placement.cluster_state import ClusterState
+from pipollux_policies.placement.packing import (
+    answer,
+    fixed_request,
+    num_nodes_as_is,
+    place_alone,
+)
+from pipollux_policies.rules import Allocations, Jobs, Nodes
+
+
+class FifoPolicy:
+    """Starts jobs in the order of their submission, on as many replicas as they ask for.
+
+    Args:
+        backfill: whether a job may start before an older one for which there is no room; without
+            it, the oldest queued job blocks all others.
+
+    Example:
+        >>> job = JobInfo({"slots": 1}, lambda nodes, replicas: replicas, 0.0, 1, 4,
+        ...               requested_replicas=2)
+        >>> node = NodeInfo({"slots": 4})
+        >>> FifoPolicy().optimize({"a": job}, {"n": node}, {}, node)[0]
+        {'a': ['n', 'n']}
+    """
+
+    adapts_batch_size: ClassVar[bool] = False
+    """Jobs keep their users' batch size."""
+
+    def __init__(self, *, backfill: bool = False) -> None:
+        self._backfill = backfill
+
+    def allocate_job(self, job_info: JobInfo, nodes: Nodes) -> Allocation:
+        """Place one arriving job without moving any other.
+
+        Args:
+            job_info: the job.
+            nodes: nodes with what is FREE on them.
+
+        Returns:
+            The nodes of its replicas. Nothing without `backfill`: an older queued job cannot be
+            seen from here, so the job starts with the next `optimize`.
+        """
+        if not self._backfill:
+            return Allocation()
+        return place_alone(job_info, nodes, fixed_request(job_info).num_replicas)
+
+    def optimize(
+        self,
+        jobs: Jobs,
+        nodes: Nodes,
+        base_allocations: Allocations,
+        node_template: NodeInfo,  # noqa: ARG002  # part of every policy's signature
+    ) -> tuple[dict[Any, Allocation], int]:
+        """Let running jobs continue, and start the jobs that come next.
+
+        Returns:
+            The allocation of every job (empty: it is queued), and the present number of nodes.
+        """
+        state = ClusterState(jobs, nodes, base_allocations)
+        state.keep_running()
+        waiting = [name for name in by_arrival(jobs) if name not in state.allocations]
+        self._start(waiting, jobs, state, ClusterState(jobs, nodes, {}))
+        return answer(jobs, base_allocations, state.allocations), num_nodes_as_is(jobs, nodes)
+
+    def _start(
+        self, waiting: Sequence[Any], jobs: Jobs, state: ClusterState, empty: ClusterState
+    ) -> None:
+        for name in waiting:
+            request = fixed_request(jobs[name])
+            found = state.find(name, request)
+            if found is not None:
+                state.put(name, found)
+            # A job that does not even fit the empty cluster must not block the others for ever.
+            elif not self._backfill and empty.find(name, request) is not None:
+                return

@@ -1,0 +1,303 @@
+"""From chosen configurations to nodes, without splitting a replica.
+
+The knapsack's choice need not fit: free slots lie scattered, a node carries at most one distributed
+job, and CPUs or memory may bind. So jobs that stay are placed first, then the others, the widest
+first; a job without room takes the best configuration that fits. If that loses value, three more
+arrangements are tried, and the best counts: one in which jobs that can be changed live where they
+are come before those that move, one in which jobs that were to stay may move within their
+configuration, and one of configurations chosen as if distributed jobs took whole nodes.
+Finally every job is offered what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from pipollux_policies.placement.node_choice import Floats, Ints, NodeCapacity, NodeCounts
+
+from .configurations import NOTHING, Instance, JobConfigurations
+from .objective import Held, Worth
+from .promise import Place
+
+_TOLERANCE = 1e-9
+
+
+class Placed(NamedTuple):
+    """The allocation of one job."""
+
+    shape: int
+    """Index into its shapes; without meaning if it gets nothing."""
+    nodes: NodeCounts
+    gain: float
+
+
+class Assignment:
+    """The allocations of all jobs, one job after another.
+
+    Args:
+        instance: jobs and nodes.
+        worth: the gains of configurations.
+        gains: of `worth`.
+    """
+
+    def __init__(self, instance: Instance, worth: Worth, gains: Floats) -> None:
+        self._instance = instance
+        self._worth = worth
+        self._all_gains = gains
+        self._gains = instance.table.split(gains)
+        self._capacity = NodeCapacity(instance.nodes.free)
+        nothing = gains[instance.table.first[:-1] + NOTHING].tolist()
+        self.placed = [Placed(0, (), gain) for gain in nothing]
+        self._held: Ints = np.zeros((len(nothing), len(instance.nodes.kinds)), dtype=np.int64)
+        """(J, T): what every job holds."""
+
+    @property
+    def total(self) -> float:
+        """The sum of all gains."""
+        return float(sum(placed.gain for placed in self.placed))
+
+    def fill(self, chosen: Ints, *, keep: bool, at_home: bool = False) -> bool:
+        """Give every job its chosen configuration, or the best that fits.
+
+        Args:
+            chosen: a configuration of every job.
+            keep: whether jobs that are to stay are placed before all others.
+            at_home: whether those that can be changed live where they are come next.
+
+        Returns:
+            Whether every job got its chosen configuration.
+        """
+        table = self._instance.table
+        configs = table.first[:-1] + chosen
+        empty = np.array([not placed.nodes for placed in self.placed], dtype=bool)
+        if keep:
+            stays = empty & np.isin(configs, table.stay)
+            self._leave(np.flatnonzero(stays).tolist())
+            empty &= ~stays
+        # The widest first: the most nodes, then the most slots.
+        slots = self._instance.need.max(axis=1)[table.shape[configs]] * table.replicas[configs]
+        order = np.lexsort((-slots, -table.num_nodes[configs]))
+        complete = True
+        waiting = order[(empty & (chosen != NOTHING))[order]].tolist()
+        for job in waiting:
+            self._claim(job, 1)
+        if at_home:
+            waiting = [job for job in waiting if not self._change_at_home(job, int(chosen[job]))]
+        for job in waiting:
+            config = int(chosen[job])
+            self._claim(job, -1)
+            if not self.give(job, config):
+                complete = False
+                self.upgrade(job)
+            elif self._lost_survivors(job, config):
+                complete = False
+                # What is more than its choice is other jobs'.
+                self.upgrade(job, most=config)
+        return complete
+
+    def fill_promised(self, places: Mapping[int, Place], chosen: Ints) -> None:
+        """Give jobs what they are promised, then fill as `fill` does.
+
+        Args:
+            places: where each of these jobs fits, all of them at once.
+            chosen: a configuration of every job.
+        """
+        for job, place in places.items():
+            self._put(job, Placed(place.shape, place.nodes, self._gain_at(job, place)))
+        for job in places:
+            least = self.placed[job]
+            self._clear(job)
+            if chosen[job] == NOTHING or not self.give(job, int(chosen[job])):
+                self._put(job, least)
+            elif not self.keeps(job):
+                self._clear(job)
+                self._put(job, least)
+        self.fill(chosen, keep=True)
+
+    def keeps(self, job: int) -> bool:
+        """Tell whether a job that was promised something has it: only broken promises cost."""
+        return self.placed[job].gain >= 0
+
+    def stay(self) -> bool:
+        """Leave every job where it is; return whether that is possible."""
+        table = self._instance.table
+        return self._leave(table.job[table.stay].tolist())
+
+    def _leave(self, jobs: Sequence[int]) -> bool:
+        """Give jobs that hold nothing what they held; return whether all got that many replicas."""
+        instance, table = self._instance, self._instance.table
+        mine = np.isin(instance.bases.job, jobs)
+        owners, nodes, counts = (part[mine] for part in instance.bases)
+        ends = table.first[1:] - 1
+        if not self._capacity.put_all(
+            owners, nodes, counts, instance.need[table.shape[ends[owners]]]
+        ):
+            # Each of them, whether or not another one has no room.
+            given = [self.give(job, len(self._gains[job]) - 1) for job in jobs]
+            return all(given)
+        self._held[jobs] = instance.asked[ends[jobs]]
+        for job, gain in zip(jobs, self._all_gains[ends[jobs]].tolist(), strict=True):
+            configs = self._jobs[job]
+            self.placed[job] = Placed(int(configs.shape[-1]), configs.base, gain)
+        return True
+
+    def improve(self) -> None:
+        """Offer every job the best that fits, until no job gains."""
+        for _ in range(len(self._jobs)):
+            upgraded = [self.upgrade(job) for job in self._wanting()]
+            if not any(upgraded):
+                return
+
+    def give(self, job: int, config: int) -> bool:
+        """Give a job that holds nothing a configuration; return whether it fits."""
+        found = self._find(job, config)
+        if found is None:
+            return False
+        self._put(job, found)
+        return True
+
+    def upgrade(self, job: int, most: int | None = None) -> bool:
+        """Give a job the best configuration that fits; return whether anything changed.
+
+        Args:
+            job: its index.
+            most: the configuration whose resources are the most that it gets; None: no limit.
+        """
+        before = self.placed[job]
+        self._clear(job)
+        best = before
+        gains = self._gains[job]
+        fitting = self._fitting(job)
+        if most is not None:
+            first = self._instance.table.first[job]
+            asked = self._instance.asked[first : first + len(gains)]
+            fitting = fitting[(asked[fitting] <= asked[most]).all(axis=1)]
+        for config in fitting[np.argsort(-gains[fitting], kind="stable")].tolist():
+            # On more nodes than the fewest a configuration gains less than listed, not more.
+            if not _better(float(gains[config]), best.gain):
+                break
+            found = self._find(job, config)
+            if found is not None and _better(found.gain, best.gain):
+                best = found
+        self._put(job, best)
+        return best is not before
+
+    @property
+    def _jobs(self) -> Sequence[JobConfigurations]:
+        return self._instance.jobs
+
+    def _wanting(self) -> list[int]:
+        """Return the jobs that gain by a configuration within the total of what is free."""
+        table = self._instance.table
+        room = self._capacity.free.sum(axis=0) + self._held
+        fits = (self._instance.asked <= room[table.job]).all(axis=1)
+        gains = np.where(fits, self._all_gains, -np.inf)
+        best = np.maximum.reduceat(gains, table.first[:-1])
+        now = np.array([placed.gain for placed in self.placed])
+        margin = _TOLERANCE * np.maximum(np.abs(best), np.abs(now))  # as in `_better`
+        wanting: list[int] = np.flatnonzero(best > now + margin).tolist()
+        return wanting
+
+    def _fitting(self, job: int) -> Ints:
+        """Return the configurations that fit, and the one to stay, whether it fits or not."""
+        configs, nodes = self._jobs[job], self._instance.nodes
+        most = [self._capacity.most(*nodes.wanted(shape)) for shape in configs.shapes]
+        fits = configs.replicas <= np.array(most)[configs.shape]
+        if configs.stay is not None:
+            fits[configs.stay] = True
+        return np.flatnonzero(fits)
+
+    def _find(self, job: int, config: int) -> Placed | None:
+        configs = self._jobs[job]
+        number = int(configs.shape[config])
+        need, allowed = self._instance.nodes.wanted(configs.shapes[number])
+        if config == configs.stay and self._capacity.accepts(configs.base, need):
+            return Placed(number, configs.base, self._gain(job, config, configs.base))
+        if config == NOTHING:
+            return Placed(number, (), self._gain(job, config, ()))
+        replicas = int(configs.replicas[config])
+        found = [self._capacity.find(need, allowed, replicas)]
+        if configs.live[config]:
+            held = configs.survivors
+            found.insert(0, self._capacity.find_keeping(need, allowed, replicas, held))
+        placed = [Placed(number, n, self._gain(job, config, n)) for n in found if n is not None]
+        # Of equal ones the first, which keeps more survivors.
+        return max(placed, key=lambda one: one.gain, default=None)
+
+    def _claim(self, job: int, change: int) -> None:
+        """Let a job claim the nodes where it lies, once for each replica, or (-1) no longer."""
+        configs = self._jobs[job]
+        for node, count in configs.base or configs.survivors:
+            self._capacity.claims[node] += change * count
+
+    def _change_at_home(self, job: int, config: int) -> bool:
+        """Give a job a configuration on the fewest nodes if a survivor stays; return whether."""
+        configs = self._jobs[job]
+        if not configs.live[config]:
+            return False
+        self._claim(job, -1)
+        found = self._find(job, config)
+        if (
+            found is None
+            or len(found.nodes) > configs.num_nodes[config]
+            or not configs.keeps_survivor(found.shape, found.nodes)
+        ):
+            self._claim(job, 1)
+            return False
+        self._put(job, found)
+        return True
+
+    def _lost_survivors(self, job: int, config: int) -> bool:
+        """Tell whether a job was given a configuration without the survivor that it counts on."""
+        configs, placed = self._jobs[job], self.placed[job]
+        return bool(configs.live[config]) and not configs.keeps_survivor(placed.shape, placed.nodes)
+
+    def _gain(self, job: int, config: int, nodes: NodeCounts) -> float:
+        configs = self._jobs[job]
+        stays = configs.stay is not None and nodes == configs.base
+        if stays and configs.shape[config] == configs.shape[configs.stay]:
+            return float(self._gains[job][configs.stay])
+        as_listed = not configs.live[config] or configs.keeps_survivor(
+            int(configs.shape[config]), nodes
+        )
+        if config != configs.stay and len(nodes) == configs.num_nodes[config] and as_listed:
+            return float(self._gains[job][config])
+        if config == NOTHING:
+            return float(self._gains[job][NOTHING])
+        return self._gain_moved(job, int(configs.shape[config]), nodes)
+
+    def _gain_at(self, job: int, place: Place) -> float:
+        configs = self._jobs[job]
+        stay = configs.stay
+        if stay is not None and place == (configs.shape[stay], configs.base):
+            return float(self._gains[job][stay])
+        return self._gain_moved(job, place.shape, place.nodes)
+
+    def _gain_moved(self, job: int, shape: int, nodes: NodeCounts) -> float:
+        replicas = sum(count for _, count in nodes)
+        speedup = float(self._jobs[job].shapes[shape].speedup_fn(len(nodes), replicas))
+        live = self._jobs[job].keeps_survivor(shape, nodes)
+        return self._worth.moved(job, speedup, Held(shape, replicas), live=live)
+
+    def _put(self, job: int, placed: Placed) -> None:
+        if placed.nodes:
+            need = self._need(job, placed)
+            self._capacity.put(placed.nodes, need)
+            self._held[job] = sum(count for _, count in placed.nodes) * need
+        self.placed[job] = placed
+
+    def _clear(self, job: int) -> None:
+        placed = self.placed[job]
+        if placed.nodes:
+            self._capacity.take(placed.nodes, self._need(job, placed))
+            self._held[job] = 0
+
+    def _need(self, job: int, placed: Placed) -> Ints:
+        return self._instance.nodes.need(self._jobs[job].shapes[placed.shape])
+
+
+def _better(gain: float, than: float) -> bool:
+    return gain > than + _TOLERANCE * max(abs(gain), abs(than))

@@ -1,0 +1,213 @@
+"""The multiple-choice knapsack: one item for every job, together within the capacity.
+
+    best_j[g] = max over items c of job j with cost_jc ≤ g of best_{j−1}[g − cost_jc] + value_jc
+
+is the greatest sum of values that the first j jobs reach with g units (Kellerer, Pferschy &
+Pisinger, *Knapsack Problems*, 2004, section 11.5). It is exact for integer costs, in time
+O(units · Σ_j items_j). Items that are in no optimum are dropped first (chapter 11). With a price
+λ ≥ 0 for every unit,
+
+    score_jc = value_jc − λ · cost_jc          top_j = max over c of score_jc
+    D        = λ · capacity + Σ_j top_j        no choice within the capacity is worth more
+    L        = the value of some choice within the capacity
+
+a choice that takes item c of job j is worth D − (top_j − score_jc) at most. So an item with
+top_j − score_jc > D − L can go, and every optimal choice remains. At the price where D is least,
+D − L is mostly below what one job gains by a few units; of dozens of items a handful remains. What
+the cheapest of each job's take together is spent in any case, so g counts from there on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from pipollux_policies.placement.node_choice import Floats, Ints
+
+_TOLERANCE = 1e-9
+"""Of all values together: the rounding error of a bound at most."""
+_STEPS = 40
+"""Steps to the best price at most; any price is right, a good one drops more."""
+_EXCHANGES = 8
+"""Single exchanges by which L is raised at most."""
+
+
+def knapsack(
+    costs: Sequence[Ints], values: Sequence[Floats], capacity: int
+) -> tuple[list[int], float]:
+    """Choose one item for every job.
+
+    Args:
+        costs: per job, the units of each item; some item must take none.
+        values: per job, the value of each item; of equal ones the cheapest is chosen.
+        capacity: units in total.
+
+    Returns:
+        The index of the item of every job, and the sum of their values.
+
+    Example:
+        >>> knapsack([np.array([0, 1]), np.array([0, 2])], [np.array([0.0, 3.0]),
+        ...     np.array([0.0, 5.0])], 2)
+        ([0, 1], 5.0)
+    """
+    if not costs:
+        return [], 0.0
+    kept = promising(costs, values, capacity)
+    counts = np.array([len(keep) for keep in kept])
+    first, owner = np.cumsum(counts) - counts, np.repeat(np.arange(len(kept)), counts)
+    before = np.cumsum([0, *(len(cost) for cost in costs[:-1])])
+    items = np.concatenate(kept)
+    cost, value = (np.concatenate(part)[before[owner] + items] for part in (costs, values))
+    # Of equal ones the first is chosen: the cheapest.
+    order = np.lexsort((cost, owner))
+    items, cost, value = items[order], cost[order], value[order]
+    # Every job takes its cheapest at least, so that only what is beyond needs to be counted.
+    beyond = cost - cost[first][owner]
+    last = first + counts - 1
+    units = min(capacity - int(cost[first].sum()), int(beyond[last].sum()))
+    # Where one item is left there is no choice.
+    total = sum(value[first[counts == 1]].tolist())
+    chosen: list[int] = items[first].tolist()
+    left_open = np.flatnonzero(counts > 1)
+    of_open = list(
+        zip(left_open.tolist(), first[left_open].tolist(), last[left_open].tolist(), strict=True)
+    )
+    more, worth = beyond.tolist(), value.tolist()
+    reached: list[Floats] = [np.zeros(units + 1)]
+    for _, begin, end in of_open:
+        reached.append(_add_job(reached[-1], more[begin : end + 1], worth[begin : end + 1]))
+    left = int(reached[-1].argmax())
+    total = float(reached[-1][left]) + total
+    for number, (job, begin, end) in reversed(list(enumerate(of_open))):
+        best = reached[number + 1][left]
+        for item in range(begin, end + 1):
+            # The very sums of which the greatest was kept.
+            if more[item] <= left and reached[number][left - more[item]] + worth[item] == best:
+                chosen[job] = int(items[item])
+                left -= more[item]
+                break
+    return chosen, total
+
+
+def _add_job(best: Floats, costs: Sequence[int], values: Sequence[float]) -> Floats:
+    after: Floats = best + values[0]  # the cheapest takes no units
+    for units, worth in zip(costs[1:], values[1:], strict=True):
+        if units < len(best):
+            to = after[units:]
+            np.maximum(to, best[: len(best) - units] + worth, out=to)
+    return after
+
+
+def promising(costs: Sequence[Ints], values: Sequence[Floats], capacity: int) -> list[Ints]:
+    """Return the items of every job that an optimal choice may take.
+
+    Args:
+        costs: per job, the units of each item; some item must take none.
+        values: per job, the value of each item.
+        capacity: units in total.
+
+    Returns:
+        Per job, indices of items in ascending order. Every optimal choice is among them.
+
+    Example:
+        >>> promising([np.array([0, 1]), np.array([0, 1])],
+        ...     [np.array([0.0, 9.0]), np.array([0.0, 2.0])], 1)
+        [array([1]), array([0])]
+    """
+    if not costs:
+        return []
+    table = _Table(costs, values, capacity)
+    price, inside, outside = _best_price(table)
+    low = _filled(table, inside, outside)
+    scores = table.values - price * table.costs
+    top = scores.max(axis=1)
+    bound = price * capacity + float(top.sum())
+    finite = np.where(np.isfinite(table.values), np.abs(table.values), 0.0)
+    spare = max(bound - low.value, 0.0) + _TOLERANCE * float(finite.max(axis=1).sum())
+    rows, items = np.nonzero(scores >= top[:, None] - spare)
+    return np.split(items, np.searchsorted(rows, np.arange(1, len(costs))))
+
+
+class _Choice(NamedTuple):
+    """One item of every job."""
+
+    picks: Ints
+    """(J,)"""
+    units: int
+    value: float
+
+
+class _Table:
+    """The items of all jobs, in two arrays: (J, C)."""
+
+    def __init__(self, costs: Sequence[Ints], values: Sequence[Floats], capacity: int) -> None:
+        self.capacity = capacity
+        counts = np.array([len(cost) for cost in costs])
+        there = np.arange(counts.max()) < counts[:, None]
+        self.costs: Ints = np.zeros(there.shape, dtype=np.int64)
+        self.costs[there] = np.concatenate(costs)
+        self.values: Floats = np.full(there.shape, -np.inf)
+        self.values[there] = np.concatenate(values)
+        self.values[self.costs > capacity] = -np.inf
+        self.rows: Ints = np.arange(len(counts))
+
+    def choice(self, picks: Ints) -> _Choice:
+        """Add up the units and values of a choice."""
+        units = int(self.costs[self.rows, picks].sum())
+        return _Choice(picks, units, float(self.values[self.rows, picks].sum()))
+
+    def best_at(self, price: float) -> _Choice:
+        """Return the choice with the best scores."""
+        return self.choice((self.values - price * self.costs).argmax(axis=1))
+
+    def cheapest(self) -> _Choice:
+        """Return the best choice that takes no units."""
+        return self.choice(np.where(self.costs == 0, self.values, -np.inf).argmax(axis=1))
+
+
+def _best_price(table: _Table) -> tuple[float, _Choice, _Choice]:
+    """Return the price where D is least, and best choices there within and beyond the capacity.
+
+    D is the greatest of straight lines, one for every choice: where the lines of two choices meet
+    is a better price than either's, or the best.
+    """
+    outside = table.best_at(0.0)
+    if outside.units <= table.capacity:
+        return 0.0, outside, outside
+    inside = table.cheapest()
+    price = 0.0
+    for _ in range(_STEPS):
+        price = max((outside.value - inside.value) / (outside.units - inside.units), 0.0)
+        found = table.best_at(price)
+        gained = (found.value - inside.value) - price * (found.units - inside.units)
+        if gained <= _TOLERANCE * abs(inside.value):
+            break
+        if found.units <= table.capacity:
+            inside = found
+        else:
+            outside = found
+    return price, inside, outside
+
+
+def _filled(table: _Table, inside: _Choice, outside: _Choice) -> _Choice:
+    """Raise a choice within the capacity: give what it leaves to some jobs, as `outside` does."""
+    more = table.costs[table.rows, outside.picks] - table.costs[table.rows, inside.picks]
+    left = table.capacity - inside.units
+    fits = (np.cumsum(more) <= left) & (np.cumsum(np.maximum(more, 0)) <= left)
+    best = table.choice(np.where(fits, outside.picks, inside.picks))
+    if best.value < inside.value:
+        best = inside
+    for _ in range(_EXCHANGES):
+        picks = best.picks
+        room = table.capacity - best.units + table.costs[table.rows, picks]
+        gains = table.values - table.values[table.rows, picks][:, None]
+        gains[table.costs > room[:, None]] = 0.0
+        job, item = divmod(int(gains.argmax()), gains.shape[1])
+        if gains[job, item] <= 0:
+            break
+        picks = picks.copy()
+        picks[job] = item
+        best = table.choice(picks)
+    return best

@@ -1,0 +1,165 @@
+"""The nodes as arrays, and what they hold of each kind of replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipollux_policies.allocation import shape_of
+from pipollux_policies.job_info import JobInfo, NodeInfo, ReplicaShape
+from pipollux_policies.order import by_safety
+from pipollux_policies.placement.node_choice import Bools, Ints, amounts, frozen, num_fitting
+from pipollux_policies.rules import usable_nodes
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """N usable nodes with T kinds of resources, in the order of `by_safety`."""
+
+    names: Sequence[Any]
+    """The preemptible ones come last."""
+    gpu_types: NDArray[np.str_]
+    """(N,)"""
+    kinds: Sequence[str]
+    """Names of the T resources."""
+    capacity: Ints
+    """(N, T): what they have."""
+    free: Ints
+    """(N, T): what pinned jobs leave of it."""
+    template: NodeInfo
+    """A node as could be rented; it counts only for what a node can hold."""
+    closed: Bools
+    """(N,): nodes that take no new jobs; jobs that are there may stay."""
+    _kept: dict[tuple[str, Any], Any] = field(default_factory=dict)
+    """Answers of the methods below, by method and kind of replica."""
+
+    def need(self, shape: ReplicaShape) -> Ints:
+        """Return what one replica of a shape holds: (T,)."""
+        need: Ints = self._keep("need", shape, self._need)
+        return need
+
+    def allowed(self, shape: ReplicaShape) -> Bools:
+        """Tell which nodes may take a replica of a shape: (N,)."""
+        allowed: Bools = self._keep("allowed", shape, self._allowed)
+        return allowed
+
+    def wanted(self, shape: ReplicaShape) -> tuple[Ints, Bools]:
+        """Return `need` and `allowed`."""
+        return self.need(shape), self.allowed(shape)
+
+    def of_type(self, shape: ReplicaShape) -> Bools:
+        """Tell which nodes have GPUs that a shape is for: (N,)."""
+        of_type: Bools = self._keep("of_type", shape, self._of_type)
+        return of_type
+
+    def reach(self, shape: ReplicaShape) -> Ints:
+        """Return how many replicas of a shape the roomiest 1, 2, … nodes hold: (N,)."""
+        reach: Ints = self._keep("reach", shape, self._reach)
+        return reach
+
+    def sizes(self, shape: ReplicaShape, job: JobInfo) -> tuple[Ints, Ints]:
+        """Return the numbers of nodes, the fewest, and of replicas that a job may have: (C,)."""
+        reach = self.reach(shape)
+        least = job.least_replicas
+        most = min(job.most_replicas(shape), int(reach[-1]) if reach.size else 0)
+        key = "sizes", (least, most, shape.holds)
+        if key not in self._kept:
+            replicas = np.arange(least, most + 1)
+            self._kept[key] = np.searchsorted(reach, replicas) + 1, replicas
+        found: tuple[Ints, Ints] = self._kept[key]
+        return found
+
+    def per_node(self, shape: ReplicaShape) -> int:
+        """Return how many replicas of a shape the largest node, rented or not, holds."""
+        per_node: int = self._keep("per_node", shape, self._per_node)
+        return per_node
+
+    def share(self, shape: ReplicaShape) -> float:
+        """Return the largest share of any resource of its possible nodes that a replica holds."""
+        share: float = self._keep("share", shape, self._share)
+        return share
+
+    def _keep(self, what: str, shape: ReplicaShape, find: Callable[[ReplicaShape], Any]) -> Any:
+        key = what, shape.holds
+        if key not in self._kept:
+            self._kept[key] = find(shape)
+        return self._kept[key]
+
+    def _need(self, shape: ReplicaShape) -> Ints:
+        return frozen(amounts([shape], self.kinds)[0])
+
+    def _allowed(self, shape: ReplicaShape) -> Bools:
+        return frozen(self.of_type(shape) & ~self.closed)
+
+    def _of_type(self, shape: ReplicaShape) -> Bools:
+        if shape.gpu_type is None:
+            return np.ones(len(self.names), dtype=bool)
+        of_type: Bools = self.gpu_types == shape.gpu_type
+        return of_type
+
+    def _reach(self, shape: ReplicaShape) -> Ints:
+        fits = np.where(self.allowed(shape), num_fitting(self.need(shape), self.free), 0)
+        return np.cumsum(np.sort(fits)[::-1])
+
+    def _per_node(self, shape: ReplicaShape) -> int:
+        fits = np.where(self.of_type(shape), num_fitting(self.need(shape), self.capacity), 0)
+        return max(int(fits.max(initial=0)), self.template.num_fitting(shape))
+
+    def _share(self, shape: ReplicaShape) -> float:
+        need, total = self.need(shape), self.capacity[self.of_type(shape)].sum(axis=0)
+        # Of a resource that no node has, a replica takes the whole.
+        shares = np.where(total > 0, need / np.maximum(total, 1), 1.0)
+        return float(shares[need > 0].max(initial=0.0))
+
+
+def build_nodes(
+    jobs: Mapping[Any, JobInfo],
+    nodes: Mapping[Any, NodeInfo],
+    pinned: Mapping[Any, Sequence[Any]],
+    template: NodeInfo,
+) -> Nodes:
+    """Return the usable nodes with what pinned jobs leave of them."""
+    names = by_safety(usable_nodes(nodes))
+    held = {shape.holds for job in jobs.values() for shape in job.all_shapes}
+    kinds = sorted({kind for _, resources in held for kind, _ in resources})
+    capacity = amounts([nodes[name] for name in names], kinds)
+    types = np.array([nodes[name].gpu_type for name in names], dtype=np.str_)
+    closed = np.zeros(len(names), dtype=bool)
+    places = Nodes(names, types, kinds, capacity, capacity.copy(), template, closed)
+    places.free[:] -= _held(places, pinned, jobs, nodes)
+    np.maximum(places.free, 0, out=places.free)
+    return places
+
+
+def close_nodes(
+    places: Nodes,
+    closed: Sequence[int],
+    allocations: Mapping[Any, Sequence[Any]],
+    jobs: Mapping[Any, JobInfo],
+    nodes: Mapping[Any, NodeInfo],
+) -> None:
+    """Close nodes: leave free only what jobs that may stay hold there."""
+    held = _held(places, allocations, jobs, nodes)[closed]
+    places.free[closed] = np.minimum(places.free[closed], held)
+    places.closed[closed] = True
+
+
+def _held(
+    places: Nodes,
+    allocations: Mapping[Any, Sequence[Any]],
+    jobs: Mapping[Any, JobInfo],
+    nodes: Mapping[Any, NodeInfo],
+) -> Ints:
+    """Return what allocations hold of every node: (N, T)."""
+    index = {name: number for number, name in enumerate(places.names)}
+    held = np.zeros_like(places.capacity)
+    for name, allocation in allocations.items():
+        need = places.need(shape_of(jobs[name], allocation, nodes)) if allocation else 0
+        for node in allocation:
+            if node in index:
+                held[index[node]] += need
+    return held

@@ -1,0 +1,120 @@
+"""Objectives of the exact policy: sums over jobs, so that the optimum is a knapsack's.
+
+An objective gives every configuration of every job a gain, in any unit, and the policy maximises
+the sum of gains. A job's gain must not depend on the allocations of other jobs.
+
+`FairSpeedup` is Pollux's fitness (`fitness`): the power mean is a monotone function of the sum of
+the jobs' terms, so the greatest sum is the greatest fitness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from pipollux_policies.fitness import TOLERANCE, check_power, power_terms
+from pipollux_policies.placement.node_choice import Floats
+
+from .configurations import Instance, JobConfigurations
+from .promise import Promises
+
+
+class Held(NamedTuple):
+    """What a job holds, wherever it lies."""
+
+    shape: int
+    """Index into its shapes."""
+    replicas: int
+
+
+class Worth(Protocol):
+    """The gains of one instance."""
+
+    def gains(self) -> Floats:
+        """Return the gain of every configuration of all jobs, as in `Instance.table`: (P,).
+
+        Of one that a survivor can reach (`JobConfigurations.live`), it is the gain if one does.
+        """
+
+    def moved(self, job: int, speedup: float, held: Held, *, live: bool = False) -> float:
+        """Return the gain of a job whose allocation changes, by its new speedup.
+
+        Args:
+            job: its index.
+            speedup: in the new allocation.
+            held: the new allocation.
+            live: whether one of its replicas survives the change.
+        """
+
+
+class Objective(Protocol):
+    """The objective to maximise."""
+
+    def promise(self, instance: Instance) -> Promises:
+        """Return the jobs that get something before any gain counts, and where they fit."""
+
+    def judge(self, instance: Instance, promises: Promises) -> Worth:
+        """Return the gains of all jobs' configurations.
+
+        Args:
+            instance: jobs and nodes, without room on nodes that promises have closed.
+            promises: from `promise`; a promise that is not kept must outweigh all gains.
+        """
+
+
+class FairSpeedup:
+    """Pollux's objective: the power mean of speedups over the fair share, with factors for changes.
+
+    Args:
+        power: p of the power mean; −1 is the paper's.
+
+    Raises:
+        ValueError: the power is 0 or not finite.
+    """
+
+    def __init__(self, power: float = -1.0) -> None:
+        self._power = check_power(power)
+
+    def promise(self, instance: Instance) -> Promises:  # noqa: ARG002  # the protocol's
+        """Promise nothing: the mean itself favours the jobs that have least."""
+        return Promises()
+
+    def judge(self, instance: Instance, promises: Promises) -> Worth:  # noqa: ARG002  # as above
+        """Return every configuration's term of the power mean."""
+        fair = [fair_speedup(instance, configs) for configs in instance.jobs]
+        return _FairWorth(instance, fair, self._power)
+
+
+class _FairWorth:
+    def __init__(self, instance: Instance, fair: Sequence[float], power: float) -> None:
+        self._instance, self._fair, self._power = instance, fair, power
+
+    def gains(self) -> Floats:
+        table, jobs = self._instance.table, self._instance.jobs
+        live, restarted = (
+            np.array([c.job.change_factor(live=live) if c.runs else 1.0 for c in jobs])
+            for live in (True, False)
+        )
+        factors = np.where(table.live, live[table.job], restarted[table.job])
+        factors[table.stay] = 1.0
+        return power_terms(table.speedup / np.array(self._fair)[table.job] * factors, self._power)
+
+    def moved(self, job: int, speedup: float, held: Held, *, live: bool = False) -> float:  # noqa: ARG002  # as above
+        configs = self._instance.jobs[job]
+        factor = configs.job.change_factor(live=live) if configs.runs else 1.0
+        return float(power_terms(np.array(speedup / self._fair[job] * factor), self._power))
+
+
+def fair_speedup(instance: Instance, configs: JobConfigurations) -> float:
+    """Return a job's speedup on 1/J of the nodes that it can run on, in its best shape."""
+    nodes, job = instance.nodes, configs.job
+    found = [0.0]
+    for shape in configs.shapes:
+        if not nodes.per_node(shape):
+            continue
+        equal = np.ceil(1.0 / (nodes.share(shape) * instance.num_jobs) - TOLERANCE)
+        replicas = int(min(max(equal, job.least_replicas), job.most_replicas(shape)))
+        found.append(float(shape.speedup_fn(-(-replicas // nodes.per_node(shape)), replicas)))
+    return max(found) or 1.0

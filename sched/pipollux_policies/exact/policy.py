@@ -1,0 +1,213 @@
+"""The exact policy: a knapsack over all configurations of all jobs, then a placement, with a proof.
+
+As a sum over jobs (`objective`), the best allocation that the cluster's slots allow is a
+multiple-choice knapsack, solved exactly and fast (`relaxation`). Its value bounds the value of any
+allocation. The placement (`assignment`) mostly reaches it, and is then optimal. Where it does not,
+small clusters are solved whole as a mixed-integer program (`milp`); for large ones the gap between
+both values bounds the loss.
+
+A job moves only if that gains by the objective, and an allocation that is kept keeps its very list.
+A job that can be changed live keeps as many of its replicas in place as that allows, where the gain
+is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pipollux_policies.allocation import Allocation, as_allocation
+from pipollux_policies.job_info import JobInfo, NodeInfo
+from pipollux_policies.placement.first_fit import place_arrival
+from pipollux_policies.placement.node_choice import Floats, Ints
+
+from .assignment import Assignment, Placed
+from .completion_time import CompletionTime
+from .configurations import Instance, JobConfigurations, build_instance
+from .milp import solve_whole
+from .objective import Objective, Worth
+from .promise import Promises
+from .relaxation import relax
+
+_TOLERANCE = 1e-9
+_SMALL = 30
+"""Cells, jobs times nodes times shapes, up to which a cluster is solved whole."""
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """A bound on how far an answer is from the optimum."""
+
+    value: float
+    """The sum of gains that was reached."""
+    bound: float
+    """A sum of gains that no allocation exceeds."""
+
+    @property
+    def gap(self) -> float:
+        """The loss at most, relative to the bound; 0.0: the answer is optimal."""
+        return max(self.bound - self.value, 0.0) / max(abs(self.bound), 1e-300)
+
+
+class ExactPolicy:
+    """Allocates by exact optimisation.
+
+    Args:
+        objective: the objective to maximise; None: `CompletionTime()`. With `FairSpeedup()` the
+            policy solves Pollux's own problem.
+
+    Example:
+        >>> job = JobInfo({"slots": 1}, lambda nodes, replicas: replicas, 0.0, 1, 4)
+        >>> node = NodeInfo({"slots": 4})
+        >>> ExactPolicy().optimize({"a": job}, {"n": node}, {}, node)[0]
+        {'a': ['n', 'n', 'n', 'n']}
+    """
+
+    adapts_batch_size: ClassVar[bool] = True
+
+    def __init__(self, objective: Objective | None = None) -> None:
+        self._objective = CompletionTime() if objective is None else objective
+
+    @property
+    def fairness(self) -> float | None:
+        """What its objective promises (`CompletionTime.fairness`); None: nothing."""
+        return getattr(self._objective, "fairness", None)
+
+    @property
+    def scarcity(self) -> float | None:
+        """What its objective charges (`CompletionTime.scarcity`); None: nothing."""
+        return getattr(self._objective, "scarcity", None)
+
+    @property
+    def tail(self) -> float | None:
+        """How much more late jobs count (`CompletionTime.tail`); None: as usual, or not."""
+        return getattr(self._objective, "tail", None)
+
+    @property
+    def rank_power(self) -> float | None:
+        """How much more short jobs count (`CompletionTime.rank_power`); None: no more."""
+        return getattr(self._objective, "rank_power", None)
+
+    allocate_job = staticmethod(place_arrival)
+
+    def optimize(
+        self,
+        jobs: Mapping[Any, JobInfo],
+        nodes: Mapping[Any, NodeInfo],
+        base_allocations: Mapping[Any, Sequence[Any]],
+        node_template: NodeInfo,
+    ) -> tuple[dict[Any, Allocation], int]:
+        """Allocate the whole cluster.
+
+        Args:
+            jobs: all jobs that are not done, by name.
+            nodes: all nodes with what jobs may use of them, by name.
+            base_allocations: one node name per replica of each running job.
+            node_template: a node as could be rented; fair shares count what such a node holds.
+
+        Returns:
+            The allocation of every job (an empty list: it is queued), and the present number of
+            nodes: how many there should be is decided by `autoscale`.
+        """
+        allocations, _ = self.solve(jobs, nodes, base_allocations, node_template)
+        return allocations, len(nodes)
+
+    def solve(
+        self,
+        jobs: Mapping[Any, JobInfo],
+        nodes: Mapping[Any, NodeInfo],
+        base_allocations: Mapping[Any, Sequence[Any]],
+        node_template: NodeInfo,
+    ) -> tuple[dict[Any, Allocation], Certificate]:
+        """Allocate as `optimize` does, and return how good the answer is."""
+        instance = build_instance(jobs, nodes, base_allocations, node_template)
+        promises = self._objective.promise(instance)
+        if promises.closed:
+            instance = build_instance(jobs, nodes, base_allocations, node_template, promises.closed)
+        result = {
+            name: as_allocation(jobs[name], held, nodes) for name, held in instance.pinned.items()
+        }
+        worth = self._objective.judge(instance, promises)
+        placed, certificate = _solve(instance, worth, worth.gains(), promises)
+        for configs, found in zip(instance.jobs, placed, strict=True):
+            held = base_allocations.get(configs.name, ())
+            result[configs.name] = _allocation(instance, configs, found, held)
+        return {name: result[name] for name in jobs}, certificate
+
+
+def _solve(
+    instance: Instance, worth: Worth, gains: Floats, promises: Promises
+) -> tuple[list[Placed], Certificate]:
+    if not instance.jobs or not instance.nodes.names:
+        nothing = [Placed(0, (), gain) for gain in gains[instance.table.first[:-1]].tolist()]
+        total = float(sum(found.gain for found in nothing))
+        return nothing, Certificate(total, total)
+    chosen, bound = relax(instance, gains)
+    best = _arrange(instance, worth, gains, chosen)
+    if not all(best.keeps(job) for job in promises.places):
+        kept = Assignment(instance, worth, gains)
+        kept.fill_promised(promises.places, chosen)
+        kept.improve()
+        best = max(best, kept, key=lambda arrangement: arrangement.total)
+    certificate = Certificate(best.total, bound)
+    placed = best.placed
+    if certificate.gap > _TOLERANCE and _is_small(instance):
+        whole = solve_whole(instance, worth, gains)
+        if whole is not None:
+            total = float(sum(found.gain for found in whole))
+            if total > best.total + _TOLERANCE * abs(total):
+                placed, certificate = whole, Certificate(total, bound)
+    return placed, certificate
+
+
+def _arrange(instance: Instance, worth: Worth, gains: Floats, chosen: Ints) -> Assignment:
+    """Return the best of several arrangements; of equal ones the one that moves least."""
+    unmoved = Assignment(instance, worth, gains)
+    tried = [unmoved] if unmoved.stay() else []
+    first, complete = _filled(instance, worth, gains, chosen, keep=True)
+    tried.append(first)
+    if not complete:
+        fitting, _ = relax(instance, gains, whole_nodes=True)
+        tried.append(_filled(instance, worth, gains, chosen, keep=False)[0])
+        tried.append(_filled(instance, worth, gains, fitting, keep=True)[0])
+        if instance.table.live.any():
+            tried.append(_filled(instance, worth, gains, chosen, keep=True, at_home=True)[0])
+    best = tried[0]
+    for other in tried[1:]:
+        if other.total > best.total + _TOLERANCE * abs(best.total):
+            best = other
+    return best
+
+
+def _filled(
+    instance: Instance,
+    worth: Worth,
+    gains: Floats,
+    chosen: Ints,
+    *,
+    keep: bool,
+    at_home: bool = False,
+) -> tuple[Assignment, bool]:
+    """Return an arrangement, and whether every job got its chosen configuration."""
+    assignment = Assignment(instance, worth, gains)
+    complete = assignment.fill(chosen, keep=keep, at_home=at_home)
+    assignment.improve()
+    return assignment, complete
+
+
+def _is_small(instance: Instance) -> bool:
+    return len(instance.table.shapes) * len(instance.nodes.names) <= _SMALL
+
+
+def _allocation(
+    instance: Instance, configs: JobConfigurations, found: Placed, held: Sequence[Any]
+) -> Allocation:
+    if not found.nodes:
+        return Allocation()
+    shape = configs.shapes[found.shape]
+    stay = configs.stay
+    if stay is not None and found.nodes == configs.base and configs.shape[stay] == found.shape:
+        return Allocation(held, shape)
+    names = instance.nodes.names
+    return Allocation([names[node] for node, count in found.nodes for _ in range(count)], shape)

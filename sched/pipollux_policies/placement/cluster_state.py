@@ -1,0 +1,270 @@
+"""A cluster by names: what each job holds, as whole replicas are placed one job after another.
+
+Every rule of `rules` that concerns nodes is kept here: replicas lie whole on usable nodes of
+the right type of GPU, nothing is overcommitted, and a node carries at most one distributed job. A
+pinned job may share its nodes with another distributed job that is there already, but no new one is
+put beside it: whether a job that has just started counts would otherwise depend on the moment.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pipollux_policies.allocation import (
+    Allocation,
+    as_allocation,
+    is_first_choice,
+    shape_of,
+)
+from pipollux_policies.change_cost import possible_survivors
+from pipollux_policies.job_info import ReplicaShape
+from pipollux_policies.order import by_arrival, by_safety
+from pipollux_policies.rules import Allocations, Jobs, Nodes, is_pinned, usable_nodes
+
+from .node_choice import (
+    Bools,
+    Ints,
+    NodeCapacity,
+    NodeCounts,
+    amounts,
+    find_keeping,
+    find_nodes,
+)
+
+
+@dataclass(frozen=True)
+class ReplicaRequest:
+    """A number of replicas of one job, and where they may lie.
+
+    Example:
+        >>> shape = ReplicaShape(2, {"slots": 2}, lambda nodes, replicas: replicas)
+        >>> ReplicaRequest((shape,), 4, max_nodes=2).num_replicas
+        4
+    """
+
+    shapes: tuple[ReplicaShape, ...]
+    """The shapes that will do, the best first; all replicas are of one of them."""
+    num_replicas: int
+    within: frozenset[Any] | None = None
+    """The only nodes that will do; None: all."""
+    max_nodes: int | None = None
+    """More nodes than this will not do; None: any number."""
+    stay: Allocation | None = None
+    """The only allocation that will do; the other fields are then not looked at."""
+
+
+class ClusterState:
+    """The nodes, what is free on them, and what jobs hold.
+
+    A new state holds the pinned jobs, wherever they are.
+
+    Args:
+        jobs: all jobs, by name.
+        nodes: all nodes, by name.
+        base_allocations: what jobs hold, and may keep.
+        running: what runs now, if that is something else: what survives a change is part of it.
+
+    Example:
+        >>> from pipollux_policies import JobInfo, NodeInfo
+        >>> job = JobInfo({"slots": 2}, lambda nodes, replicas: replicas, 0.0, 1, 4)
+        >>> state = ClusterState({"job": job}, {"node": NodeInfo({"slots": 4})}, {})
+        >>> state.find("job", ReplicaRequest(job.all_shapes, 2))
+        ['node', 'node']
+    """
+
+    def __init__(
+        self,
+        jobs: Jobs,
+        nodes: Nodes,
+        base_allocations: Allocations,
+        running: Allocations | None = None,
+    ) -> None:
+        self._running = base_allocations if running is None else running
+        self._jobs, self._nodes, self._base = jobs, nodes, base_allocations
+        self._names = by_safety(nodes)
+        self._index = {name: number for number, name in enumerate(self._names)}
+        shapes = [shape for job in jobs.values() for shape in job.all_shapes]
+        self._kinds = sorted({kind for shape in shapes for kind in shape.resources})
+        infos = [nodes[name] for name in self._names]
+        self._capacity = NodeCapacity(amounts(infos, self._kinds))
+        usable = usable_nodes(nodes)
+        self._usable: Bools = np.array([name in usable for name in self._names], dtype=bool)
+        self._spot: Bools = np.array([info.preemptible for info in infos], dtype=bool)
+        self._gpu_types = np.array([info.gpu_type for info in infos], dtype=object)
+        self._num_movable: Ints = np.zeros(len(infos), dtype=np.int64)
+        self._masks: dict[frozenset[Any], Bools] = {}
+        self.allocations: dict[Any, Allocation] = {}
+        """What jobs hold; a queued job is not in it."""
+        self.pinned = {
+            name
+            for name, job in jobs.items()
+            if is_pinned(job, base_allocations.get(name, ()), nodes)
+        }
+        """Jobs whose allocations must not change."""
+        for name in by_arrival({name: jobs[name] for name in self.pinned}):
+            self.put(name, as_allocation(jobs[name], base_allocations[name], nodes))
+
+    def keep_running(self, wanted: Callable[[Any, Allocation], bool] | None = None) -> None:
+        """Leave running jobs where they are, as far as that breaks no rule.
+
+        Args:
+            wanted: whether the job of this name shall stay on this allocation; None: all shall.
+        """
+        for name in by_arrival(self._jobs):
+            if name in self.allocations or not self._base.get(name):
+                continue
+            allocation = as_allocation(self._jobs[name], self._base[name], self._nodes)
+            if self.fits(name, allocation) and (wanted is None or wanted(name, allocation)):
+                self.put(name, allocation)
+
+    def counts(self, name: Any, shape: ReplicaShape, within: frozenset[Any] | None = None) -> Ints:
+        """Return how many replicas of a job fit on each node: (N,)."""
+        job = self._jobs[name]
+        allowed = np.array([is_first_choice(job, shape, t) for t in self._gpu_types], bool)
+        if within is not None:
+            allowed &= self._mask(within)
+        return self._capacity.counts(self._need(shape), allowed & self._usable)
+
+    def _need(self, shape: ReplicaShape) -> Ints:
+        need: Ints = amounts([shape], self._kinds)[0]
+        return need
+
+    def _mask(self, within: frozenset[Any]) -> Bools:
+        if within not in self._masks:
+            self._masks[within] = np.array([name in within for name in self._names], dtype=bool)
+        return self._masks[within]
+
+    def budget(self) -> Budget:
+        """Return what is free on all usable nodes together, by type of GPU."""
+        types = sorted(set(self._gpu_types[self._usable]))
+        return Budget({t: self._total(self._usable & (self._gpu_types == t)) for t in types})
+
+    def free_on(self, within: frozenset[Any]) -> dict[str, int]:
+        """Return what is free of each resource on those of some nodes that are usable."""
+        return self._total(self._usable & self._mask(within))
+
+    def num_without_distributed(self, within: frozenset[Any]) -> int:
+        """Return how many of some nodes are usable and carry no distributed job."""
+        without = self._capacity.num_distributed == 0
+        return int((self._usable & self._mask(within) & without).sum())
+
+    def _total(self, mask: Bools) -> dict[str, int]:
+        free = np.maximum(self._capacity.free[mask], 0).sum(axis=0)
+        return dict(zip(self._kinds, free.tolist(), strict=True))
+
+    def fits(self, name: Any, allocation: Allocation) -> bool:
+        """Tell whether a job that holds nothing may have this allocation."""
+        job, shape = self._jobs[name], allocation.shape
+        if shape is None:
+            return False
+        if not job.least_replicas <= len(allocation) <= job.most_replicas(shape):
+            return False
+        counts = Counter(allocation)
+        if any(node not in self._index for node in counts):
+            return False
+        numbers = [self._index[node] for node in counts]
+        allowed = self._usable
+        if shape.gpu_type is not None:
+            allowed = allowed & (self._gpu_types == shape.gpu_type)
+        room = self._capacity.counts(self._need(shape), allowed)[numbers]
+        if (room < list(counts.values())).any():
+            return False
+        return len(numbers) == 1 or not self._num_movable[numbers].any()
+
+    def put(self, name: Any, allocation: Allocation) -> None:
+        """Give a job that holds nothing an allocation that fits."""
+        self._change(name, allocation, 1)
+        self.allocations[name] = allocation
+
+    def take(self, name: Any) -> Allocation:
+        """Take from a job what it holds, and return it."""
+        allocation = self.allocations.pop(name)
+        self._change(name, allocation, -1)
+        return allocation
+
+    def _change(self, name: Any, allocation: Allocation, sign: int) -> None:
+        placed = tuple((self._index[node], count) for node, count in Counter(allocation).items())
+        need = self._need(allocation.shape) if allocation.shape else np.zeros(len(self._kinds), int)
+        (self._capacity.put if sign > 0 else self._capacity.take)(placed, need)
+        if len(placed) > 1:
+            self._num_movable[[node for node, _ in placed]] += sign * (name not in self.pinned)
+
+    def find(self, name: Any, request: ReplicaRequest) -> Allocation | None:
+        """Find nodes for a job that holds nothing (`find_nodes`), preemptible nodes last.
+
+        Of a job that can be changed live, replicas stay where they are if that takes no more nodes,
+        and no more preemptible ones.
+
+        Returns:
+            An allocation; None only if the request cannot be met, so that freeing room never makes
+            it harder to meet.
+        """
+        if request.stay is not None:
+            return request.stay if self.fits(name, request.stay) else None
+        for shape in request.shapes:
+            counts = self.counts(name, shape, request.within)
+            closed = self._capacity.num_distributed > 0
+            found = find_nodes(
+                *(counts, closed, request.num_replicas),
+                avoided=self._spot,
+                max_nodes=request.max_nodes,
+            )
+            if found is not None:
+                stays = self._survivors(name, shape)
+                if stays is not None:
+                    keeping = find_keeping(counts, closed, request.num_replicas, stays)
+                    found = self._nearer(found, keeping)
+                return Allocation(
+                    (self._names[n] for n, count in found for _ in range(count)), shape
+                )
+        return None
+
+    def _survivors(self, name: Any, shape: ReplicaShape) -> Ints | None:
+        """Return how many replicas of a shape could survive on each node, (N,); None: none."""
+        job, held = self._jobs[name], self._running.get(name, ())
+        possible = possible_survivors(job, held, self._nodes)
+        if not possible or shape_of(job, held, self._nodes) is not shape:
+            return None
+        return np.array([possible[node] for node in self._names], dtype=np.int64)
+
+    def _nearer(self, found: NodeCounts, keeping: NodeCounts | None) -> NodeCounts:
+        """Return nodes that keep replicas in place, if these are no worse than other nodes."""
+
+        def cost(nodes: NodeCounts) -> tuple[int, int]:
+            return len(nodes), sum(bool(self._spot[node]) for node, _ in nodes)
+
+        if keeping is None or any(
+            more > than for more, than in zip(cost(keeping), cost(found), strict=True)
+        ):
+            return found
+        return keeping
+
+
+class Budget:
+    """What a cluster has in total, as if each type of GPU were one node.
+
+    Args:
+        free: amounts by type of GPU, then by kind of resource.
+    """
+
+    def __init__(self, free: Mapping[str, Mapping[str, int]]) -> None:
+        self._free = {gpu_type: dict(amounts) for gpu_type, amounts in free.items()}
+
+    def spend(self, shape: ReplicaShape, num_replicas: int) -> bool:
+        """Take what replicas hold, if there is enough left; tell whether there was."""
+        needs = {kind: amount * num_replicas for kind, amount in shape.resources.items() if amount}
+        types = list(self._free) if shape.gpu_type is None else [shape.gpu_type]
+        rests = [self._free[gpu_type] for gpu_type in types if gpu_type in self._free]
+        if any(sum(rest.get(kind, 0) for rest in rests) < need for kind, need in needs.items()):
+            return False
+        for kind, need in needs.items():
+            for rest in sorted(rests, key=lambda rest: -rest.get(kind, 0)):
+                paid = min(need, rest.get(kind, 0))
+                rest[kind] = rest.get(kind, 0) - paid
+                need -= paid
+        return True

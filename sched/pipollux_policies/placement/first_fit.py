@@ -1,0 +1,34 @@
+"""Placing one job that has just arrived, until all jobs are weighed against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipollux_policies.allocation import Allocation, is_first_choice
+from pipollux_policies.job_info import JobInfo, NodeInfo
+from pipollux_policies.order import by_safety
+from pipollux_policies.rules import usable_nodes
+
+
+def place_arrival(job_info: JobInfo, nodes: Mapping[Any, NodeInfo]) -> Allocation:
+    """Give a job its fewest replicas on the first node with room, without moving other jobs.
+
+    Args:
+        job_info: the job.
+        nodes: nodes with what is FREE on them.
+
+    Returns:
+        `min_replicas` (at least one) replicas on one usable node, safe nodes before preemptible
+        ones, in the first of the job's shapes for which there is room; else nothing.
+    """
+    usable, replicas = usable_nodes(nodes), job_info.least_replicas
+    for shape in job_info.all_shapes:
+        if replicas > job_info.most_replicas(shape):
+            continue
+        for name in by_safety(usable):
+            node = usable[name]
+            fits = node.num_fitting(shape) >= replicas
+            if fits and is_first_choice(job_info, shape, node.gpu_type):
+                return Allocation([name] * replicas, shape)
+    return Allocation()

@@ -1,0 +1,368 @@
+"""What is left of the nodes as replicas are placed on them, and where replicas go.
+
+A replica lies whole on one node. A job's replicas go to one node if one has room, the tightest
+such; else to as few nodes as possible. A job on several nodes is *distributed*, and a node carries
+at most one distributed job. Every policy places by these rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
+from typing import NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipollux_policies.job_info import NodeInfo, ReplicaShape
+
+Ints: TypeAlias = NDArray[np.int64]
+Floats: TypeAlias = NDArray[np.float64]
+Bools: TypeAlias = NDArray[np.bool_]
+A = TypeVar("A", bound=np.generic)
+NodeCounts: TypeAlias = tuple[tuple[int, int], ...]
+"""(node, number of replicas) of every node that a job lies on."""
+
+
+def amounts(infos: Iterable[ReplicaShape | NodeInfo], kinds: Sequence[str]) -> Ints:
+    """Return what shapes hold or nodes have of each kind of resource: (len(infos), T)."""
+    rows = [[info.resources.get(kind, 0) for kind in kinds] for info in infos]
+    return np.array(rows, dtype=np.int64).reshape(len(rows), len(kinds))
+
+
+def frozen(values: NDArray[A]) -> NDArray[A]:
+    """Return an array that cannot be written to any more."""
+    values.flags.writeable = False
+    return values
+
+
+def num_fitting(need: Ints, free: Ints) -> Ints:
+    """Return how many replicas fit: need (T,), free (..., T) -> (...,)."""
+    first, *others = np.flatnonzero(need)
+    counts: Ints = free[..., first] // need[first]
+    for kind in others:
+        counts = np.minimum(counts, free[..., kind] // need[kind])
+    return np.maximum(counts, 0)
+
+
+def find_nodes(
+    counts: Ints,
+    closed: Bools,
+    num_replicas: int,
+    *,
+    preferred: Bools | None = None,
+    avoided: Bools | None = None,
+    claimed: Ints | None = None,
+    max_nodes: int | None = None,
+) -> NodeCounts | None:
+    """Find nodes for all replicas of a job; None if they do not fit.
+
+    Args:
+        counts: (N,), how many of the replicas fit on each node.
+        closed: (N,), nodes that take no further distributed job.
+        num_replicas: how many replicas to place, at least 1.
+        preferred: (N,), nodes to prefer among those that are as tight for a whole job.
+        avoided: (N,), nodes to choose last, however tight they are.
+        claimed: (N,), how often nodes are claimed: of those with as much room the least go first.
+        max_nodes: the most nodes that will do; None: any number.
+
+    Returns:
+        The nodes in the order in which they are filled: the roomiest, then the tightest that holds
+        the rest. More room on any node never makes the answer None.
+
+    Example:
+        >>> closed = np.array([False, False, False])
+        >>> find_nodes(np.array([4, 2, 3]), closed, 2)
+        ((1, 2),)
+        >>> find_nodes(np.array([4, 2, 3]), closed, 6)
+        ((0, 4), (1, 2))
+    """
+    node = _tightest(counts, num_replicas, preferred, avoided, claimed)
+    if node is not None:
+        return ((node, num_replicas),)
+    counts = np.where(closed, 0, counts)
+    found: list[tuple[int, int]] = []
+    left = num_replicas
+    roomiest = np.lexsort((np.zeros_like(closed) if claimed is None else claimed, -counts))
+    for node in roomiest.tolist():
+        count = int(counts[node])
+        if count == 0:
+            return None
+        if count >= left:
+            if max_nodes is not None and len(found) >= max_nodes:
+                return None
+            last = _tightest(counts, left, None, avoided, claimed)
+            assert last is not None  # noqa: S101  # this very node holds what is left
+            return (*found, (last, left))
+        found.append((node, count))
+        counts[node] = 0
+        left -= count
+    return None
+
+
+def find_keeping(
+    counts: Ints,
+    closed: Bools,
+    num_replicas: int,
+    survivors: Ints,
+    *,
+    claimed: Ints | None = None,
+    max_nodes: int | None = None,
+) -> NodeCounts | None:
+    """Find nodes for all replicas of a job that keep some of them where they are.
+
+    Args:
+        counts: (N,), how many of the replicas fit on each node.
+        closed: (N,), nodes that take no further distributed job.
+        num_replicas: how many replicas to place, at least 1.
+        survivors: (N,), how many could stay on each node.
+        claimed: (N,), as in `find_nodes`, of the other nodes.
+        max_nodes: the most nodes that will do; None: any number.
+
+    Returns:
+        The fewest nodes of which one at least keeps a replica, and of such some that keep many.
+        None if there are none, or more than will do.
+
+    Example:
+        >>> open_nodes, survivors = np.array([False, False, False]), np.array([0, 1, 0])
+        >>> find_keeping(np.array([4, 3, 3]), open_nodes, 3, survivors)
+        ((1, 3),)
+        >>> find_keeping(np.array([4, 2, 3]), open_nodes, 5, survivors)
+        ((1, 2), (2, 3))
+    """
+    stays = np.minimum(counts, survivors)
+    homes = np.flatnonzero(stays)
+    if not homes.size:
+        return None
+    alone = homes[counts[homes] >= num_replicas]
+    if alone.size:
+        kept = np.minimum(stays[alone], num_replicas)
+        best = alone[np.lexsort((counts[alone], -kept))][0]
+        return ((int(best), num_replicas),)
+    homes = homes[~closed[homes]]
+    if not homes.size:
+        return None
+    homes = homes[np.lexsort((-counts[homes], -stays[homes]))]
+    enough = int(np.searchsorted(np.cumsum(counts[homes]), num_replicas)) + 1
+    # The roomiest needs the fewest others.
+    roomiest = homes[[counts[homes].argmax()]]
+    open_counts = np.where(closed, 0, counts)
+    tried = [
+        _spread(open_counts, chosen, num_replicas, stays, claimed)
+        for chosen in (homes, homes[:enough], homes[:1], roomiest)
+    ]
+    found = [nodes for nodes in tried if nodes is not None]
+    found = [nodes for nodes in found if max_nodes is None or len(nodes) <= max_nodes]
+    return min(
+        found,
+        key=lambda nodes: (len(nodes), -sum(min(n, int(stays[node])) for node, n in nodes)),
+        default=None,
+    )
+
+
+def _spread(
+    counts: Ints, homes: Ints, num_replicas: int, stays: Ints, claimed: Ints | None
+) -> NodeCounts | None:
+    """Place replicas on some nodes of their job, and where these are full on others."""
+    placed: dict[int, int] = {}
+    left = num_replicas
+    for most in (stays, counts):
+        for node in homes.tolist():
+            more = min(int(most[node]) - placed.get(node, 0), left)
+            placed[node] = placed.get(node, 0) + more
+            left -= more
+    if left:
+        others = counts.copy()
+        others[homes] = 0
+        none_closed = np.zeros(len(counts), dtype=bool)
+        rest = find_nodes(others, none_closed, left, preferred=stays > 0, claimed=claimed)
+        if rest is None:
+            return None
+        placed.update(rest)
+    return tuple((node, count) for node, count in placed.items() if count)
+
+
+def _tightest(
+    counts: Ints,
+    num_replicas: int,
+    preferred: Bools | None,
+    avoided: Bools | None,
+    claimed: Ints | None,
+) -> int | None:
+    """Return the node with the least room of those that hold all replicas, if one does."""
+    enough = np.flatnonzero(counts >= num_replicas)
+    if not enough.size:
+        return None
+    if avoided is not None:
+        enough = _narrow(enough, ~avoided)
+    tightest = enough[counts[enough] == counts[enough].min()]
+    if preferred is not None:
+        tightest = _narrow(tightest, preferred)
+    if claimed is not None:
+        tightest = tightest[[claimed[tightest].argmin()]]
+    return int(tightest[0])
+
+
+def _narrow(nodes: Ints, wanted: Bools) -> Ints:
+    """Return the wanted ones of some nodes; all of them if none is wanted."""
+    chosen: Ints = nodes[wanted[nodes]]
+    return chosen if chosen.size else nodes
+
+
+class _Counts(NamedTuple):
+    """What fits on each node, as it was when some changes had been made."""
+
+    need: Ints
+    allowed: Bools
+    counts: Ints
+    wants: list[tuple[int, int]]
+    """What a replica holds, by index of the resource."""
+    by_room: dict[int, list[int]]
+    """Heaps of the nodes on which so many fit; a node may be in others, too, where it was."""
+
+    def change(self, node: int, free: Sequence[int]) -> None:
+        """Take in what is free on a node."""
+        if self.allowed[node]:
+            count = max(min([free[kind] // amount for kind, amount in self.wants]), 0)
+            self.counts[node] = count
+            heappush(self.by_room.setdefault(count, []), node)
+
+    def tightest(self, num_replicas: int, claims: Ints) -> int | None:
+        """Return the first node with the least room of those that hold all replicas.
+
+        Args:
+            num_replicas: how many.
+            claims: `NodeCapacity.claims`.
+        """
+        for room in sorted(room for room in self.by_room if room >= num_replicas):
+            nodes = self.by_room[room]
+            while nodes:
+                if self.counts[nodes[0]] == room:
+                    return self._least_claimed(nodes[0], claims)
+                heappop(nodes)
+        return None
+
+    def _least_claimed(self, node: int, claims: Ints) -> int:
+        """Return the first of the nodes with as much room as this one, and the fewest claims."""
+        if not claims[node]:
+            return node
+        alike = np.flatnonzero(self.counts == self.counts[node])
+        return int(alike[claims[alike].argmin()])
+
+
+class NodeCapacity:
+    """What is free on N nodes, and how many distributed jobs each carries.
+
+    Args:
+        free: (N, T), amounts of T resources.
+    """
+
+    def __init__(self, free: Ints) -> None:
+        self.free: Ints = free.copy()
+        """(N, T)."""
+        self.num_distributed: Ints = np.zeros(len(free), dtype=np.int64)
+        """(N,)."""
+        self.claims: Ints = np.zeros(len(free), dtype=np.int64)
+        """(N,): how many replicas of jobs that are still to be placed are there. Of nodes with as
+        much room, those with the fewest claims are found first."""
+        self._kept: dict[tuple[int, int], _Counts] = {}
+        """Answers of `counts`, by the ids of what was asked, which they hold on to."""
+
+    def counts(self, need: Ints, allowed: Bools) -> Ints:
+        """Return how many replicas fit on each of the allowed nodes, 0 elsewhere: (N,).
+
+        For arrays that are `frozen` the answer is kept up to date, until they are asked for again.
+
+        Args:
+            need: what one replica holds, (T,).
+            allowed: (N,).
+        """
+        key = id(need), id(allowed)
+        if key not in self._kept:
+            found = np.where(allowed, num_fitting(need, self.free), 0)
+            if need.flags.writeable or allowed.flags.writeable:
+                return found
+            wants = [(kind, amount) for kind, amount in enumerate(need.tolist()) if amount]
+            by_room: dict[int, list[int]] = {}
+            for node, count in enumerate(found.tolist()):
+                by_room.setdefault(count, []).append(node)  # in order, which makes it a heap
+            self._kept[key] = _Counts(need, allowed, found, wants, by_room)
+        return self._kept[key].counts
+
+    def forget(self) -> None:
+        """Keep no answers of `counts` up to date any more."""
+        self._kept.clear()
+
+    def put_all(self, owners: Ints, nodes: Ints, counts: Ints, needs: Ints) -> bool:
+        """Take the room of many jobs if there is enough for all; return whether there was.
+
+        Args:
+            owners: the job of each entry, as an index.
+            nodes: its node.
+            counts: its number of replicas there.
+            needs: what one of them holds: (entries, T).
+        """
+        free, distributed = self.free.copy(), self.num_distributed.copy()
+        np.subtract.at(free, nodes, counts[:, None] * needs)
+        spread = nodes[np.bincount(owners)[owners] > 1]
+        np.add.at(distributed, spread, 1)
+        if (free < np.minimum(self.free, 0)).any() or (distributed[spread] > 1).any():
+            return False
+        self.free, self.num_distributed = free, distributed
+        self.forget()
+        return True
+
+    def find(self, need: Ints, allowed: Bools, num_replicas: int) -> NodeCounts | None:
+        """Find nodes for a job (`find_nodes`), in ascending order."""
+        counts = self.counts(need, allowed)
+        kept = self._kept.get((id(need), id(allowed)))
+        node = None if kept is None else kept.tightest(num_replicas, self.claims)
+        if node is not None:
+            return ((node, num_replicas),)
+        found = find_nodes(counts, self.num_distributed > 0, num_replicas, claimed=self.claims)
+        return None if found is None else tuple(sorted(found))
+
+    def find_keeping(
+        self, need: Ints, allowed: Bools, num_replicas: int, survivors: NodeCounts
+    ) -> NodeCounts | None:
+        """Find nodes that keep replicas of a job in place (`find_keeping`), in ascending order."""
+        stays = np.zeros(len(self.free), dtype=np.int64)
+        for node, count in survivors:
+            stays[node] = count
+        counts = self.counts(need, allowed)
+        closed = self.num_distributed > 0
+        found = find_keeping(counts, closed, num_replicas, stays, claimed=self.claims)
+        return None if found is None else tuple(sorted(found))
+
+    def most(self, need: Ints, allowed: Bools) -> int:
+        """Return the most replicas for which `find` finds nodes."""
+        counts = self.counts(need, allowed)
+        spread = counts.sum(where=self.num_distributed == 0)
+        return max(int(counts.max(initial=0)), int(spread))
+
+    def accepts(self, placed: NodeCounts, need: Ints) -> bool:
+        """Tell whether a job fits on these nodes."""
+        nodes = [node for node, _ in placed]
+        if len(placed) > 1 and self.num_distributed[nodes].any():
+            return False
+        fits = num_fitting(need, self.free[nodes]) >= [count for _, count in placed]
+        return bool(fits.all())
+
+    def put(self, placed: NodeCounts, need: Ints) -> None:
+        """Take the room of a job's replicas."""
+        self._change(placed, need, 1)
+
+    def take(self, placed: NodeCounts, need: Ints) -> None:
+        """Free the room of a job's replicas."""
+        self._change(placed, need, -1)
+
+    def _change(self, placed: NodeCounts, need: Ints, sign: int) -> None:
+        for node, count in placed:
+            row = self.free[node]
+            row -= sign * count * need
+            if len(placed) > 1:
+                self.num_distributed[node] += sign
+            if self._kept:
+                free = row.tolist()
+                for kept in self._kept.values():
+                    kept.change(node, free)

@@ -1,0 +1,145 @@
+"""Placing jobs in order of priority, and the requests of policies with fixed sizes.
+
+Running jobs that shall continue start where they are. Then each job that holds nothing is placed in
+turn: where there is room, else by preempting jobs of lower priority, as few of them as possible,
+the lowest priority first. Preempted jobs are placed again in their turn.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from pipollux_policies.allocation import Allocation
+from pipollux_policies.job_info import JobInfo, ReplicaShape
+from pipollux_policies.rules import Allocations, Jobs, Nodes
+
+from .cluster_state import ClusterState, ReplicaRequest
+from .node_choice import Floats, Ints
+
+S = TypeVar("S")
+
+
+def user_shapes(job: JobInfo) -> tuple[ReplicaShape, ...]:
+    """Return the shapes for policies that do not choose a job's number of stages.
+
+    These are its own; and, if that is for one type of GPU, the first listed for each other type.
+    """
+    own = job.all_shapes[0]
+    chosen: dict[str | None, ReplicaShape] = {own.gpu_type: own}
+    if own.gpu_type is not None:
+        for shape in job.shapes:
+            chosen.setdefault(shape.gpu_type, shape)
+    return tuple(chosen.values())
+
+
+def request_of(job: JobInfo, num_replicas: int) -> ReplicaRequest:
+    """Return the request for a number of replicas, in those of `user_shapes` that allow it."""
+    shapes = (shape for shape in user_shapes(job) if job.most_replicas(shape) >= num_replicas)
+    return ReplicaRequest(tuple(shapes), num_replicas)
+
+
+def fixed_request(job: JobInfo) -> ReplicaRequest:
+    """Return what a policy of fixed sizes gives a job: `requested_replicas` within its bounds."""
+    least = job.least_replicas
+    most = max(job.most_replicas(shape) for shape in user_shapes(job))
+    return request_of(job, min(max(job.requested_replicas or least, least), max(most, least)))
+
+
+def speedups(shape: ReplicaShape, num_nodes: Ints, num_replicas: Ints) -> Floats:
+    """Return the speedups of C allocations, (C,); 0 for one that is not a number."""
+    found = np.asarray(shape.speedup_fn(num_nodes, num_replicas), dtype=float)
+    values: Floats = np.nan_to_num(np.maximum(np.broadcast_to(found, num_nodes.shape), 0), posinf=0)
+    return values
+
+
+def pack(
+    state: ClusterState, order: Sequence[Any], wants: Mapping[Any, Sequence[ReplicaRequest]]
+) -> dict[Any, int]:
+    """Place all jobs that hold nothing, the highest priority first.
+
+    Args:
+        state: the cluster; jobs that shall stay, if possible, hold their allocations already.
+        order: all jobs that may be placed or moved, the highest priority first.
+        wants: the requests of each job, the best first; a job that is not in it gets nothing.
+
+    Returns:
+        For every job that was placed, the index of the request that was met.
+    """
+    met: dict[Any, int] = {}
+    for rank, name in enumerate(order):
+        if name in state.allocations:
+            continue
+        for number, request in enumerate(wants.get(name, ())):
+            found = state.find(name, request) or _make_way(state, name, request, order[rank + 1 :])
+            if found:
+                state.put(name, found)
+                met[name] = number
+                break
+    return met
+
+
+def _make_way(
+    state: ClusterState, name: Any, request: ReplicaRequest, lower: Sequence[Any]
+) -> Allocation | None:
+    movable = [other for other in lower if other in state.allocations and other not in state.pinned]
+    taken = [(other, state.take(other)) for other in movable]
+    possible = state.find(name, request) is not None
+    for other, allocation in taken:
+        state.put(other, allocation)
+        if possible and state.find(name, request) is None:
+            state.take(other)
+    return state.find(name, request) if possible else None
+
+
+def unchanged(jobs: Jobs, one: Allocations, other: Allocations) -> bool:
+    """Tell whether every job has the same replicas on the same nodes in both."""
+
+    def held(allocations: Allocations, name: Any) -> tuple[Counter[Any], int | None]:
+        allocation = allocations.get(name, ())
+        return Counter(allocation), getattr(allocation, "num_stages", None)
+
+    return all(held(one, name) == held(other, name) for name in jobs)
+
+
+def settle(start: S, step: Callable[[S], S], cost: Callable[[S], float]) -> S:
+    """Repeat a step as long as it lowers the cost, so that a second call changes nothing."""
+    while True:
+        following = step(start)
+        if not cost(following) < cost(start):
+            return start
+        start = following
+
+
+def answer(
+    jobs: Jobs, base_allocations: Allocations, allocations: Mapping[Any, Allocation]
+) -> dict[Any, Allocation]:
+    """Return every job's allocation; an unchanged one keeps the order of its list."""
+    result: dict[Any, Allocation] = {}
+    for name in jobs:
+        held = allocations.get(name, Allocation())
+        base = base_allocations.get(name, ())
+        stages = getattr(base, "num_stages", None)
+        same = Counter(base) == Counter(held) and stages in (None, held.num_stages)
+        result[name] = Allocation(base, held.shape) if same else held
+    return result
+
+
+def num_nodes_as_is(jobs: Jobs, nodes: Nodes) -> int:
+    """Return the number of nodes that policies without advice give: as many as there are."""
+    return len(nodes) or (1 if jobs else 0)
+
+
+def place_alone(job: JobInfo, nodes: Nodes, num_replicas: int) -> Allocation:
+    """Place one arriving job without moving other jobs; nothing if there is no room.
+
+    Args:
+        job: the job.
+        nodes: nodes with what is FREE on them.
+        num_replicas: how many replicas to place.
+    """
+    state = ClusterState({"": job}, nodes, {})
+    return state.find("", request_of(job, num_replicas)) or Allocation()

@@ -1,0 +1,60 @@
+"""Start new jobs on free slots, before a policy weighs all jobs against each other.
+
+The allocator and the simulator both follow this rule:
+
+    waiting jobs, in order of arrival       free slots
+    ┌─────┐ ┌─────┐ ┌──────┐ ┌─────┐
+    │ one │ │ two │ │ wide │ │last │        `one` and `two` start. `wide` does not fit, so `last`
+    └──┬──┘ └──┬──┘ └──┬───┘ └─────┘        waits behind it: if later jobs took every slot that
+       ▼       ▼       ✗                    becomes free, a wide job would never start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+from .allocation import Allocation
+from .job_info import NodeInfo
+
+Place: TypeAlias = Callable[[str, Mapping[Any, NodeInfo]], Allocation]
+
+
+def place_in_order(
+    waiting: Iterable[str],
+    free: Mapping[Any, NodeInfo],
+    place: Place,
+    weighed: Collection[str] = (),
+    *,
+    queue: bool = True,
+) -> dict[str, Allocation]:
+    """Return the allocations of the jobs that start at once.
+
+    Args:
+        waiting: names of the jobs without an allocation, in order of arrival.
+        free: the nodes with their free resources.
+        place: returns an allocation of one job on free resources, with its shape, or an empty one.
+        weighed: jobs that start only when the policy weighs all jobs: jobs that it suspended, and
+            new jobs with hints from earlier ones, which may get more than their minimum.
+        queue: whether a job that has to wait also holds back the jobs after it.
+    """
+    left, placed = dict(free), dict[str, Allocation]()
+    for name in waiting:
+        given = Allocation() if name in weighed else place(name, left)
+        if given:
+            placed[name] = given
+            _subtract(left, given)
+        elif queue:
+            break
+    return placed
+
+
+def _subtract(free: dict[Any, NodeInfo], given: Allocation) -> None:
+    """Subtract an allocation from the free resources of its nodes."""
+    assert given.shape is not None, "an allocation that is not empty has a shape"  # noqa: S101
+    for name in given:
+        left = dict(free[name].resources)
+        for kind, amount in given.shape.resources.items():
+            left[kind] = left.get(kind, 0) - amount
+        free[name] = replace(free[name], resources=left)

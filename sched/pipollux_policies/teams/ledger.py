@@ -1,0 +1,126 @@
+"""Who holds, borrows and lends what, in numbers and in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+from pipollux_utils.text import count
+
+from .shares import fill
+from .team import Team, Teams
+
+
+@dataclass(frozen=True)
+class TeamUse:
+    """What a team holds."""
+
+    team: Team
+    used: int
+    """Slots that its jobs hold."""
+    lent: int = 0
+    """Slots of its quota that others hold."""
+    until: float | None = None
+    """When it gives slots back that it was told of, in seconds since the epoch; None: not yet."""
+
+    @property
+    def borrowed(self) -> int:
+        """Slots that it holds beyond its quota."""
+        return max(self.used - self.team.quota, 0)
+
+
+def capacity_of(slots: Mapping[str, int], held: Mapping[str, int]) -> int:
+    """Return the slots of which loans are made: what nodes have that take jobs.
+
+    Of the others, such as those that drain, what is held counts until it is left.
+
+    Args:
+        slots: of the nodes that take jobs, by name.
+        held: slots that jobs hold on each node.
+
+    Example:
+        >>> capacity_of({"a": 4}, {"a": 1, "drains": 2})
+        6
+    """
+    return sum(slots.values()) + sum(n for node, n in held.items() if node not in slots)
+
+
+def team_uses(
+    teams: Teams, held: Mapping[str, int], capacity: int, until: Mapping[str, float]
+) -> dict[str, TeamUse]:
+    """Return what every team holds, by name.
+
+    Slots that are in nobody's quota are lent before those of teams; these lend evenly.
+
+    Args:
+        teams: quotas and limits.
+        held: slots that the jobs of each team hold.
+        capacity: slots of which loans are made: see `capacity_of`.
+        until: when each team gives slots back, for those that were told to.
+    """
+    names = sorted(teams.by_name.keys() | held.keys())
+    borrowed = sum(max(held.get(name, 0) - teams[name].quota, 0) for name in names)
+    unowned = max(capacity - sum(teams[name].quota for name in names), 0)
+    idle = {name: max(teams[name].quota - held.get(name, 0), 0) for name in names}
+    lent = fill(max(borrowed - unowned, 0), idle, dict.fromkeys(names, 1.0))
+    return {
+        name: TeamUse(teams[name], held.get(name, 0), lent[name], until.get(name)) for name in names
+    }
+
+
+def why_team_waits(uses: Mapping[str, TeamUse], name: str, *, preemptible: bool) -> str | None:
+    """Explain how its team keeps a job from running; None: it does not.
+
+    Example:
+        >>> why_team_waits({"a": TeamUse(Team("a", quota=2), 2)}, "a", preemptible=True)
+        'team a holds its quota of 2 slots'
+    """
+    own = uses.get(name, TeamUse(Team(name), 0))
+    team = own.team
+    others = [use for other, use in uses.items() if other != name and use.borrowed]
+    if own.used < team.quota and not others:
+        return None
+    if not team.quota:
+        text = f"team {name} has no quota of its own"
+    elif own.used < team.quota:
+        text = f"team {name} holds {own.used} of its quota of {count(team.quota, 'slot')}"
+    else:
+        text = f"team {name} holds its quota of {count(team.quota, 'slot')}"
+    if own.borrowed:
+        text += f" and borrows {own.borrowed}"
+    if own.used >= team.quota and team.borrow is not None and own.borrowed >= team.borrow:
+        return f"{text}, which is all that it may"
+    if own.used >= team.quota and not preemptible:
+        return f"{text}, and a job that is not preemptible may not borrow"
+    return "; ".join([text, *(_loan(use) for use in others)])
+
+
+def why_no_more(use: TeamUse, held: int, more: int) -> str | None:
+    """Explain how its team's limits keep a job that runs from more slots; None: they do not.
+
+    Args:
+        use: what its team holds.
+        held: slots that the job holds.
+        more: slots that one replica more would take.
+
+    Example:
+        >>> why_no_more(TeamUse(Team("a", max_slots_per_job=2), 2), 2, 1)
+        'Team a allows 2 slots for each job.'
+    """
+    team = use.team
+    if team.max_slots_per_job is not None and held + more > team.max_slots_per_job:
+        return f"Team {team.name} allows {count(team.max_slots_per_job, 'slot')} for each job."
+    if team.most is not None and use.used + more > team.most:
+        borrowed = f", and it may borrow {team.borrow}" if team.borrow else ""
+        quota = count(team.quota, "slot")
+        return f"Team {team.name} holds {use.used}: its quota is {quota}{borrowed}."
+    return None
+
+
+def _loan(use: TeamUse) -> str:
+    verb = "is" if use.borrowed == 1 else "are"
+    text = f"{use.borrowed} more {verb} borrowed by team {use.team.name}"
+    if use.until is None:
+        return text
+    return f"{text} until {datetime.fromtimestamp(use.until).strftime('%H:%M:%S')}"

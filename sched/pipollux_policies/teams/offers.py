@@ -1,0 +1,222 @@
+"""What is left is offered to jobs that want more, so that no slot is idle that one could use."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipollux_policies.allocation import Allocation, as_allocation, is_first_choice, shape_of
+from pipollux_policies.job_info import JobInfo, NodeInfo
+from pipollux_policies.order import by_safety, name_order
+from pipollux_policies.placement.first_fit import place_arrival
+from pipollux_policies.rules import Allocations, Jobs, Nodes, is_pinned, usable_nodes
+
+from .restricted import slots_of
+from .shares import whose_turn
+from .subcluster import without
+from .team import Teams
+
+
+@dataclass
+class Offers:
+    """Allocations of all jobs that grow as long as somebody wants what is left.
+
+    Args:
+        teams: quotas and limits.
+        jobs: the jobs that may hold slots, within their limits.
+        nodes: all nodes.
+        base: what jobs hold now.
+        wants: slots that the policy would give each job if its group were alone.
+        given: what they are given so far; changed in place.
+    """
+
+    teams: Teams
+    jobs: Jobs
+    nodes: Nodes
+    base: Allocations
+    wants: Mapping[Any, int]
+    given: dict[Any, Allocation]
+    told: Collection[Any] = ()
+    """Jobs that stay as they are because they have had notice; others may not crowd them."""
+    turns: float | None = None
+    """Turns that have passed at what cannot be divided among teams; None: they take none."""
+    _free: dict[Any, NodeInfo] | None = field(default=None, init=False)
+    """Usable nodes with what is left of them; None: it is to be computed again."""
+    _held_now: Counter[str] | None = field(default=None, init=False)
+
+    def make(self) -> None:
+        """Offer what is left: first to teams that hold less than their quota, then to all."""
+        for may in (self._within_quota, self._within_limits):
+            first = self._first_served() if may == self._within_limits else ()
+            asked = self._in_turn()
+            for name in sorted(asked, key=lambda n: (-self.jobs[n].priority, n not in first)):
+                if not self._restore(name, may) and name in first:
+                    self._grow(name, may)
+            # One replica at a time, so that those with the least for their weight go first.
+            while any(self._grow(name, may) for name in self._in_turn()):
+                pass
+
+    def _in_turn(self) -> list[Any]:
+        """Return the jobs that want more, the ones to be asked first at the beginning."""
+        held = self._held()
+
+        def order(name: Any) -> tuple[Any, ...]:
+            job = self.jobs[name]
+            team = self.teams[job.team]
+            share = max(held[job.team] - team.quota, 0) / team.weight
+            return -job.priority, share, job.team, job.created, name_order(name)
+
+        return sorted((n for n in self.jobs if self._slots(n) < self.wants.get(n, 0)), key=order)
+
+    def _first_served(self) -> Collection[Any]:
+        """Return the jobs of the team whose turn it is at what cannot be divided.
+
+        Where jobs of several teams have nothing, as what each team may borrow is too little for
+        any of their replicas, what is left goes to one team after the other. A team that would
+        still borrow less than the others then has now, for its weight, needs not wait for its turn.
+        """
+        idle = [n for n in self._in_turn() if not self.given[n] and not self._is_pinned(n)]
+        if self.turns is None or not idle:
+            return ()
+        highest = max(self.jobs[name].priority for name in idle)
+        by_team: defaultdict[str, set[Any]] = defaultdict(set)
+        for name in idle:
+            if self.jobs[name].priority == highest and self.jobs[name].preemptible:
+                by_team[self.jobs[name].team].add(name)
+        if len(by_team) < 2:
+            return ()
+        held = self._held()
+        now, then = {}, {}
+        for name, jobs in by_team.items():
+            team, need = self.teams[name], min(_least_slots(self.jobs[job]) for job in jobs)
+            now[name] = max(held[name] - team.quota, 0) / team.weight
+            then[name] = max(held[name] + need - team.quota, 0) / team.weight
+        even = {name: self.teams[name].weight for name in now if now[name] < min(then.values())}
+        return by_team[whose_turn(self.turns, even)] if even else ()
+
+    def _restore(self, name: Any, may: Callable[[JobInfo, int], bool]) -> bool:
+        """Leave a job as it is, if there is room, rather than take from it what nobody needs."""
+        job, base = self.jobs[name], self.base.get(name, ())
+        if not base or self._is_pinned(name):
+            return False
+        held = as_allocation(job, base, self.nodes)
+        known = held.shape is not None and job.most_replicas(held.shape) >= len(held)
+        more = slots_of(job, held, self.nodes) - self._slots(name)
+        return more > 0 and known and may(job, more) and self._put(name, held)
+
+    def _grow(self, name: Any, may: Callable[[JobInfo, int], bool]) -> bool:
+        """Give a job a replica more, or its fewest; return whether it got them."""
+        job, now = self.jobs[name], self.given[name]
+        if self._is_pinned(name):
+            return False
+        free = self._room()
+        if not free:
+            return False
+        if not now:
+            first = place_arrival(job, free) or _spread(job, free)
+            more = slots_of(job, first, self.nodes)
+            return more > 0 and may(job, more) and self._put(name, first)
+        shape = shape_of(job, now, self.nodes)
+        if len(now) >= job.most_replicas(shape) or not may(job, shape.slots):
+            return False
+        room = [node for node in by_safety(free) if free[node].num_fitting(shape) > 0]
+        # Beside its other replicas first: on as few nodes as possible.
+        for node in sorted(room, key=lambda node: node not in now):
+            if self._put(name, Allocation([*now, node], shape)):
+                return True
+        return False
+
+    def _put(self, name: Any, allocation: Allocation) -> bool:
+        """Give a job an allocation if there is room for it beside the others."""
+        if not self._fits(name, allocation):
+            return False
+        self.given[name] = allocation
+        self._free = self._held_now = None
+        return True
+
+    def _room(self) -> Nodes:
+        """Return the usable nodes that have slots left, with what is left of them."""
+        if self._free is None:
+            held = {name: given for name, given in self.given.items() if given}
+            left = usable_nodes(without(self.jobs, self.nodes, held))
+            self._free = {n: node for n, node in left.items() if node.resources.get("slots", 0)}
+        return self._free
+
+    def _slots(self, name: Any) -> int:
+        return slots_of(self.jobs[name], self.given.get(name, ()), self.nodes)
+
+    def _held(self) -> Counter[str]:
+        if self._held_now is None:
+            self._held_now = held_by_team(self.jobs, self.nodes, self.given)
+        return Counter(self._held_now)
+
+    def _within_quota(self, job: JobInfo, more: int) -> bool:
+        return self._held()[job.team] + more <= self.teams[job.team].quota
+
+    def _within_limits(self, job: JobInfo, more: int) -> bool:
+        held = self._held()
+        held[job.team] += more
+        quota = self.teams[job.team].quota
+        if not job.preemptible:
+            # What it holds cannot be taken back, so all of these are within the quota.
+            fixed = {n: a for n, a in self.given.items() if not self.jobs[n].preemptible}
+            if held_by_team(self.jobs, self.nodes, fixed)[job.team] + more > quota:
+                return False
+        most = self.teams[job.team].most
+        if most is not None and held[job.team] > max(most, held[job.team] - more):
+            return False
+        capacity = sum(n.resources.get("slots", 0) for n in usable_nodes(self.nodes).values())
+        names = held.keys() | self.teams.by_name.keys()
+        unlent = sum(max(self.teams[n].kept - held[n], 0) for n in names if n != job.team)
+        return held[job.team] <= quota or held.total() + unlent <= capacity
+
+    def _fits(self, name: Any, new: Allocation) -> bool:
+        """Tell whether an allocation fits beside those of other jobs, and crowds no node."""
+        others = {n: a for n, a in self.given.items() if a and n != name}
+        usable = usable_nodes(without(self.jobs, self.nodes, others))
+        shape = shape_of(self.jobs[name], new, self.nodes)
+        for node, count in Counter(new).items():
+            if node not in usable or usable[node].num_fitting(shape) < count:
+                return False
+        if len(set(new)) < 2:
+            return True
+        taken = {
+            node
+            for n, a in others.items()
+            if len(set(a)) > 1 and (n in self.told or not self._is_pinned(n))
+            for node in a
+        }
+        return not taken & set(new)
+
+    def _is_pinned(self, name: Any) -> bool:
+        return is_pinned(self.jobs[name], self.base.get(name, ()), self.nodes)
+
+
+def _spread(job: JobInfo, free: Nodes) -> Allocation:
+    """Give a job its fewest replicas on as few nodes as possible, if there is room for them."""
+    for shape in job.all_shapes:
+        if job.least_replicas > job.most_replicas(shape):
+            continue
+        found: list[Any] = []
+        for name in sorted(by_safety(free), key=lambda name: -free[name].num_fitting(shape)):
+            if is_first_choice(job, shape, free[name].gpu_type):
+                wanted = job.least_replicas - len(found)
+                found += [name] * min(free[name].num_fitting(shape), wanted)
+        if len(found) == job.least_replicas:
+            return Allocation(found, shape)
+    return Allocation()
+
+
+def _least_slots(job: JobInfo) -> int:
+    """Return the fewest slots that a job runs on."""
+    return job.least_replicas * min(shape.slots for shape in job.all_shapes)
+
+
+def held_by_team(jobs: Jobs, nodes: Nodes, given: Mapping[Any, Sequence[Any]]) -> Counter[str]:
+    """Return the slots that the jobs of each team hold."""
+    held: Counter[str] = Counter()
+    for name, allocation in given.items():
+        held[jobs[name].team] += slots_of(jobs[name], allocation, nodes)
+    return held

@@ -1,0 +1,84 @@
+"""A part of a cluster with a given number of slots, in which a policy decides for one group."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from pipollux_policies.allocation import Allocation, shape_of
+from pipollux_policies.job_info import JobInfo, NodeInfo
+from pipollux_policies.order import name_order
+from pipollux_policies.rules import Allocations, Jobs, Nodes, usable_nodes
+
+
+def without(jobs: Jobs, nodes: Nodes, held: Allocations) -> dict[Any, NodeInfo]:
+    """Return the nodes with what allocations leave of their resources, at least 0."""
+    left = {name: Counter(node.resources) for name, node in nodes.items()}
+    for name, allocation in held.items():
+        resources = shape_of(jobs[name], allocation, nodes).resources
+        for node in allocation:
+            if node in left:
+                left[node].subtract(resources)
+    return {
+        name: replace(node, resources={kind: max(n, 0) for kind, n in left[name].items()})
+        for name, node in nodes.items()
+    }
+
+
+def part_of(nodes: Nodes, slots: int, jobs: Jobs, base: Allocations) -> dict[Any, NodeInfo]:
+    """Return the same nodes with no more than some slots in all.
+
+    Slots are taken from where the jobs are, then from the freest nodes, in multiples of what a
+    replica takes if all take as many: so none is cut off in the middle of one.
+
+    Args:
+        nodes: nodes with what can be given of them.
+        slots: how many to keep.
+        jobs: the jobs that the part is for.
+        base: what these jobs hold.
+    """
+    widths = {shape.slots for job in jobs.values() for shape in job.all_shapes}
+    unit = widths.pop() if len(widths) == 1 else 1
+    here: Counter[Any] = Counter()
+    for name, held in base.items():
+        for node in held:
+            here[node] += shape_of(jobs[name], held, nodes).slots
+    usable = usable_nodes(nodes)
+
+    def order(name: Any) -> tuple[Any, ...]:
+        return -here[name], -nodes[name].resources.get("slots", 0), name_order(name)
+
+    kept = {}
+    for name in sorted(nodes, key=order):
+        node = nodes[name]
+        most = min(node.resources.get("slots", 0), slots) if name in usable else 0
+        taken = most - most % unit
+        slots -= taken
+        kept[name] = replace(node, resources={**node.resources, "slots": taken})
+    return {name: kept[name] for name in nodes}
+
+
+def fitting_base(jobs: Jobs, nodes: Nodes, base: Allocations) -> dict[Any, Sequence[Any]]:
+    """Return of what jobs hold the replicas for which these nodes have room, in order of names."""
+    left = {name: Counter(node.resources) for name, node in nodes.items()}
+    found: dict[Any, Sequence[Any]] = {}
+    for name in sorted(base, key=name_order):
+        held = base[name]
+        shape = shape_of(jobs[name], held, nodes)
+        kept = []
+        for node in held:
+            if node in left and all(left[node][k] >= n for k, n in shape.resources.items()):
+                left[node].subtract(shape.resources)
+                kept.append(node)
+        if len(kept) == len(held):
+            found[name] = held
+        elif len(kept) >= jobs[name].least_replicas:
+            found[name] = Allocation(kept, shape)
+    return found
+
+
+def restricted_base(jobs: Mapping[Any, JobInfo], base: Allocations) -> dict[Any, Sequence[Any]]:
+    """Return what these jobs hold."""
+    return {name: base[name] for name in jobs if base.get(name)}

@@ -1,0 +1,147 @@
+"""What really happened, in the form of a simulation's outcome, so that both can be compared.
+
+Slots count as held from a generation's creation to its end, as the scheduler counts them. What lies
+after the moment up to which a job is replayed is left out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from pipollux_policies import Contention
+from pipollux_sched.allocator.learned_lengths import family_name
+from pipollux_sched.lifecycle import Phase
+from pipollux_sched.spec.teams import TeamsSpec
+from pipollux_sched.store import GenerationRecord
+from pipollux_simulator.engine.isolated import IsolatedTimes
+from pipollux_simulator.engine.job import Interval
+from pipollux_simulator.engine.outcome import JobOutcome, SimulationOutcome
+from pipollux_simulator.known_length import KnownLength
+
+from .records import PastJob, SchedulerHistory
+from .workload import Replay
+
+ACTUAL = "actual"
+"""Stands in the place of a policy for what really happened."""
+
+
+def what_happened(
+    history: SchedulerHistory, replay: Replay, teams: TeamsSpec | None = None
+) -> SimulationOutcome:
+    """Return what became of the replayed jobs in reality.
+
+    Fairness is relative to the same estimates as that of simulations, on the scheduler's own nodes.
+
+    Args:
+        history: the past of a scheduler.
+        replay: made of it.
+        teams: say which team a job counts to; None: there are none.
+    """
+    begin, jobs = replay.begin, replay.jobs
+    slots = _slots(history, jobs.values())
+    isolated = IsolatedTimes(history.nodes, history.restart_seconds)
+    lifetimes = {name: (job.submitted - begin, job.until - begin) for name, job in jobs.items()}
+    contention = Contention(list(lifetimes.values()))
+
+    def alone(name: str) -> float:
+        share = isolated.num_slots / contention.mean(*lifetimes[name])
+        return isolated.seconds(replay.workload.applications[name], share)
+
+    return SimulationOutcome(
+        workload=replay.workload.name,
+        policy=ACTUAL,
+        seed=0,
+        jobs=tuple(_outcome(job, begin, alone(name), teams) for name, job in jobs.items()),
+        slots=slots,
+        policy_seconds=(),
+        known_length=KnownLength.parse("declared"),
+    )
+
+
+def _outcome(job: PastJob, begin: float, isolated: float, teams: TeamsSpec | None) -> JobOutcome:
+    held = tuple(_intervals(job, begin))
+    starts = sum(one.membership == 1 for one in _before_end(job))
+    return JobOutcome(
+        name=job.name,
+        application=family_name(job.spec),
+        arrived=job.submitted - begin,
+        started=held[0].start if held else job.until - begin,
+        completed=job.until - begin,
+        num_restarts=max(starts - 1, 0),
+        num_rescales=sum(one.membership > 1 for one in _before_end(job)),
+        slot_seconds=sum((i.end - i.start) * len(i.nodes) * i.num_stages for i in held),
+        lost_progress=0.0,
+        isolated=isolated,
+        history=held,
+        team="" if teams is None else teams.team_of(job.spec),
+    )
+
+
+def _before_end(job: PastJob) -> list[GenerationRecord]:
+    return [one for one in job.generations if one.created_at < job.until]
+
+
+def _intervals(job: PastJob, begin: float) -> Iterator[Interval]:
+    """Yield what a job held."""
+    for one in _before_end(job):
+        end = job.until if one.ended_at is None else min(one.ended_at, job.until)
+        if end > one.created_at:
+            start, live = one.created_at - begin, one.membership > 1
+            yield Interval(start, end - begin, one.nodes, one.num_stages, live)
+
+
+def _slots(history: SchedulerHistory, jobs: Iterable[PastJob]) -> dict[str, int]:
+    """Return the slots of nodes; of those that are gone, as many as a job held there."""
+    slots = {name: node.resources.get("slots", 0) for name, node in history.nodes.items()}
+    gone: Counter[str] = Counter()
+    for job in jobs:
+        for one in job.generations:
+            for node, replicas in Counter(one.nodes).items():
+                gone[node] = max(gone[node], replicas * one.num_stages)
+    return {**{name: held for name, held in sorted(gone.items()) if name not in slots}, **slots}
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How close the replay of the scheduler's own policy came to what happened."""
+
+    policy: str
+    avg_jct_ratio: float
+    """Average JCT of the replay over that of reality."""
+    makespan_ratio: float
+    jct_error_median: float
+    """Of |JCT of the replay / JCT in reality - 1| over the jobs."""
+    jct_error_p90: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields by name."""
+        return asdict(self)
+
+
+def agreement(actual: SimulationOutcome, replayed: SimulationOutcome) -> Agreement:
+    """Compare the replay of the scheduler's own policy, on its own nodes, with what happened."""
+    real = {job.name: job.jct for job in actual.jobs}
+    simulated = {job.name: job.jct for job in replayed.jobs}
+    errors = np.abs([simulated[name] / real[name] - 1 for name in real])
+    return Agreement(
+        policy=replayed.policy,
+        avg_jct_ratio=sum(simulated.values()) / sum(real.values()),
+        makespan_ratio=(replayed.end - replayed.begin) / (actual.end - actual.begin),
+        jct_error_median=float(np.median(errors)),
+        jct_error_p90=float(np.percentile(errors, 90)),
+    )
+
+
+def cut_short(replay: Replay) -> dict[str, str]:
+    """Return the jobs that are replayed up to what they had trained, and what they were then."""
+    ended = {Phase.FAILED: "failed or cancelled"}
+    return {
+        name: ended.get(job.phase, "not done")
+        for name, job in replay.jobs.items()
+        if not job.complete
+    }

@@ -1,0 +1,197 @@
+"""A history as a workload: jobs come when they came, and changes cost them what they cost.
+
+What a start, a restart or a live change costs a job is the average of its own. A job that had none
+takes the median of all jobs; live changes only of its family, as it may not be able to make them.
+The policy is told what the scheduler tells it: the assumed price until the job has paid its own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from pipollux_policies import DEFAULT_RESCALE_SECONDS, NodeInfo
+from pipollux_sched.allocator.job_infos import replica_cap
+from pipollux_sched.allocator.learned_lengths import family_name
+from pipollux_sched.store import GenerationRecord
+from pipollux_sched.store.restart_cost import moving_average
+from pipollux_simulator.applications.registry import fits
+from pipollux_simulator.experiment import Workload
+from pipollux_simulator.workload.arrivals import JobArrival
+from pipollux_simulator.workload.terms import JobTerms
+
+from .application import HistoryApplication
+from .pace import pace_of
+from .records import LeftOut, PastJob, SchedulerHistory
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A history that is ready to be simulated."""
+
+    workload: Workload
+    jobs: Mapping[str, PastJob]
+    """Those of the workload, by name."""
+    left_out: tuple[LeftOut, ...]
+    paces: Mapping[str, float]
+    """How fast the jobs trained, relative to their own models."""
+    begin: float
+    """When the workload begins, in seconds since the epoch."""
+
+
+def replay(
+    history: SchedulerHistory,
+    nodes: Mapping[str, NodeInfo],
+    *,
+    name: str,
+    first: int | None = None,
+    restart_seconds: float | None = None,
+    rescale_seconds: float | None = None,
+) -> Replay:
+    """Return the workload of a history.
+
+    Args:
+        history: the past of a scheduler.
+        nodes: of the simulated cluster; jobs that could never run there are left out.
+        name: of the workload.
+        first: only so many jobs, the first ones; None: all.
+        restart_seconds: what every start and restart costs; None: what was measured.
+        rescale_seconds: what every live change costs; None: what was measured.
+
+    Raises:
+        ValueError: no job is left.
+    """
+    applications: dict[str, HistoryApplication] = {}
+    left_out, jobs = list(history.left_out), []
+    for job in history.jobs[:first]:
+        app = HistoryApplication(job.spec, job.hints, job.samples)
+        app.pace = pace_of(job, app)
+        problem = _problem(app, nodes)
+        if problem is None:
+            jobs.append(job)
+            applications[job.name] = app
+        else:
+            left_out.append(LeftOut(job.name, problem))
+    if not jobs:
+        told = "; ".join(f"{one.job} {one.reason}" for one in left_out[:3])
+        raise ValueError(
+            f"{name}: none of its {len(left_out)} jobs can be replayed"
+            + (f" ({told})" if told else "")
+            + "; give the state directory of a scheduler whose jobs have trained, and nodes on "
+            "which they fit"
+        )
+    begin, prices = jobs[0].submitted, _Prices(jobs, history.restart_seconds)
+    rows = []
+    for job in jobs:
+        terms = _terms(job, prices.of(job, restart_seconds, rescale_seconds))
+        rows.append(_arrival(job, begin, terms))
+    workload = Workload(name, tuple(rows), applications)
+    paces = {name: app.pace for name, app in applications.items()}
+    return Replay(workload, {job.name: job for job in jobs}, tuple(left_out), paces, begin)
+
+
+def _problem(app: HistoryApplication, nodes: Mapping[str, NodeInfo]) -> str | None:
+    """Return why a job could never run on nodes; None if it could."""
+    (own,) = app.new_model().shapes()
+    if not fits(app, nodes):
+        needs = ", ".join(f"{amount} {kind}" for kind, amount in own.resources.items())
+        where = f"one node with GPUs of type {own.gpu_type}" if own.gpu_type else "one node"
+        return f"fits on no node: a replica takes {needs} of {where}"
+    room = sum(node.num_fitting(own) for node in nodes.values())
+    least = app.spec.min_replicas
+    if room < least:
+        return f"runs on {least} replicas at least, and the nodes hold {room}"
+    return None
+
+
+def _arrival(job: PastJob, begin: float, terms: JobTerms) -> JobArrival:
+    spec = job.spec
+    return JobArrival(
+        name=job.name,
+        time=job.submitted - begin,
+        application=job.name,
+        num_replicas=spec.requested_replicas or spec.min_replicas,
+        batch_size=job.hints.init_batch_size or 1,
+        team=spec.team,
+        user=spec.user,
+        priority=spec.priority,
+        terms=terms,
+    )
+
+
+def _terms(job: PastJob, prices: Mapping[str, float | None]) -> JobTerms:
+    spec = job.spec
+    return JobTerms(
+        min_replicas=spec.min_replicas,
+        max_replicas=spec.max_replicas,
+        unmeasured_replicas=replica_cap(spec, None),
+        preemptible=spec.preemptible,
+        family=family_name(spec),
+        lineage=job.lineage,
+        declares_length=job.hints.remaining_samples is not None,
+        start_seconds=prices["start"],
+        restart_seconds=prices["restart"],
+        rescale_seconds=prices["rescale"],
+        assumed_restart_seconds=prices["assumed_restart"],
+        assumed_rescale_seconds=prices["assumed_rescale"],
+    )
+
+
+class _Prices:
+    """What changes cost jobs, in seconds without training."""
+
+    def __init__(self, jobs: Sequence[PastJob], assumed: float) -> None:
+        starts = [cost for job in jobs for cost in _start_costs(job.generations)]
+        restarts = [cost for job in jobs for cost in _known(_restarts(job))]
+        self._assumed = assumed
+        self._start = median(starts) if starts else assumed
+        # A restart is a start, and a stop before it.
+        self._restart = median(restarts) if restarts else self._start
+        pauses: defaultdict[str, list[float]] = defaultdict(list)
+        for job in jobs:
+            pauses[family_name(job.spec)] += _known(_pauses(job))
+        self._pause = {family: median(found) for family, found in pauses.items() if found}
+
+    def of(
+        self, job: PastJob, restart_seconds: float | None, rescale_seconds: float | None
+    ) -> dict[str, Any]:
+        """Return the prices of a job: those given, else measured ones."""
+        pauses = self._pause.get(family_name(job.spec))
+        rescale = moving_average(_known(_pauses(job)), -1.0 if pauses is None else pauses)
+        start = moving_average(_start_costs(job.generations), self._start)
+        restart = moving_average(_known(_restarts(job)), self._restart)
+        if restart_seconds is not None:
+            start = restart = restart_seconds
+        if rescale_seconds is not None:
+            rescale = rescale_seconds
+        return {
+            "start": start,
+            "restart": restart,
+            "rescale": None if rescale < 0 else min(rescale, restart),
+            "assumed_restart": self._assumed if restart_seconds is None else None,
+            "assumed_rescale": DEFAULT_RESCALE_SECONDS if rescale_seconds is None else None,
+        }
+
+
+def _start_costs(generations: Iterable[GenerationRecord]) -> list[float]:
+    """Return the seconds from each start that was no restart to its first step."""
+    return [
+        max(one.first_step_at - one.created_at, 0.0)
+        for one in generations
+        if one.membership == 1 and one.restart_seconds is None and one.first_step_at is not None
+    ]
+
+
+def _restarts(job: PastJob) -> list[float | None]:
+    return [one.restart_seconds for one in job.generations]
+
+
+def _pauses(job: PastJob) -> list[float | None]:
+    return [one.pause_seconds for one in job.generations]
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]

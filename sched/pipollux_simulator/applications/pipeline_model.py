@@ -1,0 +1,240 @@
+"""What one pipeline job knows of itself and reports to the scheduler: the speedups of every K.
+
+Step times come from `StepTimeLearner`, the noise of gradients from the job's last step (as large as
+the gradient itself until one was made), the best M, batch size and accumulation for an allocation
+from `GoodputFunction.optimize` within the memory of the device. All shapes have one base: one
+replica of the first shape, the fewest stages that fit the first type of GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from pipollux_perfmodel import GoodputFunction, GradParams, Optimum, SpeedupFunction, StagePlan
+from pipollux_policies import ReplicaShape
+
+from .base import JobModel, RunningJob, TrueStepTimes
+from .devices import Device
+from .pipeline_job import MIN_SAMPLES, UNKNOWN, PipelineJob
+from .pipeline_learning import StepTimeLearner
+
+UNSEEN_GRADIENTS = GradParams(1.0, 1.0)
+"""Noise as large as the gradient, before any step was made."""
+_NOISE_TOLERANCE = 0.1  # of a noise scale, within which choices and speedups stay as they are
+
+
+class PipelineJobModel:
+    """Online model of a job that knows its layers; a `JobModel`.
+
+    Args:
+        job: its layers and cuts.
+        batch_size: fixed by the user; None: the job adapts it.
+
+    Raises:
+        ValueError: when the batch size is not between the model's initial and largest one.
+
+    Example:
+        >>> from pipollux_simulator.applications.devices import A100_40G
+        >>> from pipollux_simulator.applications.gpt import GPT_MODELS
+        >>> model = PipelineJobModel(PipelineJob(GPT_MODELS["gpt-2.7b"], (A100_40G,)))
+        >>> [(shape.num_stages, shape.resources) for shape in model.shapes()]
+        [(2, {'slots': 2}), (4, {'slots': 4}), (8, {'slots': 8})]
+    """
+
+    def __init__(self, job: PipelineJob, batch_size: int | None = None) -> None:
+        check_batch_size(job, batch_size)
+        self.max_profiled_replicas = 0
+        self._job = job
+        self._batch_size = batch_size
+        self._learner = StepTimeLearner(job)
+        self._gradients = UNSEEN_GRADIENTS
+        self._first_gradients: GradParams | None = None
+        self._shapes: tuple[ReplicaShape, ...] | None = None
+        self._shapes_gradients = UNSEEN_GRADIENTS
+        self._chosen: dict[tuple[int, str, int, int], Optimum] = {}
+        self._base_goodput = 0.0
+
+    def observe(self, running: RunningJob, times: TrueStepTimes, gradients: GradParams) -> None:
+        """Note what an iteration took, and the gradients' size and noise.
+
+        Raises:
+            ValueError: when a time is not above 0, or the job cannot run so.
+        """
+        missed = self._learner.observe(running, times)
+        self.max_profiled_replicas = max(self.max_profiled_replicas, running.num_replicas)
+        self._first_gradients = self._first_gradients or gradients
+        self._gradients = gradients
+        if missed or noise_differs(gradients, self._shapes_gradients):
+            self._shapes = None
+            self._chosen.clear()
+
+    def inherit(self, relatives: Sequence[JobModel]) -> None:
+        """Begin with the jobs' step times, and with the gradients that the first one began with."""
+        alike = [model for model in relatives if isinstance(model, PipelineJobModel)]
+        if not alike:
+            return
+        gradients = alike[0]._first_gradients
+        new = self._learner.inherit([model._learner for model in alike])
+        if new or gradients != self._first_gradients:
+            self.max_profiled_replicas = max(model.max_profiled_replicas for model in alike)
+            self._first_gradients = gradients
+            self._gradients = gradients or UNSEEN_GRADIENTS
+            self._shapes = None
+            self._chosen.clear()
+
+    def shapes(self) -> tuple[ReplicaShape, ...]:
+        """Return one shape per type of GPU and number of stages that fits, fewest stages first."""
+        if self._shapes is None:
+            self._shapes_gradients = self._gradients
+            self._base_goodput = self._find_base()
+            self._shapes = tuple(
+                self._shape(num_stages, device)
+                for device in self._job.devices
+                for num_stages in self._job.plans(device)
+            )
+        return self._shapes
+
+    def configure(
+        self, shape: ReplicaShape, placement: Sequence[int], gpu_type: str = ""
+    ) -> RunningJob:
+        """Choose M, atomic batch size and accumulation steps for an allocation.
+
+        Raises:
+            ValueError: when the job has no such shape on such GPUs, or no batch size is in bounds.
+        """
+        best = self._best(
+            shape.num_stages, self._job.device(gpu_type), len(placement), sum(placement)
+        )
+        if not best.goodput > 0:
+            raise ValueError(
+                f"placement: {tuple(placement)} leaves {self._job.model.name} no batch size "
+                f"from {self._init_batch_size} to {self._job.model.max_batch_size}; "
+                f"give at most {self._max_replicas} replicas"
+            )
+        return RunningJob(
+            placement=tuple(placement),
+            num_stages=shape.num_stages,
+            num_microbatches=best.num_microbatches,
+            atomic_bsz=best.atomic_bsz,
+            accum_steps=best.accum_steps,
+            gpu_type=gpu_type,
+        )
+
+    def goodput(self, running: RunningJob) -> float:
+        """Predict samples (of the initial batch size's worth) per second as the job runs.
+
+        Raises:
+            ValueError: when the job cannot run so, or its batch is below the initial one.
+        """
+        params = self._learner.params(self._job.way(running), running.gpu_type)
+        function = GoodputFunction(params, self._gradients, self._job.model.init_batch_size)
+        return float(
+            function.evaluate(
+                running.num_nodes,
+                running.num_replicas,
+                running.atomic_bsz,
+                running.accum_steps,
+                running.num_microbatches,
+            )
+        )
+
+    def base_goodput(self) -> float:
+        """Predict the goodput of one replica of the first shape, which counts as speedup 1."""
+        self.shapes()
+        return self._base_goodput
+
+    @property
+    def _init_batch_size(self) -> int:
+        return self._batch_size or self._job.model.init_batch_size
+
+    @property
+    def _max_batch_size(self) -> int | None:
+        # None: the initial one, rounded up to what replicas can share.
+        return self._job.model.max_batch_size if self._batch_size is None else None
+
+    @property
+    def _max_replicas(self) -> int:
+        """Return the most replicas that each have `MIN_SAMPLES` of the largest batch."""
+        return (self._batch_size or self._job.model.max_batch_size) // MIN_SAMPLES
+
+    def _plans(self, num_stages: int, device: Device) -> tuple[StagePlan, ...]:
+        """Return the cut without recomputation and with it, with step times as learnt."""
+        return tuple(
+            replace(plan, perf_params=self._learner.params(plan, device.name))
+            for plan in self._job.ways(num_stages, device)
+        )
+
+    def _function(self, plans: Sequence[StagePlan]) -> GoodputFunction:
+        """Return the goodput to be optimised; with a fixed batch, relative to that batch."""
+        return GoodputFunction(plans[0].perf_params, self._gradients, self._init_batch_size)
+
+    def _efficiency(self) -> float:
+        """Return what a sample of the fixed batch is worth; 1 for a batch that adapts."""
+        function = GoodputFunction(UNKNOWN, self._gradients, self._job.model.init_batch_size)
+        return float(function.efficiency(self._init_batch_size))
+
+    def _fitting(self) -> Device:
+        """Return the first device that the job fits on."""
+        return next(device for device in self._job.devices if self._job.plans(device))
+
+    def _find_base(self) -> float:
+        device = self._fitting()
+        best = self._best(next(iter(self._job.plans(device))), device, 1, 1)
+        return float(best.goodput) * self._efficiency()
+
+    def _best(self, num_stages: int, device: Device, num_nodes: int, num_replicas: int) -> Optimum:
+        """Return the best configuration of an allocation, looked for once until more is known."""
+        key = num_stages, device.name, num_nodes, num_replicas
+        if key not in self._chosen:
+            plans = self._plans(num_stages, device)
+            self._chosen[key] = self._function(plans).optimize(
+                num_nodes, num_replicas, **self._bounds(plans, device)
+            )
+        return self._chosen[key]
+
+    def _bounds(self, plans: tuple[StagePlan, ...], device: Device) -> dict[str, Any]:
+        """Return what a configuration has to keep to."""
+        return {
+            "max_batch_size": self._max_batch_size,
+            "accumulation": True,
+            "num_microbatches": self._job.microbatch_counts(len(plans[0].balance)),
+            "plans": plans,
+            "memory_limit": device.memory_limit,
+        }
+
+    def _shape(self, num_stages: int, device: Device) -> ReplicaShape:
+        plans = self._plans(num_stages, device)
+        speedup_fn = SpeedupFunction(
+            self._function(plans),
+            base_goodput=self._base_goodput / self._efficiency(),
+            **self._bounds(plans, device),
+        )
+        return ReplicaShape(
+            num_stages,
+            {"slots": num_stages},
+            speedup_fn,
+            device.name if len(self._job.devices) > 1 else None,
+            self._max_replicas,
+        )
+
+
+def check_batch_size(job: PipelineJob, batch_size: int | None) -> None:
+    """Refuse a batch size that the model cannot be trained with.
+
+    Raises:
+        ValueError: naming the batch size and what is allowed.
+    """
+    model = job.model
+    if batch_size is not None and not model.init_batch_size <= batch_size <= model.max_batch_size:
+        raise ValueError(
+            f"batch_size: {batch_size} of {model.name} must be between {model.init_batch_size} "
+            f"and {model.max_batch_size}"
+        )
+
+
+def noise_differs(one: GradParams, other: GradParams) -> bool:
+    """Tell whether two noise scales are further apart than speedups need to follow."""
+    cross = one.var * other.sqr, other.var * one.sqr
+    return abs(cross[0] - cross[1]) > _NOISE_TOLERANCE * max(cross)

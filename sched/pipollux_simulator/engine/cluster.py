@@ -1,0 +1,404 @@
+"""The simulated cluster: jobs arrive, a policy decides in every round, nodes come and go.
+
+Between two decisions, every job trains by itself, exactly (`job`). The policy sees what it would
+see in a real cluster: `JobInfo` from what jobs measured, `NodeInfo`, the current allocations. Its
+answer is checked by `policy.violations`; a broken rule ends the simulation, so that no policy can
+win by cheating.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
+
+from pipollux_perfmodel.errors import PipolluxError
+from pipollux_policies import (
+    Allocation,
+    Contention,
+    JobInfo,
+    NodeInfo,
+    Policy,
+    shape_of,
+    violations,
+)
+from pipollux_policies.allocation import as_allocation
+from pipollux_policies.placing import place_in_order
+from pipollux_policies.teams.membership import TeamMembership
+from pipollux_policies.teams.subcluster import without
+from pipollux_policies.teams.team_policy import TeamPolicy
+from pipollux_simulator.applications.base import Application, JobModel
+from pipollux_simulator.known_length import EXACT_LENGTHS, KnownLength
+from pipollux_simulator.workload.arrivals import JobArrival
+
+from .experience import Experience
+from .failures import NodeEvent
+from .job import SimulatedJob
+from .job_infos import declared_lengths, simulated_info
+
+Watch: TypeAlias = Callable[[float, int], None]
+"""Called after every round with the time in the simulation and the number of completed jobs."""
+DecidesAt: TypeAlias = Literal["rounds", "arrivals", "changes"]
+
+_MOMENT = 1e-6
+"""Seconds that pass at least between two looks at the jobs."""
+
+
+class SimulationError(PipolluxError):
+    """A policy broke a rule, or a job cannot run; the text says which, when, and what to do."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the cluster behaves; the defaults are the artifact's."""
+
+    interval: float = 60.0
+    """Seconds between two rounds of the policy."""
+    restart_seconds: float = 30.0
+    """Time that a replica takes to start; a job does not train in that of a start or restart."""
+    rescale_seconds: float | None = None
+    """Time for which the replicas that stay pause in a live change; None: every change of a job's
+    allocation is a restart."""
+    interference: float = 0.0
+    """The slowdown of distributed jobs that share a node, 0 to 1; with 0, sharing is forbidden
+    (rule 4 of docs/policies.md)."""
+    checkpoint_seconds: float = 600.0
+    """Training time after which jobs save; it matters where nodes are lost."""
+    node_events: tuple[NodeEvent, ...] = ()
+    """Nodes that drain, are lost and come back."""
+    known_length: KnownLength = EXACT_LENGTHS
+    """What the policy knows of the remaining work of jobs."""
+    inherit_models: bool = False
+    """Whether a job is planned for by what earlier ones of its family measured (`Experience`)."""
+    decides_at: DecidesAt = "rounds"
+    """When the policy is asked: in every round; in rounds and at "arrivals"; at "changes", that is
+    whenever a job arrives or completes, and a node comes or goes, or an interval later, where jobs
+    that start are left alone until they train, as a scheduler does."""
+    teams: TeamMembership | None = None
+    """Quotas around the policy; None: there are no teams."""
+    most_days: float = 60.0
+    """A simulation that takes longer is stopped: some job will never run."""
+
+    def __post_init__(self) -> None:
+        for name in ("interval", "checkpoint_seconds", "most_days"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}: {getattr(self, name)} must be above 0")
+        if not self.restart_seconds >= 0:
+            raise ValueError(f"restart_seconds: {self.restart_seconds} must be at least 0")
+        rescale = self.rescale_seconds
+        if rescale is not None and not 0 <= rescale <= self.restart_seconds:
+            raise ValueError(
+                f"rescale_seconds: {rescale} must be between 0 and "
+                f"restart_seconds = {self.restart_seconds}, or left out"
+            )
+        if not 0 <= self.interference < 1:
+            raise ValueError(f"interference: {self.interference} must be at least 0 and below 1")
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a simulation."""
+
+    jobs: tuple[SimulatedJob, ...]
+    nodes: Mapping[str, NodeInfo]
+    policy_seconds: tuple[float, ...]
+    """Wall-clock seconds of every call of the policy."""
+    active: tuple[tuple[float, int], ...]
+    """(seconds, number of unfinished jobs) whenever that number changed."""
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the first arrival to the last completion."""
+        return max(j.completed or 0.0 for j in self.jobs) - min(j.arrival.time for j in self.jobs)
+
+
+@dataclass
+class Cluster:
+    """A cluster under simulation.
+
+    Args:
+        workload: what arrives when.
+        applications: by name, the truth of every application of the workload.
+        nodes: by name.
+        policy: decides; with `adapts_batch_size = False` jobs keep their user's batch size.
+        options: how the cluster behaves.
+        experience: from jobs that completed before; those that complete are added.
+
+    Raises:
+        SimulationError: the workload names an application that is not there.
+    """
+
+    workload: Sequence[JobArrival]
+    applications: Mapping[str, Application]
+    nodes: dict[str, NodeInfo]
+    policy: Policy
+    options: Options = field(default_factory=Options)
+    experience: Experience = field(default_factory=Experience)
+
+    def __post_init__(self) -> None:
+        unknown = sorted({row.application for row in self.workload} - self.applications.keys())
+        if unknown:
+            raise SimulationError(
+                f"the workload's application {unknown[0]!r} is not known; known are "
+                f"{', '.join(sorted(self.applications))}"
+            )
+        if not self.workload or not self.nodes:
+            raise SimulationError("there is nothing to simulate; give jobs and nodes")
+        self._heirs: set[str] = set()
+        """Jobs that began with what others had measured."""
+        self._at_changes = self.options.decides_at == "changes"
+        self._fixed = not getattr(self.policy, "adapts_batch_size", True)
+        self._all_nodes, self.nodes = dict(self.nodes), dict(self.nodes)
+        self._now = 0.0
+        self._waiting = sorted(self.workload, key=lambda row: (row.time, row.name))
+        self._active: dict[str, SimulatedJob] = {}
+        self._done: list[SimulatedJob] = []
+        self._events = sorted(self.options.node_events, key=lambda event: event.time)
+        self._policy_seconds: list[float] = []
+        self._teams = None if self.options.teams is None else self.options.teams.for_policy()
+        self._notices: Mapping[str, float] = {}
+        self._declared: Mapping[str, Sequence[float]] = {}
+
+    def run(self, watch: Watch | None = None) -> Result:
+        """Simulate until all jobs are done.
+
+        Args:
+            watch: called after every round.
+
+        Raises:
+            SimulationError: the policy broke a rule, or some job never runs.
+        """
+        while self._waiting or self._active:
+            self._skip_idle_rounds()
+            self._advance_to_round()
+            self._round()
+            if watch is not None:
+                watch(self._now, len(self._done))
+            if self._now > self.options.most_days * 86400:
+                names = ", ".join([*self._active][:5])
+                raise SimulationError(
+                    f"after {self.options.most_days:g} days {len(self._active)} jobs are not done "
+                    f"({names}); give nodes that hold their requests, or fewer jobs"
+                )
+        jobs = tuple(sorted(self._done, key=lambda job: (job.arrival.time, job.name)))
+        return Result(jobs, self._all_nodes, tuple(self._policy_seconds), _activity(jobs))
+
+    def _skip_idle_rounds(self) -> None:
+        if self._active or not self._waiting:
+            return
+        if self._at_changes:
+            self._now = max(self._now, self._waiting[0].time)
+            return
+        # The round that takes the next arrival in is the first at or after it.
+        rounds = math.ceil(self._waiting[0].time / self.options.interval) - 1
+        self._now = max(self._now, rounds * self.options.interval)
+
+    def _advance_to_round(self) -> None:
+        """Let time pass until the policy is to be asked again."""
+        interval = self.options.interval
+        end = self._now + interval
+        if not self._at_changes:
+            if self.options.decides_at == "arrivals":
+                end = (math.floor(self._now / interval + 1e-9) + 1) * interval
+                end = min([end, *(max(row.time, self._now) for row in self._waiting[:1])])
+            self._advance_to(end)
+            return
+        moments = [queue[0].time for queue in (self._waiting, self._events) if queue]
+        moments += [due for due in self._notices.values() if due > self._now]
+        end = max(min([end, *moments]), self._now)
+        num_done = len(self._done)
+        while self._now < end and len(self._done) == num_done:
+            # Time must not stand still where a job's change is as good as now.
+            self._advance_to(min(end, max(self._next_change(), self._now + _MOMENT)))
+        self._advance_to(self._now)
+
+    def _next_change(self) -> float:
+        slowed = self._slowed()
+        return min(
+            (
+                job.next_change(self._pace(job, slowed), self._gpu_type(job))
+                for job in self._active.values()
+            ),
+            default=math.inf,
+        )
+
+    def _advance_to(self, until: float) -> None:
+        """Let time pass; nodes come and go at their exact times."""
+        while self._events and self._events[0].time <= until:
+            event = self._events.pop(0)
+            self._train(max(event.time, self._now))
+            self._node_event(event)
+        self._train(until)
+
+    def _train(self, until: float) -> None:
+        slowed = self._slowed()
+        for job in self._active.values():
+            job.advance(until, self._pace(job, slowed), self._gpu_type(job))
+        for name in [name for name, job in self._active.items() if job.completed is not None]:
+            self._done.append(done := self._active.pop(name))
+            self.experience.add(done)
+        self._now = until
+
+    def _slowed(self) -> set[str]:
+        """Return the distributed jobs that share a node with another one."""
+        if not self.options.interference:
+            return set()
+        members = {job.name: set(job.members) for job in self._active.values()}
+        distributed = {name: nodes for name, nodes in members.items() if len(nodes) > 1}
+        count = Counter(node for nodes in distributed.values() for node in nodes)
+        return {name for name, nodes in distributed.items() if any(count[n] > 1 for n in nodes)}
+
+    def _pace(self, job: SimulatedJob, slowed: Collection[str]) -> float:
+        return 1.0 - self.options.interference * (job.name in slowed)
+
+    def _gpu_type(self, job: SimulatedJob) -> str:
+        return self._all_nodes[job.members[0]].gpu_type if job.members else ""
+
+    def _node_event(self, event: NodeEvent) -> None:
+        if event.kind == "back":
+            self.nodes[event.node] = self._all_nodes[event.node]
+        elif event.kind == "drain" and event.node in self.nodes:
+            self.nodes[event.node] = replace(self.nodes[event.node], draining=True)
+        elif event.kind == "lost":
+            self.nodes.pop(event.node, None)
+            for job in self._active.values():
+                job.lose_node(self._now, event.node)
+
+    def _arrive(self) -> None:
+        while self._waiting and self._waiting[0].time <= self._now:
+            row = self._waiting.pop(0)
+            app = self.applications[row.application]
+            try:
+                model = app.new_model(row.batch_size if self._fixed else None)
+            except ValueError as error:
+                raise SimulationError(f"job {row.name!r} of the workload: {error}") from error
+            self._active[row.name] = self._job(row, app, model)
+
+    def _bequeath(self) -> None:
+        """Let jobs that wait for their first start begin with what their families know by now."""
+        if self.options.inherit_models:
+            for name, job in self._active.items():
+                if self._is_new(name) and self.experience.bequeath(job):
+                    self._heirs.add(name)
+
+    def _job(self, row: JobArrival, app: Application, model: JobModel) -> SimulatedJob:
+        """Return a job that has arrived, with its own prices of changes where it has them."""
+        options, terms = self.options, row.terms
+        restart, rescale = terms.restart_seconds, terms.rescale_seconds
+        return SimulatedJob(
+            row,
+            app,
+            model,
+            options.restart_seconds if restart is None else restart,
+            options.rescale_seconds if rescale is None else rescale,
+            options.checkpoint_seconds if options.node_events else math.inf,
+            clock=self._now,
+            start_seconds=terms.start_seconds,
+        )
+
+    def _round(self) -> None:
+        self._arrive()
+        if not self._active or not self.nodes:
+            return
+        self._bequeath()
+        mean_jobs = self._mean_jobs()
+        self._declared = declared_lengths(self._active.values())
+        infos = {name: self._info(job, mean_jobs.get(name)) for name, job in self._active.items()}
+        base = {
+            name: Allocation(job.nodes, job.shape)
+            for name, job in self._active.items()
+            if job.nodes
+        }
+        if self._at_changes and self._teams is None:
+            weighed = {name for name in infos if name in self._heirs or not self._is_new(name)}
+            for name, held in self._place_new(infos, base, weighed).items():
+                self._carry_out(self._active[name], infos[name], held)
+                base[name] = held
+                infos[name] = self._info(self._active[name], mean_jobs.get(name))
+        begin = time.perf_counter()
+        answer = self._ask(infos, base)
+        self._policy_seconds.append(time.perf_counter() - begin)
+        # Where sharing a node has a price, the policy may choose to pay it.
+        crowding = self.options.interference > 0
+        broken = violations(infos, self.nodes, base, answer, crowding=crowding)
+        if broken:
+            raise SimulationError(f"at {self._now:g} s the policy broke a rule: {broken[0]}")
+        for name, job in self._active.items():
+            self._carry_out(job, infos[name], answer.get(name, ()))
+
+    def _info(self, job: SimulatedJob, mean_jobs: float | None) -> JobInfo:
+        info = simulated_info(
+            job,
+            self._now,
+            self.options.known_length,
+            self.experience.lengths,
+            fixed=self._fixed,
+            teams=self.options.teams,
+            mean_jobs=mean_jobs,
+            relatives=self._declared.get(job.arrival.family, ()),
+        )
+        if self._at_changes and job.starting:
+            return replace(info, preemptible=False)
+        return info
+
+    def _ask(
+        self, infos: Mapping[str, JobInfo], base: Mapping[str, Allocation]
+    ) -> Mapping[str, Sequence[str]]:
+        """Return the policy's answer, within the quotas of teams if there are any."""
+        template = self.nodes[min(self.nodes)]
+        if self._teams is None:
+            return self.policy.optimize(infos, self.nodes, base, template)[0]
+        asked = TeamPolicy(self.policy, self._teams, self._now, self._notices)
+        answer = asked.solve(infos, self.nodes, base, template)
+        self._notices = answer.notices
+        return answer.allocations
+
+    def _place_new(
+        self,
+        infos: Mapping[str, JobInfo],
+        base: Mapping[str, Allocation],
+        weighed: Collection[str],
+    ) -> dict[str, Allocation]:
+        """Return the allocations of jobs that start on free slots."""
+        return place_in_order(
+            [name for name in infos if name not in base],
+            without(infos, self.nodes, base),
+            lambda name, free: as_allocation(
+                infos[name], self.policy.allocate_job(infos[name], free), self.nodes
+            ),
+            weighed,
+        )
+
+    def _is_new(self, name: str) -> bool:
+        return self._active[name].started is None
+
+    def _mean_jobs(self) -> dict[str, float]:
+        """Return how many jobs were unfinished, averaged over the life of each active one."""
+        ends = [(job.arrival.time, job.completed or self._now) for job in self._done]
+        ends += [(job.arrival.time, self._now) for job in self._active.values()]
+        arrivals = {name: job.arrival.time for name, job in self._active.items()}
+        return Contention(ends).means(arrivals, self._now)
+
+    def _carry_out(self, job: SimulatedJob, info: JobInfo, nodes: Sequence[str]) -> None:
+        shape = shape_of(info, nodes, self.nodes) if nodes else None
+        stages = shape.num_stages if shape else None
+        now_stages = job.shape.num_stages if job.shape else None
+        if Counter(nodes) != Counter(job.nodes) or stages != now_stages:
+            job.reallocate(self._now, sorted(nodes), shape, info)
+
+
+def _activity(jobs: Sequence[SimulatedJob]) -> tuple[tuple[float, int], ...]:
+    """Return how many jobs were unfinished, and since when."""
+    changes = [(job.arrival.time, 1) for job in jobs]
+    changes += [(job.completed, -1) for job in jobs if job.completed is not None]
+    return tuple(_running_total(sorted(changes)))
+
+
+def _running_total(changes: Sequence[tuple[float, int]]) -> Iterator[tuple[float, int]]:
+    total = 0
+    for moment, change in changes:
+        total += change
+        yield moment, total

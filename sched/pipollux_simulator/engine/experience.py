@@ -1,0 +1,61 @@
+"""What a cluster has learnt from its jobs, as a scheduler's store has it."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipollux_perfmodel.hints.step_rows import MAX_RELATIVES, RENEWED
+from pipollux_policies import CompletedJob, LengthHistory
+from pipollux_simulator.applications.base import JobModel
+
+from .job import SimulatedJob
+
+
+@dataclass
+class _Family:
+    """Jobs that are alike: each begins with what the others have measured."""
+
+    completed: deque[JobModel] = field(default_factory=lambda: deque(maxlen=MAX_RELATIVES))
+    active: dict[str, SimulatedJob] = field(default_factory=dict)
+    """Those that have not completed, by name, the latest to arrive last."""
+
+    def relatives(self) -> list[JobModel]:
+        """Return who hands down what it measured: the last that completed goes first."""
+        started = [job.model for job in self.active.values() if job.started is not None]
+        measured = [model for model in started if model.max_profiled_replicas > 0]
+        latest = [*self.completed]
+        return [*latest[-1:], *reversed([*latest[:-1], *measured])][:MAX_RELATIVES]
+
+
+@dataclass
+class Experience:
+    """Lengths of completed jobs, and models of all, by family (`policy.family_of`)."""
+
+    lengths: LengthHistory = field(default_factory=LengthHistory)
+    _families: dict[Any, _Family] = field(default_factory=lambda: defaultdict(_Family))
+    _looked: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    """At which relatives jobs that wait have looked, and when."""
+
+    def add(self, job: SimulatedJob) -> None:
+        """Take in a completed job."""
+        goodput = job.model.base_goodput()
+        trained = job.progress * job.app.init_batch_size
+        if goodput > 0 and trained > 0:
+            self.lengths.add(CompletedJob(job.arrival.family, trained, trained / goodput))
+        family = self._families[job.arrival.lineage]
+        family.active.pop(job.name, None)
+        self._looked.pop(job.name, None)
+        family.completed.append(job.model)
+
+    def bequeath(self, job: SimulatedJob) -> bool:
+        """Let a job that has not started inherit from its family; tell whether it could."""
+        family = self._families[job.arrival.lineage]
+        family.active[job.name] = job
+        relatives = family.relatives()
+        looked = (job.clock // RENEWED, *map(id, relatives))
+        if relatives and self._looked.get(job.name) != looked:
+            self._looked[job.name] = looked
+            job.model.inherit(relatives)
+        return bool(relatives)

@@ -1,0 +1,305 @@
+"""One simulated job: exact progress between events, from the truth of its application.
+
+Progress is counted as Pollux counts it, in iterations that the initial batch size would have taken:
+per second, gain / step time, where gain = (var + sqr) / (var / scale + sqr). An epoch ends when
+progress has reached the application's for it; gradients then change, and the job chooses its batch
+size again. Nothing is rounded to whole seconds.
+
+A change that a replica survives (`policy.change_cost`) is live, if the job can be changed live.
+Replicas that leave go at once, and the others pause. Replicas that come take a start's time, while
+the others train on as they are; then all of them pause, and train together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipollux_policies import (
+    Allocation,
+    ChangeKind,
+    JobInfo,
+    ReplicaShape,
+    change_kind,
+)
+from pipollux_simulator.applications.base import Application, JobModel, RunningJob
+from pipollux_simulator.workload.arrivals import JobArrival
+
+_SLACK = 1e-9
+"""Progress this close to the end of an epoch, relatively, has reached it."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A period in which a job held the same nodes."""
+
+    start: float
+    """Seconds since the workload's begin."""
+    end: float
+    nodes: tuple[Any, ...]
+    num_stages: int
+    live: bool = False
+    """Whether it began with a live change: the replicas that stayed did not stop."""
+
+
+@dataclass
+class SimulatedJob:
+    """One job in the simulated cluster.
+
+    Args:
+        arrival: its row of the workload.
+        app: the truth.
+        model: what the job knows.
+        restart_seconds: time that a replica takes to start; nothing trains in that of a restart.
+        rescale_seconds: time for which replicas that stay pause in a live change; None: every
+            change is a restart.
+        checkpoint_seconds: training time after which it saves; what came later is lost with a node.
+        clock: the time up to which it has been simulated.
+        start_seconds: what a start from nothing takes; None: as much as a restart.
+    """
+
+    arrival: JobArrival
+    app: Application
+    model: JobModel
+    restart_seconds: float = 30.0
+    rescale_seconds: float | None = None
+    checkpoint_seconds: float = math.inf
+    clock: float = 0.0
+    start_seconds: float | None = None
+    progress: float = 0.0
+    epoch: int = 0
+    nodes: tuple[Any, ...] = ()
+    """What it holds."""
+    members: tuple[Any, ...] = ()
+    """Nodes of the replicas that train together; the others of `nodes` are starting."""
+    shape: ReplicaShape | None = None
+    running: RunningJob | None = None
+    started: float | None = None
+    completed: float | None = None
+    num_starts: int = 0
+    num_moves: int = 0
+    """Restarts that went straight from one allocation to another, as which a price is measured."""
+    num_rescales: int = 0
+    """Live changes."""
+    attained_service: float = 0.0
+    """Slot-seconds."""
+    slots_per_replica: int = 1
+    history: list[Interval] = field(default_factory=list)
+    lost_progress: float = 0.0
+    """Progress lost with nodes, in iterations at the initial batch size."""
+    _delay: float = 0.0
+    _join_at: float = math.inf
+    """When the replicas that are starting join the others."""
+    _since: float = 0.0
+    _live: bool = False
+    """Whether what it holds began with a live change."""
+    _saved: tuple[float, int] = (0.0, 0)
+    _unsaved_seconds: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Name in the workload."""
+        return self.arrival.name
+
+    @property
+    def num_restarts(self) -> int:
+        """Number of starts after the first."""
+        return max(self.num_starts - 1, 0)
+
+    @property
+    def starting(self) -> bool:
+        """Whether it holds slots and does not train yet, or replicas are to join it."""
+        return bool(self.nodes) and (self._delay > 0 or self._join_at < math.inf)
+
+    @property
+    def _start_seconds(self) -> float:
+        return self.restart_seconds if self.start_seconds is None else self.start_seconds
+
+    @property
+    def last_epoch(self) -> int:
+        """Number of epochs after which it is done."""
+        batch_size = self.running.batch_size if self.running else self.app.init_batch_size
+        return min(self.app.completion_epoch(batch_size) + 1, self.app.max_epochs)
+
+    def reallocate(
+        self, now: float, nodes: Sequence[Any], shape: ReplicaShape | None, info: JobInfo
+    ) -> None:
+        """Change what it holds, live if a replica that trains survives that.
+
+        Args:
+            now: seconds since the workload's begin.
+            nodes: one for each replica.
+            shape: of its replicas.
+            info: of the job, which says whether it can be changed live.
+        """
+        old, new = Allocation(self.members, self.shape), Allocation(nodes, shape)
+        if change_kind(info, old, new) is ChangeKind.RESTART:
+            self._restart(now, nodes, shape)
+        else:
+            self._rescale(now, nodes)
+
+    def _restart(self, now: float, nodes: Sequence[Any], shape: ReplicaShape | None) -> None:
+        """Stop, and if there are nodes start on them; the time of a restart begins."""
+        self._close_interval(now)
+        self._live, moves = False, bool(self.nodes)
+        self.nodes, self.shape = tuple(nodes), shape if nodes else None
+        self.members, self._join_at = self.nodes, math.inf
+        self.running = None
+        if self._unsaved_seconds > 0:
+            self._save()
+        if not nodes or shape is None:
+            return
+        self.slots_per_replica = shape.slots
+        self.num_starts += 1
+        self.num_moves += moves
+        self.started = now if self.started is None else self.started
+        self._delay = self.restart_seconds if moves else self._start_seconds
+
+    def _rescale(self, now: float, nodes: Sequence[Any]) -> None:
+        """Let replicas leave at once, and others start, while those that stay go on."""
+        self._close_interval(now)
+        self._live = True
+        self.num_rescales += 1
+        survivors = Counter(self.members) & Counter(nodes)
+        if survivors.total() < len(self.members):
+            self.members = tuple(sorted(survivors.elements()))
+            self._pause()
+        starting = Counter(self.nodes) - Counter(self.members)
+        coming = Counter(nodes) - survivors
+        if not coming:
+            self._join_at = math.inf
+        elif not coming <= starting or self._join_at == math.inf:
+            self._join_at = now + self._start_seconds
+        self.nodes = tuple(nodes)
+
+    def _join(self) -> None:
+        """Let the replicas that were starting train with the others."""
+        self.members, self._join_at = self.nodes, math.inf
+        self._pause()
+
+    def _pause(self) -> None:
+        self._delay += self.rescale_seconds or 0.0
+
+    def lose_node(self, now: float, node: Any) -> None:
+        """Go on without what was starting on a node; stop if replicas trained there."""
+        if node in self.members:
+            self._lose_all(now)
+        elif node in self.nodes:
+            self._close_interval(now)
+            self.nodes = tuple(name for name in self.nodes if name != node)
+            if len(self.nodes) == len(self.members):
+                self._join_at = math.inf
+
+    def _lose_all(self, now: float) -> None:
+        """Stop without saving: what was not saved is trained again."""
+        self.lost_progress += self.progress - self._saved[0]
+        self.progress, self.epoch = self._saved
+        self._unsaved_seconds = 0.0
+        self._restart(now, (), None)
+
+    def next_change(self, pace: float, gpu_type: str) -> float:
+        """Return when it will start to train, gain a replica or end its epoch, if let alone.
+
+        Args:
+            pace: as in `advance`.
+            gpu_type: as in `advance`.
+        """
+        if self.shape is None or self.completed is not None:
+            return math.inf
+        if self._delay > 0:
+            return min(self.clock + self._delay, self._join_at)
+        placement = tuple(Counter(self.members).values())
+        rate = self._rate(self.model.configure(self.shape, placement, gpu_type)) * pace
+        left = max(self.app.progress(self.epoch + 1) - self.progress, 0.0)
+        return min(self.clock + left / rate, self._join_at)
+
+    def advance(self, until: float, pace: float, gpu_type: str) -> None:
+        """Train up to a moment, or to the end if that comes first.
+
+        Args:
+            until: seconds since the workload's begin.
+            pace: 1, or less where another distributed job interferes.
+            gpu_type: of the nodes.
+        """
+        if self.shape is None:
+            self.clock = until
+            return
+        while self._join_at <= until and self.completed is None:
+            self._advance_as_is(self._join_at, pace, gpu_type)
+            if self.completed is None:
+                self._join()
+        self._advance_as_is(until, pace, gpu_type)
+
+    def _advance_as_is(self, until: float, pace: float, gpu_type: str) -> None:
+        """Train up to a moment with the same replicas."""
+        if self.completed is not None:
+            return
+        placement = tuple(Counter(self.members).values())
+        self._pass(min(self._delay, until - self.clock), waiting=True)
+        # A sum may round to less than `until`: a job that still starts does not train then.
+        while self._delay <= 0 < until - self.clock and self.completed is None:
+            self._train(until, placement, pace, gpu_type)
+        self.clock = until if self.completed is None else self.clock
+
+    def _train(self, until: float, placement: Sequence[int], pace: float, gpu_type: str) -> None:
+        """Train to the end of the epoch, the next save, or `until`, whichever comes first."""
+        assert self.shape is not None  # noqa: S101  # advance() has looked
+        running = self.model.configure(self.shape, placement, gpu_type)
+        self._look(running)
+        rate = self._rate(running) * pace
+        goal = self.app.progress(self.epoch + 1)
+        seconds = max((goal - self.progress) / rate, 0.0)
+        save = self.checkpoint_seconds - self._unsaved_seconds
+        left = until - self.clock
+        if seconds <= min(left, save) * (1 + _SLACK):
+            self._pass(min(seconds, left))
+            self.progress = goal
+            self.epoch += 1
+            if self.epoch >= self.last_epoch:
+                self._finish()
+        else:
+            step = min(left, save)
+            self.progress += rate * step
+            self._pass(step)
+        if self._unsaved_seconds >= self.checkpoint_seconds * (1 - _SLACK):
+            self._save()
+
+    def _look(self, running: RunningJob) -> None:
+        """Show the model the current time of an iteration."""
+        gradients = self.app.gradients(running.batch_size, self.epoch)
+        self.model.observe(running, self.app.step_times(running), gradients)
+        self.running = running
+
+    def _rate(self, running: RunningJob) -> float:
+        """Return the true progress per second."""
+        optim, accum = self.app.step_times(running)
+        sqr, var = self.app.gradients(running.batch_size, self.epoch)
+        scale = running.batch_size / self.app.init_batch_size
+        gain = (var + sqr) / (var / scale + sqr)
+        return gain / (optim + running.accum_steps * accum)
+
+    def _pass(self, seconds: float, *, waiting: bool = False) -> None:
+        self.clock += seconds
+        self.attained_service += seconds * len(self.nodes) * self.slots_per_replica
+        if waiting:
+            self._delay -= seconds
+        else:
+            self._unsaved_seconds += seconds
+
+    def _save(self) -> None:
+        self._saved = self.progress, self.epoch
+        self._unsaved_seconds = 0.0
+
+    def _finish(self) -> None:
+        self.completed = self.clock
+        self._close_interval(self.clock)
+        self.nodes, self.members, self.shape = (), (), None
+
+    def _close_interval(self, now: float) -> None:
+        if self.shape is not None and now > self._since:
+            stages = self.shape.num_stages
+            self.history.append(Interval(self._since, now, self.nodes, stages, self._live))
+        self._since = now

@@ -1,0 +1,161 @@
+"""A simulation from names: a cluster, a workload and a policy, to an outcome in plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pipollux_perfmodel import fit_perf_params
+from pipollux_policies import KNOBS, NodeInfo, make_policy
+from pipollux_simulator.applications.base import Application
+from pipollux_simulator.applications.devices import A100_40G
+from pipollux_simulator.applications.gpt import GPT_MODELS
+from pipollux_simulator.applications.registry import check_room, devices_of, load_applications
+from pipollux_simulator.applications.trace_model import Fit
+from pipollux_simulator.engine.cluster import Cluster, Options, Watch
+from pipollux_simulator.engine.experience import Experience
+from pipollux_simulator.engine.failures import (
+    FAILURES,
+    SPOT,
+    NodeEvent,
+    merge_events,
+    outages,
+)
+from pipollux_simulator.engine.isolated import IsolatedTimes
+from pipollux_simulator.engine.outcome import SimulationOutcome, outcome
+from pipollux_simulator.workload.arrivals import JobArrival
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Jobs under a name."""
+
+    name: str
+    jobs: tuple[JobArrival, ...]
+    applications: Mapping[str, Application] = field(default_factory=dict)
+    """Those that are not found by name alone."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A cluster to try workloads and policies on; two runs of one are the same.
+
+    Example:
+        >>> experiment = Experiment(make_nodes({"": (2, 4)}))
+        >>> jobs = (JobArrival("a", 0.0, "gpt-1.3b", 1, 32),)
+        >>> outcome = experiment.run(Workload("one", jobs), "fifo")
+        >>> outcome.jobs[0].started
+        60.0
+    """
+
+    nodes: Mapping[str, NodeInfo]
+    options: Options = field(default_factory=Options)
+    traces: Path | None = None
+    """Folder of the public traces, for applications of theirs."""
+    seed: int = 0
+    """Of the policy."""
+    fit: Fit = fit_perf_params
+    """How jobs of the traces fit their model to measured step times."""
+    fairness: float | None = None
+    """What the policy "exact" promises (`CompletionTime.fairness`); None: nothing."""
+    scarcity: float | None = None
+    """What it charges for scarce types of GPU (`CompletionTime.scarcity`); None: the usual."""
+    tail: float | None = None
+    """How much more late jobs count with it (`CompletionTime.tail`); None: the usual."""
+    rank_power: float | None = None
+    """How much more short jobs count with it (`CompletionTime.rank_power`); None: the usual."""
+    _applications: dict[str, Application] = field(default_factory=dict, init=False, repr=False)
+    _isolated: list[IsolatedTimes] = field(default_factory=list, init=False, repr=False)
+
+    def applications(self, workload: Workload) -> dict[str, Application]:
+        """Return the applications of a workload; each is read once.
+
+        Raises:
+            ValueError: one is not known, its traces are missing or wrong, or no node holds one of
+                its replicas.
+        """
+        own = workload.applications
+        names = {job.application for job in workload.jobs} - own.keys()
+        gpu_types = {node.gpu_type for node in self.nodes.values()}
+        devices = devices_of(gpu_types) if names & GPT_MODELS.keys() else (A100_40G,)
+        missing = names - self._applications.keys()
+        loaded = load_applications(missing, traces=self.traces, devices=devices, fit=self.fit)
+        for application in loaded.values():
+            check_room(application, self.nodes)
+        self._applications.update(loaded)
+        return {**{name: self._applications[name] for name in names}, **own}
+
+    def run(
+        self,
+        workload: Workload,
+        policy: str,
+        watch: Watch | None = None,
+        *,
+        experience: Experience | None = None,
+    ) -> SimulationOutcome:
+        """Simulate a workload under a policy.
+
+        Args:
+            workload: jobs.
+            policy: name of one of `POLICIES`.
+            watch: see `Cluster.run`.
+            experience: from jobs that completed before, to which this workload's are added; None:
+                the cluster is new.
+
+        Raises:
+            ValueError: an application or a policy is not known, or traces do not reach as far.
+            SimulationError: the policy broke a rule, or some job never gets to run.
+        """
+        applications = self.applications(workload)
+        knobs = {name: getattr(self, name) for name in KNOBS} if policy == "exact" else {}
+        made = make_policy(policy, seed=self.seed, **knobs)
+        known = Experience() if experience is None else experience
+        nodes = dict(self.nodes)
+        cluster = Cluster(workload.jobs, applications, nodes, made, self.options, known)
+        result = cluster.run(watch)
+        if not self._isolated:
+            self._isolated.append(IsolatedTimes(self.nodes, self.options.restart_seconds))
+        return outcome(
+            result,
+            applications,
+            self._isolated[0],
+            workload=workload.name,
+            policy=policy,
+            seed=self.seed,
+            known_length=self.options.known_length,
+            teams=self.options.teams,
+        )
+
+
+def make_nodes(
+    counts: Mapping[str, tuple[int, int]], *, preemptible: bool = False
+) -> dict[str, NodeInfo]:
+    """Return nodes by name.
+
+    Args:
+        counts: by type of GPU (empty: unknown), how many nodes and how many GPUs each.
+        preemptible: they may be taken away.
+
+    Example:
+        >>> list(make_nodes({"a100-40g": (2, 8)}))
+        ['a100-40g-0', 'a100-40g-1']
+    """
+    nodes = {}
+    for gpu_type, (number, gpus) in counts.items():
+        digits = len(str(number - 1))
+        for index in range(number):
+            name = f"{gpu_type or 'node'}-{index:0{digits}}"
+            nodes[name] = NodeInfo({"slots": gpus}, preemptible=preemptible, gpu_type=gpu_type)
+    return nodes
+
+
+def node_events(
+    nodes: Sequence[str], days: float, seed: int, *, failures: bool, spot: bool
+) -> tuple[NodeEvent, ...]:
+    """Draw the events of nodes: rare failures, spot preemptions, both or none."""
+    kinds = [kind for kind, wanted in ((FAILURES, failures), (SPOT, spot)) if wanted]
+    streams = [
+        outages(nodes, days * 86400, kind, seed + number) for number, kind in enumerate(kinds)
+    ]
+    return tuple(merge_events(*streams))
