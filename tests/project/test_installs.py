@@ -40,6 +40,8 @@ print("trained")
 CLUSTER = "nodes: [{name: here, kind: cpu, slots: 2}]\n"
 BASE = ("autograd", "httpx", "numpy", "psutil", "pydantic", "rich", "scipy", "torch", "torchgpipe")
 JOB_PACKAGES = ("hybrid", "perfmodel")
+OPTIONAL = ("matplotlib", "tensorboard")
+"""Packages that only an option needs, whose error names the command that installs them."""
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +210,7 @@ def test_every_import_is_declared(
         for package, who in imports(repository / folder).items():
             if package.startswith("pipollux"):
                 continue
-            if package == "tensorboard" or (package == "torch" and folder == "sched"):
+            if package in OPTIONAL or (package == "torch" and folder == "sched"):
                 continue
             by = {re.sub(r"[-_.]+", "-", x).lower() for x in providers.get(package, [])}
             assert by & declared, f"{package} is imported by {sorted(who)[:3]}"

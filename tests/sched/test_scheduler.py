@@ -27,7 +27,7 @@ from pipollux_sched.store import (
     UnknownJobError,
 )
 from pipollux_sched.views.cluster import list_nodes
-from pipollux_utils import vital_thread
+from pipollux_sched.utils import vital_thread
 from tests.programs import Forked
 from tests.sched.processes import processes_of
 from tests.sched.scripts import TOY
