@@ -1,4 +1,4 @@
-# What a newcomer needs: `make demo` shows Pipollux at work, `make test` proves it.
+# What a joining replica needs: `make demo` shows Pipollux at work, `make test` proves it.
 # Everything is installed into .venv from pyproject.toml, pinned by constraints.txt.
 
 PYTHON ?= python3

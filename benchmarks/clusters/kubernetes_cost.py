@@ -166,13 +166,13 @@ def _by_kubectl(cluster: ControlPlane, name: str) -> float:
     return float(told.split()[0]) - begun
 
 
-def _by_engine(rig: Rig, generation: int) -> float:
+def _by_engine(rig: Rig, attempt: int) -> float:
     begun = time.time()
-    (key,) = rig.start(TELL, generation=generation)
+    (key,) = rig.start(TELL, attempt=attempt)
     told = until(lambda: rig.log(key), f"{key} says when it began")
     rig.engine.signal(key, Signal.KILL)
     rig.ended(key)
-    rig.forget(generation=generation)
+    rig.forget(attempt=attempt)
     return float(told.split()[0]) - begun
 
 

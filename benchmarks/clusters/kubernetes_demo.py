@@ -24,7 +24,7 @@ from counted import fault  # lies beside
 from kubernetes_site import ROOT, Site, end_in_order  # lies beside
 
 from pipollux_sched.lifecycle import Phase
-from pipollux_sched.store import GenerationRecord
+from pipollux_sched.store import AttemptRecord
 from tests.kubernetes.harness.control_plane import ControlPlane
 
 COUNTED = Path(__file__).with_name("counted.py")
@@ -103,8 +103,8 @@ class Demo:
 
     def _alone(self, name: str) -> bool:
         """Whether the first job has trained for a while on two nodes."""
-        generations = self._site.store.generations(name)
-        last = generations[-1] if generations else None
+        attempts = self._site.store.attempts(name)
+        last = attempts[-1] if attempts else None
         if last is None or len(set(last.nodes)) < 2 or last.first_step is None:
             return False
         points = self._site.store.overview.points(name, 10)
@@ -121,8 +121,7 @@ class Demo:
                     loss = points[-1].loss if points else None
                     more = "" if loss is None else f", step {points[-1].step}, loss {loss:.3f}"
                     self._say(
-                        f"{name}: {now[0]} ({now[2]}), generation {job.state.generation} on "
-                        f"{where}{more}"
+                        f"{name}: {now[0]} ({now[2]}), attempt {job.state.attempt} on {where}{more}"
                     )
             return done()
 
@@ -144,10 +143,10 @@ class Demo:
         return wrong
 
     def _rising(self, name: str) -> list[str]:
-        """The loss falls, over restarts too: no generation begins where the first did."""
+        """The loss falls, over restarts too: no attempt begins where the first did."""
         points = [p for p in self._site.store.overview.points(name, 10_000) if p.loss is not None]
-        generations = self._site.store.generations(name)
-        starts = [g.first_step for g in generations if g.first_step is not None]
+        attempts = self._site.store.attempts(name)
+        starts = [g.first_step for g in attempts if g.first_step is not None]
         parts = [
             [p.loss for p in points if begin <= p.step < end]
             for begin, end in zip(starts, [*starts[1:], sys.maxsize], strict=True)
@@ -155,7 +154,7 @@ class Demo:
         means = [_mean(part[-10:]) for part in parts if part]
         first, last = _mean([p.loss for p in points[:3]]), means[-1]
         told = ", ".join(f"{part[0]:.3f} to {part[-1]:.3f}" for part in parts if part)
-        self._say(f"{name}: loss by generation {told}")
+        self._say(f"{name}: loss by attempt {told}")
         steps = [p.step for p in points]
         wrong = [] if last < 0.8 * first else [f"{name}: loss {first:.3f} has become {last:.3f}"]
         wrong += [
@@ -166,19 +165,19 @@ class Demo:
         return wrong if steps == sorted(steps) else [*wrong, f"{name}: steps out of order"]
 
     def _wrong_story(self, first: str, second: str) -> list[str]:
-        """Two nodes, one for a newcomer, two again."""
-        sizes = [_size(g) for g in self._site.store.generations(first) if g.first_step is not None]
+        """Two nodes, one for a joining replica, two again."""
+        sizes = [_size(g) for g in self._site.store.attempts(first) if g.first_step is not None]
         wanted = [2, 1, 2]
         rest = iter(sizes)
         told = all(size in rest for size in wanted)
-        self._say(f"{first}: replicas by generation {sizes}")
-        with_both = any(g.first_step is not None for g in self._site.store.generations(second))
+        self._say(f"{first}: replicas by attempt {sizes}")
+        with_both = any(g.first_step is not None for g in self._site.store.attempts(second))
         wrong = [] if told else [f"{first} had {sizes} replicas, and not 2, 1 and 2 again"]
         return wrong if with_both else [*wrong, f"{second} has not trained"]
 
 
-def _size(generation: GenerationRecord) -> int:
-    return len(generation.nodes)
+def _size(attempt: AttemptRecord) -> int:
+    return len(attempt.nodes)
 
 
 def _mean(losses: list[float | None]) -> float:

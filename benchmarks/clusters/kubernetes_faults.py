@@ -213,7 +213,7 @@ def _kill_one(
     for job in rng.sample(world.training(), len(world.training())):
         if pids := find(world, job.name):
             world.signal(rng.choice(pids), signal.SIGKILL)
-            return f"{noticed(world, job)}, generation {job.state.generation}"
+            return f"{noticed(world, job)}, attempt {job.state.attempt}"
     return None
 
 

@@ -22,7 +22,7 @@ from lightkube import KubeConfig
 from lightkube.config.kubeconfig import SingleConfig
 
 from pipollux_sched.backend import Launch, ReplicaProgram
-from pipollux_sched.backend.base import Seat
+from pipollux_sched.backend.base import SlotAssignment
 from pipollux_sched.backend.kubernetes import names
 from pipollux_sched.backend.kubernetes.options import KubernetesOptions
 from pipollux_sched.backend.kubernetes.owner import Owner
@@ -118,19 +118,21 @@ class Full(ABC):
             program = ReplicaProgram(job=job, script=Path("/train.py"), image=IMAGE)
             launch = Launch(
                 job=job,
-                generation=1,
-                seats={replica: Seat(next(places), (0,)) for replica in range(width)},
+                attempt=1,
+                assignments={
+                    replica: SlotAssignment(next(places), (0,)) for replica in range(width)
+                },
                 num_first=width,
-                supervisor_url="http://pipollux:8080",
+                scheduler_url="http://pipollux:8080",
                 checkpoints=f"/checkpoints/{job}/1",
             )
-            for replica, seat in launch.seats.items():
+            for replica, assignment in launch.assignments.items():
                 made = make_pod(program, launch, replica, owner, OPTIONS)
                 yield {
                     "apiVersion": "v1",
                     "kind": "Pod",
                     "metadata": {"namespace": NAMESPACE, **made["metadata"]},
-                    "spec": {**made["spec"], "nodeName": seat.node},
+                    "spec": {**made["spec"], "nodeName": assignment.node},
                 }
 
 

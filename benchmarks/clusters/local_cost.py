@@ -2,7 +2,7 @@
 
     python benchmarks/clusters/local_cost.py [--starts 8]
 
-A job is submitted to a scheduler of the local backend; its decision is when its generation was
+A job is submitted to a scheduler of the local backend; its decision is when its attempt was
 stored, its first process is torchrun's agent. Beside it, in turn, `true` as a process of its own.
 Prints Markdown.
 """
@@ -32,11 +32,11 @@ def start(world: World, name: str) -> float:
     world.submit(name, Work.drawn(COUNTING, random.Random(0)))
     world.until(f"{name} has an agent", lambda: agents(world, name))
     began = time.time() - _age(agents(world, name)[0])
-    (generation,) = world.store.generations(name)
+    (attempt,) = world.store.attempts(name)
     with world.client() as client:
         client.delete(f"/jobs/{name}").raise_for_status()
     world.until(f"nothing of {name} is left", lambda: not world.processes(name))
-    return began - generation.created_at
+    return began - attempt.created_at
 
 
 def _age(pid: int) -> float:

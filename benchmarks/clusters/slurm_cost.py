@@ -120,8 +120,8 @@ def starts(world: SleeperWorld, number: int) -> tuple[list[float], list[float]]:
         name = f"single-{index}"
         world.launch_job(name, 1)
         world.until(f"{name} runs", lambda name=name: all([*world.began(name), 0][:1]), PATIENCE)
-        generation = world.store.generations(name)[-1]
-        ours.append(world.began(name)[0] - generation.created_at)
+        attempt = world.store.attempts(name)[-1]
+        ours.append(world.began(name)[0] - attempt.created_at)
         begun = time.monotonic()
         pool = world.pools()[0]
         world.slurm.call("srun", f"--jobid={pool}", "--exact", "-N1", "-n1", "--mem=0", "true")

@@ -144,7 +144,7 @@ def _account(world: SlurmWorld, name: str, points: list[Any]) -> Iterator[str]:
     first, last = sum(losses[:tenth]) / tenth, sum(losses[-tenth:]) / tenth
     if last > 0.8 * first:
         yield f"{name}: the loss does not fall: {first:.3f} has become {last:.3f}"
-    starts = [found.loss for found in _starts(world.store.generations(name), points)]
+    starts = [found.loss for found in _starts(world.store.attempts(name), points)]
     if any(loss > 0.9 * losses[0] for loss in starts[1:]):
         yield f"{name}: the loss after a restart is that of the beginning: {starts}"
 
@@ -159,19 +159,19 @@ def report(world: SlurmWorld, story: Story) -> str:
     lines = ["| after | |", "|---|---|", *story.lines, ""]
     for name, job in world.jobs().items():
         points = world.store.overview.points(name, 5000)
-        generations = world.store.generations(name)
+        attempts = world.store.attempts(name)
         first, last = points[0], points[-1]
         lines.append(
-            f"{name}: {job.phase.value}, {len(generations)} generations, {last.step} steps, "
+            f"{name}: {job.phase.value}, {len(attempts)} attempts, {last.step} steps, "
             f"{last.samples} samples, loss {first.loss:.3f} to {last.loss:.3f}; at each start: "
-            + ", ".join(f"step {p.step} loss {p.loss:.3f}" for p in _starts(generations, points))
+            + ", ".join(f"step {p.step} loss {p.loss:.3f}" for p in _starts(attempts, points))
         )
     return "\n".join(lines)
 
 
-def _starts(generations: list[Any], points: list[Any]) -> Iterator[Any]:
-    """Yield the first point of each generation that has any."""
-    for entry in generations:
+def _starts(attempts: list[Any], points: list[Any]) -> Iterator[Any]:
+    """Yield the first point of each attempt that has any."""
+    for entry in attempts:
         later = [p for p in points if p.time >= entry.created_at and p.loss is not None]
         if later:
             yield later[0]

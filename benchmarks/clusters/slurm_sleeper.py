@@ -44,9 +44,9 @@ def point(step: int) -> dict[str, object]:
 
 def beat(path: str, body: dict[str, object]) -> None:
     """Tell the scheduler something; it may be away."""
-    where = urlsplit(os.environ["PIPOLLUX_SUPERVISOR_URL"])
+    where = urlsplit(os.environ["PIPOLLUX_SCHEDULER_URL"])
     connection = http.client.HTTPConnection(where.netloc, timeout=20)
-    content = {"generation": int(os.environ["PIPOLLUX_GENERATION"]), **body}
+    content = {"attempt": int(os.environ["PIPOLLUX_ATTEMPT"]), **body}
     headers = {
         "Authorization": f"Bearer {os.environ['PIPOLLUX_TOKEN']}",
         "Content-Type": "application/json",

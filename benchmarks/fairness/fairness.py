@@ -5,7 +5,7 @@
 
 DATA holds `traces` and `workloads` of Pollux's public artifact. 16 nodes of 4 GPUs, a start takes
 30 s; a round every 60 s and at every arrival, and jobs begin with what others of their family have
-measured, both as under the scheduler. "live" is with live changes at 1 s. What was
+measured, both as under the scheduler. "live" is with elastic resizes at 1 s. What was
 simulated is kept in DIR, a file each, and not simulated again; with --found nothing is simulated.
 Prints Markdown.
 
@@ -41,7 +41,7 @@ WORKLOADS = (1, 2, 3, 6)
 CURVE = (2.0, 1.5, 1.1)
 """Beside none and 1.25, on the first and the last workload."""
 LIVE = 1.0
-"""Seconds of a live change."""
+"""Seconds of an elastic resize."""
 PROMISE = 1.25
 """By which the table of all policies judges jobs."""
 
@@ -54,7 +54,7 @@ class Case(NamedTuple):
     fairness: float | None
     number: int
     rescale_seconds: float | None = None
-    """Of a live change; None: every change is a restart."""
+    """Of an elastic resize; None: every change is a restart."""
 
     @property
     def file(self) -> str:
@@ -143,10 +143,10 @@ def floors(
     for job in workload.jobs:
         if (job.application, False) not in known:
             experience = Experience()
-            for heir in (False, True):
+            for warm_start in (False, True):
                 one = Workload("alone", (replace(job, time=1.0),))
                 (alone,) = unfair.run(one, "exact", experience=experience).jobs
-                known[job.application, heir] = alone.jct
+                known[job.application, warm_start] = alone.jct
     ended: dict[str, float] = {}
     for done in outcome.jobs:
         first = ended.get(done.application, float("inf"))
@@ -158,7 +158,16 @@ def floors(
 
 
 HEAD = (
-    *("workload", "policy", "told", "a live change", "F", "average JCT, s", "p99 JCT", "restarts"),
+    *(
+        "workload",
+        "policy",
+        "told",
+        "an elastic resize",
+        "F",
+        "average JCT, s",
+        "p99 JCT",
+        "restarts",
+    ),
     *("mean rho", "p99 rho", "worst rho", "rho > 1", "rho > F", "p99, could", "worst, could"),
     "rho > F, could",
 )

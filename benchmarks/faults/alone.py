@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import IO
 
 
-def hold_alone(folder: Path, rank: int, generation: int) -> IO[str] | None:
+def hold_alone(folder: Path, rank: int, attempt: int) -> IO[str] | None:
     """Lock a replica's file for the life of this process.
 
     Args:
         folder: where the job saves.
         rank: which replica this is.
-        generation: of which generation.
+        attempt: of which attempt.
 
     Returns:
         The file, to be kept open; None where another process holds it. Then the file `violations`
@@ -24,6 +24,6 @@ def hold_alone(folder: Path, rank: int, generation: int) -> IO[str] | None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         with (folder / "violations").open("a") as violations:
-            violations.write(f"generation {generation}, replica {rank}: another one runs\n")
+            violations.write(f"attempt {attempt}, replica {rank}: another one runs\n")
         return None
     return file

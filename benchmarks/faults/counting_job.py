@@ -1,7 +1,7 @@
 """A job whose every sample can be accounted for.
 
 It counts steps of 32 samples and saves every few of them, slowly, so that it can be killed in the
-middle of a save. A checkpoint says which generation counted which steps; two processes that ever
+middle of a save. A checkpoint says which attempt counted which steps; two processes that ever
 work on the same job as the same replica at the same time leave a file `violations` behind.
 """
 
@@ -35,11 +35,11 @@ def main() -> int:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: asked_to_stop.set())
     folder = Path(os.environ["PIPOLLUX_CHECKPOINT_DIR"])
-    rank, generation = int(os.environ["RANK"]), int(os.environ["PIPOLLUX_GENERATION"])
-    alone = hold_alone(folder, rank, generation)
+    rank, attempt = int(os.environ["RANK"]), int(os.environ["PIPOLLUX_ATTEMPT"])
+    alone = hold_alone(folder, rank, attempt)
     if alone is None:
         return 3
-    told = Supervisor(rank, generation)
+    told = Supervisor(rank, attempt)
     saved = load(folder)
     begin = step = saved["step"]
     while step < options.steps:
@@ -48,10 +48,10 @@ def main() -> int:
         told.report(step)
         stopping = asked_to_stop.is_set()
         if rank == 0 and (step % SAVE_EVERY == 0 or step == options.steps or stopping):
-            save(folder, saved, generation, begin, step)
+            save(folder, saved, attempt, begin, step)
         if stopping:
             if rank == 0:
-                write(folder / "stopped.json", {"generation": generation, "step": step})
+                write(folder / "stopped.json", {"attempt": attempt, "step": step})
             return 143
     return 0
 
@@ -65,13 +65,13 @@ def load(folder: Path) -> dict[str, Any]:
     return saved
 
 
-def save(folder: Path, saved: dict[str, Any], generation: int, begin: int, step: int) -> None:
+def save(folder: Path, saved: dict[str, Any], attempt: int, begin: int, step: int) -> None:
     """Save aside and rename, slowly; a file `saving` is there meanwhile."""
-    counted = [entry for entry in saved["counted"] if entry[0] != generation]
+    counted = [entry for entry in saved["counted"] if entry[0] != attempt]
     content = {
         "step": step,
         "samples": SAMPLES * step,
-        "counted": [*counted, [generation, begin, step]],
+        "counted": [*counted, [attempt, begin, step]],
         "weights": "0" * 4096,
     }
     (folder / "saving").touch()
@@ -97,11 +97,11 @@ def write(path: Path, content: object) -> None:
 class Supervisor:
     """Tells the scheduler how the job does; that nobody answers does not matter."""
 
-    def __init__(self, rank: int, generation: int) -> None:
-        self._rank, self._generation = rank, generation
+    def __init__(self, rank: int, attempt: int) -> None:
+        self._rank, self._attempt = rank, attempt
         job = os.environ["PIPOLLUX_JOB_ID"]
         self._client = httpx.Client(
-            base_url=f"{os.environ['PIPOLLUX_SUPERVISOR_URL']}/jobs/{job}",
+            base_url=f"{os.environ['PIPOLLUX_SCHEDULER_URL']}/jobs/{job}",
             headers={"Authorization": f"Bearer {os.environ['PIPOLLUX_TOKEN']}"},
             timeout=2,
             trust_env=False,
@@ -135,7 +135,7 @@ class Supervisor:
 
     def _post(self, path: str, body: dict[str, Any]) -> None:
         with suppress(httpx.HTTPError):
-            self._client.post(path, json={"generation": self._generation, **body})
+            self._client.post(path, json={"attempt": self._attempt, **body})
 
 
 if __name__ == "__main__":

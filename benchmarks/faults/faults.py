@@ -133,16 +133,16 @@ class Run:
                     f"| {kind} | {len(times)} | {median(times):.1f} s | {max(times):.1f} s |"
                 )
         work = self.world.acknowledged.values()
-        generations = sum(job.state.generation for job in self.world.jobs().values())
+        attempts = sum(job.state.attempt for job in self.world.jobs().values())
         store = self.world.store
-        rows = [entry for name in self.world.jobs() for entry in store.generations(name)]
+        rows = [entry for name in self.world.jobs() for entry in store.attempts(name)]
         changes = sum(entry.pause_seconds is not None for entry in rows)
         samples = f"{sum(entry.samples for entry in work):,}".replace(",", " ")
         num_training = sum(entry.script == TRAINING for entry in work)
         minutes = (time.monotonic() - self.begun) / 60.0
         summary = (
             f"Seed {self.seed}: {self.total} faults in {minutes:.0f} minutes, {len(work)} jobs "
-            f"({num_training} that train with the library), {generations} generations, "
+            f"({num_training} that train with the library), {attempts} attempts, "
             f"{changes} times replicas joined, left or were lost while others trained, "
             f"{samples} samples: every job Complete, each sample counted once, no process left, "
             "none started twice."

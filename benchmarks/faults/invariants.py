@@ -25,7 +25,7 @@ class Invariants:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self._generations: dict[str, int] = {}
+        self._attempts: dict[str, int] = {}
 
     def settled(self) -> bool:
         """Whether nothing is under way between what is decided and what runs.
@@ -75,21 +75,19 @@ class Invariants:
                 yield f"{node} holds {held[node]} of {slots}"
 
     def _order(self, jobs: Iterable[JobRecord]) -> Iterator[str]:
-        """Generations only grow, and of each job at most the last one is open."""
-        generations = {job.name: self.world.store.generations(job.name) for job in jobs}
+        """ReplicaGroupManager only grow, and of each job at most the last one is open."""
+        attempts = {job.name: self.world.store.attempts(job.name) for job in jobs}
         for job in jobs:
-            generation, before = job.state.generation, self._generations.get(job.name, 0)
-            self._generations[job.name] = generation
-            if generation < before:
-                yield f"{job.name}: generation {generation} after {before}"
-            numbers = [(entry.generation, entry.membership) for entry in generations[job.name]]
+            attempt, before = job.state.attempt, self._attempts.get(job.name, 0)
+            self._attempts[job.name] = attempt
+            if attempt < before:
+                yield f"{job.name}: attempt {attempt} after {before}"
+            numbers = [(entry.attempt, entry.membership) for entry in attempts[job.name]]
             if numbers != sorted(set(numbers)):
-                yield f"{job.name}: started were generations and memberships {numbers}"
-            open_ones = [
-                entry.generation for entry in generations[job.name] if entry.ended_at is None
-            ]
+                yield f"{job.name}: started were attempts and memberships {numbers}"
+            open_ones = [entry.attempt for entry in attempts[job.name] if entry.ended_at is None]
             if len(open_ones) > 1 or (job.phase.ended and open_ones):
-                yield f"{job.name} is {job.phase}, and generations {open_ones} have no end"
+                yield f"{job.name} is {job.phase}, and attempts {open_ones} have no end"
 
     def _left_running(self, jobs: Mapping[str, JobRecord]) -> Iterator[str]:
         """Nothing runs of a job that has ended."""
@@ -108,17 +106,17 @@ class Invariants:
                     yield f"{job.name}: {job.state.running_on} was started, not all of it runs"
 
     def _lives(self, job: JobRecord) -> bool:
-        state, generation = job.state, str(job.state.generation)
+        state, attempt = job.state, str(job.state.attempt)
         there = {
             environment.get("PIPOLLUX_REPLICA")
             for environment in self.world.processes(job.name).values()
-            if environment.get("PIPOLLUX_GENERATION") == generation and "RANK" in environment
+            if environment.get("PIPOLLUX_ATTEMPT") == attempt and "RANK" in environment
         }
         if set(map(str, state.live.replicas)) <= there:
             return True
         now = self.world.jobs()[job.name].state
-        before = state.generation, state.live.number, "Training", None
-        return (now.generation, now.live.number, now.reason, now.intent) != before
+        before = state.attempt, state.live.number, "Training", None
+        return (now.attempt, now.live.number, now.reason, now.intent) != before
 
     def _damage(self) -> Iterator[str]:
         """The file of the store is whole, and no row refers to one that is not there."""

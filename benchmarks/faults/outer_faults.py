@@ -97,7 +97,7 @@ def send_with_a_wrong_token(world: World, rng: random.Random) -> str | None:
     mine, other = rng.sample(jobs, 2)
     with world.client(mine.token) as client:
         path = f"/jobs/{other.name}"
-        asked = [client.put(f"{path}/hints?generation=1", json={}), client.delete(path)]
+        asked = [client.put(f"{path}/hints?attempt=1", json={}), client.delete(path)]
     assert [answer.status_code for answer in asked] == [401, 401], asked
     return other.name
 
@@ -157,7 +157,7 @@ def _send(world: World, rng: random.Random, content: bytes, status: int) -> str 
         return None
     job = rng.choice(jobs)
     with world.client(job.token) as client:
-        path = f"/jobs/{job.name}/hints?generation={job.state.generation}"
+        path = f"/jobs/{job.name}/hints?attempt={job.state.attempt}"
         answer = client.put(path, content=content)
     assert answer.status_code in (status, 409), (answer.status_code, answer.text[:200])
     return job.name

@@ -47,8 +47,8 @@ def stop_from_outside(world: World, rng: random.Random) -> str | None:
     return _hit_one(world, rng, runners, signal.SIGTERM)
 
 
-def kill_generation(world: World, rng: random.Random) -> str | None:
-    """SIGKILL of every process of a generation at once."""
+def kill_attempt(world: World, rng: random.Random) -> str | None:
+    """SIGKILL of every process of an attempt at once."""
     for job in rng.sample(world.training(), len(world.training())):
         pids = list(world.processes(job.name))
         for pid in pids:
@@ -78,11 +78,11 @@ def _saves(folder: Path) -> bool:
 
 
 def noticed(world: World, job: JobRecord) -> str:
-    """Wait until the scheduler has noticed what happened to a job's generation."""
+    """Wait until the scheduler has noticed what happened to a job's attempt."""
 
     def has() -> bool:
         state = world.jobs()[job.name].state
-        there = (state.generation, state.phase) == (job.state.generation, Phase.RUNNING)
+        there = (state.attempt, state.phase) == (job.state.attempt, Phase.RUNNING)
         return not there or bool(state.intent) or state.live.number != job.state.live.number
 
     world.until(f"the scheduler knows of {job.name}", has)

@@ -70,7 +70,7 @@ def kill_scheduler_in_a_move(world: World, rng: random.Random) -> str | None:
     return f"{job.name}, {'stopping' if moved else 'starting'}"
 
 
-def kill_scheduler_in_a_live_change(world: World, _: random.Random) -> str | None:
+def kill_scheduler_in_a_resize(world: World, _: random.Random) -> str | None:
     """SIGKILL of the scheduler while replicas are about to join or leave."""
     job = _changing(world)
     if job is None:
@@ -81,16 +81,16 @@ def kill_scheduler_in_a_live_change(world: World, _: random.Random) -> str | Non
     return f"{job.name}, {change.stage if change else 'changed'}"
 
 
-def kill_newcomer(world: World, rng: random.Random) -> str | None:
+def kill_joining_replica(world: World, rng: random.Random) -> str | None:
     """SIGKILL of a replica that is about to join others."""
     deadline = time.monotonic() + 5.0
     while time.monotonic() < deadline:
         job = _changing(world)
-        newcomers = {str(replica) for replica, _ in job.state.live.newcomers} if job else set()
+        joining = {str(replica) for replica, _ in job.state.live.joining} if job else set()
         found = [
             pid
             for pid, environment in world.processes(job.name if job else "").items()
-            if environment.get("PIPOLLUX_REPLICA") in newcomers and "RANK" in environment
+            if environment.get("PIPOLLUX_REPLICA") in joining and "RANK" in environment
         ]
         if job is not None and found:
             world.signal(rng.choice(found), signal.SIGKILL)

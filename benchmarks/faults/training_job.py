@@ -50,18 +50,18 @@ def main() -> int:
     parser.add_argument("--epochs", type=int, required=True)
     options = parser.parse_args()
     folder = Path(os.environ["PIPOLLUX_CHECKPOINT_DIR"])
-    replica, generation = (
+    replica, attempt = (
         int(os.environ["PIPOLLUX_REPLICA"]),
-        int(os.environ["PIPOLLUX_GENERATION"]),
+        int(os.environ["PIPOLLUX_ATTEMPT"]),
     )
-    alone = hold_alone(folder, replica, generation)
+    alone = hold_alone(folder, replica, attempt)
     if alone is None:
         return 3
     pipollux.init_process_group()
     torch.manual_seed(0)
     counts = train(options.epochs)
     if pipollux.replica_rank() == 0:
-        content = {"generation": generation, "epochs": counts}
+        content = {"attempt": attempt, "epochs": counts}
         (folder / "counted.part").write_text(json.dumps(content))
         (folder / "counted.part").replace(folder / "counted.json")
     return 0

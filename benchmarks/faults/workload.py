@@ -56,16 +56,16 @@ class Work(NamedTuple):
         return self._counting(folder) if self.script == COUNTING else self._training(folder)
 
     def _counting(self, folder: Path) -> str | None:
-        """Steps must be counted once each, by generations in order."""
+        """Steps must be counted once each, by attempts in order."""
         saved = json.loads((folder / "checkpoint.json").read_text())
         counted = sorted(saved["counted"], key=lambda entry: entry[1])
         ends = [0, *(end for _, _, end in counted)]
         tiled = all(begin == end for (_, begin, _), end in zip(counted, ends, strict=False))
         if saved["step"] != self.amount or not tiled or ends[-1] != self.amount:
             return f"{saved['step']} of {self.amount} steps, counted {counted}"
-        generations = [generation for generation, _, _ in counted]
-        if generations != sorted(set(generations)):
-            return f"generations out of order: {counted}"
+        attempts = [attempt for attempt, _, _ in counted]
+        if attempts != sorted(set(attempts)):
+            return f"attempts out of order: {counted}"
         return None
 
     def _training(self, folder: Path) -> str | None:

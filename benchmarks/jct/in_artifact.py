@@ -81,7 +81,7 @@ class Adapter:
         begin = time.perf_counter()
         answer, _ = self._policy.optimize(infos, ours, base, ours[0])
         self.seconds.append(time.perf_counter() - begin)
-        # The artifact compares lists: replicas that stay must stay in their order.
+        # The artifact compares lists: surviving replicas must stay in their order.
         return {name: sorted(given) for name, given in answer.items()}, len(nodes)
 
     def _learn(self) -> None:

@@ -6,9 +6,9 @@
 have ours, too: they model their step times and choose their batch sizes as in `trace_model`, begin
 with what others of their family have measured, and the policy is asked when a job arrives or
 completes, which is noticed within `LOOK` seconds, or a minute later. How long steps take, how noisy
-gradients are, how far jobs have to train and how time passes is the artifact's. A live change is
-what it is in `simulator.engine.job`: replicas that come take a start's time, in which the others
-train on, and then all pause.
+gradients are, how far jobs have to train and how time passes is the artifact's. An elastic
+resize is what it is in `pipollux_simulator.engine.job`: replicas that come take a start's time, in
+which the others train on, and then all pause.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Prices:
     start_seconds: float = 30.0
     """A start or restart; by default as in the artifact."""
     rescale_seconds: float | None = None
-    """A live change, to those that stay; None: every change is a restart."""
+    """An elastic resize, to the surviving replicas; None: every change is a restart."""
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Agent:
 
     @property
     def rescale_seconds(self) -> float | None:
-        """What a live change costs."""
+        """What an elastic resize costs."""
         return self.prices.rescale_seconds
 
     @property
@@ -161,7 +161,7 @@ def job_class(base: type[Any]) -> type[Any]:
     class Job(base):
         agent: Agent
         live: tuple[tuple[int, ...], bool] | None = None
-        """Of a change that is about to come: the replicas that stay, and whether they pause."""
+        """Of a change that is about to come: the surviving replicas, and whether they pause."""
         join_at: float = float("inf")
 
         @property
@@ -237,7 +237,7 @@ class Scheduler:
     def __post_init__(self) -> None:
         self.seconds: list[float] = []
         self._experience = Experience()
-        self._heirs: set[str] = set()
+        self._warm_starts: set[str] = set()
         self._completed: set[str] = set()
         self._present: set[str] = set()
         self._asked = -float("inf")
@@ -273,14 +273,14 @@ class Scheduler:
         active = {name: self.agents[name] for name in names}
         for name, agent in active.items():
             if agent.started is None and self._experience.bequeath(agent):
-                self._heirs.add(name)
+                self._warm_starts.add(name)
         infos = {name: self._info(agent, now) for name, agent in active.items()}
         base = {
             name: Allocation(agent.nodes, agent.shape)
             for name, agent in active.items()
             if agent.nodes
         }
-        weighed = self._heirs | {name for name in active if active[name].started is not None}
+        weighed = self._warm_starts | {name for name in active if active[name].started is not None}
         placed = place_waiting(self.policy, infos, nodes, base, weighed)
         for name, held in placed.items():
             base[name] = held

@@ -1,10 +1,10 @@
-"""Average completion times with one price of a change, and with two: a restart, a live change.
+"""Average completion times with one price of a change, and with two: a restart, an elastic resize.
 
     python benchmarks/jct/prices.py ARTIFACT --results DIR [--workloads 1] [--loads 1]
         [--as-scheduler] [--restart-seconds 30] [--found]
 
 ARTIFACT is the folder `simulator` of petuum/adaptdl, branch osdi21-artifact. Every workload is
-simulated with every change at `--restart-seconds`, and with live changes at `--rescale-seconds`
+simulated with every change at `--restart-seconds`, and with elastic resizes at `--rescale-seconds`
 where a replica stays in place; with the policy told exactly how long jobs still train, not told,
 and learning it from the jobs that complete; with `--told 2` within a factor of two. With
 --as-scheduler the policy is asked as a scheduler asks it, when a job arrives or completes too, and
@@ -32,7 +32,7 @@ COLUMNS = (
     ("p99_jct_s", "p99", "{:.0f}"),
     ("makespan_s", "makespan, s", "{:.0f}"),
     ("restarts_per_job", "restarts per job", "{:.2f}"),
-    ("rescales_per_job", "live changes per job", "{:.2f}"),
+    ("rescales_per_job", "elastic resizes per job", "{:.2f}"),
     ("finish_time_fairness", "fairness rho", "{:.2f}"),
 )
 
@@ -54,7 +54,7 @@ def main() -> None:
     options.results.mkdir(parents=True, exist_ok=True)
     titles = [title for _, title, _ in COLUMNS]
     lines = jct.head(
-        ["workload", "load", "policy", "told", "a live change costs", "against Pollux", *titles]
+        ["workload", "load", "policy", "told", "an elastic resize costs", "against Pollux", *titles]
     )
     numbers, loads = options.workloads.split(","), options.loads.split(",")
     restart = f"a restart: {options.restart_seconds:g} s"

@@ -85,7 +85,7 @@ WHERE: dict[str, tuple[str, Run]] = {
         whole(Prices()),
     ),
     "artifact-live": (
-        "the same, with live changes at 1 s",
+        "the same, with elastic resizes at 1 s",
         whole(Prices(rescale_seconds=1.0)),
     ),
     "artifact-measured": (

@@ -31,7 +31,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from pipollux_hybrid.live.meeting_folder import MeetingFolder
+from pipollux_hybrid.resize.rendezvous_folder import RendezvousFolder
 
 JOB = Path(__file__).with_name("job.py")
 LIMIT = 300.0
@@ -159,7 +159,7 @@ class LiveJob:
     ) -> None:
         self.times, self.log = folder / "times", folder / "log"
         self.times.mkdir()
-        self.rendezvous = MeetingFolder(folder / "rendezvous")
+        self.rendezvous = RendezvousFolder(folder / "rendezvous")
         meeting = str(self.rendezvous.folder)
         self._env = environment(self.times, layers, stages, PIPOLLUX_RENDEZVOUS=meeting)
         if tree is not None:

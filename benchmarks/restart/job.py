@@ -20,7 +20,7 @@ IMPORTED = time.time()
 
 def main() -> None:
     marks = {"started": STARTED, "torch": TORCH, "imported": IMPORTED}
-    file = Path(os.environ["MARKS"]) / f"{os.environ['PIPOLLUX_GENERATION']}-{os.environ['RANK']}"
+    file = Path(os.environ["MARKS"]) / f"{os.environ['PIPOLLUX_ATTEMPT']}-{os.environ['RANK']}"
 
     def mark(name: str) -> None:
         marks[name] = time.time()
@@ -59,6 +59,6 @@ if __name__ == "__main__":
     try:
         main()
     finally:
-        Path(os.environ["MARKS"], f"{os.environ['PIPOLLUX_GENERATION']}-end").write_text(
+        Path(os.environ["MARKS"], f"{os.environ['PIPOLLUX_ATTEMPT']}-end").write_text(
             repr(time.time())
         )

@@ -24,7 +24,7 @@ JOB = Path(__file__).with_name("job.py")
 LIMIT = 120.0
 
 
-def start(directory: Path, generation: int, args: argparse.Namespace) -> subprocess.Popen[bytes]:
+def start(directory: Path, attempt: int, args: argparse.Namespace) -> subprocess.Popen[bytes]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -32,7 +32,7 @@ def start(directory: Path, generation: int, args: argparse.Namespace) -> subproc
         **os.environ,
         "MARKS": str(directory),
         "LAYERS": str(args.layers),
-        "PIPOLLUX_GENERATION": str(generation),
+        "PIPOLLUX_ATTEMPT": str(attempt),
         "PIPOLLUX_CHECKPOINT_DIR": str(directory / "checkpoints"),
         "PIPOLLUX_CHECKPOINT_INTERVAL": "1000",
         "PIPOLLUX_PROGRESS": "0",
@@ -46,11 +46,11 @@ def start(directory: Path, generation: int, args: argparse.Namespace) -> subproc
     )
 
 
-def marks(directory: Path, generation: int, replicas: int) -> dict[str, float]:
+def marks(directory: Path, attempt: int, replicas: int) -> dict[str, float]:
     """The latest replica's time of each mark; empty until all have made a step."""
     found: dict[str, float] = {}
     for rank in range(replicas):
-        file = directory / f"{generation}-{rank}"
+        file = directory / f"{attempt}-{rank}"
         lines = file.read_text().split("\n") if file.exists() else []
         ours = {key: float(value) for key, value in (line.split() for line in lines if line)}
         if "stepped" not in ours:
@@ -60,14 +60,14 @@ def marks(directory: Path, generation: int, replicas: int) -> dict[str, float]:
 
 
 def wait_for_steps(
-    process: subprocess.Popen[bytes], directory: Path, generation: int, replicas: int
+    process: subprocess.Popen[bytes], directory: Path, attempt: int, replicas: int
 ) -> dict[str, float]:
     deadline = time.monotonic() + LIMIT
-    while not (found := marks(directory, generation, replicas)):
+    while not (found := marks(directory, attempt, replicas)):
         if process.poll() is not None:
-            raise SystemExit(f"generation {generation} ended with status {process.returncode}")
+            raise SystemExit(f"attempt {attempt} ended with status {process.returncode}")
         if time.monotonic() > deadline:
-            raise SystemExit(f"generation {generation} made no step within {LIMIT:.0f} s")
+            raise SystemExit(f"attempt {attempt} made no step within {LIMIT:.0f} s")
         time.sleep(0.005)
     return found
 

@@ -42,7 +42,7 @@ EVENTS = (
     ("… that have started again", "started"),
 )
 START_SECONDS = 8.0
-"""After which a newcomer is there, on average."""
+"""After which a joining replica is there, on average."""
 
 
 def main() -> None:
@@ -70,7 +70,7 @@ def main() -> None:
             )
             wall = time.perf_counter() - began
             print(f"\n| {len(jobs)} jobs grow, {options.seconds:.0f} s | |\n|---|---|")
-            print(f"| newcomers started, after the first | {spread(found['started'])} |")
+            print(f"| joining replicas started, after the first | {spread(found['started'])} |")
             print(f"| changes told, after that | {spread(found['changed'])} |")
             times = sorted(found["heartbeat"]["milliseconds"])
             middle, slow = statistics.median(times), times[int(0.99 * (len(times) - 1))]

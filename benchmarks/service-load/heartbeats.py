@@ -174,7 +174,7 @@ def submit(
     print(f"| the scheduler's CPU for all that | {served.cpu - before:.1f} s |")
     print(f"| its memory | {served.mib:.0f} MiB |")
     print(f"| the store | {served.store_bytes / 2**20:.1f} MiB |", flush=True)
-    return [[j.name, j.token, j.state.generation, len(j.state.running_on)] for j in found]
+    return [[j.name, j.token, j.state.attempt, len(j.state.running_on)] for j in found]
 
 
 def begin_training(served: Served, jobs: list[list[Any]]) -> None:
@@ -248,7 +248,7 @@ def measure_page(served: Served) -> None:
         ("`/overview` with 100 events", "/overview?limit=50&events=100"),
         ("`/nodes`", "/nodes"),
         ("`/usage`, an hour in 100 parts", f"/usage?since={now - 3600}&parts=100"),
-        ("`/generations`, an hour", f"/generations?since={now - 3600}"),
+        ("`/attempts`, an hour", f"/attempts?since={now - 3600}"),
         ("`/jobs`, all", "/jobs"),
         ("`/jobs/NAME`", "/jobs/job-0000"),
         ("`/jobs/NAME/explanation`", "/jobs/job-0000/explanation"),

@@ -65,7 +65,7 @@ class ListedEngine(Engine):
 
     def start(self, program: ReplicaProgram, launch: Launch, replica: int) -> None:  # noqa: ARG002  # nothing is run
         """List a replica as running."""
-        self._started.write(f"{launch.job} {launch.generation} {replica}\n")
+        self._started.write(f"{launch.job} {launch.attempt} {replica}\n")
         self._replicas[launch.key(replica)] = ReplicaState(f"listed-{len(self._replicas)}")
 
     def signal(self, key: ReplicaKey, signal: Signal) -> None:  # noqa: ARG002  # any ends it
@@ -78,9 +78,9 @@ class ListedEngine(Engine):
         self._version += 1
         return Listing(self._version, dict(self._replicas))
 
-    def forget(self, job: str, generation: int) -> None:
-        """List a generation no more."""
-        for key in [key for key in self._replicas if key[:2] == (job, generation)]:
+    def forget(self, job: str, attempt: int) -> None:
+        """List an attempt no more."""
+        for key in [key for key in self._replicas if key[:2] == (job, attempt)]:
             del self._replicas[key]
 
     def close(self) -> None:

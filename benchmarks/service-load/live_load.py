@@ -1,9 +1,9 @@
-"""What the replicas of many jobs and their newcomers send while the jobs are changed live.
+"""What the replicas of many jobs and their joining replicas send while the jobs are changed live.
 
-Run by `growth.py`. They say and do what `pipollux_hybrid.live` does with the scheduler: replica 0
-tells that the job can be changed; a newcomer waits to join; when all are told which membership is
-to be formed, replica 0 names a place where they find each other, and when all have found it they
-train together, and say so at once. What they do among themselves takes no time here.
+Run by `growth.py`. They say and do what `pipollux_hybrid.resize` does with the scheduler: replica 0
+tells that the job can be changed; a joining replica waits to join; when all are told which
+membership is to be formed, replica 0 names a place where they find each other, and when all have
+found it they train together, and say so at once. What they do among themselves takes no time here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from replica_load import Connection, Job, Load, summary  # lies beside
 
 LOOK = 0.2
-"""Seconds between two looks at which newcomers were started."""
+"""Seconds between two looks at which joining replicas were started."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class LiveLoad(Load):
 
     Args:
         plan: of `Load`; besides `started`, the file in which the engine notes what it starts, and
-            `start_seconds`, after which a newcomer is there.
+            `start_seconds`, after which a joining replica is there.
     """
 
     def __init__(self, plan: dict[str, Any]) -> None:
@@ -54,25 +54,25 @@ class LiveLoad(Load):
         self._lives = {job.name: Life([*range(job.replicas)]) for job in self.jobs}
         self._woken: dict[tuple[str, int], asyncio.Event] = defaultdict(asyncio.Event)
         self.started: list[float] = []
-        """When newcomers were started."""
+        """When joining replicas were started."""
         self.changed: list[float] = []
         """When the scheduler was told of changes that have come about."""
 
     async def live(self) -> None:
         """Be all replicas of all jobs for a time, and those that come."""
-        newcomers = asyncio.ensure_future(self._be_newcomers())
+        joining = asyncio.ensure_future(self._be_joining())
         await super().live()
-        await newcomers
+        await joining
 
-    async def _be_newcomers(self) -> None:
+    async def _be_joining(self) -> None:
         jobs = {job.name: job for job in self.jobs}
         beats = []
         with Path(self._plan["started"]).open() as file:
             file.seek(0, 2)
             while time.monotonic() < self._end:
                 for line in iter(file.readline, ""):
-                    name, generation, replica = line.split()
-                    if int(generation) == jobs[name].generation:  # else it was moved
+                    name, attempt, replica = line.split()
+                    if int(attempt) == jobs[name].attempt:  # else it was moved
                         self.started.append(time.monotonic())
                         beats.append(asyncio.ensure_future(self._join(jobs[name], int(replica))))
                 await asyncio.sleep(LOOK)
@@ -95,7 +95,7 @@ class LiveLoad(Load):
         life = self._lives[job.name]
         told = self._says(life, replica)
         body = {
-            "generation": job.generation,
+            "attempt": job.attempt,
             "replica": replica,
             "step": int(2 * due),
             "live": told,
@@ -112,7 +112,7 @@ class LiveLoad(Load):
     def _says(self, life: Life, replica: int) -> dict[str, Any]:
         place = {"epoch": 3, "loop": 1}
         if replica not in life.replicas:
-            return {"membership": 0, "parked": True, **place}
+            return {"membership": 0, "waiting_to_join": True, **place}
         told: dict[str, Any] = {"membership": life.number}
         if life.entered:
             told |= {"replicas": life.replicas, "step": 100, "seconds": 0.1}

@@ -70,7 +70,7 @@ def complete_all(directory: StateDir) -> None:
     """Let the jobs that fill the store have ended."""
     with Store(directory.store) as store:
         for job in store.jobs():
-            store.transition(job.name, Exited(job.state.generation, Outcome.COMPLETE))
+            store.transition(job.name, Exited(job.state.attempt, Outcome.COMPLETE))
 
 
 def serve(folder: Path, directory: StateDir) -> subprocess.Popen[bytes]:
@@ -120,7 +120,7 @@ def send_hints(directory: StateDir, jobs: list[JobRecord], seconds: float) -> li
 
 
 def _send_hints(directory: StateDir, job: JobRecord, seconds: float, times: list[float]) -> None:
-    path = f"/jobs/{job.name}/hints?generation={job.state.generation}"
+    path = f"/jobs/{job.name}/hints?attempt={job.state.attempt}"
     pause = RUNNING / RATE
     with client(directory, job) as session:
         begun = due = time.perf_counter()
@@ -140,7 +140,7 @@ def replay(directory: StateDir, jobs: list[JobRecord], events: int, pid: int) ->
         for _ in range(events // 10 // 20):
             job, session = jobs[step % len(jobs)], sessions[step % len(jobs)]
             points = [_wire(step * 20 + n) for n in range(20)]
-            body = {"generation": job.state.generation, "numEpochs": 10, "points": points}
+            body = {"attempt": job.state.attempt, "numEpochs": 10, "points": points}
             answer = session.post(f"/jobs/{job.name}/reports", json={**body, "timeline": None})
             if answer.status_code == 429:
                 time.sleep(float(answer.headers["Retry-After"]))

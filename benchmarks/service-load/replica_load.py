@@ -49,7 +49,7 @@ class Job(NamedTuple):
 
     name: str
     token: str
-    generation: int
+    attempt: int
     replicas: int
 
 
@@ -68,7 +68,7 @@ class Connection:
         self._open: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._used = 0.0
         self.over = False
-        """Whether the scheduler has said that the job's generation is: its replicas end."""
+        """Whether the scheduler has said that the job's attempt is: its replicas end."""
         self.later: float | None = None
         """Seconds after which the scheduler wants to be asked again; None: it did not say."""
 
@@ -209,7 +209,7 @@ class Load:
         live: dict[str, Any] = {"membership": 1}
         if replica == 0:
             live |= {"epoch": 3, "loop": 1, "balance": [1], "cannot": None, "schedule": "gpipe"}
-        body = {"generation": job.generation, "replica": replica, "step": int(2 * due)}
+        body = {"attempt": job.attempt, "replica": replica, "step": int(2 * due)}
         path = f"/jobs/{job.name}/heartbeats"
         return await self._send("heartbeat", connection, "POST", path, {**body, "live": live}, due)
 
@@ -250,12 +250,12 @@ class Load:
     async def _send_points(
         self, connection: Connection, job: Job, points: list[dict[str, Any]], due: float
     ) -> Any:
-        body = {"generation": job.generation, "numEpochs": 10, "points": points, "timeline": None}
+        body = {"attempt": job.attempt, "numEpochs": 10, "points": points, "timeline": None}
         path = f"/jobs/{job.name}/reports"
         return await self._send("report", connection, "POST", path, body, due)
 
     async def _send_hints(self, connection: Connection, job: Job, _replica: int, due: float) -> Any:
-        path = f"/jobs/{job.name}/hints?generation={job.generation}"
+        path = f"/jobs/{job.name}/hints?attempt={job.attempt}"
         return await self._send("hints", connection, "PUT", path, self._plan["hints"], due)
 
     async def _send(

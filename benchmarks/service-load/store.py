@@ -29,7 +29,7 @@ from pipollux_sched.store.database import Database
 from pipollux_sched.store.tables import EventRow, PointRow
 
 JOBS, HINTS, POINTS = 1000, 10_000, 1_000_000
-GENERATIONS = 5
+ATTEMPTS = 5
 SPAN = 3000.0
 """Seconds over which all was told, until now: nothing is old enough to be forgotten yet."""
 RATE = 200
@@ -76,17 +76,17 @@ def main() -> None:
 
 
 def fill(place: Path | str, num_points: int) -> None:
-    """Make the store: jobs and generations as a scheduler would, the rest in bulk."""
+    """Make the store: jobs and attempts as a scheduler would, the rest in bulk."""
     with Store(place, create=True) as store:
         for number in range(JOBS):
             name = f"job-{number:04d}"
-            store.submit(name, spec(name), "token", max_restarts=GENERATIONS + 1)
-            for generation in range(1, GENERATIONS + 1):
+            store.submit(name, spec(name), "token", max_restarts=ATTEMPTS + 1)
+            for attempt in range(1, ATTEMPTS + 1):
                 nodes = [f"node-{(number + n) % 64:02d}" for n in range(4)]
                 store.transition(name, Allocate(nodes, "because it is free", num_stages=2))
-                store.transition(name, Started(generation, tuple(nodes)))
-                if generation < GENERATIONS:
-                    store.transition(name, Exited(generation, Outcome.STOPPED, step=1))
+                store.transition(name, Started(attempt, tuple(nodes)))
+                if attempt < ATTEMPTS:
+                    store.transition(name, Exited(attempt, Outcome.STOPPED, step=1))
                     store.transition(name, Recover())
     database = Database(place, create=False)
     now, step = time.time(), itertools.count()
@@ -104,7 +104,7 @@ def tell(database: Database, kind: str, times: list[float], step: itertools.coun
         steps = [next(step) for _ in times]
         names = [f"job-{n % JOBS:04d}" for n in steps]
         data: dict[str, Any] = {"hints": HINT} if kind == "hints" else {}
-        fixed = {"type": kind, "generation": GENERATIONS, "data": data}
+        fixed = {"type": kind, "attempt": ATTEMPTS, "data": data}
         rows = [{"time": at, "job": job, **fixed} for at, job in zip(times, names, strict=True)]
         session.execute(insert(EventRow), rows)
         if kind == "progress":
@@ -137,17 +137,17 @@ def ask_everything(directory: StateDir) -> None:
         last, hint = store.last_event(), iter(itertools.cycle(range(JOBS)))
 
         def put() -> None:
-            store.put_hints(f"job-{next(hint):04d}", GENERATIONS, HINT)
+            store.put_hints(f"job-{next(hint):04d}", ATTEMPTS, HINT)
 
         def report() -> None:
             at = time.time()
             points = [point(n, at) for n in range(10)]
-            store.add_report(f"job-{next(hint):04d}", GENERATIONS, points)
+            store.add_report(f"job-{next(hint):04d}", ATTEMPTS, points)
 
         questions: dict[str, Callable[[], object]] = {
             "jobs()": store.jobs,
             "last_points()": store.last_points,
-            "num_generations()": store.num_generations,
+            "num_attempts()": store.num_attempts,
             "attained_service()": store.attained_service,
             "hints()": store.hints,
             "events(after), the last 500": lambda: store.events(last - 500),
@@ -208,7 +208,7 @@ def forget(directory: StateDir) -> None:
             names = itertools.cycle(range(JOBS))
             while not ended.wait(max(1 / RATE - (waits[-1] if waits else 0), 0)):
                 began = time.perf_counter()
-                store.put_hints(f"job-{next(names):04d}", GENERATIONS, HINT)
+                store.put_hints(f"job-{next(names):04d}", ATTEMPTS, HINT)
                 waits.append(time.perf_counter() - began)
 
         writer = threading.Thread(target=write)

@@ -1,6 +1,7 @@
 """What runs on a node around a job's script.
 
-* :mod:`.agent`: torchrun's agent of one replica, with :mod:`.rendezvous` and :mod:`.meeting`.
+* :mod:`.agent`: torchrun's agent of one replica, with :mod:`.rendezvous` and
+  :mod:`.address_exchange`.
 * :mod:`.script_main`: runs the script below it.
 * :mod:`.runner`: the parent of the agent on this machine; outlives the scheduler.
 * :mod:`.step_main`: the first process of a Slurm step.

@@ -94,7 +94,7 @@ def _left_behind(command: list[str]) -> list[int]:
     Args:
         command: what the command line of a process that runs the script contains.
     """
-    known = (variables.JOB_ID, variables.GENERATION, variables.REPLICA)
+    known = (variables.JOB_ID, variables.ATTEMPT, variables.REPLICA)
     marks = (*(variable.name for variable in known), "PIPOLLUX_STATE_DIR")
     wanted = {f"{name}={os.environ[name]}".encode() for name in marks if name in os.environ}
     words = {os.fsencode(word) for word in command}
@@ -197,14 +197,14 @@ def result_of(error_file: Path, environment: Mapping[str, str]) -> AgentResult:
             told = {"message": found["message"]["message"], "types": tuple(found["types"])}
             error = ResultError(**told, loaded=found["loaded"])
     checkpoints = variables.CHECKPOINT_DIR.read(environment) or Path("/nowhere")
-    generation = environment.get(variables.GENERATION.name)
+    attempt = environment.get(variables.ATTEMPT.name)
     step = None
     with suppress(OSError, ValueError):
         stopped = StopMarker.model_validate_json((checkpoints / STOP_MARKER).read_bytes())
-        step = stopped.step if str(stopped.generation) == generation else None
+        step = stopped.step if str(stopped.attempt) == attempt else None
     report = _read(checkpoints / UNSENT_REPORT)
     # Whichever was rank 0 in the end has left it; the scheduler takes the first that it gets.
-    ours = report is not None and str(report.get("generation")) == generation
+    ours = report is not None and str(report.get("attempt")) == attempt
     return AgentResult(asked=_asked, error=error, step=step, report=report if ours else None)
 
 

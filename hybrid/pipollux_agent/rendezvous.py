@@ -1,4 +1,4 @@
-"""The rendezvous of the agents of one generation.
+"""The rendezvous of the agents of one attempt.
 
 The store of the agents listens at one address: the one that the command line names, or the one that
 replica 0 has announced to the scheduler.
@@ -22,13 +22,13 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from pipollux_protocol import environment as variables
 
-from . import meeting
+from . import address_exchange
 
 __all__ = ["BACKEND", "Rendezvous", "create_handler"]
 
 BACKEND = "pipollux"
 """Name of the rendezvous backend."""
-MEETING_TIMEOUT = 600
+RENDEZVOUS_TIMEOUT = 600
 """Seconds that agents wait for each other; torch's own."""
 
 
@@ -46,20 +46,20 @@ class Rendezvous(StaticTCPRendezvous):
         if variables.LIVE.read(os.environ):
             # The script meets others again when some have joined or left.
             with suppress(OSError):  # where the scheduler cannot be found now, nobody joins
-                own = meeting.own_address()
+                own = address_exchange.own_address()
                 os.environ.update(variables.ADDRESS.write(own))
-                meeting.use_interface_of(own)
+                address_exchange.use_interface_of(own)
         listener: socket.socket | None = None
         if port == 0 and self.world_size > 1:
-            own = meeting.own_address()
-            meeting.use_interface_of(own)
-            listener = meeting.listen(own, 0) if serves else None
+            own = address_exchange.own_address()
+            address_exchange.use_interface_of(own)
+            listener = address_exchange.listen(own, 0) if serves else None
             announced = listener.getsockname()[1] if listener else 0
-            address, port = meeting.meet(self.rank, own, announced, MEETING_TIMEOUT)
+            address, port = address_exchange.meet(self.rank, own, announced, RENDEZVOUS_TIMEOUT)
         elif not is_address(address):
             return super().next_rendezvous()
         elif serves:
-            listener = meeting.listen(address, port)
+            listener = address_exchange.listen(address, port)
         store = TCPStore(
             address,
             listener.getsockname()[1] if listener else port,
@@ -86,7 +86,7 @@ def create_handler(parameters: RendezvousParameters) -> Rendezvous:
         rank=int(parameters.config["rank"]),
         world_size=parameters.max_nodes,
         run_id=parameters.run_id,
-        timeout=MEETING_TIMEOUT,
+        timeout=RENDEZVOUS_TIMEOUT,
     )
 
 

@@ -19,7 +19,7 @@ from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.job.groups import carrier_of
 from pipollux_hybrid.job.peers import check_peers
-from pipollux_hybrid.job.pipeline_spec import StageOrder
+from pipollux_hybrid.job.pipeline_spec import PipelineSchedule
 from pipollux_hybrid.own_stage import keep_stage
 from pipollux_hybrid.pipeline.engine import PipelineEngine
 from pipollux_perfmodel.timing.params import SCHEDULES, ScheduleKind
@@ -70,7 +70,7 @@ def choose_chunks(ctx: JobContext, schedule: str | None, chunks_per_stage: int |
 
 def choose_orders(
     ctx: JobContext, schedule: str | None, chunks_per_stage: int | None, num_stages: int
-) -> tuple[StageOrder, ...]:
+) -> tuple[PipelineSchedule, ...]:
     """Return the orders in which stages may work on micro-batches, the usual one first.
 
     Args:
@@ -89,9 +89,9 @@ def choose_orders(
     kind = _choose_schedule(ctx, schedule, num_stages)
     chunks = choose_chunks(ctx, schedule, chunks_per_stage)
     if schedule != AUTO or ctx.env.processes_per_replica == 1:
-        return (StageOrder(kind, chunks),)
-    several = StageOrder("interleaved", chunks_per_stage or CHUNKS)
-    return StageOrder(DEFAULT), several, StageOrder("gpipe")
+        return (PipelineSchedule(kind, chunks),)
+    several = PipelineSchedule("interleaved", chunks_per_stage or CHUNKS)
+    return PipelineSchedule(DEFAULT), several, PipelineSchedule("gpipe")
 
 
 def _choose_schedule(ctx: JobContext, schedule: str | None, num_stages: int) -> ScheduleKind:

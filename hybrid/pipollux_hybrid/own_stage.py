@@ -17,10 +17,10 @@ from pipollux_hybrid.checkpoint.parameter_groups import plain_name
 from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.pipeline.stage import Stage
 
-__all__ = ["LayerElsewhere", "keep_stage"]
+__all__ = ["RemoteLayer", "keep_stage"]
 
 
-class LayerElsewhere(nn.Module):
+class RemoteLayer(nn.Module):
     """The place of a layer that the process of another stage holds.
 
     Args:
@@ -63,7 +63,7 @@ def keep_stage(
     """Take all layers but one stage's out of the module and out of the optimizer.
 
     Args:
-        module: The layers, which are replaced by :class:`LayerElsewhere` in place.
+        module: The layers, which are replaced by :class:`RemoteLayer` in place.
         optimizer: Its groups stay, with the parameters that are left.
         stages: The layers of each stage, or of each chunk, by their names in the module.
         index: The stage that stays.
@@ -77,7 +77,7 @@ def keep_stage(
             continue
         for name, layer in layers.named_children():
             elsewhere |= {plain_name(f"{name}.{inner}") for inner in layer.state_dict()}
-            module._modules[name] = LayerElsewhere(name, layers.index)
+            module._modules[name] = RemoteLayer(name, layers.index)
     kept = set(module.parameters())
     for group in optimizer.param_groups:
         here = [parameter in kept for parameter in group["params"]]

@@ -16,6 +16,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 __all__ = [
     "ADDRESS",
     "AGENT_FOLDER",
+    "ATTEMPT",
     "CA_FILE",
     "CHECKPOINT_BACKGROUND",
     "CHECKPOINT_DIR",
@@ -23,7 +24,6 @@ __all__ = [
     "CHECK_REPLICAS",
     "DEVICES",
     "FROZEN_TIMEOUT",
-    "GENERATION",
     "HEARTBEAT_INTERVAL",
     "HINTS_INTERVAL",
     "HOST_TIMEOUT",
@@ -38,7 +38,7 @@ __all__ = [
     "REPLICA",
     "RESULT_FILE",
     "RESULT_LIMIT",
-    "SUPERVISOR_URL",
+    "SCHEDULER_URL",
     "TENSORBOARD_DIR",
     "TIMEOUT",
     "TOKEN",
@@ -214,8 +214,8 @@ class Variable(Generic[T]):
 
 
 JOB_ID = Variable("PIPOLLUX_JOB_ID", Text(), "scheduler", "name of the job", "no scheduler")
-GENERATION = Variable(
-    "PIPOLLUX_GENERATION",
+ATTEMPT = Variable(
+    "PIPOLLUX_ATTEMPT",
     Whole(0),
     "scheduler",
     "number of this run of the job, from 1",
@@ -278,8 +278,8 @@ CHECKPOINT_BACKGROUND = Variable(
     "1: a thread writes periodic checkpoints while training goes on",
     "0",
 )
-SUPERVISOR_URL = Variable(
-    "PIPOLLUX_SUPERVISOR_URL",
+SCHEDULER_URL = Variable(
+    "PIPOLLUX_SCHEDULER_URL",
     Text(),
     "scheduler",
     "URL of the scheduler, for heartbeats, reports and hints",
@@ -310,7 +310,7 @@ HINTS_INTERVAL = Variable(
     "30",
 )
 LIVE = Variable(
-    "PIPOLLUX_LIVE",
+    "PIPOLLUX_ELASTIC",
     Switch(),
     "scheduler",
     "1: replicas join and leave while the others train",

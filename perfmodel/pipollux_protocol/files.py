@@ -26,7 +26,7 @@ class _File(BaseModel):
 class StopMarker(_File):
     """An agreed stop, written when its checkpoint is complete."""
 
-    generation: int
+    attempt: int
     step: Annotated[int, Field(title="optimizer step of the checkpoint")]
     reason: str = "signal"
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
 __all__ = [
-    "MOST_GENERATIONS",
+    "MOST_ATTEMPTS",
     "Heartbeat",
     "HeartbeatAnswer",
     "InheritanceAnswer",
@@ -31,7 +31,7 @@ __all__ = [
     "TrainingReport",
 ]
 
-MOST_GENERATIONS = 2**62
+MOST_ATTEMPTS = 2**62
 MAX_POINTS = 1000
 """Points in one report; jobs send at most four a second."""
 MAX_TIMELINE = 20_000
@@ -94,7 +94,7 @@ class LiveStatus(_Request):
         tuple[Count, ...],
         Field(max_length=65536, title="ids of its replicas, by rank", strict=False),
     ] = ()
-    parked: Annotated[bool, Field(title="whether it waits to join")] = False
+    waiting_to_join: Annotated[bool, Field(title="whether it waits to join")] = False
     epoch: Annotated[Count, Field(title="epoch that the script is in")] = 0
     loop: Annotated[Count, Field(title="loops over loaders that were done in it")] = 0
     balance: Annotated[
@@ -123,7 +123,7 @@ class LiveStatus(_Request):
 class Heartbeat(_Request):
     """A sign of life of one replica: ``POST /jobs/NAME/heartbeats``."""
 
-    generation: Positive
+    attempt: Positive
     replica: Replica
     step: Annotated[Count | None, Field(title="optimizer step; null: there has been none")] = None
     finished: Annotated[
@@ -160,7 +160,7 @@ class HeartbeatAnswer(_Answer):
     proposal: Annotated[
         MembershipProposal | None, Field(title="a membership that is to be formed")
     ] = None
-    bulletin: Annotated[
+    announcement: Annotated[
         JobAnnouncement | None, Field(title="for a replica that is to join: the others")
     ] = None
     store: Annotated[
@@ -171,7 +171,7 @@ class HeartbeatAnswer(_Answer):
 class Stop(_Request):
     """An agreed stop, once its checkpoint is written: ``POST /jobs/NAME/stops``."""
 
-    generation: Positive
+    attempt: Positive
     step: Annotated[Count, Field(title="optimizer step of the checkpoint")]
 
 
@@ -181,7 +181,7 @@ class Stop(_Request):
 class ReplicaRegistration(_Request):
     """The address of one replica: ``POST /jobs/NAME/replicas``."""
 
-    generation: Positive
+    attempt: Positive
     replica: Replica
     address: Annotated[
         str,
@@ -203,7 +203,7 @@ class ReplicaAddress(_Answer):
 class ReplicaAddresses(_Answer):
     """The replicas that have registered, in order: ``GET /jobs/NAME/replicas``."""
 
-    generation: int
+    attempt: int
     num_replicas: Annotated[int, Field(title="replicas that the run has in all")]
     complete: Annotated[bool, Field(title="whether all have registered")]
     replicas: list[ReplicaAddress]
@@ -260,7 +260,7 @@ class StageTimeline(_CamelRequest):
 class TrainingReport(_CamelRequest):
     """Progress since the last report, and occasionally a timeline: ``POST /jobs/NAME/reports``."""
 
-    generation: Positive
+    attempt: Positive
     num_epochs: Positive | None = None
     points: Annotated[list[Point], Field(max_length=MAX_POINTS)] = []
     timeline: StageTimeline | None = None

@@ -47,7 +47,7 @@ REQUESTS = (
     ),
     Request(
         "PUT",
-        "/jobs/NAME/hints?generation=NUMBER",
+        "/jobs/NAME/hints?attempt=NUMBER",
         None,
         None,
         "Sent by replica 0 after each fit. The body has the "
@@ -55,7 +55,7 @@ REQUESTS = (
     ),
     Request(
         "GET",
-        "/jobs/NAME/inheritance?generation=NUMBER",
+        "/jobs/NAME/inheritance?attempt=NUMBER",
         None,
         messages.InheritanceAnswer,
         "Sent once by replica 0 of a job that has measured nothing.",
@@ -76,7 +76,7 @@ REQUESTS = (
     ),
     Request(
         "GET",
-        "/jobs/NAME/replicas?generation=NUMBER&wait=SECONDS",
+        "/jobs/NAME/replicas?attempt=NUMBER&wait=SECONDS",
         None,
         messages.ReplicaAddresses,
         "Sent by these agents, until all have registered.",

@@ -17,7 +17,7 @@ from pipollux_policies.baselines.optimus import OptimusPolicy
 from pipollux_policies.baselines.tiresias import TiresiasPolicy
 from pipollux_policies.exact.completion_time import MOST_TAIL, CompletionTime
 from pipollux_policies.exact.fair_share import FairStanding, fair_standings
-from pipollux_policies.exact.objective import FairSpeedup, Objective, Worth
+from pipollux_policies.exact.objective import FairSpeedup, Objective, ObjectiveValue
 from pipollux_policies.exact.policy import Certificate, ExactPolicy
 from pipollux_policies.pollux.policy import PolluxPolicy
 from pipollux_policies.sia.policy import SiaPolicy
@@ -63,6 +63,7 @@ __all__ = [
     "NodeInfo",
     "NodePlan",
     "Objective",
+    "ObjectiveValue",
     "OptimusPolicy",
     "Policy",
     "PolluxPolicy",
@@ -71,7 +72,6 @@ __all__ = [
     "SpeedupCallable",
     "TiresiasPolicy",
     "UtilityBand",
-    "Worth",
     "autoscale",
     "best_size",
     "change_kind",

@@ -1,6 +1,6 @@
-"""What a change of a job's allocation costs: nothing, a live change's price, or a restart's.
+"""What a change of a job's allocation costs: nothing, an elastic resize's price, or a restart's.
 
-A job that can be changed live keeps the replicas that stay where they are: they pause while others
+A job that can be changed live keeps the surviving replicas where they are: they pause while others
 leave or join. At least one replica must survive so, in the same shape: another number of stages or
 type of GPU is a restart, and so is a move of all replicas. A replica is known by its node only, so
 as many survive on a node as are there both before and after.
@@ -22,7 +22,7 @@ from .job_info import JobInfo, NodeInfo
 from .rules import usable_nodes
 
 DEFAULT_RESCALE_SECONDS = 1.0
-"""What a live change is taken to cost before a job's own was measured."""
+"""What an elastic resize is taken to cost before a job's own was measured."""
 
 
 class ChangeKind(Enum):

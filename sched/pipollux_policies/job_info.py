@@ -140,7 +140,7 @@ class JobInfo:
     num_rescales: int = 0
     """How often the job was changed live so far."""
     rescale_seconds: float | None = None
-    """Seconds without training that one live change costs the replicas that stay; None: the job
+    """Seconds without training that one elastic resize costs the surviving replicas; None: the job
     cannot be changed live, and every change is a restart (`change_cost`)."""
     gpu_type: str | None = None
     """The only type of GPU that the job's own shape is for; None: any."""

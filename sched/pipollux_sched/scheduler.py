@@ -37,7 +37,7 @@ from pipollux_sched.allocator.loop import AllocationLoop
 from pipollux_sched.allocator.snapshot import SnapshotReader
 from pipollux_sched.allocator.strategy import EvenStrategy, FixedStrategy, PolicyStrategy, Strategy
 from pipollux_sched.backend.registry import DEFAULT_BACKEND, EngineOptions, make_engine
-from pipollux_sched.controller.commands import Control
+from pipollux_sched.controller.commands import JobService
 from pipollux_sched.controller.controller import Controller
 from pipollux_sched.controller.watchdog import HEARTBEAT_TIMEOUT
 from pipollux_sched.server.address import ServerAddress
@@ -48,7 +48,7 @@ from pipollux_sched.store.waiting import wait_until
 from pipollux_sched.utils.vital_thread import VitalThreads
 from pipollux_utils.units import check_seconds
 
-from .backend import Generations
+from .backend import ReplicaGroupManager
 from .lifecycle import Allocate
 from .metrics import SchedulerMetrics
 from .server import create_app, end_waiting
@@ -247,12 +247,12 @@ class Scheduler:
         return self._store
 
     @property
-    def control(self) -> Control:
+    def control(self) -> JobService:
         """Carries out what users ask."""
         return self._controller.control
 
     def submit(self, spec: JobSpec) -> JobRecord:
-        """Take a job in: see `Control.submit`."""
+        """Take a job in: see `JobService.submit`."""
         return self.control.submit(spec)
 
     def jobs(self) -> dict[str, JobRecord]:
@@ -305,7 +305,9 @@ class Scheduler:
         resources.callback(engine.close)
         if engine.even and not isinstance(self._strategy, FixedStrategy):
             self._strategy = EvenStrategy(self._strategy)
-        backend = Generations(engine, self._store.launches, self.state_dir, grace=self._grace)
+        backend = ReplicaGroupManager(
+            engine, self._store.launches, self.state_dir, grace=self._grace
+        )
         self._controller = Controller(
             self._store,
             backend,

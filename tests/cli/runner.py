@@ -91,7 +91,7 @@ class Cli:
             except (psutil.Error, OSError):
                 continue
             ours = environment.get("PIPOLLUX_STATE_DIR") == str(self.state_dir)
-            started_for_a_job = ours and "PIPOLLUX_GENERATION" in environment
+            started_for_a_job = ours and "PIPOLLUX_ATTEMPT" in environment
             if started_for_a_job and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         return found

@@ -75,7 +75,7 @@ def test_a_job_reports_over_https_to_one_scheduler_after_the_other(
     events = json.loads(f"[{','.join(_events(cli))}]")
     adopted = max(event["id"] for event in events if event["type"] == "adopted")
     wait_until(lambda: any(json.loads(line)["id"] > adopted for line in _events(cli, "progress")))
-    assert cli.jobs()["digits"]["generation"] == 1
+    assert cli.jobs()["digits"]["attempt"] == 1
     assert cli("cancel", "digits").returncode == 0
     wait_until(lambda: cli.jobs()["digits"]["phase"] == "Failed")
 

@@ -50,7 +50,7 @@ def test_from_submission_to_the_end_of_the_scheduler(cli: Cli) -> None:
         "2 of the jobs are already there: 'short' (Complete)" in cli("submit", "jobs.yaml").stderr
     )
     logs = cli("logs", "short")
-    assert "replica 0 of generation 1 goes on from step 0" in logs.stdout
+    assert "replica 0 of attempt 1 goes on from step 0" in logs.stdout
     cancelled = cli("cancel", "long")
     assert cancelled.stdout == "long: The job was cancelled and is being stopped.\n"
     wait_until(lambda: cli.jobs()["long"]["phase"] == "Failed")
@@ -96,7 +96,7 @@ def test_a_scheduler_that_was_killed(cli: Cli) -> None:
         assert kinds.count("adopted") == kinds.count("started") == 1
         wait_until(lambda: bool(store.events(last, job="long", types=["progress"])))
     job = cli.jobs()["long"]
-    assert (job["generation"], job["failures"]) == (before["generation"], 0)
+    assert (job["attempt"], job["failures"]) == (before["attempt"], 0)
     cancelled = cli("cancel", "long")
     assert cancelled.returncode == 0
     wait_until(lambda: cli.jobs()["long"]["reason"] == "Cancelled")
@@ -120,8 +120,8 @@ def test_a_scheduler_that_listens_elsewhere_than_the_one_that_was_killed(cli: Cl
     assert not before & {process.pid for process in cli.alive()}
     wait_until(lambda: cli.jobs()["long"]["reason"] == "Training")
     job = cli.jobs()["long"]
-    assert (job["generation"], job["failures"]) == (2, 0)
-    assert "goes on from step" in cli("logs", "long", "--generation", "2").stdout
+    assert (job["attempt"], job["failures"]) == (2, 0)
+    assert "goes on from step" in cli("logs", "long", "--attempt", "2").stdout
 
 
 @pytest.mark.exhaustive
@@ -157,9 +157,7 @@ jobs:
     failed = cli("logs", "bad", "--follow")
     assert "RuntimeError: step 2 went wrong" in failed.stdout
     assert one_sentence(failed, 1) == "Error: bad failed; see: pipollux describe bad\n"
-    assert "there is no log of generation 9" in one_sentence(
-        cli("logs", "good", "--generation", "9"), 1
-    )
+    assert "there is no log of attempt 9" in one_sentence(cli("logs", "good", "--attempt", "9"), 1)
 
 
 @pytest.mark.exhaustive

@@ -79,7 +79,7 @@ def test_jobs_of_a_phase(say: Say) -> None:
     assert say("jobs", "--phase", "Complete") == "No job is in that phase.\n"
     assert data(say, "jobs", "--phase", "Complete") == []
     first = data(say, "jobs")[0]
-    assert (first["name"], first["num_generations"], first["progress"]["step"]) == ("grown", 2, 21)
+    assert (first["name"], first["num_attempts"], first["progress"]["step"]) == ("grown", 2, 21)
     assert "pipollux events --follow" in say("jobs", "--watch", code=2)
 
 
@@ -122,7 +122,7 @@ def test_describe(say: Say) -> None:
     text = say("describe", "grown")
     titles = [line for line in text.splitlines() if line and not line.startswith(" ")]
     assert titles == [
-        *("grown", "Conditions", "Spec", "Progress", "Hints", "Generations", "Last events"),
+        *("grown", "Conditions", "Spec", "Progress", "Hints", "ReplicaGroupManager", "Last events"),
     ]
     assert re.search(r"Allocation +2 replicas of 1 stage on node-a ×2\n", text)
     assert re.search(r"Step +21, 672 samples, epochs done: 1 of 4\n", text)
@@ -137,7 +137,7 @@ def test_describe(say: Say) -> None:
     assert "Traceback" not in broken
     found = data(say, "describe", "grown")
     assert "token" not in found
-    assert [entry["outcome"] for entry in found["generations"]] == ["stopped", None]
+    assert [entry["outcome"] for entry in found["attempts"]] == ["stopped", None]
     assert found["hints"]["maxProfiledReplicas"] == 2
     assert found["events"][0]["type"] == "submitted"
 

@@ -130,7 +130,7 @@ jobs:
     if complaint:
         assert "there is no log of job 'short'" in complaint, "it looked before there was any"
     written = written or elsewhere.well("logs", "short")
-    assert "replica 0 of generation 1 goes on from step 0" in written
+    assert "replica 0 of attempt 1 goes on from step 0" in written
     assert cli("logs", "short").stdout == elsewhere.well("logs", "short")
 
     _look_at_all(elsewhere, cli)

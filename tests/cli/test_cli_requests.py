@@ -73,9 +73,9 @@ jobs:
     assert "quick: complete at step 2" in waited.stderr
     lines = cli("logs", "quick", "--output", "json").stdout.splitlines()
     wanted = {
-        "generation": 1,
+        "attempt": 1,
         "replica": 0,
-        "line": "replica 0 of generation 1 goes on from step 0",
+        "line": "replica 0 of attempt 1 goes on from step 0",
     }
     assert wanted in map(json.loads, lines)
 
@@ -106,8 +106,8 @@ jobs:
     assert again.stdout == "quick: The job is run again, from the start.\n"
     wait_until(lambda: cli.jobs()["quick"]["ended_at"] is not None)
     assert cli.jobs()["quick"]["phase"] == "Complete"
-    written = cli("logs", "quick", "--generation", "2").stdout
-    assert "replica 0 of generation 2 goes on from step 0" in written
+    written = cli("logs", "quick", "--attempt", "2").stdout
+    assert "replica 0 of attempt 2 goes on from step 0" in written
     assert "nobody to ask: give --yes" in one_sentence(cli("delete", "quick"), 2)
     assert cli("delete", "quick", "--yes").stdout == "quick: The job was deleted.\n"
     assert "quick" not in cli.jobs()

@@ -72,9 +72,9 @@ def test_a_job_over_two_hosts_completes_though_its_scheduler_is_killed(
         with Client.of(state_dir) as client:
             client.submit(job)
         until(lambda: step_of(state_dir, "digits") >= 10)
-        assert {"digits.g1.r0 n1", "digits.g1.r1 n2"} <= set(steps(cluster)) or {
-            "digits.g1.r0 n2",
-            "digits.g1.r1 n1",
+        assert {"digits.a1.r0 n1", "digits.a1.r1 n2"} <= set(steps(cluster)) or {
+            "digits.a1.r0 n2",
+            "digits.a1.r1 n1",
         } <= set(steps(cluster))
         scheduler.kill()
         scheduler.wait()
@@ -82,7 +82,7 @@ def test_a_job_over_two_hosts_completes_though_its_scheduler_is_killed(
         until(lambda: client.job("digits").phase is Phase.COMPLETE)
         details = client.job("digits")
         log = client.read_log("digits", 1, 0, 0).content.decode()
-    assert (details.generation, details.failures) == (1, 0)
+    assert (details.attempt, details.failures) == (1, 0)
     for epoch in range(4):
         assert log.count(f"epoch {epoch}: accuracy") == 1
     cluster.wait_until(lambda: cluster.call("squeue", "-h", "-t", "PENDING,RUNNING") == "")
@@ -165,11 +165,11 @@ def test_what_a_job_has_not_saved_that_is_killed_is_said(
         assert said.endswith(f" {first - 1}")
 
 
-def training_since(state_dir: StateDir, generation: int) -> int | None:
-    """Return the first step of a generation."""
+def training_since(state_dir: StateDir, attempt: int) -> int | None:
+    """Return the first step of an attempt."""
     with Client.of(state_dir) as client:
         events = client.events(types=("first_step",))
-    steps = [event["step"] for event in events if event["generation"] == generation]
+    steps = [event["step"] for event in events if event["attempt"] == attempt]
     return steps[0] if steps else None
 
 

@@ -68,7 +68,7 @@ def test_a_job_whose_nodes_are_preempted_goes_on_when_there_are_some_again(
                 assert client.job("digits").phase is not Phase.COMPLETE
             cluster.call("scancel", urgent)
             details = until(lambda: is_complete(state_dir))
-    assert details.generation > 1
+    assert details.attempt > 1
     assert fault(state_dir.checkpoints("digits"), NUM_EPOCHS) is None
 
 
@@ -93,8 +93,8 @@ def test_replicas_of_a_job_are_placed_unevenly(
             with Client.of(state_dir) as client:
                 client.submit(job)
             until(lambda: step_of(state_dir, "digits") >= 1)
-            nodes = Counter(line.split()[1] for line in steps(cluster) if ".g1.r" in line)
+            nodes = Counter(line.split()[1] for line in steps(cluster) if ".a1.r" in line)
             details = until(lambda: is_complete(state_dir))
     assert sorted(nodes.values()) == [1, 2]
-    assert (details.failures, details.generation) == (0, 1)
+    assert (details.failures, details.attempt) == (0, 1)
     assert fault(state_dir.checkpoints("digits"), NUM_EPOCHS) is None

@@ -59,7 +59,7 @@ def test_json_has_a_row_for_every_workload_and_policy(folder: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_live_changes_take_the_place_of_restarts(folder: Path) -> None:
+def test_resizes_take_the_place_of_restarts(folder: Path) -> None:
     args = ("simulate", "pipelines.csv", "--policy", "exact", *SMALL, "-o", "json")
     plain, live = (
         json.loads(pipollux(*args, *more, cwd=folder).stdout)[0]

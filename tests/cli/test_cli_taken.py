@@ -40,7 +40,7 @@ def test_whoever_lost_the_store_leaves_the_jobs_alone(cli: Cli) -> None:
 
     cli.serve()
     assert {process.pid for process in cli.alive()} == alive, "they are adopted"
-    assert cli.jobs()["slow"]["generation"] == before["generation"]
+    assert cli.jobs()["slow"]["attempt"] == before["attempt"]
     assert cli("cancel", "slow").returncode == 0
     wait_until(lambda: cli.jobs()["slow"]["phase"] == "Failed")
     deadline = time.monotonic() + 240

@@ -94,9 +94,9 @@ def test_what_the_screen_shows(state_dir: StateDir) -> None:
                 assert [node[0], *node[2:]] == ["node-c", "0 of 2", "0", "draining", "new fans"]
                 assert set(cells(app, 0, "#nodes")[1]) & set("▁▂▃▄▅▆▇█")
                 assert "grown: grows from 1 to 2 replicas" in words(app, "#events")
-                job = spec("newcomer")
+                job = spec("joining")
                 store.submit(job.name, job.model_dump(mode="json"), "token", 3)
-                await shown(app, pilot, lambda: "newcomer" in names(app))
+                await shown(app, pilot, lambda: "joining" in names(app))
                 await pilot.press("down", "enter")
                 await shown(app, pilot, lambda: isinstance(app.screen, JobScreen))
                 await shown(app, pilot, lambda: "wide" in details(app))
@@ -256,7 +256,7 @@ def test_one_look_for_programs(state_dir: StateDir) -> None:
     nodes = {node["name"]: (node["used"], node["jobs"]) for node in told["nodes"]}
     assert nodes == {"node-a": (2, {"grown": 2}), "node-b": (2, {"wide": 2}), "node-c": (0, {})}
     [grown] = [job for job in told["jobs"] if job["name"] == "grown"]
-    assert (grown["num_generations"], grown["progress"]["step"]) == (2, 21)
+    assert (grown["num_attempts"], grown["progress"]["step"]) == (2, 21)
     assert told["events"][-1]["type"] == "node"
 
 
@@ -368,7 +368,7 @@ def test_on_a_terminal(terminal: Terminal, state_dir: StateDir) -> None:
     terminal.read_until("(?s)(?=.*grown)(?=.*q quit)")
     with Store(state_dir.store) as store:
         for number in range(40):
-            job = spec(f"newcomer-{number:02}")
+            job = spec(f"joining replica-{number:02}")
             store.submit(job.name, job.model_dump(mode="json"), "token", 3)
     terminal.read_until("all 46")
     terminal.type("\x1b[F")  # End
@@ -377,7 +377,7 @@ def test_on_a_terminal(terminal: Terminal, state_dir: StateDir) -> None:
     terminal.read_until("Restarts")
     terminal.type("x\x1a")  # neither a key that means nothing nor Ctrl-Z disturbs it
     terminal.type("/-39")
-    terminal.read_until("newcomer-39")
+    terminal.read_until("joining replica-39")
     terminal.type("\rq")
     terminal.read_until(r"\x1b\[\?1049l")
     assert terminal.process.wait(240) == 0

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from pipollux_sched.backend import Engine, Generations, ReplicaKey, ReplicaProgram
+from pipollux_sched.backend import Engine, ReplicaGroupManager, ReplicaKey, ReplicaProgram
 from pipollux_sched.backend.base import ClusterUnavailableError, Launch, Listing
 from pipollux_sched.lifecycle import Exited, Started
 from pipollux_sched.store import StateDir
@@ -38,7 +38,7 @@ class EngineCase(ABC):
     image: str | None = None
     """What replicas run in."""
     is_even = False
-    """Whether a generation has the same number of replicas on each of its nodes."""
+    """Whether an attempt has the same number of replicas on each of its nodes."""
     refused: Sequence[tuple[dict[str, Any], str]]
     """Jobs that can never run: fields of a spec, and words of the refusal."""
 
@@ -94,18 +94,18 @@ class EngineCase(ABC):
 
 
 class Scheduler:
-    """Generations on the engine of a case, and what is reported of them.
+    """ReplicaGroupManager on the engine of a case, and what is reported of them.
 
     Args:
         case: of the engine.
-        service: where replicas of the same generation find each other.
+        service: where replicas of the same attempt find each other.
     """
 
     def __init__(self, case: EngineCase, service: Service) -> None:
         self.case, self._service = case, service
         self.launches = LaunchFiles(case.state_dir)
         self.engine = case.start_anew()
-        self.generations = Generations(
+        self.attempts = ReplicaGroupManager(
             self.engine, self.launches, case.state_dir, grace=60.0, start_timeout=240.0
         )
         self.events: list[tuple[str, Started | Exited]] = []
@@ -119,7 +119,7 @@ class Scheduler:
         environment = {MARK: str(self.case.folder)}
         if len(nodes) > 1:  # they find each other through a scheduler
             self._service.submit(job, nodes)
-            environment["PIPOLLUX_SUPERVISOR_URL"] = self._service.server.url
+            environment["PIPOLLUX_SCHEDULER_URL"] = self._service.server.url
             environment["PIPOLLUX_TOKEN"] = self._service.store.job(job).token
         return ReplicaProgram(
             job=job,
@@ -131,28 +131,28 @@ class Scheduler:
         )
 
     def apply(
-        self, job: str, nodes: list[str], *args: str, generation: int = 1, **options: Any
+        self, job: str, nodes: list[str], *args: str, attempt: int = 1, **options: Any
     ) -> ReplicaProgram:
-        """Start a generation of the toy job; return its program."""
+        """Start an attempt of the toy job; return its program."""
         program = self.program(job, nodes, *args, **options)
-        self.generations.apply(program, generation, nodes)
+        self.attempts.apply(program, attempt, nodes)
         return program
 
-    def launch(self, job: str, generation: int = 1) -> Launch:
-        """Return a generation as it was started."""
-        launch = self.launches.launch(job, generation)
+    def launch(self, job: str, attempt: int = 1) -> Launch:
+        """Return an attempt as it was started."""
+        launch = self.launches.launch(job, attempt)
         assert launch is not None
-        return Launch.from_json_object(job, generation, launch)
+        return Launch.from_json_object(job, attempt, launch)
 
     def poll(self) -> None:
-        self.events += [(report.job, report.event) for report in self.generations.poll()]
+        self.events += [(report.job, report.event) for report in self.attempts.poll()]
 
     def started(self, job: str) -> Started:
-        """Wait until a generation of a job runs."""
+        """Wait until an attempt of a job runs."""
         return self._reported(job, Started)
 
     def exited(self, job: str) -> Exited:
-        """Wait until a generation of a job has ended."""
+        """Wait until an attempt of a job has ended."""
         return self._reported(job, Exited)
 
     def _reported(self, job: str, kind: type[Any]) -> Any:

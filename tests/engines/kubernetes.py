@@ -67,7 +67,7 @@ class KubernetesCase(EngineCase):
 
 
 class TrainJobCase(KubernetesCase):
-    """Generations are TrainJobs, of which the tests' stand-in for the Trainer makes pods."""
+    """Attempts are TrainJobs, of which the tests' stand-in for the Trainer makes pods."""
 
     kind = TrainJobEngine
     is_even = True

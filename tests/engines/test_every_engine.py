@@ -1,4 +1,4 @@
-"""What every engine does, below `Generations` and by itself: one suite for all of them."""
+"""What every engine does, below `ReplicaGroupManager` and by itself: one suite for all of them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 
 from pipollux_sched.backend import ReplicaKey
 from pipollux_sched.backend.base import Launch, Signal
-from pipollux_sched.backend.generation import RunningGeneration
+from pipollux_sched.backend.replica_group import ReplicaGroup
 from pipollux_sched.lifecycle import Exited, LiveState, Outcome
 from pipollux_sched.spec.job import JobSpec, SpecError
-from tests.sched.backends import first_membership, seats
+from tests.sched.backends import assignments, first_membership
 from tests.waiting import until
 
 from .case import NODES, SLOTS, EngineCase, Scheduler
@@ -56,7 +56,7 @@ def test_nodes_and_refusals(case: EngineCase) -> None:
 
 
 @on_all
-def test_a_generation_from_start_to_stop(case: EngineCase, scheduler: Scheduler) -> None:
+def test_a_attempt_from_start_to_stop(case: EngineCase, scheduler: Scheduler) -> None:
     """Two replicas with what they need to know; they save when told, and their logs stay."""
     program = scheduler.apply("toy", [*NODES], "--prints", num_stages=2)
     handles = scheduler.started("toy").replicas
@@ -74,9 +74,9 @@ def test_a_generation_from_start_to_stop(case: EngineCase, scheduler: Scheduler)
     assert {key: state.handle for key, state in after.replicas.items()} == dict(
         zip(launch.keys, handles, strict=True)
     )
-    assert scheduler.generations.free() == dict.fromkeys(NODES, SLOTS - 2)
+    assert scheduler.attempts.free() == dict.fromkeys(NODES, SLOTS - 2)
     scheduler.says(launch.keys[0], "step 5\n")
-    assert scheduler.generations.stop("toy", 60.0)
+    assert scheduler.attempts.stop("toy", 60.0)
     for _ in range(3):
         for key in launch.keys:
             scheduler.engine.signal(key, Signal.STOP)
@@ -84,21 +84,21 @@ def test_a_generation_from_start_to_stop(case: EngineCase, scheduler: Scheduler)
     assert (exited.outcome, exited.message) == (Outcome.STOPPED, "")
     assert exited.step
     assert case.processes() == []
-    assert scheduler.generations.free() == dict.fromkeys(NODES, SLOTS)
-    assert not scheduler.generations.stop("toy", 60.0)
+    assert scheduler.attempts.free() == dict.fromkeys(NODES, SLOTS)
+    assert not scheduler.attempts.stop("toy", 60.0)
     ends = [scheduler.listing().replicas[key].ended for key in launch.keys]
     assert [end and (end.status, end.lost, end.result.asked) for end in ends] == [
         (143, "", True)
     ] * 2
 
     def forgotten() -> bool:
-        scheduler.generations.forget("toy", 1)
+        scheduler.attempts.forget("toy", 1)
         return scheduler.listing().replicas == {}
 
     until(forgotten, "nothing is listed")
     lines = scheduler.log(launch.keys[0]).splitlines()
     assert [line for line in lines if line.startswith(("replica", "step"))] == [
-        "replica 0 of generation 1 goes on from step 0",
+        "replica 0 of attempt 1 goes on from step 0",
         *(f"step {step + 1}" for step in range(exited.step)),
     ]
 
@@ -111,14 +111,14 @@ def test_each_stage_has_a_process(case: EngineCase, scheduler: Scheduler) -> Non
     scheduler.started("toy")
     for replica, key in enumerate(scheduler.launch("toy").keys):
         for stage in range(2):
-            said = scheduler.says(key, f"replica {2 * replica + stage} of generation 1 goes on")
+            said = scheduler.says(key, f"replica {2 * replica + stage} of attempt 1 goes on")
         told = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
         assert [x["PIPOLLUX_PROCESSES_PER_REPLICA"] for x in told] == ["2", "2"]
         assert [len(x["PIPOLLUX_DEVICES"].split(",")) for x in told] == [2, 2]
-    again, url = scheduler.again(), program.environment["PIPOLLUX_SUPERVISOR_URL"]
-    assert again.generations.adopt("toy", 1, url, first_membership(2)) is None
-    assert again.generations.free() == dict.fromkeys(NODES, SLOTS - 2)
-    assert again.generations.stop("toy", 60.0)
+    again, url = scheduler.again(), program.environment["PIPOLLUX_SCHEDULER_URL"]
+    assert again.attempts.adopt("toy", 1, url, first_membership(2)) is None
+    assert again.attempts.free() == dict.fromkeys(NODES, SLOTS - 2)
+    assert again.attempts.stop("toy", 60.0)
     assert again.exited("toy").outcome is Outcome.STOPPED
     assert case.processes() == []
     words = "--fail-at=3", "--fail-rank=3"
@@ -138,7 +138,7 @@ def test_replicas_meet(case: EngineCase, scheduler: Scheduler) -> None:
 
 
 @on(*ENGINES, rarely=("local", "trainjobs"))
-def test_one_failing_replica_ends_the_generation(case: EngineCase, scheduler: Scheduler) -> None:
+def test_one_failing_replica_ends_the_attempt(case: EngineCase, scheduler: Scheduler) -> None:
     """The other one ends too, and the message has the exception and the last words."""
     scheduler.apply("toy", [*NODES], "--fail-at=3", "--fail-rank=1")
     exited = scheduler.exited("toy")
@@ -148,7 +148,7 @@ def test_one_failing_replica_ends_the_generation(case: EngineCase, scheduler: Sc
     assert error in exited.message
     first, second, *_, last = exited.message.splitlines()
     assert first == f"Replica 1 on n2 ended with exit status 1: {error}"
-    assert second == "The end of gen-1-replica-1.log:"
+    assert second == "The end of attempt-1-replica-1.log:"
     assert last == error
     assert case.processes() == []
 
@@ -179,16 +179,16 @@ def test_a_script_that_daemonises_itself_is_not_complete(
 
 
 @on(*ENGINES, rarely=("local", "trainjobs"))
-def test_a_newer_generation_goes_on_where_the_older_stopped(scheduler: Scheduler) -> None:
+def test_a_newer_attempt_goes_on_where_the_older_stopped(scheduler: Scheduler) -> None:
     """On another node, from the same checkpoint."""
     scheduler.apply("toy", ["n1"])
     scheduler.started("toy")
     scheduler.says(ReplicaKey("toy", 1, 0), "goes on from step 0")
-    scheduler.apply("toy", ["n2"], "--steps=0", generation=2)
+    scheduler.apply("toy", ["n2"], "--steps=0", attempt=2)
     stopped = scheduler.exited("toy")
-    assert (stopped.generation, stopped.outcome) == (1, Outcome.STOPPED)
+    assert (stopped.attempt, stopped.outcome) == (1, Outcome.STOPPED)
     assert scheduler.exited("toy") == Exited(2, Outcome.COMPLETE)
-    said = scheduler.says(ReplicaKey("toy", 2, 0), "of generation 2")
+    said = scheduler.says(ReplicaKey("toy", 2, 0), "of attempt 2")
     assert f"goes on from step {stopped.step}\n" in said
 
 
@@ -201,31 +201,31 @@ def test_a_replica_joins_and_another_leaves_while_one_runs(
     scheduler.started("toy")
     first, second, third = (ReplicaKey("toy", 1, replica) for replica in range(3))
     scheduler.says(first, "goes on from step 0")
-    scheduler.generations.start_replicas(program, 1, {1: "n2", 2: "n1"})
+    scheduler.attempts.start_replicas(program, 1, {1: "n2", 2: "n1"})
     scheduler.poll()
     for key in (second, third):
         said = scheduler.says(key, "goes on from step")
         environment = json.loads(next(x for x in said.splitlines() if x.startswith("{")))
         assert environment["PIPOLLUX_REPLICA"] == str(key.replica)
         assert environment["PIPOLLUX_JOINS"] == "1"
-    assert scheduler.generations.free() == {"n1": SLOTS - 2, "n2": SLOTS - 1}
-    scheduler.generations.admit("toy", 1, [0, 1], can_survive=True)
-    scheduler.generations.end_replicas("toy", 1, [2], at_once=True)
+    assert scheduler.attempts.free() == {"n1": SLOTS - 2, "n2": SLOTS - 1}
+    scheduler.attempts.admit("toy", 1, [0, 1], can_survive=True)
+    scheduler.attempts.end_replicas("toy", 1, [2], at_once=True)
 
     def has_left() -> bool:
         scheduler.poll()
-        return scheduler.generations.free() == {"n1": SLOTS - 1, "n2": SLOTS - 1}
+        return scheduler.attempts.free() == {"n1": SLOTS - 1, "n2": SLOTS - 1}
 
     until(has_left, "its slots are free")
     again = scheduler.again()
     live = LiveState(2, (0, 1), 3, highest=2)
-    assert again.generations.adopt("toy", 1, program.supervisor_url, live) is None
-    assert again.generations.free() == {"n1": SLOTS - 1, "n2": SLOTS - 1}
+    assert again.attempts.adopt("toy", 1, program.scheduler_url, live) is None
+    assert again.attempts.free() == {"n1": SLOTS - 1, "n2": SLOTS - 1}
     for key in (first, second):
         assert again.listing().replicas[key].ended is None
-    assert again.generations.stop("toy", 60.0)
+    assert again.attempts.stop("toy", 60.0)
     assert again.exited("toy").outcome is Outcome.STOPPED
-    assert again.generations.free() == dict.fromkeys(NODES, SLOTS)
+    assert again.attempts.free() == dict.fromkeys(NODES, SLOTS)
 
 
 @on(*ENGINES, rarely=("local", "trainjobs"))
@@ -237,7 +237,7 @@ def test_a_kill_ends_what_does_not_stop(case: EngineCase, scheduler: Scheduler) 
     scheduler.says(key, "goes on from step 0")
     scheduler.engine.signal(key, Signal.STOP)
     assert len(case.processes()) >= 4  # agent, script, its child, its orphan
-    assert scheduler.generations.kill("toy", "its node is dead")
+    assert scheduler.attempts.kill("toy", "its node is dead")
     exited = scheduler.exited("toy")
     assert (exited.outcome, exited.message) == (Outcome.FAILED, "its node is dead")
     ended = scheduler.listing().replicas[key].ended
@@ -256,11 +256,11 @@ def test_an_agent_that_is_killed_leaves_no_folder(
     scheduler.apply("toy", ["n1"], "--stubborn")
     scheduler.started("toy")
     scheduler.says(ReplicaKey("toy", 1, 0), "goes on from step 0")
-    assert scheduler.generations.kill("toy", "its node is dead")
+    assert scheduler.attempts.kill("toy", "its node is dead")
     assert scheduler.exited("toy").outcome is Outcome.FAILED
     assert list(temporary.iterdir()) == []
-    scheduler.generations.forget("toy", 1)
-    assert not case.state_dir.generation("toy", 1).exists()
+    scheduler.attempts.forget("toy", 1)
+    assert not case.state_dir.attempt("toy", 1).exists()
 
 
 @on(*ENGINES, rarely=("local", "trainjobs"))
@@ -277,17 +277,17 @@ def test_another_scheduler_adopts_what_runs(scheduler: Scheduler) -> None:
     again.holds(done, lambda state: state.ended, "has ended")
     assert set(again.listing().replicas) == {kept, left, done}
     one = first_membership(1)
-    assert "died before it had started" in str(again.generations.adopt("never", 1, "", one))
-    assert again.generations.adopt("kept", 1, "", one) is None
-    assert again.generations.adopt("done", 1, "", one) is None
-    found = again.generations.recover(60.0)
+    assert "died before it had started" in str(again.attempts.adopt("never", 1, "", one))
+    assert again.attempts.adopt("kept", 1, "", one) is None
+    assert again.attempts.adopt("done", 1, "", one) is None
+    found = again.attempts.recover(60.0)
     assert found
     assert all("left" in line for line in found)
     until(lambda: left not in again.listing().replicas, "it is not listed any more")
     assert Path(scheduler.launch("left").checkpoints, "stopped.json").exists(), "it has saved"
     assert again.exited("done") == Exited(1, Outcome.COMPLETE)
     assert again.listing().replicas[kept].ended is None
-    again.generations.stop("kept", 60.0)
+    again.attempts.stop("kept", 60.0)
     exited = again.exited("kept")
     assert exited.outcome is Outcome.STOPPED
     again.says(kept, f"step {exited.step}\n")
@@ -309,20 +309,20 @@ def test_what_the_cluster_ends_is_lost(case: EngineCase, scheduler: Scheduler) -
 
 
 @on(*CLUSTERS, rarely=("trainjobs",))
-def test_all_of_a_generation_run_or_none(case: EngineCase, scheduler: Scheduler) -> None:
+def test_all_of_a_attempt_run_or_none(case: EngineCase, scheduler: Scheduler) -> None:
     """One whose node somebody else has taken meanwhile takes the others with it."""
     program = scheduler.program("toy", [*NODES])
     with case.occupy("n2"):
         launch = Launch(
             job="toy",
-            generation=1,
-            seats=seats(NODES),
+            attempt=1,
+            assignments=assignments(NODES),
             num_first=len(NODES),
-            supervisor_url=program.supervisor_url,
+            scheduler_url=program.scheduler_url,
             checkpoints=scheduler.engine.checkpoints(program),
         )
         skipped = 0.0
-        running = RunningGeneration(
+        running = ReplicaGroup(
             scheduler.engine,
             launch,
             lambda key: case.state_dir.log(*key),

@@ -164,10 +164,8 @@ class Reader:
             timeout=LIMIT,
         )
         with client:
-            generation = client.get("/jobs/spirals").json()["generation"]
-            client.put(
-                f"/jobs/spirals/hints?generation={generation}", json=GAINFUL
-            ).raise_for_status()
+            attempt = client.get("/jobs/spirals").json()["attempt"]
+            client.put(f"/jobs/spirals/hints?attempt={attempt}", json=GAINFUL).raise_for_status()
 
     def interrupt(self, shown: list[str]) -> None:
         assert self.scheduler is not None

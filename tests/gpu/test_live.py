@@ -1,4 +1,4 @@
-"""Jobs on a GPU whose replicas join and leave, and that restart: over gloo, as live changes are."""
+"""Jobs on a GPU that restart, and whose replicas join and leave over gloo."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.sharing import ON_THE_GPU
-from tests.hybrid.live.changing_job import ChangingJob
-from tests.hybrid.live.test_live_changes import MakeJob, make_job
+from tests.hybrid.resize.changing_job import ChangingJob
+from tests.hybrid.resize.test_resizes import MakeJob, make_job
 
 __all__ = ["make_job"]
 

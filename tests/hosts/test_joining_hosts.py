@@ -10,9 +10,9 @@ import pytest
 
 from tests.hosts.harness.hosts import Hosts
 from tests.hosts.job import torchrun
-from tests.hybrid.live.changing_job import SCRIPT, ChangingJob
-from tests.hybrid.live.test_unplanned_death import SCRIPT as DYING
-from tests.hybrid.live.test_unplanned_death import DyingJob
+from tests.hybrid.resize.changing_job import SCRIPT, ChangingJob
+from tests.hybrid.resize.test_unplanned_death import SCRIPT as DYING
+from tests.hybrid.resize.test_unplanned_death import DyingJob
 from tests.services import require_hosts
 
 pytestmark = pytest.mark.exhaustive

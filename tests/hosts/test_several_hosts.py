@@ -85,9 +85,9 @@ def wait_until_held(agents: Agents, results: Path, num_replicas: int) -> None:
         time.sleep(0.02)
 
 
-def rows(results: Path, generation: int) -> list[list[int]]:
+def rows(results: Path, attempt: int) -> list[list[int]]:
     """Step, epoch and samples of each iteration of a run."""
-    files = results.glob(f"samples-{generation}-*.txt")
+    files = results.glob(f"samples-{attempt}-*.txt")
     return [[int(x) for x in line.split()] for f in files for line in f.read_text().splitlines()]
 
 
@@ -102,7 +102,7 @@ def test_one_agent_is_asked_and_all_stop(hosts: Hosts, tmp_path: Path) -> None:
     environment = {
         "RESULTS": str(tmp_path),
         "PIPOLLUX_CHECKPOINT_DIR": str(tmp_path / "checkpoints"),
-        "PIPOLLUX_GENERATION": "1",
+        "PIPOLLUX_ATTEMPT": "1",
     }
     gate = tmp_path / f"hold-{STOPPED_AT}"
     gate.touch()
@@ -114,7 +114,7 @@ def test_one_agent_is_asked_and_all_stop(hosts: Hosts, tmp_path: Path) -> None:
         gate.unlink()
         assert set(agents.wait().values()) == {1}, "as torchrun has it after SIGTERM"
         assert "pipollux: stopped at step " in agents.log("n1"), agents.logs
-    again = {**environment, "PIPOLLUX_GENERATION": "2"}
+    again = {**environment, "PIPOLLUX_ATTEMPT": "2"}
     with torchrun(hosts, ["n3", "n2"], TRAINING, tmp_path, again) as agents:
         assert set(agents.wait().values()) == {0}, agents.logs
     first, second = rows(tmp_path, 1), rows(tmp_path, 2)
@@ -131,7 +131,7 @@ def test_a_lost_host_is_found_and_the_others_go_on(hosts: Hosts, tmp_path: Path,
         "PIPOLLUX_CHECKPOINT_DIR": str(checkpoints),
         "PIPOLLUX_CHECKPOINT_INTERVAL": "0.001",
         "PIPOLLUX_HOST_TIMEOUT": "4",
-        "PIPOLLUX_GENERATION": "1",
+        "PIPOLLUX_ATTEMPT": "1",
     }
     gate = tmp_path / f"hold-{STOPPED_AT}"
     gate.touch()
@@ -150,7 +150,7 @@ def test_a_lost_host_is_found_and_the_others_go_on(hosts: Hosts, tmp_path: Path,
     others = " and ".join(f"replica {hosts.names.index(host)} on {host}" for host in left)
     assert f"{others} have not been heard of for " in logs[lost], "it also ends by itself"
 
-    again = {**environment, "PIPOLLUX_GENERATION": "2"}
+    again = {**environment, "PIPOLLUX_ATTEMPT": "2"}
     with torchrun(hosts, left, TRAINING, tmp_path, again) as agents:
         assert set(agents.wait().values()) == {0}, agents.logs
     # What came after the checkpoint that the second run began from is lost, and done again.

@@ -14,7 +14,7 @@ from pipollux_sched.backend.base import ClusterUnavailableError, Ended, ReplicaS
 from pipollux_sched.backend.kubernetes.engine import KubernetesEngine
 from pipollux_sched.backend.kubernetes.options import KubernetesOptions, PodSecurity
 from pipollux_sched.store import StateDir
-from tests.sched.backends import seats
+from tests.sched.backends import assignments
 
 from .cluster import IMAGE, Cluster, until
 
@@ -87,13 +87,13 @@ class Rig:
         nodes: Sequence[str] = ("n1",),
         *,
         job: str = "job",
-        generation: int = 1,
+        attempt: int = 1,
         num_stages: int = 1,
         image: str = IMAGE,
         environment: Mapping[str, str] | None = None,
     ) -> tuple[ReplicaKey, ...]:
-        """Start a generation of a shell script; return its replicas."""
-        path = self.folder / f"{job}-{generation}.sh"
+        """Start an attempt of a shell script; return its replicas."""
+        path = self.folder / f"{job}-{attempt}.sh"
         aside = path.with_suffix(".new")
         aside.write_text(script + "\n")
         aside.replace(path)  # a shell that reads it already goes on with the one before
@@ -106,10 +106,10 @@ class Rig:
         )
         launch = Launch(
             job=job,
-            generation=generation,
-            seats=seats(nodes, num_stages),
+            attempt=attempt,
+            assignments=assignments(nodes, num_stages),
             num_first=len(nodes),
-            supervisor_url="http://127.0.0.1:1",
+            scheduler_url="http://127.0.0.1:1",
             checkpoints=self.engine.checkpoints(program),
         )
         for replica in range(len(nodes)):
@@ -136,16 +136,14 @@ class Rig:
         path = self.state_dir.log(*key)
         return path.read_text() if path.exists() else ""
 
-    def forget(self, job: str = "job", generation: int = 1) -> None:
-        """Forget a generation; return when nothing of it is left."""
+    def forget(self, job: str = "job", attempt: int = 1) -> None:
+        """Forget an attempt; return when nothing of it is left."""
 
         def gone() -> bool:
-            self.engine.forget(job, generation)
-            return not [
-                key for key in self.engine.listing().replicas if key[:2] == (job, generation)
-            ]
+            self.engine.forget(job, attempt)
+            return not [key for key in self.engine.listing().replicas if key[:2] == (job, attempt)]
 
-        until(gone, f"generation {generation} of {job} is forgotten")
+        until(gone, f"attempt {attempt} of {job} is forgotten")
 
     def close(self) -> None:
         """End what is left, and close the engine."""

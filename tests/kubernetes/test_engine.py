@@ -26,7 +26,7 @@ def rig(cluster: Cluster, namespace: str, tmp_path: Path) -> Iterator[Rig]:
     rig.close()
 
 
-def test_a_generation_from_start_to_end(rig: Rig, client: Client) -> None:
+def test_a_attempt_from_start_to_end(rig: Rig, client: Client) -> None:
     """Pods get their node, devices, variables and token; the exit status and the message remain."""
     script = (
         "echo ready; echo $PIPOLLUX_REPLICA of $PIPOLLUX_NUM_NODES on $PIPOLLUX_DEVICES;"
@@ -41,7 +41,7 @@ def test_a_generation_from_start_to_end(rig: Rig, client: Client) -> None:
     assert [end.status for end in ends] == [3, 3]
     assert all(end.result.stopped_step == 7 and end.result.asked and not end.lost for end in ends)
     for replica, key in enumerate(keys):
-        made = client.get(Pod, f"job-g1-r{replica}")
+        made = client.get(Pod, f"job-a1-r{replica}")
         assert made.spec.nodeName == ("n1", "n2")[replica]
         assert made.spec.containers[0].resources.limits == {GPU: "2"}
         assert made.metadata.labels["pipollux.dev/job"] == "job"
@@ -69,7 +69,7 @@ def test_a_replica_that_has_left_is_removed_before_the_others(rig: Rig, client: 
     for _ in range(2):
         rig.engine.forget_replica(left)
         until(lambda: set(rig.engine.listing().replicas) == {stays}, "its pod is gone")
-    assert [made.metadata.name for made in client.list(Pod)] == ["job-g1-r0"]
+    assert [made.metadata.name for made in client.list(Pod)] == ["job-a1-r0"]
     assert rig.state_dir.log(*left).read_text() == "left\n"
 
 
@@ -79,9 +79,9 @@ def test_what_the_cluster_ends_is_lost(
     """Deleted by a person, evicted, on a node that is deleted: never the fault of the job."""
     keys = rig.start(DEAF, ["n1", "n1", "n2"])
     rig.running(*keys)
-    client.delete(Pod, "job-g1-r0", grace_period=1)
-    cluster.evict(namespace, "job-g1-r1")
-    client.delete(Pod, "job-g1-r1", grace_period=1)  # an eviction leaves it its whole grace
+    client.delete(Pod, "job-a1-r0", grace_period=1)
+    cluster.evict(namespace, "job-a1-r1")
+    client.delete(Pod, "job-a1-r1", grace_period=1)  # an eviction leaves it its whole grace
     cluster.delete_node("n2")
     whys = [rig.ended(key).lost for key in keys]
     assert "deleted, and not by its scheduler" in whys[0]
@@ -96,7 +96,7 @@ def test_a_kubelet_that_is_short_of_memory(memory: MemoryCluster, tmp_path: Path
     rig = Rig(memory, "default", tmp_path / "rig")
     (key,) = rig.start(DEAF)
     rig.running(key)
-    memory.fail_pod("default", "job-g1-r0", "Evicted", "The node was low on resource: memory.")
+    memory.fail_pod("default", "job-a1-r0", "Evicted", "The node was low on resource: memory.")
     assert "Evicted): The node was low on resource: memory." in rig.ended(key).lost
     rig.forget()
     rig.close()
@@ -206,8 +206,8 @@ def test_gone_without_a_trace(rig: Rig, client: Client) -> None:
     """A pod whose finalizer somebody has removed is no longer listed."""
     (key,) = rig.start(DEAF)
     rig.running(key)
-    client.patch(Pod, "job-g1-r0", {"metadata": {"finalizers": None}})
-    client.delete(Pod, "job-g1-r0", grace_period=0)
+    client.patch(Pod, "job-a1-r0", {"metadata": {"finalizers": None}})
+    client.delete(Pod, "job-a1-r0", grace_period=0)
     until(lambda: rig.state(key) is None, "it is not listed")
 
 

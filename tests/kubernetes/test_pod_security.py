@@ -18,7 +18,7 @@ from pipollux_sched.backend.kubernetes.pod_security import template_problems
 from pipollux_sched.backend.kubernetes.pods import make_pod
 from pipollux_sched.backend.kubernetes.trainjobs import make_trainjob
 from pipollux_sched.lifecycle import Phase
-from tests.sched.backends import seats
+from tests.sched.backends import assignments
 
 from .cluster import IMAGE, until
 from .engines import RUNS
@@ -89,10 +89,10 @@ def problems(template: Any, level: PodSecurity, **options: Any) -> dict[str, str
 PROGRAM = ReplicaProgram(job="job", script=Path("/a.py"), image=IMAGE, num_stages=1)
 LAUNCH = Launch(
     job="job",
-    generation=1,
-    seats=seats(["n1"]),
+    attempt=1,
+    assignments=assignments(["n1"]),
     num_first=1,
-    supervisor_url="http://127.0.0.1:1",
+    scheduler_url="http://127.0.0.1:1",
     checkpoints="/checkpoints",
 )
 
@@ -280,7 +280,7 @@ def test_a_job_with_such_a_template(
     site.await_phase("beta", Phase.SUSPENDED)
     site.client.patch(Job, "beta", {"spec": {"suspend": False}}, patch_type=PatchType.MERGE)
     assert "securityContext.privileged" in site.await_phase("beta", Phase.FAILED)["message"]
-    assert not [pod for pod in site.client.list(Pod) if pod.metadata.name.startswith("beta-g2")]
+    assert not [pod for pod in site.client.list(Pod) if pod.metadata.name.startswith("beta-a2")]
     assert told() == []
     site.client.delete(Job, "beta")
     gone = secret.metadata.name

@@ -10,8 +10,8 @@ import pytest
 
 from pipollux_sched.backend.kubernetes import resource_controller
 from pipollux_sched.backend.kubernetes.api import Job, Object
+from pipollux_sched.backend.kubernetes.informer import Informer, Selection
 from pipollux_sched.backend.kubernetes.job_resource import JobResource, job_status, view_job
-from pipollux_sched.backend.kubernetes.mirror import Mirror, Selection
 from pipollux_sched.backend.kubernetes.options import KubernetesOptions
 from pipollux_sched.backend.kubernetes.resource_controller import ResourceController
 from pipollux_sched.controller.job_actions import StoredJobs
@@ -35,7 +35,7 @@ def test_what_is_in_step_is_looked_at_again_when_it_changes(
     (directory.path / "kubernetes.id").write_text("me")
     spec = {"script": "/a.py", "suspend": False}
     resource: Object = {"metadata": {"name": "a", "uid": "1"}, "spec": spec}
-    resources: Mirror[JobResource] = Mirror(Selection(Job), view_job)
+    resources: Informer[JobResource] = Informer(Selection(Job), view_job)
     with Store(directory.store, create=True) as store:
         store.submit("a", {"name": "a", "script": "/a.py"}, "token", max_restarts=3)
         directory.job("a").mkdir(parents=True)
@@ -49,7 +49,7 @@ def test_what_is_in_step_is_looked_at_again_when_it_changes(
         assert controller.step(jobs)
         monkeypatch.setattr(resource_controller, "job_status", refuse)
         assert controller.step(jobs)
-        resource["metadata"] |= {"resourceVersion": "6", "generation": 2}
+        resource["metadata"] |= {"resourceVersion": "6", "attempt": 2}
         resources.apply("MODIFIED", resource)
         with pytest.raises(LookedError):
             controller.step(jobs)

@@ -1,4 +1,4 @@
-"""Generations as TrainJobs, with a stand-in for the controllers of the Trainer."""
+"""ReplicaGroupManager as TrainJobs, with a stand-in for the controllers of the Trainer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightkube.resources.core_v1 import Pod
 
 from pipollux_sched.backend.base import BackendError, Signal
 from pipollux_sched.backend.kubernetes.api import TrainJob
-from pipollux_sched.backend.kubernetes.mirror import Mirror
+from pipollux_sched.backend.kubernetes.informer import Informer
 from pipollux_sched.backend.kubernetes.trainjob_engine import TrainJobEngine
 
 from .cluster import GPU, until
@@ -42,11 +42,11 @@ def rig(memory: MemoryCluster, trainer: Trainer, tmp_path: Path) -> Iterator[Rig
     rig.close()
 
 
-def test_a_generation_from_start_to_stop(rig: Rig, client: Client) -> None:
+def test_a_attempt_from_start_to_stop(rig: Rig, client: Client) -> None:
     """One TrainJob for both replicas, each on a node of its own; a stop suspends it."""
     keys = rig.start(f"echo ready $PIPOLLUX_REPLICA; {RUNS}", ["n1", "n2"], num_stages=2)
     rig.running(*keys)
-    made = client.get(TrainJob, "job-g1")
+    made = client.get(TrainJob, "job-a1")
     assert made["spec"]["trainer"]["numNodes"] == 2
     assert made["spec"]["trainer"]["resourcesPerNode"]["limits"] == {GPU: "2"}
     assert made.metadata.annotations["scheduling.volcano.sh/queue-name"] == "research"
@@ -98,7 +98,7 @@ def test_its_role_is_what_it_uses(
     (key,) = rig.start(RUNS)
     rig.running(key)
     rig.engine.close()
-    monkeypatch.setattr(Mirror, "find", lambda *_: None)  # its watch is late
+    monkeypatch.setattr(Informer, "find", lambda *_: None)  # its watch is late
     rig.again()
     rig.start(RUNS)
     monkeypatch.undo()

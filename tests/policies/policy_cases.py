@@ -301,10 +301,10 @@ def random_case(
                     base = allocations
     if mixed:
         nodes, base = _with_trouble(rng, jobs, nodes, base)
-    return _with_live_changes(rng, Case(jobs, nodes, base)) if live else Case(jobs, nodes, base)
+    return _with_resizes(rng, Case(jobs, nodes, base)) if live else Case(jobs, nodes, base)
 
 
-def _with_live_changes(rng: np.random.Generator, case: Case) -> Case:
+def _with_resizes(rng: np.random.Generator, case: Case) -> Case:
     """Let most jobs be changed live, at a price of their own, and spread what they hold."""
     jobs, base = dict(case.jobs), dict(case.base)
     for name, job in case.jobs.items():

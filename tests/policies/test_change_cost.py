@@ -152,10 +152,10 @@ PRICED = {
 
 @pytest.mark.parametrize("policy", PRICED)
 @pytest.mark.parametrize(("rescale", "replicas"), [(None, 1), (30.0, 1), (1.0, 2)])
-def test_a_job_grows_for_the_price_of_a_live_change_and_not_for_a_restart(
+def test_a_job_grows_for_the_price_of_a_resize_and_not_for_a_restart(
     policy: str, rescale: float | None, replicas: int
 ) -> None:
-    """7 % more speed at age 300: a restart costs 9 % (30 of 330 s), a live change 0.3 %."""
+    """7 % more speed at age 300: a restart costs 9 % (30 of 330 s), an elastic resize 0.3 %."""
     node = NodeInfo({"slots": 2})
     grows = JobInfo(
         {"slots": 1},
@@ -170,7 +170,7 @@ def test_a_job_grows_for_the_price_of_a_live_change_and_not_for_a_restart(
 
 @pytest.mark.parametrize("policy", PRICED)
 def test_a_live_price_is_no_price_of_another_number_of_stages(policy: str) -> None:
-    """Two stages are 7 % faster, which is worth a live change but not a restart."""
+    """Two stages are 7 % faster, which is worth an elastic resize but not a restart."""
     node = NodeInfo({"slots": 2})
     faster = ReplicaShape(2, {"slots": 2}, scaling(0, pace=1.07))
     one = JobInfo(
@@ -207,8 +207,8 @@ def test_replicas_stay_where_another_node_would_do_as_well(policy: str) -> None:
 def test_a_growth_that_can_keep_nothing_takes_no_more_than_was_chosen() -> None:
     """No grown job fits where it is, and of two on a node of four slots both get what is best.
 
-    The choice counts on the price of a live change. Where a job is placed without it, the rest of
-    the node is for the jobs that are placed after it.
+    The choice counts on the price of an elastic resize. Where a job is placed without it, the rest
+    of the node is for the jobs that are placed after it.
     """
 
     def on_one_node(num_nodes: Any, num_replicas: Any) -> Any:

@@ -34,7 +34,9 @@ def test_public_names_are_there_and_documented(package: str) -> None:
     for name in getattr(module, "__all__", []):
         thing = getattr(module, name)
         is_alias = typing.get_origin(thing) is not None
-        assert thing.__doc__ or is_alias or not callable(thing), f"{package}.{name} says nothing about itself"
+        assert thing.__doc__ or is_alias or not callable(thing), (
+            f"{package}.{name} says nothing about itself"
+        )
 
 
 def test_the_cluster_does_not_import_torch() -> None:

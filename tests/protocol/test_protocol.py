@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from pipollux_hybrid.job.env import JobEnvironment
-from pipollux_hybrid.job.membership import Bulletin, JobPlace, Membership, Newcomer
-from pipollux_hybrid.live.scheduler_meeting import SchedulerMeeting
+from pipollux_hybrid.job.membership import Announcement, JobPlace, JoiningReplica, Membership
+from pipollux_hybrid.resize.scheduler_rendezvous import SchedulerRendezvous
 from pipollux_hybrid.telemetry.step_record import StepRecord
 from pipollux_protocol import environment, messages, reference
 from pipollux_protocol.environment import VARIABLES, Names, PathKind, Seconds, Switch, Text, Whole
 from pipollux_protocol.files import AgentResult, ResultError
-from pipollux_sched.backend.base import Launch, ReplicaProgram, Seat
+from pipollux_sched.backend.base import Launch, ReplicaProgram, SlotAssignment
 from pipollux_sched.backend.replica.variables import (
     cpu_variables,
     processes_of_replica,
@@ -37,8 +37,8 @@ from pipollux_sched.lifecycle import (
     LiveChange,
     LiveReady,
     LiveState,
-    Parked,
     Phase,
+    WaitingToJoin,
 )
 from pipollux_sched.server.schemas import heartbeat_answer
 
@@ -104,7 +104,7 @@ def test_a_variable_refuses_other_values(variable: environment.Variable[Any]) ->
     per_stage=st.booleans(),
     live=st.booleans(),
     num_first=st.integers(1, 50),
-    generation=st.integers(1, 1000),
+    attempt=st.integers(1, 1000),
     data=st.data(),
 )
 def test_a_job_reads_the_environment_that_the_scheduler_sets(
@@ -113,17 +113,19 @@ def test_a_job_reads_the_environment_that_the_scheduler_sets(
     per_stage: bool,
     live: bool,
     num_first: int,
-    generation: int,
+    attempt: int,
     data: st.DataObject,
 ) -> None:
     nodes = st.sampled_from(["a", "b", "c"])
-    seats = {number: Seat(data.draw(nodes), tuple(range(num_stages))) for number in ids}
+    assignments = {
+        number: SlotAssignment(data.draw(nodes), tuple(range(num_stages))) for number in ids
+    }
     launch = Launch(
         job="job",
-        generation=generation,
-        seats=seats,
+        attempt=attempt,
+        assignments=assignments,
         num_first=num_first,
-        supervisor_url="http://127.0.0.1:1",
+        scheduler_url="http://127.0.0.1:1",
         checkpoints="/srv/job",
         live=live,
     )
@@ -133,7 +135,7 @@ def test_a_job_reads_the_environment_that_the_scheduler_sets(
         num_stages=num_stages,
         process_per_stage=per_stage,
         environment={
-            **environment.SUPERVISOR_URL.write("http://127.0.0.1:1"),
+            **environment.SCHEDULER_URL.write("http://127.0.0.1:1"),
             **environment.TOKEN.write("secret"),
             **environment.HEARTBEAT_INTERVAL.write(2.5),
         },
@@ -150,13 +152,13 @@ def test_a_job_reads_the_environment_that_the_scheduler_sets(
     given_ = replica_variables(program, launch, replica) | cpu_variables(num_stages) | torchrun
     read = JobEnvironment.read(given_)
     assert (read.rank, read.stage, read.num_replicas) == (rank, stage, len(ids))
-    assert (read.job_id, read.generation, read.replica) == ("job", generation, replica)
+    assert (read.job_id, read.attempt, read.replica) == ("job", attempt, replica)
     assert (read.num_stages, read.processes_per_replica) == (num_stages, processes)
     assert (read.live, read.joins) == (live, launch.joins(replica))
-    assert read.num_nodes == len({seat.node for seat in seats.values()})
+    assert read.num_nodes == len({assignment.node for assignment in assignments.values()})
     assert read.devices == ("cpu",) * num_stages
     assert read.checkpoint_dir == Path("/srv/job")
-    assert (read.supervisor_url, read.token) == ("http://127.0.0.1:1", "secret")
+    assert (read.scheduler_url, read.token) == ("http://127.0.0.1:1", "secret")
     assert (read.heartbeat_interval, read.num_threads) == (2.5, 1)
 
 
@@ -179,7 +181,7 @@ finite = st.floats(0, 1e9)
 REQUESTS: dict[type[BaseModel], st.SearchStrategy[Any]] = {
     messages.Heartbeat: st.builds(
         messages.Heartbeat,
-        generation=st.integers(1, 2**62),
+        attempt=st.integers(1, 2**62),
         replica=counts,
         step=st.none() | counts,
         finished=st.booleans(),
@@ -188,7 +190,7 @@ REQUESTS: dict[type[BaseModel], st.SearchStrategy[Any]] = {
             messages.LiveStatus,
             membership=counts,
             replicas=st.lists(counts, max_size=4).map(tuple),
-            parked=st.booleans(),
+            waiting_to_join=st.booleans(),
             epoch=counts,
             loop=counts,
             balance=st.lists(counts, max_size=4).map(tuple),
@@ -205,10 +207,10 @@ REQUESTS: dict[type[BaseModel], st.SearchStrategy[Any]] = {
             ),
         ),
     ),
-    messages.Stop: st.builds(messages.Stop, generation=st.integers(1, 9), step=counts),
+    messages.Stop: st.builds(messages.Stop, attempt=st.integers(1, 9), step=counts),
     messages.ReplicaRegistration: st.builds(
         messages.ReplicaRegistration,
-        generation=st.integers(1, 9),
+        attempt=st.integers(1, 9),
         replica=counts,
         address=st.integers(0, 65535).map(lambda port: f"10.0.0.7:{port}"),
     ),
@@ -246,7 +248,7 @@ records = st.builds(
 @given(st.lists(records, min_size=1, max_size=3))
 def test_a_report_says_what_was_recorded(sent: list[StepRecord]) -> None:
     report = messages.TrainingReport.model_construct(
-        generation=1,
+        attempt=1,
         num_epochs=sent[-1].num_epochs,
         points=[record.point() for record in sent],
         timeline=messages.StageTimeline.model_construct(
@@ -272,27 +274,27 @@ def test_a_report_says_what_was_recorded(sent: list[StepRecord]) -> None:
 # --- elastic resizes -----------------------------------------------------------------------------
 
 
-def meeting(replica: int, *, joins: bool) -> SchedulerMeeting:
-    env = JobEnvironment(job_id="job", generation=3, replica=replica, joins=joins, live=True)
-    return SchedulerMeeting(env)
+def meeting(replica: int, *, joins: bool) -> SchedulerRendezvous:
+    env = JobEnvironment(job_id="job", attempt=3, replica=replica, joins=joins, live=True)
+    return SchedulerRendezvous(env)
 
 
-def sent_by(place: SchedulerMeeting) -> messages.LiveStatus:
+def sent_by(place: SchedulerRendezvous) -> messages.LiveStatus:
     """Return what a replica says, as the scheduler reads it."""
-    heartbeat = messages.Heartbeat(generation=3, replica=0, live=place.told())
+    heartbeat = messages.Heartbeat(attempt=3, replica=0, live=place.told())
     text = json.dumps(heartbeat.to_json_object())
     live = messages.Heartbeat.model_validate_json(text).live
     assert live is not None
     return live
 
 
-def state(members: tuple[int, ...], newcomer: int | None, stage: ChangeStage) -> JobState:
+def state(members: tuple[int, ...], joining_replica: int | None, stage: ChangeStage) -> JobState:
     change = None
-    if newcomer is not None:
-        everyone = (*members, newcomer)
+    if joining_replica is not None:
+        everyone = (*members, joining_replica)
         change = LiveChange(2, everyone, ("n",) * len(everyone), stage)
     live = LiveState(1, members, 100, 2, why_not=None, change=change)
-    return JobState(Phase.RUNNING, generation=3, running_on=("n",) * len(members), live=live)
+    return JobState(Phase.RUNNING, attempt=3, running_on=("n",) * len(members), live=live)
 
 
 @given(
@@ -313,22 +315,26 @@ def test_a_replica_that_joins_learns_what_the_others_said(
 ) -> None:
     board, first, last = LiveBoard(), members[0], 51
     there = state(members, last, ChangeStage.FORMING)
-    leader, newcomer = meeting(first, joins=False), meeting(last, joins=True)
+    leader, joining_replica = meeting(first, joins=False), meeting(last, joins=True)
     now = Membership(1, tuple(map(str, members)), 1)
-    leader.post(Bulletin(now, JobPlace(epoch, loop), balance, schedule=schedule))
+    leader.post(Announcement(now, JobPlace(epoch, loop), balance, schedule=schedule))
     assert board.note("job", there, first, sent_by(leader)) == []
     leader.announce_store(2, "10.0.0.1", port)
     board.note("job", there, first, sent_by(leader))
-    newcomer.apply(Newcomer(str(last), "host", parked=True, place=JobPlace(epoch, loop)))
-    assert board.note("job", there, last, sent_by(newcomer)) == [Parked(3, (last,))]
+    joining_replica.apply(
+        JoiningReplica(str(last), "host", waiting_to_join=True, place=JobPlace(epoch, loop))
+    )
+    assert board.note("job", there, last, sent_by(joining_replica)) == [WaitingToJoin(3, (last,))]
 
     answer = heartbeat_answer(there, board.answer("job", there, last))
-    newcomer.take(messages.HeartbeatAnswer.model_validate_json(answer.model_dump_json()))
-    assert newcomer.bulletin() == Bulletin(now, JobPlace(epoch, loop), balance, schedule=schedule)
+    joining_replica.take(messages.HeartbeatAnswer.model_validate_json(answer.model_dump_json()))
+    assert joining_replica.announcement() == Announcement(
+        now, JobPlace(epoch, loop), balance, schedule=schedule
+    )
     everyone = tuple(map(str, (*members, last)))
-    assert newcomer.proposal() == Membership(2, everyone, 1)
-    assert newcomer.find_store(2) == ("10.0.0.1", port)
-    assert newcomer.find_store(3) is None
+    assert joining_replica.proposal() == Membership(2, everyone, 1)
+    assert joining_replica.find_store(2) == ("10.0.0.1", port)
+    assert joining_replica.find_store(3) is None
 
 
 @given(why=st.text(st.characters(codec="ascii"), max_size=600), for_good=st.booleans())
@@ -344,7 +350,7 @@ def test_the_scheduler_learns_why_a_change_failed(why: str, for_good: bool) -> N
 def test_the_scheduler_learns_why_nobody_can_join() -> None:
     board, there = LiveBoard(), state((0,), None, ChangeStage.FORMING)
     leader = meeting(0, joins=False)
-    told = Bulletin(Membership(1, ("0",)), JobPlace(0, 0), (2, 2), cannot="it uses NCCL")
+    told = Announcement(Membership(1, ("0",)), JobPlace(0, 0), (2, 2), cannot="it uses NCCL")
     leader.post(told)
     assert board.note("job", there, 0, sent_by(leader)) == [LiveReady(3, "it uses NCCL")]
 
@@ -352,15 +358,19 @@ def test_the_scheduler_learns_why_nobody_can_join() -> None:
 def test_nothing_is_told_without_a_change() -> None:
     there = state((0, 1), None, ChangeStage.FORMING)
     answer = heartbeat_answer(there, ReplicaAnswer(None, False, None, None))
-    newcomer = meeting(1, joins=False)
-    assert newcomer.take(answer) is None
-    assert (newcomer.bulletin(), newcomer.proposal(), newcomer.find_store(1)) == (None, None, None)
+    joining_replica = meeting(1, joins=False)
+    assert joining_replica.take(answer) is None
+    assert (
+        joining_replica.announcement(),
+        joining_replica.proposal(),
+        joining_replica.find_store(1),
+    ) == (None, None, None)
     there_now = ScriptPlace(3, 1, 2, (1, 3), "1f1b")
     answer = heartbeat_answer(there, ReplicaAnswer(0.5, False, there_now, None))
-    assert newcomer.take(answer) == 0.5
-    bulletin = newcomer.bulletin()
-    assert bulletin is not None
-    assert (bulletin.place, bulletin.balance) == (JobPlace(1, 2), (1, 3))
+    assert joining_replica.take(answer) == 0.5
+    announcement = joining_replica.announcement()
+    assert announcement is not None
+    assert (announcement.place, announcement.balance) == (JobPlace(1, 2), (1, 3))
 
 
 # --- files ---------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Generations on an engine without a store: their launches lie in files of the state directory."""
+"""Replica groups on an engine without a store, with launches in files of the state directory."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipollux_sched.backend import Generations, ReplicaProgram, Report
-from pipollux_sched.backend.base import Seat
+from pipollux_sched.backend import ReplicaGroupManager, ReplicaProgram, Report
+from pipollux_sched.backend.base import SlotAssignment
 from pipollux_sched.backend.local.engine import LocalEngine
 from pipollux_sched.lifecycle import LiveState
 from pipollux_sched.spec.job import ClusterSpec, NodeSpec
@@ -23,14 +23,14 @@ def cpu_nodes(**slots: int) -> list[NodeSpec]:
     ]
 
 
-def seats(nodes: Sequence[str], num_stages: int = 1) -> dict[int, Seat]:
+def assignments(nodes: Sequence[str], num_stages: int = 1) -> dict[int, SlotAssignment]:
     """The first slots of a node of its own for each replica."""
     slots = tuple(range(num_stages))
-    return {replica: Seat(node, slots) for replica, node in enumerate(nodes)}
+    return {replica: SlotAssignment(node, slots) for replica, node in enumerate(nodes)}
 
 
 def first_membership(num_replicas: int) -> LiveState:
-    """Who takes part in a generation that begins with so many replicas."""
+    """Who takes part in an attempt that begins with so many replicas."""
     return LiveState(1, tuple(range(num_replicas)), num_replicas, highest=1)
 
 
@@ -41,29 +41,29 @@ class LaunchFiles:
         self._folder = state_dir.path / "launches"
         self.stopped: dict[tuple[str, int], int] = {}
 
-    def note_launch(self, job: str, generation: int, data: dict[str, Any]) -> None:
+    def note_launch(self, job: str, attempt: int, data: dict[str, Any]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._file(job, generation).write_text(json.dumps(data))
+        self._file(job, attempt).write_text(json.dumps(data))
 
-    def launch(self, job: str, generation: int) -> dict[str, Any] | None:
-        file = self._file(job, generation)
+    def launch(self, job: str, attempt: int) -> dict[str, Any] | None:
+        file = self._file(job, attempt)
         found: Mapping[str, Any] | None = json.loads(file.read_text()) if file.exists() else None
         return None if found is None else dict(found)
 
-    def stopped_step(self, job: str, generation: int) -> int | None:
-        return self.stopped.get((job, generation))
+    def stopped_step(self, job: str, attempt: int) -> int | None:
+        return self.stopped.get((job, attempt))
 
-    def _file(self, job: str, generation: int) -> Path:
-        return self._folder / f"{job}-{generation}.json"
+    def _file(self, job: str, attempt: int) -> Path:
+        return self._folder / f"{job}-{attempt}.json"
 
 
-class Prompt(Generations):
+class Prompt(ReplicaGroupManager):
     """Starts what it is told to run at once, not only when it is polled."""
 
     _kept: tuple[Report, ...] = ()
 
-    def apply(self, program: ReplicaProgram, generation: int, nodes: Sequence[str]) -> None:
-        super().apply(program, generation, nodes)
+    def apply(self, program: ReplicaProgram, attempt: int, nodes: Sequence[str]) -> None:
+        super().apply(program, attempt, nodes)
         self._kept = (*self._kept, *super().poll())
 
     def poll(self) -> list[Report]:
@@ -77,7 +77,7 @@ def local_backend(
     *,
     grace: float = 30.0,
     pass_environment: Collection[str] = (),
-) -> Generations:
+) -> ReplicaGroupManager:
     """The backend of this machine."""
     cluster = ClusterSpec(nodes=tuple(nodes))
     engine = LocalEngine(cluster, state_dir, pass_environment=pass_environment)

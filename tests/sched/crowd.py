@@ -31,7 +31,7 @@ from tests.sched.store.stores import point
 
 NUM_NODES, NUM_SLOTS, NUM_JOBS = 64, 8, 1000
 HISTORY = 3 * 3600.0
-"""Seconds back to which there were generations."""
+"""Seconds back to which there were attempts."""
 PHASES = {
     "Running": 112,
     "Stopping": 4,

@@ -1,8 +1,8 @@
 """A small real training job that knows what its layers cost, for tests that cut it otherwise.
 
-Every step goes to ``$RESULTS/steps.txt`` as (generation, K, step, epoch, indices of the samples),
+Every step goes to ``$RESULTS/steps.txt`` as (attempt, K, step, epoch, indices of the samples),
 and what the parameters and the optimizer's state add up to at the begin and at the end of every
-generation to ``$RESULTS/sums.txt`` as (generation, K, step, sum).
+attempt to ``$RESULTS/sums.txt`` as (attempt, K, step, sum).
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def main() -> None:
     numbered = TensorDataset(inputs, targets, torch.arange(SIZE))
     loader = pipollux.AdaptiveDataLoader(numbered, batch_size=8, shuffle=True)
     model = pipollux.HybridParallel(module, optimizer, num_stages=1, example_inputs=inputs[:8])
-    metrics, generation = context().component(Metrics), context().env.generation
+    metrics, attempt = context().component(Metrics), context().env.attempt
 
     def write_sum() -> None:
         kept = [v for state in optimizer.state.values() for v in state.values()]
         total = sum(float(x.detach().double().sum()) for x in [*module.parameters(), *kept])
         with (results / "sums.txt").open("a") as file:
-            print(generation, model.num_stages, metrics.step, repr(total), file=file)
+            print(attempt, model.num_stages, metrics.step, repr(total), file=file)
 
     write_sum()
     try:
@@ -56,7 +56,7 @@ def main() -> None:
                     loss.backward()
                     optimizer.step()
                     pipollux.report(loss=loss)
-                    where = generation, model.num_stages, metrics.step, epoch
+                    where = attempt, model.num_stages, metrics.step, epoch
                     print(*where, *indices.tolist(), file=file, flush=True)
                     time.sleep(PAUSE)
     finally:

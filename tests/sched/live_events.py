@@ -13,9 +13,9 @@ from pipollux_sched.lifecycle import (
     FirstStep,
     LiveReady,
     Outcome,
-    Parked,
     Started,
     Switched,
+    WaitingToJoin,
 )
 from pipollux_sched.store import Store
 from tests.sched.store.stores import Clock, point, serve_nodes
@@ -47,29 +47,29 @@ def begin(store: Store, clock: Clock) -> Callable[..., None]:
     return at
 
 
-def report_steps(store: Store, generation: int, first: int, last: int, replicas: int) -> None:
+def report_steps(store: Store, attempt: int, first: int, last: int, replicas: int) -> None:
     """Report a point for each of these steps; step `n` is done at the moment 1000 + `n`."""
     points = [
         replace(point(step), loss=100.0 / step, num_replicas=replicas)
         for step in range(first, last + 1)
     ]
-    store.add_report(JOB, generation, points)
+    store.add_report(JOB, attempt, points)
 
 
 def live_run(store: Store, clock: Clock) -> None:
     """Let a job grow live, try in vain to grow, lose its first replica, restart, and complete.
 
     Membership 2 (replicas 0 and 1) trains from 1030, membership 4 (replica 1) from 1060,
-    generation 2 from 1090 to 1120.
+    attempt 2 from 1090 to 1120.
     """
     at = begin(store, clock)
     report_steps(store, 1, 5, 29, 1)
     at(1020.0, Allocate(["node-a", "node-b"], GROWS))
-    at(1028.0, Parked(1, (1,)))
+    at(1028.0, WaitingToJoin(1, (1,)))
     at(1030.0, Switched(1, 2, step=29, seconds=0.25))
     report_steps(store, 1, 30, 59, 2)
     at(1035.0, Allocate(["node-a", "node-b", "node-b"], "grows from 2 to 3 replicas"))
-    at(1038.0, Parked(1, (2,)), ChangeRefused(1, 3, "a port is taken"))
+    at(1038.0, WaitingToJoin(1, (2,)), ChangeRefused(1, 3, "a port is taken"))
     at(1055.0, Allocate(["node-b"], MOVES))
     at(1060.0, Switched(1, 4, step=59, seconds=0.05))
     report_steps(store, 1, 60, 79, 1)

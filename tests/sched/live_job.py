@@ -31,14 +31,14 @@ def main() -> None:
         os.environ["PIPOLLUX_TENSORBOARD_DIR"] = os.environ["SCALARS"]
     pipollux.init_process_group("gloo", timeout=120.0)
     if os.environ["PIPOLLUX_JOINS"] == "1" and "NEWCOMER" in os.environ:
-        exec(os.environ["NEWCOMER"])  # noqa: S102  # what the test wants a newcomer to do
+        exec(os.environ["NEWCOMER"])  # noqa: S102  # what the test wants a joining replica to do
     torch.manual_seed(1)
     module = nn.Sequential(nn.Embedding(SIZE, 8), nn.Dropout(0.2), nn.Linear(8, 3)).double()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
     loader = pipollux.AdaptiveDataLoader(TensorDataset(torch.arange(SIZE)), 6, shuffle=True)
     model = pipollux.HybridParallel(module, optimizer, num_stages=1, check_replicas=True)
     metrics, env = context().component(Metrics), context().env
-    log = (Path(os.environ["RESULTS"]) / f"{env.generation}-{env.replica}.txt").open("a")
+    log = (Path(os.environ["RESULTS"]) / f"{env.attempt}-{env.replica}.txt").open("a")
     for epoch in pipollux.remaining_epochs_until(int(os.environ.get("EPOCHS", "1000000"))):
         for (numbers,) in loader:
             # Not before the loop: one that joins learns in it how far the others are.
@@ -54,7 +54,7 @@ def main() -> None:
             assert part is not None
             content = b"".join(p.detach().numpy().tobytes() for p in module.parameters())
             line = {
-                "generation": env.generation,
+                "attempt": env.attempt,
                 "step": metrics.step,
                 "epoch": epoch,
                 "rank": pipollux.replica_rank(),

@@ -52,7 +52,7 @@ def main() -> int:
             return 0
     trained = min(before + goodput * (time.monotonic() - began), whole)
     write(folder / "checkpoint.json", {"samples": trained, "replicas": supervisor.most})
-    marker = {"generation": supervisor.generation, "step": int(trained) + 1, "reason": "signal"}
+    marker = {"attempt": supervisor.attempt, "step": int(trained) + 1, "reason": "signal"}
     write(folder / "stopped.json", marker)
     return 143
 
@@ -88,12 +88,12 @@ class Supervisor:
     """Tells the scheduler of the training."""
 
     def __init__(self, hints: dict[str, Any], num_replicas: int, most: int) -> None:
-        self.generation = int(os.environ["PIPOLLUX_GENERATION"])
+        self.attempt = int(os.environ["PIPOLLUX_ATTEMPT"])
         self.hints, self.num_replicas = hints, num_replicas
         self.most = max(num_replicas, most)
         self.job = os.environ["PIPOLLUX_JOB_ID"]
         self.client = httpx.Client(
-            base_url=os.environ["PIPOLLUX_SUPERVISOR_URL"],
+            base_url=os.environ["PIPOLLUX_SCHEDULER_URL"],
             headers={"Authorization": f"Bearer {os.environ['PIPOLLUX_TOKEN']}"},
             timeout=60,
             trust_env=False,
@@ -115,11 +115,11 @@ class Supervisor:
             "goodput": None,
             "efficiency": None,
         }
-        body = {"generation": self.generation, "numEpochs": 1, "points": [point], "timeline": None}
+        body = {"attempt": self.attempt, "numEpochs": 1, "points": [point], "timeline": None}
         self.client.post(f"/jobs/{self.job}/reports", json=body).raise_for_status()
 
     def hint(self, trained: float, whole: float) -> None:
-        url = f"/jobs/{self.job}/hints?generation={self.generation}"
+        url = f"/jobs/{self.job}/hints?attempt={self.attempt}"
         sizes = {"trainedSamples": trained, "remainingSamples": whole - trained}
         body = {**self.hints, **sizes, "maxProfiledReplicas": self.most}
         self.client.put(url, json=body).raise_for_status()

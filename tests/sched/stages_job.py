@@ -1,6 +1,6 @@
 """A small real training job whose stages have processes of their own, if the scheduler says so.
 
-Every step of a process goes to ``$RESULTS/GENERATION-REPLICA-STAGE.txt`` as a line of JSON.
+Every step of a process goes to ``$RESULTS/ATTEMPT-REPLICA-STAGE.txt`` as a line of JSON.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> None:
     loader = pipollux.AdaptiveDataLoader(TensorDataset(torch.arange(SIZE)), 6, shuffle=True)
     model = pipollux.HybridParallel(module, optimizer, schedule="1f1b", check_replicas=True)
     metrics, env = context().component(Metrics), context().env
-    name = f"{env.generation}-{env.replica}-{env.stage}.txt"
+    name = f"{env.attempt}-{env.replica}-{env.stage}.txt"
     log = (Path(os.environ["RESULTS"]) / name).open("a")
     for epoch in pipollux.remaining_epochs_until(int(os.environ.get("EPOCHS", "1000000"))):
         for (numbers,) in loader:

@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 
 from pipollux_sched.allocator.job_infos import node_info
-from pipollux_sched.backend import Generations
+from pipollux_sched.backend import ReplicaGroupManager
 from pipollux_sched.backend.local.engine import LocalEngine
 from pipollux_sched.controller.admission import program
-from pipollux_sched.controller.commands import Control
+from pipollux_sched.controller.commands import JobService
 from pipollux_sched.controller.deletion import JobDeletion
 from pipollux_sched.controller.executor import Executor
 from pipollux_sched.lifecycle import Allocate
@@ -72,10 +72,10 @@ class Service:
         self.store = Store(self.state_dir.database, create=True)
         self.store.set_nodes((n.name, n.slots, n.kind, n.model_dump(mode="json")) for n in nodes)
         engine = LocalEngine(ClusterSpec(nodes=tuple(nodes)), self.state_dir)
-        backend = Generations(engine, self.store.launches, self.state_dir, grace=1.0)
+        backend = ReplicaGroupManager(engine, self.store.launches, self.state_dir, grace=1.0)
         executor = Executor(self.store, backend, lambda job: program(job, {}), grace=1.0)
         self.num_reconsidered = 0
-        self.control = Control(
+        self.control = JobService(
             self.store,
             executor,
             backend,
@@ -135,10 +135,10 @@ class Service:
         self.num_reconsidered += 1
 
 
-def report(generation: int = 1, **changes: object) -> dict[str, object]:
+def report(attempt: int = 1, **changes: object) -> dict[str, object]:
     """The body of a report of one point."""
     point = {**POINT, **changes}
-    return {"generation": generation, "numEpochs": 3, "points": [point], "timeline": TIMELINE}
+    return {"attempt": attempt, "numEpochs": 3, "points": [point], "timeline": TIMELINE}
 
 
 def detail(response: httpx.Response) -> str:

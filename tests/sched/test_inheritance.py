@@ -50,7 +50,7 @@ def service(tmp_path: Path) -> Iterator[Service]:
 def complete(service: Service, name: str, hints: dict[str, Any]) -> None:
     """Have a job complete that measured something."""
     with service.submit(name, ["node-a"]) as job:
-        job.put(f"/jobs/{name}/hints?generation=1", json=hints).raise_for_status()
+        job.put(f"/jobs/{name}/hints?attempt=1", json=hints).raise_for_status()
     service.store.transition(name, Exited(1, Outcome.COMPLETE))
 
 
@@ -58,9 +58,9 @@ def run_job(service: Service, name: str, replicas: int, width: int = WIDTH) -> l
     """Train as the processes of a job do that the scheduler has started."""
     service.submit(name, ["node-a"] * replicas)
     environment = {
-        "PIPOLLUX_SUPERVISOR_URL": service.server.url,
+        "PIPOLLUX_SCHEDULER_URL": service.server.url,
         "PIPOLLUX_JOB_ID": name,
-        "PIPOLLUX_GENERATION": "1",
+        "PIPOLLUX_ATTEMPT": "1",
         "PIPOLLUX_TOKEN": service.store.job(name).token,
         "PIPOLLUX_HEARTBEAT_INTERVAL": "0",
     }
@@ -90,7 +90,7 @@ def test_a_job_begins_with_what_jobs_at_work_have_measured_so_far(service: Servi
     rows = [{**ROW, "numReplicas": 8, "optimStepTime": 0.4}, {**ROW, "optimStepTime": 9.0}]
     hints = {**SANE, "maxProfiledReplicas": 8, "stepProfile": {**PROFILE, "rows": rows}}
     with service.submit("toy-2", ["node-b"]) as job:
-        job.put("/jobs/toy-2/hints?generation=1", json=hints).raise_for_status()
+        job.put("/jobs/toy-2/hints?attempt=1", json=hints).raise_for_status()
         (told,) = run_job(service, "toy-3", 1)
     found = [(row["num_replicas"], row["optim"], row["passed_on"]) for row in told.at_first]
     assert found == [(4, 0.3, 1), (8, 0.4, 1)]  # of the same the one that completed counts
@@ -117,9 +117,9 @@ def test_a_job_without_predecessor_or_scheduler_begins_as_ever(service: Service)
     assert (told.at_first, told.at_last, told.lines) == ([], [], [])
     assert service.store.hints()["else-1"]["maxProfiledReplicas"] == 1
     gone = {
-        "PIPOLLUX_SUPERVISOR_URL": f"http://127.0.0.1:{free_port()}",
+        "PIPOLLUX_SCHEDULER_URL": f"http://127.0.0.1:{free_port()}",
         "PIPOLLUX_JOB_ID": "toy-2",
-        "PIPOLLUX_GENERATION": "1",
+        "PIPOLLUX_ATTEMPT": "1",
         "PIPOLLUX_HEARTBEAT_INTERVAL": "0",
     }
     (told,) = run_replicas(train, 1, WIDTH, environment=gone)
@@ -129,18 +129,18 @@ def test_a_job_without_predecessor_or_scheduler_begins_as_ever(service: Service)
 
 
 def test_processes_are_told_by_their_own_token_alone(service: Service) -> None:
-    heir = service.submit("toy-2", ["node-a"])
+    warm_start = service.submit("toy-2", ["node-a"])
     nothing = {"predecessor": None, "relatives": [], "step_profile": None}
-    assert heir.get("/jobs/toy-2/inheritance?generation=1").json() == nothing
+    assert warm_start.get("/jobs/toy-2/inheritance?attempt=1").json() == nothing
     complete(service, "toy-1", {**SANE, "stepProfile": PROFILE})
-    answer = heir.get("/jobs/toy-2/inheritance?generation=1")
+    answer = warm_start.get("/jobs/toy-2/inheritance?attempt=1")
     assert answer.status_code == 200
     assert answer.json()["predecessor"] == "toy-1"
     assert answer.json()["step_profile"]["rows"][0].items() >= ROW.items()
-    assert heir.get("/jobs/toy-2/inheritance?generation=2").status_code == 409
-    assert heir.get("/jobs/toy-1/inheritance?generation=1").status_code == 401
+    assert warm_start.get("/jobs/toy-2/inheritance?attempt=2").status_code == 409
+    assert warm_start.get("/jobs/toy-1/inheritance?attempt=1").status_code == 401
     with service.submit("toy-3", ["node-a"], family="") as alone:
-        assert alone.get("/jobs/toy-3/inheritance?generation=1").json() == nothing
+        assert alone.get("/jobs/toy-3/inheritance?attempt=1").json() == nothing
 
 
 @pytest.fixture

@@ -26,8 +26,8 @@ from pipollux_sched.store import (
     Store,
     UnknownJobError,
 )
-from pipollux_sched.views.cluster import list_nodes
 from pipollux_sched.utils import vital_thread
+from pipollux_sched.views.cluster import list_nodes
 from tests.programs import Forked
 from tests.sched.processes import processes_of
 from tests.sched.scripts import TOY
@@ -125,7 +125,7 @@ def test_one_job_ends_well_and_one_does_not(directory: Path) -> None:
     restarting = next(event for event in heard if event["type"] == "restarting")
     again = [event for event in heard if event["type"] == "started" and event["job"] == "bad"][1]
     assert again["time"] - restarting["time"] >= 1.0
-    assert again["generation"] == 2
+    assert again["attempt"] == 2
 
 
 @pytest.mark.usefixtures("light_agent")
@@ -140,14 +140,14 @@ def test_a_job_that_beats_and_does_not_step(directory: Path) -> None:
     told = types(events, "stuck")
     assert told[:6] == ["submitted", "allocated", "started", "first_step", "stalled", "restarting"]
     stalled, restarting = (event for event in events if event["type"] in told[4:6])
-    assert stalled["generation"] == 1
+    assert stalled["attempt"] == 1
     assert re.fullmatch(
         r"Its step has been 3 for \d+ s though its replicas give signs of life, "
         r"so all were ended\.",
         stalled["why"],
     )
     assert restarting["why"] == stalled["why"]
-    assert "replica 0 of generation 2 goes on from step 3" in log
+    assert "replica 0 of attempt 2 goes on from step 3" in log
 
 
 @pytest.mark.usefixtures("light_agent")
@@ -247,7 +247,7 @@ def test_a_replica_that_froze_while_nobody_looked(directory: Path, tmp_path: Pat
         if process.environ().get("RANK") == "0":
             process.suspend()
     with scheduler_on(directory, heartbeat_timeout=1.0) as scheduler:
-        assert scheduler.wait(lambda jobs: jobs["toy"].state.generation == 2, 240)
+        assert scheduler.wait(lambda jobs: jobs["toy"].state.attempt == 2, 240)
         events = types(list(scheduler.store.events()), "toy")
         kept = [event for event in events if event in ("adopted", "heartbeat_lost", "restarting")]
         assert kept == ["adopted", "heartbeat_lost", "restarting"]
@@ -319,7 +319,7 @@ def test_cancelling(directory: Path) -> None:
             scheduler.control.cancel("nobody")
         scheduler.submit(toy("runs", num_stages=2))
         assert scheduler.wait(training("runs"), timeout=240)
-        assert scheduler.jobs()["runs"].state.generation == 2
+        assert scheduler.jobs()["runs"].state.attempt == 2
         first_steps = [e["step"] for e in scheduler.store.events(job="runs", types=["first_step"])]
     assert first_steps[0] == 1
     assert first_steps[1] > 1  # from the checkpoint

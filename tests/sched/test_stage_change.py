@@ -54,10 +54,10 @@ def scheduler_on(directory: Path) -> Scheduler:
     return Scheduler(directory, CLUSTER, Widest(), interval=0.3, hints_interval=1.0)
 
 
-def trains_in(num_stages: int, generation: int) -> Any:
+def trains_in(num_stages: int, attempt: int) -> Any:
     def told(jobs: Jobs) -> bool:
         state = jobs["layered"].state
-        running = (state.running_stages, state.generation) == (num_stages, generation)
+        running = (state.running_stages, state.attempt) == (num_stages, attempt)
         return running and state.reason == "Training"
 
     return told
@@ -98,11 +98,11 @@ def test_from_one_stage_to_two(directory: Path, tmp_path: Path) -> None:
 
     with Store(directory / "pipollux.db") as store:
         events = store.events(job="layered")
-        generations = store.generations("layered")
+        attempts = store.attempts("layered")
         service = store.attained_service()["layered"]
-    assert [entry.num_stages for entry in generations] == [1, 2, 2]
-    held = [entry.num_stages * (entry.ended_at or 0) for entry in generations]
-    began = [entry.num_stages * entry.created_at for entry in generations]
+    assert [entry.num_stages for entry in attempts] == [1, 2, 2]
+    held = [entry.num_stages * (entry.ended_at or 0) for entry in attempts]
+    began = [entry.num_stages * entry.created_at for entry in attempts]
     assert service == pytest.approx(sum(held) - sum(began))
     of = {kind: [e for e in events if e["type"] == kind] for kind in ("allocated", "first_step")}
     first, second = of["allocated"][:2]
@@ -115,8 +115,8 @@ def test_from_one_stage_to_two(directory: Path, tmp_path: Path) -> None:
 
     steps = lines(tmp_path / "steps.txt")
     assert [step for _, _, step, *_ in steps] == list(range(1, len(steps) + 1))
-    assert {(generation, stages) for generation, stages, *_ in steps} >= {(1, 1), (2, 2)}
-    resumed = {generation: step for generation, _, step, *_ in reversed(steps)}
+    assert {(attempt, stages) for attempt, stages, *_ in steps} >= {(1, 1), (2, 2)}
+    resumed = {attempt: step for attempt, _, step, *_ in reversed(steps)}
     assert [e["step"] for e in of["first_step"]][:2] == [resumed[1], resumed[2]]
     trained = Counter((epoch, index) for _, _, _, epoch, *taken in steps for index in taken)
     assert set(trained.values()) == {1}, "no sample twice in an epoch"

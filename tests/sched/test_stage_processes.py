@@ -109,7 +109,7 @@ def test_a_replica_of_two_processes_starts_and_stops(directory: Path, tmp_path: 
         scheduler.control.cancel("stages")
         assert scheduler.wait(lambda jobs: jobs["stages"].phase.ended, timeout=240)
         state = scheduler.jobs()["stages"].state
-    assert (state.generation, state.failures) == (1, 0)
+    assert (state.attempt, state.failures) == (1, 0)
     assert check_steps(tmp_path) == {(2, 2)}
 
 
@@ -121,7 +121,7 @@ def can_change(jobs: Jobs) -> bool:
 def test_replicas_of_two_processes_join_and_leave_without_a_restart(
     directory: Path, tmp_path: Path
 ) -> None:
-    """Another one joins, and the one that began leaves: one generation loses no sample."""
+    """Another one joins, and the one that began leaves: one attempt loses no sample."""
     policy = Wish()
     with scheduler_on(directory, policy) as scheduler:
         policy.allocations["stages"] = [A]
@@ -135,7 +135,7 @@ def test_replicas_of_two_processes_join_and_leave_without_a_restart(
         scheduler.control.cancel("stages")
         assert scheduler.wait(lambda jobs: jobs["stages"].phase.ended, timeout=240)
         state = scheduler.jobs()["stages"].state
-    assert (state.generation, state.failures) == (1, 0)
+    assert (state.attempt, state.failures) == (1, 0)
     assert check_steps(tmp_path) == {(2, 2), (4, 2)}
 
 
@@ -151,7 +151,7 @@ def test_the_process_of_a_stage_is_killed(directory: Path, tmp_path: Path) -> No
         (second,) = scripts_of(directory, 1)
         second.kill()
         assert scheduler.wait(
-            lambda jobs: jobs["stages"].state.generation == 2 and trains_on(A)(jobs), timeout=240
+            lambda jobs: jobs["stages"].state.attempt == 2 and trains_on(A)(jobs), timeout=240
         )
         scheduler.control.cancel("stages")
         assert scheduler.wait(lambda jobs: jobs["stages"].phase.ended, timeout=240)
@@ -169,7 +169,7 @@ def has_replaced_one(jobs: Jobs) -> bool:
     return trains_on(A, B)(jobs) and 2 in jobs["stages"].state.live.replicas
 
 
-def newcomers_of(directory: Path, stage: int) -> list[psutil.Process]:
+def joining_of(directory: Path, stage: int) -> list[psutil.Process]:
     found = []
     for process in scripts_of(directory, stage):
         with suppress(psutil.Error):  # it has ended meanwhile
@@ -179,8 +179,8 @@ def newcomers_of(directory: Path, stage: int) -> list[psutil.Process]:
 
 
 @pytest.mark.exhaustive
-def test_a_process_of_a_newcomer_is_killed(directory: Path, tmp_path: Path) -> None:
-    """Another newcomer takes the place."""
+def test_a_process_of_a_joining_replica_is_killed(directory: Path, tmp_path: Path) -> None:
+    """Another joining replica takes the place."""
     policy = Wish()
     with scheduler_on(directory, policy, checkpoint_interval=0.5) as scheduler:
         policy.allocations["stages"] = [A]
@@ -188,14 +188,14 @@ def test_a_process_of_a_newcomer_is_killed(directory: Path, tmp_path: Path) -> N
         assert scheduler.wait(trains_on(A), timeout=240)
         assert scheduler.wait(can_change, timeout=240)
         policy.allocations["stages"] = [A, B]
-        until(lambda: newcomers_of(directory, 1), "it is started")
-        for process in newcomers_of(directory, 1):
+        until(lambda: joining_of(directory, 1), "it is started")
+        for process in joining_of(directory, 1):
             process.kill()
         assert scheduler.wait(trains_on(A, B), timeout=240)
         scheduler.control.cancel("stages")
         assert scheduler.wait(lambda jobs: jobs["stages"].phase.ended, timeout=240)
         state = scheduler.jobs()["stages"].state
-    assert (state.generation, state.failures) == (1, 0)
+    assert (state.attempt, state.failures) == (1, 0)
 
 
 @pytest.mark.exhaustive
@@ -210,7 +210,7 @@ def test_a_process_of_a_newcomer_is_killed(directory: Path, tmp_path: Path) -> N
 def test_a_process_of_one_of_two_replicas_is_killed_or_frozen(
     directory: Path, tmp_path: Path, replica: int, stage: int, how: signal.Signals
 ) -> None:
-    """The other one goes on in the same generation, and the place is filled again."""
+    """The other one goes on in the same attempt, and the place is filled again."""
     policy = Wish()
     patience = {"heartbeat_timeout": 6.0} if how is signal.SIGSTOP else {}
     with scheduler_on(directory, policy, **patience) as scheduler:
@@ -219,7 +219,7 @@ def test_a_process_of_one_of_two_replicas_is_killed_or_frozen(
         assert scheduler.wait(trains_on(A, B), timeout=240)
         assert scheduler.wait(can_change, timeout=240)
         # It begins on one replica if it arrives between two rounds, and may then be restarted.
-        begun = scheduler.jobs()["stages"].state.generation
+        begun = scheduler.jobs()["stages"].state.attempt
         (killed,) = (x for x in scripts_of(directory, stage) if is_of(x, replica))
         killed.send_signal(how)
         assert scheduler.wait(has_replaced_one, timeout=240)
@@ -228,7 +228,7 @@ def test_a_process_of_one_of_two_replicas_is_killed_or_frozen(
         scheduler.control.cancel("stages")
         assert scheduler.wait(lambda jobs: jobs["stages"].phase.ended, timeout=240)
         events = scheduler.store.events(job="stages")
-    assert (now.generation, now.failures, now.live.replicas) == (begun, 0, (1 - replica, 2))
+    assert (now.attempt, now.failures, now.live.replicas) == (begun, 0, (1 - replica, 2))
     (survived,) = (event for event in events if event["type"] == "survived")
     assert survived["lost"] == [replica]
     assert check_steps(tmp_path, killed=True) == {(2, 2), (4, 2)}

@@ -31,7 +31,7 @@ ARGS.add_argument("--stubborn", action="store_true", help="ignore SIGTERM, and s
 ARGS.add_argument("--daemonise", action="store_true", help="go on in a process of its own")
 ARGS.add_argument("--beats", action="store_true", help="a thread gives signs of life")
 ARGS.add_argument(
-    "--hang-at", type=int, help="save at this step, and hang if it is the 1st generation"
+    "--hang-at", type=int, help="save at this step, and hang if it is the 1st attempt"
 )
 ARGS.add_argument("--ends-on", type=int, help="go on until there are so many replicas, then STEPS")
 ARGS.add_argument("--hints", help="JSON file with hints to send once")
@@ -48,7 +48,7 @@ def main() -> int:
         time.sleep(300)
     signal.signal(signal.SIGTERM, signal.SIG_IGN if options.stubborn else request_stop)
     rank = int(os.environ["RANK"])
-    generation = int(os.environ["PIPOLLUX_GENERATION"])
+    attempt = int(os.environ["PIPOLLUX_ATTEMPT"])
     directory = Path(os.environ["PIPOLLUX_CHECKPOINT_DIR"])
     names = [name for name in os.environ if name.startswith(("PIPOLLUX_", "OMP_", "CUDA_"))]
     say(json.dumps({name: os.environ[name] for name in sorted(names)}))
@@ -58,8 +58,8 @@ def main() -> int:
         subprocess.Popen(nap, start_new_session=True)
         subprocess.Popen(["/bin/sh", "-c", "sleep 300 &"])
     step = load(directory)
-    say(f"replica {rank} of generation {generation} goes on from step {step}")
-    supervisor = Supervisor(generation) if rank == 0 else None
+    say(f"replica {rank} of attempt {attempt} goes on from step {step}")
+    supervisor = Supervisor(attempt) if rank == 0 else None
     reached = [step]
     if options.beats and supervisor is not None:
         threading.Thread(target=supervisor.beat, args=(reached,), daemon=True).start()
@@ -82,12 +82,12 @@ def main() -> int:
                 supervisor.hint(Path(options.hints).read_text(encoding="utf-8"))
         if step == options.hang_at:
             write(directory / "checkpoint.json", {"step": step})
-            while generation == 1:
+            while attempt == 1:
                 time.sleep(60)
         if stop_requested:
             if rank == 0:
                 write(directory / "checkpoint.json", {"step": step})
-                marker = {"generation": generation, "step": step, "reason": "signal"}
+                marker = {"attempt": attempt, "step": step, "reason": "signal"}
                 write(directory / "stopped.json", marker)
             return 143
     return 0
@@ -127,9 +127,9 @@ def write(path: Path, content: object) -> None:
 class Supervisor:
     """Sends reports, when there is somebody to send them to."""
 
-    def __init__(self, generation: int) -> None:
-        self.generation = generation
-        self.url = os.environ.get("PIPOLLUX_SUPERVISOR_URL")
+    def __init__(self, attempt: int) -> None:
+        self.attempt = attempt
+        self.url = os.environ.get("PIPOLLUX_SCHEDULER_URL")
         self.job = os.environ["PIPOLLUX_JOB_ID"]
         self.hinted = False
         self.unsent: list[dict[str, Any]] = []
@@ -161,7 +161,7 @@ class Supervisor:
             "goodput": None,
             "efficiency": None,
         }
-        body = {"generation": self.generation, "numEpochs": 1, "points": [point], "timeline": None}
+        body = {"attempt": self.attempt, "numEpochs": 1, "points": [point], "timeline": None}
         if self.send("POST", f"/jobs/{self.job}/reports", json=body):
             self.unsent.clear()
         else:
@@ -171,13 +171,13 @@ class Supervisor:
 
     def beat(self, reached: list[int]) -> None:
         while True:
-            body = {"generation": self.generation, "replica": 0, "step": reached[0]}
+            body = {"attempt": self.attempt, "replica": 0, "step": reached[0]}
             self.send("POST", f"/jobs/{self.job}/heartbeats", json=body)
             time.sleep(0.1)
 
     def hint(self, hints: str) -> None:
         if self.url and not self.hinted:
-            url = f"/jobs/{self.job}/hints?generation={self.generation}"
+            url = f"/jobs/{self.job}/hints?attempt={self.attempt}"
             self.send("PUT", url, content=hints)
             self.hinted = True
 

@@ -112,7 +112,7 @@ def test_the_page_needs_nothing_but_itself() -> None:
     changed = replace(first.jobs[0].history[0], live=True)
     live = replace(first, jobs=(replace(first.jobs[0], history=(changed,)), *first.jobs[1:]))
     gantt = charts(render_plots([live]))["gantt-0-0"]
-    assert gantt["tips"][gantt["blocks"][0]["tip"]][-1] == ["began with", "a live change"]
+    assert gantt["tips"][gantt["blocks"][0]["tip"]][-1] == ["began with", "an elastic resize"]
 
 
 def test_one_job_alone_is_drawn() -> None:

@@ -79,7 +79,7 @@ def _lead(
             answers = tell(ctx, told)[1 : ctx.env.processes_per_replica]
         check_answers(root, answers)
         stages = [ending.enter_context(_connected(x["address"])) for x in answers]
-        write = partial(_finish, ending.pop_all(), aside, copies, stages, ctx.env.generation)
+        write = partial(_finish, ending.pop_all(), aside, copies, stages, ctx.env.attempt)
     saver.start(partial(_write_and_prune, write, root, keep_also))
 
 
@@ -111,7 +111,7 @@ def _finish(
     aside: Path,
     copies: Writers,
     stages: Sequence[socket.socket],
-    generation: int,
+    attempt: int,
 ) -> Path:
     """Write the first process's part, wait for the others, and make a checkpoint of the folder."""
     with ending:
@@ -119,7 +119,7 @@ def _finish(
             written = files.write_states(aside, copies)
         finally:  # nothing is removed while others write
             answers = [_answer(stage) for stage in stages]
-        return files.commit(aside, written | check_answers(aside.parent, answers), generation)
+        return files.commit(aside, written | check_answers(aside.parent, answers), attempt)
 
 
 def _write_and_prune(write: Callable[[], Path], root: Path, keep_also: Path | None) -> Path:

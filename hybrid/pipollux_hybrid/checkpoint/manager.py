@@ -103,12 +103,12 @@ def save_all_states(*, background: bool = False) -> Path | None:
     manager.saver.wait()
     if not background:
         writers = {name: state.save for name, state in states.items()}
-        path = _write(root, writers, ctx.env.generation, manager.restored_from)
+        path = _write(root, writers, ctx.env.attempt, manager.restored_from)
         manager.saved_step = ctx.step
         forget_failure()
         return path
     copies = {name: snapshot_of(state) for name, state in states.items()}
-    manager.saver.start(partial(_write, root, copies, ctx.env.generation, manager.restored_from))
+    manager.saver.start(partial(_write, root, copies, ctx.env.attempt, manager.restored_from))
     return None
 
 
@@ -178,7 +178,7 @@ def load_state(state: State) -> bool:
 
 
 def write_stop_marker(step: int) -> None:
-    """Tell the scheduler that this generation stopped at ``step`` because it was asked to.
+    """Tell the scheduler that this attempt stopped at ``step`` because it was asked to.
 
     Raises:
         CheckpointError: The disk does not take it.
@@ -189,7 +189,7 @@ def write_stop_marker(step: int) -> None:
         return
     from pipollux_protocol.files import STOP_MARKER, StopMarker  # imports pydantic
 
-    marker = StopMarker(generation=ctx.env.generation, step=step)
+    marker = StopMarker(attempt=ctx.env.attempt, step=step)
     aside = root / f".{STOP_MARKER}"
     try:
         files.write_file(aside, marker.model_dump_json().encode())
@@ -202,10 +202,10 @@ def write_stop_marker(step: int) -> None:
 def _write(
     root: Path,
     writers: Mapping[str, Callable[[BinaryIO], None]],
-    generation: int,
+    attempt: int,
     restored_from: Path | None,
 ) -> Path:
-    path = files.write(root, writers, generation)
+    path = files.write(root, writers, attempt)
     files.prune(root, keep_also=restored_from)
     return path
 

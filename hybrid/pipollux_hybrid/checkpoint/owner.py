@@ -149,8 +149,8 @@ class Owner:
 
 def _identity(env: JobEnvironment) -> dict[str, str | None]:
     """Return which job this is to whoever starts it again, and which attempt; None: nobody does."""
-    if env.generation and env.job_id:
-        return {"job": env.job_id, "attempt": str(env.generation)}
+    if env.attempt and env.job_id:
+        return {"job": env.job_id, "attempt": str(env.attempt)}
     slurm = os.environ.get("SLURM_JOB_ID")
     if slurm:
         return {"job": f"{slurm} of Slurm", "attempt": os.environ.get("SLURM_RESTART_COUNT", "0")}

@@ -51,7 +51,7 @@ def save_in_parts(
                 written = files.write_states(aside, {n: s.save for n, s in states.items()})
             finally:  # the others wait, whatever happens here
                 answers = tell(ctx, {})[1 : ctx.env.processes_per_replica]
-            return files.commit(aside, written | check_answers(root, answers), ctx.env.generation)
+            return files.commit(aside, written | check_answers(root, answers), ctx.env.attempt)
     finally:
         if not told:
             tell(ctx, {"folder": None})

@@ -111,7 +111,7 @@ class State:
     def content(self) -> Any:
         """Return the state in nested dicts, lists and tuples of tensors, numbers and strings.
 
-        Called after :meth:`sync` on replicas that stay, and on those that join: tensors of these
+        Called after :meth:`sync` on surviving replicas, and on those that join: tensors of these
         may be overwritten in place by those of the others.
 
         Returns:

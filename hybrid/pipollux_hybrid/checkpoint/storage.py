@@ -86,19 +86,19 @@ class StateError(PipolluxError):
         return cls(f"saving the state {name!r} failed with {type(error).__name__}: {error}")
 
 
-def write(root: Path, writers: Mapping[str, Callable[[BinaryIO], None]], generation: int) -> Path:
+def write(root: Path, writers: Mapping[str, Callable[[BinaryIO], None]], attempt: int) -> Path:
     """Write a new checkpoint.
 
     Args:
         root: The directory of checkpoints, made if need be.
         writers: For each file's name, what writes it.
-        generation: Number of the job's launch, for readers of the manifest.
+        attempt: Number of the job's launch, for readers of the manifest.
 
     Raises:
         CheckpointError: The disk does not take it; the checkpoints before are untouched.
     """
     with new_checkpoint(root) as aside:
-        return commit(aside, write_states(aside, writers), generation)
+        return commit(aside, write_states(aside, writers), attempt)
 
 
 @contextmanager
@@ -139,17 +139,17 @@ def write_states(
     return {name: _write_state(folder / name, writer) for name, writer in writers.items()}
 
 
-def commit(aside: Path, written: Mapping[str, Written], generation: int) -> Path:
+def commit(aside: Path, written: Mapping[str, Written], attempt: int) -> Path:
     """Make a checkpoint of a folder, and return it.
 
     Args:
         aside: Of :func:`new_checkpoint`.
         written: What :func:`write_states` returned, of all that have written.
-        generation: Number of the job's launch.
+        attempt: Number of the job's launch.
     """
     manifest = {
         "version": FORMAT,
-        "generation": generation,
+        "attempt": attempt,
         "sha256": {name: checksum for name, (checksum, _) in written.items()},
         "size": {name: size for name, (_, size) in written.items()},
     }

@@ -20,7 +20,7 @@ from pipollux_hybrid.checkpoint.manager import load_state
 from pipollux_hybrid.checkpoint.state import State
 from pipollux_hybrid.errors import ConfigurationError, SynchronizationError
 from pipollux_hybrid.job.context import JobContext, context
-from pipollux_hybrid.live.live_membership import live_membership
+from pipollux_hybrid.resize.elastic_membership import elastic_membership
 
 from .accumulator_values import Key, PendingSum, Summable, add, check_key, checked, on_cpu
 from .epoch import epoch_state
@@ -97,13 +97,13 @@ class AccumulatorState(State):
 
     def publish(self, phase: str, number: int) -> None:
         """Let joining replicas read what a synchronized block outside of loops showed."""
-        live = live_membership(self._context)
+        live = elastic_membership(self._context)
         if live is not None and self._context.env.leads and self._context.joins is None:
             live.totals.publish(self.name, phase, number, _bytes(self.read[phase][number]))
 
     def published(self, phase: str, number: int) -> Summables:
         """Return what that block showed to the job that this replica is about to join."""
-        live = live_membership(self._context)
+        live = elastic_membership(self._context)
         assert live is not None  # noqa: S101  # else there is no job to join
         content = live.joining.totals(self.name, phase, number)
         found: Summables = torch.load(io.BytesIO(content), weights_only=True)

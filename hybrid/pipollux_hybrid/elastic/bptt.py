@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pipollux_hybrid.errors import ConfigurationError
-from pipollux_hybrid.job.batch import BatchShape, Part, split_evenly
+from pipollux_hybrid.job.batch import BatchShape, BatchSlice, split_evenly
 
 from .loop import ElasticLoop
 
@@ -152,7 +152,7 @@ class AdaptiveBPTTIterator(ElasticLoop[tuple[Tensor, Tensor]]):
         rows = TextRows(len(self.tokens) - 1, [(self._num_rows(), 0)])
         return -(-rows.row_length // self.bptt_len) + (rows.tail > 0)
 
-    def _segment(self) -> Iterator[tuple[Part, tuple[Tensor, Tensor]]]:
+    def _segment(self) -> Iterator[tuple[BatchSlice, tuple[Tensor, Tensor]]]:
         """Yield windows from the present position on."""
         rows = self._cut()
         self._is_fresh = True
@@ -161,7 +161,7 @@ class AdaptiveBPTTIterator(ElasticLoop[tuple[Tensor, Tensor]]):
             yield part, (self.tokens[positions], self.tokens[positions + 1])
             self._is_fresh = False
 
-    def _windows(self, rows: TextRows) -> Iterator[tuple[Part, Tensor]]:
+    def _windows(self, rows: TextRows) -> Iterator[tuple[BatchSlice, Tensor]]:
         shape, env = self._shape(), self._context.env
         sizes = split_evenly(rows.num_rows, env.num_replicas)
         mine = sizes[env.rank]
@@ -178,7 +178,7 @@ class AdaptiveBPTTIterator(ElasticLoop[tuple[Tensor, Tensor]]):
                 begin += width
                 is_end = step == max(full, 1) - 1
                 yield (
-                    Part(
+                    BatchSlice(
                         indices=range(first_row, first_row + max(mine, 1)),
                         num_samples=mine,
                         is_optimizer_step=is_end,
@@ -193,7 +193,7 @@ class AdaptiveBPTTIterator(ElasticLoop[tuple[Tensor, Tensor]]):
             sizes = split_evenly(rows.tail, env.num_replicas)
             first, mine = sum(sizes[: env.rank]), sizes[env.rank]
             first = min(first, rows.tail - 1)
-            part = Part(
+            part = BatchSlice(
                 indices=range(first, first + max(mine, 1)),
                 num_samples=mine,
                 is_optimizer_step=True,
@@ -214,7 +214,7 @@ class AdaptiveBPTTIterator(ElasticLoop[tuple[Tensor, Tensor]]):
         self._state.details["cuts"] = cuts
         return TextRows(len(self.tokens) - 1, cuts)
 
-    def _iteration_done(self, part: Part) -> None:
+    def _iteration_done(self, part: BatchSlice) -> None:
         """Note how much of each row was taken."""
         *before, (num_rows, _) = self._state.details["cuts"]
         since = part.next_index - sum(rows * taken for rows, taken in before)

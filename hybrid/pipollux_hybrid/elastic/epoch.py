@@ -18,7 +18,7 @@ from pipollux_hybrid.checkpoint.state import State, States
 from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job.context import JobContext, context, from_scratch
 from pipollux_hybrid.job.membership import JobPlace
-from pipollux_hybrid.live.live_membership import live_membership
+from pipollux_hybrid.resize.elastic_membership import elastic_membership
 from pipollux_hybrid.telemetry.metrics import Metrics
 
 from .step_boundary import StepBoundary
@@ -167,7 +167,7 @@ def remaining_epochs_until(num_epochs: int) -> Iterator[int]:
 
 def _catch_up(ctx: JobContext, state: EpochState) -> None:
     """Have a replica that is about to join leave out epochs that the job has completed."""
-    live = live_membership(ctx)
+    live = elastic_membership(ctx)
     place = live.job_place() if live is not None and ctx.joins is not None else None
     if place is not None:
         state.go_on_at(place)

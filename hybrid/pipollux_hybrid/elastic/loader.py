@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from pipollux_hybrid.errors import Allowed, ConfigurationError, check_values, is_whole
-from pipollux_hybrid.job.batch import Part, num_parts
+from pipollux_hybrid.job.batch import BatchSlice, num_parts
 
 from .loop import ElasticLoop
 from .sampler import ElasticSampler
@@ -156,7 +156,7 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
         """Iterate over this replica's atomic batches, from where the last run stopped."""
         return ElasticLoop.__iter__(self)
 
-    def _segment(self) -> Iterator[tuple[Part, T]]:
+    def _segment(self) -> Iterator[tuple[BatchSlice, T]]:
         """Yield parts and batches from the present position on, fetched ahead by the workers."""
         self._seed_workers()
         if self._stream is not None:
@@ -165,7 +165,7 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
             return self._read()
         return self._fetch()
 
-    def _read(self) -> Iterator[tuple[Part, T]]:
+    def _read(self) -> Iterator[tuple[BatchSlice, T]]:
         """Return the batches of a stream, each with its part of the iteration."""
         check = self._context.component(StreamCheck)
         for part, marks, batch in self._batches:
@@ -179,9 +179,9 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
         known = "" if content is None else f", of content {content:08x}"
         return f"{super()._description()}{known}"
 
-    def _fetch(self) -> Iterator[tuple[Part, T]]:
+    def _fetch(self) -> Iterator[tuple[BatchSlice, T]]:
         """Return the batches of a map-style data set, each with its part of the iteration."""
-        fetching: deque[Part] = deque()
+        fetching: deque[BatchSlice] = deque()
 
         def lists() -> Iterator[Sequence[int]]:
             for part in self._parts():
@@ -192,7 +192,7 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
         for batch in self._batches:
             yield fetching.popleft(), batch
 
-    def _parts(self) -> Iterator[Part]:
+    def _parts(self) -> Iterator[BatchSlice]:
         assert self._sampler is not None  # noqa: S101  # only streams have none
         return self._sampler.parts(
             epoch=self._epochs.epoch,

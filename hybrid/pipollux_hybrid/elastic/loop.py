@@ -16,12 +16,12 @@ from pipollux_hybrid.checkpoint.manager import load_state
 from pipollux_hybrid.checkpoint.rng_state import random_state
 from pipollux_hybrid.checkpoint.state import State, States
 from pipollux_hybrid.errors import CheckpointError, ConfigurationError
-from pipollux_hybrid.job.batch import BatchShape, BatchSizeLimits, MicroStep, Part
+from pipollux_hybrid.job.batch import BatchShape, BatchSizeLimits, BatchSlice, MicroStep
 from pipollux_hybrid.job.context import JobContext, context, from_scratch
 from pipollux_hybrid.job.control_plane import ControlMessage
 from pipollux_hybrid.job.membership import JobPlace
-from pipollux_hybrid.live.live_membership import live_membership
 from pipollux_hybrid.pipeline.num_microbatches import initial_microbatches, possible_microbatches
+from pipollux_hybrid.resize.elastic_membership import elastic_membership
 from pipollux_hybrid.telemetry.metrics import Metrics
 
 from .epoch import epoch_state
@@ -113,14 +113,14 @@ class ElasticLoop(Generic[T]):
         refuse_inside_loop(self._context, type(self).__name__)
         self._epochs = epoch_state(self._context)
         self._boundary = StepBoundary(self._context)
-        self._live = live_membership(self._context)
+        self._live = elastic_membership(self._context)
         self._limits: BatchSizeLimits | None = None
         self._random = random_state(self._context)
         self._state = LoopState(self._context, identity)
         self._state.common = self._description()
         load_state(self._state)
 
-    def _segment(self) -> Iterator[tuple[Part, T]]:
+    def _segment(self) -> Iterator[tuple[BatchSlice, T]]:
         """Yield parts and batches from the present position on, in the present shape."""
         raise NotImplementedError
 
@@ -180,7 +180,7 @@ class ElasticLoop(Generic[T]):
         """Iterate over this replica's atomic batches, from where the last run stopped."""
         ctx = self._context
         refuse_inside_loop(ctx, type(self).__name__)
-        if self._epochs.skip_loop() or self._is_over_for_newcomer():
+        if self._epochs.skip_loop() or self._is_over_for_joining():
             return
         self._random.restore_once()
         batch = ctx.batch
@@ -240,8 +240,8 @@ class ElasticLoop(Generic[T]):
     def _job_place(self) -> JobPlace:
         return JobPlace(self._epochs.epoch, self._epochs.loops_done)
 
-    def _is_over_for_newcomer(self) -> bool:
-        """Have a newcomer join here; return whether the job is beyond this loop already."""
+    def _is_over_for_joining(self) -> bool:
+        """Have a joining replica join here; return whether the job is beyond this loop already."""
         if self._live is None:
             return False
         forget_finished_epochs(self._context)
@@ -260,10 +260,10 @@ class ElasticLoop(Generic[T]):
         self._begin()
         return True
 
-    def _iteration_done(self, part: Part) -> None:
+    def _iteration_done(self, part: BatchSlice) -> None:
         """Note an optimizer step; subclasses advance their position."""
 
-    def _place(self, part: Part) -> str:
+    def _place(self, part: BatchSlice) -> str:
         if self._context.env.world_size == 1:
             return ""  # nobody is elsewhere
         end = " and the epoch's last" if part.is_last else ""

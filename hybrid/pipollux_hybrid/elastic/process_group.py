@@ -21,15 +21,15 @@ from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job import context as contexts
 from pipollux_hybrid.job import signals
 from pipollux_hybrid.job.env import JobEnvironment
-from pipollux_hybrid.job.membership import Bulletin
-from pipollux_hybrid.live.live_membership import find_job, start_live_membership
-from pipollux_hybrid.live.meeting_folder import MeetingFolder
+from pipollux_hybrid.job.membership import Announcement
+from pipollux_hybrid.resize.elastic_membership import find_job, start_elastic_membership
+from pipollux_hybrid.resize.rendezvous_folder import RendezvousFolder
 from pipollux_hybrid.telemetry.metrics import Metrics
 
 from .step_boundary import acknowledge
 
 if TYPE_CHECKING:
-    from pipollux_hybrid.live.scheduler_meeting import SchedulerMeeting
+    from pipollux_hybrid.resize.scheduler_rendezvous import SchedulerRendezvous
 
 __all__ = [
     "destroy_process_group",
@@ -87,40 +87,42 @@ def init_process_group(
     # Until handlers are there a signal ends the process: there is nothing to lose yet.
     timeout = env.timeout or timeout
     rendezvous = _rendezvous(env, chosen)
-    bulletin = None
-    if isinstance(rendezvous, MeetingFolder):
-        bulletin = find_job(rendezvous, env) if env.leads else None
+    announcement = None
+    if isinstance(rendezvous, RendezvousFolder):
+        announcement = find_job(rendezvous, env) if env.leads else None
     elif rendezvous is not None:
-        bulletin = rendezvous.find_job()
+        announcement = rendezvous.find_job()
     if env.world_size > 1 and not dist.is_initialized():
         dist.init_process_group(chosen, timeout=timedelta(seconds=timeout))
     atexit.register(destroy_process_group)
     if rendezvous is not None and env.processes_per_replica > 1:
-        bulletin = _told(bulletin)
-    if bulletin is not None:
-        newcomer = replace(env, rank=len(bulletin.membership.replicas))
-        ctx = contexts.join(newcomer, bulletin, timeout)
+        announcement = _told(announcement)
+    if announcement is not None:
+        joining_replica = replace(env, rank=len(announcement.membership.replicas))
+        ctx = contexts.join(joining_replica, announcement, timeout)
     else:
         ctx = contexts.context(timeout, env)
     checkpoint_to_restore(ctx)
     ctx.component(Metrics)  # made here, so that a stop before there is a model knows the step
-    if rendezvous is not None and not isinstance(rendezvous, MeetingFolder):
+    if rendezvous is not None and not isinstance(rendezvous, RendezvousFolder):
         rendezvous.ride(ctx.heartbeat)
     if rendezvous is not None:
-        start_live_membership(ctx, rendezvous, timeout)
+        start_elastic_membership(ctx, rendezvous, timeout)
     signals.install_handlers(acknowledge)
 
 
-def _rendezvous(env: JobEnvironment, backend: str) -> MeetingFolder | SchedulerMeeting | None:
+def _rendezvous(env: JobEnvironment, backend: str) -> RendezvousFolder | SchedulerRendezvous | None:
     """Return where replicas that come later find this job; None: none can."""
     if env.rendezvous is None:
-        if not (env.live and env.generation > 0 and backend == "gloo"):
+        if not (env.live and env.attempt > 0 and backend == "gloo"):
             return None
-        from pipollux_hybrid.live.scheduler_meeting import SchedulerMeeting  # imports pydantic
+        from pipollux_hybrid.resize.scheduler_rendezvous import (
+            SchedulerRendezvous,  # imports pydantic
+        )
 
-        meeting = SchedulerMeeting(env)
+        meeting = SchedulerRendezvous(env)
         return None if meeting.is_deaf else meeting
-    if env.generation:
+    if env.attempt:
         raise ConfigurationError(
             "PIPOLLUX_RENDEZVOUS is set, and a scheduler runs this job: it decides how many "
             "replicas there are; remove the variable"
@@ -130,14 +132,14 @@ def _rendezvous(env: JobEnvironment, backend: str) -> MeetingFolder | SchedulerM
             "PIPOLLUX_RENDEZVOUS is set, and the backend is 'nccl': replicas can join and leave "
             "with 'gloo' only, so call init_process_group('gloo'), or unset the variable"
         )
-    return MeetingFolder(env.rendezvous)
+    return RendezvousFolder(env.rendezvous)
 
 
-def _told(bulletin: Bulletin | None) -> Bulletin | None:
+def _told(announcement: Announcement | None) -> Announcement | None:
     """Return what the first process has found, in all that have started with it."""
-    found = [None if bulletin is None else bulletin.to_json_object()]
+    found = [None if announcement is None else announcement.to_json_object()]
     dist.broadcast_object_list(found, src=0)
-    return None if found[0] is None else Bulletin.from_json_object(found[0])
+    return None if found[0] is None else Announcement.from_json_object(found[0])
 
 
 def destroy_process_group() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from pipollux_hybrid.errors import ConfigurationError
-from pipollux_hybrid.job.batch import BatchShape, Part
+from pipollux_hybrid.job.batch import BatchShape, BatchSlice
 
 __all__ = ["ElasticSampler", "parts_of_iteration"]
 
@@ -52,7 +52,9 @@ class ElasticSampler:
         generator.manual_seed((self.seed * 1_000_003 + epoch) % (1 << 63))
         return generator
 
-    def parts(self, *, epoch: int, index: int, shape: BatchShape, rank: int) -> Iterator[Part]:
+    def parts(
+        self, *, epoch: int, index: int, shape: BatchShape, rank: int
+    ) -> Iterator[BatchSlice]:
         """Return the parts of replica ``rank`` from position ``index`` to the end of the epoch."""
         order = self.order(epoch)
         while index < self.num_samples:
@@ -66,7 +68,7 @@ class ElasticSampler:
 
 def parts_of_iteration(
     index: int, count: int, shape: BatchShape, rank: int, *, is_last: bool
-) -> Iterator[tuple[range, Part]]:
+) -> Iterator[tuple[range, BatchSlice]]:
     """Return what replica ``rank`` does in one iteration over ``count`` samples from ``index`` on.
 
     Args:
@@ -90,7 +92,7 @@ def parts_of_iteration(
         positions = range(start, start + size) if size else range(index, index + 1)
         yield (
             positions,
-            Part(
+            BatchSlice(
                 indices=positions,
                 num_samples=size,
                 is_optimizer_step=step == accum_steps,

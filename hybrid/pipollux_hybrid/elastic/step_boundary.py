@@ -26,7 +26,7 @@ from pipollux_hybrid.job import signals
 from pipollux_hybrid.job.context import JobContext, current
 from pipollux_hybrid.job.control_plane import ControlMessage
 from pipollux_hybrid.job.stop_notice import tell_stop
-from pipollux_hybrid.live.live_membership import live_membership
+from pipollux_hybrid.resize.elastic_membership import elastic_membership
 from pipollux_hybrid.telemetry.metrics import Metrics
 from pipollux_protocol.exit_statuses import CHECKPOINT_LOST
 
@@ -51,7 +51,7 @@ class StepBoundary:
     def __init__(self, ctx: JobContext) -> None:
         self._context = ctx
         self._metrics = ctx.component(Metrics)
-        self._live = live_membership(ctx)
+        self._live = elastic_membership(ctx)
         self._agreed: ControlMessage | None = None
 
     def announce(self, place: str, *, adapts: bool) -> None:

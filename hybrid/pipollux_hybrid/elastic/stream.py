@@ -14,7 +14,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from pipollux_hybrid.errors import CheckpointError, ConfigurationError
-from pipollux_hybrid.job.batch import BatchShape, Part
+from pipollux_hybrid.job.batch import BatchShape, BatchSlice
 
 from .sampler import parts_of_iteration
 from .stream_check import Marks, marks_of
@@ -32,7 +32,7 @@ class _Request:
     rank: int
 
 
-class SampleStream(IterableDataset[tuple[Part, Marks, list[Any]]]):
+class SampleStream(IterableDataset[tuple[BatchSlice, Marks, list[Any]]]):
     """The parts of one replica, with their samples.
 
     It is read where the data set is: in the training process or in its worker. A whole batch of
@@ -59,7 +59,7 @@ class SampleStream(IterableDataset[tuple[Part, Marks, list[Any]]]):
         """
         self._request = _Request(epoch, index, shape, rank)
 
-    def __iter__(self) -> Iterator[tuple[Part, Marks, list[Any]]]:
+    def __iter__(self) -> Iterator[tuple[BatchSlice, Marks, list[Any]]]:
         """Yield parts from the asked position on, with marks of the samples of all replicas."""
         request = self._request
         assert request is not None  # noqa: S101  # the loader calls begin first
@@ -144,7 +144,7 @@ class PartCollate:
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
 
-    def __call__(self, item: tuple[Part, Marks, list[Any]]) -> tuple[Part, Marks, Any]:
+    def __call__(self, item: tuple[BatchSlice, Marks, list[Any]]) -> tuple[BatchSlice, Marks, Any]:
         """Make the batch."""
         part, marks, samples = item
         return part, marks, self._collate(samples)

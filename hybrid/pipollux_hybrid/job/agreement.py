@@ -109,12 +109,12 @@ def environment_settings(env: JobEnvironment) -> dict[str, object]:
         variables.NUM_STAGES.name: env.num_stages,
         variables.CHECK_REPLICAS.name: env.check_replicas or None,
         variables.JOB_ID.name: env.job_id,
-        variables.GENERATION.name: env.generation or None,
+        variables.ATTEMPT.name: env.attempt or None,
         variables.TIMEOUT.name: env.timeout,
         variables.HOST_TIMEOUT.name: env.host_timeout,
         # Under a scheduler only the processes of one replica look at each other, and it may have
         # been started again with another one before this replica.
-        variables.FROZEN_TIMEOUT.name: None if env.generation else env.frozen_timeout,
+        variables.FROZEN_TIMEOUT.name: None if env.attempt else env.frozen_timeout,
     }
 
 

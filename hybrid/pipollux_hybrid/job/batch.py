@@ -22,8 +22,8 @@ __all__ = [
     "BatchConfig",
     "BatchShape",
     "BatchSizeLimits",
+    "BatchSlice",
     "MicroStep",
-    "Part",
     "num_parts",
     "split_evenly",
 ]
@@ -57,7 +57,7 @@ class BatchShape:
         return -(-self.batch_size // self.num_parts)
 
 
-class Part(NamedTuple):
+class BatchSlice(NamedTuple):
     """What one replica does in one accumulation step of one iteration."""
 
     indices: Sequence[int]

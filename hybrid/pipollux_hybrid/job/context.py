@@ -23,7 +23,7 @@ from .control_plane import ControlPlane
 from .env import JobEnvironment
 from .groups import ReplicaGroup
 from .heartbeat import Heartbeat
-from .membership import Bulletin
+from .membership import Announcement
 from .mesh import ProcessMesh
 from .peers import PeerWatch
 from .pipeline_spec import PipelineSpec
@@ -52,7 +52,7 @@ class JobContext:
     """What it is trained by."""
     step: int | None = None
     """Optimizer steps of the whole training, counted by the metrics; None before they are there."""
-    joins: Bulletin | None = None
+    joins: Announcement | None = None
     """What a replica knows of the running job that it is about to join; None: it takes part."""
     prepares: list[Callable[[int], Callable[[], None]]] = field(default_factory=list)
     """Called in another thread, while this replica trains, with a number of replicas that is to
@@ -154,20 +154,20 @@ def context(timeout: float = PEER_TIMEOUT, env: JobEnvironment | None = None) ->
     return _context
 
 
-def join(env: JobEnvironment, bulletin: Bulletin, timeout: float) -> JobContext:
+def join(env: JobEnvironment, announcement: Announcement, timeout: float) -> JobContext:
     """Make the context of a replica that joins a running job; until then it is by itself.
 
     Args:
         env: The environment, with the rank that it is to have, and no other replicas; torch's
             default group is that of its processes.
-        bulletin: What the job told.
+        announcement: What the job told.
         timeout: Seconds to wait for slow peers.
     """
     global _context
     control = ControlPlane(env.world_size, timeout)
     agree(control, "their environment", environment_settings(env))
     _context = _begin(env, control, timeout)
-    _context.joins = bulletin
+    _context.joins = announcement
     return _context
 
 
@@ -192,7 +192,7 @@ def _watch(env: JobEnvironment, timeout: float, mesh: ProcessMesh | None) -> Pee
 def from_scratch() -> str:
     """Return how to train from the beginning, to end a sentence with."""
     env = context().env
-    if env.generation and env.job_id:  # the scheduler sets the directory of each run
+    if env.attempt and env.job_id:  # the scheduler sets the directory of each run
         return f"run `pipollux rerun {env.job_id} --from-scratch`"
     return "start with an empty PIPOLLUX_CHECKPOINT_DIR"
 

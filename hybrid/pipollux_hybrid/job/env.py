@@ -27,9 +27,9 @@ LOCAL_WORLD_SIZE = Variable("LOCAL_WORLD_SIZE", Whole(1), "torchrun", "on its no
 VARIABLES: dict[str, Variable[Any]] = {
     "num_nodes": protocol.NUM_NODES,
     "job_id": protocol.JOB_ID,
-    "generation": protocol.GENERATION,
+    "attempt": protocol.ATTEMPT,
     "checkpoint_dir": protocol.CHECKPOINT_DIR,
-    "supervisor_url": protocol.SUPERVISOR_URL,
+    "scheduler_url": protocol.SCHEDULER_URL,
     "token": protocol.TOKEN,
     "ca_file": protocol.CA_FILE,
     "num_stages": protocol.NUM_STAGES,
@@ -79,12 +79,12 @@ class JobEnvironment:
     """Number of distinct nodes of the allocation (``PIPOLLUX_NUM_NODES``)."""
     job_id: str | None = None
     """Name of the job (``PIPOLLUX_JOB_ID``)."""
-    generation: int = 0
-    """Number of this launch of the job (``PIPOLLUX_GENERATION``); 0 without a scheduler."""
+    attempt: int = 0
+    """Number of this launch of the job (``PIPOLLUX_ATTEMPT``); 0 without a scheduler."""
     checkpoint_dir: Path | None = None
     """Where checkpoints live (``PIPOLLUX_CHECKPOINT_DIR``), on storage that all nodes see."""
-    supervisor_url: str | None = None
-    """Where hints are sent (``PIPOLLUX_SUPERVISOR_URL``)."""
+    scheduler_url: str | None = None
+    """Where hints are sent (``PIPOLLUX_SCHEDULER_URL``)."""
     token: str | None = None
     """The job's own token (``PIPOLLUX_TOKEN``)."""
     ca_file: Path | None = None
@@ -124,7 +124,7 @@ class JobEnvironment:
     replica: int = 0
     """What the scheduler knows this replica by (``PIPOLLUX_REPLICA``); its rank may change."""
     live: bool = False
-    """Whether the scheduler lets replicas join and leave (``PIPOLLUX_LIVE``, 0 or 1)."""
+    """Whether the scheduler lets replicas join and leave (``PIPOLLUX_ELASTIC``, 0 or 1)."""
     joins: bool = False
     """Whether this replica joins others that train (``PIPOLLUX_JOINS``, 0 or 1)."""
     address: str | None = None

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from pipollux_protocol import messages
 
-__all__ = ["Heartbeat", "Rider"]
+__all__ = ["Heartbeat", "HeartbeatPayload"]
 
 LOG = logging.getLogger(__name__)
 REQUEST_TIMEOUT = 5.0
@@ -45,12 +45,12 @@ BUSY = 429
 """Status from which a refusal is worth a repetition: too many requests, a store that is full."""
 FIRST_BACKOFF = 1.0
 OVER = 409
-"""Answer where the generation has ended, or another has taken its place."""
+"""Answer where the attempt has ended, or another has taken its place."""
 REFUSED = (401, 403, 404)
 """Answers that no repetition changes: the token is not this job's, or nobody takes heartbeats."""
 
 
-class Rider(Protocol):
+class HeartbeatPayload(Protocol):
     """What rides with heartbeats: something to tell the scheduler, and its answers."""
 
     def told(self) -> messages.LiveStatus:
@@ -71,11 +71,11 @@ class Heartbeat:
     def __init__(self, env: JobEnvironment, step: Callable[[], int | None]) -> None:
         self._env = env
         self._step = step
-        self.rider: Rider | None = None
+        self.rider: HeartbeatPayload | None = None
         """What rides with each of them."""
         self._stop = threading.Event()
         self._woken = threading.Event()
-        self._url = f"{env.supervisor_url}/jobs/{env.job_id}/heartbeats"
+        self._url = f"{env.scheduler_url}/jobs/{env.job_id}/heartbeats"
         self._backoff = FIRST_BACKOFF
         self._away = False
         self._expected = False
@@ -86,11 +86,14 @@ class Heartbeat:
 
     @classmethod
     def start(
-        cls, env: JobEnvironment, step: Callable[[], int | None], rider: Rider | None = None
+        cls,
+        env: JobEnvironment,
+        step: Callable[[], int | None],
+        rider: HeartbeatPayload | None = None,
     ) -> Heartbeat | None:
         """Start, if a scheduler launched this replica and expects heartbeats."""
-        wanted = env.heartbeat_interval > 0 and env.generation > 0
-        if not (wanted and env.supervisor_url and env.job_id):
+        wanted = env.heartbeat_interval > 0 and env.attempt > 0
+        if not (wanted and env.scheduler_url and env.job_id):
             return None
         heartbeat = cls(env, step)
         heartbeat.rider = rider
@@ -194,7 +197,7 @@ class Heartbeat:
         from pipollux_protocol import messages
 
         return messages.Heartbeat(
-            generation=self._env.generation,
+            attempt=self._env.attempt,
             replica=self._env.replica,
             step=self._step(),
             finished=finished,
@@ -217,7 +220,7 @@ class Heartbeat:
     def _end(self, words: str) -> None:
         """End this process, whatever it does: it must not save any more."""
         print(
-            f"pipollux: generation {self._env.generation} of this job is over for the scheduler "
+            f"pipollux: attempt {self._env.attempt} of this job is over for the scheduler "
             f"({words.strip()[:300]}): this replica ends, and saves nothing",
             file=sys.stderr,
             flush=True,

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from pipollux_perfmodel.timing.params import SCHEDULES, ScheduleKind
 
-from .pipeline_spec import StageOrder
+from .pipeline_spec import PipelineSchedule
 
-__all__ = ["Bulletin", "JobPlace", "Membership", "Newcomer"]
+__all__ = ["Announcement", "JobPlace", "JoiningReplica", "Membership"]
 
 
 class JobPlace(NamedTuple):
@@ -66,7 +66,7 @@ class Membership:
 
 
 @dataclass(frozen=True)
-class Bulletin:
+class Announcement:
     """What a running job tells those who want to join it."""
 
     membership: Membership
@@ -80,7 +80,7 @@ class Bulletin:
     schedule: str = ""
     """In which order their stages work on micro-batches; empty: they do not say."""
 
-    def order(self, num_stages: int) -> StageOrder:
+    def order(self, num_stages: int) -> PipelineSchedule:
         """Return the same with its chunks, of which the balance has an entry each.
 
         Args:
@@ -89,7 +89,7 @@ class Bulletin:
         chunks = max(len(self.balance) // num_stages, 1)
         usual: ScheduleKind = "interleaved" if chunks > 1 else "1f1b"
         known = next((kind for kind in SCHEDULES if kind == self.schedule), usual)
-        return StageOrder(known, chunks)
+        return PipelineSchedule(known, chunks)
 
     def to_json_object(self) -> dict[str, Any]:
         """Return it as what JSON can hold."""
@@ -100,7 +100,7 @@ class Bulletin:
         return {**self.membership.to_json_object(), **told}
 
     @classmethod
-    def from_json_object(cls, data: dict[str, Any]) -> Bulletin:
+    def from_json_object(cls, data: dict[str, Any]) -> Announcement:
         """Return what :meth:`to_json_object` gave.
 
         Raises:
@@ -117,11 +117,11 @@ class Bulletin:
 
 
 @dataclass(frozen=True)
-class Newcomer:
+class JoiningReplica:
     """A replica that wants to join."""
 
     replica: str
     host: str
-    parked: bool = False
+    waiting_to_join: bool = False
     """Whether it waits at the beginning of a loop; else it is on its way there."""
     place: JobPlace = field(default=JobPlace(0, 0))

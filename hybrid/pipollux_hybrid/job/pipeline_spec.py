@@ -10,14 +10,14 @@ if TYPE_CHECKING:
 
     from pipollux_perfmodel.timing.params import Checkpoints, ScheduleKind
 
-__all__ = ["PipelineSpec", "StageOrder"]
+__all__ = ["PipelineSchedule", "PipelineSpec"]
 
 
-class StageOrder(NamedTuple):
+class PipelineSchedule(NamedTuple):
     """The order in which stages work on micro-batches.
 
     Example:
-        >>> str(StageOrder("1f1b")), str(StageOrder("interleaved", 2))
+        >>> str(PipelineSchedule("1f1b")), str(PipelineSchedule("interleaved", 2))
         ('1f1b', 'interleaved (V=2)')
     """
 
@@ -55,6 +55,6 @@ class PipelineSpec:
     """
 
     @property
-    def order(self) -> StageOrder:
+    def order(self) -> PipelineSchedule:
         """The schedule with its chunks."""
-        return StageOrder(self.schedule, self.chunks_per_stage)
+        return PipelineSchedule(self.schedule, self.chunks_per_stage)

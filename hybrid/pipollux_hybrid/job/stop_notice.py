@@ -24,7 +24,7 @@ def tell_stop(env: JobEnvironment, step: int) -> None:
         env: who this replica is, and whom to tell.
         step: the optimizer step at which all replicas have stopped.
     """
-    if not env.leads or env.generation < 1 or not (env.supervisor_url and env.job_id):
+    if not env.leads or env.attempt < 1 or not (env.scheduler_url and env.job_id):
         return
     # A third of a second that a script without a scheduler need not wait for.
     import httpx
@@ -33,10 +33,10 @@ def tell_stop(env: JobEnvironment, step: int) -> None:
 
     from .supervisor_client import supervisor_client
 
-    body = Stop(generation=env.generation, step=step).to_json_object()
+    body = Stop(attempt=env.attempt, step=step).to_json_object()
     try:
         with supervisor_client(env, timeout=REQUEST_TIMEOUT) as client:
-            answer = client.post(f"{env.supervisor_url}/jobs/{env.job_id}/stops", json=body)
+            answer = client.post(f"{env.scheduler_url}/jobs/{env.job_id}/stops", json=body)
             answer.raise_for_status()
     except httpx.HTTPError as error:
         LOG.debug("the scheduler was not told of the stop at step %d: %s", step, error)

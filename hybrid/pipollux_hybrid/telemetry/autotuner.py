@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipollux_hybrid.job.batch import BatchShape, BatchSizeLimits
 from pipollux_hybrid.job.context import JobContext
-from pipollux_hybrid.job.pipeline_spec import StageOrder
+from pipollux_hybrid.job.pipeline_spec import PipelineSchedule
 from pipollux_hybrid.optim.gradient_noise_scale import GradientNoiseScale, MeasuredNoise
 from pipollux_hybrid.partition.balance import Partitioning
 from pipollux_hybrid.pipeline.num_microbatches import candidate_microbatches, initial_microbatches
@@ -67,7 +67,7 @@ class Autotuner:
         self.samples_left: float | None = None
         """Samples to the end of the last epoch; None where the script does not say which that is.
         """
-        self.order_before: StageOrder | None = None
+        self.order_before: PipelineSchedule | None = None
         """By which schedule stages of the last run worked; None: none had a process of its own."""
         self.limits_before: BatchSizeLimits | None = None
         """Bounds of the last run's batch size, which scripts name after they have wrapped."""
@@ -82,7 +82,7 @@ class Autotuner:
         return self._context.pipeline.num_stages
 
     @property
-    def order(self) -> StageOrder | None:
+    def order(self) -> PipelineSchedule | None:
         """By which schedule stages work, or did when each last had a process; None: never."""
         ctx = self._context
         return ctx.pipeline.order if ctx.mesh is not None else self.order_before
@@ -152,12 +152,12 @@ class Autotuner:
             *self._context.pipeline.order,
         )
 
-    def fitted(self, order: StageOrder) -> PerfParams | None:
+    def fitted(self, order: PipelineSchedule) -> PerfParams | None:
         """Return the fit to the steps of as many stages by a schedule; None: there were none."""
         data = self._fit_data(order)
         return None if data is None else fit(data, order)
 
-    def _fit_data(self, order: StageOrder) -> FitData | None:
+    def _fit_data(self, order: PipelineSchedule) -> FitData | None:
         pipeline, processes = self._context.pipeline, self._context.env.processes_per_replica
         return self.profile.fit_data(self.num_stages, pipeline.checkpoint_mode, processes, order)
 

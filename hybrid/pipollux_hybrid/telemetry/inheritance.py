@@ -19,7 +19,7 @@ import numpy as np
 
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.job.env import JobEnvironment
-from pipollux_hybrid.job.pipeline_spec import StageOrder
+from pipollux_hybrid.job.pipeline_spec import PipelineSchedule
 from pipollux_perfmodel import PerfParams
 
 from .step_profile import STEADY, StepProfile
@@ -73,7 +73,7 @@ def inherit(ctx: JobContext, profile: StepProfile) -> ModelTraits | None:
     Returns:
         The traits of the model that this is of; None: nothing was inherited.
     """
-    if not ctx.env.generation or ctx.joins is not None or profile.summaries():
+    if not ctx.env.attempt or ctx.joins is not None or profile.summaries():
         return None
     answer = _ask(ctx.env) if ctx.env.leads else b""
     answer = ctx.control.gather_bytes(answer)[0]
@@ -99,17 +99,17 @@ def inherit(ctx: JobContext, profile: StepProfile) -> ModelTraits | None:
 
 def _ask(env: JobEnvironment) -> bytes:
     """Return the scheduler's answer, JSON; empty: there is nothing, or nobody answers."""
-    if env.supervisor_url is None or env.job_id is None:
+    if env.scheduler_url is None or env.job_id is None:
         return b""
     # A third of a second that other jobs need not wait for.
     import httpx
 
     from pipollux_hybrid.job.supervisor_client import supervisor_client
 
-    url = f"{env.supervisor_url}/jobs/{env.job_id}/inheritance"
+    url = f"{env.scheduler_url}/jobs/{env.job_id}/inheritance"
     try:
         with supervisor_client(env, timeout=PATIENCE) as client:
-            response = client.get(url, params={"generation": env.generation})
+            response = client.get(url, params={"attempt": env.attempt})
     except (httpx.HTTPError, OSError) as error:
         LOG.warning(
             "%s did not answer (%s): this job begins without what others measured", url, error
@@ -167,7 +167,7 @@ def contradiction(profile: StepProfile, checkpoint: Checkpoints) -> str | None:
     return None
 
 
-def fit(data: FitData, order: StageOrder) -> PerfParams:
+def fit(data: FitData, order: PipelineSchedule) -> PerfParams:
     """Return the fit to step times by a schedule."""
     from pipollux_perfmodel import fit_perf_params  # imports scipy
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from pipollux_hybrid.checkpoint.manager import CheckpointManager, load_state
 from pipollux_hybrid.checkpoint.state import State
-from pipollux_hybrid.job.batch import BatchShape, BatchSizeLimits, Part
+from pipollux_hybrid.job.batch import BatchShape, BatchSizeLimits, BatchSlice
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.job.control_plane import ControlMessage
-from pipollux_hybrid.job.pipeline_spec import StageOrder
+from pipollux_hybrid.job.pipeline_spec import PipelineSchedule
 from pipollux_hybrid.optim.gradient_noise_scale import GradientNoiseScale
 from pipollux_hybrid.optim.scaling_rules import ScalingState
 from pipollux_hybrid.sync.sync_result import SyncResult
@@ -43,7 +43,7 @@ class DoneStep(NamedTuple):
     samples: int
     epoch: int
     num_epochs: int | None
-    part: Part
+    part: BatchSlice
     shape: BatchShape
     num_microbatches: int
     step_time: float
@@ -97,7 +97,7 @@ class MetricsState(State):
         m.profile.load_inherited(content.get("inherited", ()))
         m.traits = ModelTraits.from_json(content["traits"]) if content.get("traits") else None
         m.overlap = content.get("overlap")
-        m.order_before = StageOrder(*content["order"]) if content.get("order") else None
+        m.order_before = PipelineSchedule(*content["order"]) if content.get("order") else None
         m.limits_before = BatchSizeLimits.from_json(content.get("limits"))
 
 
@@ -122,7 +122,7 @@ class Metrics(Autotuner):
         self.sample_length = 1
         """What one sample counts of them."""
         self._shape: BatchShape | None = None
-        self._part: Part | None = None
+        self._part: BatchSlice | None = None
         self._part_started = 0.0
         self._part_ended: float | None = None
         self._disturbed = False
@@ -168,7 +168,7 @@ class Metrics(Autotuner):
 
     # --- the training thread -----------------------------------------------------------------
 
-    def start_step(self, shape: BatchShape, part: Part) -> None:
+    def start_step(self, shape: BatchShape, part: BatchSlice) -> None:
         """Start a step: the loop body is about to work on a part of an iteration.
 
         A part lasts from the end of the one before, as the loader and the step boundary are in
@@ -237,7 +237,7 @@ class Metrics(Autotuner):
         micro_step = self._context.batch.micro_step
         self._losses.append((loss, micro_step.num_samples if micro_step else 1))
 
-    def commit_step(self, part: Part, epoch: int, num_epochs: int | None) -> None:
+    def commit_step(self, part: BatchSlice, epoch: int, num_epochs: int | None) -> None:
         """Commit the step: the loop body has finished its part."""
         now = time.perf_counter()
         elapsed, self._step_time = (
@@ -322,14 +322,14 @@ class Metrics(Autotuner):
         self._last_save = now
         return self._context.env.checkpoint_dir is not None
 
-    def _samples_left(self, part: Part, epoch: int, num_epochs: int | None) -> float | None:
+    def _samples_left(self, part: BatchSlice, epoch: int, num_epochs: int | None) -> float | None:
         if num_epochs is None or not self.epoch_size:
             return None
         to_come = max(num_epochs - epoch - 1, 0) * self.epoch_size
         left = to_come + max(self.epoch_size - part.next_index, 0)
         return left / self.sample_length
 
-    def _note_done(self, part: Part, epoch: int, num_epochs: int | None) -> DoneStep:
+    def _note_done(self, part: BatchSlice, epoch: int, num_epochs: int | None) -> DoneStep:
         assert self._shape is not None  # noqa: S101  # commit_step looked
         return DoneStep(
             time.time(),

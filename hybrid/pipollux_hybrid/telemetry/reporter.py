@@ -76,7 +76,7 @@ class Reporter:
         self._senders = deque([self._send_hints, self._send_report])
         env = ctx.env
         self._next_hints = time.monotonic() + FIRST_HINTS * env.hints_interval
-        self._url = f"{env.supervisor_url}/jobs/{env.job_id}" if env.supervisor_url else None
+        self._url = f"{env.scheduler_url}/jobs/{env.job_id}" if env.scheduler_url else None
         # A scheduler shows progress itself.
         self._display = ProgressDisplay() if env.progress and self._url is None else None
         self._listeners: list[StepListener] = [self._display] if self._display else []
@@ -244,8 +244,8 @@ class Reporter:
         """Send the latest hints, if the scheduler does not have them yet."""
         if self._hints is None or time.monotonic() < self._retry_at:
             return
-        generation = self._context.env.generation
-        if self._send(client, "PUT", "hints", self._hints, generation=generation):
+        attempt = self._context.env.attempt
+        if self._send(client, "PUT", "hints", self._hints, attempt=attempt):
             self._hints = None
 
     def _send_report(self, client: httpx.Client) -> None:
@@ -274,7 +274,7 @@ class Reporter:
 
     def _body(self, points: list[StepRecord], timeline: StageTimeline | None) -> dict[str, Any]:
         return TrainingReport.model_construct(
-            generation=self._context.env.generation,
+            attempt=self._context.env.attempt,
             num_epochs=points[-1].num_epochs,
             points=[point.point() for point in points],
             timeline=timeline,

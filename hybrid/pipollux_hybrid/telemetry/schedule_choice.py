@@ -21,7 +21,7 @@ from torch import nn
 from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.job.link_probe import measure_link
-from pipollux_hybrid.job.pipeline_spec import StageOrder
+from pipollux_hybrid.job.pipeline_spec import PipelineSchedule
 from pipollux_hybrid.partition.balance import (
     Partitioning,
     PartitionRequest,
@@ -47,7 +47,7 @@ def choose_cut(
     module: nn.Sequential,
     optimizer: torch.optim.Optimizer,
     request: PartitionRequest,
-    orders: Sequence[StageOrder],
+    orders: Sequence[PipelineSchedule],
 ) -> Partitioning:
     """Choose one of the schedules, note it in the pipeline's specification, and return its cut.
 
@@ -70,7 +70,7 @@ def choose_cut(
     measured = measure_layers(ctx, module, optimizer, ctx.pipeline.devices[0], request)
     if ctx.joins is not None and len(orders) > 1:
         orders = (ctx.joins.order(request.num_stages),)
-    cuts: dict[StageOrder, Partitioning] = {}
+    cuts: dict[PipelineSchedule, Partitioning] = {}
     refusals: list[ConfigurationError] = []
     for order in orders:
         wish = replace(request, schedule=order.schedule, chunks_per_stage=order.chunks_per_stage)
@@ -94,8 +94,8 @@ def _agreed_choice(
     ctx: JobContext,
     tuner: Autotuner,
     request: PartitionRequest,
-    cuts: Mapping[StageOrder, Partitioning],
-) -> tuple[StageOrder, str]:
+    cuts: Mapping[PipelineSchedule, Partitioning],
+) -> tuple[PipelineSchedule, str]:
     """Return what the leader chooses, after messages were measured if it needs to know, and why."""
     leads = ctx.env.leads
     comparison = ScheduleComparison(ctx, tuner, cuts) if leads else None
@@ -122,7 +122,7 @@ class ScheduleComparison:
     """
 
     def __init__(
-        self, ctx: JobContext, tuner: Autotuner, cuts: Mapping[StageOrder, Partitioning]
+        self, ctx: JobContext, tuner: Autotuner, cuts: Mapping[PipelineSchedule, Partitioning]
     ) -> None:
         self._context, self._tuner, self._cuts = ctx, tuner, cuts
         known = tuner.profile.orders(tuner.num_stages, ctx.env.processes_per_replica)
@@ -145,7 +145,7 @@ class ScheduleComparison:
                 return max(1, int(crossing * request.num_samples / request.num_microbatches))
         return 0
 
-    def choose(self, link: Link | None) -> tuple[StageOrder, str]:
+    def choose(self, link: Link | None) -> tuple[PipelineSchedule, str]:
         """Return the best schedule, and why in a few words.
 
         One that did not run has to promise 5 % more than the one that did.
@@ -167,7 +167,7 @@ class ScheduleComparison:
     def _has_basis(self) -> bool:
         return bool(self._measured) or self._elsewhere is not None
 
-    def _best(self, order: StageOrder, link: Link | None) -> Optimum | None:
+    def _best(self, order: PipelineSchedule, link: Link | None) -> Optimum | None:
         """Return the best batch by a schedule; None: it is not known what it takes."""
         params, noise = self._params(order, link), self._tuner.noise
         if params is None or noise is None or noise.grad_params is None:
@@ -177,7 +177,7 @@ class ScheduleComparison:
         goodput_fn = GoodputFunction(params, noise.grad_params, noise.init_batch_size)
         return self._tuner.best_with(goodput_fn, self._tuner.limits, self._cuts[order])
 
-    def _params(self, order: StageOrder, link: Link | None) -> PerfParams | None:
+    def _params(self, order: PipelineSchedule, link: Link | None) -> PerfParams | None:
         from pipollux_perfmodel import price_stages, reschedule, restage
         from pipollux_perfmodel.partitioning.stage_plan import copy_costs
 
@@ -217,7 +217,7 @@ class ScheduleComparison:
         return params if overlap is None else params._replace(overlap=overlap)
 
 
-def _spell(order: StageOrder, best: Optimum | None) -> str:
+def _spell(order: PipelineSchedule, best: Optimum | None) -> str:
     if best is None:
         return f"{order} not compared"
     if best.goodput <= 0.0:

@@ -15,14 +15,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipollux_hybrid.job.pipeline_spec import StageOrder
+from pipollux_hybrid.job.pipeline_spec import PipelineSchedule
 from pipollux_perfmodel.timing.params import Checkpoints
 
 from .step_summary import FitData, StepConfiguration, StepSummary, fit_data
 
 __all__ = ["Measurements", "StepConfiguration", "StepProfile"]
 
-GPIPE = StageOrder("gpipe")
+GPIPE = PipelineSchedule("gpipe")
 WINDOW = 64
 """Latest samples kept per configuration and kind."""
 WARMUP = 2
@@ -230,7 +230,7 @@ class StepProfile:
             c: m.summary() for c, m in self._measurements.items() if len(m.optim) >= max(least, 1)
         }
 
-    def orders(self, num_stages: int, processes: int) -> tuple[StageOrder, ...]:
+    def orders(self, num_stages: int, processes: int) -> tuple[PipelineSchedule, ...]:
         """Return the schedules that so many stages were measured by, in so many processes."""
         known = (num_stages, processes)
         found = (c.order for c in self.summaries() if (c.num_stages, c.processes) == known)
@@ -241,7 +241,7 @@ class StepProfile:
         num_stages: int,
         checkpoint: Checkpoints = "never",
         processes: int = 1,
-        order: StageOrder = GPIPE,
+        order: PipelineSchedule = GPIPE,
     ) -> FitData | None:
         """Return what there is to fit for pipelines of ``num_stages``; None before the first step.
 

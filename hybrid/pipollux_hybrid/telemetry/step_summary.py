@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from pipollux_hybrid.job.pipeline_spec import StageOrder
+from pipollux_hybrid.job.pipeline_spec import PipelineSchedule
 from pipollux_perfmodel import even_shares
 from pipollux_perfmodel.timing.params import (
     SCHEDULES,
@@ -38,9 +38,9 @@ class StepConfiguration(NamedTuple):
     """V; 1 unless interleaved."""
 
     @property
-    def order(self) -> StageOrder:
+    def order(self) -> PipelineSchedule:
         """The schedule with its chunks."""
-        return StageOrder(self.schedule, self.chunks_per_stage)
+        return PipelineSchedule(self.schedule, self.chunks_per_stage)
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> StepConfiguration:

@@ -1,7 +1,7 @@
 """The last report of a job, kept on the disk if no scheduler received it.
 
 ``unsent_report.json`` lies beside the checkpoints, as the marker of a stop does. A scheduler reads
-it once the generation has ended: without it, what a job did while no scheduler ran is never known.
+it once the attempt has ended: without it, what a job did while no scheduler ran is never known.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ import numpy as np
 from pipollux_policies.placement.node_choice import Floats, Ints, NodeCapacity, NodeCounts
 
 from .configurations import NOTHING, Instance, JobConfigurations
-from .objective import Held, Worth
-from .promise import Place
+from .objective import Held, ObjectiveValue
+from .reservation import Place
 
 _TOLERANCE = 1e-9
 
@@ -43,7 +43,7 @@ class Assignment:
         gains: of `worth`.
     """
 
-    def __init__(self, instance: Instance, worth: Worth, gains: Floats) -> None:
+    def __init__(self, instance: Instance, worth: ObjectiveValue, gains: Floats) -> None:
         self._instance = instance
         self._worth = worth
         self._all_gains = gains

@@ -16,7 +16,7 @@ is the rate at which the jobs' total remaining time in the cluster falls. Symbol
     rank_j  number of jobs with at least as much left as job j has, itself included; of long jobs,
             with more than `LONG` times the mean left, rank_j^a is the mean of theirs (`ranks`)
     w_j     u_j · E[rank_j^a]     0 <= a <= 1, `rank_power`
-    D_j     seconds that a start or a restart of job j takes, or a live change, measured
+    D_j     seconds that a start or a restart of job j takes, or an elastic resize, measured
     H_j     seconds for which the job will use an allocation: what it has left on it, or how long
             an allocation lasts if that is less. That is taken to be the average so far,
             age / (changes + 1), as in Pollux's restart penalty, and at least `horizon`
@@ -73,9 +73,9 @@ from pipollux_policies.placement.node_choice import Floats
 
 from .configurations import Instance
 from .fair_share import claims
-from .objective import Held, Worth
-from .promise import Behind, Floor, Promises, grant, keep, least_slots
+from .objective import Held, ObjectiveValue
 from .ranks import mean_powers, unit_costs
+from .reservation import Behind, Floor, Reservations, grant, keep, least_slots
 from .scarcity import charged, waiting_charges
 
 MOST_TAIL = 10.0
@@ -130,14 +130,14 @@ class CompletionTime:
                 "jobs that end at most a quarter later than on an equal share; or None"
             )
 
-    def promise(self, instance: Instance) -> Promises:
+    def promise(self, instance: Instance) -> Reservations:
         """Return the jobs that are promised something, and where that fits."""
         if self.fairness is not None:
             # Of each equal share a part of at least 1/F: that is more than `part` of the least.
             return grant(instance, claims(instance, self.fairness, self.quantum), self.part)
         return keep(instance, self._behind(instance), self.part)
 
-    def judge(self, instance: Instance, promises: Promises) -> Worth:
+    def judge(self, instance: Instance, promises: Reservations) -> ObjectiveValue:
         """Return the gains of all jobs, weighted by rank."""
         unit = unit_costs(instance)
         charges = waiting_charges(instance)
@@ -166,7 +166,7 @@ class _Worth:
         objective: CompletionTime,
         instance: Instance,
         weights: Floats,
-        promises: Promises,
+        promises: Reservations,
         charges: Floats,
     ) -> None:
         self._objective, self._instance, self._weights = objective, instance, weights

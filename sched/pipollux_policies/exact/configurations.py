@@ -3,7 +3,7 @@
 A configuration is a shape and a number of replicas, on the fewest nodes that hold them.
 Configuration 0 is to get nothing. A running job that may stay has one more, the last: to stay as it
 is, on whatever nodes it lies. Every other configuration is a restart, or, in the shape in which the
-job runs, a live change if a replica can survive it (`change_cost`).
+job runs, an elastic resize if a replica can survive it (`change_cost`).
 
 What pinned jobs hold is taken off the nodes first.
 """

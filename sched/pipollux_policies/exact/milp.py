@@ -10,7 +10,7 @@ Symbols: job j, shape s, node n, R replicas on m nodes.
     max Σ gain · x            Σ x = 1 for every job
     Σ_n y = Σ R · x           Σ_n z = Σ m · x             z ≤ y ≤ fits · z
     Σ need · y + what staying jobs hold ≤ free            for every node and resource
-    d ≥ z + Σ_{m>1} x − 1     Σ_j d + those that stay distributed ≤ 1 on every node
+    d ≥ z + Σ_{m>1} x − 1     Σ_j d + the surviving replicas distributed ≤ 1 on every node
     Σ x with a survivor ≤ Σ z on the nodes where the job has replicas
 
 Where free slots lie scattered it is exact and the knapsack is not. It is slow: for a handful of
@@ -31,7 +31,7 @@ from pipollux_utils.c_stdout import silent_c_stdout
 
 from .assignment import Placed
 from .configurations import NOTHING, Instance, JobConfigurations
-from .objective import Held, Worth
+from .objective import Held, ObjectiveValue
 from .relaxation import SCALE
 
 _NODE_LIMIT = 5000  # of the search tree; a bound that is not a time keeps the policy a function
@@ -93,7 +93,7 @@ class _Program:
         return None if answer.x is None else np.asarray(answer.x)
 
 
-def solve_whole(instance: Instance, worth: Worth, gains: Floats) -> list[Placed] | None:
+def solve_whole(instance: Instance, worth: ObjectiveValue, gains: Floats) -> list[Placed] | None:
     """Find the best allocation of a small cluster.
 
     Args:
@@ -133,7 +133,9 @@ class _Part(NamedTuple):
     """y by shape and node."""
 
 
-def _choices(instance: Instance, worth: Worth, job: int, gains: Floats) -> Iterator[_Choice]:
+def _choices(
+    instance: Instance, worth: ObjectiveValue, job: int, gains: Floats
+) -> Iterator[_Choice]:
     configs = instance.jobs[job]
     yield _Choice(job, _NO_SHAPE, 0, 0, float(gains[NOTHING]))
     if configs.stay is not None:

@@ -18,7 +18,7 @@ from pipollux_policies.fitness import TOLERANCE, check_power, power_terms
 from pipollux_policies.placement.node_choice import Floats
 
 from .configurations import Instance, JobConfigurations
-from .promise import Promises
+from .reservation import Reservations
 
 
 class Held(NamedTuple):
@@ -29,7 +29,7 @@ class Held(NamedTuple):
     replicas: int
 
 
-class Worth(Protocol):
+class ObjectiveValue(Protocol):
     """The gains of one instance."""
 
     def gains(self) -> Floats:
@@ -52,10 +52,10 @@ class Worth(Protocol):
 class Objective(Protocol):
     """The objective to maximise."""
 
-    def promise(self, instance: Instance) -> Promises:
+    def promise(self, instance: Instance) -> Reservations:
         """Return the jobs that get something before any gain counts, and where they fit."""
 
-    def judge(self, instance: Instance, promises: Promises) -> Worth:
+    def judge(self, instance: Instance, promises: Reservations) -> ObjectiveValue:
         """Return the gains of all jobs' configurations.
 
         Args:
@@ -77,11 +77,11 @@ class FairSpeedup:
     def __init__(self, power: float = -1.0) -> None:
         self._power = check_power(power)
 
-    def promise(self, instance: Instance) -> Promises:  # noqa: ARG002  # the protocol's
+    def promise(self, instance: Instance) -> Reservations:  # noqa: ARG002  # the protocol's
         """Promise nothing: the mean itself favours the jobs that have least."""
-        return Promises()
+        return Reservations()
 
-    def judge(self, instance: Instance, promises: Promises) -> Worth:  # noqa: ARG002  # as above
+    def judge(self, instance: Instance, promises: Reservations) -> ObjectiveValue:  # noqa: ARG002  # as above
         """Return every configuration's term of the power mean."""
         fair = [fair_speedup(instance, configs) for configs in instance.jobs]
         return _FairWorth(instance, fair, self._power)

@@ -26,9 +26,9 @@ from .assignment import Assignment, Placed
 from .completion_time import CompletionTime
 from .configurations import Instance, JobConfigurations, build_instance
 from .milp import solve_whole
-from .objective import Objective, Worth
-from .promise import Promises
+from .objective import Objective, ObjectiveValue
 from .relaxation import relax
+from .reservation import Reservations
 
 _TOLERANCE = 1e-9
 _SMALL = 30
@@ -137,7 +137,7 @@ class ExactPolicy:
 
 
 def _solve(
-    instance: Instance, worth: Worth, gains: Floats, promises: Promises
+    instance: Instance, worth: ObjectiveValue, gains: Floats, promises: Reservations
 ) -> tuple[list[Placed], Certificate]:
     if not instance.jobs or not instance.nodes.names:
         nothing = [Placed(0, (), gain) for gain in gains[instance.table.first[:-1]].tolist()]
@@ -161,7 +161,7 @@ def _solve(
     return placed, certificate
 
 
-def _arrange(instance: Instance, worth: Worth, gains: Floats, chosen: Ints) -> Assignment:
+def _arrange(instance: Instance, worth: ObjectiveValue, gains: Floats, chosen: Ints) -> Assignment:
     """Return the best of several arrangements; of equal ones the one that moves least."""
     unmoved = Assignment(instance, worth, gains)
     tried = [unmoved] if unmoved.stay() else []
@@ -182,7 +182,7 @@ def _arrange(instance: Instance, worth: Worth, gains: Floats, chosen: Ints) -> A
 
 def _filled(
     instance: Instance,
-    worth: Worth,
+    worth: ObjectiveValue,
     gains: Floats,
     chosen: Ints,
     *,

@@ -17,8 +17,8 @@ and is judged by two objectives, both minimised: minus the fitness, and the clus
     fitness = (1/J · Σ_j max(v_j, floor)^p)^(1/p)         p = −1: the harmonic mean
     v_j     = speedup_j(nodes, replicas, shape) / speedup_j(fair share) · change_j
     change  = max(age − lost, 0) / (age + cost)              if a running job is changed, else 1
-    lost    = restarts · cost of one + live changes · cost of one
-    cost    = that of a live change if a replica survives it (`change_cost`), else of a restart
+    lost    = restarts · cost of one + elastic resizes · cost of one
+    cost    = that of an elastic resize if a replica survives it (`change_cost`), else of a restart
 
 The fair share of a job is what it could hold of 1/J of the nodes that it can run on, rounded up; of
 several shapes, the fastest counts. The floor keeps the mean defined where a job holds nothing: such

@@ -16,7 +16,7 @@ from pipollux_sched.metrics import SchedulerMetrics
 from .autoscaler import Autoscaler
 from .decide import Decision, place_new, reallocate, why_waiting
 from .snapshot import Snapshot, SnapshotReader
-from .strategy import Candidate, Nodes, Strategy, jobs_of
+from .strategy import Nodes, SchedulableJob, Strategy, jobs_of
 from .team_strategy import team_reasons, within_teams
 
 _LOG = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class Allocator:
 
     def _attempt(
         self,
-        decide: Callable[[Sequence[Candidate], Nodes, Strategy], list[Decision]],
+        decide: Callable[[Sequence[SchedulableJob], Nodes, Strategy], list[Decision]],
         snapshot: Snapshot,
     ) -> list[Decision]:
         try:

@@ -17,7 +17,7 @@ from pipollux_policies import Allocation, NodeInfo, violations
 from pipollux_policies.placing import place_in_order
 
 from .reasons import Others, explain
-from .strategy import Candidate, FixedStrategy, Nodes, Strategy, free_of, jobs_of
+from .strategy import FixedStrategy, Nodes, SchedulableJob, Strategy, free_of, jobs_of
 
 __all__ = ["Decision", "place_new", "reallocate", "why_waiting"]
 
@@ -37,7 +37,9 @@ class Decision:
     """K of each replica; None where it gets nothing."""
 
 
-def place_new(candidates: Sequence[Candidate], nodes: Nodes, strategy: Strategy) -> list[Decision]:
+def place_new(
+    candidates: Sequence[SchedulableJob], nodes: Nodes, strategy: Strategy
+) -> list[Decision]:
     """Place jobs that hold nothing on free slots, in the order of submission.
 
     The rule is `pipollux_policies.placing`; the strategy then weighs all jobs (`reallocate`). A
@@ -52,7 +54,11 @@ def place_new(candidates: Sequence[Candidate], nodes: Nodes, strategy: Strategy)
         [job.name for job in candidates if not job.allocation and not job.pinned],
         _with_resources(nodes, free_of(nodes, candidates)),
         lambda name, free: by_name[name].given(strategy.place(by_name[name], free), nodes).held,
-        {x.name for x in candidates if x.suspended or (queue and x.is_new and x.heir is not None)},
+        {
+            x.name
+            for x in candidates
+            if x.suspended or (queue and x.is_new and x.warm_start is not None)
+        },
         queue=queue,
     )
     after = [
@@ -61,7 +67,9 @@ def place_new(candidates: Sequence[Candidate], nodes: Nodes, strategy: Strategy)
     return _decisions(candidates, after, nodes, strategy)
 
 
-def reallocate(candidates: Sequence[Candidate], nodes: Nodes, strategy: Strategy) -> list[Decision]:
+def reallocate(
+    candidates: Sequence[SchedulableJob], nodes: Nodes, strategy: Strategy
+) -> list[Decision]:
     """Weigh all jobs against each other; return the decisions that change something.
 
     Raises:
@@ -75,7 +83,7 @@ def reallocate(candidates: Sequence[Candidate], nodes: Nodes, strategy: Strategy
 
 
 def why_waiting(
-    waiting: Sequence[Candidate], candidates: Sequence[Candidate], nodes: Nodes
+    waiting: Sequence[SchedulableJob], candidates: Sequence[SchedulableJob], nodes: Nodes
 ) -> list[str]:
     """Explain why jobs that hold no slots are queued.
 
@@ -89,7 +97,10 @@ def why_waiting(
 
 
 def _decisions(
-    before: Sequence[Candidate], after: Sequence[Candidate], nodes: Nodes, strategy: Strategy
+    before: Sequence[SchedulableJob],
+    after: Sequence[SchedulableJob],
+    nodes: Nodes,
+    strategy: Strategy,
 ) -> list[Decision]:
     """Check the new allocations, and return those that change, with reasons."""
     pairs = [(old, new) for old, new in zip(before, after, strict=True) if _differ(old, new)]
@@ -106,7 +117,7 @@ def _decisions(
     return [_decision(old, new, nodes, free, others) for old, new in pairs]
 
 
-def others_of(candidates: Iterable[Candidate]) -> Others:
+def others_of(candidates: Iterable[SchedulableJob]) -> Others:
     """Return the jobs of a cluster, for reasons that name them."""
     holders: dict[str, list[str]] = {}
     waiting = []
@@ -118,13 +129,13 @@ def others_of(candidates: Iterable[Candidate]) -> Others:
     return Others(holders, sorted(waiting, key=lambda entry: entry[1].created))
 
 
-def _differ(old: Candidate, new: Candidate) -> bool:
+def _differ(old: SchedulableJob, new: SchedulableJob) -> bool:
     if sorted(old.allocation) != sorted(new.allocation):
         return True
     return bool(new.allocation) and old.held.num_stages != new.held.num_stages
 
 
-def _check(before: Sequence[Candidate], after: Sequence[Candidate], nodes: Nodes) -> None:
+def _check(before: Sequence[SchedulableJob], after: Sequence[SchedulableJob], nodes: Nodes) -> None:
     """Refuse what newly breaks a rule: a cap may have shrunk in the meantime."""
     jobs = jobs_of(after)  # with every shape that one of them is given
     base = {job.name: job.held for job in before}
@@ -135,14 +146,14 @@ def _check(before: Sequence[Candidate], after: Sequence[Candidate], nodes: Nodes
         raise ValueError("; ".join(found))
 
 
-def _uncapped(job: Candidate) -> Candidate:
+def _uncapped(job: SchedulableJob) -> SchedulableJob:
     most = max(job.info.max_replicas, len(job.allocation))
     return replace(job, info=replace(job.info, max_replicas=most))
 
 
 def _decision(
-    old: Candidate,
-    new: Candidate,
+    old: SchedulableJob,
+    new: SchedulableJob,
     nodes: Nodes,
     free: Mapping[str, Mapping[str, int]],
     others: Others,

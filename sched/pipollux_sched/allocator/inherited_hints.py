@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 from pipollux_perfmodel import HintsError, SchedHints
 from pipollux_sched.store import Predecessor, Store
 
-__all__ = ["Heir", "HeirReader", "without_rows"]
+__all__ = ["HeirReader", "WarmStart", "without_rows"]
 
 _LOG = logging.getLogger(__name__)
 _ITS_OWN = ("remaining_samples", "trained_samples", "global_batch_size")
 """What is true of the job alone that sent it."""
 
 
-class Heir(NamedTuple):
+class WarmStart(NamedTuple):
     """By what a job is planned for that has measured nothing."""
 
     predecessor: str
@@ -37,9 +37,9 @@ class HeirReader:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._parsed: dict[str, tuple[Mapping[str, Any], Heir | None]] = {}
+        self._parsed: dict[str, tuple[Mapping[str, Any], WarmStart | None]] = {}
 
-    def read(self, specs: Mapping[str, Mapping[str, Any]]) -> dict[str, Heir]:
+    def read(self, specs: Mapping[str, Mapping[str, Any]]) -> dict[str, WarmStart]:
         """Return by what jobs are planned for, of those that have a predecessor.
 
         Args:
@@ -48,10 +48,12 @@ class HeirReader:
         found = self._store.families.predecessors(specs) if specs else {}
         for gone in self._parsed.keys() - {before.job for before in found.values()}:
             del self._parsed[gone]
-        heirs = {name: self._parse(before) for name, before in found.items()}
-        return {name: heir for name, heir in heirs.items() if heir is not None}
+        warm_starts = {name: self._parse(before) for name, before in found.items()}
+        return {
+            name: warm_start for name, warm_start in warm_starts.items() if warm_start is not None
+        }
 
-    def _parse(self, before: Predecessor) -> Heir | None:
+    def _parse(self, before: Predecessor) -> WarmStart | None:
         known = self._parsed.get(before.job)
         if known is None or known[0] is not before.hints:
             known = self._parsed[before.job] = (before.hints, _heir(before))
@@ -63,7 +65,7 @@ def without_rows(hints: SchedHints) -> SchedHints:
     return hints.model_copy(update={"step_profile": None}) if hints.step_profile else hints
 
 
-def _heir(before: Predecessor) -> Heir | None:
+def _heir(before: Predecessor) -> WarmStart | None:
     try:
         hints = SchedHints.from_json_object(before.hints)
     except HintsError as error:
@@ -77,4 +79,4 @@ def _heir(before: Predecessor) -> Heir | None:
         # Rows that are too old to be handed down vouch for nothing.
         most = min(hints.max_profiled_replicas, rows.max_replicas)
         update["max_profiled_replicas"] = most
-    return Heir(before.job, without_rows(hints.model_copy(update=update)))
+    return WarmStart(before.job, without_rows(hints.model_copy(update=update)))

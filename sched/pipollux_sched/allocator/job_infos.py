@@ -100,8 +100,8 @@ def job_info(
         created: time of submission, in seconds since any fixed origin.
         num_restarts: number of changes of its allocation so far.
         restart_seconds: what one restart costs it.
-        rescale_seconds: what one live change costs it; None: it cannot be changed live.
-        num_rescales: number of live changes so far.
+        rescale_seconds: what one elastic resize costs it; None: it cannot be changed live.
+        num_rescales: number of elastic resizes so far.
         attained_service: slot-seconds it has used.
         num_stages: K that it runs with, which is always one of its shapes; None: it does not run.
         teams: say its team and priority; None: there are no teams.

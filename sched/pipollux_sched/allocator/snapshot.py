@@ -1,6 +1,6 @@
 """One moment of a scheduler, read from its store in the form that decisions need.
 
-Reading changes nothing. A job whose generation has not taken its first step, or is being stopped,
+Reading changes nothing. A job whose attempt has not taken its first step, or is being stopped,
 is pinned: it would be moved without new measurements, and moved again soon. A job gets at most so
 many times the replicas that its step time was measured on (`job_infos.replica_cap`), because the
 model is optimistic about allocations that it has not seen.
@@ -31,11 +31,11 @@ from pipollux_sched.spec.teams import TeamsSpec
 from pipollux_sched.store import JobRecord, NodeCondition, NodeRecord, Store
 from pipollux_sched.views.teams import stored_teams
 
-from .inherited_hints import Heir, HeirReader, without_rows
+from .inherited_hints import HeirReader, WarmStart, without_rows
 from .job_infos import hints_worth, job_info, node_info
 from .learned_lengths import LearnedLengths, declared_lengths, family_name
 from .mean_jobs import mean_jobs
-from .strategy import Candidate
+from .strategy import SchedulableJob
 
 __all__ = ["Snapshot", "SnapshotReader", "is_pinned", "present_nodes"]
 
@@ -49,7 +49,7 @@ _READERS: WeakKeyDictionary[Store, SnapshotReader] = WeakKeyDictionary()
 class Snapshot:
     """One moment of a scheduler."""
 
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[SchedulableJob, ...]
     """Jobs that can be decided on, in the order of submission: neither ended, nor suspended by
     their users, nor ending."""
     nodes: Mapping[str, NodeInfo]
@@ -79,7 +79,7 @@ class Snapshot:
                 reader = _READERS[store] = SnapshotReader(store, restart_seconds=known)
             return reader.read()
 
-    def candidate(self, name: str) -> Candidate | None:
+    def candidate(self, name: str) -> SchedulableJob | None:
         """Return a candidate by name; None if the job cannot be decided on."""
         return next((job for job in self.candidates if job.name == name), None)
 
@@ -102,7 +102,7 @@ class SnapshotReader:
         self._parsed: dict[str, tuple[Any, str | None, JobSpec, SchedHints | None]] = {}
         self._doubted: dict[str, str] = {}
         self._lengths = LearnedLengths(store)
-        self._heirs = HeirReader(store)
+        self._warm_starts = HeirReader(store)
 
     def read(self, leaving: Collection[str] = ()) -> Snapshot:
         """Read the current state.
@@ -114,7 +114,7 @@ class SnapshotReader:
             SpecError: the store holds a node or a job that this version cannot read.
         """
         store = self._store
-        hints, generations = store.hint_texts(), store.num_generations(live=True)
+        hints, attempts = store.hint_texts(), store.num_attempts(live=True)
         service, costs = store.attained_service(live=True), store.restart_costs()
         pauses, changes = store.pause_costs(), store.num_changes()
         jobs = store.jobs(live=True)
@@ -122,15 +122,17 @@ class SnapshotReader:
         teams, history = stored_teams(store), self._lengths.read()
         notices, now = {} if teams is None else store.teams.notices(), self._clock()
         overdue = {name for name, due in notices.items() if due <= now}
-        heirs = self._heirs.read({job.name: job.spec for job in jobs if job.name not in hints})
+        warm_starts = self._warm_starts.read(
+            {job.name: job.spec for job in jobs if job.name not in hints}
+        )
         parsed = [self._parse(job.name, job.spec, hints.get(job.name)) for job in jobs]
         declared = declared_lengths(parsed)
         candidates = [
             self._candidate(
                 job,
                 *told,
-                heirs.get(job.name),
-                generations=generations.get(job.name, 0),
+                warm_starts.get(job.name),
+                attempts=attempts.get(job.name, 0),
                 service=service.get(job.name, 0.0),
                 restart=costs.get(job.name, self.restart_seconds),
                 rescale=_rescale_seconds(job.state, pauses.get(job.name)),
@@ -165,9 +167,9 @@ class SnapshotReader:
         job: JobRecord,
         spec: JobSpec,
         believed: SchedHints | None,
-        heir: Heir | None,
+        warm_start: WarmStart | None,
         *,
-        generations: int,
+        attempts: int,
         service: float,
         restart: float,
         rescale: float | None,
@@ -177,17 +179,21 @@ class SnapshotReader:
         history: LengthHistory,
         relatives: Sequence[float],
         overdue: bool,
-    ) -> Candidate:
-        if believed or spec.hints or (heir and not hints_worth(spec, heir.hints).speedups):
-            heir = None
-        told = believed or spec.hints or (heir.hints if heir else None)
+    ) -> SchedulableJob:
+        if (
+            believed
+            or spec.hints
+            or (warm_start and not hints_worth(spec, warm_start.hints).speedups)
+        ):
+            warm_start = None
+        told = believed or spec.hints or (warm_start.hints if warm_start else None)
         self._note_doubt(job.name, hints_worth(spec, told).doubt)
         info = job_info(
             spec,
             told,
             age=max(self._clock() - job.submitted_at, 0.0),
             created=job.submitted_at,
-            num_restarts=max(generations - 1, 0),
+            num_restarts=max(attempts - 1, 0),
             restart_seconds=restart,
             rescale_seconds=rescale,
             num_rescales=changes,
@@ -199,7 +205,7 @@ class SnapshotReader:
             has_trained=believed is not None,
             relatives=relatives,
         )
-        return Candidate(
+        return SchedulableJob(
             job.name,
             info,
             job.state.assigned,
@@ -207,7 +213,7 @@ class SnapshotReader:
             suspended=job.phase is Phase.SUSPENDED,
             num_stages=job.state.num_stages,
             is_new=job.phase is Phase.CREATED,
-            heir=heir,
+            warm_start=warm_start,
             message=job.state.message,
         )
 
@@ -265,7 +271,7 @@ def _may_be_ended(state: JobState) -> bool:
 
 
 def _rescale_seconds(state: JobState, measured: float | None) -> float | None:
-    """Return what a live change costs a job; None: it cannot be changed live."""
+    """Return what an elastic resize costs a job; None: it cannot be changed live."""
     if not state.running_on or state.live.why_not is not None:
         return None
     return DEFAULT_RESCALE_SECONDS if measured is None else measured

@@ -9,15 +9,15 @@ from typing import Protocol, TypeAlias
 
 from pipollux_policies import Allocation, JobInfo, NodeInfo, Policy, shape_of
 
-from .inherited_hints import Heir
+from .inherited_hints import WarmStart
 from .job_infos import free_resources, including, node_template, preferring, shape_with
 
 __all__ = [
-    "Candidate",
     "EvenStrategy",
     "FixedStrategy",
     "Nodes",
     "PolicyStrategy",
+    "SchedulableJob",
     "Strategy",
     "free_of",
     "jobs_of",
@@ -27,7 +27,7 @@ Nodes: TypeAlias = Mapping[str, NodeInfo]
 
 
 @dataclass(frozen=True)
-class Candidate:
+class SchedulableJob:
     """A job that has not ended, as the allocator sees it."""
 
     name: str
@@ -42,7 +42,7 @@ class Candidate:
     """K of these replicas, or of its previous ones; None: the job's own."""
     is_new: bool = False
     """Whether it is new, and has no reason yet for being queued."""
-    heir: Heir | None = None
+    warm_start: WarmStart | None = None
     """By what it is planned for if it has measured nothing itself."""
     message: str = ""
     """What its user is told of it."""
@@ -54,7 +54,7 @@ class Candidate:
             return Allocation()
         return Allocation(self.allocation, shape_with(self.info, self.num_stages))
 
-    def given(self, answer: Sequence[str], nodes: Nodes) -> Candidate:
+    def given(self, answer: Sequence[str], nodes: Nodes) -> SchedulableJob:
         """Return the job with the allocation that a strategy gives it.
 
         An answer without a number of stages keeps the present one on the same nodes, and otherwise
@@ -73,11 +73,11 @@ class Candidate:
 class Strategy(Protocol):
     """An allocation strategy; answers are `Allocation` if K is not the job's own."""
 
-    def place(self, candidate: Candidate, free: Nodes) -> Sequence[str]:
+    def place(self, candidate: SchedulableJob, free: Nodes) -> Sequence[str]:
         """Return an allocation on free slots for a job that holds none, or an empty one."""
 
     def optimize(
-        self, candidates: Sequence[Candidate], nodes: Nodes
+        self, candidates: Sequence[SchedulableJob], nodes: Nodes
     ) -> Mapping[str, Sequence[str]]:
         """Return the allocations of all jobs on all nodes."""
 
@@ -88,7 +88,7 @@ class PolicyStrategy:
 
     policy: Policy
 
-    def place(self, candidate: Candidate, free: Nodes) -> Sequence[str]:
+    def place(self, candidate: SchedulableJob, free: Nodes) -> Sequence[str]:
         """Ask the policy for an allocation, with the previous number of stages if possible."""
         info = preferring(candidate.info, candidate.num_stages)
         answer = self.policy.allocate_job(info, free)
@@ -97,7 +97,7 @@ class PolicyStrategy:
         return Allocation(answer, shape_of(info, answer, free))
 
     def optimize(
-        self, candidates: Sequence[Candidate], nodes: Nodes
+        self, candidates: Sequence[SchedulableJob], nodes: Nodes
     ) -> Mapping[str, Sequence[str]]:
         """Ask the policy for all allocations; pinned jobs count as not preemptible."""
         base = {job.name: job.held for job in candidates if job.allocation}
@@ -111,14 +111,14 @@ class FixedStrategy:
     allocations: Mapping[str, Sequence[str]]
     """By job; `Allocation` if K is not the job's own."""
 
-    def place(self, candidate: Candidate, free: Nodes) -> Sequence[str]:
+    def place(self, candidate: SchedulableJob, free: Nodes) -> Sequence[str]:
         """Return a job's fixed allocation if all of it is free."""
         fixed = self.allocations.get(candidate.name, ())
         return fixed if _fits(free, [candidate.given(fixed, free)]) else ()
 
     def optimize(
         self,
-        candidates: Sequence[Candidate],
+        candidates: Sequence[SchedulableJob],
         nodes: Nodes,  # noqa: ARG002  # the protocol's
     ) -> Mapping[str, Sequence[str]]:
         """Leave everything as it is."""
@@ -135,12 +135,12 @@ class EvenStrategy:
 
     strategy: Strategy
 
-    def place(self, candidate: Candidate, free: Nodes) -> Sequence[str]:
+    def place(self, candidate: SchedulableJob, free: Nodes) -> Sequence[str]:
         """Return an even part of what the other strategy gives."""
         return _even_part(candidate, self.strategy.place(candidate, free))
 
     def optimize(
-        self, candidates: Sequence[Candidate], nodes: Nodes
+        self, candidates: Sequence[SchedulableJob], nodes: Nodes
     ) -> Mapping[str, Sequence[str]]:
         """Return even parts of what the other strategy gives; what a job holds, it may keep."""
         result = self.strategy.optimize(candidates, nodes)
@@ -153,7 +153,7 @@ class EvenStrategy:
         }
 
 
-def _even_part(job: Candidate, given: Sequence[str]) -> Sequence[str]:
+def _even_part(job: SchedulableJob, given: Sequence[str]) -> Sequence[str]:
     counts = Counter(given)
     if len(set(counts.values())) < 2:
         return given
@@ -169,7 +169,7 @@ def _even_part(job: Candidate, given: Sequence[str]) -> Sequence[str]:
     return Allocation(nodes, given.shape) if isinstance(given, Allocation) else nodes
 
 
-def jobs_of(candidates: Sequence[Candidate]) -> dict[str, JobInfo]:
+def jobs_of(candidates: Sequence[SchedulableJob]) -> dict[str, JobInfo]:
     """Return the jobs as policies see them: pinned ones are not preemptible."""
     return {
         job.name: replace(job.info, preemptible=False) if job.pinned else job.info
@@ -177,12 +177,12 @@ def jobs_of(candidates: Sequence[Candidate]) -> dict[str, JobInfo]:
     }
 
 
-def free_of(nodes: Nodes, candidates: Sequence[Candidate]) -> dict[str, dict[str, int]]:
+def free_of(nodes: Nodes, candidates: Sequence[SchedulableJob]) -> dict[str, dict[str, int]]:
     """Return what the jobs leave free on every node; negative where they hold more than it has."""
     infos = {job.name: job.info for job in candidates}
     return free_resources(nodes, infos, {job.name: job.held for job in candidates})
 
 
-def _fits(nodes: Nodes, candidates: Sequence[Candidate]) -> bool:
+def _fits(nodes: Nodes, candidates: Sequence[SchedulableJob]) -> bool:
     left = free_of(nodes, candidates)
     return all(amount >= 0 for resources in left.values() for amount in resources.values())

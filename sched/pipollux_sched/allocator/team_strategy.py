@@ -19,7 +19,7 @@ from pipollux_policies.teams.team_policy import TeamAnswer, TeamPolicy
 
 from .job_infos import node_template
 from .snapshot import Snapshot
-from .strategy import Candidate, EvenStrategy, Nodes, PolicyStrategy, Strategy, jobs_of
+from .strategy import EvenStrategy, Nodes, PolicyStrategy, SchedulableJob, Strategy, jobs_of
 
 
 class TeamStrategy:
@@ -41,14 +41,14 @@ class TeamStrategy:
 
     def place(
         self,
-        candidate: Candidate,  # noqa: ARG002  # the protocol's
+        candidate: SchedulableJob,  # noqa: ARG002  # the protocol's
         free: Nodes,  # noqa: ARG002  # the protocol's
     ) -> Sequence[str]:
         """Place nothing: who may have what is free follows from all jobs together."""
         return ()
 
     def optimize(
-        self, candidates: Sequence[Candidate], nodes: Nodes
+        self, candidates: Sequence[SchedulableJob], nodes: Nodes
     ) -> Mapping[str, Sequence[str]]:
         """Ask for all allocations."""
         base = {job.name: job.held for job in candidates if job.allocation}

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from .base import BackendError, Engine, Launch, Node, ReplicaKey, ReplicaProgram
-from .generations import Generations
+from .replica_groups import ReplicaGroupManager
 from .report import Report, Running
 
 __all__ = [
     "BackendError",
     "Engine",
-    "Generations",
     "Launch",
     "Node",
+    "ReplicaGroupManager",
     "ReplicaKey",
     "ReplicaProgram",
     "Report",

@@ -1,4 +1,4 @@
-"""Whether a generation that an earlier scheduler started can be looked after by this one."""
+"""Whether an attempt that an earlier scheduler started can be looked after by this one."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ def why_not_adopted(
     launch: Launch | None,
     members: Collection[int],
     listed: Mapping[ReplicaKey, ReplicaState],
-    supervisor_url: str,
+    scheduler_url: str,
 ) -> str | None:
-    """Return why a generation cannot be adopted, in one sentence; None: it can.
+    """Return why an attempt cannot be adopted, in one sentence; None: it can.
 
     Args:
         launch: as the earlier scheduler stored it; None: it has not.
         members: ids of the replicas that take part.
         listed: all replicas of ours that the engine knows.
-        supervisor_url: URL that jobs report to now.
+        scheduler_url: URL that jobs report to now.
     """
-    if launch is None or not launch.seats.keys() >= set(members):
+    if launch is None or not launch.assignments.keys() >= set(members):
         return "The scheduler before this one died before it had started the job."
     keys = list(map(launch.key, members))
     if any(key not in listed for key in keys):
         return "The scheduler before this one died while it started the job."
     runs = any(listed[key].ended is None for key in keys)
-    if runs and launch.supervisor_url != supervisor_url:
+    if runs and launch.scheduler_url != scheduler_url:
         return (
-            f"The scheduler now listens at {supervisor_url}, and the job was told to report to "
-            f"{launch.supervisor_url}: it is stopped, and goes on from its checkpoint."
+            f"The scheduler now listens at {scheduler_url}, and the job was told to report to "
+            f"{launch.scheduler_url}: it is stopped, and goes on from its checkpoint."
         )
     return None

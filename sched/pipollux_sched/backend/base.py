@@ -1,14 +1,14 @@
 """What an engine must be able to do so that Pipollux can run jobs on it.
 
-The unit is one replica of one generation of a job, known by its `ReplicaKey`. An engine admits a
+The unit is one replica of one attempt of a job, known by its `ReplicaKey`. An engine admits a
 spec (`check`), lists its nodes (`nodes`), starts a replica (`start`), signals it (`signal`), lists
 what there is of ours (`listing`), brings a replica's output into the scheduler's log (`fetch_log`),
-and ends what nobody looks after (`recover`). What concerns a whole generation is written once, for
-all engines, in `generations`: all replicas or none, the grace period, the wait for slots, the
+and ends what nobody looks after (`recover`). What concerns a whole attempt is written once, for
+all engines, in `attempts`: all replicas or none, the grace period, the wait for slots, the
 outcome.
 
 Messages to a cluster get lost, are delayed, and arrive twice. So `start` and `signal` may be
-repeated, and a listing says how old it is. `generations` repeats a signal until the replica has
+repeated, and a listing says how old it is. `attempts` repeats a signal until the replica has
 ended, and a start that failed with `ClusterUnavailableError` until it succeeds or its time is over.
 """
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any, NamedTuple, Self
 
-from pipollux_protocol.environment import SUPERVISOR_URL
+from pipollux_protocol.environment import SCHEDULER_URL
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.spec.job import JobSpec, NodeSpec
 from pipollux_sched.store import StateDir
@@ -32,7 +32,7 @@ from .job_actions import JobActions
 from .result import ReplicaResult
 
 POLL_INTERVAL = 0.05
-"""Seconds between two calls of `Generations.poll`."""
+"""Seconds between two calls of `ReplicaGroupManager.poll`."""
 
 
 class BackendError(SchedulerError):
@@ -68,8 +68,8 @@ class ReplicaProgram:
     """Working directory; None: that of the scheduler, or of the image."""
     checkpoints: Path | None = None
     """Where it saves checkpoints; None: where the engine says."""
-    first_generation: int = 1
-    """The generation that the present run began with: each run has a folder of its own to save in,
+    first_attempt: int = 1
+    """The attempt that the present run began with: each run has a folder of its own to save in,
     so that what is run from the start finds nothing to go on from."""
     run_as: str | None = None
     """User of the machine as which it runs; None: the scheduler's own."""
@@ -81,9 +81,9 @@ class ReplicaProgram:
     memory_per_stage: int = 0
 
     @property
-    def supervisor_url(self) -> str:
+    def scheduler_url(self) -> str:
         """The URL that the job reports to; empty if to none."""
-        return self.environment.get(SUPERVISOR_URL.name, "")
+        return self.environment.get(SCHEDULER_URL.name, "")
 
     @property
     def can_grow(self) -> bool:
@@ -92,19 +92,19 @@ class ReplicaProgram:
 
     def checkpoints_in(self, state_dir: StateDir) -> str:
         """Return where it saves: its own folder, else one in a directory that its nodes share."""
-        return str(self.checkpoints or state_dir.checkpoints(self.job, self.first_generation))
+        return str(self.checkpoints or state_dir.checkpoints(self.job, self.first_attempt))
 
 
 class ReplicaKey(NamedTuple):
-    """Which replica: of which generation of which job."""
+    """Which replica: of which attempt of which job."""
 
     job: str
-    generation: int
+    attempt: int
     replica: int
 
 
 @dataclass(frozen=True)
-class Seat:
+class SlotAssignment:
     """Where one replica runs."""
 
     node: str
@@ -114,19 +114,19 @@ class Seat:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """The replicas of a generation; stored before the first of them is started.
+    """The replicas of an attempt; stored before the first of them is started.
 
     Replicas may join and leave while others train: a changed launch is stored before that is acted
     on.
     """
 
     job: str
-    generation: int
-    seats: Mapping[int, Seat]
+    attempt: int
+    assignments: Mapping[int, SlotAssignment]
     """Where each replica runs, by its id."""
     num_first: int
-    """Replicas that the generation began with; those with higher ids have joined it."""
-    supervisor_url: str
+    """Replicas that the attempt began with; those with higher ids have joined it."""
+    scheduler_url: str
     """The URL that its replicas report to."""
     checkpoints: str
     """The folder that they save in, as they see it."""
@@ -136,66 +136,72 @@ class Launch:
     @cached_property
     def keys(self) -> tuple[ReplicaKey, ...]:
         """The replicas, in the order of their ids."""
-        return tuple(map(self.key, sorted(self.seats)))
+        return tuple(map(self.key, sorted(self.assignments)))
 
     @cached_property
     def nodes(self) -> tuple[str, ...]:
         """Node of each replica, in the order of their ids."""
-        return tuple(self.seats[replica].node for replica in sorted(self.seats))
+        return tuple(self.assignments[replica].node for replica in sorted(self.assignments))
 
     @property
     def num_stages(self) -> int:
         """K, the slots of one replica."""
-        return len(next(iter(self.seats.values())).slots)
+        return len(next(iter(self.assignments.values())).slots)
 
     def key(self, replica: int) -> ReplicaKey:
         """Return the key of a replica."""
-        return ReplicaKey(self.job, self.generation, replica)
+        return ReplicaKey(self.job, self.attempt, replica)
 
     def joins(self, replica: int) -> bool:
         """Return whether a replica joins others that train."""
         return replica >= self.num_first
 
-    def having(self, seats: Mapping[int, Seat]) -> Self:
+    def having(self, assignments: Mapping[int, SlotAssignment]) -> Self:
         """Return the launch with further replicas."""
-        return replace(self, seats={**self.seats, **seats})
+        return replace(self, assignments={**self.assignments, **assignments})
 
     def without(self, replicas: Collection[int]) -> Self:
         """Return the launch without some replicas."""
-        left = {replica: seat for replica, seat in self.seats.items() if replica not in replicas}
-        return replace(self, seats=left)
+        left = {
+            replica: assignment
+            for replica, assignment in self.assignments.items()
+            if replica not in replicas
+        }
+        return replace(self, assignments=left)
 
     def to_json_object(self) -> dict[str, Any]:
         """Return it as the store keeps it."""
-        seats = {
-            str(replica): {"node": seat.node, "slots": list(seat.slots)}
-            for replica, seat in self.seats.items()
+        assignments = {
+            str(replica): {"node": assignment.node, "slots": list(assignment.slots)}
+            for replica, assignment in self.assignments.items()
         }
         return {
-            "seats": seats,
+            "assignments": assignments,
             "num_first": self.num_first,
-            "supervisor_url": self.supervisor_url,
+            "scheduler_url": self.scheduler_url,
             "checkpoints": self.checkpoints,
             "live": self.live,
         }
 
     @classmethod
-    def from_json_object(cls, job: str, generation: int, data: Mapping[str, Any]) -> Self:
+    def from_json_object(cls, job: str, attempt: int, data: Mapping[str, Any]) -> Self:
         """Return what `to_json_object` has returned.
 
         Raises:
             KeyError: something is missing; also TypeError and ValueError.
         """
-        seats = {
-            int(replica): Seat(str(seat["node"]), tuple(map(int, seat["slots"])))
-            for replica, seat in data["seats"].items()
+        assignments = {
+            int(replica): SlotAssignment(
+                str(assignment["node"]), tuple(map(int, assignment["slots"]))
+            )
+            for replica, assignment in data["assignments"].items()
         }
         return cls(
             job=job,
-            generation=generation,
-            seats=seats,
+            attempt=attempt,
+            assignments=assignments,
             num_first=int(data["num_first"]),
-            supervisor_url=str(data["supervisor_url"]),
+            scheduler_url=str(data["scheduler_url"]),
             checkpoints=str(data["checkpoints"]),
             live=bool(data["live"]),
         )
@@ -277,7 +283,7 @@ class Engine(ABC):
     even: bool = False
     """Whether a job must have as many replicas on each of its nodes."""
     grows: bool = False
-    """Whether replicas can be started, and can end, while others of their generation go on."""
+    """Whether replicas can be started, and can end, while others of their attempt go on."""
 
     @property
     def lost(self) -> str | None:
@@ -317,7 +323,7 @@ class Engine(ABC):
 
         Args:
             program: what it runs.
-            launch: its generation; one that `joins` it was not in an earlier launch of it.
+            launch: its attempt; one that `joins` it was not in an earlier launch of it.
             replica: its id.
 
         Raises:
@@ -343,24 +349,24 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def forget(self, job: str, generation: int) -> None:
-        """Remove what is left of a generation that has ended, except its logs.
+    def forget(self, job: str, attempt: int) -> None:
+        """Remove what is left of an attempt that has ended, except its logs.
 
         A failure to do so is not reported: the listing goes on showing what is left, and the next
-        generation of the job, or `recover`, removes it.
+        attempt of the job, or `recover`, removes it.
         """
 
     def forget_replica(self, key: ReplicaKey) -> None:  # noqa: B027  # most keep a few bytes of it
-        """Remove what is left of a replica that has left its generation and ended, except its log.
+        """Remove what is left of a replica that has left its attempt and ended, except its log.
 
-        A generation may live for weeks while replicas come and go. It is asked once; what is left
-        all the same goes with the generation.
+        An attempt may live for weeks while replicas come and go. It is asked once; what is left
+        all the same goes with the attempt.
         """
 
     def holds(self, launch: Launch) -> bool:  # noqa: ARG002  # most have nothing to check
-        """Return whether a generation's slots still stand for the devices that it runs on.
+        """Return whether an attempt's slots still stand for the devices that it runs on.
 
-        It is asked before a generation is adopted. Where the cluster itself gives out devices,
+        It is asked before an attempt is adopted. Where the cluster itself gives out devices,
         they do.
         """
         return True
@@ -368,7 +374,7 @@ class Engine(ABC):
     def fetch_log(self, key: ReplicaKey) -> None:  # noqa: B027  # most have nothing to do
         """Bring the output of a replica so far into its log in the state directory.
 
-        It is called when somebody reads the log, by any thread, and before the end of a generation
+        It is called when somebody reads the log, by any thread, and before the end of an attempt
         is reported. Engines whose replicas write there themselves have nothing to do.
 
         Raises:
@@ -377,10 +383,10 @@ class Engine(ABC):
 
     @abstractmethod
     def recover(self, adopted: Collection[tuple[str, int]], grace: float) -> list[str]:
-        """End what an earlier scheduler left running, except the adopted generations.
+        """End what an earlier scheduler left running, except the adopted attempts.
 
         Args:
-            adopted: jobs and generations that are looked after.
+            adopted: jobs and attempts that are looked after.
             grace: seconds that the others have to save.
 
         Returns:

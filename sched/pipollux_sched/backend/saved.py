@@ -23,7 +23,7 @@ _LIMIT = 2**24
 
 
 def marked_step(launch: Launch) -> int | None:
-    """Return the step of a generation's agreed stop, by the marker beside its checkpoint.
+    """Return the step of an attempt's agreed stop, by the marker beside its checkpoint.
 
     None where there is none, or this machine does not see the folder.
     """
@@ -31,7 +31,7 @@ def marked_step(launch: Launch) -> int | None:
         found = StopMarker.model_validate(_read(Path(launch.checkpoints, STOP_MARKER)))
     except (OSError, ValueError, RecursionError):
         return None
-    return found.step if found.generation == launch.generation else None
+    return found.step if found.attempt == launch.attempt else None
 
 
 def newest_checkpoint(launch: Launch) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from .base import Seat
+from .base import SlotAssignment
 
 
 class SlotLedger:
@@ -23,7 +23,7 @@ class SlotLedger:
     def __init__(self, nodes: Mapping[str, int]) -> None:
         self._size = dict(nodes)
         self._free = {name: set(range(slots)) for name, slots in nodes.items()}
-        self._held: dict[str, dict[int, Seat]] = {}
+        self._held: dict[str, dict[int, SlotAssignment]] = {}
 
     def fits(self, nodes: Sequence[str], num_stages: int) -> bool:
         """Return whether the replicas would fit if all slots were free."""
@@ -34,7 +34,7 @@ class SlotLedger:
 
     def take(
         self, holder: str, replicas: Mapping[int, str], num_stages: int
-    ) -> dict[int, Seat] | None:
+    ) -> dict[int, SlotAssignment] | None:
         """Reserve `num_stages` slots of its node for each replica, the lowest free ones.
 
         Args:
@@ -58,19 +58,19 @@ class SlotLedger:
         for replica, name in replicas.items():
             slots = tuple(sorted(self._free[name])[:num_stages])
             self._free[name].difference_update(slots)
-            taken[replica] = Seat(name, slots)
+            taken[replica] = SlotAssignment(name, slots)
         self._held[holder] = {**held, **taken}
         return taken
 
-    def restore(self, holder: str, seats: Mapping[int, Seat]) -> bool:
+    def restore(self, holder: str, assignments: Mapping[int, SlotAssignment]) -> bool:
         """Reserve the same slots for a holder again; False, and nothing reserved, if impossible."""
-        wanted = list(_slots_of(seats.values()))
+        wanted = list(_slots_of(assignments.values()))
         free = all(slot in self._free.get(name, ()) for name, slot in wanted)
         if holder in self._held or not free or len(set(wanted)) < len(wanted):
             return False
         for name, slot in wanted:
             self._free[name].discard(slot)
-        self._held[holder] = dict(seats)
+        self._held[holder] = dict(assignments)
         return True
 
     def resize(self, nodes: Mapping[str, int]) -> None:
@@ -81,8 +81,8 @@ class SlotLedger:
         """
         self._size = dict(nodes)
         self._free = {name: set(range(slots)) for name, slots in nodes.items()}
-        for seats in self._held.values():
-            for name, slot in _slots_of(seats.values()):
+        for assignments in self._held.values():
+            for name, slot in _slots_of(assignments.values()):
                 self._free.get(name, set()).discard(slot)
 
     def release(self, holder: str, replicas: Collection[int] | None = None) -> None:
@@ -92,7 +92,7 @@ class SlotLedger:
         for name, slot in _slots_of(held[replica] for replica in ended):
             if slot < self._size.get(name, 0):
                 self._free[name].add(slot)
-        left = {replica: seat for replica, seat in held.items() if replica not in ended}
+        left = {replica: assignment for replica, assignment in held.items() if replica not in ended}
         if left:
             self._held[holder] = left
 
@@ -101,7 +101,7 @@ class SlotLedger:
         return {name: len(slots) for name, slots in self._free.items()}
 
 
-def _slots_of(seats: Iterable[Seat]) -> Iterable[tuple[str, int]]:
-    for seat in seats:
-        for slot in seat.slots:
-            yield seat.node, slot
+def _slots_of(assignments: Iterable[SlotAssignment]) -> Iterable[tuple[str, int]]:
+    for assignment in assignments:
+        for slot in assignment.slots:
+            yield assignment.node, slot

@@ -14,7 +14,7 @@ from rich.text import Text
 from pipollux_sched.lifecycle import CANCELLED
 from pipollux_sched.report.event_text import event_line
 from pipollux_sched.store import ListedPhase, Point
-from pipollux_sched.views.models import ConditionView, GenerationView, JobDetails
+from pipollux_sched.views.models import AttemptView, ConditionView, JobDetails
 from pipollux_utils.text import (
     DASH,
     clean,
@@ -32,14 +32,14 @@ from .jobs import PHASE_STYLES
 from .options import JobName, StateDirectory, TextOutput
 from .reader import reading
 
-SHOWN_GENERATIONS = 10
-"""How many of the last generations are listed one by one."""
+SHOWN_ATTEMPTS = 10
+"""How many of the last attempts are listed one by one."""
 
 
 def describe(
     name: JobName, output: TextOutput = TextFormat.text, state_dir: StateDirectory = None
 ) -> None:
-    """Print all that is known about a job: spec, state, generations, progress, hints, events.
+    """Print all that is known about a job: spec, state, attempts, progress, hints, events.
 
     Works without a running scheduler, too: then it shows the last known state.
     """
@@ -67,7 +67,7 @@ def job_sections(job: JobDetails, now: float | None = None) -> RenderableType:
     ):
         parts += _section(title, _pairs(rows))
     parts[1:1] = _section("Conditions", _conditions(job.conditions, now))
-    parts += _section("Generations", _generations(job.generations))
+    parts += _section("ReplicaGroupManager", _attempts(job.attempts))
     lines = [clean(event_line(event) or "") for event in job.events]
     return Group(*parts, *_section("Last events", Text("\n".join(lines)) if lines else None))
 
@@ -111,7 +111,7 @@ def _head(job: JobDetails, now: float) -> RenderableType:
     if job.intent:
         rows.append(("Is stopped for", str(job.intent)))
     rows += [
-        ("Generation", str(job.generation)),
+        ("Attempt", str(job.attempt)),
         ("Failures", _failures(job.failures, job.max_restarts)),
         ("Submitted", spell_moment(job.submitted_at, now)),
     ]
@@ -159,18 +159,18 @@ def _conditions(conditions: Sequence[ConditionView], now: float) -> Table:
     return table
 
 
-def _generations(generations: Sequence[GenerationView]) -> RenderableType | None:
-    if not generations:
+def _attempts(attempts: Sequence[AttemptView]) -> RenderableType | None:
+    if not attempts:
         return None
-    changed = any(entry.membership > 1 for entry in generations)
+    changed = any(entry.membership > 1 for entry in attempts)
     live = ("Membership", "Pause") if changed else ()
     table = _table(
-        *("Generation", *live[:1], "Where", "Created", "Restart", *live[1:]),
+        *("Attempt", *live[:1], "Where", "Created", "Restart", *live[1:]),
         *("First step", "Outcome"),
     )
-    for entry in generations[-SHOWN_GENERATIONS:]:
+    for entry in attempts[-SHOWN_ATTEMPTS:]:
         table.add_row(
-            *(str(entry.generation), *([str(entry.membership)] if changed else [])),
+            *(str(entry.attempt), *([str(entry.membership)] if changed else [])),
             Text(_where(entry.nodes, entry.num_stages)),
             spell_moment(entry.created_at).partition(" (")[0],
             _length(entry.restart_seconds),
@@ -178,7 +178,7 @@ def _generations(generations: Sequence[GenerationView]) -> RenderableType | None
             DASH if entry.first_step is None else str(entry.first_step),
             _outcome(entry.outcome, entry.intent),
         )
-    left = len(generations) - SHOWN_GENERATIONS
+    left = len(attempts) - SHOWN_ATTEMPTS
     return table if left <= 0 else Group(Text(f"{left} earlier ones", style="dim"), table)
 
 
@@ -239,7 +239,7 @@ def _planned_by(predecessor: str | None) -> Iterator[tuple[str, str]]:
 
 
 def _outcome(outcome: str | None, intent: str | None) -> str:
-    """Spell how a generation ended; one that was stopped did not fail, even if unsaved."""
+    """Spell how an attempt ended; one that was stopped did not fail, even if unsaved."""
     if intent is None:
         return outcome or "runs"
     return f"{'ended unsaved' if outcome == 'failed' else outcome or 'runs'} ({intent})"

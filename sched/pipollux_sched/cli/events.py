@@ -62,7 +62,7 @@ def events(
     """Print past events: one line for each, oldest first.
 
     Works without a running scheduler, too. Left out unless a --type asks for
-    them: started, stopping, parked, hints, progress, timeline, cluster. Each event
+    them: started, stopping, waiting_to_join, hints, progress, timeline, cluster. Each event
     has a number, the "id" of --output json.
 
         pipollux events --follow --job char-lm

@@ -110,7 +110,7 @@ def _decision(decision: Mapping[str, Any]) -> Text:
     if decision.get("why_restart"):
         lines.append(f"A restart: {clean(first_line(decision['why_restart']))}.")
     elif decision.get("live"):
-        lines.append("A live change: the others train while replicas join or leave.")
+        lines.append("An elastic resize: the others train while replicas join or leave.")
     after, before = decision["speedup"], decision.get("previous_speedup")
     if not decision["nodes"]:
         return Text("\n".join(lines))

@@ -180,7 +180,7 @@ def _row(job: ListedJob) -> dict[str, str]:
         "Step": DASH if point is None else str(point.step),
         "Loss": DASH if point is None or point.loss is None else f"{point.loss:.3g}",
         "Samples/s": _throughput(point),
-        "Restarts": str(max(job.num_generations - 1, 0)),
+        "Restarts": str(max(job.num_attempts - 1, 0)),
         "Age": spell_age(age),
     }
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .reader import Reader
 
 _Log: TypeAlias = tuple[int, int]
-"""Generation and replica."""
+"""Attempt and replica."""
 _END = re.compile(rb"(\r?\n|\r(?=[^\n]))")
 """Where a line ends: a line break, or a carriage return with which a progress bar is redrawn."""
 _SEQUENCE = re.compile(
@@ -40,8 +40,8 @@ def logs(
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")
     ] = False,
-    generation: Annotated[
-        int | None, typer.Option(min=1, help="Which generation.", show_default="the last one")
+    attempt: Annotated[
+        int | None, typer.Option(min=1, help="Which attempt.", show_default="the last one")
     ] = None,
     replica: Annotated[
         int | None, typer.Option(min=0, help="Which pipeline replica.", show_default="all")
@@ -51,9 +51,9 @@ def logs(
 ) -> None:
     r"""Print the logs of a job's replicas.
 
-    Each start of a job is a generation, and each pipeline replica has a log of
+    Each start of a job is an attempt, and each pipeline replica has a log of
     its own; if there are several, lines begin with
-    \[generation.replica].
+    \[attempt.replica].
 
     On a terminal, colours are kept and other control sequences left out; a file
     or pipe gets what the script wrote, unchanged.
@@ -63,7 +63,7 @@ def logs(
     """
     with reading(state_dir) as reader:
         job = reader.job(name)
-        log = LogReader(reader, name, generation, replica)
+        log = LogReader(reader, name, attempt, replica)
         on_terminal = sys.stdout.isatty()
         for line in _lines(log, reader, name, follow):
             if output is LineFormat.json:
@@ -73,7 +73,7 @@ def logs(
                 typer.echo(line.harmless if on_terminal else line.raw, nl=False, color=True)
         job = reader.job(name) if follow else job
     if not log.found:
-        which = "" if generation is None else f" of generation {generation}"
+        which = "" if attempt is None else f" of attempt {attempt}"
         whose = "" if replica is None else f" of replica {replica}"
         raise CommandError(
             f"there is no log{whose}{which} of job '{name}', which is {job.phase.value}: "
@@ -87,7 +87,7 @@ def logs(
 class LogLine(NamedTuple):
     """One line that a replica wrote, or one of the texts that it has drawn over each other."""
 
-    generation: int
+    attempt: int
     replica: int
     content: bytes
     """Without its end."""
@@ -123,11 +123,11 @@ class LogLine(NamedTuple):
 
     @property
     def _prefix(self) -> str:
-        return f"[{self.generation}.{self.replica}] " if self.several else ""
+        return f"[{self.attempt}.{self.replica}] " if self.several else ""
 
     def to_dict(self) -> dict[str, int | str]:
         """Return it as plain data."""
-        return {"generation": self.generation, "replica": self.replica, "line": self.line}
+        return {"attempt": self.attempt, "replica": self.replica, "line": self.line}
 
 
 def harmless(line: str) -> str:
@@ -147,21 +147,19 @@ def harmless(line: str) -> str:
 class LogReader:
     """Reads whole lines of a job's logs, each line once.
 
-    Where there is more than one log, each line begins with the generation and replica it is from.
+    Where there is more than one log, each line begins with the attempt and replica it is from.
 
     Args:
         reader: reads the logs.
         job: name of the job.
-        generation: its number; None: the latest one and those that follow.
+        attempt: its number; None: the latest one and those that follow.
         replica: number of the pipeline replica; None: all.
     """
 
-    def __init__(
-        self, reader: Reader, job: str, generation: int | None, replica: int | None
-    ) -> None:
+    def __init__(self, reader: Reader, job: str, attempt: int | None, replica: int | None) -> None:
         self._reader = reader
         self._job = job
-        self._generation = generation
+        self._attempt = attempt
         self._replica = replica
         self._first: int | None = None
         self._offsets: dict[_Log, int] = {}
@@ -189,9 +187,9 @@ class LogReader:
                 yield LogLine(*log, begun.rstrip(b"\r"), b"\n", len(self._offsets) > 1)
 
     def _logs(self) -> list[_Log]:
-        found = [(log.generation, log.replica) for log in self._reader.logs(self._job)]
-        if self._generation is not None:
-            found = [log for log in found if log[0] == self._generation]
+        found = [(log.attempt, log.replica) for log in self._reader.logs(self._job)]
+        if self._attempt is not None:
+            found = [log for log in found if log[0] == self._attempt]
         elif found:
             self._first = self._first or found[-1][0]
             found = [log for log in found if log[0] >= self._first]

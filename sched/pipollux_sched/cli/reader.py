@@ -153,9 +153,9 @@ class LocalReader:
         """Return the list of a job's logs."""
         return list_logs(self._directory, name)
 
-    def read_log(self, name: str, generation: int, replica: int, offset: int) -> LogPart:
+    def read_log(self, name: str, attempt: int, replica: int, offset: int) -> LogPart:
         """Read a replica's log from an offset."""
-        return read_log(self._directory, name, generation, replica, offset)
+        return read_log(self._directory, name, attempt, replica, offset)
 
 
 if TYPE_CHECKING:

@@ -322,9 +322,9 @@ class Client:
         """Return the last lines of all replica logs of a job; 0: only list the logs."""
         return self._connection.get(list[LogTail], "GET", _job(name, "logs"), params={"tail": tail})
 
-    def read_log(self, name: str, generation: int, replica: int, offset: int) -> LogPart:
+    def read_log(self, name: str, attempt: int, replica: int, offset: int) -> LogPart:
         """Return what a replica has logged from an offset on."""
-        path = _job(name, f"logs/{generation}/{replica}")
+        path = _job(name, f"logs/{attempt}/{replica}")
         response = self._connection.request("GET", path, params={"offset": offset})
         try:
             return LogPart(response.content, int(response.headers[OFFSET_HEADER]))

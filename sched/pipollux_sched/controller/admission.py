@@ -59,7 +59,7 @@ def check_team(spec: JobSpec, teams: TeamsSpec | None) -> None:
 
 
 def program(job: JobRecord, environment: Mapping[str, str]) -> ReplicaProgram:
-    """Return what every replica of a job runs; a generation may have another number of stages.
+    """Return what every replica of a job runs; an attempt may have another number of stages.
 
     Args:
         job: the job.
@@ -77,7 +77,7 @@ def program(job: JobRecord, environment: Mapping[str, str]) -> ReplicaProgram:
         directory=Path(spec.working_dir) if spec.working_dir else None,
         checkpoints=Path(spec.checkpoint_dir) if spec.checkpoint_dir else None,
         run_as=spec.run_as,
-        first_generation=job.state.first_generation,
+        first_attempt=job.state.first_attempt,
         cpus=spec.resources.cpus,
         memory=spec.resources.memory,
         cpus_per_stage=spec.resources_per_stage.cpus,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pipollux_policies import NodeInfo
 from pipollux_protocol.messages import LiveStatus
-from pipollux_sched.backend import Generations
+from pipollux_sched.backend import ReplicaGroupManager
 from pipollux_sched.backend.run_as import check_access, with_home_checkpoints
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.lifecycle import (
@@ -21,15 +21,15 @@ from pipollux_sched.lifecycle import (
     Cancel,
     ChangeRefused,
     Event,
+    JoiningReplicaLost,
     LiveReady,
-    NewcomerLost,
     NodeLost,
-    Parked,
     Phase,
     Resume,
     Survived,
     Suspend,
     Switched,
+    WaitingToJoin,
 )
 from pipollux_sched.spec.checkpoint_folder import check_checkpoint_folder, check_empty
 from pipollux_sched.spec.job import JobSpec, SpecError, parse_job
@@ -48,9 +48,9 @@ from pipollux_sched.views.teams import stored_teams
 
 from .admission import admitted, check_team
 from .deletion import DeletedJob, JobDeletion
+from .event_loop_monitor import EventLoopMonitor
 from .executor import Executor
 from .heartbeats import Heartbeats
-from .listening_clock import ListeningClock
 from .live_board import LiveBoard, ReplicaAnswer
 from .run_as import check_run_as
 
@@ -61,7 +61,7 @@ class UnavailableError(SchedulerError):
     """The scheduler accepts nothing new, because it is stopping."""
 
 
-class Control:
+class JobService:
     """Carries out the commands of users.
 
     Args:
@@ -79,7 +79,7 @@ class Control:
         self,
         store: Store,
         executor: Executor,
-        backend: Generations,
+        backend: ReplicaGroupManager,
         nodes: Callable[[], Mapping[str, NodeInfo]],
         *,
         reconsider: Callable[[], None],
@@ -95,7 +95,7 @@ class Control:
         self._stopping = stopping
         self._state_dir = state_dir
         self._deletion = deletion
-        self.listening = ListeningClock()
+        self.listening = EventLoopMonitor()
         """Ticks while requests are answered."""
         self.heartbeats = Heartbeats(self.listening)
         """When replicas were last heard of."""
@@ -266,8 +266,8 @@ class Control:
         """
         self._check_running()
         deleted = self._deletion.delete(name)
-        # Another job of this name counts its generations from 1.
-        self.heartbeats.forget(name, deleted.job.state.generation)
+        # Another job of this name counts its attempts from 1.
+        self.heartbeats.forget(name, deleted.job.state.attempt)
         return deleted
 
     def set_node(self, name: str, condition: NodeCondition, reason: str = "") -> NodeRecord:
@@ -283,11 +283,11 @@ class Control:
             for job in self._store.jobs(live=True):
                 state = job.state
                 if name in state.running_on:
-                    self._executor.handle(job.name, NodeLost(state.generation, why, name))
+                    self._executor.handle(job.name, NodeLost(state.attempt, why, name))
                     continue
-                for replica, place in state.live.newcomers:
+                for replica, place in state.live.joining:
                     if place == name:
-                        lost = NewcomerLost(state.generation, replica, why)
+                        lost = JoiningReplicaLost(state.attempt, replica, why)
                         self._executor.handle(job.name, lost)
         self._reconsider()
         return node
@@ -295,7 +295,7 @@ class Control:
     def heard(
         self,
         name: str,
-        generation: int,
+        attempt: int,
         replica: int,
         step: int | None,
         hang_timeout: float | None = None,
@@ -308,19 +308,17 @@ class Control:
             What has to be stored before it is answered: the first and the last one. Of the others
             the watchdog stores the latest every few seconds.
         """
-        first = self.heartbeats.note(
-            name, generation, replica, step, hang_timeout, finished=finished
-        )
+        first = self.heartbeats.note(name, attempt, replica, step, hang_timeout, finished=finished)
         if first or finished:
-            return ReceivedHeartbeat(name, generation, replica, step, finished)
+            return ReceivedHeartbeat(name, attempt, replica, step, finished)
         return None
 
     def hear_word(self, job: JobRecord, replica: int, word: LiveStatus) -> list[Event]:
-        """Note what a replica says of live changes; return what to `follow_word` with.
+        """Note what a replica says of elastic resizes; return what to `follow_word` with.
 
         Args:
             job: its job.
-            replica: id of a replica of the present generation.
+            replica: id of a replica of the present attempt.
             word: what it says.
         """
         return self._board.note(job.name, job.state, replica, word)
@@ -339,9 +337,9 @@ class Control:
         return job
 
     def note_words(
-        self, words: Sequence[tuple[str, LiveReady | Parked]]
+        self, words: Sequence[tuple[str, LiveReady | WaitingToJoin]]
     ) -> list[JobRecord | UnknownJobError]:
-        """Let happen to jobs that they can be changed live, or no longer, and that newcomers wait.
+        """Record that jobs can be resized, or no longer, and that joining replicas wait.
 
         Returns:
             The jobs then.
@@ -371,16 +369,16 @@ class Control:
     def expect_replicas(self) -> None:
         """Expect heartbeats of the running replicas that an earlier scheduler heard."""
         for job in (job for job in self._store.jobs(live=True) if job.state.running_on):
-            generation = job.state.generation
-            for replica, kept in self._store.heartbeats.of(job.name, generation).items():
-                self.heartbeats.expect(job.name, generation, replica, kept)
+            attempt = job.state.attempt
+            for replica, kept in self._store.heartbeats.of(job.name, attempt).items():
+                self.heartbeats.expect(job.name, attempt, replica, kept)
 
     def fetch_logs(self, name: str) -> None:
         """Bring the output of a job's replicas so far into their logs."""
         state = self._store.job(name).state
-        newcomers = (replica for replica, _ in state.live.newcomers)
-        for replica in (*state.live.replicas, *newcomers):
-            self._backend.fetch_log(name, state.generation, replica)
+        joining = (replica for replica, _ in state.live.joining)
+        for replica in (*state.live.replicas, *joining):
+            self._backend.fetch_log(name, state.attempt, replica)
 
     def decide(self) -> None:
         """Run the allocator now instead of at the next interval."""
@@ -415,13 +413,15 @@ class Control:
             raise UnavailableError("the scheduler is being stopped and takes nothing new")
 
 
-def _together(words: Sequence[tuple[str, LiveReady | Parked]]) -> list[tuple[str, Event]]:
-    """Return the events with one for all newcomers of a job: each writes the whole job's state."""
+def _together(words: Sequence[tuple[str, LiveReady | WaitingToJoin]]) -> list[tuple[str, Event]]:
+    """Merge the events of a job's joining replicas, as each event writes the whole state."""
     waiting: dict[tuple[str, int], list[int]] = {}
     events: list[tuple[str, Event]] = []
     for name, event in words:
-        if isinstance(event, Parked):
-            waiting.setdefault((name, event.generation), []).extend(event.replicas)
+        if isinstance(event, WaitingToJoin):
+            waiting.setdefault((name, event.attempt), []).extend(event.replicas)
         else:
             events.append((name, event))
-    return events + [(name, Parked(number, (*those,))) for (name, number), those in waiting.items()]
+    return events + [
+        (name, WaitingToJoin(number, (*those,))) for (name, number), those in waiting.items()
+    ]

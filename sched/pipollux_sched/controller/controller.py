@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from pipollux_sched.allocator.job_infos import node_info
-from pipollux_sched.backend import Generations
+from pipollux_sched.backend import ReplicaGroupManager
 from pipollux_sched.store import StateDir, Store
 from pipollux_sched.utils.vital_thread import VitalThreads
 
 from .admission import program
-from .commands import Control
+from .commands import JobService
 from .deletion import JobDeletion
 from .executor import Executor
 from .job_actions import StoredJobs
@@ -34,7 +34,7 @@ class Controller:
         store: the scheduler's store.
         backend: runs the jobs.
         state_dir: where their logs and checkpoints are.
-        environment: variables of every job; what is added later counts for later generations.
+        environment: variables of every job; what is added later counts for later attempts.
         plan_settings: further data of the event that lists the nodes: policy, interval,
             restart_seconds.
         grace: seconds that a job has to save when it is asked to stop.
@@ -47,7 +47,7 @@ class Controller:
     def __init__(
         self,
         store: Store,
-        backend: Generations,
+        backend: ReplicaGroupManager,
         state_dir: StateDir,
         *,
         environment: Mapping[str, str],
@@ -69,7 +69,7 @@ class Controller:
         )
         self._deletion = JobDeletion(store, state_dir)
         self._deletion.finish()
-        self.control = Control(
+        self.control = JobService(
             store,
             self.executor,
             backend,

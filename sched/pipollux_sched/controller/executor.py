@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
 
-from pipollux_sched.backend import BackendError, Generations, ReplicaProgram, Report
+from pipollux_sched.backend import BackendError, ReplicaGroupManager, ReplicaProgram, Report
 from pipollux_sched.backend.base import POLL_INTERVAL, NodesGoneError
 from pipollux_sched.lifecycle import (
     Action,
@@ -27,9 +27,9 @@ from pipollux_sched.lifecycle import (
     Event,
     Exited,
     GiveUpAfter,
+    JoiningReplicaLost,
     Kill,
     LiveReady,
-    NewcomerLost,
     Outcome,
     Phase,
     Record,
@@ -42,7 +42,7 @@ from pipollux_sched.lifecycle import (
     Switched,
 )
 from pipollux_sched.spec.job import SpecError
-from pipollux_sched.store import GenerationRecord, JobRecord, Point, Store, UnknownJobError
+from pipollux_sched.store import AttemptRecord, JobRecord, Point, Store, UnknownJobError
 from pipollux_sched.utils.failure_log import FailureLog
 
 from .unsent_report import take_unsent_report
@@ -56,7 +56,7 @@ TICK_EACH = 2.5e-4
 STOP_PATIENCE = 5.0
 """Seconds beyond their grace after which jobs that were asked to stop are waited for no longer."""
 HARD_GRACE = 5.0
-"""Seconds to end for a generation that has trained nothing yet, so has nothing to save."""
+"""Seconds to end for an attempt that has trained nothing yet, so has nothing to save."""
 
 
 class Executor:
@@ -73,7 +73,7 @@ class Executor:
     def __init__(
         self,
         store: Store,
-        backend: Generations,
+        backend: ReplicaGroupManager,
         program: Callable[[JobRecord], ReplicaProgram],
         *,
         grace: float,
@@ -133,7 +133,7 @@ class Executor:
         if isinstance(event, Switched | LiveReady):
             live = job.state.live
             can_survive = live.why_not is None
-            self._backend.admit(job.name, event.generation, live.replicas, can_survive=can_survive)
+            self._backend.admit(job.name, event.attempt, live.replicas, can_survive=can_survive)
 
     def run(self, ending: threading.Event) -> None:
         """Carry out actions until the scheduler stops."""
@@ -206,13 +206,13 @@ class Executor:
                     self._start_replicas(name, action)
                 case EndReplicas():
                     self._backend.end_replicas(
-                        name, action.generation, action.replicas, at_once=action.at_once
+                        name, action.attempt, action.replicas, at_once=action.at_once
                     )
                 case RetryAfter():
-                    self._later(action.seconds, name, Retry(action.generation))
+                    self._later(action.seconds, name, Retry(action.attempt))
                 case GiveUpAfter():
-                    why = f"Its newcomers did not come to where it is within {action.seconds:g} s."
-                    overdue = ChangeOverdue(action.generation, action.number, why)
+                    why = f"Joining replicas did not reach its step within {action.seconds:g} s."
+                    overdue = ChangeOverdue(action.attempt, action.number, why)
                     self._later(action.seconds, name, overdue)
                 case Record():  # the store has done it
                     pass
@@ -228,37 +228,37 @@ class Executor:
             program = self._program(job)
         except (SpecError, OSError) as error:
             for replica, _ in action.replicas:
-                self.handle(name, NewcomerLost(action.generation, replica, str(error)))
+                self.handle(name, JoiningReplicaLost(action.attempt, replica, str(error)))
             return
         if job.state.running_stages is not None:
             program = replace(program, num_stages=job.state.running_stages)
-        self._backend.start_replicas(program, action.generation, dict(action.replicas))
+        self._backend.start_replicas(program, action.attempt, dict(action.replicas))
 
     def _start(self, name: str, action: Start) -> None:
         try:
             program = self._program(self._store.job(name))
             if action.num_stages is not None:
                 program = replace(program, num_stages=action.num_stages)
-            self._backend.apply(program, action.generation, action.nodes)
+            self._backend.apply(program, action.attempt, action.nodes)
         except NodesGoneError as error:
-            newest = self._backend.newest_checkpoint(name, action.generation - 1)
+            newest = self._backend.newest_checkpoint(name, action.attempt - 1)
             said = f"Node {error}."
-            gone = Exited(action.generation, Outcome.STOPPED, message=said, checkpoint=newest)
+            gone = Exited(action.attempt, Outcome.STOPPED, message=said, checkpoint=newest)
             self.handle(name, gone)
         except (BackendError, SpecError, OSError) as error:
-            _LOG.warning("generation %d of job %s: %s", action.generation, name, error)
-            failed = Exited(action.generation, Outcome.FAILED, message=str(error))
+            _LOG.warning("attempt %d of job %s: %s", action.attempt, name, error)
+            failed = Exited(action.attempt, Outcome.FAILED, message=str(error))
             self.handle(name, failed)
 
     def _stop(self, name: str, action: Stop) -> None:
         grace = self._grace if action.graceful else min(self._grace, HARD_GRACE)
         if not self._backend.stop(name, grace):
-            gone = Exited(action.generation, Outcome.FAILED, message="Nothing of it was running.")
+            gone = Exited(action.attempt, Outcome.FAILED, message="Nothing of it was running.")
             self.handle(name, gone)
 
     def _kill(self, name: str, action: Kill) -> None:
         if not self._backend.kill(name, action.why):
-            gone = Exited(action.generation, Outcome.FAILED, message=action.why)
+            gone = Exited(action.attempt, Outcome.FAILED, message=action.why)
             self.handle(name, gone)
 
     def _take_in_ends(self, reports: Sequence[Report]) -> None:
@@ -266,21 +266,21 @@ class Executor:
         for report, event in ends:
             if report.unsent is not None:
                 with suppress(UnknownJobError):  # it was deleted meanwhile
-                    take_unsent_report(self._store, report.unsent, report.job, event.generation)
+                    take_unsent_report(self._store, report.unsent, report.job, event.attempt)
         points = self._store.last_points([report.job for report, _ in ends])
         self.handle_all(
             [(each.job, self._completed(each.job, event, points)) for each, event in ends]
         )
         # Not before: the next scheduler could not tell how it ended.
         for report, event in ends:
-            self._backend.forget(report.job, event.generation)
+            self._backend.forget(report.job, event.attempt)
 
     def _completed(self, name: str, event: Exited, points: Mapping[str, Point]) -> Exited:
         """Add the progress of the training, which the backend does not know.
 
         A script that has trained before can start: the present failure may be transient.
         """
-        if event.cannot_start and any(map(_has_trained, self._store.generations(name))):
+        if event.cannot_start and any(map(_has_trained, self._store.attempts(name))):
             event = replace(event, cannot_start=False)
         point = points.get(name)
         # Of one that is not complete, the step says what it has saved.
@@ -296,5 +296,5 @@ def _frees(event: Event, job: JobRecord) -> bool:
     return job.phase.ended or job.phase is Phase.SUSPENDED or waits
 
 
-def _has_trained(record: GenerationRecord) -> bool:
+def _has_trained(record: AttemptRecord) -> bool:
     return record.first_step_at is not None or record.outcome == Outcome.STOPPED.value

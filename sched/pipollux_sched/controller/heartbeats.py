@@ -34,7 +34,7 @@ class LostReplica(NamedTuple):
     """A replica whose heartbeats have stopped."""
 
     job: str
-    generation: int
+    attempt: int
     replica: int
     seconds: float
     """How long ago it was heard of last."""
@@ -44,7 +44,7 @@ class StalledJob(NamedTuple):
     """A job whose replicas send heartbeats, always at the same step."""
 
     job: str
-    generation: int
+    attempt: int
     step: int
     """The highest step that any replica reported."""
     seconds: float
@@ -52,7 +52,7 @@ class StalledJob(NamedTuple):
 
 
 @dataclass
-class _Generation:
+class _Attempt:
     number: int
     last: dict[int, tuple[float, int | None]] = field(default_factory=dict)
     finished: set[int] = field(default_factory=set)
@@ -86,7 +86,7 @@ class _Generation:
 
 
 class Heartbeats:
-    """The last heartbeat of each replica of each job's present generation.
+    """The last heartbeat of each replica of each job's present attempt.
 
     Every method may be called from any thread.
 
@@ -104,37 +104,37 @@ class Heartbeats:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._jobs: dict[str, _Generation] = {}
+        self._jobs: dict[str, _Attempt] = {}
 
     def note(
         self,
         job: str,
-        generation: int,
+        attempt: int,
         replica: int,
         step: int | None = None,
         hang_timeout: float | None = None,
         *,
         finished: bool = False,
     ) -> bool:
-        """Record a heartbeat; one of an older generation than the last is ignored.
+        """Record a heartbeat; one of an older attempt than the last is ignored.
 
         Args:
             job: name of the job.
-            generation: number of the generation.
+            attempt: number of the attempt.
             replica: index of the pipeline replica.
             step: optimizer step that it reported; None: none.
             hang_timeout: seconds for which the job's step may stay the same; None: no limit, or
-                the generation has not taken its first step.
+                the attempt has not taken its first step.
             finished: whether the replica said that no more follow; it is not lost from then on.
 
         Returns:
-            Whether it is the first of this replica in the present generation.
+            Whether it is the first of this replica in the present attempt.
         """
         with self._lock:
             known = self._jobs.get(job)
-            if known is None or known.number < generation:
-                known = self._jobs[job] = _Generation(generation)
-            if known.number != generation:
+            if known is None or known.number < attempt:
+                known = self._jobs[job] = _Attempt(attempt)
+            if known.number != attempt:
                 return False
             first, now = replica not in known.last, self._clock()
             known.last[replica] = (now, step)
@@ -144,14 +144,14 @@ class Heartbeats:
             known.note_step(step, hang_timeout, now)
             return first
 
-    def expect(self, job: str, generation: int, replica: int, kept: KeptHeartbeat) -> None:
+    def expect(self, job: str, attempt: int, replica: int, kept: KeptHeartbeat) -> None:
         """Expect heartbeats from now on of a replica that an earlier scheduler heard.
 
         One that this scheduler has heard already keeps its last heartbeat.
         """
         with self._lock:
-            known = self._jobs.setdefault(job, _Generation(generation))
-            if known.number == generation:
+            known = self._jobs.setdefault(job, _Attempt(attempt))
+            if known.number == attempt:
                 known.last.setdefault(replica, (self._clock(), kept.step))
                 if kept.finished:
                     known.finished.add(replica)
@@ -185,7 +185,7 @@ class Heartbeats:
             ]
 
     def lingering(self, limit_seconds: float) -> list[tuple[str, int]]:
-        """Return the jobs, and generations, whose replicas have all finished long ago.
+        """Return the jobs, and attempts, whose replicas have all finished long ago.
 
         Their scripts have ended, and nobody hears of their processes any more.
         """
@@ -205,11 +205,11 @@ class Heartbeats:
             found = (known.stalled(job) for job, known in self._jobs.items())
             return [entry for entry in found if entry is not None]
 
-    def heard(self, job: str, generation: int) -> dict[int, Heard]:
-        """Return the last heartbeat of each replica of a generation that sent one."""
+    def heard(self, job: str, attempt: int) -> dict[int, Heard]:
+        """Return the last heartbeat of each replica of an attempt that sent one."""
         with self._lock:
             known = self._jobs.get(job)
-            if known is None or known.number != generation:
+            if known is None or known.number != attempt:
                 return {}
             now = self._clock()
             return {
@@ -217,11 +217,11 @@ class Heartbeats:
                 for replica, (last, step) in sorted(known.last.items())
             }
 
-    def forget(self, job: str, generation: int, replica: int | None = None) -> None:
-        """Expect no more heartbeats of a generation, or of one replica: it has ended, or will."""
+    def forget(self, job: str, attempt: int, replica: int | None = None) -> None:
+        """Expect no more heartbeats of an attempt, or of one replica: it has ended, or will."""
         with self._lock:
             known = self._jobs.get(job)
-            if known is None or known.number != generation:
+            if known is None or known.number != attempt:
                 return
             if replica is None:
                 del self._jobs[job]

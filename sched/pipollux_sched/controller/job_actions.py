@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import JobRecord, Store
 
-from .commands import Control
+from .commands import JobService
 
 __all__ = ["StoredJobs"]
 
@@ -20,7 +20,7 @@ class StoredJobs:
         control: carries out commands.
     """
 
-    def __init__(self, store: Store, control: Control) -> None:
+    def __init__(self, store: Store, control: JobService) -> None:
         self._store, self._control = store, control
 
     def version(self) -> int:
@@ -36,21 +36,21 @@ class StoredJobs:
         return {name: point.step for name, point in self._store.last_points().items()}
 
     def submit(self, spec: JobSpec) -> object:
-        """Submit a job: see `Control.submit`."""
+        """Submit a job: see `JobService.submit`."""
         return self._control.submit(spec)
 
     def suspend(self, name: str) -> object:
-        """Suspend a job: see `Control.suspend`."""
+        """Suspend a job: see `JobService.suspend`."""
         return self._control.suspend(name)
 
     def resume(self, name: str) -> object:
-        """Resume a job: see `Control.resume`."""
+        """Resume a job: see `JobService.resume`."""
         return self._control.resume(name)
 
     def cancel(self, name: str) -> object:
-        """Cancel a job: see `Control.cancel`."""
+        """Cancel a job: see `JobService.cancel`."""
         return self._control.cancel(name)
 
     def delete(self, name: str) -> object:
-        """Delete a job: see `Control.delete`."""
+        """Delete a job: see `JobService.delete`."""
         return self._control.delete(name)

@@ -1,4 +1,4 @@
-"""What the replicas of jobs and their newcomers tell each other through the scheduler.
+"""What the replicas of jobs and their joining replicas tell each other through the scheduler.
 
 Each replica says with its heartbeats where it is, and learns from the answers where others are and
 which membership is to be formed. What has to outlive the scheduler is in the store; the rest is
@@ -18,9 +18,9 @@ from pipollux_sched.lifecycle import (
     Event,
     JobState,
     LiveReady,
-    Parked,
     Survived,
     Switched,
+    WaitingToJoin,
 )
 
 __all__ = ["LiveBoard", "ReplicaAnswer", "ScriptPlace"]
@@ -43,7 +43,7 @@ LEADERS_RATE = 100.0
 class ScriptPlace(NamedTuple):
     """Where a job is in its script, and how its model is cut."""
 
-    generation: int
+    attempt: int
     epoch: int
     loop: int
     balance: tuple[int, ...]
@@ -82,16 +82,16 @@ class LiveBoard:
         Args:
             job: its name.
             state: its state.
-            replica: id of a replica of its present generation.
+            replica: id of a replica of its present attempt.
             word: what it says.
         """
         live = state.live
         with self._lock:
             if replica == live.replicas[0] and word.balance:
                 cut = word.balance, word.schedule
-                self._places[job] = ScriptPlace(state.generation, word.epoch, word.loop, *cut)
+                self._places[job] = ScriptPlace(state.attempt, word.epoch, word.loop, *cut)
             if word.store is not None:
-                self._stores[job] = state.generation, word.store
+                self._stores[job] = state.attempt, word.store
         return list(_events(state, replica, word))
 
     def answer(self, job: str, state: JobState, replica: int) -> ReplicaAnswer:
@@ -108,8 +108,8 @@ class LiveBoard:
         if change is not None:
             again = max(SOON * max(1.0, live.num_ids / MOST_SOON), changing)
         forming = change is not None and change.stage is ChangeStage.FORMING
-        store = known[1] if known is not None and known[0] == state.generation else None
-        here = place if place is not None and place.generation == state.generation else None
+        store = known[1] if known is not None and known[0] == state.attempt else None
+        here = place if place is not None and place.attempt == state.attempt else None
         joins = replica not in live.replicas
         return ReplicaAnswer(again, forming, here if joins else None, store)
 
@@ -128,20 +128,24 @@ class LiveBoard:
 
 
 def _events(state: JobState, replica: int, word: LiveStatus) -> Iterator[Event]:
-    generation, live, change = state.generation, state.live, state.live.change
+    attempt, live, change = state.attempt, state.live, state.live.change
     if replica == live.replicas[0] and word.balance and word.cannot != live.why_not:
-        yield LiveReady(generation, word.cannot)
+        yield LiveReady(attempt, word.cannot)
     if change is not None:
-        if word.parked and replica not in change.parked and replica in dict(live.newcomers):
-            yield Parked(generation, (replica,))
+        if (
+            word.waiting_to_join
+            and replica not in change.waiting_to_join
+            and replica in dict(live.joining)
+        ):
+            yield WaitingToJoin(attempt, (replica,))
         if word.refused == change.number:
-            yield ChangeRefused(generation, change.number, word.why, word.for_good)
+            yield ChangeRefused(attempt, change.number, word.why, word.for_good)
     # Replica 0 speaks for all.
     if word.membership <= live.number or word.replicas[:1] != (replica,):
         return
     now = set(word.replicas)
-    changed = change is not None and bool(now & {replica for replica, _ in live.newcomers})
+    changed = change is not None and bool(now & {replica for replica, _ in live.joining})
     if change is not None and (word.replicas == change.replicas or changed):
-        yield Switched(generation, change.number, word.step, word.seconds)
+        yield Switched(attempt, change.number, word.step, word.seconds)
     if change is None or word.replicas != change.replicas:
-        yield Survived(generation, word.membership, word.replicas, word.step, word.seconds)
+        yield Survived(attempt, word.membership, word.replicas, word.step, word.seconds)

@@ -11,8 +11,8 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pipollux_sched.backend import Generations, Node
-from pipollux_sched.lifecycle import Event, NewcomerLost, NodeLost
+from pipollux_sched.backend import Node, ReplicaGroupManager
+from pipollux_sched.lifecycle import Event, JoiningReplicaLost, NodeLost
 from pipollux_sched.store import NodeCondition, NodeRecord, Store
 
 __all__ = ["NodeWatch"]
@@ -34,7 +34,7 @@ class NodeWatch:
     def __init__(
         self,
         store: Store,
-        backend: Generations,
+        backend: ReplicaGroupManager,
         handle: Callable[[str, Event], object],
         *,
         settings: Mapping[str, Any],
@@ -49,7 +49,7 @@ class NodeWatch:
         self._listed: dict[str, Any] | None = None
         self._seen: Mapping[str, Node] | None = None
         self._moved: set[tuple[str, int, str]] = set()
-        """Jobs, generations and the nodes of theirs that they were told are lost."""
+        """Jobs, attempts and the nodes of theirs that they were told are lost."""
 
     def look(self) -> None:
         """Write what has changed since the last call into the store, and move jobs off lost nodes.
@@ -109,16 +109,16 @@ class NodeWatch:
 
     def _move_off(self, ready: set[str]) -> None:
         running = self._backend.running()
-        there = {(name, entry.generation) for name, entry in running.items()}
+        there = {(name, entry.attempt) for name, entry in running.items()}
         self._moved = {told for told in self._moved if told[:2] in there}
         for name, entry in running.items():
             for node in sorted(set(entry.nodes) - ready):
-                if (name, entry.generation, node) not in self._moved:
+                if (name, entry.attempt, node) not in self._moved:
                     why = f"Node {node} does not answer, or is no longer in the cluster."
-                    self._handle(name, NodeLost(entry.generation, why, node))
-                    self._moved.add((name, entry.generation, node))
-        for name, (generation, newcomers) in self._backend.newcomers().items():
-            for replica, node in newcomers.items():
+                    self._handle(name, NodeLost(entry.attempt, why, node))
+                    self._moved.add((name, entry.attempt, node))
+        for name, (attempt, joining) in self._backend.joining().items():
+            for replica, node in joining.items():
                 if node not in ready:
                     why = f"Node {node} does not answer, or is no longer in the cluster."
-                    self._handle(name, NewcomerLost(generation, replica, why))
+                    self._handle(name, JoiningReplicaLost(attempt, replica, why))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from pipollux_sched.backend import Generations
+from pipollux_sched.backend import ReplicaGroupManager
 from pipollux_sched.lifecycle import Adopt, NotAdopted, Recover
 from pipollux_sched.store import JobRecord, Store
 
@@ -16,16 +16,16 @@ _LOG = logging.getLogger(__name__)
 
 
 def take_over(
-    store: Store, backend: Generations, executor: Executor, url: str, grace: float
+    store: Store, backend: ReplicaGroupManager, executor: Executor, url: str, grace: float
 ) -> None:
-    """Adopt the generations that an earlier scheduler left running; end and restart the rest.
+    """Adopt the attempts that an earlier scheduler left running; end and restart the rest.
 
     Args:
         store: the scheduler's store.
         backend: runs the jobs.
         executor: applies events to jobs.
         url: URL of this scheduler.
-        grace: seconds that an ended generation has to checkpoint.
+        grace: seconds that an ended attempt has to checkpoint.
 
     Raises:
         BackendError: a process is left and cannot be ended.
@@ -35,21 +35,21 @@ def take_over(
     for process in backend.recover(grace):
         _LOG.warning("ended what an earlier scheduler had left: %s", process)
     for job in orphaned:
-        step = backend.saved_step(job.name, job.state.generation)
-        newest = backend.newest_checkpoint(job.name, job.state.generation) if step is None else None
+        step = backend.saved_step(job.name, job.state.attempt)
+        newest = backend.newest_checkpoint(job.name, job.state.attempt) if step is None else None
         executor.handle(job.name, Recover(step, newest))
 
 
-def _adopt(job: JobRecord, backend: Generations, executor: Executor, url: str) -> bool:
-    """Adopt the running generation of a job; return whether that is possible.
+def _adopt(job: JobRecord, backend: ReplicaGroupManager, executor: Executor, url: str) -> bool:
+    """Adopt the running attempt of a job; return whether that is possible.
 
     If not, the store records it before anything is ended: should this scheduler be killed, the
     next one must not count the end as the job's own failure.
     """
     if not job.state.running_on:
         return False
-    generation = job.state.generation
-    refusal = backend.adopt(job.name, generation, url, job.state.live)
-    found = Adopt(generation) if refusal is None else NotAdopted(generation, refusal)
+    attempt = job.state.attempt
+    refusal = backend.adopt(job.name, attempt, url, job.state.live)
+    found = Adopt(attempt) if refusal is None else NotAdopted(attempt, refusal)
     executor.handle(job.name, found)
     return refusal is None

@@ -1,7 +1,7 @@
-"""The last report of a generation, when no scheduler was there to receive it.
+"""The last report of an attempt, when no scheduler was there to receive it.
 
 The replica leaves it on its machine, and its agent brings it (`backend.result`). Once the
-generation has ended, the part that the store does not have yet is added, as if it had arrived in
+attempt has ended, the part that the store does not have yet is added, as if it had arrived in
 time.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipollux_protocol.messages import TrainingReport
-from pipollux_sched.store import StaleGenerationError, Store
+from pipollux_sched.store import StaleAttemptError, Store
 
 from .training_report import stored_points, stored_timeline
 
@@ -23,14 +23,14 @@ __all__ = ["take_unsent_report"]
 _LOG = logging.getLogger(__name__)
 
 
-def take_unsent_report(store: Store, body: Mapping[str, Any], job: str, generation: int) -> None:
-    """Add the unsent report of a generation that has ended; idempotent.
+def take_unsent_report(store: Store, body: Mapping[str, Any], job: str, attempt: int) -> None:
+    """Add the unsent report of an attempt that has ended; idempotent.
 
     Args:
         store: the scheduler's store.
         body: the report as the replica left it, unchecked.
         job: name of the job.
-        generation: the generation that has ended.
+        attempt: the attempt that has ended.
 
     Raises:
         UnknownJobError: there is no job of this name.
@@ -40,19 +40,19 @@ def take_unsent_report(store: Store, body: Mapping[str, Any], job: str, generati
     except ValidationError as error:
         _LOG.warning("the last report of job %s is left aside: %s", job, error)
         return
-    known = _last_step(store, job, generation)
+    known = _last_step(store, job, attempt)
     points = [point for point in stored_points(report) if point.step > known]
-    if report.generation != generation or not points:
+    if report.attempt != attempt or not points:
         return
     try:
-        store.add_report(job, generation, points, stored_timeline(report))
-    except StaleGenerationError:
+        store.add_report(job, attempt, points, stored_timeline(report))
+    except StaleAttemptError:
         return  # the job has restarted meanwhile, and reports by itself
 
 
-def _last_step(store: Store, job: str, generation: int) -> int:
-    """Return the last step that the store has of a generation; -1 if it has none."""
+def _last_step(store: Store, job: str, attempt: int) -> int:
+    """Return the last step that the store has of an attempt; -1 if it has none."""
     for event in store.latest_events(1, job=job, types=["progress"]):
-        if event["generation"] == generation:
+        if event["attempt"] == attempt:
             return int(event["step"])
     return -1

@@ -14,7 +14,7 @@ from pipollux_sched.lifecycle import (
     Event,
     Expire,
     HeartbeatLost,
-    NewcomerLost,
+    JoiningReplicaLost,
     Stalled,
     StartOverdue,
     can_survive,
@@ -74,7 +74,7 @@ class Watchdog:
         self._look_at_nodes = look_at_nodes
         self._tidy = tidy
         self._told_slow: set[tuple[str, int]] = set()
-        """Jobs and generations that are ended as they did not take their first step in time."""
+        """Jobs and attempts that are ended as they did not take their first step in time."""
 
     def run(self) -> None:
         """Check every second until the scheduler stops; now and then store heartbeats and prune."""
@@ -95,58 +95,58 @@ class Watchdog:
                 failures.failed(error)
 
     def look(self) -> None:
-        """End jobs whose deadline has passed, and generations that are lost or stalled."""
+        """End jobs whose deadline has passed, and attempts that are lost or stalled."""
         self._look_at_nodes()
         for job in self._store.overdue():
             self._let(job.name, Expire(_why_overdue(job)))
         told: set[tuple[str, int]] = set()
         for lost in self._heartbeats.lost(self._heartbeat_timeout):
-            if (lost.job, lost.generation) not in told and self._lose(lost):
-                told.add((lost.job, lost.generation))
-        for name, generation in self._heartbeats.lingering(EXIT_TIMEOUT):
-            self._let(name, HeartbeatLost(generation, _LINGERING))
-            self._heartbeats.forget(name, generation)
+            if (lost.job, lost.attempt) not in told and self._lose(lost):
+                told.add((lost.job, lost.attempt))
+        for name, attempt in self._heartbeats.lingering(EXIT_TIMEOUT):
+            self._let(name, HeartbeatLost(attempt, _LINGERING))
+            self._heartbeats.forget(name, attempt)
         for stalled in self._heartbeats.stalled():
-            self._let(stalled.job, Stalled(stalled.generation, _why_stalled(stalled)))
-            self._heartbeats.forget(stalled.job, stalled.generation)
+            self._let(stalled.job, Stalled(stalled.attempt, _why_stalled(stalled)))
+            self._heartbeats.forget(stalled.job, stalled.attempt)
         self._end_slow_starts()
 
     def _end_slow_starts(self) -> None:
-        """End generations that have run too long without a first step, each once."""
-        starting = {(job.name, job.generation): job for job in self._store.starting()}
+        """End attempts that have run too long without a first step, each once."""
+        starting = {(job.name, job.attempt): job for job in self._store.starting()}
         self._told_slow &= starting.keys()
         for key, job in starting.items():
             limit = job.spec.get("start_timeout", DEFAULT_START_TIMEOUT)
             if limit is None or key in self._told_slow or self._store.now - job.started_at < limit:
                 continue
-            self._let(job.name, StartOverdue(job.generation, _why_slow(limit)))
+            self._let(job.name, StartOverdue(job.attempt, _why_slow(limit)))
             self._told_slow.add(key)
 
     def _lose(self, lost: LostReplica) -> bool:
-        """Note a replica that is not heard of; return whether its generation ends with it."""
-        name, generation, replica, seconds = lost
+        """Note a replica that is not heard of; return whether its attempt ends with it."""
+        name, attempt, replica, seconds = lost
         # What is forgotten is so after it was stored: else it is tried again at the next check.
         if not self._takes_part(lost):
             why = f"Replica {replica} was not heard of for {seconds:.0f} s before it took part."
-            self._let(name, NewcomerLost(generation, replica, why))
-            self._heartbeats.forget(name, generation, replica)
+            self._let(name, JoiningReplicaLost(attempt, replica, why))
+            self._heartbeats.forget(name, attempt, replica)
             return False
         silent = f"Replica {replica} was not heard of for {seconds:.0f} s"
         if self._survives(lost):
-            self._let(name, HeartbeatLost(generation, f"{silent}, so it was ended.", replica))
-            self._heartbeats.forget(name, generation, replica)
+            self._let(name, HeartbeatLost(attempt, f"{silent}, so it was ended.", replica))
+            self._heartbeats.forget(name, attempt, replica)
             return False
-        self._let(name, HeartbeatLost(generation, f"{silent}, so all were ended."))
-        self._heartbeats.forget(name, generation)
+        self._let(name, HeartbeatLost(attempt, f"{silent}, so all were ended."))
+        self._heartbeats.forget(name, attempt)
         return True
 
     def _survives(self, lost: LostReplica) -> bool:
-        """Return whether the other replicas of a generation go on without this one."""
+        """Return whether the other replicas of an attempt go on without this one."""
         try:
             state = self._store.job(lost.job).state
         except UnknownJobError:
             return False
-        return state.generation == lost.generation and can_survive(state, [lost.replica])
+        return state.attempt == lost.attempt and can_survive(state, [lost.replica])
 
     def _takes_part(self, lost: LostReplica) -> bool:
         """Return whether a replica takes part; others are about to join, or have left."""
@@ -154,7 +154,7 @@ class Watchdog:
             state = self._store.job(lost.job).state
         except UnknownJobError:
             return True
-        return state.generation != lost.generation or lost.replica in state.live.replicas
+        return state.attempt != lost.attempt or lost.replica in state.live.replicas
 
     def _let(self, name: str, event: Event) -> None:
         try:

@@ -22,7 +22,7 @@ def pace_of(job: PastJob, app: HistoryApplication) -> float:
         app: its model.
     """
     predicted = 0.0
-    for one in job.generations:
+    for one in job.attempts:
         if one.first_step_at is None or not one.nodes:
             continue
         ends = (one.stopping_at, one.ended_at, job.until)

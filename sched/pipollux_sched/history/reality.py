@@ -1,6 +1,6 @@
 """What really happened, in the form of a simulation's outcome, so that both can be compared.
 
-Slots count as held from a generation's creation to its end, as the scheduler counts them. What lies
+Slots count as held from an attempt's creation to its end, as the scheduler counts them. What lies
 after the moment up to which a job is replayed is left out.
 """
 
@@ -17,7 +17,7 @@ from pipollux_policies import Contention
 from pipollux_sched.allocator.learned_lengths import family_name
 from pipollux_sched.lifecycle import Phase
 from pipollux_sched.spec.teams import TeamsSpec
-from pipollux_sched.store import GenerationRecord
+from pipollux_sched.store import AttemptRecord
 from pipollux_simulator.engine.isolated import IsolatedTimes
 from pipollux_simulator.engine.job import Interval
 from pipollux_simulator.engine.outcome import JobOutcome, SimulationOutcome
@@ -82,8 +82,8 @@ def _outcome(job: PastJob, begin: float, isolated: float, teams: TeamsSpec | Non
     )
 
 
-def _before_end(job: PastJob) -> list[GenerationRecord]:
-    return [one for one in job.generations if one.created_at < job.until]
+def _before_end(job: PastJob) -> list[AttemptRecord]:
+    return [one for one in job.attempts if one.created_at < job.until]
 
 
 def _intervals(job: PastJob, begin: float) -> Iterator[Interval]:
@@ -100,7 +100,7 @@ def _slots(history: SchedulerHistory, jobs: Iterable[PastJob]) -> dict[str, int]
     slots = {name: node.resources.get("slots", 0) for name, node in history.nodes.items()}
     gone: Counter[str] = Counter()
     for job in jobs:
-        for one in job.generations:
+        for one in job.attempts:
             for node, replicas in Counter(one.nodes).items():
                 gone[node] = max(gone[node], replicas * one.num_stages)
     return {**{name: held for name, held in sorted(gone.items()) if name not in slots}, **slots}

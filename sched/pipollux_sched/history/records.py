@@ -19,7 +19,7 @@ from pipollux_sched.allocator.learned_lengths import whole_samples
 from pipollux_sched.lifecycle import Phase
 from pipollux_sched.spec.job import JobSpec, NodeSpec, SpecError, parse_job
 from pipollux_sched.spec.teams import TeamsSpec
-from pipollux_sched.store import GenerationRecord, JobRecord, Store
+from pipollux_sched.store import AttemptRecord, JobRecord, Store
 from pipollux_sched.store.families import key_of
 from pipollux_sched.views.teams import stored_teams
 
@@ -47,7 +47,7 @@ class PastJob:
     until: float
     """When it was complete or, if it is not, when it sent its last hints."""
     phase: Phase
-    generations: tuple[GenerationRecord, ...]
+    attempts: tuple[AttemptRecord, ...]
     """From its first start on, each membership by itself."""
     lineage: Any
     """What it shares with the jobs that inherit from it."""
@@ -87,10 +87,10 @@ def read_history(store: Store) -> SchedulerHistory:
     Raises:
         SpecError: nodes or teams are of another version.
     """
-    generations: defaultdict[str, list[GenerationRecord]] = defaultdict(list)
-    for record, _ in store.overview.generations_since(0.0, _ALL):
-        generations[record.job].append(record)
-    reader = _JobReader(store, generations)
+    attempts: defaultdict[str, list[AttemptRecord]] = defaultdict(list)
+    for record, _ in store.overview.attempts_since(0.0, _ALL):
+        attempts[record.job].append(record)
+    reader = _JobReader(store, attempts)
     found = [reader.read(job) for job in store.jobs()]
     settings = next(iter(store.latest_events(1, types=["cluster"])), {})
     nodes = {
@@ -120,9 +120,9 @@ def _policy_name(logged: str) -> str | None:
 class _JobReader:
     """Reads jobs of a store; what is asked for all of them at once it asks for once."""
 
-    def __init__(self, store: Store, generations: Mapping[str, list[GenerationRecord]]) -> None:
+    def __init__(self, store: Store, attempts: Mapping[str, list[AttemptRecord]]) -> None:
         self._store = store
-        self._generations = generations
+        self._attempts = attempts
         self._hints, self._times = store.hints(), store.overview.hint_times()
         self._points = store.last_points()
 
@@ -130,8 +130,8 @@ class _JobReader:
         """Return a job as it can be replayed, or why it cannot."""
         began = [
             record
-            for record in self._generations.get(job.name, ())
-            if record.generation >= job.state.first_generation
+            for record in self._attempts.get(job.name, ())
+            if record.attempt >= job.state.first_attempt
         ]
         if not began:
             return LeftOut(job.name, "never started")
@@ -171,7 +171,7 @@ class _JobReader:
 
     def _submitted(self, job: JobRecord) -> float:
         """Return when it was submitted, or was last to start from scratch."""
-        if job.state.first_generation > 1:
+        if job.state.first_attempt > 1:
             again = self._store.latest_events(1, job=job.name, types=["rerun"])
             return float(again[0]["time"]) if again else job.submitted_at
         return job.submitted_at

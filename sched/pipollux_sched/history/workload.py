@@ -1,8 +1,9 @@
 """A history as a workload: jobs come when they came, and changes cost them what they cost.
 
-What a start, a restart or a live change costs a job is the average of its own. A job that had none
-takes the median of all jobs; live changes only of its family, as it may not be able to make them.
-The policy is told what the scheduler tells it: the assumed price until the job has paid its own.
+The cost of a start, a restart or an elastic resize is the average of the job's own. A job without
+any takes the median of all jobs, and for elastic resizes the median of its family, as other jobs
+may not be able to resize. The policy gets the assumed cost until the job has measured one, as it
+does from the scheduler.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from pipollux_policies import DEFAULT_RESCALE_SECONDS, NodeInfo
 from pipollux_sched.allocator.job_infos import replica_cap
 from pipollux_sched.allocator.learned_lengths import family_name
-from pipollux_sched.store import GenerationRecord
+from pipollux_sched.store import AttemptRecord
 from pipollux_sched.store.restart_cost import moving_average
 from pipollux_simulator.applications.registry import fits
 from pipollux_simulator.experiment import Workload
@@ -59,7 +60,7 @@ def replay(
         name: of the workload.
         first: only so many jobs, the first ones; None: all.
         restart_seconds: what every start and restart costs; None: what was measured.
-        rescale_seconds: what every live change costs; None: what was measured.
+        rescale_seconds: what every elastic resize costs; None: what was measured.
 
     Raises:
         ValueError: no job is left.
@@ -144,7 +145,7 @@ class _Prices:
     """What changes cost jobs, in seconds without training."""
 
     def __init__(self, jobs: Sequence[PastJob], assumed: float) -> None:
-        starts = [cost for job in jobs for cost in _start_costs(job.generations)]
+        starts = [cost for job in jobs for cost in _start_costs(job.attempts)]
         restarts = [cost for job in jobs for cost in _known(_restarts(job))]
         self._assumed = assumed
         self._start = median(starts) if starts else assumed
@@ -161,7 +162,7 @@ class _Prices:
         """Return the prices of a job: those given, else measured ones."""
         pauses = self._pause.get(family_name(job.spec))
         rescale = moving_average(_known(_pauses(job)), -1.0 if pauses is None else pauses)
-        start = moving_average(_start_costs(job.generations), self._start)
+        start = moving_average(_start_costs(job.attempts), self._start)
         restart = moving_average(_known(_restarts(job)), self._restart)
         if restart_seconds is not None:
             start = restart = restart_seconds
@@ -176,21 +177,21 @@ class _Prices:
         }
 
 
-def _start_costs(generations: Iterable[GenerationRecord]) -> list[float]:
+def _start_costs(attempts: Iterable[AttemptRecord]) -> list[float]:
     """Return the seconds from each start that was no restart to its first step."""
     return [
         max(one.first_step_at - one.created_at, 0.0)
-        for one in generations
+        for one in attempts
         if one.membership == 1 and one.restart_seconds is None and one.first_step_at is not None
     ]
 
 
 def _restarts(job: PastJob) -> list[float | None]:
-    return [one.restart_seconds for one in job.generations]
+    return [one.restart_seconds for one in job.attempts]
 
 
 def _pauses(job: PastJob) -> list[float | None]:
-    return [one.pause_seconds for one in job.generations]
+    return [one.pause_seconds for one in job.attempts]
 
 
 def _known(values: Iterable[float | None]) -> list[float]:

@@ -41,44 +41,44 @@ class Allocate:
 
 @dataclass(frozen=True)
 class Started:
-    """The processes of a generation are there."""
+    """The processes of an attempt are there."""
 
-    generation: int
+    attempt: int
     replicas: tuple[str, ...]
     """What the cluster's own tools know each replica by: a process id, a step, a pod."""
 
 
 @dataclass(frozen=True)
 class FirstStep:
-    """A generation reported its first optimizer step."""
+    """An attempt reported its first optimizer step."""
 
-    generation: int
+    attempt: int
     step: int
     restart_seconds: float | None = None
 
 
 @dataclass(frozen=True)
 class LiveReady:
-    """The replicas of a generation say whether others can join and leave while they train."""
+    """The replicas of an attempt say whether others can join and leave while they train."""
 
-    generation: int
+    attempt: int
     why_not: str | None = None
     """Why they cannot; None: they can."""
 
 
 @dataclass(frozen=True)
-class Parked:
-    """Newcomers wait at the loop that the others are in."""
+class WaitingToJoin:
+    """Joining replicas wait at the loop that the others are in."""
 
-    generation: int
+    attempt: int
     replicas: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Switched:
-    """The replicas of a generation train in another membership."""
+    """The replicas of an attempt train in another membership."""
 
-    generation: int
+    attempt: int
     number: int
     """Of the membership."""
     step: int | None = None
@@ -89,9 +89,9 @@ class Switched:
 
 @dataclass(frozen=True)
 class Survived:
-    """Replicas of a generation were lost, and the others go on training in another membership."""
+    """Replicas of an attempt were lost, and the others go on training in another membership."""
 
-    generation: int
+    attempt: int
     number: int
     """Of the membership."""
     replicas: tuple[int, ...]
@@ -104,7 +104,7 @@ class Survived:
 class ChangeRefused:
     """A replica has given up a membership that was to be formed: it does not come about."""
 
-    generation: int
+    attempt: int
     number: int
     why: str
     for_good: bool = False
@@ -112,28 +112,28 @@ class ChangeRefused:
 
 
 @dataclass(frozen=True)
-class NewcomerLost:
+class JoiningReplicaLost:
     """A replica has ended, or was not heard of, before it took part."""
 
-    generation: int
+    attempt: int
     replica: int
     why: str
 
 
 @dataclass(frozen=True)
 class ChangeOverdue:
-    """The newcomers of a membership are not all there, and should have been."""
+    """The joining replicas of a membership are not all there, and should have been."""
 
-    generation: int
+    attempt: int
     number: int
     why: str
 
 
 @dataclass(frozen=True)
 class Exited:
-    """The last process of a generation has ended."""
+    """The last process of an attempt has ended."""
 
-    generation: int
+    attempt: int
     outcome: Outcome
     step: int | None = None
     """The step at which it ended, and saved; None: it did not save, or nobody knows."""
@@ -147,9 +147,9 @@ class Exited:
 
 @dataclass(frozen=True)
 class Retry:
-    """The wait after the failure of `generation` is over."""
+    """The wait after the failure of `attempt` is over."""
 
-    generation: int
+    attempt: int
 
 
 @dataclass(frozen=True)
@@ -176,9 +176,9 @@ class Expire:
 
 @dataclass(frozen=True)
 class HeartbeatLost:
-    """A replica that takes part in a generation has not been heard of for too long."""
+    """A replica that takes part in an attempt has not been heard of for too long."""
 
-    generation: int
+    attempt: int
     why: str
     replica: int | None = None
     """Which one; None: all of them are to end."""
@@ -186,25 +186,25 @@ class HeartbeatLost:
 
 @dataclass(frozen=True)
 class Stalled:
-    """The replicas of a generation give signs of life, but its step has not grown for too long."""
+    """The replicas of an attempt give signs of life, but its step has not grown for too long."""
 
-    generation: int
+    attempt: int
     why: str
 
 
 @dataclass(frozen=True)
 class StartOverdue:
-    """The processes of a generation have run for too long without a first step."""
+    """The processes of an attempt have run for too long without a first step."""
 
-    generation: int
+    attempt: int
     why: str
 
 
 @dataclass(frozen=True)
 class NodeLost:
-    """A node that holds replicas of a generation is dead; the job is not to blame."""
+    """A node that holds replicas of an attempt is dead; the job is not to blame."""
 
-    generation: int
+    attempt: int
     why: str
     node: str | None = None
     """Which one; None: all of them are to end."""
@@ -217,16 +217,16 @@ class Shutdown:
 
 @dataclass(frozen=True)
 class Adopt:
-    """A new scheduler has found a generation that runs, or has ended, and looks after it now."""
+    """A new scheduler has found an attempt that runs, or has ended, and looks after it now."""
 
-    generation: int
+    attempt: int
 
 
 @dataclass(frozen=True)
 class NotAdopted:
-    """A new scheduler has found a generation that it cannot look after, and is about to end it."""
+    """A new scheduler has found an attempt that it cannot look after, and is about to end it."""
 
-    generation: int
+    attempt: int
     why: str
 
 
@@ -247,11 +247,11 @@ Event: TypeAlias = (
     | Started
     | FirstStep
     | LiveReady
-    | Parked
+    | WaitingToJoin
     | Switched
     | Survived
     | ChangeRefused
-    | NewcomerLost
+    | JoiningReplicaLost
     | ChangeOverdue
     | Exited
     | Retry
@@ -272,9 +272,9 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True)
 class Start:
-    """Start a generation, one replica per entry of `nodes`."""
+    """Start an attempt, one replica per entry of `nodes`."""
 
-    generation: int
+    attempt: int
     nodes: tuple[str, ...]
     num_stages: int | None = None
     """K of each replica, as in `Allocate`."""
@@ -282,9 +282,9 @@ class Start:
 
 @dataclass(frozen=True)
 class Stop:
-    """Ask the processes of a generation to stop, and see to it that they do."""
+    """Ask the processes of an attempt to stop, and see to it that they do."""
 
-    generation: int
+    attempt: int
     why: str
     graceful: bool = True
     """False: nothing was trained yet, so there is no checkpoint worth waiting for."""
@@ -292,18 +292,18 @@ class Stop:
 
 @dataclass(frozen=True)
 class StartReplicas:
-    """Start replicas that join those of a generation which train."""
+    """Start replicas that join those of an attempt which train."""
 
-    generation: int
+    attempt: int
     replicas: tuple[tuple[int, str], ...]
     """Id and node of each."""
 
 
 @dataclass(frozen=True)
 class EndReplicas:
-    """See to it that replicas of a generation end while the others train."""
+    """See to it that replicas of an attempt end while the others train."""
 
-    generation: int
+    attempt: int
     replicas: tuple[int, ...]
     at_once: bool
     """False: they have left, and end by themselves."""
@@ -313,24 +313,24 @@ class EndReplicas:
 class GiveUpAfter:
     """Send a `ChangeOverdue` of this membership when `seconds` have passed."""
 
-    generation: int
+    attempt: int
     number: int
     seconds: float
 
 
 @dataclass(frozen=True)
 class Kill:
-    """End the processes of a generation that cannot be asked any more."""
+    """End the processes of an attempt that cannot be asked any more."""
 
-    generation: int
+    attempt: int
     why: str
 
 
 @dataclass(frozen=True)
 class RetryAfter:
-    """Send a `Retry` of this generation when `seconds` have passed."""
+    """Send a `Retry` of this attempt when `seconds` have passed."""
 
-    generation: int
+    attempt: int
     seconds: float
 
 
@@ -339,7 +339,7 @@ class Record:
     """Write an event into the log, in the transaction that changes the state."""
 
     type: str
-    generation: int | None
+    attempt: int | None
     data: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -34,26 +34,26 @@ def _running(state: JobState) -> Iterator[tuple[str, bool]]:
     runs = bool(state.running_on)
     moves = state.intent is Intent.MOVE
     yield (
-        "a job is Running exactly while it has a generation that does not move",
+        "a job is Running exactly while it has an attempt that does not move",
         ((state.phase is Phase.RUNNING) == (runs and not moves)),
     )
     yield "a job that moves is Restarting", not moves or state.phase is Phase.RESTARTING
-    yield "only a running generation has an intent", runs or state.intent is None
-    yield "only a running generation trains", runs or not state.training
+    yield "only a running attempt has an intent", runs or state.intent is None
+    yield "only a running attempt trains", runs or not state.training
     yield (
-        "only a running generation has a number of stages",
+        "only a running attempt has a number of stages",
         (runs or state.running_stages is None),
     )
-    yield "what runs is a generation of a number", not runs or state.generation > 0
-    first = state.first_generation
+    yield "what runs is an attempt of a number", not runs or state.attempt > 0
+    first = state.first_attempt
     yield (
-        "a run begins with a generation that there was, or with the next one",
-        1 <= first <= state.generation + 1,
+        "a run begins with an attempt that there was, or with the next one",
+        1 <= first <= state.attempt + 1,
     )
-    yield "what runs belongs to the present run", not runs or first <= state.generation
+    yield "what runs belongs to the present run", not runs or first <= state.attempt
     running = state.running_on, state.running_stages
     yield (
-        "a generation that may run on is what was assigned",
+        "an attempt that may run on is what was assigned",
         (
             not runs
             or state.intent is not None
@@ -74,15 +74,15 @@ def _live(state: JobState) -> Iterator[tuple[str, bool]]:
     if change is None:
         return
     yield "only what trains is changed live", state.training and state.intent is None
-    yield "a live change leads to a new membership", live.number < change.number == live.highest
-    yield "some replica survives a live change", bool(set(live.replicas) & set(change.replicas))
+    yield "an elastic resize leads to a new membership", live.number < change.number == live.highest
+    yield "some replica survives an elastic resize", bool(set(live.replicas) & set(change.replicas))
     yield (
-        "a live change leads to what was assigned",
+        "an elastic resize leads to what was assigned",
         (change.nodes, state.running_stages) == (state.assigned, state.num_stages),
     )
     forming = change.stage is ChangeStage.FORMING
-    waiting = {replica for replica, _ in live.newcomers} - set(change.parked)
-    yield "replicas form their groups when all newcomers wait", forming != bool(waiting)
+    waiting = {replica for replica, _ in live.joining} - set(change.waiting_to_join)
+    yield "replicas form their groups when all joining replicas wait", forming != bool(waiting)
 
 
 def _waiting(state: JobState) -> Iterator[tuple[str, bool]]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from .events import Action, Record, Recover, Rerun, Stop
-from .live_changes import again
+from .resizes import again
 from .state import Intent, JobState, Phase
 from .steps import (
     DEADLINE,
@@ -25,7 +25,7 @@ from .steps import (
 )
 
 _FINAL = (Intent.CANCEL, Intent.EXPIRE)
-"""What a generation is stopped for when the job ends with it."""
+"""What an attempt is stopped for when the job ends with it."""
 
 
 def cancel(state: JobState, now: float) -> Transition:
@@ -52,7 +52,7 @@ def suspend(state: JobState, now: float) -> Transition:
     if state.phase.ended or state.suspended or state.intent in _FINAL:
         return state, ()
     suspended = replace(state, suspended=True)
-    record = Record("suspended", state.generation or None)
+    record = Record("suspended", state.attempt or None)
     if not state.running_on:
         return set_aside(suspended, now), (record,)
     message = "The job was suspended by its user and is being stopped."
@@ -68,7 +68,7 @@ def resume(state: JobState, now: float) -> Transition:
     if state.phase.ended or not state.suspended:
         return state, ()
     free = replace(state, suspended=False)
-    record = Record("resumed", state.generation or None)
+    record = Record("resumed", state.attempt or None)
     if state.running_on:  # it still stops; then it waits as one that the allocator suspended
         return free, (record,)
     message = "The job was resumed, and waits for the allocator."
@@ -83,9 +83,9 @@ def rerun(state: JobState, event: Rerun, now: float) -> Transition:
     nothing_left = state.phase is Phase.COMPLETE and not event.from_scratch
     if not state.phase.ended or nothing_left:
         return state, ()
-    first = state.generation + 1 if event.from_scratch else state.first_generation
+    first = state.attempt + 1 if event.from_scratch else state.first_attempt
     where = "the start" if event.from_scratch else "its last checkpoint"
-    fresh = replace(state, failures=0, max_restarts=event.max_restarts, first_generation=first)
+    fresh = replace(state, failures=0, max_restarts=event.max_restarts, first_attempt=first)
     record = Record("rerun", None, {"from_scratch": event.from_scratch})
     message = f"The job is run again, from {where}."
     return enter(fresh, Phase.CREATED, "RunAgain", message, now), (record,)
@@ -105,29 +105,27 @@ def shutdown(state: JobState, now: float) -> Transition:
     return state, ()
 
 
-def adopt(state: JobState, generation: int) -> Transition:
-    """Take over a generation whose processes outlived the scheduler that had started them.
+def adopt(state: JobState, attempt: int) -> Transition:
+    """Take over an attempt whose processes outlived the scheduler that had started them.
 
     One that was being stopped is asked once more: whether it heard the first time is not known.
     """
-    if state.phase.ended or not state.running_on or generation != state.generation:
+    if state.phase.ended or not state.running_on or attempt != state.attempt:
         return state, ()
-    actions: tuple[Action, ...] = (
-        Record("adopted", generation, {"nodes": list(state.running_on)}),
-    )
+    actions: tuple[Action, ...] = (Record("adopted", attempt, {"nodes": list(state.running_on)}),)
     if state.intent is not None:
-        actions += (Stop(generation, state.message, graceful=state.training),)
+        actions += (Stop(attempt, state.message, graceful=state.training),)
     return state, (*actions, *again(state))
 
 
-def not_adopted(state: JobState, generation: int, why: str, now: float) -> Transition:
-    """End a generation that a new scheduler cannot look after; it is no failure.
+def not_adopted(state: JobState, attempt: int, why: str, now: float) -> Transition:
+    """End an attempt that a new scheduler cannot look after; it is no failure.
 
     One that was being stopped already still is, for the reason that it was stopped for.
     """
-    if state.phase.ended or not state.running_on or generation != state.generation:
+    if state.phase.ended or not state.running_on or attempt != state.attempt:
         return state, ()
-    actions = (Record("stopping", generation, {"why": why}),)
+    actions = (Record("stopping", attempt, {"why": why}),)
     if state.intent is not None:
         return state, actions
     changes: dict[str, Any] = {"assigned": (), "intent": Intent.REPLACE}
@@ -138,7 +136,7 @@ def recover(state: JobState, event: Recover, now: float) -> Transition:
     """Queue a job of which a new scheduler has found nothing running."""
     if state.phase.ended:
         return state, ()
-    stopped = stopped_record(state.generation, event.step, event.checkpoint)
+    stopped = stopped_record(state.attempt, event.step, event.checkpoint)
     lost = (stopped,) if state.running_on else ()
     gone = replace(
         state, assigned=(), running_on=(), running_stages=None, training=False, intent=None
@@ -155,6 +153,6 @@ def recover(state: JobState, event: Recover, now: float) -> Transition:
 def _stopping(
     state: JobState, reason: str, message: str, why: str, now: float, **changes: Any
 ) -> Transition:
-    """Ask the running generation to stop, unless it was asked already; say what for."""
+    """Ask the running attempt to stop, unless it was asked already; say what for."""
     actions = stop(state, why) if state.intent is None else ()
     return enter(state, Phase.RUNNING, reason, message, now, **changes), actions

@@ -32,7 +32,7 @@ class Phase(StrEnum):
 
 
 class Intent(StrEnum):
-    """What a running generation is being stopped for."""
+    """What a running attempt is being stopped for."""
 
     MOVE = "move"
     SUSPEND = "suspend"
@@ -44,12 +44,12 @@ class Intent(StrEnum):
 
 
 class Outcome(StrEnum):
-    """How the processes of a generation ended."""
+    """How the processes of an attempt ended."""
 
     COMPLETE = "complete"
     """Every replica ended with exit status 0."""
     STOPPED = "stopped"
-    """The replicas agreed to stop and left a checkpoint with the marker of this generation."""
+    """The replicas agreed to stop and left a checkpoint with the marker of this attempt."""
     FAILED = "failed"
     """Anything else."""
 
@@ -67,17 +67,17 @@ class Condition:
 
 
 class ChangeStage(StrEnum):
-    """How far a live change has come."""
+    """How far an elastic resize has come."""
 
     STARTING = "starting"
-    """Newcomers are started, and go to where the others are in the script."""
+    """Joining replicas are started, and go to where the others are in the script."""
     FORMING = "forming"
     """All replicas that are to take part form their groups; then the job changes by itself."""
 
 
 @dataclass(frozen=True)
 class LiveChange:
-    """A change of replicas while those that stay go on training."""
+    """A change of replicas while the surviving replicas go on training."""
 
     number: int
     """Of the membership that it leads to."""
@@ -86,16 +86,16 @@ class LiveChange:
     nodes: tuple[str, ...]
     """Node of each."""
     stage: ChangeStage
-    parked: tuple[int, ...] = ()
-    """Newcomers that wait to take part."""
+    waiting_to_join: tuple[int, ...] = ()
+    """Joining replicas that wait to take part."""
 
 
 @dataclass(frozen=True)
 class LiveState:
-    """Who takes part in the running generation, and what of that is being changed.
+    """Who takes part in the running attempt, and what of that is being changed.
 
-    Inside a generation there are memberships 1, 2, …, each a list of replicas. A replica's id is
-    never used twice in a generation; its rank is its place in the list.
+    Inside an attempt there are memberships 1, 2, …, each a list of replicas. A replica's id is
+    never used twice in an attempt; its rank is its place in the list.
     """
 
     number: int = 0
@@ -109,8 +109,7 @@ class LiveState:
     why_not: str | None = "its replicas have not said that they can join and leave"
     """Why it cannot be changed live, so that it is restarted instead; None: it can."""
     failures: int = 0
-    """Live changes that did not come about, and times that replicas were lost, one soon after the
-    other."""
+    """Elastic resizes that failed, and times that replicas were lost, one soon after the other."""
     failed_at: float = 0.0
     """When the last of them was, in seconds since the epoch."""
     change: LiveChange | None = None
@@ -120,7 +119,7 @@ class LiveState:
 
     # Each heartbeat asks for these, and a job may have thousands of replicas.
     @cached_property
-    def newcomers(self) -> tuple[tuple[int, str], ...]:
+    def joining(self) -> tuple[tuple[int, str], ...]:
         """Ids and nodes of the replicas that are about to join."""
         if self.change is None:
             return ()
@@ -143,7 +142,7 @@ class JobState:
 
     phase: Phase = Phase.CREATED
     conditions: tuple[Condition, ...] = ()
-    generation: int = 0
+    attempt: int = 0
     """Number of the last one; 0 before the first."""
     assigned: tuple[str, ...] = ()
     """Node of each replica as decided last; empty when the job holds nothing."""
@@ -151,26 +150,26 @@ class JobState:
     """K of these replicas; while the job holds nothing, of the last that it held. None: it never
     held any, or K is the one that it was submitted with."""
     running_on: tuple[str, ...] = ()
-    """Node of each replica of the generation that runs (or is being started); empty when none."""
+    """Node of each replica of the attempt that runs (or is being started); empty when none."""
     running_stages: int | None = None
     """K of these replicas; None: as for `num_stages`."""
     training: bool = False
-    """Whether the running generation has reported its first step."""
+    """Whether the running attempt has reported its first step."""
     live: LiveState = LiveState()
-    """Which replicas take part in the running generation."""
+    """Which replicas take part in the running attempt."""
     intent: Intent | None = None
-    """What the running generation is being stopped for; None while it may run on."""
+    """What the running attempt is being stopped for; None while it may run on."""
     suspended: bool = False
     """Whether its user suspended it, so that it gets nothing until it is resumed."""
     failures: int = 0
-    """How often a generation ended by itself without being complete, since one trained for long."""
+    """How often an attempt ended by itself without being complete, since one trained for long."""
     interruptions: int = 0
-    """How often in a row a generation was taken away, by the cluster or a person, before it had
+    """How often in a row an attempt was taken away, by the cluster or a person, before it had
     trained."""
     max_restarts: int = 3
     """How many such failures lead to a restart."""
-    first_generation: int = 1
-    """Number of the generation that the present run begins with: what was saved before it is left
+    first_attempt: int = 1
+    """Number of the attempt that the present run begins with: what was saved before it is left
     alone."""
 
     @property
@@ -180,8 +179,8 @@ class JobState:
 
     @property
     def nodes_in_use(self) -> tuple[str, ...]:
-        """Node of each replica that runs or is being started, newcomers too."""
-        return (*self.running_on, *(node for _, node in self.live.newcomers))
+        """Node of each replica that runs or is being started, joining replicas too."""
+        return (*self.running_on, *(node for _, node in self.live.joining))
 
     @property
     def reason(self) -> str:

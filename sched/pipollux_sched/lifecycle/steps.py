@@ -40,18 +40,18 @@ def with_condition(
     return (*others, Condition(phase, True, reason, message, since))
 
 
-def stopped_record(generation: int, step: int | None, checkpoint: int | None) -> Record:
+def stopped_record(attempt: int, step: int | None, checkpoint: int | None) -> Record:
     """Return the record of a stop: where it saved, or else from where the job goes on.
 
     Args:
-        generation: which one has ended.
+        attempt: which one has ended.
         step: at which it has saved; None: it has not.
         checkpoint: the step of the newest checkpoint; None: nobody knows.
     """
     data: dict[str, Any] = {"step": step}
     if step is None and checkpoint is not None:
         data["checkpoint"] = checkpoint
-    return Record("stopped", generation, data)
+    return Record("stopped", attempt, data)
 
 
 def enter(
@@ -67,36 +67,36 @@ def enter(
         entered = replace(entered, **_AT_REST)
     if not entered.running_on:
         return replace(entered, live=LiveState())
-    if entered.intent is not None:  # it stops with all its replicas, newcomers too
+    if entered.intent is not None:  # it stops with all its replicas, joining replicas too
         return replace(entered, live=replace(entered.live, change=None))
     return entered
 
 
 def start(state: JobState, message: str, now: float) -> Transition:
-    """Start the next generation where `state.assigned` says."""
-    generation, num_replicas = state.generation + 1, len(state.assigned)
+    """Start the next attempt where `state.assigned` says."""
+    attempt, num_replicas = state.attempt + 1, len(state.assigned)
     started = enter(
         state,
         Phase.RUNNING,
         "Starting",
         message,
         now,
-        generation=generation,
+        attempt=attempt,
         running_on=state.assigned,
         running_stages=state.num_stages,
         training=False,
         intent=None,
         live=LiveState(1, tuple(range(num_replicas)), num_replicas, highest=1),
     )
-    return started, (Start(generation, state.assigned, state.num_stages),)
+    return started, (Start(attempt, state.assigned, state.num_stages),)
 
 
 def stop(state: JobState, why: str) -> tuple[Action, ...]:
-    """Ask the running generation to save and end."""
-    generation = state.generation
+    """Ask the running attempt to save and end."""
+    attempt = state.attempt
     return (
-        Record("stopping", generation, {"why": why}),
-        Stop(generation, why, graceful=state.training),
+        Record("stopping", attempt, {"why": why}),
+        Stop(attempt, why, graceful=state.training),
     )
 
 
@@ -104,10 +104,10 @@ def ended_early(state: JobState, intent: Intent, now: float) -> Transition:
     """End a job that was cancelled, or whose deadline has passed, now that nothing of it runs."""
     if intent is Intent.EXPIRE:
         why = state.message if state.reason == DEADLINE else "The job's deadline has passed."
-        record = Record("failed", state.generation or None, {"why": why})
+        record = Record("failed", state.attempt or None, {"why": why})
         return enter(state, Phase.FAILED, DEADLINE, why, now), (record,)
     ended = enter(state, Phase.FAILED, CANCELLED, "The job was cancelled.", now)
-    return ended, (Record("cancelled", state.generation or None),)
+    return ended, (Record("cancelled", state.attempt or None),)
 
 
 def set_aside(state: JobState, now: float) -> JobState:

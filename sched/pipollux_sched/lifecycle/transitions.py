@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from . import live_changes, requests
+from . import requests, resizes
 from .events import (
     Adopt,
     Allocate,
@@ -32,12 +32,11 @@ from .events import (
     Expire,
     FirstStep,
     HeartbeatLost,
+    JoiningReplicaLost,
     Kill,
     LiveReady,
-    NewcomerLost,
     NodeLost,
     NotAdopted,
-    Parked,
     Record,
     Recover,
     Rerun,
@@ -52,6 +51,7 @@ from .events import (
     Survived,
     Suspend,
     Switched,
+    WaitingToJoin,
 )
 from .state import Intent, JobState, Outcome, Phase
 from .steps import (
@@ -66,12 +66,12 @@ from .steps import (
 )
 
 FORGIVEN_AFTER = 600.0
-"""Seconds after which failures of earlier generations do not count any more: a job that fails once
+"""Seconds after which failures of earlier attempts do not count any more: a job that fails once
 a month must not be given up after some months."""
 BACKOFF_LIMIT = 60.0
 """Longest wait before a failed job is started again, in seconds."""
 START_TIMEOUT = "StartTimeout"
-"""The reason of a generation that is ended as it has not taken its first step in time."""
+"""The reason of an attempt that is ended as it has not taken its first step in time."""
 
 
 def backoff(times: int) -> float:
@@ -82,13 +82,13 @@ def backoff(times: int) -> float:
 def advance(state: JobState, event: Event, now: float) -> Transition:
     """Return a job's next state, and the actions to carry out, for an event at the time `now`.
 
-    An event that does not matter in the present state (a late exit of an old generation, a decision
+    An event that does not matter in the present state (a late exit of an old attempt, a decision
     on a job that has ended) changes nothing and asks for nothing.
 
     Example:
         >>> state, actions = advance(JobState(), Allocate(["node-a"], "a slot is free"), now=0.0)
-        >>> state.phase, state.generation, actions[-1]
-        (<Phase.RUNNING: 'Running'>, 1, Start(generation=1, nodes=('node-a',)))
+        >>> state.phase, state.attempt, actions[-1]
+        (<Phase.RUNNING: 'Running'>, 1, Start(attempt=1, nodes=('node-a',)))
     """
     match event:
         case Submit():
@@ -102,19 +102,19 @@ def advance(state: JobState, event: Event, now: float) -> Transition:
         case FirstStep():
             return _first_step(state, event, now)
         case LiveReady():
-            return live_changes.ready(state, event)
-        case Parked():
-            return live_changes.parked(state, event)
+            return resizes.ready(state, event)
+        case WaitingToJoin():
+            return resizes.waiting_to_join(state, event)
         case Switched():
-            return live_changes.switched(state, event, now)
+            return resizes.switched(state, event, now)
         case Survived():
-            return live_changes.survived(state, event, now)
+            return resizes.survived(state, event, now)
         case ChangeRefused():
-            return live_changes.refused(state, event, now)
-        case NewcomerLost():
-            return live_changes.newcomer_lost(state, event, now)
+            return resizes.refused(state, event, now)
+        case JoiningReplicaLost():
+            return resizes.joining_replica_lost(state, event, now)
         case ChangeOverdue():
-            return live_changes.overdue(state, event, now)
+            return resizes.overdue(state, event, now)
         case Exited():
             return _exited(state, event, now)
         case Retry():
@@ -138,9 +138,9 @@ def advance(state: JobState, event: Event, now: float) -> Transition:
         case Shutdown():
             return requests.shutdown(state, now)
         case Adopt():
-            return requests.adopt(state, event.generation)
+            return requests.adopt(state, event.attempt)
         case NotAdopted():
-            return requests.not_adopted(state, event.generation, event.why, now)
+            return requests.not_adopted(state, event.attempt, event.why, now)
         case Recover():
             return requests.recover(state, event, now)
 
@@ -183,10 +183,10 @@ def _reallocate_running(
 ) -> Transition:
     if sorted(nodes) == sorted(state.running_on) and event.num_stages == state.running_stages:
         return state, ()
-    restarts = live_changes.why_restart(state, nodes, event.num_stages) if nodes else None
+    restarts = resizes.why_restart(state, nodes, event.num_stages) if nodes else None
     if nodes and restarts is None:
         allocated = _allocated(state, event, nodes, live=True)
-        return live_changes.begin(state, nodes, event.why, allocated, now)
+        return resizes.begin(state, nodes, event.why, allocated, now)
     phase, reason, intent = (
         (Phase.RESTARTING, "Moving", Intent.MOVE)
         if nodes
@@ -228,21 +228,21 @@ def _allocated(
         "live": live,
         "why_restart": why_restart,
     }
-    return Record("allocated", state.generation + (0 if live else 1), data)
+    return Record("allocated", state.attempt + (0 if live else 1), data)
 
 
 def _started(state: JobState, event: Started, _now: float) -> Transition:
-    if event.generation != state.generation or not state.running_on:
+    if event.attempt != state.attempt or not state.running_on:
         return state, ()
     data = {"replicas": list(event.replicas)}
-    return state, (Record("started", event.generation, data),)
+    return state, (Record("started", event.attempt, data),)
 
 
 def _first_step(state: JobState, event: FirstStep, now: float) -> Transition:
-    if event.generation != state.generation or state.training or not state.running_on:
+    if event.attempt != state.attempt or state.training or not state.running_on:
         return state, ()
     data = {"step": event.step, "restart_seconds": event.restart_seconds}
-    actions = (Record("first_step", event.generation, data),)
+    actions = (Record("first_step", event.attempt, data),)
     if state.intent is not None:
         return replace(state, training=True), actions
     message = f"Training since step {event.step} on {', '.join(state.running_on)}."
@@ -250,37 +250,35 @@ def _first_step(state: JobState, event: FirstStep, now: float) -> Transition:
 
 
 def _exited(state: JobState, event: Exited, now: float) -> Transition:
-    if event.generation != state.generation or not state.running_on:
+    if event.attempt != state.attempt or not state.running_on:
         return state, ()
     gone = replace(state, running_on=(), running_stages=None, training=False, intent=None)
     if event.outcome is Outcome.COMPLETE:
         message = "Every replica ended with exit status 0."
         data = {"step": event.step, "epoch": event.epoch}
         ended = enter(gone, Phase.COMPLETE, "Finished", message, now)
-        return ended, (Record("complete", event.generation, data),)
+        return ended, (Record("complete", event.attempt, data),)
     if state.intent is not None:
         return _exited_as_asked(gone, state.intent, event, now)
     if event.outcome is Outcome.STOPPED:
         why = event.message or "The job was stopped from outside and is started again."
-        stopped = stopped_record(event.generation, event.step, event.checkpoint)
-        restarting = Record(
-            "restarting", event.generation, {"why": why, "restarts": state.failures}
-        )
+        stopped = stopped_record(event.attempt, event.step, event.checkpoint)
+        restarting = Record("restarting", event.attempt, {"why": why, "restarts": state.failures})
         # A cluster that takes away whatever is started is not asked again every second.
         interruptions = 1 if state.training else state.interruptions + 1
         waiting = enter(
             gone, Phase.RESTARTING, "StoppedFromOutside", why, now, interruptions=interruptions
         )
         seconds = backoff(interruptions)
-        return waiting, (stopped, restarting, RetryAfter(event.generation, seconds))
+        return waiting, (stopped, restarting, RetryAfter(event.attempt, seconds))
     return _failed(state, gone, event, now)
 
 
 def _failed(state: JobState, gone: JobState, event: Exited, now: float) -> Transition:
-    """Let a job whose generation failed wait for its restart, or give it up.
+    """Let a job whose attempt failed wait for its restart, or give it up.
 
     Args:
-        state: the job while that generation ran.
+        state: the job while that attempt ran.
         gone: the job without it.
         event: how it ended.
         now: seconds since the epoch.
@@ -290,86 +288,86 @@ def _failed(state: JobState, gone: JobState, event: Exited, now: float) -> Trans
     if event.cannot_start:
         why = f"The script cannot start, and is not tried again. {event.message}"
         ended = enter(counted, Phase.FAILED, "CannotStart", why, now, assigned=())
-        return ended, (Record("failed", event.generation, {"why": why}),)
+        return ended, (Record("failed", event.attempt, {"why": why}),)
     if failures > state.max_restarts:
         times = "once" if failures == 1 else f"{failures} times"
         why = f"Failed {times}, max_restarts is {state.max_restarts}: {event.message}"
         ended = enter(counted, Phase.FAILED, "TooManyFailures", why, now)
-        return ended, (Record("failed", event.generation, {"why": why}),)
+        return ended, (Record("failed", event.attempt, {"why": why}),)
     seconds = backoff(failures)
     data = {"why": event.message, "restarts": failures}
     waiting = enter(counted, Phase.RESTARTING, "Failed", event.message, now)
     return waiting, (
-        Record("restarting", event.generation, data),
-        RetryAfter(event.generation, seconds),
+        Record("restarting", event.attempt, data),
+        RetryAfter(event.attempt, seconds),
     )
 
 
 def _trained_for_long(state: JobState, now: float) -> bool:
-    """Whether the generation that failed was a good one: what failed before it is forgiven."""
+    """Whether the attempt that failed was a good one: what failed before it is forgiven."""
     since = state.condition.time if state.condition else now
     return state.phase is Phase.RUNNING and state.training and now - since >= FORGIVEN_AFTER
 
 
 def _retry(state: JobState, event: Retry, now: float) -> Transition:
     waits = state.phase is Phase.RESTARTING and not state.running_on
-    if not waits or event.generation != state.generation:
+    if not waits or event.attempt != state.attempt:
         return state, ()
     return start(state, state.message, now)
 
 
 def _heartbeat_lost(state: JobState, event: HeartbeatLost, now: float) -> Transition:
-    """Kill a generation of which a replica is not heard of any more; how it ended comes after."""
-    if event.generation != state.generation or not state.running_on:
+    """Kill an attempt of which a replica is not heard of any more; how it ended comes after."""
+    if event.attempt != state.attempt or not state.running_on:
         return state, ()
-    if event.replica is not None and live_changes.can_survive(state, [event.replica]):
-        return live_changes.let_go(state, [event.replica], event.why)
-    record = Record("heartbeat_lost", event.generation, {"why": event.why})
+    if event.replica is not None and resizes.can_survive(state, [event.replica]):
+        return resizes.let_go(state, [event.replica], event.why)
+    record = Record("heartbeat_lost", event.attempt, {"why": event.why})
     lost = enter(state, state.phase, "HeartbeatLost", event.why, now, **_unchanged(state))
-    return lost, (record, Kill(event.generation, event.why))
+    return lost, (record, Kill(event.attempt, event.why))
 
 
 def _stalled(state: JobState, event: Stalled, now: float) -> Transition:
-    """Kill a generation whose training loop stands still; how it ended comes after.
+    """Kill an attempt whose training loop stands still; how it ended comes after.
 
     One that has taken no step yet still starts, and one that was asked to stop saves: both have
     limits of their own.
     """
     trains = state.running_on and state.training and state.intent is None
-    if event.generation != state.generation or not trains:
+    if event.attempt != state.attempt or not trains:
         return state, ()
-    record = Record("stalled", event.generation, {"why": event.why})
+    record = Record("stalled", event.attempt, {"why": event.why})
     stalled = enter(state, state.phase, "Stalled", event.why, now, **_unchanged(state))
-    return stalled, (record, Kill(event.generation, event.why))
+    return stalled, (record, Kill(event.attempt, event.why))
 
 
 def _start_overdue(state: JobState, event: StartOverdue, now: float) -> Transition:
-    """Kill a generation that has not taken its first step in time; how it ended comes after."""
+    """Kill an attempt that has not taken its first step in time; how it ended comes after."""
     starts = state.running_on and not state.training and state.intent is None
-    if event.generation != state.generation or not starts or state.reason == START_TIMEOUT:
+    if event.attempt != state.attempt or not starts or state.reason == START_TIMEOUT:
         return state, ()
-    record = Record("stalled", event.generation, {"why": event.why})
+    record = Record("stalled", event.attempt, {"why": event.why})
     overdue = enter(state, state.phase, START_TIMEOUT, event.why, now)
-    return overdue, (record, Kill(event.generation, event.why))
+    return overdue, (record, Kill(event.attempt, event.why))
 
 
 def _unchanged(state: JobState) -> dict[str, Any]:
-    """Return the changes that let go of a live change under way: all replicas are to end."""
+    """Return the changes that let go of an elastic resize under way: all replicas are to end."""
     if state.live.change is None:
         return {}
     return {"live": replace(state.live, change=None), "assigned": state.running_on}
 
 
 def _node_lost(state: JobState, event: NodeLost, now: float) -> Transition:
-    """Kill what is left of a generation whose node is dead; the job waits for room elsewhere."""
-    if event.generation != state.generation or not state.running_on:
+    """Kill what is left of an attempt whose node is dead; the job waits for room elsewhere."""
+    if event.attempt != state.attempt or not state.running_on:
         return state, ()
     places = zip(state.live.replicas, state.running_on, strict=True)
     lost = [replica for replica, node in places if node == event.node]
-    if lost and live_changes.can_survive(state, lost):
-        return live_changes.let_go(state, lost, event.why)
-    record = Record("stopping", event.generation, {"why": event.why})
-    kill = Kill(event.generation, event.why)
+    if lost and resizes.can_survive(state, lost):
+        return resizes.let_go(state, lost, event.why)
+    record = Record("stopping", event.attempt, {"why": event.why})
+    kill = Kill(event.attempt, event.why)
     if state.intent not in (None, Intent.MOVE):
         return state, (record, kill)
     stopping = enter(
@@ -380,7 +378,7 @@ def _node_lost(state: JobState, event: NodeLost, now: float) -> Transition:
 
 def _exited_as_asked(state: JobState, intent: Intent, event: Exited, now: float) -> Transition:
     # One that was killed after it had saved has failed, and yet loses nothing.
-    stopped = stopped_record(event.generation, event.step, event.checkpoint)
+    stopped = stopped_record(event.attempt, event.step, event.checkpoint)
     match intent:
         case Intent.MOVE:
             started, actions = start(state, state.message, now)

@@ -12,9 +12,9 @@ from pipollux_sched.allocator.decide import Decision, others_of, place_new, real
 from pipollux_sched.allocator.reasons import Others, explain
 from pipollux_sched.allocator.snapshot import Snapshot
 from pipollux_sched.allocator.strategy import (
-    Candidate,
     EvenStrategy,
     PolicyStrategy,
+    SchedulableJob,
     Strategy,
     free_of,
 )
@@ -85,14 +85,16 @@ def preview(state: Snapshot, strategy: Strategy) -> list[Decision]:
     return [*started, *reallocate(after, state.nodes, strategy)]
 
 
-def _started(job: Candidate, decision: Decision | None) -> Candidate:
+def _started(job: SchedulableJob, decision: Decision | None) -> SchedulableJob:
     """Return a job as it is just after its start: pinned until its first step."""
     if decision is None:
         return job
     return replace(job, allocation=decision.nodes, num_stages=decision.num_stages, pinned=True)
 
 
-def _given(job: Candidate, decision: Decision | None, nodes: Mapping[str, NodeInfo]) -> Candidate:
+def _given(
+    job: SchedulableJob, decision: Decision | None, nodes: Mapping[str, NodeInfo]
+) -> SchedulableJob:
     if decision is None:
         return job
     if not decision.nodes:
@@ -102,8 +104,8 @@ def _given(job: Candidate, decision: Decision | None, nodes: Mapping[str, NodeIn
 
 
 def _change(
-    old: Candidate,
-    new: Candidate,
+    old: SchedulableJob,
+    new: SchedulableJob,
     decision: Decision | None,
     nodes: Mapping[str, NodeInfo],
     free: Mapping[str, Mapping[str, int]],
@@ -129,7 +131,7 @@ def _change(
 
 
 def _why_unchanged(
-    job: Candidate,
+    job: SchedulableJob,
     nodes: Mapping[str, NodeInfo],
     free: Mapping[str, Mapping[str, int]],
     others: Others,

@@ -18,11 +18,11 @@ import numpy as np
 from pipollux_policies import MEASURED_REACH, JobInfo, NodeInfo, ReplicaShape, shape_of
 from pipollux_policies.teams.ledger import why_no_more
 from pipollux_sched.allocator.decide import others_of
-from pipollux_sched.allocator.inherited_hints import Heir
+from pipollux_sched.allocator.inherited_hints import WarmStart
 from pipollux_sched.allocator.job_infos import count_fitting, linear_speedup
 from pipollux_sched.allocator.reasons import NOBODY, Others, why_nothing
 from pipollux_sched.allocator.snapshot import Snapshot
-from pipollux_sched.allocator.strategy import Candidate, free_of
+from pipollux_sched.allocator.strategy import SchedulableJob, free_of
 from pipollux_sched.allocator.team_strategy import team_reasons, uses_of
 from pipollux_sched.lifecycle import Intent, JobState, Phase, why_restart
 from pipollux_sched.spec.job import JobSpec, parse_job
@@ -135,8 +135,8 @@ def _find_standing(store: Store, job: JobRecord) -> Standing:
         limits: tuple[Limit, ...] = () if pin is None else (pin,)
         return Standing(None, None, None, None, limits, waits)
     spec = parse_job(job.spec)
-    before = candidate.heir.predecessor if candidate.heir else None
-    measured = _measured(store.hints().get(job.name), spec, candidate.heir)
+    before = candidate.warm_start.predecessor if candidate.warm_start else None
+    measured = _measured(store.hints().get(job.name), spec, candidate.warm_start)
     free = free_of(live.nodes, live.candidates)
     bounds = ReplicaBounds(spec.max_replicas, measured, before)
     found = standing(candidate, live.nodes, free, bounds, pin, others_of(live.candidates))
@@ -170,7 +170,7 @@ def _within_team(found: Standing, live: Snapshot, job: str) -> Standing:
 
 
 def standing(
-    job: Candidate,
+    job: SchedulableJob,
     nodes: Mapping[str, NodeInfo],
     free: Room,
     bounds: ReplicaBounds,
@@ -224,7 +224,7 @@ def _told(pin: Limit | None) -> Iterator[Limit]:
 
 
 def _limits(
-    job: Candidate,
+    job: SchedulableJob,
     nodes: Mapping[str, NodeInfo],
     bounds: ReplicaBounds,
     more: Alternative,
@@ -269,7 +269,7 @@ def _upward(
     elif pin is None and info.preemptible:
         # Its replicas stay where they are, in the same shape.
         live = info.rescale_seconds is not None
-        kind = "a live change" if live else "a restart"
+        kind = "an elastic resize" if live else "a restart"
         cost = f"{kind}, which costs it {_cost(info.change_seconds(live=live))}"
         yield Limit(
             LimitKind.NOT_WORTH_IT,
@@ -332,7 +332,7 @@ def _alternative(nodes: tuple[str, ...], shape: ReplicaShape, *, fits: bool) -> 
     return Alternative(nodes, len(nodes), speedup, batch_size, fits)
 
 
-def _worth_of(job: Candidate) -> float | None:
+def _worth_of(job: SchedulableJob) -> float | None:
     shape = job.held.shape
     return None if shape is None else _worth(shape, job.allocation)[0]
 
@@ -348,10 +348,10 @@ def _worth(shape: ReplicaShape, nodes: Sequence[str]) -> tuple[float | None, int
     return (speedup if math.isfinite(speedup) else None), size or None
 
 
-def _measured(hints: Mapping[str, Any] | None, spec: JobSpec, heir: Heir | None) -> int:
+def _measured(hints: Mapping[str, Any] | None, spec: JobSpec, warm_start: WarmStart | None) -> int:
     """Return the largest number of replicas that a job's step time was measured on."""
-    if heir is not None:
-        return heir.hints.max_profiled_replicas
+    if warm_start is not None:
+        return warm_start.hints.max_profiled_replicas
     if hints:
         return int(hints.get("maxProfiledReplicas", 0))
     return spec.hints.max_profiled_replicas if spec.hints else 0

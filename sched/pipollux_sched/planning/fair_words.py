@@ -5,12 +5,12 @@ from __future__ import annotations
 from pipollux_policies import FairStanding, fair_standings
 from pipollux_sched.allocator.job_infos import node_template
 from pipollux_sched.allocator.snapshot import Snapshot
-from pipollux_sched.allocator.strategy import Candidate
+from pipollux_sched.allocator.strategy import SchedulableJob
 from pipollux_sched.views.explanation import Limit, LimitKind
 from pipollux_utils.text import count, seconds
 
 
-def fair_limit(job: Candidate, state: Snapshot, fairness: float | None) -> Limit | None:
+def fair_limit(job: SchedulableJob, state: Snapshot, fairness: float | None) -> Limit | None:
     """Return what a promise of fairness means for a job; None: there is none, or it is pinned.
 
     Args:

@@ -19,7 +19,7 @@ def event_line(event: Event, *, every: bool = False) -> str | None:
         every: describe the frequent ones as well.
 
     Example:
-        >>> event_line({"time": 0.0, "type": "complete", "job": "toy", "generation": 2,
+        >>> event_line({"time": 0.0, "type": "complete", "job": "toy", "attempt": 2,
         ...             "step": 90, "epoch": 3})[9:]
         'toy: complete at step 90, epochs done: 3'
     """
@@ -161,7 +161,7 @@ _TELLING: _Telling = {
     "first_step": _first_step,
     "changing": _changing,
     "changed": _changed,
-    "change_abandoned": lambda event: f"live change given up: {first_line(event['why'])}",
+    "change_abandoned": lambda event: f"elastic resize given up: {first_line(event['why'])}",
     "survived": _survived,
     "replicas_lost": _replicas_lost,
     "stopped": _stopped,
@@ -185,8 +185,8 @@ _TELLING: _Telling = {
 }
 _FREQUENT: _Telling = {
     "cluster": _cluster,
-    "started": lambda event: f"generation {event['generation']} started",
-    "parked": lambda event: f"replica {event['replica']} waits to join",
+    "started": lambda event: f"attempt {event['attempt']} started",
+    "waiting_to_join": lambda event: f"replica {event['replica']} waits to join",
     "stopping": lambda event: f"asked to stop: {first_line(event['why'])}",
     "hints": lambda _event: "sent hints",
     "progress": _progress,

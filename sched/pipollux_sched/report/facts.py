@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 
 from pipollux_sched.report.charts.gantt import slot_use
 from pipollux_sched.report.charts.prediction import accuracies, mean_absolute_error
-from pipollux_sched.report.run.records import Generation, JobRun, Run
+from pipollux_sched.report.run.records import Attempt, JobRun, Run
 from pipollux_utils.text import (
     DASH,
     amount,
@@ -53,7 +53,7 @@ class JobFacts(NamedTuple):
     epochs: str
     replicas: str
     restarts: str
-    live_changes: str
+    resizes: str
     loss: str
     goodput: str
     speedup: str
@@ -166,9 +166,9 @@ def headlines(run: Run) -> list[Headline]:
         found.append(Headline(percent(use.training), caption))
     restarts = sum(job.num_restarts for job in run.jobs.values())
     found.append(_headline(restarts, "restart", restart_costs(run)))
-    changes = sum(job.num_live_changes for job in run.jobs.values())
+    changes = sum(job.num_resizes for job in run.jobs.values())
     if changes:
-        found.append(_headline(changes, "live change", pauses(run)))
+        found.append(_headline(changes, "elastic resize", pauses(run)))
     error = mean_absolute_error(accuracies(run))
     if error is not None:
         found.append(Headline(percent(error), "mean absolute error of the predicted step time"))
@@ -181,7 +181,7 @@ def _headline(how_many: int, what: str, costs: list[float]) -> Headline:
 
 
 def pauses(run: Run) -> list[float]:
-    """Return how long nobody of a job trained at each of its live changes, in seconds."""
+    """Return how long nobody of a job trained at each of its elastic resizes, in seconds."""
     known = [g.pause_seconds for job in run.jobs.values() for g in job.started if g.live]
     return [pause for pause in known if pause is not None]
 
@@ -217,7 +217,7 @@ def job_row(job: JobRun, colour: int) -> JobFacts:
         epochs=amount(epochs(job)),
         replicas=_path([str(g.num_replicas) for g in job.started]),
         restarts=str(job.num_restarts) if job.started else DASH,
-        live_changes=str(job.num_live_changes) if job.started else DASH,
+        resizes=str(job.num_resizes) if job.started else DASH,
         loss=f"{grouped(losses[0])} → {grouped(losses[-1])}" if losses else DASH,
         goodput=_path([grouped(value) for value in goodputs(job)]),
         speedup=f"{grouped(max(speedups))}×" if speedups else DASH,
@@ -233,7 +233,7 @@ def epochs(job: JobRun) -> int | None:
 
 def goodputs(job: JobRun) -> list[float]:
     """Return the mean goodput of each membership that reported any, in samples/s."""
-    known = [((p.generation, p.membership), p.goodput) for p in job.points if p.goodput is not None]
+    known = [((p.attempt, p.membership), p.goodput) for p in job.points if p.goodput is not None]
     return [fmean(values) for values in _grouped(known).values()]
 
 
@@ -287,7 +287,7 @@ def continuations(job: JobRun) -> str:
     return f"It {'; '.join(parts[:3])}{tail}."
 
 
-def _resumed(before: Generation, after: Generation) -> str:
+def _resumed(before: Attempt, after: Attempt) -> str:
     last, first = before.stopped_step, after.first_step_number
     head = "" if last is None else f"stopped at step {amount(last)}, "
     back = last is not None and first is not None and first < last
@@ -295,7 +295,7 @@ def _resumed(before: Generation, after: Generation) -> str:
     return f"{head}{verb} with step {amount(first)} and {count(after.num_replicas, 'replica')}"
 
 
-def _changed(before: Generation, after: Generation) -> str:
+def _changed(before: Attempt, after: Attempt) -> str:
     pause = after.pause_seconds
     cost = "" if pause is None else f", after a pause of {duration(pause)}"
     replicas = count(after.num_replicas, "replica")

@@ -194,7 +194,7 @@ class LiveView:
         return [self._line(event, words)]
 
     def _take_allocations(self) -> list[RenderableType]:
-        """Return the table of the allocation if it has changed, and the live changes it leads to.
+        """Return the table of the allocation if it has changed, and the resizes it leads to.
 
         The decisions of one round come as one event per job, or two where it is changed live; the
         table waits for the event after.
@@ -222,7 +222,7 @@ class LiveView:
         wide = self.console.width >= NARROW
         columns = {
             "replicas": "replicas",
-            **({"restarts": "restarts", "live_changes": "live\nchanges"} if wide else {}),
+            **({"restarts": "restarts", "resizes": "live\nchanges"} if wide else {}),
             "steps": "steps",
             **({"epochs": "epochs"} if wide else {}),
             "loss": "loss",

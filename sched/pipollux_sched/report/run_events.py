@@ -36,7 +36,7 @@ _FEWEST = 20
 _TOLD = ("progress", "hints", "timeline")
 """Types of periodic events."""
 _ENDS = ("complete", "failed", "cancelled")
-_CHANGES = ("changing", "parked", "change_abandoned")
+_CHANGES = ("changing", "waiting_to_join", "change_abandoned")
 _MEMBERSHIP = ("membership", "nodes", "replicas", "num_replicas", "num_stages")
 
 
@@ -100,7 +100,7 @@ def clipped(events: Sequence[Event], since: float | None) -> list[Event]:
     """Return the events from a time on.
 
     Jobs that had ended by then are left out. An allocation that a job already held is dated at that
-    time, so that the report shows it from its left edge; so is what live changes had made of it.
+    time, so that the report shows it from its left edge; so is what elastic resizes had made of it.
     """
     if since is None:
         return list(events)
@@ -116,7 +116,7 @@ def clipped(events: Sequence[Event], since: float | None) -> list[Event]:
             then.pop(name, None)
         elif kind in ("stopped", "restarting"):
             kept = then.get(name, [])
-            waiting = event.get("generation")
+            waiting = event.get("attempt")
             then[name] = [one for one in kept if one["type"] == "submitted" or _later(one, waiting)]
         elif kind in ("changed", "survived"):
             then[name] = _taken_over(then.get(name, []), event)
@@ -130,8 +130,8 @@ def clipped(events: Sequence[Event], since: float | None) -> list[Event]:
 
 
 def _taken_over(held: Sequence[Event], changed: Event) -> list[Event]:
-    """Return the events that lead to what a job holds after a live change, as if it began so."""
-    number = changed.get("generation")
+    """Return the events that led to a job's allocation after a resize, as if it began so."""
+    number = changed.get("attempt")
     allocated = [one for one in held if _is_of(one, "allocated", number)]
     rest = [one for one in held if one not in allocated and one["type"] not in _CHANGES]
     told = {name: changed[name] for name in _MEMBERSHIP if name in changed}
@@ -140,11 +140,11 @@ def _taken_over(held: Sequence[Event], changed: Event) -> list[Event]:
     return [*rest[:begun], first, *rest[begun:]]
 
 
-def _is_of(event: Event, kind: str, generation: int | None) -> bool:
-    return event["type"] == kind and event.get("generation") == generation
+def _is_of(event: Event, kind: str, attempt: int | None) -> bool:
+    return event["type"] == kind and event.get("attempt") == attempt
 
 
-def _later(event: Event, generation: int | None) -> bool:
-    """Return whether an event is of a generation after one that has ended."""
-    number = event.get("generation")
-    return number is not None and generation is not None and number > generation
+def _later(event: Event, attempt: int | None) -> bool:
+    """Return whether an event is of an attempt after one that has ended."""
+    number = event.get("attempt")
+    return number is not None and attempt is not None and number > attempt

@@ -116,7 +116,7 @@ class ServerAddress:
         Args:
             port: the port that is listened on.
         """
-        found = variables.SUPERVISOR_URL.write(self.advertised(port))
+        found = variables.SCHEDULER_URL.write(self.advertised(port))
         if self.tls is not None and self.tls.authority is not None:
             found |= variables.CA_FILE.write(self.tls.authority.absolute())
         return found

@@ -7,12 +7,13 @@ from importlib.metadata import version
 
 from fastapi import FastAPI
 
-from pipollux_sched.controller.commands import Control
+from pipollux_sched.controller.commands import JobService
 from pipollux_sched.metrics import SchedulerMetrics
 from pipollux_sched.store import StateDir, Store
 
 from .dependencies import NeedsRole, Services
 from .errors import answer_errors
+from .fast_path import FastPath
 from .host_check import HostCheck
 from .limits import Limits
 from .overload import Overload
@@ -20,7 +21,6 @@ from .prometheus import RefusedCounter
 from .request_bodies import BODY_LIMIT, BodyLimit
 from .routes import events, job_side, jobs, nodes, overview, service, teams, tokens
 from .schemas import refusals
-from .short_way import ShortWay
 from .swagger_page import add_docs
 from .web_page import add_pages
 
@@ -45,7 +45,7 @@ TAGS = {
 
 def create_app(
     store: Store,
-    control: Control,
+    control: JobService,
     *,
     state_dir: StateDir,
     admin_token: str,
@@ -78,7 +78,7 @@ def create_app(
     )
     limits = limits or Limits()
     app.state.services = Services(store, control, state_dir, admin_token, metrics, limits)
-    app.router.routes.append(ShortWay(app.state.services))
+    app.router.routes.append(FastPath(app.state.services))
     app.add_middleware(Overload, limits=limits)
     app.add_middleware(BodyLimit, limit=BODY_LIMIT)
     app.add_middleware(HostCheck, hosts=hosts)

@@ -130,7 +130,7 @@ class Auth:
 def _share(job: JobRecord) -> float:
     """Return how many times the rate of a job this one is allowed."""
     live = job.state.live
-    return max((len(live.replicas) + len(live.newcomers)) / REPLICAS_OF_A_RATE, 1.0)
+    return max((len(live.replicas) + len(live.joining)) / REPLICAS_OF_A_RATE, 1.0)
 
 
 def equal(given: str, wanted: str) -> bool:

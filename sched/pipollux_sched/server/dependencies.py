@@ -14,8 +14,8 @@ from fastapi import Depends, HTTPException, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.concurrency import run_in_threadpool
 
-from pipollux_sched.controller.commands import Control
-from pipollux_sched.lifecycle import LiveReady, Parked
+from pipollux_sched.controller.commands import JobService
+from pipollux_sched.lifecycle import LiveReady, WaitingToJoin
 from pipollux_sched.metrics import SchedulerMetrics
 from pipollux_sched.spec.teams import JobOwner
 from pipollux_sched.spec.tokens import Role
@@ -33,7 +33,7 @@ from .auth import Auth
 from .batcher import Batcher
 from .change_watch import ChangeWatch
 from .event_stream import Tail
-from .limits import Limits, Places
+from .limits import ConcurrencyLimit, Limits
 from .prometheus import SchedulerCollector
 from .report_pace import ReportPace
 from .roles import ACCESS, Access, Caller
@@ -54,7 +54,7 @@ class Services:
     def __init__(
         self,
         store: Store,
-        control: Control,
+        control: JobService,
         state_dir: StateDir,
         admin_token: str,
         metrics: SchedulerMetrics,
@@ -71,15 +71,17 @@ class Services:
         self.reports: Batcher[ReceivedReport, bool] = Batcher(store.add_all_reports)
         self.heartbeats: Batcher[ReceivedHeartbeat, None] = Batcher(store.heartbeats.keep)
         self.beginnings: Batcher[str, None] = Batcher(control.note_training)
-        self.words: Batcher[tuple[str, LiveReady | Parked], JobRecord] = Batcher(control.note_words)
+        self.words: Batcher[tuple[str, LiveReady | WaitingToJoin], JobRecord] = Batcher(
+            control.note_words
+        )
         self.report_pace = ReportPace()
         self.tail = Tail(store)
         self.collector = SchedulerCollector(store)
-        self.waiting = Places(limits.waiting, limits.waiting_per_job, "wait for replicas")
-        self.computing = Places(
+        self.waiting = ConcurrencyLimit(limits.waiting, limits.waiting_per_job, "wait for replicas")
+        self.computing = ConcurrencyLimit(
             limits.computing, limits.computing_per_user, "ask for plans and reports"
         )
-        self.listening = Places(
+        self.listening = ConcurrencyLimit(
             limits.listeners,
             limits.listeners_per_user,
             "listen to events",
@@ -104,13 +106,13 @@ async def get_store(services: ServicesDep) -> Store:
     return services.store
 
 
-async def get_control(services: ServicesDep) -> Control:
+async def get_control(services: ServicesDep) -> JobService:
     """Return the object that carries out commands."""
     return services.control
 
 
 StoreDep = Annotated[Store, Depends(get_store)]
-ControlDep = Annotated[Control, Depends(get_control)]
+ControlDep = Annotated[JobService, Depends(get_control)]
 
 JobToken = Annotated[
     HTTPAuthorizationCredentials | None,

@@ -14,7 +14,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from pipollux_sched.controller.listening_clock import TICK
+from pipollux_sched.controller.event_loop_monitor import TICK
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.utils.vital_thread import VitalThread
 

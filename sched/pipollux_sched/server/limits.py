@@ -125,7 +125,7 @@ class RateLimit:
             raise TooManyRequestsError(who, times * self.rate, seconds)
 
 
-class Places:
+class ConcurrencyLimit:
     """Limit on concurrent requests, in total and for each sender.
 
     Args:

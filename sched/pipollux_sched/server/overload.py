@@ -20,7 +20,7 @@ from .errors import refusal
 from .limits import Limits
 from .report_pace import RATE
 
-__all__ = ["GONE", "Overload", "RequestKind", "Turns", "kind_of"]
+__all__ = ["GONE", "Overload", "RequestKind", "RetrySchedule", "kind_of"]
 
 GONE = "pipollux_gone"
 """Entry of a scope's `state`: tells whether the sender has closed its connection."""
@@ -65,7 +65,7 @@ def kind_of(path: str) -> RequestKind:
     return RequestKind.VITAL if path in _OPEN_LONG else RequestKind.PAGE
 
 
-class Turns:
+class RetrySchedule:
     """Hands out moments to come again, so that those refused together do not come together.
 
     Belongs to one thread.
@@ -103,7 +103,7 @@ class Overload:
         self._app = app
         self._most = {RequestKind.REPORT: limits.reporting, RequestKind.PAGE: limits.reading}
         self._under_way = dict.fromkeys(RequestKind, 0)
-        self._turns = Turns(RATE)
+        self._turns = RetrySchedule(RATE)
         self._computing = asyncio.Semaphore(limits.pages)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

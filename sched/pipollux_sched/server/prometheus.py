@@ -70,7 +70,7 @@ class SchedulerCollector(Collector):
         yield self._jobs()
         yield from self._nodes()
         yield self._goodputs()
-        yield from self._generations()
+        yield from self._attempts()
         events = self._store.last_event()
         yield CounterMetricFamily("pipollux_events", "Entries of the event log.", events)
         words = "Size of the store's files, in bytes."
@@ -104,13 +104,13 @@ class SchedulerCollector(Collector):
             family.add_metric([name], goodput)
         return family
 
-    def _generations(self) -> Iterable[Metric]:
-        counts = self._store.overview.generation_counts()
+    def _attempts(self) -> Iterable[Metric]:
+        counts = self._store.overview.attempt_counts()
         for name, words, value in (
-            ("restarts", "Generations of jobs after their first.", counts.restarts),
+            ("restarts", "ReplicaGroupManager of jobs after their first.", counts.restarts),
             ("reallocations", "Running jobs that were moved.", counts.reallocations),
-            ("failures", "Generations that failed by themselves.", counts.failures),
-            ("live_changes", "Changes of replicas while others trained on.", counts.live_changes),
+            ("failures", "ReplicaGroupManager that failed by themselves.", counts.failures),
+            ("resizes", "Changes of replicas while others trained on.", counts.resizes),
         ):
             yield CounterMetricFamily(f"pipollux_{name}", words, value)
 

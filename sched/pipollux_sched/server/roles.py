@@ -13,7 +13,7 @@ from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.spec.teams import JobOwner, TeamsSpec
 from pipollux_sched.spec.tokens import Role
 
-from .limits import Places
+from .limits import ConcurrencyLimit
 
 
 class Access(StrEnum):
@@ -59,7 +59,7 @@ ACCESS: Mapping[tuple[str, str], Access] = {
     ("PUT", "/jobs/{name}/team"): Access.OWNER,
     ("GET", "/jobs/{name}/explanation"): Access.VIEWER,
     ("GET", "/jobs/{name}/logs"): Access.LOGS,
-    ("GET", "/jobs/{name}/logs/{generation}/{replica}"): Access.LOGS,
+    ("GET", "/jobs/{name}/logs/{attempt}/{replica}"): Access.LOGS,
     ("GET", "/nodes"): Access.VIEWER,
     ("PUT", "/nodes/{name}"): Access.ADMIN,
     ("POST", "/decisions"): Access.ADMIN,
@@ -72,7 +72,7 @@ ACCESS: Mapping[tuple[str, str], Access] = {
     ("GET", "/events"): Access.VIEWER,
     ("GET", "/events/stream"): Access.VIEWER,
     ("GET", "/overview"): Access.VIEWER,
-    ("GET", "/generations"): Access.VIEWER,
+    ("GET", "/attempts"): Access.VIEWER,
     ("GET", "/usage"): Access.VIEWER,
     ("GET", "/plan"): Access.VIEWER,
     ("GET", "/report"): Access.VIEWER,
@@ -101,7 +101,7 @@ class Caller:
             "ask an admin for it"
         )
 
-    def place(self, places: Places) -> AbstractContextManager[None]:
+    def place(self, places: ConcurrencyLimit) -> AbstractContextManager[None]:
         """Return a place to hold: users have a part of them each, admins may have all."""
         return places.take(self.name, all_of_them=self.role is Role.ADMIN)
 

@@ -32,7 +32,7 @@ _REFUSALS = {
     401: "The token is missing or wrong.",
     403: "The token's role does not allow it, or the job is another user's.",
     404: "There is nothing of this name.",
-    409: "It does not fit the job's present state: another generation, or a name that is taken.",
+    409: "It does not fit the job's present state: another attempt, or a name that is taken.",
     413: "The body is larger than 1 MiB.",
     422: "The request makes no sense; the sentence names the field and what is allowed.",
     429: "Too many requests; Retry-After says when to ask again.",
@@ -82,19 +82,21 @@ def inheritance_answer(relatives: Sequence[Predecessor]) -> InheritanceAnswer:
 def heartbeat_answer(state: JobState, answer: ReplicaAnswer) -> HeartbeatAnswer:
     """Return the answer to a replica of a job."""
     live, change, place = state.live, state.live.change, answer.place
-    proposal = bulletin = None
+    proposal = announcement = None
     if change is not None and answer.forming:
         proposal = MembershipProposal(**_membership(change.number, change.replicas, change.nodes))
     if place is not None:
         now = _membership(live.number, live.replicas, state.running_on)
         where = (place.epoch, place.loop)
         balance, schedule = place.balance, place.schedule
-        bulletin = JobAnnouncement(**now, place=where, balance=balance, schedule=schedule)
+        announcement = JobAnnouncement(**now, place=where, balance=balance, schedule=schedule)
     store = answer.store
-    return HeartbeatAnswer(again=answer.again, proposal=proposal, bulletin=bulletin, store=store)
+    return HeartbeatAnswer(
+        again=answer.again, proposal=proposal, announcement=announcement, store=store
+    )
 
 
-# All newcomers of a job are told the same, and may be thousands.
+# All joining replicas of a job are told the same, and may be thousands.
 @lru_cache(maxsize=128)
 def _membership(number: int, replicas: tuple[int, ...], nodes: tuple[str, ...]) -> dict[str, Any]:
     ids = tuple(str(replica) for replica in replicas)

@@ -215,10 +215,10 @@ class JobSpec(_Spec):
     start_timeout: Duration = Field(
         default=DEFAULT_START_TIMEOUT, description="a duration such as 30m, or null"
     )
-    """Seconds from the start of a generation's processes to its first step, after which they are
+    """Seconds from the start of an attempt's processes to its first step, after which they are
     ended and the job is started again; None: it may start for ever."""
     hang_timeout: Duration = Field(default=None, description="a duration such as 30m")
-    """Seconds without a further step, from the first step of a generation on, after which its
+    """Seconds without a further step, from the first step of an attempt on, after which its
     processes are ended and the job is started again; None: it may stand still for ever."""
     hints: HintsField | None = None
     """What is known of the job beforehand."""

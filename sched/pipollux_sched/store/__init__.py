@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from .attempts import AttemptCounts
 from .deletion import PendingDeletion
 from .errors import (
     ConflictError,
     JobEndedError,
     JobExistsError,
     JobLivesError,
-    StaleGenerationError,
+    StaleAttemptError,
     StateDirError,
     StoreError,
     StoreTakenError,
@@ -19,14 +20,13 @@ from .errors import (
     UnknownTokenError,
 )
 from .families import Predecessor
-from .generations import GenerationCounts
 from .heartbeats import KeptHeartbeat, ReceivedHeartbeat
 from .hints import ReceivedHints
 from .job_cache import JobCache
 from .job_list import Holder, JobOrder, JobPage, JobQuery, JobSummary, ListedPhase
 from .journal import Change
 from .queries import CompletedRecord, Glance, NoisePoint, Overview
-from .records import GenerationRecord, JobRecord, NodeCondition, NodeRecord, Point, Timeline
+from .records import AttemptRecord, JobRecord, NodeCondition, NodeRecord, Point, Timeline
 from .replicas import Discovery, ReplicaAddresses, UnknownReplicaError
 from .reports import ReceivedReport
 from .restart_cost import moving_average
@@ -35,12 +35,12 @@ from .store import Store
 from .submissions import Submission
 
 __all__ = [
+    "AttemptCounts",
+    "AttemptRecord",
     "Change",
     "CompletedRecord",
     "ConflictError",
     "Discovery",
-    "GenerationCounts",
-    "GenerationRecord",
     "Glance",
     "Holder",
     "JobCache",
@@ -66,7 +66,7 @@ __all__ = [
     "ReceivedReport",
     "ReplicaAddresses",
     "ServerInfo",
-    "StaleGenerationError",
+    "StaleAttemptError",
     "StateDir",
     "StateDirError",
     "Store",

@@ -3,7 +3,7 @@
 It takes three steps, each one transaction or many small ones, so that a kill between them leaves
 nothing half done. First the job disappears, and its pending deletion is recorded, which keeps its
 name reserved. Then the caller removes its files. Last its events are deleted, except the one that
-records the deletion, and the name is free. Totals over all generations keep counting those of
+records the deletion, and the name is free. Totals over all attempts keep counting those of
 deleted jobs.
 """
 
@@ -19,17 +19,17 @@ from sqlalchemy.orm import Session
 from pipollux_sched.lifecycle import CANCELLED
 
 from . import journal
+from .attempts import AttemptCounts, totals
 from .database import Database
 from .errors import JobExistsError, JobLivesError
-from .generations import GenerationCounts, totals
 from .records import JobRecord, job_record
 from .retention import delete_events
-from .tables import EventRow, GenerationRow, HeartbeatRow, HintsRow, MetaRow, ReplicaRow
+from .tables import AttemptRow, EventRow, HeartbeatRow, HintsRow, MetaRow, ReplicaRow
 
 _MARK = "deleting "
 """What the name of a job stands behind that is being deleted."""
-_COUNTED = "deleted generations: "
-"""What the name of a figure stands behind that the generations of deleted jobs amount to."""
+_COUNTED = "deleted attempts: "
+"""What the name of a figure stands behind that the attempts of deleted jobs amount to."""
 BATCH = 1000
 """Events that are deleted in one transaction."""
 
@@ -105,11 +105,11 @@ def check_free(session: Session, names: Sequence[str]) -> None:
         )
 
 
-def counted(session: Session) -> GenerationCounts:
-    """Return the totals over the generations of all deleted jobs."""
+def counted(session: Session) -> AttemptCounts:
+    """Return the totals over the attempts of all deleted jobs."""
     rows = session.scalars(select(MetaRow).where(MetaRow.key.startswith(_COUNTED)))
     found = {row.key.removeprefix(_COUNTED): int(row.value) for row in rows}
-    return GenerationCounts(*(found.get(figure, 0) for figure in GenerationCounts._fields))
+    return AttemptCounts(*(found.get(figure, 0) for figure in AttemptCounts._fields))
 
 
 def _begin(session: Session, name: str, now: float) -> JobRecord:
@@ -125,19 +125,19 @@ def _begin(session: Session, name: str, now: float) -> JobRecord:
         "phase": CANCELLED if job.state.cancelled else job.phase.value,
         "submitted_at": job.submitted_at,
         "ended_at": job.ended_at,
-        "num_generations": job.state.generation,
+        "num_attempts": job.state.attempt,
     }
     event = journal.log(session, now, "deleted", name, None, told)
     session.flush()  # assigns its id
     session.add(MetaRow(key=_MARK + name, value=str(event.id)))
-    for table in (HintsRow, ReplicaRow, HeartbeatRow, GenerationRow):
+    for table in (HintsRow, ReplicaRow, HeartbeatRow, AttemptRow):
         session.execute(delete(table).where(table.job == name))
     session.delete(row)
     return job
 
 
 def _count(session: Session, name: str) -> None:
-    """Add the generations of a job to the totals of deleted jobs."""
+    """Add the attempts of a job to the totals of deleted jobs."""
     before = counted(session)._asdict()
     for figure, value in totals(session, name)._asdict().items():
         session.merge(MetaRow(key=_COUNTED + figure, value=str(before[figure] + value)))

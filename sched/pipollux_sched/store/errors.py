@@ -57,5 +57,5 @@ class JobLivesError(ConflictError):
     """The request requires a job that has ended."""
 
 
-class StaleGenerationError(ConflictError):
-    """The sender belongs to a generation that is no longer the present one."""
+class StaleAttemptError(ConflictError):
+    """The sender belongs to an attempt that is no longer the present one."""

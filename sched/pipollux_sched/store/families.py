@@ -72,10 +72,10 @@ class Families:
         with self._lock:
             self._look_at_new_jobs()
             found = {key: self._find(key) for key in wanted}
-        heirs = {name: found[key] for name, key in keys.items() if key is not None}
+        warm_starts = {name: found[key] for name, key in keys.items() if key is not None}
         return {
             name: before
-            for name, before in heirs.items()
+            for name, before in warm_starts.items()
             if before is not None and before.job != name
         }
 

@@ -1,4 +1,4 @@
-"""The last heartbeat of each replica of a running generation, kept for the next scheduler.
+"""The last heartbeat of each replica of a running attempt, kept for the next scheduler.
 
 Whether a replica is lost is decided elsewhere, on the monotonic clock of the scheduler that hears
 it. These rows tell the scheduler after that which replicas to expect, and commands without a
@@ -24,7 +24,7 @@ class ReceivedHeartbeat(NamedTuple):
     """The last heartbeat of a replica, as received."""
 
     job: str
-    generation: int
+    attempt: int
     replica: int
     step: int | None = None
     """Optimizer step that it reported; None if it had none."""
@@ -62,7 +62,7 @@ class HeartbeatRecords:
         self._clock = clock
 
     def keep(self, received: Sequence[ReceivedHeartbeat]) -> list[None]:
-        """Store heartbeats in one transaction; those of generations that do not run are skipped.
+        """Store heartbeats in one transaction; those of attempts that do not run are skipped.
 
         A replica that has finished stays so, whatever arrives late.
 
@@ -72,18 +72,18 @@ class HeartbeatRecords:
         if not received:
             return []
         with self._database.write(durable=False) as session:
-            running = _running_generations(session, {each.job for each in received})
+            running = _running_attempts(session, {each.job for each in received})
             now = self._clock()
-            rows = [_row(x, now) for x in received if running.get(x.job) == x.generation]
+            rows = [_row(x, now) for x in received if running.get(x.job) == x.attempt]
             if rows:
                 session.execute(_UPSERTS[session.get_bind().dialect.name], rows)
         return [None] * len(received)
 
-    def of(self, job: str, generation: int) -> dict[int, KeptHeartbeat]:
-        """Return the last heartbeat of each replica of a generation that sent one, in order."""
+    def of(self, job: str, attempt: int) -> dict[int, KeptHeartbeat]:
+        """Return the last heartbeat of each replica of an attempt that sent one, in order."""
         query = (
             select(HeartbeatRow)
-            .where(HeartbeatRow.job == job, HeartbeatRow.generation == generation)
+            .where(HeartbeatRow.job == job, HeartbeatRow.attempt == attempt)
             .order_by(HeartbeatRow.replica)
         )
         with self._database.read() as session:
@@ -94,17 +94,17 @@ class HeartbeatRecords:
             }
 
 
-def drop_heartbeats(session: Session, job: str, generation: int) -> None:
-    """Delete the heartbeats of a job up to a generation: it has ended, or a newer one begins."""
-    mine = (HeartbeatRow.job == job, HeartbeatRow.generation <= generation)
+def drop_heartbeats(session: Session, job: str, attempt: int) -> None:
+    """Delete the heartbeats of a job up to an attempt: it has ended, or a newer one begins."""
+    mine = (HeartbeatRow.job == job, HeartbeatRow.attempt <= attempt)
     session.execute(delete(HeartbeatRow).where(*mine))
 
 
-def _running_generations(session: Session, names: set[str]) -> dict[str, int]:
-    """Return the running generation of each of these jobs that has one."""
-    query = select(JobRow.name, JobRow.generation, JobRow.running_on)
+def _running_attempts(session: Session, names: set[str]) -> dict[str, int]:
+    """Return the running attempt of each of these jobs that has one."""
+    query = select(JobRow.name, JobRow.attempt, JobRow.running_on)
     rows = session.execute(query.where(JobRow.name.in_(names)))
-    return {row.name: row.generation for row in rows if row.running_on}
+    return {row.name: row.attempt for row in rows if row.running_on}
 
 
 def _row(received: ReceivedHeartbeat, now: float) -> dict[str, Any]:

@@ -24,7 +24,7 @@ _EVENTS = Base.metadata.tables[EventRow.__tablename__]
 _NOT_LOGGED = ("layers", "stepProfile")
 """Hints that are large, and hardly change: the log would repeat them every few seconds."""
 
-_PRESENT = select(_JOBS.c.name, _JOBS.c.generation, _HINTS.c.job.is_not(None).label("known")).join(
+_PRESENT = select(_JOBS.c.name, _JOBS.c.attempt, _HINTS.c.job.is_not(None).label("known")).join(
     _HINTS, _HINTS.c.job == _JOBS.c.name, isouter=True
 )
 
@@ -33,7 +33,7 @@ class ReceivedHints(NamedTuple):
     """The hints of one job, as received."""
 
     job: str
-    generation: int
+    attempt: int
     hints: Mapping[str, Any]
     """As JSON."""
 
@@ -44,7 +44,7 @@ def keep(
     """Store hints: the last of each job, and an event for each.
 
     Returns:
-        For each why it was refused: `UnknownJobError`, `StaleGenerationError`; None if it was
+        For each why it was refused: `UnknownJobError`, `StaleAttemptError`; None if it was
         stored.
     """
     present, known = _present(session, {each.job for each in received})
@@ -59,18 +59,18 @@ def keep(
 
 
 def _present(session: Session, names: Collection[str]) -> tuple[dict[str, int], set[str]]:
-    """Return the present generation of each job, and the jobs that have hints already."""
+    """Return the present attempt of each job, and the jobs that have hints already."""
     rows = session.execute(_PRESENT.where(_JOBS.c.name.in_(names))).all()
-    return {row.name: row.generation for row in rows}, {row.name for row in rows if row.known}
+    return {row.name: row.attempt for row in rows}, {row.name for row in rows if row.known}
 
 
 def _problem(
     session: Session, present: Mapping[str, int], received: ReceivedHints
 ) -> StoreError | None:
-    if present.get(received.job) == received.generation:
+    if present.get(received.job) == received.attempt:
         return None
     try:
-        journal.check_present(journal.find_job(session, received.job), received.generation)
+        journal.check_present(journal.find_job(session, received.job), received.attempt)
     except StoreError as error:
         return error
     return None
@@ -79,7 +79,7 @@ def _problem(
 def _row(received: ReceivedHints, now: float) -> dict[str, Any]:
     return {
         "job": received.job,
-        "generation": received.generation,
+        "attempt": received.attempt,
         "time": now,
         "hints": dict(received.hints),
     }

@@ -1,6 +1,6 @@
 """Jobs that are asked for again and again, in memory, as of the last commit.
 
-Every request of a job's replicas asks for its job: for its token, its generation, its number of
+Every request of a job's replicas asks for its job: for its token, its attempt, its number of
 replicas. A record is replaced when the transaction that changed it was committed, before whoever
 changed it goes on, so nobody is given an older one than the database would have given.
 """

@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session, aliased
 from pipollux_sched.lifecycle import Intent, Phase
 
 from . import journal
-from .generations import ENDED
+from .attempts import ENDED
 from .records import Point
 from .tables import JobRow, PointRow
 
@@ -93,7 +93,7 @@ class JobSummary:
     """Of each replica that holds slots."""
     num_stages: int
     """K of these replicas, or of those that it would have."""
-    generation: int
+    attempt: int
     intent: Intent | None
     suspended: bool
     point: Point | None
@@ -101,8 +101,8 @@ class JobSummary:
 
     @property
     def num_restarts(self) -> int:
-        """Generations after the first."""
-        return max(self.generation - 1, 0)
+        """ReplicaGroupManager after the first."""
+        return max(self.attempt - 1, 0)
 
 
 @dataclass(frozen=True)
@@ -172,12 +172,12 @@ def holders(session: Session) -> list[Holder]:
     columns = (JobRow.id, JobRow.name, JobRow.running_on, JobRow.live, JobRow.assigned, _STAGES)
     rows = session.execute(select(*columns).where(_IS_LIVE, _REPLICAS > 0).order_by(JobRow.id))
     return [
-        Holder(name, number, (*(running_on or assigned), *_newcomers(live)), num_stages)
+        Holder(name, number, (*(running_on or assigned), *_joining(live)), num_stages)
         for number, name, running_on, live, assigned, num_stages in rows
     ]
 
 
-def _newcomers(live: Mapping[str, Any] | None) -> Iterator[str]:
+def _joining(live: Mapping[str, Any] | None) -> Iterator[str]:
     """Return the node of each replica that is about to join."""
     change = None if live is None else live["change"]
     if live is None or change is None:
@@ -237,7 +237,7 @@ def _order(query: JobQuery, now: float) -> tuple[Any, ...]:
         JobOrder.STEP: PointRow.step.expression,
         JobOrder.LOSS: PointRow.loss.expression,
         JobOrder.GOODPUT: case((holds, PointRow.goodput)),
-        JobOrder.RESTARTS: JobRow.generation.expression,
+        JobOrder.RESTARTS: JobRow.attempt.expression,
         JobOrder.AGE: func.coalesce(JobRow.ended_at, now) - JobRow.submitted_at,
     }
     value = values[query.order]
@@ -271,7 +271,7 @@ def _line(row: JobRow, phase: ListedPhase, num_stages: int, point: PointRow | No
         ended_at=row.ended_at,
         nodes=tuple(row.running_on or row.assigned),
         num_stages=num_stages,
-        generation=row.generation,
+        attempt=row.attempt,
         intent=Intent(row.intent) if row.intent else None,
         suspended=row.suspended,
         point=None if point is None else journal.point_of(point),

@@ -1,4 +1,4 @@
-"""Recording what happens to a job, within a transaction: state, generations, events.
+"""Recording what happens to a job, within a transaction: state, attempts, events.
 
 The methods of the store consist of these steps; each works within a session that the store has
 begun and will commit.
@@ -36,14 +36,14 @@ from pipollux_sched.lifecycle import (
     advance,
 )
 
-from .errors import JobEndedError, StaleGenerationError, UnknownJobError
-from .generations import CHANGED, ENDED
+from .attempts import CHANGED, ENDED
+from .errors import JobEndedError, StaleAttemptError, UnknownJobError
 from .heartbeats import drop_heartbeats
 from .records import JobRecord, Point, job_record, job_state, write_job_state
-from .tables import EventRow, GenerationRow, JobRow, PointRow
+from .tables import AttemptRow, EventRow, JobRow, PointRow
 
 APART: frozenset[type[Event]] = frozenset({LiveReady, Started})
-"""Events that concern nothing but their job, and leave it in its generation."""
+"""Events that concern nothing but their job, and leave it in its attempt."""
 
 
 class Change(NamedTuple):
@@ -64,12 +64,12 @@ def find_job(session: Session, name: str) -> JobRow:
     return row
 
 
-def check_present(row: JobRow, generation: int) -> None:
-    """Raise `StaleGenerationError` unless `generation` is the present one of the job."""
-    if generation != row.generation:
-        raise StaleGenerationError(
-            f"generation {generation} of job {row.name!r} is not the present one "
-            f"({row.generation}); what it reports is not taken"
+def check_present(row: JobRow, attempt: int) -> None:
+    """Raise `StaleAttemptError` unless `attempt` is the present one of the job."""
+    if attempt != row.attempt:
+        raise StaleAttemptError(
+            f"attempt {attempt} of job {row.name!r} is not the present one "
+            f"({row.attempt}); what it reports is not taken"
         )
 
 
@@ -78,7 +78,7 @@ def advance_job(
     row: JobRow,
     event: Event,
     now: float,
-    present: Mapping[str, GenerationRow] | None = None,
+    present: Mapping[str, AttemptRow] | None = None,
 ) -> Change:
     """Apply an event to a job, and record all of its consequences.
 
@@ -87,7 +87,7 @@ def advance_job(
         row: the job's.
         event: what happens to it.
         now: the time.
-        present: the rows of `present_generations`, where many jobs are asked for at once; None:
+        present: the rows of `present_attempts`, where many jobs are asked for at once; None:
             the job's own is looked for.
 
     Raises:
@@ -117,7 +117,7 @@ def advance_all(
     rows = {row.name: row for row in found}
     # Of different jobs these need nothing of what each other wrote.
     apart = len(names) == len(events) and {type(event) for _, event in events} <= APART
-    present = present_generations(session, found) if apart else None
+    present = present_attempts(session, found) if apart else None
     with session.no_autoflush if apart else nullcontext():
         return [
             advance_job(session, rows[name], event, now, present) if name in rows else None
@@ -142,19 +142,16 @@ def _keep_event(
     before: JobState,
     event: Event,
     now: float,
-    present: Mapping[str, GenerationRow] | None,
+    present: Mapping[str, AttemptRow] | None,
 ) -> None:
-    """Record in the row of a generation what `event` says of it."""
+    """Record in the row of an attempt what `event` says of it."""
     if not isinstance(event, Started | FirstStep | Exited | Recover) or not before.running_on:
         return
-    if present is None:
-        row = find_generation(session, name, before.generation)
-    else:
-        row = present.get(name)
-    if row is None or (not isinstance(event, Recover) and event.generation != before.generation):
+    row = find_attempt(session, name, before.attempt) if present is None else present.get(name)
+    if row is None or (not isinstance(event, Recover) and event.attempt != before.attempt):
         return
     if isinstance(event, Exited | Recover):
-        drop_heartbeats(session, name, before.generation)
+        drop_heartbeats(session, name, before.attempt)
     match event:
         case Started():
             row.started_at = now
@@ -172,14 +169,14 @@ def _keep_membership(
     session: Session, name: str, after: JobState, event: Switched | Survived, now: float
 ) -> None:
     """End the row of the membership before, and begin another one."""
-    before = find_generation(session, name, after.generation)
+    before = find_attempt(session, name, after.attempt)
     if before is None:
         return
     before.ended_at, before.outcome = now, CHANGED
     session.add(
-        GenerationRow(
+        AttemptRow(
             job=name,
-            generation=after.generation,
+            attempt=after.attempt,
             membership=after.live.number,
             nodes=list(after.running_on),
             num_replicas=len(after.running_on),
@@ -199,43 +196,43 @@ def _keep_action(
     name = job.name
     match action:
         case Record():
-            log(session, now, action.type, name, action.generation, action.data)
+            log(session, now, action.type, name, action.attempt, action.data)
         case Start():
-            created = GenerationRow(
+            created = AttemptRow(
                 job=name,
-                generation=action.generation,
+                attempt=action.attempt,
                 nodes=list(action.nodes),
                 num_replicas=len(action.nodes),
                 num_stages=action.num_stages or job.spec.get("num_stages", 1),
                 created_at=now,
             )
             session.add(created)
-            if action.generation > 1:
-                drop_heartbeats(session, name, action.generation - 1)
+            if action.attempt > 1:
+                drop_heartbeats(session, name, action.attempt - 1)
         case Stop():
-            row = find_generation(session, name, state.generation)
+            row = find_attempt(session, name, state.attempt)
             if row is not None:
                 row.stopping_at = now
 
 
-def find_generation(session: Session, name: str, generation: int) -> GenerationRow | None:
-    """Return the row of a generation's last membership, None if there is none."""
-    mine = (GenerationRow.job == name, GenerationRow.generation == generation)
-    query = select(GenerationRow).where(*mine).order_by(GenerationRow.membership.desc())
+def find_attempt(session: Session, name: str, attempt: int) -> AttemptRow | None:
+    """Return the row of an attempt's last membership, None if there is none."""
+    mine = (AttemptRow.job == name, AttemptRow.attempt == attempt)
+    query = select(AttemptRow).where(*mine).order_by(AttemptRow.membership.desc())
     return session.scalar(query.limit(1))
 
 
-def present_generations(session: Session, rows: Sequence[JobRow]) -> dict[str, GenerationRow]:
-    """Return the rows of the last memberships of jobs' present generations, by job."""
-    mine = and_(GenerationRow.job == JobRow.name, GenerationRow.generation == JobRow.generation)
-    query = select(GenerationRow).join(JobRow, mine).order_by(GenerationRow.membership)
+def present_attempts(session: Session, rows: Sequence[JobRow]) -> dict[str, AttemptRow]:
+    """Return the rows of the last memberships of jobs' present attempts, by job."""
+    mine = and_(AttemptRow.job == JobRow.name, AttemptRow.attempt == JobRow.attempt)
+    query = select(AttemptRow).join(JobRow, mine).order_by(AttemptRow.membership)
     named = query.where(JobRow.name.in_([row.name for row in rows]))
     return {row.job: row for row in session.scalars(named)}
 
 
-def restart_seconds(session: Session, name: str, generation: int, now: float) -> float | None:
-    """Return the seconds since the previous generation was asked to stop for this one, if so."""
-    before = find_generation(session, name, generation - 1) if generation > 1 else None
+def restart_seconds(session: Session, name: str, attempt: int, now: float) -> float | None:
+    """Return the seconds since the previous attempt was asked to stop for this one, if so."""
+    before = find_attempt(session, name, attempt - 1) if attempt > 1 else None
     if before is None or before.intent != Intent.MOVE.value or before.stopping_at is None:
         return None
     return max(now - before.stopping_at, 0.0)
@@ -246,11 +243,11 @@ def log(
     now: float,
     kind: str,
     job: str | None,
-    generation: int | None,
+    attempt: int | None,
     data: Mapping[str, Any],
 ) -> EventRow:
     """Append an event to the log."""
-    row = EventRow(time=now, type=kind, job=job, generation=generation, data=dict(data))
+    row = EventRow(time=now, type=kind, job=job, attempt=attempt, data=dict(data))
     session.add(row)
     return row
 
@@ -259,7 +256,7 @@ class StartingJob(NamedTuple):
     """A job whose processes run and have taken no step yet."""
 
     name: str
-    generation: int
+    attempt: int
     spec: Mapping[str, Any]
     started_at: float
 
@@ -278,22 +275,22 @@ def overdue(session: Session, now: float) -> list[JobRecord]:
 def starting(session: Session) -> list[StartingJob]:
     """Return the jobs whose processes run and have taken no step yet."""
     query = (
-        select(JobRow.name, JobRow.generation, JobRow.spec, GenerationRow.started_at)
+        select(JobRow.name, JobRow.attempt, JobRow.spec, AttemptRow.started_at)
         .join(
-            GenerationRow,
-            and_(GenerationRow.job == JobRow.name, GenerationRow.generation == JobRow.generation),
+            AttemptRow,
+            and_(AttemptRow.job == JobRow.name, AttemptRow.attempt == JobRow.attempt),
         )
         .where(
             JobRow.phase.not_in(ENDED),
             JobRow.training.is_(False),
             JobRow.intent.is_(None),
-            GenerationRow.started_at.is_not(None),
-            GenerationRow.ended_at.is_(None),
+            AttemptRow.started_at.is_not(None),
+            AttemptRow.ended_at.is_(None),
         )
     )
     return [
-        StartingJob(name, generation, spec, started_at)
-        for name, generation, spec, started_at in session.execute(query)
+        StartingJob(name, attempt, spec, started_at)
+        for name, attempt, spec, started_at in session.execute(query)
         if started_at is not None
     ]
 
@@ -331,5 +328,5 @@ def events_of(job: str | None, types: Collection[str] | None) -> Select[EventRow
 def event_object(row: EventRow, point: PointRow | None) -> dict[str, Any]:
     """Return an event as one flat object."""
     data = asdict(point_of(point)) if point is not None else row.data
-    head = {"id": row.id, "type": row.type, "job": row.job, "generation": row.generation}
+    head = {"id": row.id, "type": row.type, "job": row.job, "attempt": row.attempt}
     return {"time": row.time, **head, **data}

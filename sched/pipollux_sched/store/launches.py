@@ -1,4 +1,4 @@
-"""What the next scheduler must know of a generation: how it was started, and where it has saved.
+"""What the next scheduler must know of an attempt: how it was started, and where it has saved.
 
 A launch is stored before the first replica is started, so that what runs can be adopted. The step
 of an agreed stop comes from the job itself: its processes may be killed between the checkpoint and
@@ -15,9 +15,9 @@ from sqlalchemy.orm import Session
 
 from . import journal
 from .database import Database
-from .errors import StaleGenerationError
+from .errors import StaleAttemptError
 from .replicas import check_replica, num_ids
-from .tables import GenerationRow
+from .tables import AttemptRow
 
 __all__ = ["LaunchRecords"]
 
@@ -37,50 +37,50 @@ class LaunchRecords:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def note_launch(self, job: str, generation: int, data: Mapping[str, Any]) -> None:
-        """Store how a generation is started, as JSON; an earlier one is replaced.
+    def note_launch(self, job: str, attempt: int, data: Mapping[str, Any]) -> None:
+        """Store how an attempt is started, as JSON; an earlier one is replaced.
 
         Raises:
-            StaleGenerationError: the job has no such generation.
+            StaleAttemptError: the job has no such attempt.
         """
         with self._database.write() as session:
-            _find(session, job, generation).launch = dict(data)
+            _find(session, job, attempt).launch = dict(data)
 
-    def launch(self, job: str, generation: int) -> dict[str, Any] | None:
-        """Return what `note_launch` stored of a generation; None if nothing."""
+    def launch(self, job: str, attempt: int) -> dict[str, Any] | None:
+        """Return what `note_launch` stored of an attempt; None if nothing."""
         with self._database.read() as session:
-            return session.scalar(select(GenerationRow.launch).where(*_mine(job, generation)))
+            return session.scalar(select(AttemptRow.launch).where(*_mine(job, attempt)))
 
-    def note_stop(self, job: str, generation: int, step: int) -> None:
-        """Store that the replicas of a generation have agreed to stop, and have saved.
+    def note_stop(self, job: str, attempt: int, step: int) -> None:
+        """Store that the replicas of an attempt have agreed to stop, and have saved.
 
         Args:
             job: its name.
-            generation: the present one.
+            attempt: the present one.
             step: the optimizer step of their checkpoint.
 
         Raises:
             UnknownJobError: there is no job of this name.
-            StaleGenerationError: `generation` is not the present one, or has ended.
+            StaleAttemptError: `attempt` is not the present one, or has ended.
         """
         with self._database.write() as session:
             row = journal.find_job(session, job)
-            check_replica(job, row.generation, num_ids(row), generation)
-            _find(session, job, generation).stopped_step = step
+            check_replica(job, row.attempt, num_ids(row), attempt)
+            _find(session, job, attempt).stopped_step = step
 
-    def stopped_step(self, job: str, generation: int) -> int | None:
-        """Return the step that `note_stop` stored of a generation; None if none."""
+    def stopped_step(self, job: str, attempt: int) -> int | None:
+        """Return the step that `note_stop` stored of an attempt; None if none."""
         with self._database.read() as session:
-            return session.scalar(select(GenerationRow.stopped_step).where(*_mine(job, generation)))
+            return session.scalar(select(AttemptRow.stopped_step).where(*_mine(job, attempt)))
 
 
-def _mine(job: str, generation: int) -> tuple[ColumnElement[bool], ...]:
-    first = GenerationRow.membership == 1
-    return GenerationRow.job == job, GenerationRow.generation == generation, first
+def _mine(job: str, attempt: int) -> tuple[ColumnElement[bool], ...]:
+    first = AttemptRow.membership == 1
+    return AttemptRow.job == job, AttemptRow.attempt == attempt, first
 
 
-def _find(session: Session, job: str, generation: int) -> GenerationRow:
-    found = session.scalar(select(GenerationRow).where(*_mine(job, generation)))
+def _find(session: Session, job: str, attempt: int) -> AttemptRow:
+    found = session.scalar(select(AttemptRow).where(*_mine(job, attempt)))
     if found is None:
-        raise StaleGenerationError(f"job {job!r} has no generation {generation}")
+        raise StaleAttemptError(f"job {job!r} has no attempt {attempt}")
     return found

@@ -9,8 +9,8 @@ from itertools import accumulate
 from sqlalchemy import ColumnElement, String, cast, false, func, or_, select
 from sqlalchemy.orm import Session
 
-from .records import GenerationRecord, generation_record
-from .tables import GenerationRow, JobRow
+from .records import AttemptRecord, attempt_record
+from .tables import AttemptRow, JobRow
 
 
 def usage(session: Session, begin: float, end: float, num_parts: int) -> dict[str, list[float]]:
@@ -25,7 +25,7 @@ def usage(session: Session, begin: float, end: float, num_parts: int) -> dict[st
     Returns:
         `num_parts` numbers by node; unused nodes are left out.
     """
-    row = GenerationRow
+    row = AttemptRow
     query = select(row.nodes, row.num_stages, row.created_at, row.ended_at)
     found: dict[str, _Usage] = {}
     for nodes, num_stages, created_at, ended_at in session.execute(
@@ -37,41 +37,41 @@ def usage(session: Session, begin: float, end: float, num_parts: int) -> dict[st
     return {node: parts.means() for node, parts in found.items()}
 
 
-def generations(
+def attempts(
     session: Session, since: float, most: int, nodes: Collection[str] | None = None
-) -> list[tuple[GenerationRecord, int]]:
-    """Return the generations that held slots after a moment, oldest first, with job numbers.
+) -> list[tuple[AttemptRecord, int]]:
+    """Return the attempts that held slots after a moment, oldest first, with job numbers.
 
     Args:
         session: session of the store.
         since: seconds since the epoch.
         most: limit; the newest are returned.
-        nodes: only generations with a replica on one of these; None: on any.
+        nodes: only attempts with a replica on one of these; None: on any.
     """
-    row = GenerationRow
+    row = AttemptRow
     query = select(row, JobRow.id).join(JobRow, JobRow.name == row.job).where(_held_after(since))
     if nodes is not None:
         query = query.where(or_(false(), *map(_lies_on, nodes)))
     rows = session.execute(query.order_by(row.id.desc()).limit(most)).all()
-    return [(generation_record(row), number) for row, number in reversed(rows)]
+    return [(attempt_record(row), number) for row, number in reversed(rows)]
 
 
-def oldest_generation(session: Session) -> float | None:
-    """Return when the first generation of the jobs that run now was; where none does, of any."""
-    row = GenerationRow
+def oldest_attempt(session: Session) -> float | None:
+    """Return when the first attempt of the jobs that run now was; where none does, of any."""
+    row = AttemptRow
     running = select(row.job).where(row.ended_at.is_(None))
     first = select(func.min(row.created_at))
     return session.scalar(first.where(row.job.in_(running))) or session.scalar(first)
 
 
 def _held_after(moment: float) -> ColumnElement[bool]:
-    ended = GenerationRow.ended_at
+    ended = AttemptRow.ended_at
     return or_(ended.is_(None), ended > moment)
 
 
 def _lies_on(node: str) -> ColumnElement[bool]:
     # The list holds names as JSON, with quotes, so no other name contains this one.
-    return cast(GenerationRow.nodes, String).contains(json.dumps(node), autoescape=True)
+    return cast(AttemptRow.nodes, String).contains(json.dumps(node), autoescape=True)
 
 
 class _Usage:

@@ -10,11 +10,11 @@ from sqlalchemy import Select, func, or_, select
 
 from pipollux_sched.lifecycle import Phase
 
-from . import deletion, generations, job_list, journal, node_usage
+from . import attempts, deletion, job_list, journal, node_usage
+from .attempts import AttemptCounts
 from .database import Database
-from .generations import GenerationCounts
 from .job_list import JobQuery, ListedPhase
-from .records import GenerationRecord, Point
+from .records import AttemptRecord, Point
 from .tables import EventRow, HintsRow, JobRow, PointRow
 
 
@@ -27,8 +27,8 @@ class Glance(NamedTuple):
     """Jobs that hold slots."""
     goodput: float | None
     """Total of the running jobs that report one, in samples per second; None: none does."""
-    oldest_generation: float | None
-    """Start of the first generation of the jobs that hold slots or, if none does, of any."""
+    oldest_attempt: float | None
+    """Start of the first attempt of the jobs that hold slots or, if none does, of any."""
 
 
 class NoisePoint(NamedTuple):
@@ -101,11 +101,11 @@ class Overview:
         with self._database.read() as session:
             return [(row[0], row[1] or moment) for row in session.execute(query)]
 
-    def generation_counts(self) -> GenerationCounts:
+    def attempt_counts(self) -> AttemptCounts:
         """Return the starts and restarts of all jobs, including deleted ones."""
         with self._database.read() as session:
-            there, gone = generations.totals(session), deletion.counted(session)
-        return GenerationCounts(*map(sum, zip(there, gone, strict=True)))
+            there, gone = attempts.totals(session), deletion.counted(session)
+        return AttemptCounts(*map(sum, zip(there, gone, strict=True)))
 
     def jobs(self, query: JobQuery, now: float) -> job_list.JobPage:
         """Return a page of the list of jobs; ages of jobs that have not ended extend to `now`."""
@@ -117,7 +117,7 @@ class Overview:
         with self._database.read() as session:
             goodput, num_told = job_list.goodput(session)
             counts, holders = job_list.count_by_phase(session), job_list.holders(session)
-            oldest = node_usage.oldest_generation(session)
+            oldest = node_usage.oldest_attempt(session)
             return Glance(counts, tuple(holders), goodput if num_told else None, oldest)
 
     def job_number(self, name: str) -> int:
@@ -125,18 +125,18 @@ class Overview:
         with self._database.read() as session:
             return session.scalar(select(JobRow.id).where(JobRow.name == name)) or 0
 
-    def generations_since(
+    def attempts_since(
         self, since: float, most: int, nodes: Collection[str] | None = None
-    ) -> list[tuple[GenerationRecord, int]]:
-        """Return the generations that held slots after a moment, with their jobs' numbers.
+    ) -> list[tuple[AttemptRecord, int]]:
+        """Return the attempts that held slots after a moment, with their jobs' numbers.
 
         Args:
             since: seconds since the epoch.
             most: limit; the newest are returned, oldest first.
-            nodes: only generations with a replica on one of these; None: on any.
+            nodes: only attempts with a replica on one of these; None: on any.
         """
         with self._database.read() as session:
-            return node_usage.generations(session, since, most, nodes)
+            return node_usage.attempts(session, since, most, nodes)
 
     def node_usage(self, begin: float, end: float, num_parts: int) -> dict[str, list[float]]:
         """Return the mean number of slots held on each used node, in equal intervals of a span."""
@@ -179,7 +179,7 @@ class Overview:
             ids = ids.where(PointRow.job.in_(jobs))
         if since is not None:
             ids = ids.join(EventRow, EventRow.id == PointRow.event).where(EventRow.time >= since)
-        head = (EventRow.id, EventRow.type, EventRow.job, EventRow.generation)
+        head = (EventRow.id, EventRow.type, EventRow.job, EventRow.attempt)
         told = (getattr(PointRow, name) for name in Point.__dataclass_fields__)
         query = select(*head, *told).join(PointRow, PointRow.event == EventRow.id)
         wanted = query.where(EventRow.id.in_(_thinned(ids, most, each=True)))

@@ -18,7 +18,7 @@ from pipollux_sched.lifecycle import (
 )
 from pipollux_sched.spec.variables import hide_values
 
-from .tables import GenerationRow, JobRow, NodeRow
+from .tables import AttemptRow, JobRow, NodeRow
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,11 @@ class JobRecord:
 
 
 @dataclass(frozen=True)
-class GenerationRecord:
-    """One membership of a generation of a job; most generations have one."""
+class AttemptRecord:
+    """One membership of an attempt of a job; most attempts have one."""
 
     job: str
-    generation: int
+    attempt: int
     membership: int
     """Its number; later ones began while the job trained."""
     nodes: tuple[str, ...]
@@ -77,7 +77,7 @@ class GenerationRecord:
     first_step_at: float | None
     first_step: int | None
     restart_seconds: float | None
-    """From the moment the generation before was asked to stop to this one's first step; None where
+    """From the moment the attempt before was asked to stop to this one's first step; None where
     the job did not go straight from one to the other."""
     pause_seconds: float | None
     """How long nobody trained while replicas joined or left; None: it began with a start."""
@@ -121,7 +121,7 @@ class Point:
     step: int
     epoch: int
     samples: int
-    """Samples trained on so far, over all generations."""
+    """Samples trained on so far, over all attempts."""
     loss: float | None
     batch_size: int
     atomic_bsz: int
@@ -159,7 +159,7 @@ def job_state(row: JobRow) -> JobState:
     return JobState(
         phase=Phase(row.phase),
         conditions=conditions,
-        generation=row.generation,
+        attempt=row.attempt,
         assigned=tuple(row.assigned),
         num_stages=row.num_stages,
         running_on=tuple(row.running_on),
@@ -170,7 +170,7 @@ def job_state(row: JobRow) -> JobState:
         failures=row.failures,
         interruptions=row.interruptions,
         max_restarts=row.max_restarts,
-        first_generation=row.first_generation,
+        first_attempt=row.first_attempt,
         live=_live_state(row),
     )
 
@@ -178,14 +178,14 @@ def job_state(row: JobRow) -> JobState:
 def _live_state(row: JobRow) -> LiveState:
     if not row.running_on:
         return LiveState()
-    if row.live is None:  # started before there were live changes
+    if row.live is None:  # started before there were elastic resizes
         ids = tuple(range(len(row.running_on)))
         return LiveState(1, ids, len(ids), highest=1)
     data = dict(row.live)
     change = data.pop("change")
     data["replicas"], data["lost"] = tuple(data["replicas"]), tuple(data["lost"])
     if change is not None:
-        listed = {name: tuple(change[name]) for name in ("replicas", "nodes", "parked")}
+        listed = {name: tuple(change[name]) for name in ("replicas", "nodes", "waiting_to_join")}
         stage = ChangeStage(change["stage"])
         data["change"] = LiveChange(**{**change, **listed, "stage": stage})
     return LiveState(**data)
@@ -195,7 +195,7 @@ def write_job_state(row: JobRow, state: JobState) -> None:
     """Write a job's state into its row."""
     row.phase = state.phase.value
     row.conditions = [{**asdict(entry), "type": entry.type.value} for entry in state.conditions]
-    row.generation = state.generation
+    row.attempt = state.attempt
     row.assigned = list(state.assigned)
     row.num_stages = state.num_stages
     row.running_on = list(state.running_on)
@@ -206,7 +206,7 @@ def write_job_state(row: JobRow, state: JobState) -> None:
     row.failures = state.failures
     row.interruptions = state.interruptions
     row.max_restarts = state.max_restarts
-    row.first_generation = state.first_generation
+    row.first_attempt = state.first_attempt
     row.live = asdict(state.live) if state.running_on else None
 
 
@@ -222,11 +222,11 @@ def node_record(row: NodeRow) -> NodeRecord:
     return NodeRecord(row.name, row.slots, row.kind, row.spec, condition, row.reason, row.since)
 
 
-def generation_record(row: GenerationRow) -> GenerationRecord:
-    """Return a copy of a generation's row."""
-    return GenerationRecord(
+def attempt_record(row: AttemptRow) -> AttemptRecord:
+    """Return a copy of an attempt's row."""
+    return AttemptRecord(
         job=row.job,
-        generation=row.generation,
+        attempt=row.attempt,
         membership=row.membership,
         nodes=tuple(row.nodes),
         num_stages=row.num_stages,

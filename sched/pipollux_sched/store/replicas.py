@@ -1,4 +1,4 @@
-"""Addresses of the replicas of a job's present generation, as they registered them."""
+"""Addresses of the replicas of a job's present attempt, as they registered them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from sqlalchemy import delete, select
 
 from . import journal
 from .database import Database
-from .errors import StaleGenerationError, StoreError
+from .errors import StaleAttemptError, StoreError
 from .tables import JobRow, ReplicaRow
 
 
 class UnknownReplicaError(StoreError):
-    """A generation has no replica of this index."""
+    """An attempt has no replica of this index."""
 
 
 class Discovery(NamedTuple):
-    """The registered replicas of a generation."""
+    """The registered replicas of an attempt."""
 
     num_replicas: int
-    """How many the generation has."""
+    """How many the attempt has."""
     addresses: dict[int, str]
     """By replica, in order."""
 
@@ -43,42 +43,42 @@ class ReplicaAddresses:
         self._database = database
         self._clock = clock
 
-    def register(self, job: str, generation: int, replica: int, address: str) -> None:
+    def register(self, job: str, attempt: int, replica: int, address: str) -> None:
         """Store the address of a replica; an earlier one is replaced.
 
         Raises:
             UnknownJobError: there is no job of this name.
-            StaleGenerationError: `generation` is not the present one, or has ended.
-            UnknownReplicaError: the generation has no such replica.
+            StaleAttemptError: `attempt` is not the present one, or has ended.
+            UnknownReplicaError: the attempt has no such replica.
         """
         with self._database.write() as session:
             row = journal.find_job(session, job)
-            check_replica(job, row.generation, num_ids(row), generation, replica)
-            older = ReplicaRow.generation != generation
+            check_replica(job, row.attempt, num_ids(row), attempt, replica)
+            older = ReplicaRow.attempt != attempt
             session.execute(delete(ReplicaRow).where(ReplicaRow.job == job, older))
             session.merge(
                 ReplicaRow(
                     job=job,
-                    generation=generation,
+                    attempt=attempt,
                     replica=replica,
                     address=address,
                     time=self._clock(),
                 )
             )
 
-    def find(self, job: str, generation: int) -> Discovery:
+    def find(self, job: str, attempt: int) -> Discovery:
         """Return the registered replicas.
 
         Raises:
             UnknownJobError: there is no job of this name.
-            StaleGenerationError: `generation` is not the present one, or has ended.
+            StaleAttemptError: `attempt` is not the present one, or has ended.
         """
         with self._database.read() as session:
             row: JobRow = journal.find_job(session, job)
-            check_replica(job, row.generation, num_ids(row), generation)
+            check_replica(job, row.attempt, num_ids(row), attempt)
             query = (
                 select(ReplicaRow)
-                .where(ReplicaRow.job == job, ReplicaRow.generation == generation)
+                .where(ReplicaRow.job == job, ReplicaRow.attempt == attempt)
                 .order_by(ReplicaRow.replica)
             )
             addresses = {entry.replica: entry.address for entry in session.scalars(query)}
@@ -86,21 +86,21 @@ class ReplicaAddresses:
 
 
 def num_ids(row: JobRow) -> int:
-    """Return how many replicas the running generation of a job has had so far; 0: none runs."""
+    """Return how many replicas the running attempt of a job has had so far; 0: none runs."""
     if not row.running_on:
         return 0
     return len(row.running_on) if row.live is None else int(row.live["num_ids"])
 
 
 def check_replica(
-    job: str, present: int, num_replicas: int, generation: int, replica: int = 0
+    job: str, present: int, num_replicas: int, attempt: int, replica: int = 0
 ) -> None:
-    """Raise unless `generation` is the `present` one, runs, and has such a replica."""
-    if generation != present or num_replicas == 0:
-        why = "has ended" if generation == present else f"is not the present one ({present})"
-        raise StaleGenerationError(f"generation {generation} of job {job!r} {why}")
+    """Raise unless `attempt` is the `present` one, runs, and has such a replica."""
+    if attempt != present or num_replicas == 0:
+        why = "has ended" if attempt == present else f"is not the present one ({present})"
+        raise StaleAttemptError(f"attempt {attempt} of job {job!r} {why}")
     if replica >= num_replicas:
         raise UnknownReplicaError(
-            f"replica is {replica}, but generation {generation} of job {job!r} has "
+            f"replica is {replica}, but attempt {attempt} of job {job!r} has "
             f"{num_replicas}, numbered from 0 to {num_replicas - 1}"
         )

@@ -32,7 +32,7 @@ class ReceivedReport(NamedTuple):
     """A report of one job, as received."""
 
     job: str
-    generation: int
+    attempt: int
     points: Sequence[Point]
     timeline: Timeline | None = None
 
@@ -40,7 +40,7 @@ class ReceivedReport(NamedTuple):
 class _Present(NamedTuple):
     """What a job is at the moment."""
 
-    generation: int
+    attempt: int
     trains: bool
     """Whether its first step was reported."""
     runs: bool
@@ -52,8 +52,8 @@ def keep(
     """Store reports: an event for each point and time line.
 
     Returns:
-        For each whether it held the first step of its generation; an error if it was refused:
-        `UnknownJobError`, `StaleGenerationError`.
+        For each whether it held the first step of its attempt; an error if it was refused:
+        `UnknownJobError`, `StaleAttemptError`.
     """
     present = _present(session, {each.job for each in received})
     outcomes: list[bool | Exception] = []
@@ -62,7 +62,7 @@ def keep(
     points: list[dict[str, Any]] = []
     for each in received:
         job = present.get(each.job)
-        if job is None or job.generation != each.generation:
+        if job is None or job.attempt != each.attempt:
             outcomes.append(_why_refused(session, each))
             continue
         first = bool(each.points) and job.runs and not job.trains
@@ -86,14 +86,14 @@ def keep(
 
 
 def _present(session: Session, names: Collection[str]) -> dict[str, _Present]:
-    columns = _JOBS.c.name, _JOBS.c.generation, _JOBS.c.training, _JOBS.c.running_on
+    columns = _JOBS.c.name, _JOBS.c.attempt, _JOBS.c.training, _JOBS.c.running_on
     rows = session.execute(select(*columns).where(_JOBS.c.name.in_(names)))
-    return {row.name: _Present(row.generation, row.training, bool(row.running_on)) for row in rows}
+    return {row.name: _Present(row.attempt, row.training, bool(row.running_on)) for row in rows}
 
 
 def _why_refused(session: Session, received: ReceivedReport) -> StoreError:
     try:
-        journal.check_present(journal.find_job(session, received.job), received.generation)
+        journal.check_present(journal.find_job(session, received.job), received.attempt)
     except StoreError as error:
         return error
     raise AssertionError(f"job {received.job} has changed within a transaction")
@@ -102,12 +102,12 @@ def _why_refused(session: Session, received: ReceivedReport) -> StoreError:
 def _note_first_steps(session: Session, received: Sequence[ReceivedReport], now: float) -> None:
     found = session.scalars(select(JobRow).where(JobRow.name.in_([each.job for each in received])))
     rows = {row.name: row for row in found}
-    present = journal.present_generations(session, list(rows.values()))
+    present = journal.present_attempts(session, list(rows.values()))
     # Each is of another job, so that none needs what another one wrote.
     with session.no_autoflush:
         for each in received:
-            seconds = journal.restart_seconds(session, each.job, each.generation, now)
-            event = FirstStep(each.generation, each.points[0].step, seconds)
+            seconds = journal.restart_seconds(session, each.job, each.attempt, now)
+            event = FirstStep(each.attempt, each.points[0].step, seconds)
             journal.advance_job(session, rows[each.job], event, now, present)
 
 
@@ -115,7 +115,7 @@ def _events(received: ReceivedReport, now: float) -> list[dict[str, Any]]:
     head: Mapping[str, Any] = {
         "time": now,
         "job": received.job,
-        "generation": received.generation,
+        "attempt": received.attempt,
     }
     events = [{**head, "type": "progress", "data": {}} for _ in received.points]
     if received.timeline is not None:

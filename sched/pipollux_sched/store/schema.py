@@ -15,7 +15,7 @@ from .errors import StoreError
 from .location import Location
 from .tables import Base, MetaRow
 
-REVISION = "0003"
+REVISION = "0004"
 """The newest of alembic's revisions, which this version needs."""
 REVISIONS = "pipollux_sched.store.migrations:versions"
 """Where they are, one place a line, as alembic spells places."""
@@ -45,7 +45,7 @@ def bring_up_to_date(connection: Connection, location: Location) -> None:
     """Create the tables, or migrate them, within a writing transaction.
 
     Raises:
-        StoreError: a newer version of Pipollux has written them.
+        StoreError: the tables have a schema that this version does not know.
     """
     found = revision(connection)  # again: another process may have done it since the first check
     if found is None:
@@ -75,7 +75,8 @@ def _upgrade(connection: Connection, found: str, location: Location) -> None:
     known = {entry.revision for entry in ScriptDirectory.from_config(config).walk_revisions()}
     if found not in known:
         raise StoreError(
-            f"{location} was written by a newer version of Pipollux, whose schema is {found}; this "
-            f"version knows {REVISION} and older; use that version, or another --state-dir"
+            f"{location} was written by another version of Pipollux, with schema {found}; this "
+            f"version has {REVISION}, and migrates from {min(known)} on; use the version that wrote "
+            "it, or another --state-dir"
         )
     command.upgrade(config, REVISION)

@@ -6,9 +6,9 @@
 <state dir>/admin.token                     the admin's token (mode 0600)
 <state dir>/server.json                     URL and admin token (mode 0600)
 <state dir>/jobs/NAME/checkpoints/          the job's checkpoints
-<state dir>/jobs/NAME/checkpoints-G/        the same, after generation G restarted from scratch
-<state dir>/jobs/NAME/generations/gen-G/    the last launch, and the state of its processes
-<state dir>/jobs/NAME/logs/gen-G-replica-R.log    with `log_files` beside it where it is long
+<state dir>/jobs/NAME/checkpoints-G/        the same, after attempt G restarted from scratch
+<state dir>/jobs/NAME/attempts/attempt-N/    the last launch, and the state of its processes
+<state dir>/jobs/NAME/logs/attempt-N-replica-R.log    with `log_files` beside it where it is long
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ENVIRONMENT_VARIABLE = "PIPOLLUX_STATE_DIR"
 
 TOKEN_LENGTH = 32
 """Random bytes of the admin token, and the fewest characters that one has."""
-_LOG_NAME = re.compile(r"gen-(\d+)-replica-(\d+)\.log(?:\.from-\d+)?")
+_LOG_NAME = re.compile(r"attempt-(\d+)-replica-(\d+)\.log(?:\.from-\d+)?")
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class StateDir:
 
     Example:
         >>> StateDir(Path("/var/lib/pipollux")).log("char-lm", 2, 0).name
-        'gen-2-replica-0.log'
+        'attempt-2-replica-0.log'
     """
 
     path: Path
@@ -134,27 +134,27 @@ class StateDir:
         """Return the directory of a job."""
         return self.path / "jobs" / name
 
-    def checkpoints(self, name: str, first_generation: int = 1) -> Path:
-        """Return the checkpoint directory of a job's run that began with a generation."""
-        number = "" if first_generation == 1 else f"-{first_generation}"
+    def checkpoints(self, name: str, first_attempt: int = 1) -> Path:
+        """Return the checkpoint directory of a job's run that began with an attempt."""
+        number = "" if first_attempt == 1 else f"-{first_attempt}"
         return self.job(name) / f"checkpoints{number}"
 
-    def generation(self, name: str, generation: int) -> Path:
-        """Return the directory of a generation and its processes."""
-        return self.job(name) / "generations" / f"gen-{generation}"
+    def attempt(self, name: str, attempt: int) -> Path:
+        """Return the directory of an attempt and its processes."""
+        return self.job(name) / "attempts" / f"attempt-{attempt}"
 
-    def log(self, name: str, generation: int, replica: int) -> Path:
-        """Return the log file of one replica of one generation."""
-        return self.job(name) / "logs" / f"gen-{generation}-replica-{replica}.log"
+    def log(self, name: str, attempt: int, replica: int) -> Path:
+        """Return the log file of one replica of one attempt."""
+        return self.job(name) / "logs" / f"attempt-{attempt}-replica-{replica}.log"
 
     def logs(self, name: str) -> list[tuple[int, int, Path]]:
-        """Return the existing logs, as (generation, replica, file) in that order."""
+        """Return the existing logs, as (attempt, replica, file) in that order."""
         found = set()
-        for path in (self.job(name) / "logs").glob("gen-*-replica-*.log*"):
+        for path in (self.job(name) / "logs").glob("attempt-*-replica-*.log*"):
             match = _LOG_NAME.fullmatch(path.name)
             if match:
-                generation, replica = int(match[1]), int(match[2])
-                found.add((generation, replica, self.log(name, generation, replica)))
+                attempt, replica = int(match[1]), int(match[2])
+                found.add((attempt, replica, self.log(name, attempt, replica)))
         return sorted(found)
 
     def create(self) -> None:

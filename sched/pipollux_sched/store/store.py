@@ -17,7 +17,7 @@ from sqlalchemy import String, cast, func, select
 
 from pipollux_sched.lifecycle import Event
 
-from . import generations, journal, reports, retention
+from . import attempts, journal, reports, retention
 from . import hints as hint_rows
 from . import nodes as node_rows
 from .database import Database
@@ -31,7 +31,7 @@ from .journal import Change, StartingJob
 from .launches import LaunchRecords
 from .queries import Overview
 from .records import (
-    GenerationRecord,
+    AttemptRecord,
     JobRecord,
     NodeCondition,
     NodeRecord,
@@ -82,7 +82,7 @@ class Store:
         self.heartbeats = HeartbeatRecords(self._database, clock)
         """When the replicas of running jobs were heard of last."""
         self.launches = LaunchRecords(self._database)
-        """How generations were started, and where they have saved."""
+        """How attempts were started, and where they have saved."""
         self.overview = Overview(self._database)
         """Figures over many jobs, and curves of one."""
         self.families = Families(self._database)
@@ -187,7 +187,7 @@ class Store:
         """
         query = select(JobRow).order_by(JobRow.id)
         if live:
-            query = query.where(JobRow.phase.not_in(generations.ENDED))
+            query = query.where(JobRow.phase.not_in(attempts.ENDED))
         with self._database.read() as session:
             return [job_record(row) for row in session.scalars(query)]
 
@@ -223,14 +223,14 @@ class Store:
 
     # Reports of jobs
 
-    def put_hints(self, name: str, generation: int, hints: Mapping[str, Any]) -> None:
-        """Store the hints of a job's present generation, given as JSON.
+    def put_hints(self, name: str, attempt: int, hints: Mapping[str, Any]) -> None:
+        """Store the hints of a job's present attempt, given as JSON.
 
         Raises:
             UnknownJobError: there is no job of this name.
-            StaleGenerationError: `generation` is not the present one.
+            StaleAttemptError: `attempt` is not the present one.
         """
-        (problem,) = self.put_all_hints([ReceivedHints(name, generation, hints)])
+        (problem,) = self.put_all_hints([ReceivedHints(name, attempt, hints)])
         if problem is not None:
             raise problem
 
@@ -241,34 +241,34 @@ class Store:
 
     def hints(self, *, live: bool = False) -> dict[str, dict[str, Any]]:
         """Return the latest hints by job, as JSON; `live`: of jobs that have not ended."""
-        query = select(HintsRow).where(generations.among_live(HintsRow.job, live=live))
+        query = select(HintsRow).where(attempts.among_live(HintsRow.job, live=live))
         with self._database.read() as session:
             return {row.job: row.hints for row in session.scalars(query)}
 
     def hint_texts(self) -> dict[str, str]:
         """Return the latest hints of the jobs that have not ended, as JSON that is not parsed."""
         query = select(HintsRow.job, cast(HintsRow.hints, String))
-        live = query.where(generations.among_live(HintsRow.job, live=True))
+        live = query.where(attempts.among_live(HintsRow.job, live=True))
         with self._database.read() as session:
             return {row[0]: row[1] for row in session.execute(live)}
 
     def add_report(
         self,
         name: str,
-        generation: int,
+        attempt: int,
         points: Sequence[Point],
         timeline: Timeline | None = None,
     ) -> bool:
         """Store a job's report of its training.
 
         Returns:
-            Whether this was the first step of the generation.
+            Whether this was the first step of the attempt.
 
         Raises:
             UnknownJobError: there is no job of this name.
-            StaleGenerationError: `generation` is not the present one.
+            StaleAttemptError: `attempt` is not the present one.
         """
-        received = reports.ReceivedReport(name, generation, points, timeline)
+        received = reports.ReceivedReport(name, attempt, points, timeline)
         (outcome,) = self.add_all_reports([received])
         if isinstance(outcome, Exception):
             raise outcome
@@ -288,44 +288,44 @@ class Store:
         with self._database.read() as session:
             return journal.last_points(session, names)
 
-    # Generations
+    # ReplicaGroupManager
 
-    def generations(self, name: str) -> list[GenerationRecord]:
-        """Return the generations of a job, oldest first."""
+    def attempts(self, name: str) -> list[AttemptRecord]:
+        """Return the attempts of a job, oldest first."""
         with self._database.read() as session:
-            return generations.of_job(session, name)
+            return attempts.of_job(session, name)
 
-    def num_generations(self, *, live: bool = False) -> dict[str, int]:
+    def num_attempts(self, *, live: bool = False) -> dict[str, int]:
         """Return the number of starts by job; jobs that never started are left out."""
         with self._database.read() as session:
-            return generations.count(session, live=live)
+            return attempts.count(session, live=live)
 
     def attained_service(self, *, live: bool = False) -> dict[str, float]:
-        """Return the slot-seconds of jobs that started: of generations from start to end."""
+        """Return the slot-seconds of jobs that started: of attempts from start to end."""
         with self._database.read() as session:
-            return generations.attained_service(session, self._clock(), live=live)
+            return attempts.attained_service(session, self._clock(), live=live)
 
     def restart_seconds(self, name: str, default: float) -> float:
         """Return a job's restart cost in seconds: its moving average, `default` before any."""
         with self._database.read() as session:
-            return moving_average(generations.restart_seconds(session, name).get(name, ()), default)
+            return moving_average(attempts.restart_seconds(session, name).get(name, ()), default)
 
     def restart_costs(self) -> dict[str, float]:
         """Return the same for all jobs that have not ended and have restarted."""
         with self._database.read() as session:
-            measured = generations.restart_seconds(session)
+            measured = attempts.restart_seconds(session)
         return {job: moving_average(seconds, 0.0) for job, seconds in measured.items()}
 
     def pause_costs(self) -> dict[str, float]:
-        """Return the moving average of the pauses of live changes, of jobs that had some."""
+        """Return the moving average of the pauses of elastic resizes, of jobs that had some."""
         with self._database.read() as session:
-            measured = generations.pause_seconds(session)
+            measured = attempts.pause_seconds(session)
         return {job: moving_average(seconds, 0.0) for job, seconds in measured.items()}
 
     def num_changes(self) -> dict[str, int]:
-        """Return the number of live changes of jobs that have not ended and had some."""
+        """Return the number of elastic resizes of jobs that have not ended and had some."""
         with self._database.read() as session:
-            return {job: len(costs) for job, costs in generations.pause_seconds(session).items()}
+            return {job: len(costs) for job, costs in attempts.pause_seconds(session).items()}
 
     # Events
 

@@ -52,7 +52,7 @@ class JobRow(Base):
     deadline_at: Mapped[float | None]
     phase: Mapped[str]
     conditions: Mapped[list[dict[str, Any]]]
-    generation: Mapped[int]
+    attempt: Mapped[int]
     assigned: Mapped[list[str]]
     num_stages: Mapped[int | None]
     running_on: Mapped[list[str]]
@@ -63,7 +63,7 @@ class JobRow(Base):
     failures: Mapped[int]
     interruptions: Mapped[int] = mapped_column(server_default="0")
     max_restarts: Mapped[int]
-    first_generation: Mapped[int]
+    first_attempt: Mapped[int]
     live: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
 
 
@@ -73,24 +73,24 @@ class HintsRow(Base):
     __tablename__ = "hints"
 
     job: Mapped[str] = mapped_column(ForeignKey("jobs.name"), primary_key=True)
-    generation: Mapped[int]
+    attempt: Mapped[int]
     time: Mapped[float]
     hints: Mapped[dict[str, Any]]
 
 
-class GenerationRow(Base):
-    """One membership of a generation of a job: where, when, and how it ended.
+class AttemptRow(Base):
+    """One membership of an attempt of a job: where, when, and how it ended.
 
-    Most generations have one, with the number 1. Where replicas join or leave while the others
+    Most attempts have one, with the number 1. Where replicas join or leave while the others
     train, the row ends, and the next one begins.
     """
 
-    __tablename__ = "generations"
-    __table_args__ = (UniqueConstraint("job", "generation", "membership"),)
+    __tablename__ = "attempts"
+    __table_args__ = (UniqueConstraint("job", "attempt", "membership"),)
 
     id: Mapped[int] = mapped_column(primary_key=True)
     job: Mapped[str] = mapped_column(ForeignKey("jobs.name"))
-    generation: Mapped[int]
+    attempt: Mapped[int]
     membership: Mapped[int] = mapped_column(server_default="1")
     nodes: Mapped[list[str]]
     num_replicas: Mapped[int]
@@ -119,7 +119,7 @@ class EventRow(Base):
     time: Mapped[float]
     type: Mapped[str]
     job: Mapped[str | None]
-    generation: Mapped[int | None]
+    attempt: Mapped[int | None]
     data: Mapped[dict[str, Any]]
 
 
@@ -162,24 +162,24 @@ class NodeRow(Base):
 
 
 class ReplicaRow(Base):
-    """Address of a replica of a job's present generation."""
+    """Address of a replica of a job's present attempt."""
 
     __tablename__ = "replicas"
 
     job: Mapped[str] = mapped_column(ForeignKey("jobs.name"), primary_key=True)
-    generation: Mapped[int] = mapped_column(primary_key=True)
+    attempt: Mapped[int] = mapped_column(primary_key=True)
     replica: Mapped[int] = mapped_column(primary_key=True)
     address: Mapped[str]
     time: Mapped[float]
 
 
 class HeartbeatRow(Base):
-    """The last heartbeat of a replica of a job's running generation."""
+    """The last heartbeat of a replica of a job's running attempt."""
 
     __tablename__ = "heartbeats"
 
     job: Mapped[str] = mapped_column(ForeignKey("jobs.name"), primary_key=True)
-    generation: Mapped[int] = mapped_column(primary_key=True)
+    attempt: Mapped[int] = mapped_column(primary_key=True)
     replica: Mapped[int] = mapped_column(primary_key=True)
     time: Mapped[float]
     step: Mapped[int | None]

@@ -19,9 +19,9 @@ from pipollux_sched.lifecycle import Phase
 from pipollux_utils.text import count
 
 from . import journal
+from .attempts import ENDED
 from .database import Database
 from .errors import TeamFullError
-from .generations import ENDED
 from .records import JobRecord, job_record
 from .tables import JobRow, MetaRow
 

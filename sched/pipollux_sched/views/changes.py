@@ -1,4 +1,4 @@
-"""A live change under way, in words."""
+"""An elastic resize under way, in words."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipollux_utils.text import count
 
 
 def change_under_way(state: JobState) -> str | None:
-    """Return what a live change leads to, and what it waits for; None: there is none.
+    """Return what an elastic resize leads to, and what it waits for; None: there is none.
 
     Example: `from 1 to 2 replicas; replica 3 on node-b is on its way`.
     """
@@ -17,15 +17,15 @@ def change_under_way(state: JobState) -> str | None:
     if change is None:
         return None
     sizes = f"from {len(state.running_on)} to {count(len(change.nodes), 'replica')}"
-    return "; ".join([sizes, *_newcomers(state), *_leavers(state)])
+    return "; ".join([sizes, *_joining(state), *_leavers(state)])
 
 
-def _newcomers(state: JobState) -> Iterator[str]:
+def _joining(state: JobState) -> Iterator[str]:
     change = state.live.change
-    for replica, node in state.live.newcomers:
+    for replica, node in state.live.joining:
         if change is not None and change.stage is ChangeStage.FORMING:
             where = "is about to join"
-        elif change is not None and replica in change.parked:
+        elif change is not None and replica in change.waiting_to_join:
             where = "waits to join"
         else:
             where = "is on its way"

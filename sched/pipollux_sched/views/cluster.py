@@ -1,4 +1,4 @@
-"""Views of the cluster: nodes and their holders, overview, generations, slot usage.
+"""Views of the cluster: nodes and their holders, overview, attempts, slot usage.
 
 The size of an answer does not depend on the number of jobs: the database counts, sorts and
 pages.
@@ -13,7 +13,7 @@ from typing import Any
 
 from pipollux_sched.report.event_text import TELLING_TYPES
 from pipollux_sched.store import (
-    GenerationRecord,
+    AttemptRecord,
     Holder,
     JobQuery,
     JobSummary,
@@ -22,16 +22,16 @@ from pipollux_sched.store import (
 )
 
 from .events import event_summary
-from .models import ClusterView, GenerationLine, JobLine, NodeDetails, NodeView, UsageView
+from .models import AttemptLine, ClusterView, JobLine, NodeDetails, NodeView, UsageView
 
 MOST_JOBS = 500
 """Jobs of a page."""
-MOST_GENERATIONS = 5000
+MOST_ATTEMPTS = 5000
 """Launches of all jobs together: more than a picture has room for."""
 MOST_WORDS = 300
 """Characters of a job's message; the job's own page has all of it."""
 
-_GENERATION = tuple(name for name in GenerationLine.model_fields if name != "number")
+_ATTEMPT = tuple(name for name in AttemptLine.model_fields if name != "number")
 _POINT = (
     *("step", "epoch", "num_epochs", "loss", "batch_size", "step_time", "goodput", "efficiency"),
 )
@@ -68,7 +68,7 @@ def cluster_view(store: Store, query: JobQuery, num_events: int) -> ClusterView:
         nodes={name: NodeView(**_node(node, held)) for name, node in store.nodes().items()},
         phases=dict(glance.phases),
         goodput=glance.goodput,
-        oldest_generation=glance.oldest_generation,
+        oldest_attempt=glance.oldest_attempt,
         has_teams=store.teams.spec() is not None,
         jobs=[_job(job) for job in page.jobs],
         num_found=page.num_found,
@@ -100,12 +100,12 @@ def serves_evenly(store: Store) -> bool:
     return bool(served and served[-1].get("even"))
 
 
-def list_generations(
+def list_attempts(
     store: Store, since: float, nodes: Collection[str] | None = None
-) -> list[GenerationLine]:
-    """Return the generations that held slots after a moment, on some nodes or on all."""
-    found = store.overview.generations_since(since, MOST_GENERATIONS, nodes)
-    return [_generation(record, number) for record, number in found]
+) -> list[AttemptLine]:
+    """Return the attempts that held slots after a moment, on some nodes or on all."""
+    found = store.overview.attempts_since(since, MOST_ATTEMPTS, nodes)
+    return [_attempt(record, number) for record, number in found]
 
 
 def node_usage(store: Store, since: float, num_parts: int) -> UsageView:
@@ -154,7 +154,7 @@ def _job(job: JobSummary) -> JobLine:
         ended_at=job.ended_at,
         nodes=list(job.nodes),
         num_stages=job.num_stages,
-        generation=job.generation,
+        attempt=job.attempt,
         intent=job.intent,
         suspended=job.suspended,
         num_restarts=job.num_restarts,
@@ -162,5 +162,5 @@ def _job(job: JobSummary) -> JobLine:
     )
 
 
-def _generation(record: GenerationRecord, number: int) -> GenerationLine:
-    return GenerationLine(number=number, **{name: getattr(record, name) for name in _GENERATION})
+def _attempt(record: AttemptRecord, number: int) -> AttemptLine:
+    return AttemptLine(number=number, **{name: getattr(record, name) for name in _ATTEMPT})

@@ -17,7 +17,7 @@ def event_summary(event: Mapping[str, Any]) -> EventSummary | None:
     sentence = event_text(event)
     if sentence is None:
         return None
-    head = {key: event[key] for key in ("id", "time", "type", "job", "generation")}
+    head = {key: event[key] for key in ("id", "time", "type", "job", "attempt")}
     return EventSummary(**head, text=sentence)
 
 

@@ -66,7 +66,7 @@ class NextChange:
 class ExplanationView(View):
     """The explanation of a job's allocation; speedups are predicted, over one replica.
 
-    `changing`: a live change under way, in words; `next_change`: null where nothing runs, or is
+    `changing`: an elastic resize under way, in words; `next_change`: null where nothing runs, or is
     being stopped. `planned_by`: the job that measured what it is planned for by; null: itself, or
     nothing is known. The `last_decision` has `live`, and `why_restart` where it was a restart.
     """

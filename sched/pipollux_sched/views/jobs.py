@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Protocol
 
 from pipollux_sched.report.event_text import TELLING_TYPES
-from pipollux_sched.store import JobRecord, ListedPhase, StaleGenerationError, Store
+from pipollux_sched.store import JobRecord, ListedPhase, StaleAttemptError, Store
 
 from .changes import change_under_way
 from .models import JobCurves, JobDetails, ListedJob, NoiseView, ReplicaView
@@ -34,11 +34,9 @@ class SignOfLife(Protocol):
 
 def list_jobs(store: Store, phases: Collection[ListedPhase] = ()) -> list[ListedJob]:
     """Return the jobs in the given phases (none: all), in the order of first submission."""
-    points, generations = store.last_points(), store.num_generations()
+    points, attempts = store.last_points(), store.num_attempts()
     found = (
-        ListedJob.of(
-            job, num_generations=generations.get(job.name, 0), progress=points.get(job.name)
-        )
+        ListedJob.of(job, num_attempts=attempts.get(job.name, 0), progress=points.get(job.name))
         for job in store.jobs()
     )
     return [job for job in found if not phases or job.listed_phase in phases]
@@ -54,20 +52,20 @@ def job_details(
         job: the job.
         heard: last heartbeats of its replicas; None: those that the store keeps.
     """
-    generations = store.generations(job.name)
+    attempts = store.attempts(job.name)
     hints = store.hints().get(job.name)
     planned_by = None
     if hints is None and job.spec.get("hints") is None and not job.phase.ended:
         before = store.families.predecessors({job.name: job.spec}).get(job.name)
         planned_by = None if before is None else before.job
-    num_starts = len({entry.generation for entry in generations})
+    num_starts = len({entry.attempt for entry in attempts})
     return JobDetails.of(
         job,
         number=store.overview.job_number(job.name),
         num_restarts=max(num_starts - 1, 0),
-        num_live_changes=len(generations) - num_starts,
+        num_resizes=len(attempts) - num_starts,
         changing=change_under_way(job.state),
-        generations=[asdict(entry) for entry in generations],
+        attempts=[asdict(entry) for entry in attempts],
         replicas=_replicas(store, heard, job),
         progress=next(iter(store.overview.points(job.name, 1)), None),
         hints=hints,
@@ -92,16 +90,16 @@ def job_curves(
 def _replicas(
     store: Store, heard: Mapping[int, SignOfLife] | None, job: JobRecord
 ) -> list[ReplicaView]:
-    """Return the replicas of the running generation, if there is one."""
-    generation, nodes = job.state.generation, job.state.running_on
+    """Return the replicas of the running attempt, if there is one."""
+    attempt, nodes = job.state.attempt, job.state.running_on
     if not nodes:
         return []
     try:
-        addresses = store.replicas.find(job.name, generation).addresses
-    except StaleGenerationError:  # a newer generation has started meanwhile
+        addresses = store.replicas.find(job.name, attempt).addresses
+    except StaleAttemptError:  # a newer attempt has started meanwhile
         addresses = {}
     if heard is None:
-        heard = store.heartbeats.of(job.name, generation)
+        heard = store.heartbeats.of(job.name, attempt)
     return [
         ReplicaView(
             replica=replica,

@@ -18,14 +18,14 @@ MOST_BYTES = 2**20
 def list_logs(state_dir: StateDir, job: str) -> list[LogTail]:
     """Return the logs that a job has, without their lines."""
     return [
-        LogTail(generation=generation, replica=replica, lines=[])
-        for generation, replica, _path in state_dir.logs(job)
+        LogTail(attempt=attempt, replica=replica, lines=[])
+        for attempt, replica, _path in state_dir.logs(job)
     ]
 
 
-def read_log(state_dir: StateDir, job: str, generation: int, replica: int, offset: int) -> LogPart:
+def read_log(state_dir: StateDir, job: str, attempt: int, replica: int, offset: int) -> LogPart:
     """Return a log from an offset on: at most `MOST_BYTES`, nothing if nothing is new.
 
     Where the bytes after the offset are kept no more, it begins with a line that says so.
     """
-    return read_part(state_dir.log(job, generation, replica), offset, MOST_BYTES)
+    return read_part(state_dir.log(job, attempt, replica), offset, MOST_BYTES)

@@ -34,17 +34,17 @@ class ConditionView(View):
 
 
 class ChangeView(View):
-    """A live change under way: `replicas` on `nodes` are to take part."""
+    """An elastic resize under way: `replicas` on `nodes` are to take part."""
 
     number: int
     replicas: list[int]
     nodes: list[str]
     stage: ChangeStage
-    parked: list[int]
+    waiting_to_join: list[int]
 
 
 class MembershipView(View):
-    """Who takes part in the running generation: `replicas` are ids in the order of ranks.
+    """Who takes part in the running attempt: `replicas` are ids in the order of ranks.
 
     `why_not`: why a change of its replicas is a restart; null where they can join and leave live.
     """
@@ -71,7 +71,7 @@ class JobView(View):
     reason: str
     message: str
     conditions: list[ConditionView]
-    generation: int
+    attempt: int
     assigned: list[str]
     num_stages: int
     running_on: list[str]
@@ -83,7 +83,7 @@ class JobView(View):
     failures: int
     interruptions: int
     max_restarts: int
-    first_generation: int
+    first_attempt: int
     spec: dict[str, Any]
 
     @classmethod
@@ -109,17 +109,17 @@ class JobView(View):
 
 
 class ListedJob(JobView):
-    """A job in a list, with its number of generations and its latest report."""
+    """A job in a list, with its number of attempts and its latest report."""
 
-    num_generations: int
+    num_attempts: int
     progress: Point | None
 
 
-class GenerationView(View):
-    """One membership of a generation of a job; later ones began while the job trained."""
+class AttemptView(View):
+    """One membership of an attempt of a job; later ones began while the job trained."""
 
     job: str
-    generation: int
+    attempt: int
     membership: int
     nodes: list[str]
     num_stages: int
@@ -136,7 +136,7 @@ class GenerationView(View):
 
 
 class ReplicaView(View):
-    """A replica of the running generation; its last heartbeat was `heard_seconds` ago.
+    """A replica of the running attempt; its last heartbeat was `heard_seconds` ago.
 
     `finished`: its script has ended, and other replicas still run.
     """
@@ -158,7 +158,7 @@ class EventView(View):
     id: int
     type: str
     job: str | None
-    generation: int | None
+    attempt: int | None
 
 
 class EventSummary(View):
@@ -168,7 +168,7 @@ class EventSummary(View):
     id: int
     type: str
     job: str | None
-    generation: int | None
+    attempt: int | None
     text: str
 
     @property
@@ -180,16 +180,16 @@ class EventSummary(View):
 class JobDetails(JobView):
     """The details of a job without its curves; `number`: its place in the order of jobs.
 
-    Each of the last `events` has the form of `EventView`. `changing`: a live change under way, in
-    words; null: there is none. `planned_by`: the job whose hints stand for its own as long as it
+    Each of the last `events` has the form of `EventView`. `changing`: an elastic resize under way,
+    in words; null: there is none. `planned_by`: the job whose hints stand for its own as long as it
     has sent none; null: it has, or there is none.
     """
 
     number: int
     num_restarts: int
-    num_live_changes: int
+    num_resizes: int
     changing: str | None
-    generations: list[GenerationView]
+    attempts: list[AttemptView]
     replicas: list[ReplicaView]
     progress: Point | None
     hints: dict[str, Any] | None
@@ -282,7 +282,7 @@ class JobLine(View):
     ended_at: float | None
     nodes: list[str]
     num_stages: int
-    generation: int
+    attempt: int
     intent: Intent | None
     suspended: bool
     num_restarts: int
@@ -296,12 +296,12 @@ class JobLine(View):
     efficiency: float | None
 
 
-class GenerationLine(View):
-    """Summary of a membership of a generation; `number` is that of its job."""
+class AttemptLine(View):
+    """Summary of a membership of an attempt; `number` is that of its job."""
 
     job: str
     number: int
-    generation: int
+    attempt: int
     membership: int
     nodes: list[str]
     num_stages: int
@@ -335,7 +335,7 @@ class ClusterView(View):
     nodes: dict[str, NodeView]
     phases: dict[ListedPhase, int]
     goodput: float | None
-    oldest_generation: float | None
+    oldest_attempt: float | None
     has_teams: bool
     jobs: list[JobLine]
     num_found: int
@@ -355,6 +355,6 @@ class UsageView(View):
 class LogTail(View):
     """The last lines of one replica."""
 
-    generation: int
+    attempt: int
     replica: int
     lines: list[str]

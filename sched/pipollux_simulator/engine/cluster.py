@@ -60,8 +60,8 @@ class Options:
     restart_seconds: float = 30.0
     """Time that a replica takes to start; a job does not train in that of a start or restart."""
     rescale_seconds: float | None = None
-    """Time for which the replicas that stay pause in a live change; None: every change of a job's
-    allocation is a restart."""
+    """Time for which the surviving replicas pause in an elastic resize; None: every change
+    of a job's allocation is a restart."""
     interference: float = 0.0
     """The slowdown of distributed jobs that share a node, 0 to 1; with 0, sharing is forbidden
     (rule 4 of docs/policies.md)."""
@@ -147,7 +147,7 @@ class Cluster:
             )
         if not self.workload or not self.nodes:
             raise SimulationError("there is nothing to simulate; give jobs and nodes")
-        self._heirs: set[str] = set()
+        self._warm_starts: set[str] = set()
         """Jobs that began with what others had measured."""
         self._at_changes = self.options.decides_at == "changes"
         self._fixed = not getattr(self.policy, "adapts_batch_size", True)
@@ -282,7 +282,7 @@ class Cluster:
         if self.options.inherit_models:
             for name, job in self._active.items():
                 if self._is_new(name) and self.experience.bequeath(job):
-                    self._heirs.add(name)
+                    self._warm_starts.add(name)
 
     def _job(self, row: JobArrival, app: Application, model: JobModel) -> SimulatedJob:
         """Return a job that has arrived, with its own prices of changes where it has them."""
@@ -313,7 +313,9 @@ class Cluster:
             if job.nodes
         }
         if self._at_changes and self._teams is None:
-            weighed = {name for name in infos if name in self._heirs or not self._is_new(name)}
+            weighed = {
+                name for name in infos if name in self._warm_starts or not self._is_new(name)
+            }
             for name, held in self._place_new(infos, base, weighed).items():
                 self._carry_out(self._active[name], infos[name], held)
                 base[name] = held

@@ -42,7 +42,7 @@ class Interval:
     nodes: tuple[Any, ...]
     num_stages: int
     live: bool = False
-    """Whether it began with a live change: the replicas that stayed did not stop."""
+    """Whether it began with an elastic resize: the surviving replicas did not stop."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ class SimulatedJob:
         app: the truth.
         model: what the job knows.
         restart_seconds: time that a replica takes to start; nothing trains in that of a restart.
-        rescale_seconds: time for which replicas that stay pause in a live change; None: every
+        rescale_seconds: time for which surviving replicas pause in an elastic resize; None: every
             change is a restart.
         checkpoint_seconds: training time after which it saves; what came later is lost with a node.
         clock: the time up to which it has been simulated.
@@ -83,7 +83,7 @@ class SimulatedJob:
     num_moves: int = 0
     """Restarts that went straight from one allocation to another, as which a price is measured."""
     num_rescales: int = 0
-    """Live changes."""
+    """Elastic resizes."""
     attained_service: float = 0.0
     """Slot-seconds."""
     slots_per_replica: int = 1
@@ -95,7 +95,7 @@ class SimulatedJob:
     """When the replicas that are starting join the others."""
     _since: float = 0.0
     _live: bool = False
-    """Whether what it holds began with a live change."""
+    """Whether what it holds began with an elastic resize."""
     _saved: tuple[float, int] = (0.0, 0)
     _unsaved_seconds: float = 0.0
 
@@ -159,7 +159,7 @@ class SimulatedJob:
         self._delay = self.restart_seconds if moves else self._start_seconds
 
     def _rescale(self, now: float, nodes: Sequence[Any]) -> None:
-        """Let replicas leave at once, and others start, while those that stay go on."""
+        """Let replicas leave at once, and others start, while the surviving replicas go on."""
         self._close_interval(now)
         self._live = True
         self.num_rescales += 1

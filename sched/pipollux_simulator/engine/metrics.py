@@ -41,7 +41,7 @@ class SimulationMetrics:
     unfair_share: float
     """Share of jobs with rho > 1, which an equal split would have served better."""
     rescales_per_job: float
-    """Live changes, on average."""
+    """Elastic resizes, on average."""
     avg_wait_s: float
     """From a job's arrival to its first start, on average."""
     gpu_hours: float
@@ -96,7 +96,7 @@ def measure(outcome: SimulationOutcome) -> SimulationMetrics:
 JOB_COLUMNS = (
     *("workload", "policy", "name", "application", "arrived_s", "started_s", "completed_s"),
     *("jct_s", "restarts", "slot_seconds", "lost_progress", "isolated_s", "finish_time_fairness"),
-    "live_changes",
+    "resizes",
 )
 """Of `job_rows`."""
 

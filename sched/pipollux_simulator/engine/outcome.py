@@ -29,7 +29,7 @@ class JobOutcome:
     num_restarts: int
     """Starts after the first, those after lost nodes included."""
     num_rescales: int
-    """Live changes."""
+    """Elastic resizes."""
     slot_seconds: float
     """Slots held, times seconds."""
     lost_progress: float

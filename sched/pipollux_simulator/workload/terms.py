@@ -40,6 +40,6 @@ class JobTerms:
     assumed_restart_seconds: float | None = None
     """What the policy takes a restart to cost before the job has had one; None: it knows."""
     assumed_rescale_seconds: float | None = None
-    """What it takes a live change to cost before the job has had one; None: it knows."""
+    """What it takes an elastic resize to cost before the job has had one; None: it knows."""
     rescale_seconds: float | None = None
-    """Seconds for which replicas that stay pause in a live change; None: as the options say."""
+    """Seconds for which surviving replicas pause in an elastic resize; None: as the options say."""

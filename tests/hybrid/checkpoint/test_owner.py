@@ -93,7 +93,7 @@ def test_a_job_may_begin_where_the_one_before_has_ended(script: Path) -> None:
     first(
         1,
         [
-            ({"PIPOLLUX_JOB_ID": "lm-7"}, ("PIPOLLUX_GENERATION", "1", "2")),
+            ({"PIPOLLUX_JOB_ID": "lm-7"}, ("PIPOLLUX_ATTEMPT", "1", "2")),
             ({"SLURM_JOB_ID": "99"}, ("SLURM_RESTART_COUNT", "0", "1")),
         ],
     ),

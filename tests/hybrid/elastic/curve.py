@@ -41,7 +41,7 @@ def main() -> None:
         lr_scheduler=schedule,
     )
     rank, stop_at = pipollux.replica_rank(), int(os.environ["STOP_AT"])
-    name = f"losses-{context().env.generation}-{rank}.txt"
+    name = f"losses-{context().env.attempt}-{rank}.txt"
     with (Path(os.environ["RESULTS"]) / name).open("a") as log:
         for _ in pipollux.remaining_epochs_until(4):
             for batch, targets in loader:

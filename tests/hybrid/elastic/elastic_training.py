@@ -61,7 +61,7 @@ def main() -> None:
     model = pipollux.HybridParallel(module, optimizer, num_stages=2)
     accum = pipollux.Accumulator()
     rank = pipollux.replica_rank()
-    log = (RESULTS / f"samples-{context().env.generation}-{rank}.txt").open("a")
+    log = (RESULTS / f"samples-{context().env.attempt}-{rank}.txt").open("a")
     for epoch in pipollux.remaining_epochs_until(EPOCHS):
         for batch in loader:
             hold(context().component(Metrics).step)

@@ -133,7 +133,7 @@ def test_behind_the_last_save_there_is_nothing_to_save_either(
     assert list(remaining_epochs_until(3)) == [1, 2]
     assert capfd.readouterr().err == ""
     # Under a scheduler, which sets the directory of each run; and the script asks for less.
-    monkeypatch.setenv("PIPOLLUX_GENERATION", "2")
+    monkeypatch.setenv("PIPOLLUX_ATTEMPT", "2")
     monkeypatch.setenv("PIPOLLUX_JOB_ID", "char-lm")
     contexts.reset()
     parts = begin()

@@ -41,16 +41,14 @@ def test_stopped_killed_and_restarted(job: Job, monkeypatch: pytest.MonkeyPatch,
     _, alive = psutil.wait_procs(left, timeout=LIMIT)
     assert not alive, "loaders' workers end with their replica"
     job.run(1)
-    generations = [job.rows(generation) for generation in (1, 2, 3)]
-    assert all(generations)
+    attempts = [job.rows(attempt) for attempt in (1, 2, 3)]
+    assert all(attempts)
     # What came after the checkpoint that the next run began from is lost, and done again.
-    begins = [min(row[0] for row in rows) for rows in generations]
+    begins = [min(row[0] for row in rows) for rows in attempts]
     assert begins[1] > 5
     assert begins[2] > begins[1]
     ends = [*begins[1:], 10**9]
-    rows = [
-        row for rows, end in zip(generations, ends, strict=True) for row in rows if row[0] < end
-    ]
+    rows = [row for rows, end in zip(attempts, ends, strict=True) for row in rows if row[0] < end]
     for epoch in range(EPOCHS):
         taken = Counter(number for _, e, *numbers in rows if e == epoch for number in numbers)
         assert taken == Counter(range(SIZE))

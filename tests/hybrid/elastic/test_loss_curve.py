@@ -25,14 +25,14 @@ RUNS: list[Run] = [
 ]
 
 
-def run(directory: Path, generation: int, shape: Run) -> int:
-    """One generation of the job; its exit status."""
+def run(directory: Path, attempt: int, shape: Run) -> int:
+    """One attempt of the job; its exit status."""
     stages, replicas, microbatches, mode, stop_at = shape
     env = {
         **os.environ,
         "RESULTS": str(directory),
         "PIPOLLUX_CHECKPOINT_DIR": str(directory / "checkpoints"),
-        "PIPOLLUX_GENERATION": str(generation),
+        "PIPOLLUX_ATTEMPT": str(attempt),
         "PIPOLLUX_NUM_STAGES": str(stages),
         "PIPOLLUX_PROGRESS": "0",
         "OMP_NUM_THREADS": "1",
@@ -65,8 +65,8 @@ def test_five_restarts_with_other_stages_and_replicas(tmp_path: Path) -> None:
     for directory in (steady, changing):
         directory.mkdir()
     run(steady, 1, (1, 1, 1, "never", 0))
-    for generation, shape in enumerate(RUNS, start=1):
-        status = run(changing, generation, shape)
+    for attempt, shape in enumerate(RUNS, start=1):
+        status = run(changing, attempt, shape)
         assert (status != 0) == (shape[-1] > 0)
     expected, found = curve(steady), curve(changing)
     assert list(found) == list(range(1, NUM_STEPS + 1))

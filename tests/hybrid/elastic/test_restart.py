@@ -26,7 +26,7 @@ Running = Started | Replicas
 
 
 class Job:
-    """Generations of one job in a directory."""
+    """ReplicaGroupManager of one job in a directory."""
 
     def __init__(self, directory: Path, repository: Path, script: Path = SCRIPT) -> None:
         self.script = script
@@ -34,31 +34,31 @@ class Job:
         self.checkpoints = directory / "checkpoints"
         self.results.mkdir(parents=True)
         self._repository = repository
-        self.generation = 0
+        self.attempt = 0
 
     def start(self, num_replicas: int, **environment: str) -> Replicas:
-        """Start the next generation, in forked processes."""
+        """Start the next attempt, in forked processes."""
         return Replicas(self.script, num_replicas, environment=self._environment(environment))
 
     def start_python(self, *options: str) -> Command:
-        """Start the next generation as a user does."""
+        """Start the next attempt as a user does."""
         paths = filter(None, (str(self._repository), os.environ.get("PYTHONPATH")))
         env = self._environment({"PYTHONPATH": os.pathsep.join(paths)})
         return Command([sys.executable, *options, str(self.script)], env)
 
     def start_torchrun(self, num_replicas: int) -> Command:
-        """Start the next generation below a real agent."""
+        """Start the next attempt below a real agent."""
         launcher = ("-m", "torch.distributed.run", "--nnodes=1", "--master-addr=127.0.0.1")
         where = (f"--nproc-per-node={num_replicas}", f"--master-port={free_port()}")
         return self.start_python(*launcher, *where)
 
     def _environment(self, more: Mapping[str, str]) -> dict[str, str]:
-        self.generation += 1
+        self.attempt += 1
         return {
             **os.environ,
             "RESULTS": str(self.results),
             "PIPOLLUX_CHECKPOINT_DIR": str(self.checkpoints),
-            "PIPOLLUX_GENERATION": str(self.generation),
+            "PIPOLLUX_ATTEMPT": str(self.attempt),
             "OMP_NUM_THREADS": "1",
             **more,
         }
@@ -93,10 +93,10 @@ class Job:
         content: dict[str, object] = json.loads((self.checkpoints / "stopped.json").read_text())
         return content
 
-    def rows(self, generation: int) -> list[list[int]]:
-        """Step, epoch and indices of each batch a generation trained on."""
+    def rows(self, attempt: int) -> list[list[int]]:
+        """Step, epoch and indices of each batch an attempt trained on."""
         rows = []
-        for path in sorted(self.results.glob(f"samples-{generation}-*.txt")):
+        for path in sorted(self.results.glob(f"samples-{attempt}-*.txt")):
             rows += [[int(word) for word in line.split()] for line in path.read_text().splitlines()]
         return rows
 
@@ -123,7 +123,7 @@ def stop(job: Job, process: Running, num_replicas: int, step: int) -> None:
 
 
 def run_and_stop(job: Job, num_replicas: int, step: int) -> None:
-    """Start the next generation, and stop it while a step is under way."""
+    """Start the next attempt, and stop it while a step is under way."""
     job.hold(step)
     with job.start(num_replicas) as replicas:
         stop(job, replicas, num_replicas, step)
@@ -150,10 +150,10 @@ def test_stopped_and_resumed_as_if_nothing_had_been(
     run_and_stop(job, 2, 25)
     markers.append(job.marker())
     job.run(2)
-    assert [marker["generation"] for marker in markers] == [1, 2]
+    assert [marker["attempt"] for marker in markers] == [1, 2]
     assert 8 <= int(str(markers[0]["step"])) <= 10
     assert_close(job.final(), steady.final(), 0.0)
-    rows = [row for generation in (1, 2, 3) for row in job.rows(generation)]
+    rows = [row for attempt in (1, 2, 3) for row in job.rows(attempt)]
     steps = sorted({row[0] for row in rows})
     assert steps == list(range(1, len(steps) + 1)), "no step is left out or done twice"
     for epoch in range(EPOCHS):
@@ -166,7 +166,7 @@ def test_replicas_change_at_every_restart(job: Job) -> None:
     run_and_stop(job, 1, 5)
     run_and_stop(job, 3, 20)
     job.run(2)
-    rows = [row for generation in (1, 2, 3) for row in job.rows(generation)]
+    rows = [row for attempt in (1, 2, 3) for row in job.rows(attempt)]
     assert {row[0] for row in rows} == set(range(1, EPOCHS * -(-SIZE // 7) + 1))
     for epoch in range(EPOCHS):
         assert samples(rows, epoch) == Counter(range(SIZE))

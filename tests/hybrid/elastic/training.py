@@ -62,8 +62,8 @@ def main() -> None:
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
     loader = pipollux.AdaptiveDataLoader(Numbered(), batch_size=7, shuffle=True)
     model = pipollux.HybridParallel(module, optimizer, num_stages=2, num_microbatches=2)
-    rank, generation = pipollux.replica_rank(), context().env.generation
-    log = (RESULTS / f"samples-{generation}-{rank}.txt").open("a")
+    rank, attempt = pipollux.replica_rank(), context().env.attempt
+    log = (RESULTS / f"samples-{attempt}-{rank}.txt").open("a")
     for epoch in pipollux.remaining_epochs_until(EPOCHS):
         for inputs, targets, indices in loader:
             hold(context().component(Metrics).step)

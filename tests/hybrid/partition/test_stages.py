@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job.env import JobEnvironment
-from pipollux_hybrid.job.pipeline_spec import StageOrder
+from pipollux_hybrid.job.pipeline_spec import PipelineSchedule
 from pipollux_hybrid.partition.placement import choose_devices
 from pipollux_hybrid.pipeline.engine import PipelineEngine
 from pipollux_hybrid.pipeline.microbatch import microbatch_sizes
@@ -136,12 +136,12 @@ def test_what_stages_take_to_add_up_tied_gradients_is_no_step_and_no_network() -
         assert data is not None
         assert data.accum_step_time == pytest.approx([0.1, 0.2])
         assert data.optim_step_time == pytest.approx([0.103, 0.203])
-        assert fit(data, StageOrder("1f1b")).tied_exchange == pytest.approx(0.005)
+        assert fit(data, PipelineSchedule("1f1b")).tied_exchange == pytest.approx(0.005)
     rows, plain = profile.to_json(), StepProfile()
     plain.load_json([{k: x for k, x in row.items() if k != "exchange"} for row in rows])
     data = plain.fit_data(2)
     assert data is not None
-    assert fit(data, StageOrder("1f1b")).tied_exchange == 0.0
+    assert fit(data, PipelineSchedule("1f1b")).tied_exchange == 0.0
 
 
 def test_stages_that_recompute_the_last_micro_batch_or_not_are_told_apart() -> None:

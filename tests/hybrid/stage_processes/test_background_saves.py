@@ -42,7 +42,7 @@ from tests.hybrid.stage_processes.whole_job import Outcome, whole_job
 PATIENCE = 200.0
 
 
-class Part(Value):
+class BatchSlice(Value):
     """What a stage has. The thread that writes it may wait, fail, or end the process."""
 
     in_parts = True
@@ -73,9 +73,9 @@ class Part(Value):
         self.found = [read_chunks(x) for x in files]
 
 
-def begin() -> Part:
+def begin() -> BatchSlice:
     init_process_group("gloo", timeout=PATIENCE)
-    state = Part()
+    state = BatchSlice()
     load_state(state)
     return state
 

@@ -25,7 +25,7 @@ from pipollux_hybrid import (
 from pipollux_hybrid.job import context as contexts
 from pipollux_hybrid.job.context import context
 from pipollux_hybrid.job.link_probe import measure_link
-from pipollux_hybrid.job.pipeline_spec import StageOrder
+from pipollux_hybrid.job.pipeline_spec import PipelineSchedule
 from pipollux_hybrid.telemetry.metrics import Metrics
 from pipollux_perfmodel import Schedule
 from tests.hybrid.models import assert_close
@@ -33,7 +33,7 @@ from tests.hybrid.replicas import run_replicas
 from tests.hybrid.stage_processes.training import run_stages, together
 
 BATCH_SIZE, WIDTH = 16, 8
-Notes: TypeAlias = list[tuple[StageOrder, float]]
+Notes: TypeAlias = list[tuple[PipelineSchedule, float]]
 """Schedules that steps are noted of, each with how much longer they take than by the formula."""
 FEW = 2
 """Micro-batches: so few that interleaved stages wait much less."""
@@ -51,7 +51,7 @@ class Ran(NamedTuple):
     """While the model was wrapped."""
 
 
-def measured_as(order: StageOrder, factor: float = 1.0) -> None:
+def measured_as(order: PipelineSchedule, factor: float = 1.0) -> None:
     """Note steps of many seconds, so that nothing that is really measured counts beside them."""
     metrics, env = context().component(Metrics), context().env
     whole = env.processes_per_replica * 3.0 * factor
@@ -119,13 +119,13 @@ def run_each(folder: str, runs: list[tuple[str, Notes, dict[str, Any]]]) -> list
     found = []
     os.environ["PIPOLLUX_CHECKPOINT_DIR"] = folder
     for number, (schedule, notes, options) in enumerate(runs):
-        os.environ["PIPOLLUX_GENERATION"] = str(number + 1)
+        os.environ["PIPOLLUX_ATTEMPT"] = str(number + 1)
         contexts.reset()
         found.append(run(number + 1, schedule, notes, options))
     return found
 
 
-def generations(folder: Path, *runs: tuple[str, Notes, dict[str, Any]]) -> list[list[Ran]]:
+def attempts(folder: Path, *runs: tuple[str, Notes, dict[str, Any]]) -> list[list[Ran]]:
     """Return what each stage had after each run."""
     (stages,) = run_stages(run_each, 1, 2, str(folder), list(runs))
     for several in zip(*stages, strict=True):
@@ -133,15 +133,15 @@ def generations(folder: Path, *runs: tuple[str, Notes, dict[str, Any]]) -> list[
     return [list(several) for several in zip(*stages, strict=True)]
 
 
-SEEN = [(StageOrder("1f1b"), 1.0)]
-SLOW = [(StageOrder("interleaved", 2), 3.0)]
+SEEN = [(PipelineSchedule("1f1b"), 1.0)]
+SLOW = [(PipelineSchedule("interleaved", 2), 3.0)]
 
 
 def test_runs_take_the_schedule_that_measurements_promise(tmp_path: Path) -> None:
     """From 1F1B to interleaved stages, and back when these turn out to be slow."""
     cut = {"balance": "memory"}  # times are measured, and by them a busy machine may cut otherwise
     runs = [("auto", SEEN, cut), ("auto", SLOW, cut), ("auto", [], cut)]
-    first, second, third = generations(tmp_path / "auto", *runs)
+    first, second, third = attempts(tmp_path / "auto", *runs)
     assert [one[0].schedule for one in (first, second, third)] == ["1f1b", "interleaved", "1f1b"]
     assert (first[0].balance, second[0].balance) == ([2, 2], [1, 1, 1, 1])
     assert not any(one[1].said for one in (first, second, third))  # the leader alone
@@ -153,7 +153,7 @@ def test_runs_take_the_schedule_that_measurements_promise(tmp_path: Path) -> Non
 
     # What is trained is the same as by one schedule throughout.
     fixed = [("1f1b", [], {})] * 3
-    *_, last = generations(tmp_path / "fixed", *fixed)
+    *_, last = attempts(tmp_path / "fixed", *fixed)
     assert third[0].losses == pytest.approx(last[0].losses, rel=1e-5)
     assert_close(together([x.state for x in third]), together([x.state for x in last]), 1e-5)
 
@@ -171,14 +171,14 @@ def test_runs_take_the_schedule_that_measurements_promise(tmp_path: Path) -> Non
         pytest.param(SEEN, {"example_inputs": None}, "1f1b", marks=pytest.mark.exhaustive),
         # What was measured goes before what is predicted.
         pytest.param(
-            [*SEEN, (StageOrder("gpipe"), 0.5)], {}, "gpipe", marks=pytest.mark.exhaustive
+            [*SEEN, (PipelineSchedule("gpipe"), 0.5)], {}, "gpipe", marks=pytest.mark.exhaustive
         ),
     ],
 )
 def test_the_choice_keeps_to_what_is_known_and_worth_it(
     tmp_path: Path, notes: Notes, options: dict[str, Any], chosen: str
 ) -> None:
-    _, second = generations(tmp_path, ("auto", notes, options), ("auto", notes, options))
+    _, second = attempts(tmp_path, ("auto", notes, options), ("auto", notes, options))
     assert second[0].schedule == chosen
 
 
@@ -190,7 +190,7 @@ def test_memory_that_interleaved_stages_lack(tmp_path: Path) -> None:
     for room, chosen in ((16.0, "interleaved"), (4.5, "1f1b")):
         options = {"num_microbatches": 4, "memory_limit": state + room * activations}
         runs = [("auto", SEEN, options)] * 2
-        *_, second = generations(tmp_path / chosen, *runs)
+        *_, second = attempts(tmp_path / chosen, *runs)
         said = second[0].said
         assert second[0].schedule == chosen, said
         assert ("interleaved (V=2) does not fit" in said) == (chosen == "1f1b")
@@ -202,10 +202,10 @@ def test_memory_that_interleaved_stages_lack(tmp_path: Path) -> None:
 def test_a_job_of_one_stage_goes_on_in_two(tmp_path: Path, sample: bool) -> None:
     """Its fit tells of any schedule: with layers of their own times, else as if cut evenly."""
     options: dict[str, Any] = {} if sample else {"example_inputs": None}
-    alone = [("auto", [(StageOrder("gpipe"), 1.0)], options)]
+    alone = [("auto", [(PipelineSchedule("gpipe"), 1.0)], options)]
     ((first,),) = run_replicas(run_each, 1, str(tmp_path), alone)
     assert (first.schedule, first.balance, first.said) == ("gpipe", [4], "")
-    (second, _), _ = zip(*generations(tmp_path, *[("auto", [], options)] * 2), strict=True)
+    (second, _), _ = zip(*attempts(tmp_path, *[("auto", [], options)] * 2), strict=True)
     assert second.losses == []  # the first of these runs finds its epoch done
     assert re.search(r": 1f1b [\d.e+]+ samples/s", second.said), second.said
     compared = r"interleaved \(V=2\) [\d.e+]+ samples/s" if sample else r"\(V=2\) not compared"

@@ -13,7 +13,7 @@ import torch
 
 from pipollux_hybrid import AdaptiveDataLoader, HybridParallel, init_process_group
 from pipollux_hybrid.job.context import context
-from pipollux_hybrid.job.pipeline_spec import StageOrder
+from pipollux_hybrid.job.pipeline_spec import PipelineSchedule
 from pipollux_hybrid.telemetry.metrics import Metrics
 from pipollux_hybrid.telemetry.step_profile import StepProfile
 from tests.hybrid.models import assert_close, make_data, make_model
@@ -118,7 +118,7 @@ def fitted_job(schedule: str) -> tuple[str, int, int, list[int]]:
     own = context().pipeline.order
     kept = [
         len(found.atomic_bsz) if (found := other.fit_data(2, "except_last", *key)) else 0
-        for key in ((1, own), (2, own), (1, StageOrder("gpipe")))
+        for key in ((1, own), (2, own), (1, PipelineSchedule("gpipe")))
     ]
     assert other.orders(2, 1) == (own,)
     # Before schedules were noted, stages of processes of their own worked by 1F1B.

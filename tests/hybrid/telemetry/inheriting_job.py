@@ -74,5 +74,7 @@ def train(width: int) -> Told:
     state.save(saved)
     metrics.profile.inherit({})
     state.load(io.BytesIO(saved.getvalue()))
-    assert metrics.profile.inherited_to_json() == at_last  # restarts and newcomers have it, too
+    assert (
+        metrics.profile.inherited_to_json() == at_last
+    )  # restarts and joining replicas have it, too
     return Told(at_first, at_last, hints.to_json_object() if hints else None, words.lines)

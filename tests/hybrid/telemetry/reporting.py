@@ -25,9 +25,9 @@ class Request(NamedTuple):
 
 def environment(url: str) -> dict[str, str]:
     return {
-        "PIPOLLUX_SUPERVISOR_URL": url,
+        "PIPOLLUX_SCHEDULER_URL": url,
         "PIPOLLUX_JOB_ID": "a-job",
-        "PIPOLLUX_GENERATION": "3",
+        "PIPOLLUX_ATTEMPT": "3",
         "PIPOLLUX_TOKEN": TOKEN,
         "PIPOLLUX_HINTS_INTERVAL": "1",
         "PIPOLLUX_HEARTBEAT_INTERVAL": "0",

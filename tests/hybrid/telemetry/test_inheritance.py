@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from pipollux_hybrid.job.pipeline_spec import StageOrder
+from pipollux_hybrid.job.pipeline_spec import PipelineSchedule
 from pipollux_hybrid.telemetry.inheritance import (
     SURE,
     ModelTraits,
@@ -60,22 +60,22 @@ NEW = {configuration(4): 0.4, configuration(2): 0.31}
 
 
 def test_a_fit_is_to_both_as_if_the_job_had_measured_all() -> None:
-    heir = measured(NEW)
-    heir.inherit(handed_down(OLD))
+    warm_start = measured(NEW)
+    warm_start.inherit(handed_down(OLD))
     alone = measured({**OLD, **NEW})
-    inherited, own = data_of(heir), data_of(alone)
+    inherited, own = data_of(warm_start), data_of(alone)
     assert inherited == own
-    order = StageOrder("gpipe")
+    order = PipelineSchedule("gpipe")
     assert fit(inherited, order) == fit(own, order)
     assert fit(inherited, order) != fit(data_of(measured(NEW)), order)
-    assert heir.max_replicas == 4
-    assert heir.orders(1, 1) == (order,)
+    assert warm_start.max_replicas == 4
+    assert warm_start.orders(1, 1) == (order,)
 
 
 def test_by_size_is_what_was_measured_for_sure_on_the_same_replicas() -> None:
     times = {configuration(2, 8): 0.3, configuration(2, 16): 0.5, configuration(4, 32): 0.4}
     profile = measured(times)
-    params = fit(data_of(profile), StageOrder("gpipe"))
+    params = fit(data_of(profile), PipelineSchedule("gpipe"))
     measured({configuration(2, 64): 9.0}, STEADY - 1, profile)
     few = handed_down({configuration(2, 256): 9.0}, STEADY - 1)
     profile.inherit({**handed_down({configuration(2, 128): 3.0}), **few})
@@ -111,21 +111,21 @@ def test_rows_tell_how_far_steps_scatter() -> None:
 
 
 def test_the_cap_holds_after_the_first_own_measurement() -> None:
-    heir = measured({configuration(1): 0.2})
-    assert heir.max_replicas == 1
-    heir.inherit(handed_down(OLD))
-    assert heir.max_replicas == 2
-    assert contradiction(heir, "never") is None
-    assert heir.max_replicas == 2
-    assert set(heir.inherited) == set(OLD) - {configuration(1)}  # its own replaces it
-    assert heir.unsettled(SURE) == {}
+    warm_start = measured({configuration(1): 0.2})
+    assert warm_start.max_replicas == 1
+    warm_start.inherit(handed_down(OLD))
+    assert warm_start.max_replicas == 2
+    assert contradiction(warm_start, "never") is None
+    assert warm_start.max_replicas == 2
+    assert set(warm_start.inherited) == set(OLD) - {configuration(1)}  # its own replaces it
+    assert warm_start.unsettled(SURE) == {}
 
 
 @pytest.mark.parametrize("factor", [1 / 1.3, 1.3])
 def test_an_own_measurement_of_the_same_contradicts(factor: float) -> None:
-    heir = measured({configuration(2): 0.3 * factor})
-    heir.inherit(handed_down(OLD))
-    told = contradiction(heir, "never")
+    warm_start = measured({configuration(2): 0.3 * factor})
+    warm_start.inherit(handed_down(OLD))
+    told = contradiction(warm_start, "never")
     assert told is not None
     assert told.startswith("2 replicas with an atomic batch size of 8 take ")
     assert told.endswith("and other jobs measured 0.3 s")
@@ -137,14 +137,14 @@ def test_an_own_measurement_of_the_same_contradicts(factor: float) -> None:
 def test_an_own_measurement_between_inherited_ones_contradicts_their_fit() -> None:
     times = {configuration(1, size): 0.1 + 0.01 * size for size in (8, 32)}
     for seconds, agrees in ((0.26, True), (0.5, False), (0.1, False)):
-        heir = measured({configuration(1, 16): seconds})
-        heir.inherit(handed_down(times))
-        assert (contradiction(heir, "never") is None) == agrees, seconds
+        warm_start = measured({configuration(1, 16): seconds})
+        warm_start.inherit(handed_down(times))
+        assert (contradiction(warm_start, "never") is None) == agrees, seconds
     # Beyond them a fit is a guess, and may be wrong.
-    heir = measured({configuration(4, 16): 9.0, configuration(1, 64): 9.0})
-    heir.inherit(handed_down(times))
-    assert contradiction(heir, "never") is None
-    assert set(heir.inherited) == set(times)
+    warm_start = measured({configuration(4, 16): 9.0, configuration(1, 64): 9.0})
+    warm_start.inherit(handed_down(times))
+    assert contradiction(warm_start, "never") is None
+    assert set(warm_start.inherited) == set(times)
 
 
 def test_what_is_passed_on_is_bounded_in_number_and_in_age() -> None:

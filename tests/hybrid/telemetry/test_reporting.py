@@ -90,7 +90,7 @@ def test_hints_and_points_arrive(listener: Supervisor, tmp_path: Path) -> None:
     assert goodput is not None
     assert goodput.evaluate(1, 2, 8, 0, 2) > 0.0
     asked = {(request.method, request.path) for request in listener.heard}
-    assert ("PUT", "/jobs/a-job/hints?generation=3") in asked
+    assert ("PUT", "/jobs/a-job/hints?attempt=3") in asked
     reports = listener.bodies("POST")
     points, steps = listener.points(), listener.steps()
     assert steps == sorted(set(steps)), "in order, none twice"

@@ -44,7 +44,7 @@ def test_what_nobody_takes_is_kept_for_the_next_scheduler(
         tell(teller, step)
     teller.close()
     kept = TrainingReport.model_validate(json.loads((tmp_path / "unsent_report.json").read_text()))
-    assert (kept.generation, [point.step for point in kept.points]) == (3, [1, 2, 3])
+    assert (kept.attempt, [point.step for point in kept.points]) == (3, [1, 2, 3])
     assert saved_in(tmp_path) == ["unsent_report.json"]
 
 

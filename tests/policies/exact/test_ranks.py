@@ -22,8 +22,8 @@ from pipollux_policies import (
 )
 from pipollux_policies.exact.configurations import Instance, build_instance
 from pipollux_policies.exact.objective import Held
-from pipollux_policies.exact.promise import Promises
 from pipollux_policies.exact.ranks import LONG, unit_costs
+from pipollux_policies.exact.reservation import Reservations
 
 NODE = NodeInfo({"slots": 4})
 work = st.integers(0, 6).map(lambda n: 100.0 * n)
@@ -126,7 +126,7 @@ def test_weights_are_the_mean_powers_of_ranks(
 ) -> None:
     instance = instance_of(jobs)
     objective = CompletionTime(rank_power=power, tail=tail, part=0.0)
-    worth = objective.judge(instance, Promises())
+    worth = objective.judge(instance, Reservations())
     gains = instance.table.split(worth.gains())
     for number, configs in enumerate(instance.jobs):
         expected = weight(jobs, number, power, tail) * configs.speedup

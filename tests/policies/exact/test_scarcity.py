@@ -20,7 +20,7 @@ from pipollux_policies import (
 from pipollux_policies.exact.completion_time import SCARCE_TAIL
 from pipollux_policies.exact.configurations import build_instance
 from pipollux_policies.exact.objective import Held
-from pipollux_policies.exact.promise import Promises
+from pipollux_policies.exact.reservation import Reservations
 from pipollux_policies.exact.scarcity import LEAST_KEPT, waiting_charges
 
 NODES = {
@@ -85,7 +85,7 @@ def test_charges_are_the_waiting_of_captive_jobs() -> None:
     assert all(not charges[f"captive-{n}"].any() for n in range(3))
     assert np.allclose(charges["free"], [3 / 4, 0.0]), "of the fast type, and of the slow one"
     plain, paying = (
-        CompletionTime(scarcity=scarcity, tail=0.0).judge(instance, Promises())
+        CompletionTime(scarcity=scarcity, tail=0.0).judge(instance, Reservations())
         for scarcity in (0.0, 0.5)
     )
     ranks = {"free": 4, "narrow": 5}
@@ -116,7 +116,7 @@ def test_late_jobs_count_more_where_a_type_is_scarce(slow: Sequence[float], tail
     }
     instance = build_instance(jobs, NODES, {}, NODES["fast"])
     usual, same, other = (
-        CompletionTime(tail=q).judge(instance, Promises()).gains()
+        CompletionTime(tail=q).judge(instance, Reservations()).gains()
         for q in (None, tail, SCARCE_TAIL - tail)
     )
     assert (usual == same).all()

@@ -37,7 +37,7 @@ def test_the_best_of_all_allocations_is_found(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", first(3, range(40)))
-def test_the_best_of_live_changes_and_restarts_is_found(seed: int) -> None:
+def test_the_best_of_resizes_and_restarts_is_found(seed: int) -> None:
     case = random_case(2000 + seed, max_nodes=3, max_jobs=3, max_replicas=4, live=True)
     answer, _ = PolluxPolicy().optimize(case.jobs, case.nodes, case.base, TEMPLATE)
     assert violations(case, answer) == []

@@ -14,7 +14,7 @@ from pipollux_sched.allocator.allocator import Allocator
 from pipollux_sched.allocator.decide import place_new, reallocate, why_waiting
 from pipollux_sched.allocator.job_infos import linear_speedup
 from pipollux_sched.allocator.snapshot import SnapshotReader, is_pinned
-from pipollux_sched.allocator.strategy import Candidate, FixedStrategy, PolicyStrategy
+from pipollux_sched.allocator.strategy import FixedStrategy, PolicyStrategy, SchedulableJob
 from pipollux_sched.lifecycle import Allocate, Cancel, Exited, Outcome, Phase
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import Point, Store
@@ -48,9 +48,11 @@ class Answer:
         return {**given, **{n: list(v) for n, v in self.allocations.items()}}, len(nodes)
 
 
-def job(name: str, *nodes: str, stages: int = 1, pinned: bool = False, least: int = 1) -> Candidate:
+def job(
+    name: str, *nodes: str, stages: int = 1, pinned: bool = False, least: int = 1
+) -> SchedulableJob:
     info = JobInfo({"slots": stages}, linear_speedup, 0.0, least, 8, num_stages=stages)
-    return Candidate(name, info, nodes, pinned)
+    return SchedulableJob(name, info, nodes, pinned)
 
 
 def test_new_jobs_start_on_what_is_free_in_the_order_they_came() -> None:
@@ -172,7 +174,7 @@ class World:
         carry_out = self.store.transition_all
         return Allocator(self.reader, PolicyStrategy(policy), carry_out=carry_out)
 
-    def candidates(self) -> list[Candidate]:
+    def candidates(self) -> list[SchedulableJob]:
         return list(self.reader.read().candidates)
 
     def step(self, name: str, step: int) -> None:
@@ -191,7 +193,7 @@ class World:
             goodput=None,
             efficiency=None,
         )
-        self.store.add_report(name, self.store.job(name).state.generation, [point])
+        self.store.add_report(name, self.store.job(name).state.attempt, [point])
 
 
 @pytest.fixture
@@ -216,7 +218,7 @@ def test_from_submission_to_a_move(world: World) -> None:
     state = world.store.job("first").state
     assert (state.phase, state.assigned, state.running_on) == (Phase.RESTARTING, ("b",), ("a",))
     allocated = world.store.events(types=["allocated"])[-1]
-    assert allocated["generation"] == 2
+    assert allocated["attempt"] == 2
     assert (allocated["nodes"], allocated["previous"]) == (["b"], ["a"])
     assert allocated["why"] == moved.why != ""
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipollux_policies import Allocation
 from pipollux_sched.allocator.decide import reallocate
 from pipollux_sched.allocator.job_infos import job_info, node_info
-from pipollux_sched.allocator.strategy import Candidate, EvenStrategy, Nodes
+from pipollux_sched.allocator.strategy import EvenStrategy, Nodes, SchedulableJob
 from pipollux_sched.spec.job import NodeSpec, parse_job
 
 NODES = {name: node_info(NodeSpec(name=name, slots=4, kind="cpu")) for name in "abc"}
@@ -28,15 +28,17 @@ class Says:
     def place(self, *_: object) -> Sequence[str]:
         return self.answer
 
-    def optimize(self, candidates: Sequence[Candidate], _: Nodes) -> Mapping[str, Sequence[str]]:
+    def optimize(
+        self, candidates: Sequence[SchedulableJob], _: Nodes
+    ) -> Mapping[str, Sequence[str]]:
         return {job.name: self.answer for job in candidates}
 
 
-def candidate(allocation: Sequence[str] = (), min_replicas: int = 1) -> Candidate:
+def candidate(allocation: Sequence[str] = (), min_replicas: int = 1) -> SchedulableJob:
     spec = parse_job(
         {"name": "toy", "script": "x.py", "min_replicas": min_replicas, "max_replicas": 12}
     )
-    return Candidate("toy", job_info(spec, None, age=0.0), tuple(allocation))
+    return SchedulableJob("toy", job_info(spec, None, age=0.0), tuple(allocation))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pipollux_perfmodel import HintsError, SchedHints
 from pipollux_policies import POLICIES, NodeInfo, make_policy
 from pipollux_sched.allocator.decide import place_new, reallocate
 from pipollux_sched.allocator.job_infos import hints_worth, job_info, linear_speedup
-from pipollux_sched.allocator.strategy import Candidate, PolicyStrategy
+from pipollux_sched.allocator.strategy import PolicyStrategy, SchedulableJob
 from pipollux_sched.spec.hints import read_hints
 from pipollux_sched.spec.job import JobSpec
 from tests.sched.sane_hints import PERF, SANE
@@ -102,9 +102,9 @@ def test_every_policy_comes_to_a_plan(policy: str, case: str) -> None:
     sane_job = job_info(sane, read_hints(SANE), age=100.0, num_stages=1, attained_service=50.0)
     new_job = job_info(JobSpec(name="new", script="x"), None, age=0.0)
     candidates = [
-        Candidate("sane", sane_job, ("a", "a")),
-        Candidate("absurd", absurd_job, ("b",), num_stages=hints.num_stages),
-        Candidate("new", new_job),
+        SchedulableJob("sane", sane_job, ("a", "a")),
+        SchedulableJob("absurd", absurd_job, ("b",), num_stages=hints.num_stages),
+        SchedulableJob("new", new_job),
     ]
     started = place_new(candidates, NODES, strategy)
     assert [decision.job for decision in started] == (["new"] if policy != "fifo" else [])

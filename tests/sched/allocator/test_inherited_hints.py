@@ -62,11 +62,11 @@ def test_it_gets_at_once_what_pays(world: World) -> None:
     complete(world, "toy-1")
     world.submit("toy-2", max_replicas=16)
     world.submit("else-1", max_replicas=16)
-    heir, other = world.candidates()
-    assert heir.heir is not None
-    assert heir.heir.predecessor == "toy-1"
-    assert (heir.info.max_replicas, heir.info.remaining_work) == (8, None)
-    assert (other.heir, other.info.max_replicas) == (None, 1)
+    warm_start, other = world.candidates()
+    assert warm_start.warm_start is not None
+    assert warm_start.warm_start.predecessor == "toy-1"
+    assert (warm_start.info.max_replicas, warm_start.info.remaining_work) == (8, None)
+    assert (other.warm_start, other.info.max_replicas) == (None, 1)
     assert other.info.speedup_fn is linear_speedup
     decisions = {d.job: d for d in world.allocator(PolluxPolicy()).run_once()}
     assert len(decisions["toy-2"].nodes) > 1
@@ -78,8 +78,8 @@ def test_it_gets_at_once_what_pays(world: World) -> None:
     assert "those of job toy-1 of its family" in plain(job_sections(shown))
     world.step("toy-2", 1)
     world.store.put_hints("toy-2", 1, {**SANE, "maxProfiledReplicas": 8, "stepProfile": PROFILE})
-    heir = world.candidates()[0]
-    assert (heir.heir, heir.info.max_replicas) == (None, 16)
+    warm_start = world.candidates()[0]
+    assert (warm_start.warm_start, warm_start.info.max_replicas) == (None, 16)
     job = world.store.job("toy-2")
     why, shown = explanation(world.store, job), job_details(world.store, job)
     assert (why.planned_by, shown.planned_by) == (None, None)
@@ -116,7 +116,7 @@ def test_hints_of_the_user_go_first(world: World) -> None:
     complete(world, "toy-1")
     world.submit("toy-2", hints={**SANE, "maxProfiledReplicas": 3})
     (candidate,) = world.candidates()
-    assert (candidate.heir, candidate.info.max_replicas) == (None, 12)
+    assert (candidate.warm_start, candidate.info.max_replicas) == (None, 12)
 
 
 @pytest.mark.parametrize("useless", ["absurd", "no goodput", "of another version"])
@@ -140,5 +140,5 @@ def test_hints_that_say_nothing_are_not_inherited(
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             (candidate,) = world.candidates()
-    assert (candidate.heir, candidate.info.max_replicas) == (None, 1)
+    assert (candidate.warm_start, candidate.info.max_replicas) == (None, 1)
     assert len(caplog.messages) == (useless == "of another version")

@@ -37,11 +37,11 @@ HINTS: dict[str, Any] = {
 def run(store: Store, name: str, hints: dict[str, Any], *, end: bool = True) -> None:
     """Let a job run, report, and complete."""
     store.submit(name, {"name": name, "script": "x"}, "token", 3)
-    generation = store.transition(name, Allocate(["a"], "free")).job.state.generation
-    store.transition(name, Started(generation, ("1",)))
-    store.put_hints(name, generation, {**HINTS, **hints})
+    attempt = store.transition(name, Allocate(["a"], "free")).job.state.attempt
+    store.transition(name, Started(attempt, ("1",)))
+    store.put_hints(name, attempt, {**HINTS, **hints})
     if end:
-        store.transition(name, Exited(generation, Outcome.COMPLETE))
+        store.transition(name, Exited(attempt, Outcome.COMPLETE))
 
 
 def goodput() -> float:

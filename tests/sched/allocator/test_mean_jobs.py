@@ -16,10 +16,10 @@ from tests.sched.store.stores import Clock
 def test_a_scheduler_that_is_started_again_goes_on_with_it(store: Store, clock: Clock) -> None:
     store.submit("a", {"name": "a", "script": "x"}, "token", 3)
     store.submit("b", {"name": "b", "script": "x"}, "token", 3)
-    generation = store.transition("b", Allocate(["n"], "free")).job.state.generation
-    store.transition("b", Started(generation, ("1",)))
+    attempt = store.transition("b", Allocate(["n"], "free")).job.state.attempt
+    store.transition("b", Started(attempt, ("1",)))
     clock.now += 100.0
-    store.transition("b", Exited(generation, Outcome.COMPLETE))
+    store.transition("b", Exited(attempt, Outcome.COMPLETE))
     clock.now += 300.0
     for _ in range(2):  # a reader of its own each time
         reader = SnapshotReader(store, restart_seconds=30.0, clock=lambda: clock.now)

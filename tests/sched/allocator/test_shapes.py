@@ -25,7 +25,7 @@ from pipollux_sched.allocator.job_infos import (
     shape_with,
 )
 from pipollux_sched.allocator.snapshot import SnapshotReader
-from pipollux_sched.allocator.strategy import Candidate, FixedStrategy, PolicyStrategy
+from pipollux_sched.allocator.strategy import FixedStrategy, PolicyStrategy, SchedulableJob
 from pipollux_sched.lifecycle import Exited, Outcome, Phase, Recover, Start
 from pipollux_sched.planning.plan import plan
 from pipollux_sched.spec.job import ClusterSpec, JobSpec, NodeSpec, SpecError, parse_job
@@ -131,10 +131,10 @@ def test_chosen_shapes_are_counted() -> None:
     assert free_resources(NODES, {"toy": info}, {"toy": ["a"]})["a"] == {"slots": 3}
 
 
-def candidate(*nodes: str, num_stages: int | None = None, **fields: Any) -> Candidate:
+def candidate(*nodes: str, num_stages: int | None = None, **fields: Any) -> SchedulableJob:
     spec = job(stage_choices=[1, 2, 4], max_replicas=1)
     info = job_info(spec, HINTS, age=1e5, num_stages=num_stages)
-    return Candidate("toy", info, nodes, num_stages=num_stages, **fields)
+    return SchedulableJob("toy", info, nodes, num_stages=num_stages, **fields)
 
 
 def test_another_number_of_stages_is_a_change() -> None:
@@ -211,15 +211,15 @@ def reader(store: Store) -> SnapshotReader:
     return SnapshotReader(store, restart_seconds=30.0, clock=lambda: 2e5)
 
 
-def first_step(store: Store, generation: int) -> None:
+def first_step(store: Store, attempt: int) -> None:
     numbers = {"batch_size": 64, "atomic_bsz": 64, "accum_steps": 0, "num_replicas": 1}
     unknown = dict.fromkeys(("loss", "predicted_step_time", "goodput", "efficiency"))
-    point = Point(time=0.0, step=generation, epoch=0, samples=64, step_time=1, **numbers, **unknown)
-    store.add_report("toy", generation, [point])
+    point = Point(time=0.0, step=attempt, epoch=0, samples=64, step_time=1, **numbers, **unknown)
+    store.add_report("toy", attempt, [point])
 
 
 def test_stages_outlive_the_scheduler(store: Store) -> None:
-    """The store keeps what was decided: state, generation, event; through a recovery."""
+    """The store keeps what was decided: state, attempt, event; through a recovery."""
     spec = job(stage_choices=[1, 2, 4], max_replicas=1)
     store.submit("toy", spec.model_dump(mode="json"), "token", 3)
     reads, strategy = reader(store), PolicyStrategy(make_policy("exact"))
@@ -236,7 +236,7 @@ def test_stages_outlive_the_scheduler(store: Store) -> None:
     assert {key: allocated[key] for key in decision.details} == decision.details
     change = store.transition("toy", Exited(1, Outcome.STOPPED, step=1))
     assert change.actions == (Start(2, ("a",), 4),)
-    assert [entry.num_stages for entry in store.generations("toy")] == [1, 4]
+    assert [entry.num_stages for entry in store.attempts("toy")] == [1, 4]
     first_step(store, 2)
     (known,) = reads.read().candidates
     assert known.held.num_stages == 4

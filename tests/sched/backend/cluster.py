@@ -73,12 +73,12 @@ class Cluster(Engine):
     def start(self, program: ReplicaProgram, launch: Launch, replica: int) -> None:
         if program.job == "broken" and replica == launch.num_first - 1:
             raise OSError("no such program")
-        key, seat = launch.key(replica), launch.seats[replica]
+        key, assignment = launch.key(replica), launch.assignments[replica]
 
         def arrive() -> None:
             if key not in self.there:
                 self.starts.append(key)
-                self.there[key] = Replica(seat.node, seat.slots)
+                self.there[key] = Replica(assignment.node, assignment.slots)
 
         try:
             self._deliver("start", arrive)
@@ -111,9 +111,9 @@ class Cluster(Engine):
         self._got = Listing(self._version, states)
         return self._got
 
-    def forget(self, job: str, generation: int) -> None:
-        self.forgotten.append((job, generation))
-        for key in [key for key in self.there if key[:2] == (job, generation)]:
+    def forget(self, job: str, attempt: int) -> None:
+        self.forgotten.append((job, attempt))
+        for key in [key for key in self.there if key[:2] == (job, attempt)]:
             del self.there[key]
 
     def recover(self, adopted: Collection[tuple[str, int]], grace: float) -> list[str]:  # noqa: ARG002  # nothing saves

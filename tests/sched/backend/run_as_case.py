@@ -16,7 +16,7 @@ from pathlib import Path
 import pydantic
 
 import pipollux_protocol
-from pipollux_sched.backend import Generations, ReplicaProgram
+from pipollux_sched.backend import ReplicaGroupManager, ReplicaProgram
 from pipollux_sched.backend.base import Engine
 from pipollux_sched.lifecycle import Exited
 from pipollux_sched.store import StateDir
@@ -60,8 +60,8 @@ if "fail" in sys.argv:
     raise RuntimeError("it went wrong")
 while not stopped:
     time.sleep(0.01)
-generation = int(os.environ["PIPOLLUX_GENERATION"])
-stop = {"generation": generation, "step": 7, "reason": "signal"}
+attempt = int(os.environ["PIPOLLUX_ATTEMPT"])
+stop = {"attempt": attempt, "step": 7, "reason": "signal"}
 saved.with_name("stopped.json").write_text(json.dumps(stop))
 sys.exit(143)
 """
@@ -106,7 +106,7 @@ class Case:
         self.script = folder / "peeks.py"
         self.script.write_text(PEEKS)
         launches = LaunchFiles(state_dir)
-        self.generations = Generations(engine, launches, state_dir, grace=60.0)
+        self.attempts = ReplicaGroupManager(engine, launches, state_dir, grace=60.0)
 
     def saved(self, user: str) -> Path:
         """Return the folder that a user's job saves in."""
@@ -127,14 +127,14 @@ class Case:
             directory=directory or self.folder,
             checkpoints=self.saved(user),
         )
-        self.generations.poll()
-        self.generations.apply(program, 1, [self.node])
+        self.attempts.poll()
+        self.attempts.apply(program, 1, [self.node])
 
     def exited(self, user: str) -> Exited:
         """Wait until a user's job has ended, and return how."""
 
         def look() -> Exited | None:
-            events = [each.event for each in self.generations.poll() if each.job == user]
+            events = [each.event for each in self.attempts.poll() if each.job == user]
             return next((event for event in events if isinstance(event, Exited)), None)
 
         return until(look, "it has ended")
@@ -148,7 +148,7 @@ class Case:
         """Wait until a user's job has looked around, and return what it has seen."""
 
         def look() -> str:
-            ends = [each for each in self.generations.poll() if isinstance(each.event, Exited)]
+            ends = [each for each in self.attempts.poll() if isinstance(each.event, Exited)]
             assert not ends, self.log(user)
             lines = self.log(user).splitlines()
             return next((line for line in lines if line.startswith("{")), "")

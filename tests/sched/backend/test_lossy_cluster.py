@@ -1,4 +1,4 @@
-"""Generations on a cluster whose messages get lost, are delayed, and arrive twice."""
+"""ReplicaGroupManager on a cluster whose messages get lost, are delayed, and arrive twice."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pipollux_sched.backend import BackendError, Generations, ReplicaKey, ReplicaProgram
+from pipollux_sched.backend import BackendError, ReplicaGroupManager, ReplicaKey, ReplicaProgram
 from pipollux_sched.lifecycle import (
     ChangeStage,
     Exited,
+    JoiningReplicaLost,
     LiveChange,
     LiveState,
-    NewcomerLost,
     Outcome,
     Started,
 )
@@ -41,11 +41,11 @@ class Launches:
     def __init__(self) -> None:
         self.kept: dict[tuple[str, int], dict[str, Any]] = {}
 
-    def note_launch(self, job: str, generation: int, data: dict[str, Any]) -> None:
-        self.kept[job, generation] = data
+    def note_launch(self, job: str, attempt: int, data: dict[str, Any]) -> None:
+        self.kept[job, attempt] = data
 
-    def launch(self, job: str, generation: int) -> dict[str, Any] | None:
-        return self.kept.get((job, generation))
+    def launch(self, job: str, attempt: int) -> dict[str, Any] | None:
+        return self.kept.get((job, attempt))
 
     def stopped_step(self, *_: object) -> None:
         """No job has told anything."""
@@ -60,18 +60,18 @@ class LossyCluster(RuleBasedStateMachine):
         self.faults: list[str] = []
         self.cluster = Cluster(lambda _what: self.faults.pop() if self.faults else "")
         self.launches = Launches()
-        self.generation: Counter[str] = Counter()
+        self.attempt: Counter[str] = Counter()
         self.expected: dict[tuple[str, int], int] = {}
-        """Replicas of each generation that was asked for and of whose end was not heard yet."""
+        """Replicas of each attempt that was asked for and of whose end was not heard yet."""
         self.ends: dict[tuple[str, int], Exited] = {}
         self.started: set[tuple[str, int]] = set()
         self.live: dict[tuple[str, int], LiveState] = {}
-        """Who takes part in each of these generations, and who is about to."""
+        """Who takes part in each of these attempts, and who is about to."""
         self.backend = self._new_backend()
 
-    def _new_backend(self) -> Generations:
+    def _new_backend(self) -> ReplicaGroupManager:
         self.cluster.meet()
-        return Generations(
+        return ReplicaGroupManager(
             self.cluster,
             self.launches,
             StateDir(Path("/nowhere")),
@@ -90,15 +90,15 @@ class LossyCluster(RuleBasedStateMachine):
         faults=MESSAGES,
     )
     def apply(self, job: str, nodes: list[str], faults: list[str]) -> None:
-        """As the executor does: a new generation only when the one before is over."""
+        """As the executor does: a new attempt only when the one before is over."""
         if any(key[0] == job for key in self.expected):
             return
-        number = self.generation[job] + 1
+        number = self.attempt[job] + 1
         try:
             self.backend.apply(ReplicaProgram(job=job, script=None), number, nodes)
         except BackendError:
             return
-        self.generation[job] = number
+        self.attempt[job] = number
         self.expected[job, number] = len(nodes)
         self.live[job, number] = first_membership(len(nodes))
         self._poll(faults)
@@ -110,7 +110,7 @@ class LossyCluster(RuleBasedStateMachine):
         faults=MESSAGES,
     )
     def join(self, data: st.DataObject, nodes: list[str], faults: list[str]) -> None:
-        """Replicas are to join those of a generation that runs."""
+        """Replicas are to join those of an attempt that runs."""
         key = data.draw(st.sampled_from(sorted(self.started & self.expected.keys())))
         live = self.live[key]
         if live.change is not None:
@@ -131,7 +131,7 @@ class LossyCluster(RuleBasedStateMachine):
 
     @rule(faults=MESSAGES)
     def all_change(self, faults: list[str]) -> None:
-        """Newcomers that run take part from now on, as those who train have met them."""
+        """Joining replicas that run take part from now on, as those who train have met them."""
         for (job, number), live in self._changing():
             assert live.change is not None
             all_ = [self._replica(job, number, replica) for replica in live.change.replicas]
@@ -240,8 +240,8 @@ class LossyCluster(RuleBasedStateMachine):
         self.faults = list(faults)
         truth = {key: one.ended for key, one in self.cluster.there.items()}
         for job, event, _ in self.backend.poll():
-            key = job, event.generation
-            if isinstance(event, NewcomerLost):
+            key = job, event.attempt
+            if isinstance(event, JoiningReplicaLost):
                 self._abandon(key, event.replica)
                 continue
             if isinstance(event, Started):
@@ -274,9 +274,9 @@ class LossyCluster(RuleBasedStateMachine):
             assert all(end.status == 0 for end in mine)
 
     def _abandon(self, key: tuple[str, int], replica: int) -> None:
-        """As the life cycle does when a newcomer is lost: the others go on without any."""
+        """As the life cycle does when a joining replica is lost: the others go on without any."""
         live = self.live[key]
-        coming = dict(live.newcomers)
+        coming = dict(live.joining)
         if replica not in coming:
             return
         self.live[key] = replace(live, change=None)
@@ -292,7 +292,7 @@ class LossyCluster(RuleBasedStateMachine):
         if key[:2] not in self.expected:
             return False
         live = self.live[key[:2]]
-        return key.replica in live.replicas or key.replica in dict(live.newcomers)
+        return key.replica in live.replicas or key.replica in dict(live.joining)
 
 
 LossyCluster.TestCase.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from pipollux_sched.backend import Generations, ReplicaProgram
-from pipollux_sched.backend.local.generation_folder import GenerationFolder
+from pipollux_sched.backend import ReplicaGroupManager, ReplicaProgram
+from pipollux_sched.backend.local.attempt_folder import AttemptFolder
 from pipollux_sched.lifecycle import Exited, Outcome
 from pipollux_sched.store import StateDir
 from tests.programs import Forked
@@ -33,16 +33,16 @@ command._AGENT = LIGHT_AGENT
 directory = StateDir(Path(sys.argv[1]))
 nodes = cpu_nodes(node_a=2, node_b=2)
 work = ReplicaProgram(job="toy", script=Path(sys.argv[2]), args=tuple(sys.argv[4:]), num_stages=2,
-                environment={"PIPOLLUX_SUPERVISOR_URL": sys.argv[3], "PIPOLLUX_TOKEN": "t"})
+                environment={"PIPOLLUX_SCHEDULER_URL": sys.argv[3], "PIPOLLUX_TOKEN": "t"})
 backend = local_backend(nodes, directory)
 backend.apply(work, 1, ["node-b", "node-a"])
 os._exit(9)
 """
-"""Starts a generation and dies, as a scheduler does that is killed."""
+"""Starts an attempt and dies, as a scheduler does that is killed."""
 
 
 @pytest.fixture
-def backend(state_dir: StateDir) -> Iterator[Generations]:
+def backend(state_dir: StateDir) -> Iterator[ReplicaGroupManager]:
     backend = local_backend(TWO_NODES, state_dir)
     yield backend
     backend.recover(0.0)
@@ -50,7 +50,7 @@ def backend(state_dir: StateDir) -> Iterator[Generations]:
 
 
 def start(state_dir: StateDir, *args: str) -> None:
-    """Start generation 1 of `toy` from a process that then is no more."""
+    """Start attempt 1 of `toy` from a process that then is no more."""
     script = state_dir.path.parent / "launcher.py"
     script.write_text(LAUNCHER)
     with Forked(script, [str(state_dir.path), str(TOY), URL, *args]) as launcher:
@@ -62,7 +62,7 @@ def wait_for_training(state_dir: StateDir) -> None:
         wait_for_text(state_dir.log("toy", 1, replica), "goes on from step 0")
 
 
-def test_what_runs_is_adopted(backend: Generations, state_dir: StateDir) -> None:
+def test_what_runs_is_adopted(backend: ReplicaGroupManager, state_dir: StateDir) -> None:
     start(state_dir)
     wait_for_training(state_dir)
     assert backend.adopt("toy", 1, URL, BOTH) is None
@@ -73,7 +73,7 @@ def test_what_runs_is_adopted(backend: Generations, state_dir: StateDir) -> None
     assert backend.stop("toy", grace=30.0)
     exited = wait_for(backend, Exited)
     assert isinstance(exited, Exited)
-    assert (exited.generation, exited.outcome) == (1, Outcome.STOPPED)
+    assert (exited.attempt, exited.outcome) == (1, Outcome.STOPPED)
     assert exited.step is not None
     assert backend.free() == {"node-a": 2, "node-b": 2}
 
@@ -86,13 +86,13 @@ def test_what_runs_is_adopted(backend: Generations, state_dir: StateDir) -> None
     ],
 )
 def test_what_ended_meanwhile_is_told_as_it_ended(
-    backend: Generations, state_dir: StateDir, args: list[str], outcome: Outcome, says: str
+    backend: ReplicaGroupManager, state_dir: StateDir, args: list[str], outcome: Outcome, says: str
 ) -> None:
     start(state_dir, *args)
     # Where one has failed the other goes on until somebody ends it.
     for replica in range(2 if outcome is Outcome.COMPLETE else 1):
-        wait_for_text(state_dir.generation("toy", 1) / f"replica-{replica}.json", "code")
-    wait_for_text(state_dir.generation("toy", 1) / "replica-1.json", "pid")
+        wait_for_text(state_dir.attempt("toy", 1) / f"replica-{replica}.json", "code")
+    wait_for_text(state_dir.attempt("toy", 1) / "replica-1.json", "pid")
     assert backend.adopt("toy", 1, URL, BOTH) is None
     exited = wait_for(backend, Exited)
     assert isinstance(exited, Exited)
@@ -107,10 +107,12 @@ def test_what_ended_meanwhile_is_told_as_it_ended(
     assert exited.outcome is outcome
 
 
-def test_what_cannot_be_looked_after_is_ended(backend: Generations, state_dir: StateDir) -> None:
+def test_what_cannot_be_looked_after_is_ended(
+    backend: ReplicaGroupManager, state_dir: StateDir
+) -> None:
     start(state_dir)
     wait_for_training(state_dir)
-    assert backend.adopt("toy", 2, URL, BOTH), "another generation"
+    assert backend.adopt("toy", 2, URL, BOTH), "another attempt"
     assert backend.adopt("toy", 1, "http://127.0.0.1:10", BOTH), "it reports elsewhere"
     smaller = local_backend(cpu_nodes(node_a=1, node_b=2), state_dir)
     assert smaller.adopt("toy", 1, URL, BOTH), "its slots are gone"
@@ -122,16 +124,20 @@ def test_what_cannot_be_looked_after_is_ended(backend: Generations, state_dir: S
     assert (state_dir.checkpoints("toy") / "stopped.json").exists()
 
 
-def test_what_was_only_half_started_is_ended(backend: Generations, state_dir: StateDir) -> None:
+def test_what_was_only_half_started_is_ended(
+    backend: ReplicaGroupManager, state_dir: StateDir
+) -> None:
     """The scheduler died between two replicas: the one that is there waits for the other."""
     start(state_dir)
     wait_for_training(state_dir)
-    (state_dir.generation("toy", 1) / "replica-1.json").unlink()
+    (state_dir.attempt("toy", 1) / "replica-1.json").unlink()
     assert backend.adopt("toy", 1, URL, BOTH)
     assert backend.recover(30.0)
 
 
-def test_a_generation_that_was_only_written_down(backend: Generations, state_dir: StateDir) -> None:
+def test_a_attempt_that_was_only_written_down(
+    backend: ReplicaGroupManager, state_dir: StateDir
+) -> None:
     """Or of which only the first words were written, or by another version."""
     launches = LaunchFiles(state_dir)
     backend.apply(ReplicaProgram(job="toy", script=TOY, args=("--steps", "1")), 2, ["node-a"])
@@ -142,19 +148,19 @@ def test_a_generation_that_was_only_written_down(backend: Generations, state_dir
     assert backend.adopt("toy", 3, URL, BOTH)
     launches.note_launch("toy", 2, {"nodes": ["node-a"]})
     assert backend.adopt("toy", 2, URL, BOTH)
-    placed = GenerationFolder(state_dir, "toy", 2)
+    placed = AttemptFolder(state_dir, "toy", 2)
     assert placed.placement() is not None
-    (placed.path / "generation.json").write_text('{"port": 1}')
+    (placed.path / "attempt.json").write_text('{"port": 1}')
     assert placed.placement() is None
 
 
-def test_folders_of_earlier_generations_are_dropped(
-    backend: Generations, state_dir: StateDir
+def test_folders_of_earlier_attempts_are_dropped(
+    backend: ReplicaGroupManager, state_dir: StateDir
 ) -> None:
-    for generation in (1, 2):
+    for attempt in (1, 2):
         work = ReplicaProgram(job="toy", script=TOY, args=("--steps", "1"))
-        backend.apply(work, generation, ["node-a"])
+        backend.apply(work, attempt, ["node-a"])
         exited = wait_for(backend, Exited)
         assert isinstance(exited, Exited)
         assert exited.outcome is Outcome.COMPLETE
-    assert [path.name for path in state_dir.generation("toy", 1).parent.iterdir()] == ["gen-2"]
+    assert [path.name for path in state_dir.attempt("toy", 1).parent.iterdir()] == ["attempt-2"]

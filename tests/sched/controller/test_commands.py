@@ -67,7 +67,7 @@ def test_jobs_leave_a_node_that_drains_and_one_that_is_dead(directory: Path) -> 
             lambda jobs: jobs["toy"].state.running_on == (first,) and training("toy")(jobs), 60
         )
         toy_now = scheduler.jobs()["toy"]
-        assert (toy_now.state.failures, toy_now.state.generation) == (0, 3)
+        assert (toy_now.state.failures, toy_now.state.attempt) == (0, 3)
         stops = [e["why"] for e in scheduler.store.events() if e["type"] == "stopping"]
         assert stops[-1] == f"Node {other} is dead: no power."
         nodes = scheduler.store.nodes()

@@ -85,7 +85,7 @@ def test_a_deleted_job_is_gone_with_all_that_it_left(
     store.transition("done", Allocate(["node-a"], "it is free"))
     token = store.job("done").token
     service.client(token).post("/jobs/done/reports", json=report()).raise_for_status()
-    counted = store.overview.generation_counts()
+    counted = store.overview.attempt_counts()
     with pytest.raises(ClientError, match="is Running and cannot be deleted; cancel it first, wit"):
         client.delete("done")
     leave_files(service.state_dir, "done")
@@ -93,7 +93,7 @@ def test_a_deleted_job_is_gone_with_all_that_it_left(
     store.transition("done", Exited(1, Outcome.FAILED, message="it broke"))
     store.transition("done", Allocate(["node-a"], "again"))
     client.cancel("done")
-    counted = store.overview.generation_counts()
+    counted = store.overview.attempt_counts()
     assert counted.failures == 1
     gone = client.delete("done")
     assert gone.to_dict() == {
@@ -106,13 +106,13 @@ def test_a_deleted_job_is_gone_with_all_that_it_left(
     with pytest.raises(ClientError, match="no job is named 'done'"):
         client.delete("done")
     (event,) = store.events(job="done")
-    assert (event["type"], event["phase"], event["num_generations"]) == ("deleted", "Cancelled", 1)
+    assert (event["type"], event["phase"], event["num_attempts"]) == ("deleted", "Cancelled", 1)
     assert "done" not in store.hints()
     assert store.overview.points("done", 10) == []
-    assert store.overview.generation_counts() == counted, "counters do not go back"
+    assert store.overview.attempt_counts() == counted, "counters do not go back"
     assert store.deletions.pending() == []
     client.submit(JobSpec(name="done", script=SCRIPT))
-    assert store.job("done").state.generation == 0
+    assert store.job("done").state.attempt == 0
     client.cancel("done")
 
 
@@ -170,7 +170,7 @@ def test_killed_at_any_moment_it_is_whole_or_gone(tmp_path: Path) -> None:
                 whole += 1
                 assert kinds[-1] == "complete"
                 assert store.job("gone").phase is Phase.COMPLETE
-                assert len(store.hints()) == len(store.generations("gone")) == 1
+                assert len(store.hints()) == len(store.attempts("gone")) == 1
                 assert left.log("gone", 1, 0).exists()
     assert 0 < whole < num_killed
 
@@ -185,21 +185,21 @@ def test_a_job_is_run_again(service: Service, client: Client, tmp_path: Path) ->
     store.transition("again", Exited(1, Outcome.FAILED, message="it broke"))
     before = service.num_reconsidered
     job = client.rerun("again")
-    assert (job.phase, job.failures, job.first_generation) == ("Created", 0, 1)
+    assert (job.phase, job.failures, job.first_attempt) == ("Created", 0, 1)
     assert job.message == "The job is run again, from its last checkpoint."
     assert job.ended_at is None
     assert job.deadline_at > job.submitted_at
     assert service.num_reconsidered == before + 1
     assert "again" in store.hints()
     store.transition("again", Allocate(["node-a"], "it is free"))
-    assert program(store.job("again"), {}).first_generation == 1
+    assert program(store.job("again"), {}).first_attempt == 1
     store.transition("again", Exited(2, Outcome.COMPLETE))
     with pytest.raises(ClientError, match="start: pipollux rerun again --from-scratch"):
         client.rerun("again")
-    assert client.rerun("again", from_scratch=True).first_generation == 3
+    assert client.rerun("again", from_scratch=True).first_attempt == 3
     assert "again" not in store.hints()
     store.transition("again", Allocate(["node-a"], "it is free"))
-    first = program(store.job("again"), {}).first_generation
+    first = program(store.job("again"), {}).first_attempt
     assert service.state_dir.checkpoints("again", first).name == "checkpoints-3"
     assert [event["type"] for event in store.events(job="again")].count("rerun") == 2
 

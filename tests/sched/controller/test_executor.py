@@ -12,7 +12,7 @@ from pipollux_sched.lifecycle import (
     Allocate,
     Event,
     Exited,
-    NewcomerLost,
+    JoiningReplicaLost,
     NodeLost,
     Outcome,
     Phase,
@@ -38,8 +38,8 @@ class Ended:
         self.happened.clear()
         return found
 
-    def forget(self, job: str, generation: int) -> None:
-        self.forgotten.append((job, generation))
+    def forget(self, job: str, attempt: int) -> None:
+        self.forgotten.append((job, attempt))
 
     def say(self, job: str, event: Event, unsent: dict[str, object] | None = None) -> None:
         self.happened.append(Report(job, event, unsent))
@@ -107,9 +107,9 @@ def test_what_was_killed_after_it_had_saved_has_saved(store: Store, step: int | 
 
 def test_a_job_that_is_gone_keeps_nobody_from_ending(store: Store) -> None:
     backend = Ended()
-    backend.say("deleted", NewcomerLost(1, 1, "its node is gone"))
+    backend.say("deleted", JoiningReplicaLost(1, 1, "its node is gone"))
     for name in ("a", "deleted", "c"):
-        backend.say(name, Exited(1, Outcome.COMPLETE), {"generation": 1, "points": [POINT]})
+        backend.say(name, Exited(1, Outcome.COMPLETE), {"attempt": 1, "points": [POINT]})
     make(store, backend).step()
     assert store.events(job="a")[-1]["step"] == 7
     assert [store.job(name).phase for name in "abc"] == [

@@ -34,7 +34,7 @@ def test_a_replica_that_falls_silent() -> None:
     assert beats.heard("a", 2) == beats.heard("c", 1) == {}
 
 
-def test_a_newer_generation_replaces_the_older() -> None:
+def test_a_newer_attempt_replaces_the_older() -> None:
     clock = Clock()
     beats = Heartbeats(clock)
     assert beats.note("a", 1, 0)
@@ -44,7 +44,7 @@ def test_a_newer_generation_replaces_the_older() -> None:
     assert beats.note("a", 2, 0)
     assert beats.lost(30.0) == []
     clock.now += 60.0
-    assert not beats.note("a", 1, 1), "one of the old generation that is late"
+    assert not beats.note("a", 1, 1), "one of the old attempt that is late"
     assert beats.lost(30.0) == [("a", 2, 0, 60.0)]
 
 
@@ -54,13 +54,13 @@ def test_a_job_that_is_forgotten_is_missed_no_more() -> None:
     beats.note("a", 1, 0)
     beats.note("b", 1, 0)
     beats.forget("a", 1)
-    beats.forget("b", 0)  # a generation that is over already
+    beats.forget("b", 0)  # an attempt that is over already
     beats.forget("never-heard-of", 1)
     clock.now += 60.0
     assert [entry.job for entry in beats.lost(30.0)] == ["b"]
 
 
-def test_a_generation_of_which_no_replica_is_expected_any_more() -> None:
+def test_a_attempt_of_which_no_replica_is_expected_any_more() -> None:
     """One after the other was let go, and those to come have not yet been heard of."""
     clock = Clock()
     beats = Heartbeats(clock)
@@ -102,7 +102,7 @@ def test_a_job_that_beats_and_does_not_step(
     beats.note("b", 1, 0, 5)
     clock.now += 1000.0  # who is not heard of may have gone on since
     assert beats.stalled() == ([] if hangs is None else [("a", 2, *hangs)])
-    beats.note("a", 1, 0, 99, 30)  # late, of the generation before
+    beats.note("a", 1, 0, 99, 30)  # late, of the attempt before
     assert beats.stalled() == ([] if hangs is None else [("a", 2, *hangs)])
     beats.note("a", 3, 0, 1, 30)
     assert beats.stalled() == []

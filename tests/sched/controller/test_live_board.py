@@ -14,15 +14,15 @@ from pipollux_sched.controller.live_board import (
 from pipollux_sched.lifecycle import ChangeStage, JobState, LiveChange, LiveState, Phase
 
 
-def running(width: int, newcomers: int = 0) -> JobState:
-    """Return a job that can be changed live, and is if there are newcomers."""
+def running(width: int, joining: int = 0) -> JobState:
+    """Return a job that can be changed live, and is if there are joining replicas."""
     members = tuple(range(width))
     change = None
-    if newcomers:
-        everyone = tuple(range(width + newcomers))
+    if joining:
+        everyone = tuple(range(width + joining))
         change = LiveChange(2, everyone, ("n",) * len(everyone), ChangeStage.FORMING)
-    live = LiveState(1, members, width + newcomers, 2, why_not=None, change=change)
-    return JobState(Phase.RUNNING, generation=1, running_on=("n",) * width, live=live)
+    live = LiveState(1, members, width + joining, 2, why_not=None, change=change)
+    return JobState(Phase.RUNNING, attempt=1, running_on=("n",) * width, live=live)
 
 
 def again(board: LiveBoard, job: str, state: JobState, replica: int = 1) -> float | None:

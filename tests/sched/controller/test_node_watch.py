@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipollux_sched.backend import Generations, ReplicaProgram
+from pipollux_sched.backend import ReplicaGroupManager, ReplicaProgram
 from pipollux_sched.controller.node_watch import NodeWatch
 from pipollux_sched.lifecycle import Event, NodeLost
 from pipollux_sched.store import NodeCondition, StateDir, Store
@@ -21,7 +21,7 @@ class Watched:
     def __init__(self, folder: Path) -> None:
         state_dir = StateDir(folder)
         self.cluster = Cluster()
-        self.backend = Generations(self.cluster, LaunchFiles(state_dir), state_dir)
+        self.backend = ReplicaGroupManager(self.cluster, LaunchFiles(state_dir), state_dir)
         self.store = Store(folder / "pipollux.db", create=True)
         self.told: list[tuple[str, Event]] = []
         self.reconsidered = 0

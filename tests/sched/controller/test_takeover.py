@@ -86,7 +86,7 @@ def test_two_jobs_whose_scheduler_died_and_the_next_one_too(directory: Path) -> 
     not to blame for that, nor anybody outside.
     """
     run(STARTED, str(directory))
-    wait_for_text(directory / "jobs" / "short" / "generations" / "gen-1" / "replica-0.json", "code")
+    wait_for_text(directory / "jobs/short/attempts/attempt-1/replica-0.json", "code")
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         port = other.getsockname()[1]
@@ -97,7 +97,7 @@ def test_two_jobs_whose_scheduler_died_and_the_next_one_too(directory: Path) -> 
     assert f"The scheduler now listens at http://127.0.0.1:{port}" in state.message
     with scheduler_on(directory) as scheduler:
         assert scheduler.wait(
-            lambda jobs: jobs["long"].state.generation == 2 and jobs["short"].phase.ended, 60
+            lambda jobs: jobs["long"].state.attempt == 2 and jobs["short"].phase.ended, 60
         )
         assert scheduler.jobs()["long"].state.failures == 0
         events = scheduler.store.events()
@@ -120,15 +120,15 @@ def test_the_step_of_a_job_that_is_stopped_as_its_scheduler_moved_is_known(
         step = json.loads(marker.read_text())["step"]
         events = [e for e in scheduler.store.events() if e["job"] == "long"]
         (stopped,) = [event for event in events if event["type"] == "stopped"]
-        assert (stopped["generation"], stopped["step"]) == (1, step)
+        assert (stopped["attempt"], stopped["step"]) == (1, step)
         assert event_text(stopped) == f"stopped and saved at step {step}"
-        assert scheduler.wait(lambda jobs: jobs["long"].state.generation == 2, 60)
+        assert scheduler.wait(lambda jobs: jobs["long"].state.attempt == 2, 60)
 
 
 LATE_IMPORT = """
 import os, runpy
 assert os.environ["HANDED_ON"] == "by the operator"
-if os.environ["PIPOLLUX_GENERATION"] == "2":
+if os.environ["PIPOLLUX_ATTEMPT"] == "2":
     import nowhere_to_be_found
 runpy.run_path({toy!r}, run_name="__main__")
 """
@@ -155,17 +155,17 @@ def test_a_script_that_cannot_start_is_not_tried_again(
         assert scheduler.wait(lambda jobs: all(j.phase.ended for j in jobs.values()), timeout=90)
         found = scheduler.jobs()
     state = found["module"].state
-    assert (state.phase, state.reason, state.generation) == (Phase.FAILED, "CannotStart", 1)
+    assert (state.phase, state.reason, state.attempt) == (Phase.FAILED, "CannotStart", 1)
     assert state.message.splitlines()[0] == (
         "The script cannot start, and is not tried again. Replica 0 on node-a ended with exit "
         "status 1: ModuleNotFoundError: No module named 'nowhere_to_be_found'"
     )
     late = found["late"].state
-    assert (late.reason, late.generation, late.failures) == ("TooManyFailures", 2, 2)
+    assert (late.reason, late.attempt, late.failures) == ("TooManyFailures", 2, 2)
     assert "ModuleNotFoundError" in late.message
 
 
-TRAINING = JobState(phase=Phase.RUNNING, generation=1, assigned=("a",), running_on=("a",))
+TRAINING = JobState(phase=Phase.RUNNING, attempt=1, assigned=("a",), running_on=("a",))
 UNREACHABLE = NotAdopted(1, "it reports elsewhere")
 
 
@@ -191,5 +191,5 @@ def test_what_was_being_stopped_is_still_stopped_for_the_same_reason() -> None:
     for intent in (Intent.CANCEL, Intent.SUSPEND, Intent.MOVE, Intent.EXPIRE):
         state, _ = advance(replace(TRAINING, intent=intent), UNREACHABLE, now=1.0)
         assert state.intent is intent
-    for state in (replace(TRAINING, generation=2), replace(TRAINING, running_on=())):
+    for state in (replace(TRAINING, attempt=2), replace(TRAINING, running_on=())):
         assert advance(state, UNREACHABLE, now=1.0) == (state, ())

@@ -157,10 +157,10 @@ def test_a_job_knows_itself_once_it_has_trained() -> None:
     (shape,) = model.shapes()
     assert float(shape.speedup_fn(1, 4)) < 4.0
     assert (model.max_profiled_replicas, model.base_goodput() > 0) == (2, True)
-    heir = app.new_model()
-    heir.inherit([model])
-    assert heir.shapes()[0].speedup_fn is shape.speedup_fn
-    assert heir.max_profiled_replicas == 2
+    warm_start = app.new_model()
+    warm_start.inherit([model])
+    assert warm_start.shapes()[0].speedup_fn is shape.speedup_fn
+    assert warm_start.max_profiled_replicas == 2
 
 
 @pytest.fixture
@@ -256,4 +256,4 @@ def test_a_job_that_began_again_counts_from_then_on(past: Store, clock: Clock) -
     past.put_hints("again", 2, {**HINTS, "trainedSamples": 300.0})
     past.transition("again", Exited(2, Outcome.COMPLETE))
     (job,) = read_history(past).jobs
-    assert (job.until - job.submitted, job.samples, len(job.generations)) == (7.0, 300.0, 1)
+    assert (job.until - job.submitted, job.samples, len(job.attempts)) == (7.0, 300.0, 1)

@@ -26,13 +26,12 @@ from pipollux_sched.lifecycle import (
     HeartbeatLost,
     Intent,
     JobState,
+    JoiningReplicaLost,
     LiveReady,
     LiveState,
-    NewcomerLost,
     NodeLost,
     NotAdopted,
     Outcome,
-    Parked,
     Phase,
     Record,
     Recover,
@@ -50,9 +49,10 @@ from pipollux_sched.lifecycle import (
     Survived,
     Suspend,
     Switched,
+    WaitingToJoin,
     advance,
     broken_rules,
-    live_changes,
+    resizes,
 )
 
 SILENT = (HeartbeatLost, Stalled, StartOverdue, NodeLost, NotAdopted)
@@ -67,29 +67,29 @@ DECISIONS = (
 )
 
 
-def events(generation: int) -> list[Event]:
-    """Every kind of event, those of a generation for the one given."""
+def events(attempt: int) -> list[Event]:
+    """Every kind of event, those of an attempt for the one given."""
     return [
-        *(Exited(generation, outcome) for outcome in Outcome),
-        Exited(generation, Outcome.FAILED, cannot_start=True),
-        *(kind(generation, "why") for kind in SILENT),
-        *(HeartbeatLost(generation, "why", 0), NodeLost(generation, "why", "a")),
-        *(kind(generation) for kind in (Retry, Adopt)),
-        Started(generation, ()),
-        FirstStep(generation, 1),
-        *(LiveReady(generation, why_not) for why_not in (None, "it cannot")),
-        *(Parked(generation, replicas) for replicas in ((0,), (1,), (1, 0, 1, 2))),
-        *(lost(generation, replica) for replica in range(2)),
-        *(Switched(generation, number, 7, 0.1) for number in (1, 2)),
-        *(Survived(generation, 3, (replica,), 7, 0.1) for replica in range(2)),
-        *(ChangeRefused(generation, number, "no") for number in (1, 2)),
-        ChangeRefused(generation, 2, "never", for_good=True),
-        ChangeOverdue(generation, 2, "late"),
+        *(Exited(attempt, outcome) for outcome in Outcome),
+        Exited(attempt, Outcome.FAILED, cannot_start=True),
+        *(kind(attempt, "why") for kind in SILENT),
+        *(HeartbeatLost(attempt, "why", 0), NodeLost(attempt, "why", "a")),
+        *(kind(attempt) for kind in (Retry, Adopt)),
+        Started(attempt, ()),
+        FirstStep(attempt, 1),
+        *(LiveReady(attempt, why_not) for why_not in (None, "it cannot")),
+        *(WaitingToJoin(attempt, replicas) for replicas in ((0,), (1,), (1, 0, 1, 2))),
+        *(lost(attempt, replica) for replica in range(2)),
+        *(Switched(attempt, number, 7, 0.1) for number in (1, 2)),
+        *(Survived(attempt, 3, (replica,), 7, 0.1) for replica in range(2)),
+        *(ChangeRefused(attempt, number, "no") for number in (1, 2)),
+        ChangeRefused(attempt, 2, "never", for_good=True),
+        ChangeOverdue(attempt, 2, "late"),
     ]
 
 
-def lost(generation: int, replica: int) -> NewcomerLost:
-    return NewcomerLost(generation, replica, "gone")
+def lost(attempt: int, replica: int) -> JoiningReplicaLost:
+    return JoiningReplicaLost(attempt, replica, "gone")
 
 
 REQUESTS = (
@@ -104,41 +104,41 @@ def check(before: JobState, event: Event, after: JobState, actions: Sequence[Act
     starts = [action for action in actions if isinstance(action, Start)]
     if starts:
         assert not before.running_on or isinstance(event, Exited)
-        assert [start.generation for start in starts] == [before.generation + 1]
+        assert [start.attempt for start in starts] == [before.attempt + 1]
         assert after.running_on == after.assigned == starts[0].nodes != ()
         assert after.running_stages == after.num_stages == starts[0].num_stages
         assert not after.suspended
     if isinstance(event, Rerun) and event.from_scratch and before.phase.ended:
-        assert after.first_generation == before.generation + 1
+        assert after.first_attempt == before.attempt + 1
     else:
-        assert after.first_generation == before.first_generation
+        assert after.first_attempt == before.first_attempt
     if before.phase.ended and not isinstance(event, Submit | Rerun):
         assert (after, actions) == (before, ())
     check_live(before, after, actions)
     for action in actions:
         if isinstance(action, Stop):
-            assert action.generation == after.generation
+            assert action.attempt == after.attempt
             asked_before = before.intent is not None
             assert not asked_before or isinstance(event, Adopt), "a stop is asked for once"
 
 
 def check_live(before: JobState, after: JobState, actions: Sequence[Action]) -> None:
     """Fail unless replicas are started and ended one by one as the memberships say."""
-    same = before.generation == after.generation and bool(before.running_on and after.running_on)
+    same = before.attempt == after.attempt and bool(before.running_on and after.running_on)
     for action in actions:
         if isinstance(action, StartReplicas):
             assert same
-            assert action.replicas == after.live.newcomers != ()
+            assert action.replicas == after.live.joining != ()
             assert all(replica >= before.live.num_ids for replica, _ in action.replicas)
         if isinstance(action, EndReplicas):
             assert same
-            newcomers, lost = set(dict(before.live.newcomers)), set(before.live.replicas)
+            joining, lost = set(dict(before.live.joining)), set(before.live.replicas)
             before_now = before.live.replicas, before.live.change
             if before_now == (after.live.replicas, after.live.change):
                 was = lost, "lost, which the others are to say"
                 assert lost - set(after.live.lost), "somebody goes on"
             elif action.at_once:
-                was = newcomers | (lost - set(after.live.replicas)), "not to take part"
+                was = joining | (lost - set(after.live.replicas)), "not to take part"
             else:
                 was = set(before.live.leavers), "leaving"
             assert set(action.replicas) <= was[0], was[1]
@@ -160,9 +160,9 @@ def alike(state: JobState) -> JobState:
         for entry in state.conditions
         if entry.status
     )
-    generation = min(state.generation, 1)
-    first = generation + 1 if state.first_generation > state.generation else 1
-    changes = {"generation": generation, "first_generation": first, "interruptions": 0}
+    attempt = min(state.attempt, 1)
+    first = attempt + 1 if state.first_attempt > state.attempt else 1
+    changes = {"attempt": attempt, "first_attempt": first, "interruptions": 0}
     return replace(state, conditions=conditions, live=renumbered(state.live), **changes)
 
 
@@ -178,7 +178,7 @@ def renumbered(live: LiveState) -> LiveState:
             change,
             number=number + 1,
             replicas=tuple(ids[replica] for replica in change.replicas),
-            parked=tuple(sorted(ids[replica] for replica in change.parked)),
+            waiting_to_join=tuple(sorted(ids[replica] for replica in change.waiting_to_join)),
         )
     replicas = tuple(ids[replica] for replica in live.replicas)
     highest = number + 1 if change else number
@@ -188,14 +188,14 @@ def renumbered(live: LiveState) -> LiveState:
 @pytest.mark.exhaustive
 def test_every_state_that_a_job_can_come_to_makes_sense(monkeypatch: pytest.MonkeyPatch) -> None:
     """All histories of every length, as those that come to like states are gone on with once."""
-    monkeypatch.setattr(live_changes, "MOST_FAILURES", 1)
+    monkeypatch.setattr(resizes, "MOST_FAILURES", 1)
     fresh = JobState()
     seen: dict[JobState, History] = {fresh: ()}
     todo = [fresh]
     while todo:
         before = todo.pop()
         happened = seen[before]
-        present = before.generation
+        present = before.attempt
         choice = [*DECISIONS, *REQUESTS, *events(present), *events(present - 1)]
         for event in choice:
             # Soon after the last event, or so late that failures lapse.
@@ -215,7 +215,7 @@ def test_every_state_that_a_job_can_come_to_makes_sense(monkeypatch: pytest.Monk
     assert (Phase.RUNNING, Intent.SUSPEND, True) in reached, "a job that stops to be suspended"
     changes = [state.live.change for state in seen if state.live.change is not None]
     assert {change.stage for change in changes} == set(ChangeStage)
-    assert any(change.parked for change in changes if change.stage is ChangeStage.FORMING)
+    assert any(change.waiting_to_join for change in changes if change.stage is ChangeStage.FORMING)
 
 
 EVENTS = st.one_of(
@@ -227,7 +227,7 @@ EVENTS = st.one_of(
         st.sampled_from([None, 1, 2]),
     ),
     st.sampled_from(REQUESTS),
-    st.sampled_from([event for generation in range(5) for event in events(generation)]),
+    st.sampled_from([event for attempt in range(5) for event in events(attempt)]),
 )
 
 
@@ -259,18 +259,18 @@ def test_what_has_ended_is_run_again_and_what_lives_is_not() -> None:
         assert state.phase is phase
         again, actions = advance(state, Rerun(2, from_scratch=True), now=2.0)
         assert (again.phase, again.failures, again.max_restarts) == (Phase.CREATED, 0, 2)
-        assert (again.first_generation, again.generation) == (2, 1)
+        assert (again.first_attempt, again.attempt) == (2, 1)
         assert actions == (Record("rerun", None, {"from_scratch": True}),)
         again, _ = advance(again, Allocate(["b"], "free"), now=3.0)
-        assert (again.running_on, again.generation, again.first_generation) == (("b",), 2, 2)
+        assert (again.running_on, again.attempt, again.first_attempt) == (("b",), 2, 2)
         goes_on, _ = advance(state, Rerun(2), now=2.0)
-        assert (goes_on.phase, goes_on.first_generation) == (
+        assert (goes_on.phase, goes_on.first_attempt) == (
             (Phase.COMPLETE, 1) if phase is Phase.COMPLETE else (Phase.CREATED, 1)
         )
 
 
-def test_a_run_from_scratch_begins_with_a_generation_that_there_is() -> None:
+def test_a_run_from_scratch_begins_with_a_attempt_that_there_is() -> None:
     begun, _ = advance(JobState(), Submit(), now=0.0)
-    rule = "a run begins with a generation that there was, or with the next one"
+    rule = "a run begins with an attempt that there was, or with the next one"
     for first, broken in ((0, [rule]), (1, []), (2, [rule])):
-        assert broken_rules(replace(begun, first_generation=first)) == broken
+        assert broken_rules(replace(begun, first_attempt=first)) == broken

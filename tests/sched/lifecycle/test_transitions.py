@@ -47,7 +47,7 @@ AB, B = ("a", "b"), ("b",)
 def state_in(phase: Phase, reason: str = "Test", **fields: object) -> JobState:
     """A job in some phase; what it holds follows from the fields given."""
     condition = Condition(phase, True, reason, "as the test has it", 1.0)
-    state = replace(JobState(phase=phase, conditions=(condition,), generation=1), **fields)
+    state = replace(JobState(phase=phase, conditions=(condition,), attempt=1), **fields)
     ids = tuple(range(len(state.running_on)))
     live = LiveState(1, ids, len(ids), highest=1) if ids else LiveState()
     return replace(state, live=live)
@@ -291,11 +291,11 @@ def test_backoff_doubles_up_to_a_minute() -> None:
 def test_every_failure_waits_longer_until_there_were_too_many() -> None:
     state, waits = replace(TRAINING, max_restarts=2), []
     while not state.phase.ended:
-        state, actions = advance(state, replace(BROKEN, generation=state.generation), now=0.0)
+        state, actions = advance(state, replace(BROKEN, attempt=state.attempt), now=0.0)
         for action in actions:
             if isinstance(action, RetryAfter):
                 waits.append(action.seconds)
-                state, _ = advance(state, Retry(action.generation), now=0.0)
+                state, _ = advance(state, Retry(action.attempt), now=0.0)
     assert waits == [1.0, 2.0]
     assert state.message == "Failed 3 times, max_restarts is 2: boom"
 
@@ -306,16 +306,16 @@ def test_a_job_that_is_taken_away_again_and_again_waits_longer() -> None:
     taken = Exited(1, Outcome.STOPPED, message="Pod was evicted.")
     for trains in (True, False, False, False, True, False):
         state = replace(state, training=trains)
-        state, actions = advance(state, replace(taken, generation=state.generation), now=0.0)
+        state, actions = advance(state, replace(taken, attempt=state.attempt), now=0.0)
         retry = actions[-1]
         assert isinstance(retry, RetryAfter)
         waits.append(retry.seconds)
-        state, _ = advance(state, Retry(retry.generation), now=0.0)
+        state, _ = advance(state, Retry(retry.attempt), now=0.0)
     assert waits == [1.0, 2.0, 4.0, 8.0, 1.0, 2.0]
     assert state.failures == 0
 
 
-def test_failures_are_forgiven_once_a_generation_has_trained_for_long() -> None:
+def test_failures_are_forgiven_once_a_attempt_has_trained_for_long() -> None:
     state = replace(TRAINING, failures=3)
     last, _ = advance(state, BROKEN, now=1.0 + 599.0)
     assert last.phase is Phase.FAILED

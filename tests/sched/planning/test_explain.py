@@ -13,7 +13,7 @@ from pipollux_perfmodel import SchedHints
 from pipollux_policies import NodeInfo
 from pipollux_sched.allocator.decide import reallocate
 from pipollux_sched.allocator.job_infos import job_info
-from pipollux_sched.allocator.strategy import Candidate, Nodes, free_of
+from pipollux_sched.allocator.strategy import Nodes, SchedulableJob, free_of
 from pipollux_sched.lifecycle import Allocate, Intent, JobState, LiveState, Phase
 from pipollux_sched.planning.explain import (
     Limit,
@@ -59,7 +59,7 @@ def job(
     stages: int = 1,
     preemptible: bool = True,
     hinted: bool = True,
-) -> tuple[Candidate, ReplicaBounds]:
+) -> tuple[SchedulableJob, ReplicaBounds]:
     spec = JobSpec(
         name="job",
         script="job.py",
@@ -71,10 +71,10 @@ def job(
     told = {**HINTS, "maxProfiledReplicas": profiled, "numStages": stages}
     hints = SchedHints.from_json_object(told) if hinted else None
     info = job_info(spec, hints, age=100.0)
-    return Candidate("job", info, tuple(nodes)), ReplicaBounds(most, profiled if hinted else 0)
+    return SchedulableJob("job", info, tuple(nodes)), ReplicaBounds(most, profiled if hinted else 0)
 
 
-def other(*nodes: str) -> Candidate:
+def other(*nodes: str) -> SchedulableJob:
     candidate, _ = job(nodes)
     return replace(candidate, name="other")
 
@@ -87,8 +87,8 @@ def kinds(limits: Sequence[Limit]) -> list[str]:
     ("rescale", "price"),
     [
         (None, "a restart, which costs it 30 s"),
-        (1.0, "a live change, which costs it 1 s"),
-        (0.4, "a live change, which costs it 400 ms"),
+        (1.0, "an elastic resize, which costs it 1 s"),
+        (0.4, "an elastic resize, which costs it 400 ms"),
     ],
 )
 def test_the_price_of_growing_is_that_of_the_change_it_takes(
@@ -133,7 +133,7 @@ def test_the_price_of_growing_is_that_of_the_change_it_takes(
     ],
 )
 def test_what_it_has(
-    made: tuple[Candidate, ReplicaBounds],
+    made: tuple[SchedulableJob, ReplicaBounds],
     others: str,
     draining: str,
     pin: Limit | None,
@@ -167,10 +167,12 @@ def test_speedups_are_those_that_the_policy_is_told() -> None:
 class Widen:
     """A strategy that gives a job one replica more, beside its others."""
 
-    def place(self, _candidate: Candidate, _free: Nodes) -> Sequence[str]:
+    def place(self, _candidate: SchedulableJob, _free: Nodes) -> Sequence[str]:
         return ()
 
-    def optimize(self, candidates: Sequence[Candidate], _nodes: Nodes) -> dict[str, Sequence[str]]:
+    def optimize(
+        self, candidates: Sequence[SchedulableJob], _nodes: Nodes
+    ) -> dict[str, Sequence[str]]:
         return {job.name: [*job.allocation, "c"] for job in candidates}
 
 
@@ -215,7 +217,9 @@ def test_more_that_would_do_harm() -> None:
         (job(""), "", "there is room for 1 replica"),
     ],
 )
-def test_what_it_waits_for(made: tuple[Candidate, ReplicaBounds], others: str, says: str) -> None:
+def test_what_it_waits_for(
+    made: tuple[SchedulableJob, ReplicaBounds], others: str, says: str
+) -> None:
     candidate, bounds = made
     free = free_of(NODES, [candidate, other(*others)])
     found = standing(candidate, NODES, free, bounds, None)

@@ -31,10 +31,10 @@ class Clock:
         at: float,
         kind: str,
         job: str | None = None,
-        generation: int | None = None,
+        attempt: int | None = None,
         **data: Any,
     ) -> None:
-        head = {"time": START + at, "type": kind, "job": job, "generation": generation}
+        head = {"time": START + at, "type": kind, "job": job, "attempt": attempt}
         self.events.append({**head, **data})
 
     def in_order(self) -> list[Event]:
@@ -89,7 +89,7 @@ def _allocate(
     clock: Clock,
     at: float,
     job: str,
-    generation: int,
+    attempt: int,
     nodes: list[str],
     previous: list[str],
     num_stages: int,
@@ -101,7 +101,7 @@ def _allocate(
         at,
         "allocated",
         job,
-        generation,
+        attempt,
         nodes=nodes,
         num_replicas=len(nodes),
         num_stages=num_stages,
@@ -116,23 +116,21 @@ def _start(
     clock: Clock,
     at: float,
     job: str,
-    generation: int,
+    attempt: int,
     first: float,
     step: int,
     restart_seconds: float | None,
 ) -> None:
-    clock.say(at, "started", job, generation, replicas=[str(4000 + generation)])
-    clock.say(first, "first_step", job, generation, step=step, restart_seconds=restart_seconds)
+    clock.say(at, "started", job, attempt, replicas=[str(4000 + attempt)])
+    clock.say(first, "first_step", job, attempt, step=step, restart_seconds=restart_seconds)
 
 
-def _stop(clock: Clock, at: float, job: str, generation: int, ended: float, step: int) -> None:
-    clock.say(at, "stopping", job, generation, why="a new allocation")
-    clock.say(ended, "stopped", job, generation, step=step)
+def _stop(clock: Clock, at: float, job: str, attempt: int, ended: float, step: int) -> None:
+    clock.say(at, "stopping", job, attempt, why="a new allocation")
+    clock.say(ended, "stopped", job, attempt, step=step)
 
 
-def _char_lm(
-    clock: Clock, begin: float, end: float, generation: int, replicas: int, step: int
-) -> int:
+def _char_lm(clock: Clock, begin: float, end: float, attempt: int, replicas: int, step: int) -> int:
     """Report a character model's training; return its last step."""
     rnd, at = clock.random, begin
     batch = 64
@@ -149,7 +147,7 @@ def _char_lm(
             clock,
             at,
             CHAR_LM,
-            generation,
+            attempt,
             step=step,
             epoch=min(2, int((at - 5.9) / 72)),
             samples=64 * step,
@@ -165,18 +163,14 @@ def _char_lm(
             num_epochs=3,
         )
         if int(at / 20) != int((at - 0.26) / 20):
-            clock.say(at, "timeline", CHAR_LM, generation, **pipeline_step(rnd, step))
-            clock.say(
-                at, "hints", CHAR_LM, generation, hints={"numStages": 2, "numMicrobatches": 4}
-            )
+            clock.say(at, "timeline", CHAR_LM, attempt, **pipeline_step(rnd, step))
+            clock.say(at, "hints", CHAR_LM, attempt, hints={"numStages": 2, "numMicrobatches": 4})
         at += max(0.26, measured)
         step += max(1, round(0.26 / measured))
     return step - 1
 
 
-def _digits(
-    clock: Clock, begin: float, end: float, generation: int, replicas: int, step: int
-) -> int:
+def _digits(clock: Clock, begin: float, end: float, attempt: int, replicas: int, step: int) -> int:
     """Report a small classifier's training; return its last step."""
     rnd, at = clock.random, begin
     while at < end - 0.3:
@@ -189,7 +183,7 @@ def _digits(
             clock,
             at,
             DIGITS,
-            generation,
+            attempt,
             step=step,
             epoch=int((at - 52.0) * 0.9),
             samples=64 * step,
@@ -208,8 +202,8 @@ def _digits(
     return step - 1
 
 
-def _progress(clock: Clock, at: float, job: str, generation: int, **point: Any) -> None:
-    clock.say(at, "progress", job, generation, **point)
+def _progress(clock: Clock, at: float, job: str, attempt: int, **point: Any) -> None:
+    clock.say(at, "progress", job, attempt, **point)
 
 
 def pipeline_step(rnd: random.Random, step: int, num_microbatches: int = 4) -> dict[str, Any]:

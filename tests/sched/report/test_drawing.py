@@ -68,7 +68,7 @@ def test_pictures_are_drawn(tab: Visit, report: Path) -> None:
     for kind in ("forward", "backward"):
         expect(bubble.locator(f".{kind} > rect")).to_have_count(2 * 2 * 4)
     assert bubble.locator("text").all_text_contents().count("3") == 2 * 2 * 2
-    # What is reported and its smoothed course, for each of two generations.
+    # What is reported and its smoothed course, for each of two attempts.
     loss = page.locator("[data-chart=loss-0-by-step]")
     for kind in ("raw", "mean"):
         expect(loss.locator(f".{kind} path")).to_have_count(2)
@@ -120,18 +120,18 @@ def test_pointing_and_keys_read_a_picture(tab: Visit, report: Path) -> None:
     gantt = page.locator("[data-chart=gantt]")
     box = gantt.locator(".hover")
     gantt.locator(".block > rect").first.hover()
-    expect(box).to_contain_text("char-lm, generation 1 on node-0")
+    expect(box).to_contain_text("char-lm, attempt 1 on node-0")
     gantt.get_by_role("img").focus()
     page.keyboard.press("Home")
     page.keyboard.press("ArrowRight")
-    expect(box).to_contain_text("digits, generation 1 on node-1")
+    expect(box).to_contain_text("digits, attempt 1 on node-1")
     expect(gantt.locator(".chosen")).to_have_count(1)
     page.keyboard.press("Escape")
     expect(box).to_be_hidden()
     curve = page.locator("[data-chart=goodput-0]")
     curve.get_by_role("img").focus()
     page.keyboard.press("End")
-    expect(curve.locator(".hover")).to_contain_text("generation 2")
+    expect(curve.locator(".hover")).to_contain_text("attempt 2")
     assert curve.locator(".hover-row span").all_inner_texts() == [
         *("goodput", "batch size", "efficiency", "replicas")
     ]

@@ -72,9 +72,7 @@ def test_plain_lines_have_no_control_characters(events: list[Event]) -> None:
     assert "[2:06] char-lm: training since step 664, 7.5 s after it was asked to move" in lines
     assert "[3:41] char-lm: complete at step 1391, epochs done: 3" in lines
     point = next(
-        e
-        for e in events
-        if e["type"] == "progress" and e["job"] == "char-lm" and e["generation"] == 2
+        e for e in events if e["type"] == "progress" and e["job"] == "char-lm" and e["attempt"] == 2
     )
     assert point["goodput"] is None
     head = f"[2:06] char-lm: epoch {point['epoch']}/3, step 664, loss {point['loss']:.2f}, "
@@ -103,7 +101,7 @@ def test_allocation_is_printed_once_a_round(events: list[Event]) -> None:
 
 def test_decisions_of_one_round_share_a_table() -> None:
     def allocated(job: str, nodes: list[str]) -> Event:
-        head = {"time": START + 1, "type": "allocated", "job": job, "generation": 1}
+        head = {"time": START + 1, "type": "allocated", "job": job, "attempt": 1}
         return {**head, "nodes": nodes, "num_stages": 1, "previous": [], "why": "room"}
 
     text = plain([allocated("a", ["n"]), allocated("b", ["n", "n"])])

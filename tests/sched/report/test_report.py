@@ -102,10 +102,10 @@ def test_gantt_draws_each_replica_as_one_block_inside_its_node(html: str) -> Non
     blocks = gantt["blocks"]
     tips = [" ".join(map(str, gantt["tips"][block["tip"]])) for block in blocks]
     for expected, times in (
-        ("char-lm, generation 1 on node-0 ['replicas', '1'] ['stages', '2']", 1),
-        ("char-lm, generation 2 on node-0 ['replicas', '2'] ['stages', '2']", 1),
-        ("char-lm, generation 2 on node-1 ['replicas', '2'] ['stages', '2']", 1),
-        ("digits, generation 2 on node-1", 2),
+        ("char-lm, attempt 1 on node-0 ['replicas', '1'] ['stages', '2']", 1),
+        ("char-lm, attempt 2 on node-0 ['replicas', '2'] ['stages', '2']", 1),
+        ("char-lm, attempt 2 on node-1 ['replicas', '2'] ['stages', '2']", 1),
+        ("digits, attempt 2 on node-1", 2),
     ):
         assert sum(tip.startswith(expected) for tip in tips) == times
     assert [(group["name"], group["rows"]) for group in gantt["groups"]] == [
@@ -133,7 +133,7 @@ def test_slots_never_hold_two_replicas(events: list[Event]) -> None:
     assert len(placed) == 6
 
     def slots(hold: Hold) -> set[int]:
-        return set(range(hold.first_slot, hold.first_slot + hold.generation.num_stages))
+        return set(range(hold.first_slot, hold.first_slot + hold.attempt.num_stages))
 
     for i, a in enumerate(placed):
         for b in placed[i + 1 :]:
@@ -331,15 +331,15 @@ def test_fields_may_be_of_any_kind(events: list[Event]) -> None:
 
 def test_a_crash_is_told(events: list[Event]) -> None:
     cut = [e for e in events if e["time"] < START + 30]
-    crash = {"time": START + 30, "type": "restarting", "job": "char-lm", "generation": 1}
-    again = {"time": START + 32, "type": "started", "job": "char-lm", "generation": 2}
-    first = {"time": START + 36, "type": "first_step", "job": "char-lm", "generation": 2}
+    crash = {"time": START + 30, "type": "restarting", "job": "char-lm", "attempt": 1}
+    again = {"time": START + 32, "type": "started", "job": "char-lm", "attempt": 2}
+    first = {"time": START + 36, "type": "first_step", "job": "char-lm", "attempt": 2}
     log = [
         *cut,
         {**crash, "why": "a worker ended with exit status 1", "restarts": 1},
         again,
         {**first, "step": 101, "restart_seconds": None},
-        {"time": START + 40, "type": "failed", "job": "char-lm", "generation": 2, "why": "twice"},
+        {"time": START + 40, "type": "failed", "job": "char-lm", "attempt": 2, "why": "twice"},
     ]
     page = Page(render_report(log))
     assert "went on with step 101 and 1 replica" in page.text("loss")
@@ -370,7 +370,7 @@ def test_many_jobs_and_nodes_stay_small() -> None:
     nodes = {f"node-{i:02}": {"slots": 8, "kind": "gpu"} for i in range(16)}
     log: list[Event] = [{"time": START, "type": "cluster", "nodes": nodes, "policy": "pollux"}]
     for i in range(60):
-        head = {"job": f"job-{i:02}", "generation": 1}
+        head = {"job": f"job-{i:02}", "attempt": 1}
         begin = START + 60 * i
         where = [f"node-{i % 16:02}"]
         log += [

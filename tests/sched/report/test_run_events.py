@@ -56,8 +56,8 @@ def test_progress_is_thinned_and_the_rest_is_whole(
         run = recorded(thin)
         steps = [entry.step for entry in run.jobs["toy"].points]
         assert (len(steps), steps[0], steps[-1]) == (20, 6, 105)
-        assert {entry.generation for entry in run.jobs["toy"].points} == {2}
-        assert run.jobs["toy"].generations == whole.jobs["toy"].generations
+        assert {entry.attempt for entry in run.jobs["toy"].points} == {2}
+        assert run.jobs["toy"].attempts == whole.jobs["toy"].attempts
         assert run.nodes == whole.nodes
         assert (run.start, run.end) == (whole.start, whole.end)
         (one,) = recorded(run_events.store_events(store, ["old"])).jobs

@@ -29,7 +29,7 @@ NAME = socket.gethostname()
 )
 def test_what_jobs_are_told(address: ServerAddress, url: str) -> None:
     assert address.advertised(7070) == url
-    told = {"PIPOLLUX_SUPERVISOR_URL": url}
+    told = {"PIPOLLUX_SCHEDULER_URL": url}
     assert address.environment(7070) == (
         {**told, "PIPOLLUX_CA_FILE": "/ca.pem"} if address.tls else told
     )

@@ -10,7 +10,7 @@ import pytest
 
 from pipollux_sched.client.client import Client
 from pipollux_sched.client.connection import ClientError
-from pipollux_sched.lifecycle import Allocate, Exited, LiveReady, Outcome, Parked, Switched
+from pipollux_sched.lifecycle import Allocate, Exited, LiveReady, Outcome, Switched, WaitingToJoin
 from pipollux_sched.metrics import SchedulerMetrics
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import NodeCondition, ServerInfo
@@ -120,7 +120,7 @@ def test_changes_of_nodes_that_make_no_sense(
 def test_curves_are_thinned(service: Service, client: Client) -> None:
     job = service.submit("long", ["node-a"])
     steps = [{**POINT, "step": step, "goodput": float(step)} for step in range(1, 901)]
-    body = {"generation": 1, "points": steps}
+    body = {"attempt": 1, "points": steps}
     assert job.post("/jobs/long/reports", json=body).status_code == 200
     for most in (0, 1, 2, 7, 499, 500):
         found = [point.step for point in client.curves("long", most).points]
@@ -150,7 +150,7 @@ def test_the_noise_of_the_gradient(service: Service, client: Client) -> None:
         {"initBatchSize": 8, "gradParams": {"norm": 2.0, "var": 6.0}},
         {"gradParams": {"norm": 0.0, "var": 6.0}},
     ):
-        job.put("/jobs/noisy/hints?generation=1", json=hints).raise_for_status()
+        job.put("/jobs/noisy/hints?attempt=1", json=hints).raise_for_status()
     found = client.curves("noisy", 500).noise
     assert [(entry.norm, entry.var, entry.noise_scale) for entry in found] == [
         (2.0, 6.0, 24.0),
@@ -177,15 +177,15 @@ def test_figures_for_prometheus(service: Service, client: Client) -> None:
     job = service.submit("counted", ["node-a"])
     before = figures(client.metrics())
     job.post("/jobs/counted/reports", json=report(goodput=321.5)).raise_for_status()
-    job.put("/jobs/counted/hints?generation=1", json={}).raise_for_status()
-    beat = {"generation": 1, "replica": 0}
+    job.put("/jobs/counted/hints?attempt=1", json={}).raise_for_status()
+    beat = {"attempt": 1, "replica": 0}
     job.post("/jobs/counted/heartbeats", json=beat).raise_for_status()
-    job.put("/jobs/counted/hints?generation=9", json={})
-    job.put("/jobs/counted/hints?generation=1", content="[")
+    job.put("/jobs/counted/hints?attempt=9", json={})
+    job.put("/jobs/counted/hints?attempt=1", content="[")
     with service.client("wrong") as stranger:
         stranger.get("/jobs")
     for event in (
-        *(LiveReady(1), Allocate(["node-a", "node-b"], "it grows"), Parked(1, (1,))),
+        *(LiveReady(1), Allocate(["node-a", "node-b"], "it grows"), WaitingToJoin(1, (1,))),
         *(Switched(1, 2, step=1, seconds=0.1), LiveReady(1, "it says so")),
     ):
         service.store.transition("counted", event)

@@ -13,7 +13,7 @@ from pipollux_sched.lifecycle import Allocate
 from pipollux_sched.server.batcher import Batcher
 from pipollux_sched.store import (
     ReceivedHints,
-    StaleGenerationError,
+    StaleAttemptError,
     Store,
     StoreUnavailableError,
     UnknownJobError,
@@ -79,8 +79,8 @@ def test_one_that_is_refused_holds_up_no_other(store: Store) -> None:
     ]
     first, stale, unknown, last = put_all(store, told)
     assert (first, last) == (None, None)
-    assert isinstance(stale, StaleGenerationError)
-    assert "generation 2 of job 'job-1' is not the present one (1)" in str(stale)
+    assert isinstance(stale, StaleAttemptError)
+    assert "attempt 2 of job 'job-1' is not the present one (1)" in str(stale)
     assert isinstance(unknown, UnknownJobError)
     assert store.hints() == {"job-0": {"numStages": 1}, "job-3": {"numStages": 4}}
 

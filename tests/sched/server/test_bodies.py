@@ -36,11 +36,11 @@ HINTS = {
     "version": 1,
 }  # fmt: skip
 PLACES: dict[str, tuple[str, dict[str, Any]]] = {
-    "/jobs/toy/hints?generation=1": ("PUT", HINTS),
+    "/jobs/toy/hints?attempt=1": ("PUT", HINTS),
     "/jobs/toy/reports": ("POST", report()),
-    "/jobs/toy/heartbeats": ("POST", {"generation": 1, "replica": 0, "step": 3}),
-    "/jobs/toy/stops": ("POST", {"generation": 1, "step": 3}),
-    "/jobs/toy/replicas": ("POST", {"generation": 1, "replica": 0, "address": "10.0.0.1:1"}),
+    "/jobs/toy/heartbeats": ("POST", {"attempt": 1, "replica": 0, "step": 3}),
+    "/jobs/toy/stops": ("POST", {"attempt": 1, "step": 3}),
+    "/jobs/toy/replicas": ("POST", {"attempt": 1, "replica": 0, "address": "10.0.0.1:1"}),
     "/jobs": ("POST", {"name": "other", "script": SCRIPT, "stage_choices": [1, 2]}),
     "/nodes/node-b": ("PUT", {"condition": "ready", "reason": "why not"}),
 }
@@ -123,7 +123,7 @@ def test_what_is_spoilt_by_something(service: Service, path: str) -> None:
 @given(st.sampled_from(sorted(PLACES)), st.one_of(st.binary(max_size=60), VALUES.map(json.dumps)))
 def test_anything_at_all(service: Service, path: str, body: bytes | str) -> None:
     if send(service, path, body) < 400:
-        assert path in ("/jobs/toy/hints?generation=1",), "only hints have no field that is needed"
+        assert path in ("/jobs/toy/hints?attempt=1",), "only hints have no field that is needed"
 
 
 @pytest.mark.parametrize("path", PLACES)
@@ -164,7 +164,7 @@ def test_bodies_from_hell(service: Service, path: str, content: bytes | str, say
     ],
 )
 def test_hints_that_are_absurd(service: Service, hints: dict[str, Any], says: str) -> None:
-    response = service.admin.put("/jobs/toy/hints?generation=1", json=hints)
+    response = service.admin.put("/jobs/toy/hints?attempt=1", json=hints)
     assert response.status_code == 422
     assert says in detail(response)
 

@@ -92,7 +92,7 @@ def test_from_now_on_and_one_job_alone(service: Service) -> None:
         (event,) = read(of_mine, 1)
         assert (event["type"], event["job"]) == ("submitted", "mine")
         with service.client(service.store.job("mine").token) as job:
-            job.post("/jobs/mine/reports", json={"generation": 1})
+            job.post("/jobs/mine/reports", json={"attempt": 1})
         service.admin.delete("/jobs/mine")
         assert read(of_mine, 1)[0]["type"] == "cancelled"
 

@@ -44,7 +44,7 @@ def test_ended_connections_leave_nothing_behind(
             for number in range(30):
                 with service.client(token) as client:
                     assert client.post("/jobs/a/reports", json=report(step=number)).is_success
-                    client.put("/jobs/a/hints?generation=1", json={})
+                    client.put("/jobs/a/hints?attempt=1", json={})
                     assert client.get("/jobs").status_code == 401
                     assert [len(made) for made in held] != [0, 0]
                 with service.client(ADMIN) as client:

@@ -10,7 +10,7 @@ from pipollux_sched.server import Limits
 from pipollux_sched.server.limits import (
     MOST_SENDERS,
     BusyError,
-    Places,
+    ConcurrencyLimit,
     RateLimit,
     TooManyRequestsError,
 )
@@ -70,7 +70,7 @@ def test_the_buckets_of_strangers_do_not_pile_up() -> None:
 
 
 def test_places() -> None:
-    places = Places(3, 2, "wait")
+    places = ConcurrencyLimit(3, 2, "wait")
     with places.take("a"), places.take("a"):
         with pytest.raises(BusyError, match="2 requests of a already wait"), places.take("a"):
             pass
@@ -104,7 +104,7 @@ def test_one_wild_job_holds_up_nobody_else(service: Service) -> None:
     calm = service.submit("calm", ["node-a"])
     answers = [wild.post("/jobs/wild/reports", json=report()).status_code for _ in range(7)]
     assert answers == [200] * 5 + [429] * 2
-    refused = wild.put("/jobs/wild/hints?generation=1", json={})
+    refused = wild.put("/jobs/wild/hints?attempt=1", json={})
     assert refused.status_code == 429
     assert int(refused.headers["Retry-After"]) > 900
     assert detail(refused).startswith("job 'wild': more than 0.001 requests a second are too many")
@@ -116,7 +116,7 @@ def test_one_wild_job_holds_up_nobody_else(service: Service) -> None:
 def test_a_job_may_send_more_the_more_replicas_it_has(service: Service) -> None:
     wide = service.submit("wide", ["node-a"] * 96, min_replicas=1)
     answers = [
-        wide.post("/jobs/wide/heartbeats", json={"generation": 1, "replica": n}).status_code
+        wide.post("/jobs/wide/heartbeats", json={"attempt": 1, "replica": n}).status_code
         for n in range(17)
     ]
     assert answers == [200] * 15 + [429] * 2, "three times five at once"
@@ -126,7 +126,7 @@ def test_who_guesses_is_refused_and_locks_nobody_out(service: Service) -> None:
     stranger = service.client("a guess")
     answers = [stranger.get(f"/jobs/wild?try={n}").status_code for n in range(10)]
     assert answers == [401] * 8 + [429] * 2
-    refused = service.client(None).put("/jobs/wild/hints?generation=1", json={})
+    refused = service.client(None).put("/jobs/wild/hints?attempt=1", json={})
     assert refused.status_code == 429
     assert "requests with a wrong token from 127.0.0.1" in detail(refused)
     assert service.admin.get("/jobs/calm").status_code == 200

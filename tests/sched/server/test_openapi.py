@@ -97,10 +97,10 @@ def test_what_is_answered_is_what_is_described(service: Service, document: dict[
     """An answer that lacks a field of its model, or has another, is a failure of the server."""
     service.job.post("/jobs/toy/reports", json=report(goodput=2.0)).raise_for_status()
     hints = {"initBatchSize": 8, "gradParams": {"norm": 1.0, "var": 2.0}}
-    service.job.put("/jobs/toy/hints?generation=1", json=hints).raise_for_status()
-    place = {"generation": 1, "replica": 0, "address": "10.0.0.1:1"}
+    service.job.put("/jobs/toy/hints?attempt=1", json=hints).raise_for_status()
+    place = {"attempt": 1, "replica": 0, "address": "10.0.0.1:1"}
     service.job.post("/jobs/toy/replicas", json=place).raise_for_status()
-    beat = {"generation": 1, "replica": 0}
+    beat = {"attempt": 1, "replica": 0}
     service.job.post("/jobs/toy/heartbeats", json=beat).raise_for_status()
     log = service.state_dir.log("toy", 1, 0)
     log.parent.mkdir(parents=True)
@@ -134,7 +134,7 @@ def test_what_is_answered_is_what_is_described(service: Service, document: dict[
             continue
         models[method, path] = schema["application/json"]["schema"]
         full = path.replace("{name}", names.get(path, "toy"))
-        query = {"generation": 1} if path.endswith(("/replicas", "/inheritance")) else None
+        query = {"attempt": 1} if path.endswith(("/replicas", "/inheritance")) else None
         body = bodies.get((method, path))
         response = service.admin.request(method.upper(), full, params=query, json=body)
         assert response.is_success, (method, path)

@@ -22,11 +22,17 @@ from pipollux_hybrid.job.env import JobEnvironment
 from pipollux_hybrid.job.heartbeat import Heartbeat
 from pipollux_hybrid.job.supervisor_client import retry_after
 from pipollux_sched.client.connection import ClientError, Connection
+from pipollux_sched.controller.event_loop_monitor import MOST_AHEAD, EventLoopMonitor
 from pipollux_sched.controller.heartbeats import Heartbeats
-from pipollux_sched.controller.listening_clock import MOST_AHEAD, ListeningClock
 from pipollux_sched.server import Limits
 from pipollux_sched.server.http_server import HttpServer
-from pipollux_sched.server.overload import LATEST_TURN, Overload, RequestKind, Turns, kind_of
+from pipollux_sched.server.overload import (
+    LATEST_TURN,
+    Overload,
+    RequestKind,
+    RetrySchedule,
+    kind_of,
+)
 from pipollux_sched.server.roles import ACCESS, Access
 from tests.sched.supervised import Service, report
 
@@ -127,7 +133,7 @@ def test_what_nobody_waits_for_is_not_computed() -> None:
 
 
 def test_those_refused_together_do_not_come_together() -> None:
-    turns = Turns(100.0, clock=lambda: 5.0)
+    turns = RetrySchedule(100.0, clock=lambda: 5.0)
     seconds = [turns.next() for _ in range(10_000)]
     assert seconds == sorted(seconds)
     assert seconds.count(1) == seconds.count(20) == 100
@@ -136,7 +142,7 @@ def test_those_refused_together_do_not_come_together() -> None:
 
 def test_a_clock_that_stands_still_while_nobody_listens() -> None:
     now = 0.0
-    clock = ListeningClock(lambda: now)
+    clock = EventLoopMonitor(lambda: now)
     beats = Heartbeats(clock)
     beats.note("a", 1, 0)
     for _ in range(5):
@@ -206,9 +212,9 @@ def test_a_replica_waits_for_a_busy_scheduler(caplog: pytest.LogCaptureFixture) 
     app = Busy(3)
     with busy(app) as url:
         variables = {
-            "PIPOLLUX_SUPERVISOR_URL": url,
+            "PIPOLLUX_SCHEDULER_URL": url,
             "PIPOLLUX_JOB_ID": "a",
-            "PIPOLLUX_GENERATION": "1",
+            "PIPOLLUX_ATTEMPT": "1",
             "PIPOLLUX_TOKEN": "token",
             "PIPOLLUX_HEARTBEAT_INTERVAL": "3600",
         }
@@ -232,7 +238,7 @@ def test_a_scheduler_refuses_and_counts_it(tmp_path: Path) -> None:
         refused = job.post("/jobs/full/reports", json=report())
         assert refused.status_code == 503
         assert float(refused.headers["Retry-After"]) >= 1.0
-        beat = {"generation": 1, "replica": 0}
+        beat = {"attempt": 1, "replica": 0}
         assert job.post("/jobs/full/heartbeats", json=beat).status_code == 200
         sample = service.metrics.registry.get_sample_value
         assert sample("pipollux_requests_refused_total", {"reason": "busy"}) == 1.0

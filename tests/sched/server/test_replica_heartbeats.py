@@ -39,9 +39,9 @@ def service(tmp_path: Path) -> Iterator[Service]:
 
 def environment(service: Service, job: str, **changes: str) -> dict[str, str]:
     return {
-        "PIPOLLUX_SUPERVISOR_URL": service.server.url,
+        "PIPOLLUX_SCHEDULER_URL": service.server.url,
         "PIPOLLUX_JOB_ID": job,
-        "PIPOLLUX_GENERATION": "1",
+        "PIPOLLUX_ATTEMPT": "1",
         "PIPOLLUX_TOKEN": service.store.job(job).token,
         "PIPOLLUX_HEARTBEAT_INTERVAL": "0.05",
         **changes,
@@ -189,11 +189,11 @@ def test_a_replica_whose_place_was_taken_ends(service: Service) -> None:
     )
     assert done.returncode == heartbeat.REPLACED
     (line,) = done.stderr.splitlines()
-    assert "generation 1 of this job is over for the scheduler" in line
+    assert "attempt 1 of this job is over for the scheduler" in line
     assert "is not the present one (2)" in line
     assert service.control.heartbeats.heard("moved", 1) == {}
-    refused = service.admin.post("/jobs/moved/heartbeats", json={"generation": 1, "replica": 0})
-    assert detail(refused) == "generation 1 of job 'moved' is not the present one (2)"
+    refused = service.admin.post("/jobs/moved/heartbeats", json={"attempt": 1, "replica": 0})
+    assert detail(refused) == "attempt 1 of job 'moved' is not the present one (2)"
 
 
 def test_a_wrong_token_ends_them(service: Service, caplog: pytest.LogCaptureFixture) -> None:
@@ -215,13 +215,13 @@ def test_one_that_accepts_and_never_answers_holds_nobody_up(
     end.touch()
     with socket.create_server(("127.0.0.1", 0)) as mute:
         url = f"http://127.0.0.1:{mute.getsockname()[1]}"
-        changes = environment(service, "patient", PIPOLLUX_SUPERVISOR_URL=url)
+        changes = environment(service, "patient", PIPOLLUX_SCHEDULER_URL=url)
         assert run_replicas(work_until, 1, end, environment=changes) == [0]
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"PIPOLLUX_HEARTBEAT_INTERVAL": "0"}, {"PIPOLLUX_GENERATION": "0"}, {"PIPOLLUX_JOB_ID": ""}],
+    [{"PIPOLLUX_HEARTBEAT_INTERVAL": "0"}, {"PIPOLLUX_ATTEMPT": "0"}, {"PIPOLLUX_JOB_ID": ""}],
 )
 def test_none_where_nobody_wants_them(service: Service, changes: dict[str, str]) -> None:
     service.submit("quiet", ["node-a"])

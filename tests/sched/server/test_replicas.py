@@ -31,23 +31,23 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def beat(
-    client: httpx.Client, name: str, generation: object, replica: object, **more: object
+    client: httpx.Client, name: str, attempt: object, replica: object, **more: object
 ) -> httpx.Response:
-    body = {"generation": generation, "replica": replica, **more}
+    body = {"attempt": attempt, "replica": replica, **more}
     return client.post(f"/jobs/{name}/heartbeats", json=body)
 
 
-def register(client: httpx.Client, name: str, generation: int, replica: int) -> httpx.Response:
+def register(client: httpx.Client, name: str, attempt: int, replica: int) -> httpx.Response:
     body = {
-        "generation": generation,
+        "attempt": attempt,
         "replica": replica,
         "address": f"10.0.0.{replica}:29500",
     }
     return client.post(f"/jobs/{name}/replicas", json=body)
 
 
-def ask(client: httpx.Client, name: str, generation: int, wait: float) -> httpx.Response:
-    query = {"generation": generation, "wait": wait}
+def ask(client: httpx.Client, name: str, attempt: int, wait: float) -> httpx.Response:
+    query = {"attempt": attempt, "wait": wait}
     return client.get(f"/jobs/{name}/replicas", params=query)
 
 
@@ -62,7 +62,7 @@ def test_heartbeats(service: Service) -> None:
     job = service.submit("beating", ["node-a", "node-b"])
     answer = beat(job, "beating", 1, 0, step=12)
     assert answer.status_code == 200
-    assert set(answer.json().values()) == {None}, "it says nothing of live changes"
+    assert set(answer.json().values()) == {None}, "it says nothing of elastic resizes"
     assert beat(service.admin, "beating", 1, 1).status_code == 200
     heard = service.control.heartbeats.heard("beating", 1)
     assert {replica: entry.step for replica, entry in heard.items()} == {0: 12, 1: None}
@@ -74,34 +74,34 @@ def test_heartbeats(service: Service) -> None:
     assert all(0.0 <= row["heard_seconds"] < 60.0 for row in shown)
 
 
-def test_heartbeats_of_generations_that_are_gone(service: Service) -> None:
+def test_heartbeats_of_attempts_that_are_gone(service: Service) -> None:
     job = service.submit("leaving", ["node-a"])
     assert beat(job, "leaving", 2, 0).status_code == 409
     service.store.transition("leaving", Exited(1, Outcome.FAILED, message="it fell over"))
     response = beat(job, "leaving", 1, 0)
     assert response.status_code == 409
-    assert detail(response) == "generation 1 of job 'leaving' has ended"
+    assert detail(response) == "attempt 1 of job 'leaving' has ended"
     assert service.control.heartbeats.heard("leaving", 1) == {}
 
 
 @pytest.mark.parametrize(
-    ("generation", "replica", "more", "says"),
+    ("attempt", "replica", "more", "says"),
     [
-        (1, 1, {}, "replica is 1, but generation 1 of job 'odd' has 1, numbered from 0 to 0"),
+        (1, 1, {}, "replica is 1, but attempt 1 of job 'odd' has 1, numbered from 0 to 0"),
         (1, -1, {}, "heartbeat: replica: -1 is not allowed"),
         (1, "0", {}, 'heartbeat: replica: "0" is not allowed'),
-        (0, 0, {}, "heartbeat: generation: 0 is not allowed"),
-        (1.5, 0, {}, "heartbeat: generation: 1.5 is not allowed"),
+        (0, 0, {}, "heartbeat: attempt: 0 is not allowed"),
+        (1.5, 0, {}, "heartbeat: attempt: 1.5 is not allowed"),
         (1, 0, {"step": -3}, "heartbeat: step: -3 is not allowed"),
         (1, 0, {"stpe": 3}, "heartbeat: stpe: unknown field; did you mean 'step'?"),
     ],
 )
 def test_heartbeats_that_make_no_sense(
-    service: Service, generation: object, replica: object, more: dict[str, int], says: str
+    service: Service, attempt: object, replica: object, more: dict[str, int], says: str
 ) -> None:
     if "odd" not in {job.name for job in service.store.jobs()}:
         service.submit("odd", ["node-b"])
-    response = beat(service.admin, "odd", generation, replica, **more)
+    response = beat(service.admin, "odd", attempt, replica, **more)
     assert response.status_code == 422
     assert says in detail(response)
     assert service.control.heartbeats.heard("odd", 1) == {}
@@ -110,7 +110,7 @@ def test_heartbeats_that_make_no_sense(
 def test_all_replicas_learn_where_the_others_are(
     service: Service, pool: ThreadPoolExecutor
 ) -> None:
-    """Each registers and waits, as the replicas of a real generation do, in whatever order."""
+    """Each registers and waits, as the replicas of a real attempt do, in whatever order."""
     job = service.submit("meeting", ["node-a", "node-b", "node-a"], max_replicas=3)
     together = threading.Barrier(3)
 
@@ -122,7 +122,7 @@ def test_all_replicas_learn_where_the_others_are(
     answers = [answer.json() for answer in pool.map(meet, (2, 0, 1))]
     assert answers == 3 * [
         {
-            "generation": 1,
+            "attempt": 1,
             "num_replicas": 3,
             "complete": True,
             "replicas": [{"replica": r, "address": f"10.0.0.{r}:29500"} for r in range(3)],
@@ -152,9 +152,9 @@ def test_who_waits_learns_at_once_that_the_job_has_moved(
     service.store.transition("moving", Exited(1, Outcome.STOPPED, step=1))
     response = waiting.result(240)
     assert response.status_code == 409
-    assert detail(response) == "generation 1 of job 'moving' is not the present one (2)"
+    assert detail(response) == "attempt 1 of job 'moving' is not the present one (2)"
     assert register(job, "moving", 1, 1).status_code == 409
-    # Nothing of the old generation is taken for the new one's.
+    # Nothing of the old attempt is taken for the new one's.
     assert ask(job, "moving", 2, 0).json()["replicas"] == []
     assert register(job, "moving", 2, 0).status_code == 204
     assert ask(job, "moving", 2, 0).json()["complete"] is True
@@ -184,14 +184,14 @@ def test_addresses_and_heartbeats_survive_the_scheduler(service: Service) -> Non
 def test_addresses_that_make_no_sense(service: Service, address: object, says: str) -> None:
     if "nameless" not in {job.name for job in service.store.jobs()}:
         service.submit("nameless", ["node-a"])
-    body = {"generation": 1, "replica": 0, "address": address}
+    body = {"attempt": 1, "replica": 0, "address": address}
     response = service.admin.post("/jobs/nameless/replicas", json=body)
     assert response.status_code == 422
     assert says in detail(response)
     assert service.store.replicas.find("nameless", 1).addresses == {}
 
 
-@pytest.mark.parametrize("query", ["generation=1&wait=61", "generation=1&wait=nan", "wait=1"])
+@pytest.mark.parametrize("query", ["attempt=1&wait=61", "attempt=1&wait=nan", "wait=1"])
 def test_queries_that_make_no_sense(service: Service, query: str) -> None:
     assert service.admin.get(f"/jobs/beating/replicas?{query}").status_code == 422
 

@@ -46,9 +46,7 @@ def test_every_route_has_a_role_and_a_check(service: Service) -> None:
         access = ACCESS[key]
         wanted = {Access.OPEN: [], Access.JOB: [job, admin]}.get(access, [admin])
         assert security == wanted, key
-        answer = service.client(None).request(
-            key[0], key[1].format(name="x", generation=1, replica=0)
-        )
+        answer = service.client(None).request(key[0], key[1].format(name="x", attempt=1, replica=0))
         assert (answer.status_code == 401) == (access is not Access.OPEN), key
     # What the document leaves out is the page and its files.
     plain = [route.path for route in service.app.routes if hasattr(route, "path")]
@@ -68,7 +66,7 @@ def test_every_request_is_refused_to_all_roles_below_its_own(
     last = service.store.last_event()
     refused = 0
     for (method, path), access in ACCESS.items():
-        url = path.format(name="theirs", generation=1, replica=0)
+        url = path.format(name="theirs", attempt=1, replica=0)
         for name, role in (("eve", Role.VIEWER), ("bo", Role.USER)):
             below = access in (Access.USER, Access.OWNER, Access.ADMIN) and not (
                 role.allows(access.role) and access is not Access.OWNER

@@ -29,7 +29,7 @@ def test_health_needs_no_token(service: Service) -> None:
 def test_a_job_reports_and_hints(service: Service) -> None:
     before = service.store.last_event()
     hints = {"initBatchSize": 8, "maxBatchSize": 64, "maxProfiledReplicas": 1}
-    assert service.job.put("/jobs/toy/hints?generation=1", json=hints).status_code == 204
+    assert service.job.put("/jobs/toy/hints?attempt=1", json=hints).status_code == 204
     answer = service.job.post("/jobs/toy/reports", json=report())
     assert (answer.status_code, answer.json()) == (200, {"again": 1.0})
     assert service.store.hints()["toy"]["maxBatchSize"] == 64
@@ -42,15 +42,15 @@ def test_a_job_reports_and_hints(service: Service) -> None:
     assert events[3]["schedule"] == TIMELINE["schedule"]
     shown = service.admin.get("/jobs/toy").json()
     assert shown["hints"]["initBatchSize"] == 8
-    assert shown["generations"][0]["nodes"] == ["node-a"]
+    assert shown["attempts"][0]["nodes"] == ["node-a"]
 
 
 @pytest.mark.parametrize(
     ("method", "path"),
     [
-        ("PUT", "/jobs/toy/hints?generation=1"),
+        ("PUT", "/jobs/toy/hints?attempt=1"),
         ("POST", "/jobs/toy/reports"),
-        ("PUT", "/jobs/no-such-job/hints?generation=1"),
+        ("PUT", "/jobs/no-such-job/hints?attempt=1"),
         ("POST", "/jobs"),
         ("GET", "/jobs"),
         ("GET", "/jobs/toy"),
@@ -60,7 +60,7 @@ def test_a_job_reports_and_hints(service: Service) -> None:
         ("GET", "/plan"),
         ("POST", "/jobs/toy/heartbeats"),
         ("POST", "/jobs/toy/replicas"),
-        ("GET", "/jobs/toy/replicas?generation=1"),
+        ("GET", "/jobs/toy/replicas?attempt=1"),
         ("POST", "/jobs/toy/suspend"),
         ("POST", "/jobs/toy/resume"),
         ("GET", "/nodes"),
@@ -83,7 +83,7 @@ def test_wrong_tokens_open_nothing(
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"a": "\\u0000"}', "[" * 100_000, '{"a": 1}'])
 @pytest.mark.parametrize(
     ("method", "path"),
-    [("POST", "/jobs"), ("PUT", "/jobs/toy/hints?generation=1"), ("PUT", "/nodes/node-a")],
+    [("POST", "/jobs"), ("PUT", "/jobs/toy/hints?attempt=1"), ("PUT", "/nodes/node-a")],
 )
 def test_who_has_no_token_is_told_so_whatever_is_sent(
     service: Service, method: str, path: str, content: str
@@ -95,7 +95,7 @@ def test_who_has_no_token_is_told_so_whatever_is_sent(
 
 def test_a_job_s_token_opens_its_own_two_rows_alone(service: Service) -> None:
     with service.submit("other") as other:
-        assert other.put("/jobs/toy/hints?generation=1", json={}).status_code == 401
+        assert other.put("/jobs/toy/hints?attempt=1", json={}).status_code == 401
         assert other.post("/jobs/toy/reports", json=report()).status_code == 401
         for path in ("/jobs", "/jobs/other", "/events", "/plan", "/report", "/nodes", "/metrics"):
             assert other.get(path).status_code == 401
@@ -105,11 +105,11 @@ def test_a_job_s_token_opens_its_own_two_rows_alone(service: Service) -> None:
 def test_the_token_of_a_job_that_was_taken_up_again_is_another(service: Service) -> None:
     """At once, although the old one was seen before and need not be looked up any more."""
     before = service.submit("again")
-    assert before.put("/jobs/again/hints?generation=7", json={}).status_code == 409
+    assert before.put("/jobs/again/hints?attempt=7", json={}).status_code == 409
     service.admin.delete("/jobs/again").raise_for_status()
     after = service.submit("again")
-    assert before.put("/jobs/again/hints?generation=7", json={}).status_code == 401
-    assert after.put("/jobs/again/hints?generation=7", json={}).status_code == 409
+    assert before.put("/jobs/again/hints?attempt=7", json={}).status_code == 401
+    assert after.put("/jobs/again/hints?attempt=7", json={}).status_code == 409
 
 
 def test_a_first_step_lets_the_jobs_that_wait_be_weighed(service: Service) -> None:
@@ -122,13 +122,13 @@ def test_a_first_step_lets_the_jobs_that_wait_be_weighed(service: Service) -> No
     assert service.num_reconsidered == before + 1
 
 
-def test_generations_that_are_gone_are_refused(service: Service) -> None:
+def test_attempts_that_are_gone_are_refused(service: Service) -> None:
     moved = service.submit("moved", ["node-a"])
     service.store.transition("moved", Allocate(["node-b"], "it is better"))
     service.store.transition("moved", Exited(1, Outcome.STOPPED, step=1))
-    response = moved.put("/jobs/moved/hints?generation=1", json={})
+    response = moved.put("/jobs/moved/hints?attempt=1", json={})
     assert response.status_code == 409
-    assert "generation 1 of job 'moved' is not the present one (2)" in detail(response)
+    assert "attempt 1 of job 'moved' is not the present one (2)" in detail(response)
     assert moved.post("/jobs/moved/reports", json=report(1)).status_code == 409
     assert moved.post("/jobs/moved/reports", json=report(2)).status_code == 200
 
@@ -144,11 +144,11 @@ def test_large_bodies_are_refused_and_the_next_is_served(service: Service) -> No
             yield b"x" * 100_000
 
     for content in (HUGE, chunks(), "y" * (BODY_LIMIT + 1)):
-        response = service.job.put("/jobs/toy/hints?generation=1", content=content)
+        response = service.job.put("/jobs/toy/hints?attempt=1", content=content)
         assert response.status_code == 413
         assert "larger than 1048576 bytes" in detail(response)
     padded = json.dumps({"initBatchSize": 8}).ljust(BODY_LIMIT)
-    assert service.job.put("/jobs/toy/hints?generation=1", content=padded).status_code == 204
+    assert service.job.put("/jobs/toy/hints?attempt=1", content=padded).status_code == 204
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_large_bodies_are_refused_and_the_next_is_served(service: Service) -> No
     ],
 )
 def test_hints_that_make_no_sense(service: Service, body: str, says: str) -> None:
-    response = service.job.put("/jobs/toy/hints?generation=1", content=body)
+    response = service.job.put("/jobs/toy/hints?attempt=1", content=body)
     assert response.status_code == 422
     assert says in detail(response)
 
@@ -217,13 +217,13 @@ def test_logs_and_cluster(service: Service) -> None:
     log.parent.mkdir(parents=True)
     log.write_text("one\ntwo\nthree\n")
     assert service.admin.get("/jobs/toy/logs?tail=2").json() == [
-        {"generation": 1, "replica": 0, "lines": ["two", "three"]}
+        {"attempt": 1, "replica": 0, "lines": ["two", "three"]}
     ]
     assert service.admin.get("/jobs/toy/logs?tail=0").json()[0]["lines"] == []
     for none in ("999999999/0", "1/1", "2/0"):
         refused = service.admin.get(f"/jobs/toy/logs/{none}")
         assert refused.status_code == 404
-        assert "there is no log of generation" in refused.json()["detail"]
+        assert "there is no log of attempt" in refused.json()["detail"]
     part = service.admin.get("/jobs/toy/logs/1/0?offset=4")
     assert (part.text, part.headers["Pipollux-Log-Offset"]) == ("two\nthree\n", "14")
     assert service.admin.get("/nodes").json()[0]["slots"] == 2

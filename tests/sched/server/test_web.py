@@ -200,9 +200,9 @@ def test_the_picture_is_read_with_keys(tab: Visit) -> None:
     page.locator(".gantt").first.focus()
     page.keyboard.press("Home")
     box = page.locator(".scroll .hover").first
-    expect(box).to_contain_text("grown · generation 1")
+    expect(box).to_contain_text("grown · attempt 1")
     page.keyboard.press("ArrowRight")
-    expect(box).to_contain_text("grown · generation 2")
+    expect(box).to_contain_text("grown · attempt 2")
     page.keyboard.press("Escape")
     expect(box).to_be_hidden()
     page.keyboard.press("Home")
@@ -223,14 +223,14 @@ def test_the_page_of_a_job(tab: Visit) -> None:
     step_time.focus()
     page.keyboard.press("End")
     shown = page.locator(".curve .hover:visible")
-    expect(shown).to_contain_text("generation 2")
+    expect(shown).to_contain_text("attempt 2")
     assert shown.locator(".hover-row").all_inner_texts() == [
         *("measured\n100 ms", "predicted\n110 ms")
     ]
     expect(page.locator(".why-it")).to_contain_text("It has 2 replicas of 1 stage on node-a ×2.")
     expect(page.locator(".why-it table tbody tr")).to_have_count(3)
-    generations = page.locator("section", has_text="Generations").last.locator("tbody tr")
-    assert generations.nth(1).locator("th, td").all_inner_texts()[-2:] == ["stopped", "move"]
+    attempts = page.locator("section", has_text="ReplicaGroupManager").last.locator("tbody tr")
+    assert attempts.nth(1).locator("th, td").all_inner_texts()[-2:] == ["stopped", "move"]
     tab.check()
 
 

@@ -80,7 +80,7 @@ def test_no_other_file_is_served(service: Service, path: str) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        *("/overview", "/generations", "/usage"),
+        *("/overview", "/attempts", "/usage"),
         *("/jobs/toy/explanation", "/events/stream?summary=true"),
     ],
 )
@@ -106,12 +106,12 @@ def test_what_the_page_shows(service: Service) -> None:
     assert ([job["name"] for job in found["jobs"]], found["num_found"]) == (["present"], 2)
     assert found["phases"] == {"Created": 1, "Running": 1, "Complete": 1}, "of all jobs"
     assert found["events"] == []
-    generations = service.admin.get("/generations?since=0").json()
-    assert [entry["job"] for entry in generations] == ["past", "present"]
-    assert generations[0]["number"] == lines["past"]["number"] == 2
-    later = service.admin.get(f"/generations?since={found['time'] + 1}").json()
+    attempts = service.admin.get("/attempts?since=0").json()
+    assert [entry["job"] for entry in attempts] == ["past", "present"]
+    assert attempts[0]["number"] == lines["past"]["number"] == 2
+    later = service.admin.get(f"/attempts?since={found['time'] + 1}").json()
     assert [entry["job"] for entry in later] == ["present"]
-    there = service.admin.get("/generations?node=node-a&node=elsewhere").json()
+    there = service.admin.get("/attempts?node=node-a&node=elsewhere").json()
     assert [entry["job"] for entry in there] == ["past"]
     usage = service.admin.get(f"/usage?since={found['time'] - 100}&parts=4").json()
     assert [len(parts) for parts in usage["nodes"].values()] == [4, 4]
@@ -147,17 +147,17 @@ def test_what_people_are_told_as_it_happens(service: Service) -> None:
     assert [event["text"] for event in heard] == [
         *("submitted", "it is free", "training since step 7")
     ]
-    keys = {"id", "time", "type", "job", "generation", "text"}
+    keys = {"id", "time", "type", "job", "attempt", "text"}
     assert all(event.keys() == keys for event in heard)
 
 
-def test_logs_of_one_generation(service: Service) -> None:
-    for generation in (1, 2):
-        log = service.state_dir.log("toy", generation, 0)
+def test_logs_of_one_attempt(service: Service) -> None:
+    for attempt in (1, 2):
+        log = service.state_dir.log("toy", attempt, 0)
         log.parent.mkdir(parents=True, exist_ok=True)
-        log.write_text(f"of {generation}\n")
-    found = service.admin.get("/jobs/toy/logs?generation=2").json()
-    assert found == [{"generation": 2, "replica": 0, "lines": ["of 2"]}]
+        log.write_text(f"of {attempt}\n")
+    found = service.admin.get("/jobs/toy/logs?attempt=2").json()
+    assert found == [{"attempt": 2, "replica": 0, "lines": ["of 2"]}]
     assert len(service.admin.get("/jobs/toy/logs").json()) == 2
 
 

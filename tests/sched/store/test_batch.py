@@ -21,7 +21,7 @@ from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import (
     ReceivedReport,
     ServerInfo,
-    StaleGenerationError,
+    StaleAttemptError,
     Store,
     Submission,
 )
@@ -160,14 +160,14 @@ def test_starts_and_first_steps_that_come_together(tmp_path: Path) -> None:
         late = ReceivedReport("c", 2, [point(7, now)])
         first = store.add_all_reports([*received, late, ReceivedReport("c", 1, [])])
         assert first[:3] == [True, True, False]
-        assert isinstance(first[3], StaleGenerationError)
+        assert isinstance(first[3], StaleAttemptError)
         assert first[4] is False, "it held no step"
         jobs = {job.name: job for job in store.jobs()}
         assert [jobs[name].state.training for name in names] == [True, True, False]
         for name in names:
-            (generation,) = store.generations(name)
-            assert generation.started_at is not None
-            assert generation.first_step == (None if name == "c" else 7)
+            (attempt,) = store.attempts(name)
+            assert attempt.started_at is not None
+            assert attempt.first_step == (None if name == "c" else 7)
             kinds = [event["type"] for event in store.events(job=name)]
             assert kinds[:3] == ["submitted", "allocated", "started"]
             assert kinds.count("progress") == {"a": 2, "b": 1, "c": 0}[name]
@@ -176,8 +176,8 @@ def test_starts_and_first_steps_that_come_together(tmp_path: Path) -> None:
         assert {name: json.loads(text) for name, text in store.hint_texts().items()} == {"a": HINTS}
 
 
-def test_jobs_of_different_generations_start_together(tmp_path: Path) -> None:
-    """What is noted is noted of the present generation of each."""
+def test_jobs_of_different_attempts_start_together(tmp_path: Path) -> None:
+    """What is noted is noted of the present attempt of each."""
     now = iter(range(1, 1000))
     with Store(tmp_path / "store.db", create=True, clock=lambda: float(next(now))) as store:
         store.submit_all([Submission(name, {}, "", 0) for name in ("a", "b")])
@@ -185,11 +185,11 @@ def test_jobs_of_different_generations_start_together(tmp_path: Path) -> None:
         store.transition("a", Started(1, ("pid",)))
         store.transition("a", Allocate(["node-b"], "better"))
         store.transition("a", Exited(1, Outcome.STOPPED, step=0))
-        (before,) = (x for x in store.generations("a") if x.generation == 1)
+        (before,) = (x for x in store.attempts("a") if x.attempt == 1)
         store.transition_all([("a", Started(2, ("pid",))), ("b", Started(1, ("pid",)))])
         reports = [ReceivedReport("a", 2, [point(7, 2.0)]), ReceivedReport("b", 1, [point(9, 2.0)])]
         assert store.add_all_reports(reports) == [True, True]
-        old, new = store.generations("a")
+        old, new = store.attempts("a")
         assert old == before
         assert new.started_at is not None
-        assert [new.first_step, store.generations("b")[0].first_step] == [7, 9]
+        assert [new.first_step, store.attempts("b")[0].first_step] == [7, 9]

@@ -98,14 +98,14 @@ def test_what_a_predecessor_at_work_reports_is_not_read_each_time(
 ) -> None:
     clock.now = 10 * RENEWED
     train(store, "toy-1", {"maxProfiledReplicas": 1})
-    heirs = {"toy-9": spec("toy-9")}
-    first = store.families.predecessors(heirs)["toy-9"].hints
+    warm_starts = {"toy-9": spec("toy-9")}
+    first = store.families.predecessors(warm_starts)["toy-9"].hints
     clock.now += RENEWED - 1
     store.put_hints("toy-1", 1, {"maxProfiledReplicas": 2})
-    assert store.families.predecessors(heirs)["toy-9"].hints is first
+    assert store.families.predecessors(warm_starts)["toy-9"].hints is first
     clock.now += 1
     store.put_hints("toy-1", 1, {"maxProfiledReplicas": 4})
-    assert store.families.predecessors(heirs)["toy-9"].hints["maxProfiledReplicas"] == 4
+    assert store.families.predecessors(warm_starts)["toy-9"].hints["maxProfiledReplicas"] == 4
 
 
 def test_of_many_relatives_the_predecessor_and_the_latest(store: Store, clock: Clock) -> None:

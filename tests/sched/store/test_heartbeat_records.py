@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipollux_sched.lifecycle import Allocate, Exited, Outcome, Recover
-from pipollux_sched.store import ReceivedHeartbeat, StaleGenerationError, Store
+from pipollux_sched.store import ReceivedHeartbeat, StaleAttemptError, Store
 from tests.sched.store.stores import Clock
 
 
@@ -50,7 +50,7 @@ def test_who_has_finished_stays_so(store: Store) -> None:
 @pytest.mark.parametrize(
     "end", [Exited(1, Outcome.FAILED, message="it fell over"), Exited(1, Outcome.COMPLETE)]
 )
-def test_heartbeats_of_a_generation_that_has_ended_are_gone(store: Store, end: Exited) -> None:
+def test_heartbeats_of_a_attempt_that_has_ended_are_gone(store: Store, end: Exited) -> None:
     run(store, "a")
     run(store, "b", name="other")
     beats = [ReceivedHeartbeat("toy", 1, 0), ReceivedHeartbeat("other", 1, 0)]
@@ -71,7 +71,7 @@ def test_a_job_is_deleted_with_its_heartbeats(store: Store) -> None:
     assert store.heartbeats.of("toy", 1) == {}
 
 
-def test_what_a_backend_needs_to_adopt_a_generation(store: Store, place: Path | str) -> None:
+def test_what_a_backend_needs_to_adopt_a_attempt(store: Store, place: Path | str) -> None:
     run(store, "a")
     assert store.launches.launch("toy", 1) is None
     store.launches.note_launch("toy", 1, {"steps": ["17.0", "17.1"]})
@@ -79,17 +79,17 @@ def test_what_a_backend_needs_to_adopt_a_generation(store: Store, place: Path | 
     with Store(place) as other:
         assert other.launches.launch("toy", 1) == {"steps": ["17.3"], "port": 29500}
         assert other.launches.launch("toy", 2) is other.launches.launch("gone", 1) is None
-    with pytest.raises(StaleGenerationError, match="job 'toy' has no generation 2"):
+    with pytest.raises(StaleAttemptError, match="job 'toy' has no attempt 2"):
         store.launches.note_launch("toy", 2, {})
 
 
-def test_where_the_replicas_have_saved_is_told_by_the_present_generation(store: Store) -> None:
+def test_where_the_replicas_have_saved_is_told_by_the_present_attempt(store: Store) -> None:
     run(store, "a")
     assert store.launches.stopped_step("toy", 1) is None
     store.launches.note_stop("toy", 1, 0)
     assert store.launches.stopped_step("toy", 1) == 0
-    for generation in (1, 2):
+    for attempt in (1, 2):
         store.transition("toy", Exited(1, Outcome.COMPLETE))
-        with pytest.raises(StaleGenerationError):
-            store.launches.note_stop("toy", generation, 7)
+        with pytest.raises(StaleAttemptError):
+            store.launches.note_stop("toy", attempt, 7)
     assert store.launches.stopped_step("toy", 1) == 0

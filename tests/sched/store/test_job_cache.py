@@ -36,7 +36,7 @@ def test_every_change_is_seen_at_once(store: Store) -> None:
     assert seen() is store.present.get("toy")
     store.transition("toy", Allocate(["node-a"], "it is free"))
     assert store.present.get("toy") == store.job("toy"), "it is not read again"
-    assert seen().state.generation == 1
+    assert seen().state.attempt == 1
     store.transition("toy", Started(1, ("1",)))
     seen()
     store.add_report("toy", 1, [point(1)])
@@ -86,7 +86,7 @@ def test_where_a_commit_fails_it_is_read_again(store: Store) -> None:
     finally:
         event.remove(Session, "after_commit", broken)
     assert store.present.get("toy") is None
-    assert store.present.find("toy").state.generation == 1
+    assert store.present.find("toy").state.attempt == 1
 
 
 def test_what_changed_while_it_was_read_is_not_kept(store: Store) -> None:
@@ -136,11 +136,11 @@ def test_of_two_that_read_a_job_the_one_from_before_a_change_is_not_kept(store: 
             return store.job(name)
         store.transition("toy", Allocate(["node-a"], "it is free"))
         cache.keep({name: store.job(name)})
-        assert cache.find(name).state.generation == 1
+        assert cache.find(name).state.attempt == 1
         return old
 
     cache = JobCache(read)
     assert cache.find("toy") is old
     found = cache.get("toy")
     assert found is not None
-    assert found.state.generation == 1
+    assert found.state.attempt == 1

@@ -6,7 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from pipollux_sched.lifecycle import Allocate, Cancel, Exited, Outcome, Parked, Suspend, Switched
+from pipollux_sched.lifecycle import (
+    Allocate,
+    Cancel,
+    Exited,
+    Outcome,
+    Suspend,
+    Switched,
+    WaitingToJoin,
+)
 from pipollux_sched.store import Glance, Holder, JobOrder, JobQuery, ListedPhase, Store
 from pipollux_sched.views.cluster import list_nodes
 from tests.sched.live_events import GROWS, JOB, begin
@@ -108,15 +116,15 @@ def test_how_full_nodes_were(jobs: Store, clock: Clock) -> None:
     assert whole == pytest.approx((4 * 17 + 10 + 12) / 24, abs=0.01)
     assert sum(found["a"]) / 6 == pytest.approx(whole, abs=0.01)
     assert jobs.overview.node_usage(1017.5, 1018.5, 2)["a"] == [5.0, 5.0]
-    on_b = [record.job for record, _ in jobs.overview.generations_since(0.0, 10, ["b"])]
+    on_b = [record.job for record, _ in jobs.overview.attempts_since(0.0, 10, ["b"])]
     assert on_b == ["Wide"]
 
 
-def test_newcomers_hold_their_slots_before_they_train(store: Store, clock: Clock) -> None:
+def test_joining_hold_their_slots_before_they_train(store: Store, clock: Clock) -> None:
     at = begin(store, clock)
     at(1010.0, Allocate(["node-a", "node-b"], GROWS))
     assert [(node.name, node.jobs) for node in list_nodes(store)] == [
         *(("node-a", {JOB: 1}), ("node-b", {JOB: 1}))
     ]
-    at(1020.0, Parked(1, (1,)), Switched(1, 2, 10, 0.1))
+    at(1020.0, WaitingToJoin(1, (1,)), Switched(1, 2, 10, 0.1))
     assert [node.free for node in list_nodes(store)] == [1, 1]

@@ -8,18 +8,18 @@ from dataclasses import replace
 import pytest
 
 from pipollux_sched.lifecycle import Allocate, Cancel, Exited, Outcome, Started
-from pipollux_sched.store import GenerationCounts, NoisePoint, Store
+from pipollux_sched.store import AttemptCounts, NoisePoint, Store
 from tests.sched.live_events import JOB, live_run
 from tests.sched.store.stores import Clock, point
 
 
 def start(store: Store, name: str, node: str = "a") -> int:
-    generation = store.transition(name, Allocate([node], "free")).job.state.generation
-    store.transition(name, Started(generation, ("1",)))
-    return generation
+    attempt = store.transition(name, Allocate([node], "free")).job.state.attempt
+    store.transition(name, Started(attempt, ("1",)))
+    return attempt
 
 
-def test_generations_and_phases(store: Store, clock: Clock) -> None:
+def test_attempts_and_phases(store: Store, clock: Clock) -> None:
     for name in ("moved", "broken", "cancelled", "waits"):
         store.submit(name, {"name": name}, "token", 3)
     store.add_report("moved", start(store, "moved"), [point(1)])
@@ -32,27 +32,27 @@ def test_generations_and_phases(store: Store, clock: Clock) -> None:
     store.transition("cancelled", Cancel())
     store.transition("cancelled", Exited(1, Outcome.FAILED, message="it was killed"))
     overview = store.overview
-    assert overview.generation_counts() == GenerationCounts(
-        restarts=1, reallocations=1, failures=1, live_changes=0
+    assert overview.attempt_counts() == AttemptCounts(
+        restarts=1, reallocations=1, failures=1, resizes=0
     )
     phases = overview.jobs_by_phase()
     assert sum(phases.values()) == 4
     assert (phases["Created"], phases["Failed"]) == (1, 1)
-    assert len(overview.generations_since(0.0, 10)) == 4
-    since = [(each.job, each.generation, n) for each, n in overview.generations_since(1010.0, 10)]
+    assert len(overview.attempts_since(0.0, 10)) == 4
+    since = [(each.job, each.attempt, n) for each, n in overview.attempts_since(1010.0, 10)]
     assert since == [("moved", 2, 1)]
-    assert [each.generation for each, _ in overview.generations_since(0.0, 1)] == [2], "the newest"
+    assert [each.attempt for each, _ in overview.attempts_since(0.0, 1)] == [2], "the newest"
 
 
-def test_live_changes_are_no_restarts(store: Store, clock: Clock) -> None:
+def test_resizes_are_no_restarts(store: Store, clock: Clock) -> None:
     """They are counted by themselves, also those of a job that is deleted later."""
     live_run(store, clock)
-    counts = GenerationCounts(restarts=1, reallocations=1, failures=0, live_changes=2)
-    assert store.overview.generation_counts() == counts
-    shown = [(one.generation, one.membership) for one, _ in store.overview.generations_since(0, 10)]
+    counts = AttemptCounts(restarts=1, reallocations=1, failures=0, resizes=2)
+    assert store.overview.attempt_counts() == counts
+    shown = [(one.attempt, one.membership) for one, _ in store.overview.attempts_since(0, 10)]
     assert sorted(shown) == [(1, 1), (1, 2), (1, 4), (2, 1)]
     store.deletions.begin(JOB)
-    assert store.overview.generation_counts() == counts
+    assert store.overview.attempt_counts() == counts
 
 
 def test_the_goodput_told_last(store: Store) -> None:

@@ -36,7 +36,7 @@ def make_store(place: Path | str, jobs: Iterable[str] = ("toy",)) -> None:
 def tell(database: Database, kind: str, times: Iterable[float], job: str = "toy") -> None:
     """Let a job have told something at some times; quicker than a report each."""
     with database.write() as session:
-        rows = [EventRow(time=time, type=kind, job=job, generation=1, data={}) for time in times]
+        rows = [EventRow(time=time, type=kind, job=job, attempt=1, data={}) for time in times]
         session.add_all(rows)
         session.flush()
         if kind == "progress":

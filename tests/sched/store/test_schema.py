@@ -16,7 +16,7 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import create_engine, text
 
 from pipollux_sched.lifecycle import Allocate
-from pipollux_sched.store import ReceivedHeartbeat, Store, StoreError, schema
+from pipollux_sched.store import Store, StoreError, schema
 from pipollux_sched.store.location import Location
 from pipollux_sched.store.schema import REVISION
 from pipollux_sched.store.tables import Base
@@ -27,8 +27,8 @@ LATER = """
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0004"
-down_revision = "0003"
+revision = "0005"
+down_revision = "0004"
 
 
 def upgrade():
@@ -44,7 +44,7 @@ def upgrade():
 NEXT_VERSION = """
 import sys
 from pipollux_sched.store import schema
-schema.REVISION = "0004"
+schema.REVISION = "0005"
 schema.REVISIONS += chr(10) + sys.argv[2]
 """
 
@@ -82,27 +82,6 @@ while True:
     with Store(path) as store:
         print(store.jobs()[0].state.running_on, len(store.events()), flush=True)
 """
-
-OLD_GENERATIONS = (
-    "ALTER TABLE generations RENAME TO newer",
-    "CREATE TABLE generations (id INTEGER NOT NULL, job VARCHAR NOT NULL, "
-    "generation INTEGER NOT NULL, nodes JSON NOT NULL, num_replicas INTEGER NOT NULL, "
-    "num_stages INTEGER NOT NULL, created_at DOUBLE NOT NULL, started_at DOUBLE, "
-    "first_step_at DOUBLE, first_step INTEGER, restart_seconds DOUBLE, stopping_at DOUBLE, "
-    "ended_at DOUBLE, outcome VARCHAR, intent VARCHAR, launch JSON, stopped_step INTEGER, "
-    "PRIMARY KEY (id), UNIQUE (job, generation), FOREIGN KEY(job) REFERENCES jobs (name))",
-    "INSERT INTO generations SELECT id, job, generation, nodes, num_replicas, num_stages, "
-    "created_at, started_at, first_step_at, first_step, restart_seconds, stopping_at, ended_at, "
-    "outcome, intent, launch, stopped_step FROM newer",
-    "DROP TABLE newer",
-)
-"""What makes SQLite's table of generations that of the second version."""
-OLD_CONSTRAINT = (
-    "ALTER TABLE generations DROP COLUMN membership",
-    "ALTER TABLE generations DROP COLUMN pause_seconds",
-    "ALTER TABLE generations ADD UNIQUE (job, generation)",
-)
-"""The same of PostgreSQL's."""
 
 # Opens the same store as others do, at the same moment: when there is a file.
 TOGETHER = """
@@ -148,7 +127,7 @@ def later(tmp_path: Path) -> str:
     """A folder with the revision of the version that comes after this one."""
     folder = tmp_path / "revisions"
     folder.mkdir()
-    (folder / "v0004_colours.py").write_text(LATER)
+    (folder / "v0005_colours.py").write_text(LATER)
     return str(folder)
 
 
@@ -157,7 +136,7 @@ def next_version(later: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], No
     """Let this process be of the version that comes after this one, once it is called."""
 
     def update() -> None:
-        monkeypatch.setattr(schema, "REVISION", "0004")
+        monkeypatch.setattr(schema, "REVISION", "0005")
         monkeypatch.setattr(schema, "REVISIONS", f"{schema.REVISIONS}\n{later}")
 
     return update
@@ -187,34 +166,9 @@ def test_a_store_of_an_earlier_version_is_brought_up_to_date(
         with Store(place) as store:
             assert store.job("toy").state.running_on == ("a", "b")
             assert [event["type"] for event in store.events()] == ["submitted", "allocated"]
-    assert column(place, "SELECT version_num FROM alembic_version") == ["0004"]
+    assert column(place, "SELECT version_num FROM alembic_version") == ["0005"]
     assert column(place, "SELECT colour FROM jobs") == ["red"]
     assert column(place, "SELECT job FROM labels") == ["toy"]
-
-
-def test_a_store_of_the_first_version(place: Path | str) -> None:
-    keep_a_job(place)
-    for undo in (
-        *(OLD_GENERATIONS if isinstance(place, Path) else OLD_CONSTRAINT),
-        "ALTER TABLE jobs DROP COLUMN live",
-        "DROP TABLE heartbeats",
-        "ALTER TABLE generations DROP COLUMN launch",
-        "ALTER TABLE generations DROP COLUMN stopped_step",
-        "ALTER TABLE jobs DROP COLUMN interruptions",
-        "ALTER TABLE generations ADD COLUMN port BIGINT",
-        "UPDATE alembic_version SET version_num = '0001'",
-    ):
-        execute(place, undo)
-    with Store(place) as store:
-        assert store.launches.launch("toy", 1) is None
-        assert [entry.membership for entry in store.generations("toy")] == [1]
-        assert store.job("toy").state.live.replicas == (0, 1)
-        assert store.heartbeats.of("toy", 1) == {}
-        store.heartbeats.keep([ReceivedHeartbeat("toy", 1, 0, 7)])
-        store.launches.note_launch("toy", 1, {"ids": [17]})
-        store.launches.note_stop("toy", 1, 7)
-        assert store.job("toy").state.running_on == ("a", "b")
-    assert differences(place) == ([], REVISION)
 
 
 @pytest.mark.exhaustive
@@ -246,19 +200,21 @@ def test_opened_by_several_at_once(
         now.touch()
         said = [(opener.wait(), opener.output, opener.errors) for opener in openers]
     assert said == [(0, f"ready\n{int(old)}\n", "")] * 2
-    assert column(place, "SELECT version_num FROM alembic_version") == ["0004"]
+    assert column(place, "SELECT version_num FROM alembic_version") == ["0005"]
 
 
-def test_a_newer_store_is_refused(place: Path | str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", ["0099", "0003"])
+def test_a_store_of_an_unknown_version_is_refused(place: Path | str, version: str) -> None:
     Store(place, create=True).close()
-    execute(place, "UPDATE alembic_version SET version_num = '0099'")
+    execute(place, f"UPDATE alembic_version SET version_num = '{version}'")
     with pytest.raises(StoreError) as refused:
         Store(place)
     assert str(refused.value) == (
-        f"{Location.of(place)} was written by a newer version of Pipollux, whose schema is 0099; "
-        f"this version knows {REVISION} and older; use that version, or another --state-dir"
+        f"{Location.of(place)} was written by another version of Pipollux, with schema {version}; "
+        f"this version has {REVISION}, and migrates from {REVISION} on; use the version that wrote "
+        "it, or another --state-dir"
     )
-    assert differences(place)[1] == "0099"
+    assert differences(place)[1] == version
 
 
 def test_tables_of_somebody_else_are_left_alone(place: Path | str, tmp_path: Path) -> None:

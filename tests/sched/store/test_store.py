@@ -20,7 +20,7 @@ from pipollux_sched.store import (
     NodeCondition,
     NodeRecord,
     ServerInfo,
-    StaleGenerationError,
+    StaleAttemptError,
     StateDir,
     StateDirError,
     Store,
@@ -39,7 +39,7 @@ def submit(store: Store, name: str = "toy") -> None:
 
 
 def run(store: Store, *nodes: str, name: str = "toy") -> int:
-    return store.transition(name, Allocate(nodes, "because")).job.state.generation
+    return store.transition(name, Allocate(nodes, "because")).job.state.attempt
 
 
 def test_a_job_comes_back_as_it_was_written(store: Store, place: Path | str) -> None:
@@ -64,8 +64,8 @@ def test_names_are_taken_once(store: Store) -> None:
 def test_a_failed_job_can_be_taken_up_again(store: Store) -> None:
     submit(store)
     for _ in range(2):
-        generation = run(store, "a")
-        store.transition("toy", Exited(generation, Outcome.FAILED, message="boom"))
+        attempt = run(store, "a")
+        store.transition("toy", Exited(attempt, Outcome.FAILED, message="boom"))
         store.transition("toy", Recover())
     assert store.job("toy").phase is Phase.FAILED
     assert store.job("toy").ended_at == 1000.0
@@ -77,12 +77,12 @@ def test_a_failed_job_can_be_taken_up_again(store: Store) -> None:
 def test_events_are_flat_and_in_order(store: Store) -> None:
     store.add_event("cluster", {"nodes": {"a": {"slots": 2, "kind": "cpu"}}, "policy": "P"})
     submit(store)
-    generation = run(store, "a")
+    attempt = run(store, "a")
     timeline = Timeline(1, 1, 1, ((0, 0, "forward", 0.0, 0.1),))
-    assert store.add_report("toy", generation, [point(1), point(2)], timeline)
-    assert not store.add_report("toy", generation, [point(3)])
-    store.put_hints("toy", generation, {"numStages": 1})
-    store.transition("toy", Exited(generation, Outcome.COMPLETE, step=3, epoch=0))
+    assert store.add_report("toy", attempt, [point(1), point(2)], timeline)
+    assert not store.add_report("toy", attempt, [point(3)])
+    store.put_hints("toy", attempt, {"numStages": 1})
+    store.transition("toy", Exited(attempt, Outcome.COMPLETE, step=3, epoch=0))
     events = store.events()
     assert [event["type"] for event in events] == [
         *("cluster", "submitted", "allocated", "first_step", "progress", "progress"),
@@ -100,7 +100,7 @@ def test_events_are_flat_and_in_order(store: Store) -> None:
     assert store.last_event() == 10
 
 
-def test_only_the_present_generation_is_listened_to(store: Store) -> None:
+def test_only_the_present_attempt_is_listened_to(store: Store) -> None:
     submit(store)
     run(store, "a")
     store.put_hints("toy", 1, {"numStages": 1})
@@ -109,15 +109,15 @@ def test_only_the_present_generation_is_listened_to(store: Store) -> None:
     store.transition("toy", Allocate(["b"], "move"))
     store.put_hints("toy", 1, {"numStages": 3})  # it still runs while it is being stopped
     store.transition("toy", Exited(1, Outcome.STOPPED, step=1))
-    with pytest.raises(StaleGenerationError, match="generation 1 of job 'toy'"):
+    with pytest.raises(StaleAttemptError, match="attempt 1 of job 'toy'"):
         store.put_hints("toy", 1, {"numStages": 4})
-    with pytest.raises(StaleGenerationError):
+    with pytest.raises(StaleAttemptError):
         store.add_report("toy", 1, [point(9)])
     assert store.hints() == {"toy": {"numStages": 3}}
 
 
 def test_what_a_restart_costs_is_measured(store: Store, clock: Clock) -> None:
-    """From the moment a generation is asked to stop to the first step of the next."""
+    """From the moment an attempt is asked to stop to the first step of the next."""
     submit(store)
     store.add_report("toy", run(store, "a"), [point(1)])
     assert store.restart_seconds("toy", default=30.0) == 30.0
@@ -129,7 +129,7 @@ def test_what_a_restart_costs_is_measured(store: Store, clock: Clock) -> None:
     store.add_report("toy", 2, [point(2)])
     assert store.restart_seconds("toy", default=30.0) == 8.0
     assert store.events(types=["first_step"])[-1]["restart_seconds"] == 8.0
-    first, second = store.generations("toy")
+    first, second = store.attempts("toy")
     assert (first.stopping_at, first.ended_at, first.outcome) == (1100.0, 1103.0, "stopped")
     assert (second.nodes, second.first_step, second.restart_seconds) == (("a", "b"), 2, 8.0)
 
@@ -138,7 +138,7 @@ def test_what_a_restart_costs_is_measured(store: Store, clock: Clock) -> None:
     store.transition("toy", Recover())
     clock.now += 500
     store.add_report("toy", run(store, "a"), [point(3)])
-    assert store.generations("toy")[-1].restart_seconds is None
+    assert store.attempts("toy")[-1].restart_seconds is None
     assert moving_average([10.0, 20.0], 0.0) == pytest.approx(13.0)
 
 
@@ -260,7 +260,7 @@ def test_a_deadline_counts_from_the_last_submission(store: Store, clock: Clock) 
 
 
 def test_what_a_job_has_held(store: Store, clock: Clock) -> None:
-    """Slots of every generation, from its start to its end, or until now."""
+    """Slots of every attempt, from its start to its end, or until now."""
     submit(store)
     assert store.attained_service() == {}
     store.transition("toy", Allocate(["a", "b"], "free", num_stages=2))
@@ -350,6 +350,6 @@ def test_jobs_that_have_ended_can_be_left_out(store: Store, clock: Clock) -> Non
     assert [job.name for job in store.jobs(live=True)] == ["runs", "waits"]
     assert store.hints().keys() == {"done", "failed", "runs"}
     assert store.hints(live=True).keys() == {"runs"}
-    assert store.num_generations(live=True) == {"runs": 1}
+    assert store.num_attempts(live=True) == {"runs": 1}
     assert store.attained_service(live=True) == {"runs": 10.0}
     assert store.attained_service()["done"] == 10.0

@@ -48,7 +48,7 @@ MUTABLE: Mapping[str, Schema] = {
     "template": {
         "description": (
             "A PodTemplateSpec that the pods are made from. Its container called 'replica', or its "
-            "first, runs the script. A change holds from the next generation on."
+            "first, runs the script. A change holds from the next attempt on."
         ),
         "type": "object",
         "x-kubernetes-preserve-unknown-fields": True,
@@ -76,7 +76,7 @@ _NAME_RULES = (
     (
         f"size(self.metadata.name) <= {names.MOST_CHARACTERS}",
         f"metadata.name must have at most {names.MOST_CHARACTERS} characters, as pods add "
-        "generation and replica",
+        "attempt and replica",
     ),
 )
 _RULES = (
@@ -105,7 +105,7 @@ _COLUMNS = (
     ("Phase", "string", ".status.phase", 0),
     ("Replicas", "integer", ".status.replicas", 0),
     ("Stages", "integer", ".status.numStages", 0),
-    ("Generation", "integer", ".status.generation", 0),
+    ("Attempt", "integer", ".status.attempt", 0),
     ("Step", "integer", ".status.step", 0),
     ("Age", "date", ".metadata.creationTimestamp", 0),
     ("Team", "string", ".status.team", 1),
@@ -287,7 +287,7 @@ def _status() -> Schema:
         "message": text,
         "replicas": number | {"description": "Pipeline replicas that run or are being started."},
         "numStages": number,
-        "generation": number | {"description": "Number of the last launch."},
+        "attempt": number | {"description": "Number of the last launch."},
         "step": number | {"description": "Optimizer steps so far."},
         "team": text | {"description": "The team that the job counts to."},
         "nodes": {"type": "array", "items": text, "description": "Node of each replica."},

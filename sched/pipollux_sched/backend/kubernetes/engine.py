@@ -32,8 +32,8 @@ from pipollux_sched.store import StateDir
 
 from . import names
 from .api import Api, Job, NodeObject, Pod, Secret, Service, load_config
+from .informer import Derived, Informer, Selection
 from .job_resource import JobResource, view_job
-from .mirror import Derived, Mirror, Selection
 from .node_state import ClusterNode, make_nodes, usage_by_node, view_node, view_usage
 from .options import KubernetesOptions
 from .owner import Owners, no_owners
@@ -87,26 +87,26 @@ class KubernetesEngine(Engine):
         )
         self._logs: dict[ReplicaKey, PodLog] = {}
         self._follower = LogFollower(self.namespace, self._log)
-        self._pods: Mirror[PodView] = Mirror(
+        self._pods: Informer[PodView] = Informer(
             ours, view_pod, self._follower.look, self._last_view, lambda pod: pod.key.job
         )
-        self._others = [Mirror(others, view_usage), Mirror(namesakes, view_usage)]
-        self._nodes: Mirror[ClusterNode] = Mirror(Selection(NodeObject), view_node)
+        self._others = [Informer(others, view_usage), Informer(namesakes, view_usage)]
+        self._nodes: Informer[ClusterNode] = Informer(Selection(NodeObject), view_node)
         self._versions = count(1)
         self._prepared: set[tuple[str, int]] = set()
         more = self._more_mirrors()
         self._states = ReplicaStates(self._pods, self._nodes)
         # What nodes say first: nobody knows of a replica whether its node is still there.
-        seen: list[Mirror[Any]] = [self._nodes, self._pods]
+        seen: list[Informer[Any]] = [self._nodes, self._pods]
         self._replicas = Derived([*seen, self._states, *more], self._make_replicas)
         self._free = Derived([*seen, self._states, *self._others], self._make_nodes)
-        mirrors: list[Mirror[Any]] = [*seen, *self._others, *more]
+        informers: list[Informer[Any]] = [*seen, *self._others, *more]
         self._owners: Owners = no_owners
         self._controller: ResourceController | None = None
         if has_resources:
-            self._controller = self._make_controller(mirrors)
+            self._controller = self._make_controller(informers)
             self._owners = self._controller.owner
-        self._mirrors = Mirrors(config, mirrors, [self._follower.run])
+        self._informers = Mirrors(config, informers, [self._follower.run])
 
     @property
     def namespace(self) -> str:
@@ -155,19 +155,19 @@ class KubernetesEngine(Engine):
                 f"job {program.job!r} has no checkpoint_dir, and the scheduler mounts no volume "
                 "for checkpoints; start it with --checkpoint-claim"
             )
-        first = program.first_generation
+        first = program.first_attempt
         name = self._state_dir.checkpoints(program.job, first).name
         return f"{self._options.checkpoint_folder}/{program.job}/{name}"
 
     def start(self, program: ReplicaProgram, launch: Launch, replica: int) -> None:
-        """Create the pod of a replica, before it what all pods of its generation need."""
+        """Create the pod of a replica, before it what all pods of its attempt need."""
         owner = self._owners(program.job)
         check_template(program.job, owner.template, self._options)
-        generation = program.job, launch.generation
-        if generation not in self._prepared:
+        attempt = program.job, launch.attempt
+        if attempt not in self._prepared:
             self._api.create(Secret, make_secret(program, owner, self._options))
             self._api.create(Service, make_service(program.job, owner, self._options))
-            self._prepared.add(generation)
+            self._prepared.add(attempt)
         made = self._api.create(Pod, make_pod(program, launch, replica, owner, self._options))
         if made is None:  # it is there already
             made = self._api.get(Pod, names.pod_name(launch.key(replica)))
@@ -193,18 +193,18 @@ class KubernetesEngine(Engine):
         """Return what the watches know: see `Engine`."""
         return Listing(next(self._versions), self._replicas.get())
 
-    def forget(self, job: str, generation: int) -> None:
-        """Remove a generation's pods, and the service of a job that has no pods."""
+    def forget(self, job: str, attempt: int) -> None:
+        """Remove an attempt's pods, and the service of a job that has no pods."""
         try:
             pods = self._pods.group(job)
             for pod in pods:
-                if pod.key.generation == generation:
+                if pod.key.attempt == attempt:
                     self._remove(pod)
-            if all(pod.key.generation == generation for pod in pods):
+            if all(pod.key.attempt == attempt for pod in pods):
                 self._api.delete(Service, names.service_name(job))
         except BackendError as error:
-            _LOG.warning("generation %d of job %s is not removed: %s", generation, job, error)
-        self._forget_keys(job, generation)
+            _LOG.warning("attempt %d of job %s is not removed: %s", attempt, job, error)
+        self._forget_keys(job, attempt)
 
     def forget_replica(self, key: ReplicaKey) -> None:
         """Remove the pod of a replica that has left: see `Engine`."""
@@ -217,10 +217,10 @@ class KubernetesEngine(Engine):
         else:
             self._forget_key(key)
 
-    def _forget_keys(self, job: str, generation: int) -> None:
-        self._prepared.discard((job, generation))
+    def _forget_keys(self, job: str, attempt: int) -> None:
+        self._prepared.discard((job, attempt))
         for key in [
-            key for key in (*self._states.ordered, *self._logs) if key[:2] == (job, generation)
+            key for key in (*self._states.ordered, *self._logs) if key[:2] == (job, attempt)
         ]:
             self._forget_key(key)
 
@@ -260,13 +260,13 @@ class KubernetesEngine(Engine):
         for pod in left:
             with suppress(ClusterUnavailableError):
                 self.fetch_log(pod.key)
-        for job, generation in sorted({pod.key[:2] for pod in left}):
-            self.forget(job, generation)
+        for job, attempt in sorted({pod.key[:2] for pod in left}):
+            self.forget(job, attempt)
         return found
 
     def close(self) -> None:
         """End the watches, and close the connections."""
-        self._mirrors.close()
+        self._informers.close()
         self._api.close()
 
     def keep_records(self, jobs: JobActions, ending: threading.Event) -> None:
@@ -279,17 +279,17 @@ class KubernetesEngine(Engine):
     _last_view: Callable[[PodView], PodView] | None = None
     """What is kept of a pod that was deleted; our finalizer makes it unnecessary."""
 
-    def _more_mirrors(self) -> list[Mirror[Any]]:
+    def _more_mirrors(self) -> list[Informer[Any]]:
         """Return what a subclass looks at, too."""
         return []
 
-    def _make_controller(self, mirrors: list[Mirror[Any]]) -> ResourceController:
+    def _make_controller(self, informers: list[Informer[Any]]) -> ResourceController:
         """Return what keeps custom resources in step, and add their mirror."""
-        resources: Mirror[JobResource] = Mirror(
+        resources: Informer[JobResource] = Informer(
             Selection(Job, self.namespace), view_job, lambda *_: controller.wake()
         )
         controller = ResourceController(self._api, resources, self._state_dir, self._options)
-        mirrors.append(resources)
+        informers.append(resources)
         return controller
 
     def _expect_end(self, pod: PodView) -> None:
@@ -308,7 +308,7 @@ class KubernetesEngine(Engine):
             if pod is not None:
                 self._follower.look([pod])
 
-        self._mirrors.call(look)
+        self._informers.call(look)
 
     def _log(self, key: ReplicaKey) -> PodLog:
         return self._logs.setdefault(key, PodLog(self._state_dir.log(*key)))
@@ -331,7 +331,7 @@ class KubernetesEngine(Engine):
                 ours[name] = ours.get(name, 0) + pod.slots(self._options.device)
         wanted = self._options.node_selector.items()
         chosen = [view for view in views if wanted <= view.labels.items()]
-        used = usage_by_node(pod for mirror in self._others for pod in mirror.values())
+        used = usage_by_node(pod for informer in self._others for pod in informer.values())
         return make_nodes(chosen, used, ours, self._options)
 
     def _running(self, keys: Iterable[ReplicaKey]) -> list[ReplicaKey]:

@@ -132,7 +132,7 @@ def job_status(
         "message": state.message,
         "replicas": len(state.running_on),
         "numStages": state.num_stages or int(job.spec.get("num_stages", 1)),
-        "generation": state.generation,
+        "attempt": state.attempt,
         "nodes": list(state.running_on),
         "observedGeneration": resource.generation,
         "scheduler": scheduler,
@@ -196,7 +196,7 @@ def ignored_change(
 
 
 def refused_template(resource: JobResource, message: str, now: float) -> dict[str, Any]:
-    """Return the condition of a job whose next generation cannot be made from its template."""
+    """Return the condition of a job whose next attempt cannot be made from its template."""
     return _condition(resource, TEMPLATE_REFUSED, REFUSED, message, now)
 
 

@@ -1,7 +1,7 @@
 """Names, labels and kinds of our objects in a cluster.
 
 A job `char-lm` has, in one namespace: the resource `char-lm`, the service `char-lm-replicas`, and
-the secret `pipollux-token-char-lm-…`, and for each generation the pods `char-lm-g7-r0`, ….
+the secret `pipollux-token-char-lm-…`, and for each attempt the pods `char-lm-a7-r0`, ….
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ PLURAL = "pipolluxjobs"
 SCHEDULER_LABEL = f"{GROUP}/scheduler"
 """The scheduler that looks after an object: `KubernetesOptions.scheduler`."""
 JOB_LABEL = f"{GROUP}/job"
-GENERATION_LABEL = f"{GROUP}/generation"
+ATTEMPT_LABEL = f"{GROUP}/attempt"
 REPLICA_LABEL = f"{GROUP}/replica"
 
 HOST_NAME_LABEL = "kubernetes.io/hostname"
 """The label by which a pod selects one node."""
 
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
-"""Where another controller makes the pods of a generation: which of its replicas."""
+"""Where another controller makes the pods of an attempt: which of its replicas."""
 
 FINALIZER = f"{GROUP}/replica"
 """Keeps a pod readable until its exit status was taken: see `pod_state`."""
@@ -36,12 +36,12 @@ SECRET_PREFIX = f"{GROUP.partition('.')[0]}-token-"
 """Of our secrets; a template that names one is refused."""
 
 MOST_CHARACTERS = 48
-"""Of a job's name: pods and their host names add generation and replica, and have at most 63."""
+"""Of a job's name: pods and their host names add attempt and replica, and have at most 63."""
 
 
 def pod_name(key: ReplicaKey) -> str:
     """Return the name of the pod of a replica."""
-    return f"{key.job}-g{key.generation}-r{key.replica}"
+    return f"{key.job}-a{key.attempt}-r{key.replica}"
 
 
 def secret_name(job: str, token: str) -> str:
@@ -66,7 +66,7 @@ def job_labels(scheduler: str, job: str) -> dict[str, str]:
 def replica_labels(scheduler: str, key: ReplicaKey) -> dict[str, str]:
     """Return the labels of a pod."""
     return job_labels(scheduler, key.job) | {
-        GENERATION_LABEL: str(key.generation),
+        ATTEMPT_LABEL: str(key.attempt),
         REPLICA_LABEL: str(key.replica),
     }
 
@@ -75,6 +75,6 @@ def key_of(labels: Mapping[str, str]) -> ReplicaKey | None:
     """Return the replica that a pod's labels name; None if they name none."""
     try:
         replica = labels[REPLICA_LABEL] if REPLICA_LABEL in labels else labels[INDEX_LABEL]
-        return ReplicaKey(labels[JOB_LABEL], int(labels[GENERATION_LABEL]), int(replica))
+        return ReplicaKey(labels[JOB_LABEL], int(labels[ATTEMPT_LABEL]), int(replica))
     except (KeyError, ValueError):
         return None

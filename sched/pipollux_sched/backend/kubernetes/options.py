@@ -52,7 +52,7 @@ class KubernetesOptions:
     )
     """Nodes with one of these labels may be taken away at any time."""
     via: Literal["pod", "trainjob"] = "pod"
-    """What a generation is made as: a pod for each replica, or one TrainJob."""
+    """What an attempt is made as: a pod for each replica, or one TrainJob."""
     runtime: str = "torch-distributed"
     """The ClusterTrainingRuntime of TrainJobs."""
     volcano_queue: str | None = None

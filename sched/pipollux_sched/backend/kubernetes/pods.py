@@ -60,7 +60,7 @@ def make_pod(
 
     Args:
         program: what it runs.
-        launch: its generation.
+        launch: its attempt.
         replica: which of its replicas.
         owner: the custom resource of its job.
         options: of the backend.
@@ -72,7 +72,7 @@ def make_pod(
     containers = spec.setdefault("containers", []) or [{}]
     spec["containers"] = containers
     _fill_container(main_container(containers), program, launch, replica, options)
-    _fill_spec(spec, key, launch.seats[replica].node, options)
+    _fill_spec(spec, key, launch.assignments[replica].node, options)
     if options.pod_security == "restricted":
         make_restricted(spec)
     return {

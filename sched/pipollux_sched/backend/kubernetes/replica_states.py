@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from pipollux_sched.backend.base import ReplicaKey, ReplicaState
 
-from .mirror import Derived, Mirror
+from .informer import Derived, Informer
 from .node_state import ClusterNode
 from .pod_state import PodView, replica_state
 
@@ -39,7 +39,7 @@ class ReplicaStates:
         nodes: all nodes.
     """
 
-    def __init__(self, pods: Mirror[PodView], nodes: Mirror[ClusterNode]) -> None:
+    def __init__(self, pods: Informer[PodView], nodes: Informer[ClusterNode]) -> None:
         self._pods, self._nodes = pods, nodes
         self.ordered: set[ReplicaKey] = set()
         """The replicas that this scheduler has told to stop or end."""
@@ -64,7 +64,7 @@ class ReplicaStates:
         """Return all pods of ours, each with the state of its replica.
 
         Raises:
-            ClusterUnavailableError: see `Mirror.check`.
+            ClusterUnavailableError: see `Informer.check`.
         """
         return self._made.get()
 

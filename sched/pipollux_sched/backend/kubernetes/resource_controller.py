@@ -34,6 +34,7 @@ from pipollux_utils.atomic_write import write_aside
 from . import names
 from .api import Api, Event, Job, JobStatus
 from .events import phase_event
+from .informer import Informer
 from .job_resource import (
     JobResource,
     ignored_change,
@@ -45,7 +46,6 @@ from .job_resource import (
     succeeding_status,
     waiting_status,
 )
-from .mirror import Mirror
 from .options import KubernetesOptions
 from .owner import Owner
 from .pod_security import check_template
@@ -91,7 +91,7 @@ class ResourceController:
     def __init__(
         self,
         api: Api,
-        resources: Mirror[JobResource],
+        resources: Informer[JobResource],
         state_dir: StateDir,
         options: KubernetesOptions,
     ) -> None:

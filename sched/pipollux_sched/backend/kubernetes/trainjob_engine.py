@@ -1,4 +1,4 @@
-"""The engine that runs every generation as a TrainJob of Kubeflow Trainer."""
+"""The engine that runs every attempt as a TrainJob of Kubeflow Trainer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipollux_sched.backend.result import ReplicaResult, ScriptError
 from . import names
 from .api import Pod, Secret, TrainJob
 from .engine import KubernetesEngine
-from .mirror import Mirror, Selection
+from .informer import Informer, Selection
 from .pod_state import KILL_GRACE, PodView
 from .pods import make_secret
 from .trainjobs import TrainJobView, check_even, make_trainjob, trainjob_name, view_trainjob
@@ -32,7 +32,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class TrainJobEngine(KubernetesEngine):
-    """Runs generations as TrainJobs: for clusters with Kubeflow Trainer, its queues and its gangs.
+    """Runs attempts as TrainJobs: for clusters with Kubeflow Trainer, its queues and its gangs.
 
     The Trainer's controllers make the pods, all from one template: placements are even, and any
     change of an allocation is another TrainJob. Their pods cannot carry our finalizer. So the
@@ -44,9 +44,9 @@ class TrainJobEngine(KubernetesEngine):
     even = True
     grows = False  # a TrainJob has as many pods as it was made with
 
-    def _more_mirrors(self) -> list[Mirror[Any]]:
+    def _more_mirrors(self) -> list[Informer[Any]]:
         label = {names.SCHEDULER_LABEL: self._options.scheduler}
-        self._trainjobs: Mirror[TrainJobView] = Mirror(
+        self._trainjobs: Informer[TrainJobView] = Informer(
             Selection(TrainJob, self.namespace, label), view_trainjob
         )
         return [self._trainjobs]
@@ -57,8 +57,8 @@ class TrainJobEngine(KubernetesEngine):
         return pod._replace(deletion_grace=0)
 
     def start(self, program: ReplicaProgram, launch: Launch, replica: int) -> None:  # noqa: ARG002  # all at once
-        """Create the TrainJob of a generation, with its first replica."""
-        name = trainjob_name(launch.job, launch.generation)
+        """Create the TrainJob of an attempt, with its first replica."""
+        name = trainjob_name(launch.job, launch.attempt)
         if self._trainjobs.find((self.namespace, name)) is not None:
             return
         check_even(launch)
@@ -72,16 +72,16 @@ class TrainJobEngine(KubernetesEngine):
 
     def signal(self, key: ReplicaKey, signal: Signal) -> None:
         """Suspend the TrainJob, which deletes all of its pods; a kill does not wait for them."""
-        generation = key.job, key.generation
-        name = trainjob_name(*generation)
+        attempt = key.job, key.attempt
+        name = trainjob_name(*attempt)
         self._trainjobs.check()
         trainjob = self._trainjobs.find((self.namespace, name))
         if trainjob is None:
             return
         of_job = self._pods.group(key.job)
-        pods = {key.replica: pod for key, pod in _by_key(of_job).items() if key[:2] == generation}
+        pods = {key.replica: pod for key, pod in _by_key(of_job).items() if key[:2] == attempt}
         self._states.order(
-            ReplicaKey(*generation, replica)
+            ReplicaKey(*attempt, replica)
             for replica in range(trainjob.num_nodes)
             if replica not in pods or pods[replica].terminated is None
         )
@@ -112,21 +112,21 @@ class TrainJobEngine(KubernetesEngine):
         found: dict[ReplicaKey, ReplicaState] = {}
         for trainjob in self._trainjobs.values():
             for replica in range(trainjob.num_nodes):
-                key = ReplicaKey(trainjob.job, trainjob.generation, replica)
+                key = ReplicaKey(trainjob.job, trainjob.attempt, replica)
                 pod = pods.get(key)
                 found[key] = states[pod.name] if pod else _without_pod(trainjob)
         return found
 
-    def forget(self, job: str, generation: int) -> None:
+    def forget(self, job: str, attempt: int) -> None:
         """Delete the TrainJob, and with it all that the Trainer has made from it."""
         try:
-            self._api.delete(TrainJob, trainjob_name(job, generation))
+            self._api.delete(TrainJob, trainjob_name(job, attempt))
             for pod in self._pods.group(job):
-                if pod.key[:2] == (job, generation):
+                if pod.key[:2] == (job, attempt):
                     self._pods.drop((self.namespace, pod.name))
         except BackendError as error:
-            _LOG.warning("generation %d of job %s is not removed: %s", generation, job, error)
-        self._forget_keys(job, generation)
+            _LOG.warning("attempt %d of job %s is not removed: %s", attempt, job, error)
+        self._forget_keys(job, attempt)
 
     def recover(self, adopted: Collection[tuple[str, int]], grace: float) -> list[str]:
         """End TrainJobs that nobody looks after: see `Engine`."""
@@ -134,12 +134,12 @@ class TrainJobEngine(KubernetesEngine):
         others = [
             one
             for one in self._trainjobs.values()
-            if (one.job, one.generation) not in {*adopted, *with_pods}
+            if (one.job, one.attempt) not in {*adopted, *with_pods}
         ]
         found = super().recover(adopted, grace)
         for trainjob in others:
             found.append(f"TrainJob {trainjob.name}")
-            self.forget(trainjob.job, trainjob.generation)
+            self.forget(trainjob.job, trainjob.attempt)
         return found
 
     def _find(self, key: ReplicaKey) -> PodView | None:

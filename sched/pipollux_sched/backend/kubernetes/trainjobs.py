@@ -1,4 +1,4 @@
-"""A generation as a TrainJob of Kubeflow Trainer, and what one says about itself."""
+"""An attempt as a TrainJob of Kubeflow Trainer, and what one says about itself."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ class TrainJobView(NamedTuple):
 
     name: str
     job: str
-    generation: int
+    attempt: int
     num_nodes: int
     suspended: bool
     failure: str
     """Why it has failed; empty if it has not."""
 
 
-def trainjob_name(job: str, generation: int) -> str:
-    """Return the name of the TrainJob of a generation."""
-    return f"{job}-g{generation}"
+def trainjob_name(job: str, attempt: int) -> str:
+    """Return the name of the TrainJob of an attempt."""
+    return f"{job}-a{attempt}"
 
 
 def view_trainjob(trainjob: Object) -> TrainJobView | None:
-    """Return what is to be known of a TrainJob; None if its labels name no generation."""
+    """Return what is to be known of a TrainJob; None if its labels name no attempt."""
     metadata, spec = trainjob["metadata"], trainjob.get("spec") or {}
     labels = metadata.get("labels") or {}
     key = names.key_of({**labels, names.REPLICA_LABEL: "0"})
@@ -70,7 +70,7 @@ def view_trainjob(trainjob: Object) -> TrainJobView | None:
     return TrainJobView(
         metadata["name"],
         key.job,
-        key.generation,
+        key.attempt,
         int((spec.get("trainer") or {}).get("numNodes") or 1),
         bool(spec.get("suspend")),
         failures[0] if failures else "",
@@ -78,7 +78,7 @@ def view_trainjob(trainjob: Object) -> TrainJobView | None:
 
 
 def check_even(launch: Launch) -> None:
-    """Refuse a generation whose nodes do not all have the same number of replicas.
+    """Refuse an attempt whose nodes do not all have the same number of replicas.
 
     Raises:
         BackendError: a TrainJob cannot say so: all of its pods come from one template.
@@ -95,18 +95,18 @@ def check_even(launch: Launch) -> None:
 def make_trainjob(
     program: ReplicaProgram, launch: Launch, owner: Owner, options: KubernetesOptions
 ) -> Object:
-    """Return the TrainJob of a generation.
+    """Return the TrainJob of an attempt.
 
     Its pods are alike, so each reads its number from what the Job controller gives it.
 
     Args:
         program: what its replicas run.
-        launch: the generation.
+        launch: the attempt.
         owner: the custom resource of its job.
         options: of the backend.
     """
     labels = names.job_labels(options.scheduler, launch.job) | {
-        names.GENERATION_LABEL: str(launch.generation)
+        names.ATTEMPT_LABEL: str(launch.attempt)
     }
     command = [literal(w) for w in agent_in_container(program, launch, 0, python=options.python)]
     command[command.index("--rdzv-conf=rank=0")] = f"--rdzv-conf=rank=$({REPLICA.name})"
@@ -124,7 +124,7 @@ def make_trainjob(
     annotations = {QUEUE_ANNOTATION: options.volcano_queue} if options.volcano_queue else {}
     return {
         "metadata": {
-            "name": trainjob_name(launch.job, launch.generation),
+            "name": trainjob_name(launch.job, launch.attempt),
             "labels": labels,
             "annotations": annotations,
             "ownerReferences": owner.references,

@@ -19,7 +19,7 @@ from lightkube.config.kubeconfig import SingleConfig
 from lightkube.core.exceptions import ConfigError
 
 from .api import TIMEOUT, describe_error, error_code
-from .mirror import Mirror, Selection, version_of
+from .informer import Informer, Selection, version_of
 
 __all__ = ["Mirrors"]
 
@@ -44,11 +44,11 @@ class Mirrors:
     def __init__(
         self,
         config: SingleConfig,
-        mirrors: Sequence[Mirror[Any]],
+        informers: Sequence[Informer[Any]],
         beside: Sequence[Callable[[AsyncClient], Coroutine[Any, Any, None]]] = (),
     ) -> None:
         self._config = config
-        self._mirrors = mirrors
+        self._informers = informers
         self._beside = beside
         self._loop = asyncio.new_event_loop()
         self._ending = asyncio.Event()
@@ -72,8 +72,8 @@ class Mirrors:
             self._loop.run_until_complete(self._follow_all())
         except Exception as error:  # whatever it is, engines must not trust old objects
             _LOG.exception("the watches of the Kubernetes API have ended")
-            for mirror in self._mirrors:
-                mirror.fail(f"the watches of the Kubernetes API have ended: {error}")
+            for informer in self._informers:
+                informer.fail(f"the watches of the Kubernetes API have ended: {error}")
         finally:
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.close()
@@ -81,7 +81,7 @@ class Mirrors:
     async def _follow_all(self) -> None:
         timeout = httpx2.Timeout(TIMEOUT)
         async with AsyncClient(self._config, timeout=timeout) as client:
-            following = [_follow(client, mirror) for mirror in self._mirrors]
+            following = [_follow(client, informer) for informer in self._informers]
             beside = [run(client) for run in self._beside]
             tasks = [asyncio.create_task(task) for task in (*following, *beside)]
             ending = asyncio.create_task(self._ending.wait())
@@ -93,14 +93,14 @@ class Mirrors:
                 await task  # raises what has ended it
 
 
-async def _follow(client: AsyncClient, mirror: Mirror[Any]) -> None:
+async def _follow(client: AsyncClient, informer: Informer[Any]) -> None:
     """Keep a mirror up to date for ever."""
     pause = FIRST_PAUSE
     while True:
         try:
-            version = await _list(client, mirror)
+            version = await _list(client, informer)
             pause = FIRST_PAUSE
-            await _watch(client, mirror, version)
+            await _watch(client, informer, version)
             continue  # the server no longer knows the changes: list again
         except httpx2.HTTPError as error:
             problem = describe_error(error)
@@ -108,14 +108,14 @@ async def _follow(client: AsyncClient, mirror: Mirror[Any]) -> None:
             problem = f"the Kubernetes API cannot be asked: {error}"
         if pause == FIRST_PAUSE:
             _LOG.info("%s", problem)
-        mirror.fail(problem)
+        informer.fail(problem)
         await asyncio.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE)
 
 
-async def _list(client: AsyncClient, mirror: Mirror[Any]) -> str:
+async def _list(client: AsyncClient, informer: Informer[Any]) -> str:
     """List a mirror's objects; return the version from which their changes are to be followed."""
-    chosen = mirror.selection
+    chosen = informer.selection
     listed = client.list(
         chosen.kind,
         **_where(chosen),
@@ -124,24 +124,24 @@ async def _list(client: AsyncClient, mirror: Mirror[Any]) -> str:
         chunk_size=500,
     )
     # Each at once, as thousands of pods as JSON take hundreds of megabytes.
-    kept = dict(filter(None, [mirror.read(dict(found)) async for found in listed]))
+    kept = dict(filter(None, [informer.read(dict(found)) async for found in listed]))
     version = str(listed.resourceVersion)
-    mirror.replace(kept, version)
+    informer.replace(kept, version)
     return version
 
 
-async def _watch(client: AsyncClient, mirror: Mirror[Any], version: str) -> None:
+async def _watch(client: AsyncClient, informer: Informer[Any], version: str) -> None:
     """Follow changes from a version on; return when the server no longer knows it."""
     while True:
-        changes = _changes(client, mirror.selection, version)
+        changes = _changes(client, informer.selection, version)
         try:
             while True:
                 async with asyncio.timeout(QUIET):
                     change, changed = await anext(changes)
                 version = version_of(changed) or version
-                mirror.apply(change, dict(changed))
+                informer.apply(change, dict(changed))
         except TimeoutError:
-            await _ping(client, mirror.selection)
+            await _ping(client, informer.selection)
         except StopAsyncIteration:
             pass
         except httpx2.HTTPError as error:

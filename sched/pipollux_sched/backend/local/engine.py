@@ -35,9 +35,9 @@ from pipollux_sched.spec.job import ClusterSpec, JobSpec, SpecError
 from pipollux_sched.store import StateDir
 
 from . import processes
+from .attempt_folder import AttemptFolder, LocalPlacement, remove, replicas_in
 from .cluster_file import VirtualNodes
 from .environment import marks, replica_environment
-from .generation_folder import GenerationFolder, LocalPlacement, remove, replicas_in
 from .ports import LOOPBACK, free_port
 from .replica import LocalReplica
 
@@ -85,7 +85,7 @@ class LocalEngine(Engine):
         self._state_dir = state_dir
         self._pass_on = frozenset(pass_environment)
         self._replicas: dict[ReplicaKey, LocalReplica] = {}
-        # By generation: torchrun listens seconds after it was given a port.
+        # By attempt: torchrun listens seconds after it was given a port.
         self._ports: dict[tuple[str, int], int] = {}
         self._version = 0
         self._looked = False
@@ -113,7 +113,7 @@ class LocalEngine(Engine):
                 f"job {program.job!r} cannot run in {program.image or 'an image'}: the local "
                 "backend starts processes of this machine and no containers"
             )
-        folder = GenerationFolder(self._state_dir, launch.job, launch.generation)
+        folder = AttemptFolder(self._state_dir, launch.job, launch.attempt)
         placement = self._place(folder, launch, program)
         own = {
             **marks(str(self._state_dir.path), key),
@@ -148,7 +148,7 @@ class LocalEngine(Engine):
         if not self._looked:
             self._looked = True
             for key in replicas_in(self._state_dir):
-                status = GenerationFolder(self._state_dir, key.job, key.generation).status
+                status = AttemptFolder(self._state_dir, key.job, key.attempt).status
                 found = self._replica(key, ReplicaProcess(status(key.replica)))
                 if found.known:
                     self._replicas.setdefault(key, found)
@@ -156,33 +156,33 @@ class LocalEngine(Engine):
         return Listing(self._version, {key: r.state() for key, r in self._replicas.items()})
 
     def holds(self, launch: Launch) -> bool:
-        """Return whether the slots of a generation still stand for the devices that it runs on."""
+        """Return whether the slots of an attempt still stand for the devices that it runs on."""
         nodes = self._nodes.nodes()
         if not all(name in nodes for name in launch.nodes):
             return False
-        placement = GenerationFolder(self._state_dir, launch.job, launch.generation).placement()
+        placement = AttemptFolder(self._state_dir, launch.job, launch.attempt).placement()
         # One of a replica that was to be started, or has ended, need not be there.
         now = self._devices_of(launch)
         return placement is not None and all(
             placement.devices.get(replica, found) == found for replica, found in now.items()
         )
 
-    def forget(self, job: str, generation: int) -> None:
-        """Remove the folder of a generation that has ended."""
-        for key in [key for key in self._replicas if key[:2] == (job, generation)]:
+    def forget(self, job: str, attempt: int) -> None:
+        """Remove the folder of an attempt that has ended."""
+        for key in [key for key in self._replicas if key[:2] == (job, attempt)]:
             del self._replicas[key]
-        self._ports.pop((job, generation), None)
-        remove(self._state_dir.generation(job, generation))
+        self._ports.pop((job, attempt), None)
+        remove(self._state_dir.attempt(job, attempt))
 
     def recover(self, adopted: Collection[tuple[str, int]], grace: float) -> list[str]:
         """End what an earlier scheduler left running, found by the environment of processes."""
         place = str(self._state_dir.path)
-        spared = {(job, str(generation)) for job, generation in adopted}
+        spared = {(job, str(attempt)) for job, attempt in adopted}
 
         def left_behind(environment: Mapping[str, str]) -> bool:
             known = (
                 environment.get(variables.JOB_ID.name, ""),
-                environment.get(variables.GENERATION.name),
+                environment.get(variables.ATTEMPT.name),
             )
             here = environment.get("PIPOLLUX_STATE_DIR") == place
             return here and known[1] is not None and known not in spared
@@ -198,7 +198,7 @@ class LocalEngine(Engine):
         return found
 
     def _replica(self, key: ReplicaKey, process: ReplicaProcess) -> LocalReplica:
-        folder = GenerationFolder(self._state_dir, key.job, key.generation)
+        folder = AttemptFolder(self._state_dir, key.job, key.attempt)
         return LocalReplica(
             process,
             lambda: ReplicaResult.read(folder.result(key.replica)),
@@ -206,9 +206,9 @@ class LocalEngine(Engine):
         )
 
     def _place(
-        self, folder: GenerationFolder, launch: Launch, program: ReplicaProgram
+        self, folder: AttemptFolder, launch: Launch, program: ReplicaProgram
     ) -> LocalPlacement:
-        """Return where a generation runs; written to disk the first time."""
+        """Return where an attempt runs; written to disk the first time."""
         placement = folder.placement()
         if placement is None:
             logs = self._state_dir.log(*launch.keys[0]).parent
@@ -218,18 +218,21 @@ class LocalEngine(Engine):
                 needed.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder.create()
             port = free_port(self._ports.values())
-            self._ports[launch.job, launch.generation] = port
+            self._ports[launch.job, launch.attempt] = port
             placement = LocalPlacement(devices=self._devices_of(launch), port=port)
             folder.write(placement)
-        elif not placement.devices.keys() >= launch.seats.keys():
+        elif not placement.devices.keys() >= launch.assignments.keys():
             devices = {**self._devices_of(launch), **placement.devices}
             placement = replace(placement, devices=devices)
             folder.write(placement)
         return placement
 
     def _devices_of(self, launch: Launch) -> dict[int, Mapping[str, str]]:
-        seats = launch.seats.items()
-        return {replica: self._nodes.devices.of(seat.node, seat.slots) for replica, seat in seats}
+        assignments = launch.assignments.items()
+        return {
+            replica: self._nodes.devices.of(assignment.node, assignment.slots)
+            for replica, assignment in assignments
+        }
 
 
 def _describe(process: psutil.Process) -> str:

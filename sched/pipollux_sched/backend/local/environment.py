@@ -54,7 +54,7 @@ def marks(state_dir: str, key: ReplicaKey) -> dict[str, str]:
     return {
         "PIPOLLUX_STATE_DIR": state_dir,
         **variables.JOB_ID.write(key.job),
-        **variables.GENERATION.write(key.generation),
+        **variables.ATTEMPT.write(key.attempt),
         **variables.REPLICA.write(key.replica),
     }
 
@@ -72,7 +72,7 @@ def replica_environment(
 
     Args:
         program: what it runs.
-        launch: its generation.
+        launch: its attempt.
         replica: which of its replicas.
         devices: the variables that show it its devices.
         marks: the variables that its processes are found by.

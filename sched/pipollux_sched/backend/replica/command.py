@@ -34,7 +34,7 @@ def agent_command(
 
     Args:
         program: what the replica runs; it must have a script.
-        launch: its generation.
+        launch: its attempt.
         replica: which of its replicas.
         endpoint: HOST:PORT where the agents meet; None: they find each other through the scheduler.
     """
@@ -50,7 +50,7 @@ def agent_in_container(
 
     Args:
         program: what the replica runs; it must have a script.
-        launch: its generation.
+        launch: its attempt.
         replica: which of its replicas.
         python: the Python of the container.
     """

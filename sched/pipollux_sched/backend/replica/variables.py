@@ -15,7 +15,7 @@ def replica_variables(program: ReplicaProgram, launch: Launch, replica: int) -> 
 
     Args:
         program: what it runs.
-        launch: its generation.
+        launch: its attempt.
         replica: which of its replicas.
     """
     return {
@@ -24,7 +24,7 @@ def replica_variables(program: ReplicaProgram, launch: Launch, replica: int) -> 
         # The scheduler limits the time that a replica may take to save, not torchrun.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "86400",
         **variables.JOB_ID.write(launch.job),
-        **variables.GENERATION.write(launch.generation),
+        **variables.ATTEMPT.write(launch.attempt),
         **variables.REPLICA.write(replica),
         **variables.CHECKPOINT_DIR.write(Path(launch.checkpoints)),
         **variables.NUM_NODES.write(len(set(launch.nodes))),

@@ -1,7 +1,7 @@
 """Jobs as steps of Slurm allocations: the engine.
 
 A replica is a step of its own (`srun --jobid --exact`) on the node that the scheduler has chosen,
-with K GPUs that Slurm picks, and which no other step has. `squeue -s` shows job, generation and
+with K GPUs that Slurm picks, and which no other step has. `squeue -s` shows job, attempt and
 replica. The steps do not depend on the scheduler that started them: when it is killed they go on,
 and the next scheduler of the state directory finds them by their names.
 """
@@ -34,6 +34,7 @@ from pipollux_sched.store import StateDir
 from .ending import why_gone
 from .node_check import NodeChecks
 from .nodes import NodeStates, is_silent, is_unknown
+from .orphans import Orphans
 from .output import StepLine
 from .pools import Pools, own_allocation
 from .record import (
@@ -41,14 +42,13 @@ from .record import (
     ReplicaRecord,
     find_records,
     read_step_name,
-    remove_generation,
+    remove_attempt,
     step_name,
 )
 from .replica_step import ReplicaStep
 from .signals import SignalSender
 from .snapshot import REFRESH_INTERVAL, SlurmAllocation, SlurmReader, SlurmSnapshot, SlurmWatch
 from .step_command import srun_command, step_environment
-from .strays import Strays
 
 __all__ = ["SlurmEngine", "make"]
 
@@ -102,7 +102,7 @@ class SlurmEngine(Engine):
         self._version = self._strays_seen = 0
         self._recovered = False
         self._signals = SignalSender()
-        self._strays = Strays(self._signals)
+        self._orphans = Orphans(self._signals)
         self._checks = NodeChecks(state_dir)
         self._replicas = {key: self._find(key, record) for key, record in find_records(state_dir)}
         reader = SlurmReader(pools.choose)
@@ -132,7 +132,7 @@ class SlurmEngine(Engine):
     def nodes(self) -> Mapping[str, Node]:
         """Return the nodes of the running allocations that were checked: see `Engine`."""
         snapshot = self._slurm.latest
-        there = [step for step in self._strays.stuck if step.pool in snapshot.allocations]
+        there = [step for step in self._orphans.stuck if step.pool in snapshot.allocations]
         leaving = {step.node: step.why for step in there}
         leaving.update(self._pools.leaving(snapshot))
         found = self._view.nodes(snapshot, leaving, self._checks.broken())
@@ -166,7 +166,7 @@ class SlurmEngine(Engine):
         if key in self._replicas:
             return
         self._slurm.check()
-        node = launch.seats[replica].node
+        node = launch.assignments[replica].node
         if is_unknown(self._slurm.latest.nodes.get(node)):
             raise ClusterUnavailableError(f"Slurm does not know yet how node {node} is")
         allocation = self._allocation_with(node)
@@ -224,14 +224,14 @@ class SlurmEngine(Engine):
             self._kill_strays(snapshot)
         return Listing(self._version, states)
 
-    def forget(self, job: str, generation: int) -> None:
-        """Remove the folder of a generation: see `Engine`."""
-        forgotten = [key for key in self._replicas if key[:2] == (job, generation)]
+    def forget(self, job: str, attempt: int) -> None:
+        """Remove the folder of an attempt: see `Engine`."""
+        forgotten = [key for key in self._replicas if key[:2] == (job, attempt)]
         if any(self._replicas[key].ended is None for key in forgotten):
             return
         for key in forgotten:
             del self._replicas[key]
-        remove_generation(self._state_dir, job, generation)
+        remove_attempt(self._state_dir, job, attempt)
 
     def recover(self, adopted: Collection[tuple[str, int]], grace: float) -> list[str]:
         """End steps that nobody looks after: see `Engine`."""
@@ -252,8 +252,8 @@ class SlurmEngine(Engine):
                 f"ended, as their nodes do not answer: {steps}; start the scheduler again when the "
                 "nodes are back or declared down"
             )
-        for job, generation in {key[:2] for key in self._replicas} - kept:
-            self.forget(job, generation)
+        for job, attempt in {key[:2] for key in self._replicas} - kept:
+            self.forget(job, attempt)
         self._recovered = True
         return lines
 
@@ -287,7 +287,7 @@ class SlurmEngine(Engine):
     def _left_behind(
         self, snapshot: SlurmSnapshot, kept: Collection[tuple[str, int]]
     ) -> list[tuple[ReplicaKey, str]]:
-        """Return the replicas that are not over, but those of adopted generations, and handles."""
+        """Return the replicas that are not over, but those of adopted attempts, and handles."""
         found = {key: step.step for key, step in self._listed(snapshot, kept).items()}
         for key, replica in self._replicas.items():
             state = replica.look(snapshot)
@@ -308,7 +308,7 @@ class SlurmEngine(Engine):
 
         Args:
             snapshot: what Slurm has.
-            kept: adopted generations, whose steps are left out.
+            kept: adopted attempts, whose steps are left out.
             named: names of further steps that are left out.
         """
         found = {}
@@ -329,8 +329,8 @@ class SlurmEngine(Engine):
         # By name at first, as that is nearly all of them.
         found = self._listed(snapshot, (), {replica.name for replica in live})
         others = found.keys() - {replica.key for replica in live}
-        self._strays.look({key: found[key] for key in others}, snapshot)
-        self._pools.replace({step.pool: step.why for step in self._strays.stuck})
+        self._orphans.look({key: found[key] for key in others}, snapshot)
+        self._pools.replace({step.pool: step.why for step in self._orphans.stuck})
 
     def _end_left(self, found: Collection[tuple[ReplicaKey, str]], signal: Signal) -> None:
         for key, _ in found:

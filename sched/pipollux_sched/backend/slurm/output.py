@@ -99,8 +99,8 @@ def read_steps(text: str) -> list[StepLine]:
     r"""Read what `squeue -h -s -o STEP_FORMAT` printed; batch scripts and the like are left out.
 
     Example:
-        >>> read_steps("7.0|n1|digits.g1.r0\n7.batch|n1|batch")
-        [StepLine(step='7.0', job=7, node='n1', name='digits.g1.r0')]
+        >>> read_steps("7.0|n1|digits.a1.r0\n7.batch|n1|batch")
+        [StepLine(step='7.0', job=7, node='n1', name='digits.a1.r0')]
     """
     found = []
     for line in text.splitlines():

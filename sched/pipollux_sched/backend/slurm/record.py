@@ -1,10 +1,10 @@
 """What the scheduler keeps on disk of a replica, so that the next scheduler finds its step.
 
-jobs/NAME/generations/gen-G/replica-R.json      the allocation and node that it was started in
-jobs/NAME/generations/gen-G/replica-R.srun      state of its srun (`pipollux_agent.runner`)
-jobs/NAME/generations/gen-G/replica-R.signal    what the step is told, besides signals
-jobs/NAME/generations/gen-G/replica-R.exit      exit status of its agent, written on its node
-jobs/NAME/generations/gen-G/replica-R.result    what its agent has left
+jobs/NAME/attempts/attempt-N/replica-R.json      the allocation and node that it was started in
+jobs/NAME/attempts/attempt-N/replica-R.srun      state of its srun (`pipollux_agent.runner`)
+jobs/NAME/attempts/attempt-N/replica-R.signal    what the step is told, besides signals
+jobs/NAME/attempts/attempt-N/replica-R.exit      exit status of its agent, written on its node
+jobs/NAME/attempts/attempt-N/replica-R.result    what its agent has left
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pipollux_sched.backend.result import ReplicaResult
 from pipollux_sched.store import StateDir
 from pipollux_utils.atomic_write import PRIVATE, write_aside
 
-_STEP_NAME = re.compile(r"(?P<job>[^./\s]+)\.g(?P<generation>\d+)\.r(?P<replica>\d+)")
+_STEP_NAME = re.compile(r"(?P<job>[^./\s]+)\.g(?P<attempt>\d+)\.r(?P<replica>\d+)")
 _RECORD = re.compile(r"replica-(\d+)\.json")
 
 
@@ -31,27 +31,27 @@ def step_name(key: ReplicaKey) -> str:
 
     Example:
         >>> step_name(ReplicaKey("char-lm", 2, 0))
-        'char-lm.g2.r0'
+        'char-lm.a2.r0'
     """
-    return f"{key.job}.g{key.generation}.r{key.replica}"
+    return f"{key.job}.a{key.attempt}.r{key.replica}"
 
 
 def read_step_name(name: str) -> ReplicaKey | None:
     """Return the replica whose step has a name; None for a step of something else.
 
     Example:
-        >>> read_step_name("char-lm.g2.r0"), read_step_name("bash")
-        (ReplicaKey(job='char-lm', generation=2, replica=0), None)
+        >>> read_step_name("char-lm.a2.r0"), read_step_name("bash")
+        (ReplicaKey(job='char-lm', attempt=2, replica=0), None)
     """
     match = _STEP_NAME.fullmatch(name)
     if match is None:
         return None
-    return ReplicaKey(match["job"], int(match["generation"]), int(match["replica"]))
+    return ReplicaKey(match["job"], int(match["attempt"]), int(match["replica"]))
 
 
 @dataclass(frozen=True)
 class ReplicaFiles:
-    """The files of one replica in the folder of its generation."""
+    """The files of one replica in the folder of its attempt."""
 
     base: Path
     """What their names begin with."""
@@ -59,7 +59,7 @@ class ReplicaFiles:
     @classmethod
     def of(cls, state_dir: StateDir, key: ReplicaKey) -> ReplicaFiles:
         """Return the files of a replica."""
-        return cls(state_dir.generation(key.job, key.generation) / f"replica-{key.replica}")
+        return cls(state_dir.attempt(key.job, key.attempt) / f"replica-{key.replica}")
 
     @property
     def record(self) -> Path:
@@ -150,17 +150,17 @@ class ReplicaRecord:
 def find_records(state_dir: StateDir) -> Iterator[tuple[ReplicaKey, ReplicaRecord]]:
     """Find the replicas that this scheduler or an earlier one has started and not forgotten."""
     for job in state_dir.job_names():
-        for path in (state_dir.job(job) / "generations").glob("gen-*/replica-*.json"):
-            generation = path.parent.name.removeprefix("gen-")
+        for path in (state_dir.job(job) / "attempts").glob("attempt-*/replica-*.json"):
+            attempt = path.parent.name.removeprefix("attempt-")
             match = _RECORD.fullmatch(path.name)
-            if match is None or not generation.isdecimal():
+            if match is None or not attempt.isdecimal():
                 continue
-            key = ReplicaKey(job, int(generation), int(match[1]))
+            key = ReplicaKey(job, int(attempt), int(match[1]))
             record = ReplicaRecord.read(ReplicaFiles.of(state_dir, key))
             if record is not None:
                 yield key, record
 
 
-def remove_generation(state_dir: StateDir, job: str, generation: int) -> None:
-    """Remove the folder of a generation, as far as possible."""
-    shutil.rmtree(state_dir.generation(job, generation), ignore_errors=True)
+def remove_attempt(state_dir: StateDir, job: str, attempt: int) -> None:
+    """Remove the folder of an attempt, as far as possible."""
+    shutil.rmtree(state_dir.attempt(job, attempt), ignore_errors=True)

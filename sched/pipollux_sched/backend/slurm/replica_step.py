@@ -45,7 +45,7 @@ class ReplicaStep:
     Args:
         key: which one.
         record: where it was started.
-        files: its files in the folder of its generation.
+        files: its files in the folder of its attempt.
         log: file for its output.
         process: its srun.
     """

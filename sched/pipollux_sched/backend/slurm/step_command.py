@@ -96,7 +96,7 @@ def step_environment(
 
     Args:
         program: what it runs.
-        launch: its generation.
+        launch: its attempt.
         replica: which of its replicas.
         on_gpus: whether its slots are GPUs, which Slurm picks, or CPUs.
         result: file for what its agent leaves.

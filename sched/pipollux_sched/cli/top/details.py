@@ -82,7 +82,7 @@ class JobScreen(_Details):
         end = found.ended_at or now
         spans = [
             Span(entry.created_at, entry.ended_at or now, len(entry.nodes) * entry.num_stages)
-            for entry in found.generations
+            for entry in found.attempts
         ]
         window = window_for(end - found.submitted_at)
         most = max((span.slots for span in spans), default=1)

@@ -85,7 +85,7 @@ def verdict(job: JobRun, found: Bubble, run: Run) -> str:
         "the same stage times "
         f"would take {duration(found.ideal_makespan, 3)} with {percent(found.ideal_bubble)} idle."
     )
-    nodes = {n for g in job.generations if g.number == timeline.generation for n in g.nodes}
+    nodes = {n for g in job.attempts if g.number == timeline.attempt for n in g.nodes}
     kinds = {run.nodes[n].kind for n in nodes if n in run.nodes}
     if found.overlap < 0.02 and "cpu" in kinds and timeline.schedule == "gpipe":
         return (

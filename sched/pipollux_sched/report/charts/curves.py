@@ -1,4 +1,4 @@
-"""Curves of a job over restarts and live changes: loss, goodput, batch size and replicas."""
+"""Curves of a job over restarts and elastic resizes: loss, goodput, batch size and replicas."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby, pairwise
 from typing import Literal
 
-from pipollux_sched.report.run.records import Generation, JobRun, RunPoint
+from pipollux_sched.report.run.records import Attempt, JobRun, RunPoint
 from pipollux_utils.text import amount, clean
 
 from .specs import Axis, CurveChart, Line, Mark, Panel, Point, moments
@@ -32,11 +32,11 @@ def _pieces(
 ) -> list[list[Point]]:
     """Return a curve of a job's reports, split at restarts."""
     known = [point for point in points if value(point) is not None]
-    parts = groupby(known, key=lambda point: point.generation)
+    parts = groupby(known, key=lambda point: point.attempt)
     return [moments((at(p), value(p)) for p in part) for _, part in parts]
 
 
-def _later(job: JobRun) -> list[tuple[Generation, float, int]]:
+def _later(job: JobRun) -> list[tuple[Attempt, float, int]]:
     """Return the time and step at which each later membership that trained began."""
     trained = [
         (g, g.first_step, g.first_step_number)
@@ -47,12 +47,12 @@ def _later(job: JobRun) -> list[tuple[Generation, float, int]]:
 
 
 def _marks(job: JobRun, start: float) -> list[Mark]:
-    return [_mark(generation, round(time - start, 2)) for generation, time, _ in _later(job)]
+    return [_mark(attempt, round(time - start, 2)) for attempt, time, _ in _later(job)]
 
 
-def _mark(generation: Generation, at: float, more: str = "") -> Mark:
-    flag = f"R = {generation.num_replicas}{more}"
-    return Mark(at, generation.title, flag, live=generation.live or None)
+def _mark(attempt: Attempt, at: float, more: str = "") -> Mark:
+    flag = f"R = {attempt.num_replicas}{more}"
+    return Mark(at, attempt.title, flag, live=attempt.live or None)
 
 
 def _pauses(job: JobRun, start: float) -> list[tuple[float, float]]:
@@ -83,8 +83,7 @@ def loss_charts(job: JobRun, colour: int, start: float) -> tuple[CurveChart, ...
         x=_axis("whole", (p.step for p in points), "step"),
         panels=[_loss_panel(_pieces(points, lambda p: p.step, lambda p: p.loss))],
         marks=[
-            _mark(generation, step, f" from step {amount(step)}")
-            for generation, _, step in _later(job)
+            _mark(attempt, step, f" from step {amount(step)}") for attempt, _, step in _later(job)
         ],
         colour=colour,
     )
@@ -154,13 +153,13 @@ def _changes(piece: Sequence[Point]) -> list[Point]:
 def _replicas(job: JobRun, start: float, x: Axis) -> list[list[Point]]:
     """Return the number of replicas in training over time, one piece per membership."""
     found = []
-    for generation in job.started:
-        if generation.first_step is None:
+    for attempt in job.started:
+        if attempt.first_step is None:
             continue
-        end = generation.stopping or generation.ended
-        left = max(x.low, round(generation.first_step - start, 2))
+        end = attempt.stopping or attempt.ended
+        left = max(x.low, round(attempt.first_step - start, 2))
         right = x.high if end is None else min(x.high, round(end - start, 2))
         if right > left:
-            replicas = float(generation.num_replicas)
+            replicas = float(attempt.num_replicas)
             found.append([(left, replicas), (right, replicas)])
     return found

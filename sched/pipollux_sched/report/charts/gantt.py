@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from pipollux_sched.report.run.records import Generation, JobRun, Run
+from pipollux_sched.report.run.records import Attempt, JobRun, Run
 from pipollux_utils.text import clean, clock, count, duration
 
 from .specs import Axis, Block, Flag, Group, TimelineChart
@@ -28,7 +28,7 @@ class Hold(NamedTuple):
     """One replica's slots on one node, from `start` to `end` (unix times)."""
 
     job: JobRun
-    generation: Generation
+    attempt: Attempt
     node: str
     first_slot: int
     start: float
@@ -42,26 +42,26 @@ def holds(run: Run) -> list[Hold]:
         return []
     wanted = []
     for job in run.jobs.values():
-        for generation in job.started:
-            end = run.end if generation.ended is None else generation.ended
-            for node, start in _starts(generation):
-                hold = Hold(job, generation, node, 0, start, max(start, end), generation.active)
+        for attempt in job.started:
+            end = run.end if attempt.ended is None else attempt.ended
+            for node, start in _starts(attempt):
+                hold = Hold(job, attempt, node, 0, start, max(start, end), attempt.active)
                 wanted.append(hold)
     return pack(
         sorted(wanted, key=lambda h: h.start), {n.name: n.slots for n in run.nodes.values()}
     )
 
 
-def _starts(generation: Generation) -> list[tuple[str, float]]:
+def _starts(attempt: Attempt) -> list[tuple[str, float]]:
     """Return the node of each replica, and from when on it held its slots as one of these.
 
     One that joined while the others trained held them from its own start.
     """
-    begin = generation.started or 0.0
-    if len(generation.replicas) != len(generation.nodes):
-        return [(node, begin) for node in generation.nodes]
-    arrivals = generation.arrivals if generation.live else {}
-    both = zip(generation.nodes, generation.replicas, strict=True)
+    begin = attempt.started or 0.0
+    if len(attempt.replicas) != len(attempt.nodes):
+        return [(node, begin) for node in attempt.nodes]
+    arrivals = attempt.arrivals if attempt.live else {}
+    both = zip(attempt.nodes, attempt.replicas, strict=True)
     return [(node, min(arrivals.get(replica, begin), begin)) for node, replica in both]
 
 
@@ -71,14 +71,14 @@ def pack(wanted: Sequence[Hold], slots: Mapping[str, int]) -> list[Hold]:
     present: dict[str, list[Hold]] = {}
     had: dict[tuple[str, str], list[int]] = {}
     for hold in wanted:
-        width = hold.generation.num_stages
+        width = hold.attempt.num_stages
         last = max(0, slots.get(hold.node, 0) - width)
         before = had.setdefault((hold.node, hold.job.name), [])
         neighbours = [p for p in present.get(hold.node, ()) if p.end - TOLERANCE > hold.start]
         taken = {
             slot
             for p in neighbours
-            for slot in range(p.first_slot, p.first_slot + p.generation.num_stages)
+            for slot in range(p.first_slot, p.first_slot + p.attempt.num_stages)
         }
         found = _least_taken([*reversed(before), *range(last + 1)], width, taken)
         put = hold._replace(first_slot=found)
@@ -109,7 +109,7 @@ def slot_use(run: Run) -> Use | None:
         return None
     training = held = 0.0
     for hold in holds(run):
-        stages = hold.generation.num_stages
+        stages = hold.attempt.num_stages
         begin, end = _training(hold)
         held += (hold.end - hold.start) * stages
         training += max(0.0, end - begin) * stages
@@ -118,11 +118,11 @@ def slot_use(run: Run) -> Use | None:
 
 def _training(hold: Hold) -> tuple[float, float]:
     """Return the interval in which a hold's job trained, empty if it never did."""
-    generation = hold.generation
-    if generation.first_step is None:
+    attempt = hold.attempt
+    if attempt.first_step is None:
         return hold.end, hold.end
-    begin = min(max(generation.first_step, hold.start), hold.end)
-    end = hold.end if generation.stopping is None else generation.stopping
+    begin = min(max(attempt.first_step, hold.start), hold.end)
+    end = hold.end if attempt.stopping is None else attempt.stopping
     return begin, min(max(begin, end), hold.end)
 
 
@@ -146,7 +146,7 @@ def gantt(run: Run, colours: Mapping[str, int]) -> TimelineChart | None:
         return None
     rows = {node.name: max(1, node.slots) for node in run.nodes.values()}
     for hold in placed:
-        used = hold.first_slot + hold.generation.num_stages
+        used = hold.first_slot + hold.attempt.num_stages
         rows[hold.node] = max(rows.get(hold.node, 0), used)
     numbers = {name: number for number, name in enumerate(rows)}
     tips: dict[tuple[str | tuple[str, str], ...], int] = {}
@@ -185,11 +185,11 @@ def _block(hold: Hold, group: int, colour: int, tip: int, offset: float) -> Bloc
     """Return one replica's slots as one block: hatched while it starts and stops, else solid."""
     moments = (hold.start, *_training(hold), hold.end)
     start, begin, end, to = (round(moment - offset, 2) for moment in moments)
-    replicas = f"R = {hold.generation.num_replicas}"
+    replicas = f"R = {hold.attempt.num_replicas}"
     return Block(
         group,
         hold.first_slot,
-        hold.generation.num_stages,
+        hold.attempt.num_stages,
         colour,
         start,
         begin,
@@ -202,18 +202,18 @@ def _block(hold: Hold, group: int, colour: int, tip: int, offset: float) -> Bloc
 
 
 def _tip(hold: Hold, offset: float) -> tuple[str | tuple[str, str], ...]:
-    generation = hold.generation
+    attempt = hold.attempt
     lines = (
-        f"{clean(hold.job.name)}, {generation.title} on {clean(hold.node)}",
-        ("replicas", str(generation.num_replicas)),
-        ("stages", str(generation.num_stages)),
+        f"{clean(hold.job.name)}, {attempt.title} on {clean(hold.node)}",
+        ("replicas", str(attempt.num_replicas)),
+        ("stages", str(attempt.num_stages)),
         ("held", f"{clock(hold.start - offset)} to {clock(hold.end - offset)}"),
     )
-    if generation.first_step is None or generation.started is None:
+    if attempt.first_step is None or attempt.started is None:
         return lines
-    if not generation.live:
-        return (*lines, ("to its first step", duration(generation.first_step - generation.started)))
-    pause = ("pause of those that stayed", duration(generation.pause_seconds))
-    if hold.start == generation.started:
+    if not attempt.live:
+        return (*lines, ("to its first step", duration(attempt.first_step - attempt.started)))
+    pause = ("pause of those that stayed", duration(attempt.pause_seconds))
+    if hold.start == attempt.started:
         return (*lines, pause)
-    return (*lines, ("on its way", duration(generation.started - hold.start)), pause)
+    return (*lines, ("on its way", duration(attempt.started - hold.start)), pause)

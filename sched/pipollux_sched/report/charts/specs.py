@@ -67,7 +67,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Mark:
-    """The start of a generation, or of a `live` membership: its tooltip, and the flag above."""
+    """The start of an attempt, or of a `live` membership: its tooltip, and the flag above."""
 
     at: float
     label: str

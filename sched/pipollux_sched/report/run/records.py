@@ -1,6 +1,6 @@
-"""The records of a run, built from its events: nodes, jobs, generations, measurements.
+"""The records of a run, built from its events: nodes, jobs, attempts, measurements.
 
-A generation (one start of a job) passes through these moments; each is None until it is seen:
+An attempt (one start of a job) passes through these moments; each is None until it is seen:
 
     allocated --> started --> first_step --> stopping --> ended
                   |  starting  |  training   | stopping |
@@ -34,7 +34,7 @@ class RunPoint(NamedTuple):
     """A job's report at one optimizer step. Times in seconds, goodput in samples/s."""
 
     time: float
-    generation: int
+    attempt: int
     step: int
     epoch: int | None
     samples: int | None
@@ -53,7 +53,7 @@ class RunPoint(NamedTuple):
 class StepTimeline(NamedTuple):
     """One optimizer step of one replica: when each stage worked on which micro-batch."""
 
-    generation: int
+    attempt: int
     step: int | None
     num_stages: int
     num_microbatches: int
@@ -86,7 +86,7 @@ class AllocationRecord(NamedTuple):
 
 
 @dataclass
-class Generation:
+class Attempt:
     """One membership of a start of a job. All times are unix times; None if not seen."""
 
     number: int
@@ -120,9 +120,9 @@ class Generation:
 
     @property
     def title(self) -> str:
-        """What it is called: `generation 2, membership 3`."""
+        """What it is called: `attempt 2, membership 3`."""
         more = f", membership {self.membership}" if self.membership > 1 else ""
-        return f"generation {self.number}{more}"
+        return f"attempt {self.number}{more}"
 
     @property
     def active(self) -> bool:
@@ -149,30 +149,30 @@ class JobRun:
     final_step: int | None = None
     final_epoch: int | None = None
     num_failures: int = 0
-    generations: list[Generation] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)
     allocations: list[AllocationRecord] = field(default_factory=list)
     points: list[RunPoint] = field(default_factory=list)
     timelines: list[StepTimeline] = field(default_factory=list)
 
     @property
-    def started(self) -> list[Generation]:
-        """Generations whose processes were started, each membership by itself."""
-        return [g for g in self.generations if g.started is not None]
+    def started(self) -> list[Attempt]:
+        """ReplicaGroupManager whose processes were started, each membership by itself."""
+        return [g for g in self.attempts if g.started is not None]
 
     @property
     def num_restarts(self) -> int:
-        """Generations after the first."""
-        return max(0, len(self.started) - self.num_live_changes - 1)
+        """ReplicaGroupManager after the first."""
+        return max(0, len(self.started) - self.num_resizes - 1)
 
     @property
-    def num_live_changes(self) -> int:
+    def num_resizes(self) -> int:
         """How often replicas joined, left or were lost while the others went on."""
         return sum(g.live for g in self.started)
 
     @property
-    def current(self) -> Generation | None:
-        """The generation that runs now, if any."""
-        return next((g for g in reversed(self.generations) if g.active), None)
+    def current(self) -> Attempt | None:
+        """The attempt that runs now, if any."""
+        return next((g for g in reversed(self.attempts) if g.active), None)
 
     @property
     def last_point(self) -> RunPoint | None:

@@ -18,7 +18,7 @@ from .event_log import Event, names, numbers, real, text, whole
 from .records import (
     FINISHED,
     AllocationRecord,
-    Generation,
+    Attempt,
     JobRun,
     NodeRun,
     Run,
@@ -118,24 +118,24 @@ class Recorder:
         if event.get("live") is True:
             return  # what runs goes on as it is until `changed`
         if nodes:
-            number = whole(event, "generation") or _next_number(job)
-            generation = _generation(job, number)
-            generation.nodes, generation.num_stages = nodes, num_stages
-            generation.allocated = time
-            generation.membership = max(1, whole(event, "membership") or 1)
-            generation.replicas = tuple(numbers(event, "replicas")) or tuple(range(len(nodes)))
+            number = whole(event, "attempt") or _next_number(job)
+            attempt = _attempt(job, number)
+            attempt.nodes, attempt.num_stages = nodes, num_stages
+            attempt.allocated = time
+            attempt.membership = max(1, whole(event, "membership") or 1)
+            attempt.replicas = tuple(numbers(event, "replicas")) or tuple(range(len(nodes)))
             self._make_room(nodes, num_stages)
         elif job.current is None and job.phase not in FINISHED:
             job.phase = "Suspended"
 
     def _changed(self, job: JobRun, event: Event, time: float) -> None:
-        """Begin the next membership of the generation that runs, at the end of the one before."""
+        """Begin the next membership of the attempt that runs, at the end of the one before."""
         before = _running(job, event)
         nodes = tuple(names(event, "nodes"))
         if before is None or not before.active or not nodes:
             return
         before.ended, before.outcome = time, text(event, "type")
-        after = Generation(
+        after = Attempt(
             before.number,
             nodes,
             _num_stages(event, before.num_stages),
@@ -149,7 +149,7 @@ class Recorder:
             first_step=time,
             first_step_number=whole(event, "step"),
         )
-        job.generations.insert(job.generations.index(before) + 1, after)
+        job.attempts.insert(job.attempts.index(before) + 1, after)
         job.phase = "Running"
         self._make_room(nodes, after.num_stages)
 
@@ -164,16 +164,16 @@ class Recorder:
 
     def _progress(self, job: JobRun, event: Event, time: float) -> None:
         step = whole(event, "step")
-        generation = _of_event(job, event)
+        attempt = _of_event(job, event)
         if step is None:
             return
-        if generation is not None and generation.first_step is None:
-            generation.first_step, generation.first_step_number = time, step
-        if generation is not None and generation.active and generation.stopping is None:
+        if attempt is not None and attempt.first_step is None:
+            attempt.first_step, attempt.first_step_number = time, step
+        if attempt is not None and attempt.active and attempt.stopping is None:
             job.phase = "Running"
         job.num_epochs = whole(event, "num_epochs") or job.num_epochs
-        number = generation.number if generation else whole(event, "generation") or 0
-        membership = generation.membership if generation else 1
+        number = attempt.number if attempt else whole(event, "attempt") or 0
+        membership = attempt.membership if attempt else 1
         job.points.append(_point(event, time, number, membership, step))
         if self._max_points is not None:
             del job.points[1 : -self._max_points]
@@ -192,29 +192,29 @@ def _num_stages(event: Mapping[str, Any], otherwise: int) -> int:
 
 
 def _next_number(job: JobRun) -> int:
-    return job.generations[-1].number + 1 if job.generations else 1
+    return job.attempts[-1].number + 1 if job.attempts else 1
 
 
-def _generation(job: JobRun, number: int) -> Generation:
-    """Return the job's generation of that number; a new one gets the last one's nodes."""
-    for generation in reversed(job.generations):
-        if generation.number == number:
-            return generation
-    nodes = job.generations[-1].nodes if job.generations else ()
-    job.generations.append(Generation(number, nodes, job.num_stages))
-    job.generations.sort(key=lambda g: g.number)
-    return next(g for g in job.generations if g.number == number)
+def _attempt(job: JobRun, number: int) -> Attempt:
+    """Return the job's attempt of that number; a new one gets the last one's nodes."""
+    for attempt in reversed(job.attempts):
+        if attempt.number == number:
+            return attempt
+    nodes = job.attempts[-1].nodes if job.attempts else ()
+    job.attempts.append(Attempt(number, nodes, job.num_stages))
+    job.attempts.sort(key=lambda g: g.number)
+    return next(g for g in job.attempts if g.number == number)
 
 
-def _of_event(job: JobRun, event: Event) -> Generation | None:
-    """Return the generation of an event: by its number, else the running one.
+def _of_event(job: JobRun, event: Event) -> Attempt | None:
+    """Return the attempt of an event: by its number, else the running one.
 
     Of one with several memberships it is the last.
     """
-    number = whole(event, "generation")
-    for generation in reversed(job.generations):
-        if generation.number == number:
-            return generation
+    number = whole(event, "attempt")
+    for attempt in reversed(job.attempts):
+        if attempt.number == number:
+            return attempt
     return job.current
 
 
@@ -240,68 +240,68 @@ def _program(spec: Mapping[str, Any]) -> str:
 
 
 def _started(job: JobRun, event: Event, time: float) -> None:
-    number = whole(event, "generation")
+    number = whole(event, "attempt")
     if number is None:
-        waiting = [g.number for g in job.generations if g.started is None]
+        waiting = [g.number for g in job.attempts if g.started is None]
         number = waiting[-1] if waiting else _next_number(job)
-    for other in job.generations:
+    for other in job.attempts:
         if other.active and other.number != number:
             other.ended = time
-    _generation(job, number).started = time
+    _attempt(job, number).started = time
     job.phase = "Starting"
 
 
 def _first_step(job: JobRun, event: Event, time: float) -> None:
-    generation = _of_event(job, event)
-    if generation is None:
+    attempt = _of_event(job, event)
+    if attempt is None:
         return
-    generation.started = generation.started or time
-    generation.first_step = time
-    generation.first_step_number = whole(event, "step")
-    generation.restart_seconds = real(event, "restart_seconds")
+    attempt.started = attempt.started or time
+    attempt.first_step = time
+    attempt.first_step_number = whole(event, "step")
+    attempt.restart_seconds = real(event, "restart_seconds")
     job.phase = "Running"
 
 
 def _changing(job: JobRun, event: Event, time: float) -> None:
-    """Note when the newcomers of a live change were started: from then on they hold slots."""
-    generation = _running(job, event)
+    """Note when the joining replicas were started: from then on they hold slots."""
+    attempt = _running(job, event)
     joining = event.get("joining")
-    if generation is None or not isinstance(joining, list | tuple):
+    if attempt is None or not isinstance(joining, list | tuple):
         return
-    newcomers = (whole(one, "replica") for one in joining if isinstance(one, Mapping))
-    generation.arriving = {replica: time for replica in newcomers if replica is not None}
+    arrivals = (whole(one, "replica") for one in joining if isinstance(one, Mapping))
+    attempt.arriving = {replica: time for replica in arrivals if replica is not None}
 
 
 def _change_abandoned(job: JobRun, event: Event, _time: float) -> None:
-    generation = _running(job, event)
-    if generation is not None:
-        generation.arriving = {}
+    attempt = _running(job, event)
+    if attempt is not None:
+        attempt.arriving = {}
 
 
 def _stopping(job: JobRun, event: Event, time: float) -> None:
-    generation = _running(job, event)
-    if generation is not None:
-        generation.stopping = time
+    attempt = _running(job, event)
+    if attempt is not None:
+        attempt.stopping = time
         job.phase = "Stopping"
 
 
-def _running(job: JobRun, event: Event) -> Generation | None:
-    """Return the generation that is to stop: the one named if it runs, else the running one."""
+def _running(job: JobRun, event: Event) -> Attempt | None:
+    """Return the attempt that is to stop: the one named if it runs, else the running one."""
     named = _of_event(job, event)
     return named if named is not None and named.active else job.current
 
 
 def _end(job: JobRun, event: Event, time: float, outcome: str) -> None:
-    generation = _running(job, event)
-    if generation is not None:
-        generation.ended, generation.outcome = time, outcome
-        generation.stopped_step = whole(event, "step")
+    attempt = _running(job, event)
+    if attempt is not None:
+        attempt.ended, attempt.outcome = time, outcome
+        attempt.stopped_step = whole(event, "step")
 
 
 def _stopped(job: JobRun, event: Event, time: float) -> None:
     _end(job, event, time, "stopped")
     if job.phase not in FINISHED:
-        to_be_started = any(g.started is None for g in job.generations)
+        to_be_started = any(g.started is None for g in job.attempts)
         job.phase = "Restarting" if to_be_started else "Suspended"
 
 
@@ -337,10 +337,10 @@ def _hints(job: JobRun, event: Event, _time: float) -> None:
         job.num_microbatches = whole(hints, "numMicrobatches") or job.num_microbatches
 
 
-def _point(event: Event, time: float, generation: int, membership: int, step: int) -> RunPoint:
+def _point(event: Event, time: float, attempt: int, membership: int, step: int) -> RunPoint:
     return RunPoint(
         time=time,
-        generation=generation,
+        attempt=attempt,
         step=step,
         epoch=whole(event, "epoch"),
         samples=whole(event, "samples"),
@@ -357,7 +357,7 @@ def _point(event: Event, time: float, generation: int, membership: int, step: in
     )
 
 
-def _parse_timeline(event: Event, generation: Generation | None) -> StepTimeline | None:
+def _parse_timeline(event: Event, attempt: Attempt | None) -> StepTimeline | None:
     entries = event.get("events")
     if not isinstance(entries, list | tuple):
         return None
@@ -365,7 +365,7 @@ def _parse_timeline(event: Event, generation: Generation | None) -> StepTimeline
     if not events:
         return None
     return StepTimeline(
-        generation=generation.number if generation else whole(event, "generation") or 0,
+        attempt=attempt.number if attempt else whole(event, "attempt") or 0,
         step=whole(event, "step"),
         num_stages=max(_num_stages(event, 1), 1 + max(e.stage for e in events)),
         num_microbatches=1 + max(e.microbatch for e in events),

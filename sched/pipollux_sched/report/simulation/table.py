@@ -24,7 +24,7 @@ _COLUMNS = (
     _Column("p99 JCT", lambda row: _seconds(row.p99_jct_s)),
     _Column("Makespan", lambda row: _seconds(row.makespan_s)),
     _Column("Restarts per job", lambda row: f"{row.restarts_per_job:.1f}"),
-    _Column("Live changes per job", lambda row: f"{row.rescales_per_job:.1f}"),
+    _Column("Elastic resizes per job", lambda row: f"{row.rescales_per_job:.1f}"),
     _Column("GPUs held", lambda row: f"{100 * row.gpu_utilization:.0f} %"),
     _Column("Fairness", lambda row: f"{row.finish_time_fairness:.2f}"),
     _Column("p99 fairness", lambda row: f"{row.finish_time_fairness_p99:.2f}"),

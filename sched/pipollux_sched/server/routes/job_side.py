@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query
 from starlette.concurrency import run_in_threadpool
 
 from pipollux_protocol.messages import (
-    MOST_GENERATIONS,
+    MOST_ATTEMPTS,
     Heartbeat,
     HeartbeatAnswer,
     InheritanceAnswer,
@@ -21,7 +21,7 @@ from pipollux_protocol.messages import (
     TrainingReport,
 )
 from pipollux_sched.controller.training_report import stored_points, stored_timeline
-from pipollux_sched.lifecycle import LiveReady, Parked
+from pipollux_sched.lifecycle import LiveReady, WaitingToJoin
 from pipollux_sched.server.dependencies import NeedsJob, Services, ServicesDep, StoreDep
 from pipollux_sched.server.request_bodies import JsonRoute
 from pipollux_sched.server.schemas import heartbeat_answer, inheritance_answer, refusals
@@ -32,9 +32,9 @@ from pipollux_sched.store.replicas import check_replica
 MAX_WAIT = 60.0
 """Seconds that a request for replicas waits at most."""
 
-_Generation = Annotated[
+_Attempt = Annotated[
     int,
-    Query(ge=1, le=MOST_GENERATIONS, description="The generation that asks: PIPOLLUX_GENERATION."),
+    Query(ge=1, le=MOST_ATTEMPTS, description="The attempt that asks: PIPOLLUX_ATTEMPT."),
 ]
 _Wait = Annotated[
     float,
@@ -57,19 +57,17 @@ router = APIRouter(
 
 
 @router.put("/hints", status_code=204, summary="Tell what the job measured of itself")
-async def put_hints(
-    name: str, services: ServicesDep, generation: _Generation, hints: HintsField
-) -> None:
+async def put_hints(name: str, services: ServicesDep, attempt: _Attempt, hints: HintsField) -> None:
     """Keep the latest hints, from which the job's goodput is predicted."""
-    await services.hints.put(ReceivedHints(name, generation, hints.to_json_object()))
+    await services.hints.put(ReceivedHints(name, attempt, hints.to_json_object()))
     services.metrics.hints.inc()
 
 
 @router.get("/inheritance", summary="Ask what jobs like it measured")
-def get_inheritance(name: str, store: StoreDep, generation: _Generation) -> InheritanceAnswer:
+def get_inheritance(name: str, store: StoreDep, attempt: _Attempt) -> InheritanceAnswer:
     """Return the step times that the family's jobs hand down, those at work too."""
     job = store.job(name)
-    check_replica(name, job.state.generation, len(job.state.running_on), generation)
+    check_replica(name, job.state.attempt, len(job.state.running_on), attempt)
     return inheritance_answer(store.families.relatives(name, job.spec))
 
 
@@ -80,7 +78,7 @@ async def post_report(name: str, services: ServicesDep, report: TrainingReport) 
     Where many jobs report, each is told to wait longer with its next one, and may leave out points.
     """
     points, timeline = stored_points(report), stored_timeline(report)
-    received = ReceivedReport(name, report.generation, points, timeline)
+    received = ReceivedReport(name, report.attempt, points, timeline)
     first = await services.reports.put(received)
     services.metrics.reports.inc()
     if first:
@@ -102,13 +100,13 @@ async def post_heartbeat(name: str, services: ServicesDep, heartbeat: Heartbeat)
         job = await run_in_threadpool(services.store.present.find, name)
     state = job.state
     num_ids = state.live.num_ids if state.running_on else 0
-    check_replica(name, state.generation, num_ids, heartbeat.generation, heartbeat.replica)
-    # Loading, compiling and measuring before a generation's first step may take long.
+    check_replica(name, state.attempt, num_ids, heartbeat.attempt, heartbeat.replica)
+    # Loading, compiling and measuring before an attempt's first step may take long.
     hang_timeout = job.spec.get("hang_timeout") if state.training else None
     control = services.control
     urgent = control.heard(
         name,
-        heartbeat.generation,
+        heartbeat.attempt,
         heartbeat.replica,
         heartbeat.step,
         hang_timeout,
@@ -123,7 +121,7 @@ async def post_heartbeat(name: str, services: ServicesDep, heartbeat: Heartbeat)
     match events:
         case []:
             pass
-        case [LiveReady() | Parked() as event]:  # thousands may come at once
+        case [LiveReady() | WaitingToJoin() as event]:  # thousands may come at once
             job = await services.words.put((name, event))
         case _:
             job = await run_in_threadpool(control.follow_word, job, events)
@@ -136,45 +134,45 @@ def post_stop(name: str, store: StoreDep, stop: Stop) -> None:
 
     What ends them after that, and however, nothing of their work is lost.
     """
-    store.launches.note_stop(name, stop.generation, stop.step)
+    store.launches.note_stop(name, stop.attempt, stop.step)
 
 
 @router.post("/replicas", status_code=204, summary="Tell where a replica is")
 def post_replica(name: str, store: StoreDep, replica: ReplicaRegistration) -> None:
-    """Keep a replica's address until the generation ends; an earlier one is replaced."""
-    store.replicas.register(name, replica.generation, replica.replica, replica.address)
+    """Keep a replica's address until the attempt ends; an earlier one is replaced."""
+    store.replicas.register(name, replica.attempt, replica.replica, replica.address)
 
 
 @router.get("/replicas", summary="Discover the replicas")
 async def get_replicas(
-    name: str, services: ServicesDep, generation: _Generation, wait: _Wait = 0.0
+    name: str, services: ServicesDep, attempt: _Attempt, wait: _Wait = 0.0
 ) -> ReplicaAddresses:
-    """Wait until all replicas of the generation are registered; return those that are.
+    """Wait until all replicas of the attempt are registered; return those that are.
 
-    409 as soon as the generation is no longer the present one.
+    409 as soon as the attempt is no longer the present one.
     """
     with services.waiting.take(name):
-        found = await _discover(services, name, generation, wait)
+        found = await _discover(services, name, attempt, wait)
     places = [
         ReplicaAddress(replica=replica, address=address)
         for replica, address in found.addresses.items()
     ]
     return ReplicaAddresses(
-        generation=generation,
+        attempt=attempt,
         num_replicas=found.num_replicas,
         complete=found.complete,
         replicas=places,
     )
 
 
-async def _discover(services: Services, name: str, generation: int, wait: float) -> Discovery:
+async def _discover(services: Services, name: str, attempt: int, wait: float) -> Discovery:
     store, changes = services.store, services.changes
     clock = asyncio.get_running_loop().time
     deadline = clock() + wait
     async with changes.listening():
         while True:
             version = changes.version
-            found = await run_in_threadpool(store.replicas.find, name, generation)
+            found = await run_in_threadpool(store.replicas.find, name, attempt)
             left = deadline - clock()
             if found.complete or left <= 0 or changes.closed:
                 return found

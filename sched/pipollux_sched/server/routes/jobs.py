@@ -50,7 +50,7 @@ _Tail = Annotated[
 ]
 _Only = Annotated[int | None, Query(ge=1, le=2**31, description="Only of this one.")]
 _Phases = Annotated[list[ListedPhase], Query(description="Only jobs in one of these phases.")]
-_Number = Annotated[int, Path(ge=1, le=2**31, description="The generation.")]
+_Number = Annotated[int, Path(ge=1, le=2**31, description="The attempt.")]
 _Replica = Annotated[int, Path(ge=0, le=2**31, description="The replica.")]
 _Offset = Annotated[int, Query(ge=0, le=2**62, description="So many bytes are passed over.")]
 
@@ -118,9 +118,9 @@ def jobs(store: StoreDep, phase: _Phases = []) -> list[ListedJob]:  # noqa: B006
 def job(
     name: str, store: StoreDep, control: ControlDep, points: _Points = MOST_POINTS
 ) -> JobCurves:
-    """Return a job: generations, hints, replicas, last events, progress, gradient noise."""
+    """Return a job: attempts, hints, replicas, last events, progress, gradient noise."""
     found = store.job(name)
-    heard = control.heartbeats.heard(name, found.state.generation)
+    heard = control.heartbeats.heard(name, found.state.attempt)
     return job_curves(store, found, heard, points)
 
 
@@ -186,26 +186,26 @@ def explanation(name: str, store: StoreDep) -> ExplanationView:
     "/{name}/logs", response_model=list[LogTail], summary="The last lines of a job's replicas"
 )
 def logs(
-    name: str, services: ServicesDep, tail: _Tail = 100, generation: _Only = None
+    name: str, services: ServicesDep, tail: _Tail = 100, attempt: _Only = None
 ) -> list[LogTail]:
-    """Return the last lines of each replica of each generation whose log is kept."""
+    """Return the last lines of each replica of each attempt whose log is kept."""
     services.store.job(name)
     services.control.fetch_logs(name)
     return [
-        LogTail(generation=number, replica=replica, lines=last_lines(path, tail))
+        LogTail(attempt=number, replica=replica, lines=last_lines(path, tail))
         for number, replica, path in services.state_dir.logs(name)
-        if generation in (None, number)
+        if attempt in (None, number)
     ]
 
 
 @router.get(
-    "/{name}/logs/{generation}/{replica}",
+    "/{name}/logs/{attempt}/{replica}",
     response_class=Response,
     responses=text_reply("application/octet-stream"),
     summary="A replica's log",
 )
 def log(
-    name: str, generation: _Number, replica: _Replica, services: ServicesDep, offset: _Offset = 0
+    name: str, attempt: _Number, replica: _Replica, services: ServicesDep, offset: _Offset = 0
 ) -> Response:
     """Return up to 1 MiB of a log from an offset, unchanged; the header
     `Pipollux-Log-Offset` holds the next offset.
@@ -213,13 +213,13 @@ def log(
     state = services.store.job(name).state
     services.control.fetch_logs(name)
     # One that has been started may not have printed anything yet.
-    runs = generation == state.generation and replica < max(state.live.num_ids, 1)
-    if not runs and not has_log(services.state_dir.log(name, generation, replica)):
+    runs = attempt == state.attempt and replica < max(state.live.num_ids, 1)
+    if not runs and not has_log(services.state_dir.log(name, attempt, replica)):
         raise HTTPException(
             404,
-            f"there is no log of generation {generation}, replica {replica} of job {name!r}; "
+            f"there is no log of attempt {attempt}, replica {replica} of job {name!r}; "
             f"GET /jobs/{name}/logs lists those that there are",
         )
-    part = read_log(services.state_dir, name, generation, replica, offset)
+    part = read_log(services.state_dir, name, attempt, replica, offset)
     headers = {OFFSET_HEADER: str(part.offset)}
     return Response(part.content, media_type="application/octet-stream", headers=headers)

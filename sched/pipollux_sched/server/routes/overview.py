@@ -1,4 +1,4 @@
-"""Routes of the whole cluster: overview, generations, usage, plan, report."""
+"""Routes of the whole cluster: overview, attempts, usage, plan, report."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pipollux_sched.report.run_events import kept_report
 from pipollux_sched.server.dependencies import CallerDep, NeedsRole, ServicesDep, StoreDep
 from pipollux_sched.server.schemas import refusals, text_reply
 from pipollux_sched.store import JobOrder, JobQuery, ListedPhase
-from pipollux_sched.views.cluster import MOST_JOBS, cluster_view, list_generations, node_usage
-from pipollux_sched.views.models import CallerView, ClusterView, GenerationLine, PlanView, UsageView
+from pipollux_sched.views.cluster import MOST_JOBS, cluster_view, list_attempts, node_usage
+from pipollux_sched.views.models import AttemptLine, CallerView, ClusterView, PlanView, UsageView
 
 MOST_PARTS = 500
 """Parts of a span: more than a picture of it has pixels for."""
@@ -72,10 +72,10 @@ def overview(
     return cluster_view(store, query, events).model_copy(update={"caller": asked_by})
 
 
-@router.get("/generations", response_model=list[GenerationLine], summary="Who held what")
-def generations(store: StoreDep, since: _Moment = 0.0, node: _Nodes = None) -> list[GenerationLine]:
-    """Return the generations that held slots after a moment, at most 5000, oldest first."""
-    return list_generations(store, since, node)
+@router.get("/attempts", response_model=list[AttemptLine], summary="Who held what")
+def attempts(store: StoreDep, since: _Moment = 0.0, node: _Nodes = None) -> list[AttemptLine]:
+    """Return the attempts that held slots after a moment, at most 5000, oldest first."""
+    return list_attempts(store, since, node)
 
 
 @router.get("/usage", response_model=UsageView, summary="How full the nodes were")

@@ -11,20 +11,20 @@ const EDGE = 26; // right of now
 /** The chart; a click on a block, or Enter, opens its job. */
 export class Gantt {
   constructor() {
-    const open = ({ generation }) => (location.hash = `#/jobs/${encodeURIComponent(generation.job)}`);
+    const open = ({ attempt }) => (location.hash = `#/jobs/${encodeURIComponent(attempt.job)}`);
     this.timeline = new Timeline(null, { open });
     this.element = h("div", { class: "scroll" }, this.timeline.element);
   }
 
   /**
-   * @param view { nodes: {name: {slots, condition}}, generations, from, to, now, left, right };
+   * @param view { nodes: {name: {slots, condition}}, attempts, from, to, now, left, right };
    * `left` and `right` are margins; without a left one, names have what they need.
    */
-  update({ nodes, generations, from, to, now, left = null, right = EDGE }) {
+  update({ nodes, attempts, from, to, now, left = null, right = EDGE }) {
     const names = Object.keys(nodes);
     const slots = names.reduce((sum, name) => sum + nodes[name].slots, 0);
-    const blocks = layOut(generations, nodes);
-    const jobs = new Set(generations.filter((generation) => generation.ended_at === null).map((generation) => generation.job));
+    const blocks = layOut(attempts, nodes);
+    const jobs = new Set(attempts.filter((attempt) => attempt.ended_at === null).map((attempt) => attempt.job));
     this.timeline.update({
       title: `Who held which of ${count(slots, "slot")} when: ${count(jobs.size, "job")} now`,
       x: { kind: "moment", low: from, high: to },
@@ -39,57 +39,57 @@ export class Gantt {
   }
 }
 
-function shown({ key, generation, slot, slots, begin, number }, group, now) {
-  const to = Math.max(generation.ended_at ?? now, begin);
-  const trained = Math.min(Math.max(generation.first_step_at ?? to, begin), to);
-  const end = Math.min(Math.max(generation.stopping_at ?? to, trained), to);
+function shown({ key, attempt, slot, slots, begin, number }, group, now) {
+  const to = Math.max(attempt.ended_at ?? now, begin);
+  const trained = Math.min(Math.max(attempt.first_step_at ?? to, begin), to);
+  const end = Math.min(Math.max(attempt.stopping_at ?? to, trained), to);
   const tip = [
-    `${generation.job} · ${titled(generation)}`,
-    ["where", places(generation.nodes)],
-    ["replicas × stages", `${generation.nodes.length} × ${generation.num_stages}`],
-    ["from", moment(generation.created_at)],
-    ["for", duration(to - generation.created_at)],
-    ...(generation.pause_seconds == null ? [] : [["changed live, paused for", seconds(generation.pause_seconds)]]),
-    ["", state(generation)],
+    `${attempt.job} · ${titled(attempt)}`,
+    ["where", places(attempt.nodes)],
+    ["replicas × stages", `${attempt.nodes.length} × ${attempt.num_stages}`],
+    ["from", moment(attempt.created_at)],
+    ["for", duration(to - attempt.created_at)],
+    ...(attempt.pause_seconds == null ? [] : [["changed live, paused for", seconds(attempt.pause_seconds)]]),
+    ["", state(attempt)],
   ];
-  const style = hasFailed(generation) ? "failed" : "";
-  return { key, generation, group, row: slot, rows: slots, colour: number ? number - 1 : 0, start: begin, begin: trained, end, to, style, words: [generation.job], tip };
+  const style = hasFailed(attempt) ? "failed" : "";
+  return { key, attempt, group, row: slot, rows: slots, colour: number ? number - 1 : 0, start: begin, begin: trained, end, to, style, words: [attempt.job], tip };
 }
 
-function state(generation) {
-  if (generation.outcome === "changed") return "then replicas joined or left, and the others trained on";
-  if (generation.ended_at !== null) return `ended: ${outcome(generation) ?? "not known how"}`;
-  if (generation.stopping_at !== null) return "is being stopped";
-  return generation.first_step_at === null ? "starts" : "trains";
+function state(attempt) {
+  if (attempt.outcome === "changed") return "then replicas joined or left, and the others trained on";
+  if (attempt.ended_at !== null) return `ended: ${outcome(attempt) ?? "not known how"}`;
+  if (attempt.stopping_at !== null) return "is being stopped";
+  return attempt.first_step_at === null ? "starts" : "trains";
 }
 
 /**
- * Assign each replica the lowest free slots of its node, oldest generation first. Which of a node's
+ * Assign each replica the lowest free slots of its node, oldest attempt first. Which of a node's
  * slots a replica is drawn in is a matter of layout: the scheduler reports nodes, not slots. Those of
- * a generation that changes live stay in their slots.
+ * an attempt that changes live stay in their slots.
  */
-export function layOut(generations, nodes) {
+export function layOut(attempts, nodes) {
   const taken = new Map(Object.entries(nodes).map(([name, node]) => [name, Array(node.slots).fill(-Infinity)]));
   const holders = new Map(Object.entries(nodes).map(([name, node]) => [name, Array(node.slots)]));
   const blocks = [];
-  const ordered = [...generations].sort((a, b) => a.created_at - b.created_at);
-  for (const generation of ordered) {
-    const own = `${generation.job} ${generation.generation}`;
-    generation.nodes.forEach((node, replica) => {
+  const ordered = [...attempts].sort((a, b) => a.created_at - b.created_at);
+  for (const attempt of ordered) {
+    const own = `${attempt.job} ${attempt.attempt}`;
+    attempt.nodes.forEach((node, replica) => {
       const ends = taken.get(node);
       if (!ends) return; // the node is gone
-      const stayed = (slot) => (holders.get(node)[slot] === own && ends[slot] === generation.created_at ? 0 : 1);
-      const order = ends.map((end, slot) => [end > generation.created_at ? end : -Infinity, stayed(slot), slot]);
+      const stayed = (slot) => (holders.get(node)[slot] === own && ends[slot] === attempt.created_at ? 0 : 1);
+      const order = ends.map((end, slot) => [end > attempt.created_at ? end : -Infinity, stayed(slot), slot]);
       order.sort((a, b) => (a[0] === b[0] ? a[1] - b[1] || a[2] - b[2] : a[0] - b[0]));
-      const chosen = order.slice(0, generation.num_stages).map((one) => one[2]).sort((a, b) => a - b);
-      // It may be assigned while earlier generations still checkpoint: it holds the slots from then on.
-      const left = chosen.map((slot) => ends[slot]).filter((end) => end < (generation.ended_at ?? Infinity));
-      const begin = Math.max(generation.created_at, ...left);
-      for (const slot of chosen) ends[slot] = generation.ended_at ?? Infinity;
+      const chosen = order.slice(0, attempt.num_stages).map((one) => one[2]).sort((a, b) => a - b);
+      // It may be assigned while earlier attempts still checkpoint: it holds the slots from then on.
+      const left = chosen.map((slot) => ends[slot]).filter((end) => end < (attempt.ended_at ?? Infinity));
+      const begin = Math.max(attempt.created_at, ...left);
+      for (const slot of chosen) ends[slot] = attempt.ended_at ?? Infinity;
       for (const slot of chosen) holders.get(node)[slot] = own;
       for (const [slot, slots] of runs(chosen)) {
-        const key = `${own} ${generation.membership} ${replica} ${slot}`;
-        blocks.push({ key, generation, node, slot, slots, begin, number: generation.number });
+        const key = `${own} ${attempt.membership} ${replica} ${slot}`;
+        blocks.push({ key, attempt, node, slot, slots, begin, number: attempt.number });
       }
     });
   }

@@ -1,4 +1,4 @@
-// The page of one job: allocation and its explanation, curves, generations, conditions, log.
+// The page of one job: allocation and its explanation, curves, attempts, conditions, log.
 
 import { actionButton } from "./actions.js";
 import { Away, Refusal, ask } from "./api.js";
@@ -41,7 +41,7 @@ export class JobPage {
     this.why = h("div", { class: "why-it" });
     this.facts = h("dl", { class: "facts" });
     this.tiles = new Tiles(["Has", "Epoch", "Loss", "Goodput", "Batch size", "Restarts"]);
-    this.generations = new Table(GENERATIONS, { key: ({ generation, membership }) => `${generation}.${membership}`, most: 50, none: "none yet" });
+    this.attempts = new Table(ATTEMPTS, { key: ({ attempt, membership }) => `${attempt}.${membership}`, most: 50, none: "none yet" });
     this.conditions = new Table(CONDITIONS, { key: (condition) => condition.type });
     this.fault = h("p", { class: "fault", role: "alert", hidden: true });
     this.body = h("div", { hidden: true }, this.#body());
@@ -91,7 +91,7 @@ export class JobPage {
       this.facts,
       this.progress,
       section("What it has or had, and why", this.why),
-      section("Generations", this.generations.element, h("p", { class: "note" }, SIZE)),
+      section("ReplicaGroupManager", this.attempts.element, h("p", { class: "note" }, SIZE)),
       section("Conditions", this.conditions.element),
       this.log);
   }
@@ -109,7 +109,7 @@ export class JobPage {
     this.#facts(job.spec);
     this.#curves(job);
     this.#order(text);
-    this.generations.update([...job.generations].reverse());
+    this.attempts.update([...job.attempts].reverse());
     this.conditions.update([...job.conditions].sort((a, b) => b.time - a.time));
   }
 
@@ -133,7 +133,7 @@ export class JobPage {
       Loss: [number(point.loss)],
       Goodput: [number(point.goodput), point.goodput == null ? "" : `samples/s${efficiency}`],
       "Batch size": [point.batch_size ? thousands(point.batch_size) : DASH, split(point)],
-      Restarts: [job.num_restarts, job.num_live_changes ? `and ${count(job.num_live_changes, "live change")}` : ""],
+      Restarts: [job.num_restarts, job.num_resizes ? `and ${count(job.num_resizes, "elastic resize")}` : ""],
     });
   }
 
@@ -161,16 +161,16 @@ export class JobPage {
     const charts = Object.values(this.charts).filter((chart) => chart !== this.charts.slots);
     for (const chart of charts) chart.element.hidden = chart.empty && job.ended_at !== null;
     this.silence.hidden = !charts.every((chart) => chart.element.hidden);
-    this.key.hidden = job.generations.length < 2;
+    this.key.hidden = job.attempts.length < 2;
   }
 
   #curves(job) {
-    const { generations, points } = job;
+    const { attempts, points } = job;
     const reported = points.map((one) => one.time);
-    const begin = Math.min(...generations.map((one) => one.created_at), ...reported, this.live.now);
+    const begin = Math.min(...attempts.map((one) => one.created_at), ...reported, this.live.now);
     // A node's clock may be ahead of the scheduler's: no report may be left out.
     const end = Math.max(job.ended_at ?? Math.max(this.live.now, begin + 10), ...reported);
-    const marks = generations.slice(1).map((one) => ({ at: one.created_at, label: titled(one), live: one.membership > 1 }));
+    const marks = attempts.slice(1).map((one) => ({ at: one.created_at, label: titled(one), live: one.membership > 1 }));
     const shape = { from: begin, to: end, marks };
     const { goodput, loss, step, batch, noise, slots } = this.charts;
     goodput.update([byTime(points, "goodput")], shape);
@@ -178,20 +178,20 @@ export class JobPage {
     step.update([byTime(points, "step_time"), byTime(points, "predicted_step_time")], shape);
     batch.update([byTime(points, "batch_size")], shape);
     noise.update([byTime(job.noise, "noise_scale")], shape);
-    slots.update([held(generations, end)], { ...shape, marks: [] });
+    slots.update([held(attempts, end)], { ...shape, marks: [] });
     this.#hideEmpty(job);
   }
 
   async #askMore(job) {
     const [why, logs] = await Promise.all([
       ask(`${this.path}/explanation`),
-      job.generation ? ask(`${this.path}/logs?tail=${LINES}&generation=${job.generation}`) : [],
+      job.attempt ? ask(`${this.path}/logs?tail=${LINES}&attempt=${job.attempt}`) : [],
     ]);
     const text = JSON.stringify(why);
     if (this.why.told !== text) this.why.replaceChildren(...explanation(why));
     this.why.told = text;
     this.logs = logs;
-    const titles = logs.map((log) => `replica ${log.replica} of generation ${log.generation}`);
+    const titles = logs.map((log) => `replica ${log.replica} of attempt ${log.attempt}`);
     if (this.which.told !== titles.join()) {
       const chosen = Math.max(this.which.selectedIndex, 0);
       this.which.replaceChildren(...titles.map((title) => h("option", {}, title)));
@@ -221,10 +221,10 @@ function split(point) {
   return `${point.num_replicas} × ${point.atomic_bsz}${times}`;
 }
 
-/** Return the slots a job held over time: [[time, slots], …], 0 between generations. */
-function held(generations, end) {
+/** Return the slots a job held over time: [[time, slots], …], 0 between attempts. */
+function held(attempts, end) {
   const found = [];
-  for (const one of generations) {
+  for (const one of attempts) {
     const last = found.at(-1);
     if (last && one.created_at <= last[0]) found.pop();
     found.push([one.created_at, one.nodes.length * one.num_stages]);
@@ -234,8 +234,8 @@ function held(generations, end) {
   return found;
 }
 
-const GENERATIONS = [
-  { title: "Generation", head: true, text: (one) => `${one.generation}${one.membership > 1 ? `, membership ${one.membership}` : ""}` },
+const ATTEMPTS = [
+  { title: "Attempt", head: true, text: (one) => `${one.attempt}${one.membership > 1 ? `, membership ${one.membership}` : ""}` },
   { title: "Created", kind: "short", text: (one) => moment(one.created_at) },
   { title: "R×K", kind: "n", text: (one) => `${one.nodes.length}×${one.num_stages}` },
   { title: "Nodes", text: (one) => places(one.nodes), fill: fillPlaces },

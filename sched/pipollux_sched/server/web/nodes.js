@@ -18,16 +18,16 @@ const LEGEND = [
   ["empty", "free"],
 ];
 const FEW_SLOTS = 24; // up to this number, every node is open until it is closed
-const MOST_NAMED = 100; // for more open nodes, generations are requested without naming nodes
+const MOST_NAMED = 100; // for more open nodes, attempts are requested without naming nodes
 
 export class Nodes {
   constructor(live) {
     this.live = live;
-    this.span = null; // as chosen; null: the span of all running jobs' generations
+    this.span = null; // as chosen; null: the span of all running jobs' attempts
     this.rows = new Map();
     this.opened = live.opened ??= new Map(); // whether open, by name; as the reader left it
     this.usage = null;
-    this.generations = [];
+    this.attempts = [];
     this.list = h("div", { class: "nodes-list" });
     this.about = h("span", { class: "about" });
     this.from = h("span");
@@ -48,7 +48,7 @@ export class Nodes {
     say(this.about, `${count(names.length, "node")}${away ? `, ${away} not ready` : ""}`);
     for (const [name, row] of this.rows) this.#tell(name, row, nodes[name]);
     this.#askUsage();
-    this.#askGenerations();
+    this.#askAttempts();
     this.draw();
   }
 
@@ -62,7 +62,7 @@ export class Nodes {
     for (const button of this.buttons) button.setAttribute("aria-pressed", String(button.span === this.span));
     for (const [name, row] of this.rows) {
       this.#stretch(row, from, to);
-      row.gantt?.update({ nodes: { [name]: data.nodes[name] }, generations: this.#on(name), from, to, now: to, ...this.#margins(row) });
+      row.gantt?.update({ nodes: { [name]: data.nodes[name] }, attempts: this.#on(name), from, to, now: to, ...this.#margins(row) });
     }
   }
 
@@ -83,7 +83,7 @@ export class Nodes {
   }
 
   #seconds(now) {
-    const oldest = this.live.data.oldest_generation ?? now;
+    const oldest = this.live.data.oldest_attempt ?? now;
     return this.span ?? Math.min(Math.max((now - oldest) * 1.04, SPANS["2 min"] / 2), SPANS["1 d"]);
   }
 
@@ -154,14 +154,14 @@ export class Nodes {
       row.actions.replaceChildren(...buttons, h("span", { class: "reason" }, since));
     }
     row.actions.told = told;
-    const holds = this.#on(name).filter((generation) => generation.ended_at === null);
-    const text = holds.map((generation) => generation.job).join();
-    if (row.holders.told !== text) row.holders.replaceChildren(...holds.map((generation) => jobLink(generation.job, generation.number)));
+    const holds = this.#on(name).filter((attempt) => attempt.ended_at === null);
+    const text = holds.map((attempt) => attempt.job).join();
+    if (row.holders.told !== text) row.holders.replaceChildren(...holds.map((attempt) => jobLink(attempt.job, attempt.number)));
     row.holders.told = text;
   }
 
   #on(name) {
-    return this.generations.filter((generation) => generation.nodes.includes(name));
+    return this.attempts.filter((attempt) => attempt.nodes.includes(name));
   }
 
   // Further requests
@@ -187,17 +187,17 @@ export class Nodes {
     }
   }
 
-  async #askGenerations() {
+  async #askAttempts() {
     const open = [...this.rows].filter(([, row]) => row.gantt).map(([name]) => name);
     if (!open.length || this.asking || this.live.awaySince !== null) return;
     this.asking = true;
     const since = (this.live.now - this.#seconds(this.live.now)).toFixed(0);
     const named = open.length > MOST_NAMED ? [] : open.map((name) => ["node", name]);
-    const found = await quietly(`/generations?${new URLSearchParams([["since", since], ...named])}`);
+    const found = await quietly(`/attempts?${new URLSearchParams([["since", since], ...named])}`);
     this.asking = false;
     if (!found) return;
-    this.generations = found;
-    this.live.note(found.map((generation) => [generation.job, generation.number]));
+    this.attempts = found;
+    this.live.note(found.map((attempt) => [attempt.job, attempt.number]));
     for (const [name, row] of this.rows) if (row.gantt && this.live.data.nodes[name]) this.#tellMore(name, row, this.live.data.nodes[name]);
     this.draw();
   }

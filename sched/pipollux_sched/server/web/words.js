@@ -9,19 +9,19 @@ export function phase(job) {
   return job.phase;
 }
 
-/** Whether a generation failed; one that was asked to stop did not, even without a checkpoint. */
-export function hasFailed(generation) {
-  return generation.outcome === "failed" && !generation.intent;
+/** Whether an attempt failed; one that was asked to stop did not, even without a checkpoint. */
+export function hasFailed(attempt) {
+  return attempt.outcome === "failed" && !attempt.intent;
 }
 
-/** Return what a generation, or a later membership of one, is called. */
-export function titled({ generation, membership }) {
-  return `generation ${generation}${membership > 1 ? `, membership ${membership}` : ""}`;
+/** Return what an attempt, or a later membership of one, is called. */
+export function titled({ attempt, membership }) {
+  return `attempt ${attempt}${membership > 1 ? `, membership ${membership}` : ""}`;
 }
 
-/** Return how a generation ended, in words. */
-export function outcome(generation) {
-  return generation.outcome === "failed" && generation.intent ? "ended unsaved" : generation.outcome;
+/** Return how an attempt ended, in words. */
+export function outcome(attempt) {
+  return attempt.outcome === "failed" && attempt.intent ? "ended unsaved" : attempt.outcome;
 }
 
 export const ORDER = ["Running", "Stopping", "Restarting", "Created", "Queued", "Suspended", "Failed", "Cancelled", "Complete"];

@@ -8,11 +8,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipollux_sched.backend import BackendError, Generations, Node, ReplicaProgram
-from pipollux_sched.backend.base import Seat
+from pipollux_sched.backend import BackendError, Node, ReplicaGroupManager, ReplicaProgram
+from pipollux_sched.backend.base import SlotAssignment
 from pipollux_sched.backend.local import ports
+from pipollux_sched.backend.local.attempt_folder import AttemptFolder
 from pipollux_sched.backend.local.environment import Devices
-from pipollux_sched.backend.local.generation_folder import GenerationFolder
 from pipollux_sched.backend.replica.last_words import last_words
 from pipollux_sched.backend.slots import SlotLedger
 from pipollux_sched.lifecycle import Exited, Outcome, Started
@@ -27,7 +27,7 @@ TWO_NODES = cpu_nodes(node_a=2, node_b=2)
 
 
 @pytest.fixture
-def backend(state_dir: StateDir) -> Iterator[Generations]:
+def backend(state_dir: StateDir) -> Iterator[ReplicaGroupManager]:
     backend = local_backend(TWO_NODES, state_dir)
     yield backend
     backend.shutdown()
@@ -37,7 +37,7 @@ def program(*args: str, job: str = "toy", num_stages: int = 1) -> ReplicaProgram
     return ReplicaProgram(job=job, script=TOY, args=args, num_stages=num_stages)
 
 
-def wait_for(backend: Generations, kind: type[Started | Exited]) -> object:
+def wait_for(backend: ReplicaGroupManager, kind: type[Started | Exited]) -> object:
     """Poll until the backend reports something of this kind."""
 
     def look() -> object:
@@ -52,7 +52,9 @@ def wait_for_text(path: Path, text: str) -> str:
     return path.read_text()
 
 
-def test_a_stop_that_somebody_else_asked_for(backend: Generations, state_dir: StateDir) -> None:
+def test_a_stop_that_somebody_else_asked_for(
+    backend: ReplicaGroupManager, state_dir: StateDir
+) -> None:
     """Agents that get the signal from elsewhere stop as agreed: that is no failure."""
     backend.apply(program(), 1, ["node-a", "node-b"])
     started = wait_for(backend, Started)
@@ -67,15 +69,15 @@ def test_a_stop_that_somebody_else_asked_for(backend: Generations, state_dir: St
 
 
 @pytest.mark.usefixtures("light_agent")
-def test_no_two_generations_are_given_one_port(
-    backend: Generations, state_dir: StateDir, monkeypatch: pytest.MonkeyPatch
+def test_no_two_attempts_are_given_one_port(
+    backend: ReplicaGroupManager, state_dir: StateDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also before their agents listen, and all ports are given in the end."""
     few = [free_port() for _ in range(4)]
     monkeypatch.setattr(ports, "_PORTS", few)
     for number in range(4):
         backend.apply(program(job=f"toy-{number}"), 1, ["node-a" if number < 2 else "node-b"])
-    folders = [GenerationFolder(state_dir, f"toy-{number}", 1) for number in range(4)]
+    folders = [AttemptFolder(state_dir, f"toy-{number}", 1) for number in range(4)]
 
     def given() -> list[int]:
         backend.poll()
@@ -86,7 +88,7 @@ def test_no_two_generations_are_given_one_port(
     assert sorted(given()) == sorted(few)
 
 
-def test_impossible_allocations_are_refused(backend: Generations) -> None:
+def test_impossible_allocations_are_refused(backend: ReplicaGroupManager) -> None:
     with pytest.raises(BackendError, match="needs 3 slots of its node"):
         backend.apply(program(num_stages=3), 1, ["node-a"])
     with pytest.raises(BackendError, match="cannot run on node-c"):
@@ -115,12 +117,15 @@ def test_slots_are_disjoint_and_come_back() -> None:
     ledger = SlotLedger({"a": 4, "b": 2})
     first = ledger.take("one", {0: "a", 1: "b"}, 2)
     second = ledger.take("two", {0: "a"}, 2)
-    assert first == {0: Seat("a", (0, 1)), 1: Seat("b", (0, 1))}
-    assert second == {0: Seat("a", (2, 3))}
+    assert first == {0: SlotAssignment("a", (0, 1)), 1: SlotAssignment("b", (0, 1))}
+    assert second == {0: SlotAssignment("a", (2, 3))}
     assert ledger.take("three", {0: "a"}, 1) is None
     assert ledger.free() == {"a": 0, "b": 0}
     ledger.release("one")
-    assert ledger.take("three", {0: "a", 1: "a"}, 1) == {0: Seat("a", (0,)), 1: Seat("a", (1,))}
+    assert ledger.take("three", {0: "a", 1: "a"}, 1) == {
+        0: SlotAssignment("a", (0,)),
+        1: SlotAssignment("a", (1,)),
+    }
     assert not ledger.fits(["b", "b"], 2)
     with pytest.raises(ValueError, match="replica 0 of two holds slots already"):
         ledger.take("two", {0: "b"}, 1)
@@ -129,11 +134,11 @@ def test_slots_are_disjoint_and_come_back() -> None:
 def test_replicas_take_and_free_slots_of_a_holder_one_by_one() -> None:
     ledger = SlotLedger({"a": 4, "b": 2})
     ledger.take("one", {0: "a", 1: "b"}, 2)
-    assert ledger.take("one", {2: "a"}, 2) == {2: Seat("a", (2, 3))}
+    assert ledger.take("one", {2: "a"}, 2) == {2: SlotAssignment("a", (2, 3))}
     assert ledger.take("one", {3: "a"}, 2) is None
     ledger.release("one", [0, 7])
     assert ledger.free() == {"a": 2, "b": 0}
-    assert ledger.take("one", {3: "a"}, 2) == {3: Seat("a", (0, 1))}
+    assert ledger.take("one", {3: "a"}, 2) == {3: SlotAssignment("a", (0, 1))}
     ledger.release("one")
     assert ledger.free() == {"a": 4, "b": 2}
 

@@ -45,7 +45,7 @@ def test_a_job_runs_as_its_user_and_sees_nothing_of_the_scheduler(case: Case) ->
     assert said["folder"] == str(case.folder)
     assert said["seen"] == []
     assert case.saved(USER).joinpath("checkpoint").stat().st_uid == account.pw_uid
-    case.generations.stop(USER, 60.0)
+    case.attempts.stop(USER, 60.0)
     assert case.exited(USER) == Exited(1, Outcome.STOPPED, 7)
     assert "/dev/stderr can be opened" in case.log(USER)
     for path in case.state_dir.path.rglob("*"):

@@ -26,7 +26,7 @@ from pipollux_sched.store import StateDir
 from tests.sched.backend.local.test_backend import wait_for, wait_for_text
 from tests.sched.backends import cpu_nodes, local_backend
 from tests.sched.processes import processes_of
-from tests.sched.scripts import MEETING
+from tests.sched.scripts import RENDEZVOUS
 
 ARGS = ("--n", "5", "--log", "--max", "--run", "--node", "--", "-m", "--", "a b", "", "--nnodes=7")
 """What torchrun would take for its own, and more."""
@@ -50,7 +50,7 @@ def test_what_two_replicas_are_given(
     backend = local_backend(
         cpu_nodes(node_a=1, node_b=1), state_dir, pass_environment=["OPERATORS_CHOICE"]
     )
-    work = ReplicaProgram(job="meeting", script=MEETING, args=ARGS, environment=given)
+    work = ReplicaProgram(job="meeting", script=RENDEZVOUS, args=ARGS, environment=given)
     try:
         backend.apply(work, 1, ["node-a", "node-b"])
         for replica in range(2):

@@ -14,7 +14,7 @@ import pytest
 from pipollux_agent import agent
 from pipollux_sched.backend import Launch, ReplicaProgram
 from pipollux_sched.backend.replica.command import agent_in_container
-from tests.sched.backends import seats
+from tests.sched.backends import assignments
 
 
 def test_the_folder_for_checkpoints_is_there(
@@ -41,10 +41,10 @@ def test_the_first_process_of_a_container_ends_while_it_loads(tmp_path: Path) ->
     program = ReplicaProgram(job="job", script=Path("train.py"))
     launch = Launch(
         job="job",
-        generation=1,
-        seats=seats(["n1"]),
+        attempt=1,
+        assignments=assignments(["n1"]),
         num_first=1,
-        supervisor_url="http://127.0.0.1:1",
+        scheduler_url="http://127.0.0.1:1",
         checkpoints=tmp_path,
     )
     command = agent_in_container(program, launch, 0, python=sys.executable)

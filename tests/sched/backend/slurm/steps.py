@@ -9,14 +9,14 @@ from pipollux_sched.backend.base import Ended, Launch, ReplicaKey, ReplicaProgra
 from pipollux_sched.backend.slurm.engine import SlurmEngine
 from pipollux_sched.store import StateDir
 from tests.hosts.harness.slurm import SlurmCluster
-from tests.sched.backends import seats
+from tests.sched.backends import assignments
 from tests.waiting import until
 
 TOY = Path(__file__).parents[2] / "toy_job.py"
 
 
 def start(
-    engine: SlurmEngine, job: str, node: str, *args: str, stages: int = 1, generation: int = 1
+    engine: SlurmEngine, job: str, node: str, *args: str, stages: int = 1, attempt: int = 1
 ) -> ReplicaKey:
     """Start a job of one replica, which needs no scheduler to be found."""
     program = ReplicaProgram(job=job, script=TOY, args=args, num_stages=stages)
@@ -24,10 +24,10 @@ def start(
     Path(folder).mkdir(parents=True, exist_ok=True)
     launch = Launch(
         job=job,
-        generation=generation,
-        seats=seats([node], stages),
+        attempt=attempt,
+        assignments=assignments([node], stages),
         num_first=1,
-        supervisor_url="",
+        scheduler_url="",
         checkpoints=folder,
     )
     engine.start(program, launch, 0)

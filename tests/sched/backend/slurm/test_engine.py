@@ -48,15 +48,15 @@ def test_replicas_run_where_they_were_placed_with_gpus_of_their_own(
     first = start(engine, "first", "n2", stages=2)
     second = start(engine, "second", "n2", stages=1)
     third = start(engine, "third", "n2", stages=1)
-    other = start(engine, "other", "n3", stages=4, generation=7)
+    other = start(engine, "other", "n3", stages=4, attempt=7)
     keys = (first, second, third, other)
     for key in keys:
         runs(engine, state_dir, key)
     assert {name: node for name, node in step_names(cluster).items() if ".g" in name} == {
-        "first.g1.r0": "n2",
-        "second.g1.r0": "n2",
-        "third.g1.r0": "n2",
-        "other.g7.r0": "n3",
+        "first.a1.r0": "n2",
+        "second.a1.r0": "n2",
+        "third.a1.r0": "n2",
+        "other.a7.r0": "n3",
     }
     variables = {key: environment(state_dir, key) for key in keys}
     gpus = {key: variables[key]["CUDA_VISIBLE_DEVICES"].split(",") for key in keys}
@@ -94,7 +94,7 @@ def test_no_command_shows_what_is_secret(
 ) -> None:
     from pipollux_sched.backend.base import Launch, ReplicaProgram
     from tests.sched.backend.slurm.steps import TOY
-    from tests.sched.backends import seats
+    from tests.sched.backends import assignments
 
     program = ReplicaProgram(
         job="toy", script=TOY, environment={"PIPOLLUX_TOKEN": "very-secret-indeed"}
@@ -103,10 +103,10 @@ def test_no_command_shows_what_is_secret(
     Path(folder).mkdir(parents=True)
     launch = Launch(
         job="toy",
-        generation=1,
-        seats=seats(["n1"]),
+        attempt=1,
+        assignments=assignments(["n1"]),
         num_first=1,
-        supervisor_url="",
+        scheduler_url="",
         checkpoints=folder,
     )
     engine.start(program, launch, 0)
@@ -115,7 +115,7 @@ def test_no_command_shows_what_is_secret(
     commands = [
         " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])
     ]
-    assert any("--job-name=toy.g1.r0" in command for command in commands)
+    assert any("--job-name=toy.a1.r0" in command for command in commands)
     assert not any("very-secret-indeed" in command for command in commands)
     assert environment(state_dir, key)["PIPOLLUX_TOKEN"] == "very-secret-indeed"
 
@@ -157,16 +157,16 @@ def test_a_killed_scheduler_is_followed_by_one_that_adopts_its_steps(
     orphan = ReplicaKey("orphan", 1, 0)
     # The step of one whose srun died with the scheduler's machine runs on.
     # (All at once: a second process of srun would end the step for want of the first.)
-    runner = json.loads((state_dir.generation("orphan", 1) / "replica-0.srun").read_text())
+    runner = json.loads((state_dir.attempt("orphan", 1) / "replica-0.srun").read_text())
     os.killpg(runner["pid"], signal.SIGKILL)
-    files = ReplicaFiles(state_dir.generation("short", 1) / "replica-0")
+    files = ReplicaFiles(state_dir.attempt("short", 1) / "replica-0")
     until(lambda: files.read_exit() is not None)
     engine = make_engine(OwnAllocation(pool))
     assert set(engine.listing().replicas) == {long, short, orphan}
     assert ended(engine, short)[::2] == (0, "")
     runs(engine, state_dir, long)
     found = engine.recover({("long", 1), ("short", 1)}, 30.0)
-    assert [line.partition(" of ")[2] for line in found] == ["job orphan (orphan.g1.r0)"]
+    assert [line.partition(" of ")[2] for line in found] == ["job orphan (orphan.a1.r0)"]
     assert orphan not in engine.listing().replicas
     assert state(engine, long).ended is None
     engine.signal(long, Signal.STOP)

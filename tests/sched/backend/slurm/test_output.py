@@ -35,7 +35,7 @@ JOBS = """\
 4|COMPLETING|UNLIMITED|UNLIMITED|s[1-3]|NodeDown|pool
 7_[1-3]|PENDING|2:00|2:00||Priority|array
 """
-STEPS = "1.0|s2|a.g1.r2\n1.1|s2|char-lm.g12.r0\n4.batch|s2|batch\n4.interactive|s2|x\n"
+STEPS = "1.0|s2|a.a1.r2\n1.1|s2|char-lm.a12.r0\n4.batch|s2|batch\n4.interactive|s2|x\n"
 NODE = (
     "NodeName=s2 Arch=x86_64 CoresPerSocket=1  CPUAlloc=16 CPUEfctv=16 CPUTot=16 CPULoad=11.33 "
     "AvailableFeatures=(null) ActiveFeatures=(null) Gres=gpu:4 NodeAddr=10.78.0.12 "
@@ -78,12 +78,12 @@ def test_an_allocation_past_its_limit_is_at_its_end() -> None:
 
 def test_steps() -> None:
     assert [(step.step, step.job, step.node, step.name) for step in read_steps(STEPS)] == [
-        ("1.0", 1, "s2", "a.g1.r2"),
-        ("1.1", 1, "s2", "char-lm.g12.r0"),
+        ("1.0", 1, "s2", "a.a1.r2"),
+        ("1.1", 1, "s2", "char-lm.a12.r0"),
     ]
-    assert read_step_name("char-lm.g12.r0") == ReplicaKey("char-lm", 12, 0)
+    assert read_step_name("char-lm.a12.r0") == ReplicaKey("char-lm", 12, 0)
     assert read_step_name("pipollux-check") is None
-    assert step_name(ReplicaKey("char-lm", 12, 0)) == "char-lm.g12.r0"
+    assert step_name(ReplicaKey("char-lm", 12, 0)) == "char-lm.a12.r0"
 
 
 def test_nodes() -> None:

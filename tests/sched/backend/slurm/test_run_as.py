@@ -61,7 +61,7 @@ def test_each_job_runs_as_its_user_and_sees_nothing_of_the_scheduler(case: Case)
         assert said["seen"] == []
         assert case.saved(user).joinpath("checkpoint").stat().st_uid == account.pw_uid
     for user in USERS:
-        case.generations.stop(user, 60.0)
+        case.attempts.stop(user, 60.0)
         assert case.exited(user) == Exited(1, Outcome.STOPPED, 7)
         assert "/dev/stdout can be opened" in case.log(user)
     assert case.state_dir.path.stat().st_mode & 0o777 == 0o700
@@ -74,7 +74,7 @@ def test_what_becomes_of_those_that_fail_is_said_in_one_line(case: Case, hosts: 
     assert "status 1: RuntimeError: it went wrong" in case.exited(user).message.splitlines()[0]
     private = case.folder / "private"
     private.mkdir(mode=0o700)
-    case.generations.forget(user, 1)
+    case.attempts.forget(user, 1)
     case.start(user, directory=private)
     said = case.exited(user).message.splitlines()[0]
     assert f"exit status 126: working_dir: user '{user}', as whom the job runs, cannot" in said

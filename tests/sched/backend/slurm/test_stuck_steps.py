@@ -6,7 +6,7 @@ import pytest
 
 from pipollux_sched.backend.base import ReplicaKey, Signal
 from pipollux_sched.backend.slurm import engine as engine_module
-from pipollux_sched.backend.slurm import replica_step, strays
+from pipollux_sched.backend.slurm import orphans, replica_step
 from pipollux_sched.backend.slurm.engine import SlurmEngine
 from pipollux_sched.backend.slurm.pools import OwnAllocation
 from pipollux_sched.backend.slurm.rented_pools import PoolOptions, RentedPools
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.exhaustive
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_step, "LISTED_PATIENCE", 1.0)
     monkeypatch.setattr(engine_module, "KILL_PATIENCE", 2.0)
-    monkeypatch.setattr(strays, "STUCK_AFTER", 3.0)
+    monkeypatch.setattr(orphans, "STUCK_AFTER", 3.0)
 
 
 def end_and_forget(cluster: SlurmCluster, engine: SlurmEngine, key: ReplicaKey) -> None:
@@ -31,7 +31,7 @@ def end_and_forget(cluster: SlurmCluster, engine: SlurmEngine, key: ReplicaKey) 
 
     Its job must have a name of its own: what slurmctld has saved is looked for by it.
     """
-    name = f"{key.job}.g{key.generation}.r{key.replica}"
+    name = f"{key.job}.a{key.attempt}.r{key.replica}"
     saved = cluster.saved_with(name)
     engine.signal(key, Signal.STOP)
     assert ended(engine, key).status == 143
@@ -62,7 +62,7 @@ def test_a_replica_that_has_ended_is_not_waited_for(
     assert ended(second, key).status == 143
     second.recover((), 0.0)
     why = leaves(second, "n1")
-    assert why.endswith("(ended.g1.r0) there, which is over and cannot be ended.")
+    assert why.endswith("(ended.a1.r0) there, which is over and cannot be ended.")
     assert not second.nodes()["n2"].draining
 
 
@@ -73,13 +73,13 @@ def test_a_scheduler_starts_though_a_forgotten_replica_is_listed(
     key = start(first, "forgotten", "n1")
     runs(first, state_dir, key)
     end_and_forget(cluster, first, key)
-    first.forget(key.job, key.generation)
+    first.forget(key.job, key.attempt)
     second = make_engine(OwnAllocation(pool))
     (line,) = second.recover((), 0.0)
-    assert line.endswith("of job forgotten (forgotten.g1.r0)")
+    assert line.endswith("of job forgotten (forgotten.a1.r0)")
     other = start(second, "other", "n2")
     assert runs(second, state_dir, other).ended is None
-    assert "(forgotten.g1.r0)" in leaves(second, "n1")
+    assert "(forgotten.a1.r0)" in leaves(second, "n1")
     assert state(second, other).ended is None
     second.signal(other, Signal.KILL)  # the patience of the end is short here
     assert ended(second, other).status == -9

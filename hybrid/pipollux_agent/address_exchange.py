@@ -1,0 +1,144 @@
+"""Where the agents of an attempt meet, when nobody could know it beforehand.
+
+Each agent registers its address with the scheduler (``POST /jobs/{name}/replicas``), that of
+replica 0 with the port of its store, and waits until all have (``GET /jobs/{name}/replicas``). It
+runs in processes of jobs, next to an agent that is run as a file: it must import nothing of the
+package around it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
+
+from pipollux_protocol import environment as variables
+from pipollux_protocol.messages import ReplicaAddresses, ReplicaRegistration
+
+Answer = TypeVar("Answer")
+REQUEST_TIMEOUT = 10.0
+WAIT = 20.0
+"""Seconds that one request waits for the others."""
+BACKOFF = 2.0
+"""Seconds between two tries where the scheduler does not answer."""
+
+
+def own_address() -> str:
+    """Return this replica's address for the others.
+
+    It is PIPOLLUX_ADDRESS, else the address of the interface that leads to the scheduler.
+    """
+    told = os.environ.get(variables.ADDRESS.name)
+    if told:
+        return told
+    host = urllib.parse.urlsplit(_url()).hostname or "127.0.0.1"
+    family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def use_interface_of(address: str) -> None:
+    """Let collectives use the interface of an address, unless the environment names one."""
+    import psutil
+
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in entries):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """Return a listening socket; port 0: any that is free."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family)
+
+
+def meet(replica: int, address: str, port: int, timeout: float) -> tuple[str, int]:
+    """Register this replica, and wait for the others; return address and port of replica 0.
+
+    Exits with a sentence where the attempt is over, the token is wrong, or `timeout` seconds
+    have passed.
+    """
+    attempt = variables.ATTEMPT.read(os.environ) or 0
+    shown = f"[{address}]" if ":" in address else address
+    here = ReplicaRegistration(attempt=attempt, replica=replica, address=f"{shown}:{port}")
+    deadline = time.monotonic() + timeout
+    _ask("POST", "", deadline, bytes, here.model_dump_json().encode())
+    read, query = ReplicaAddresses.model_validate_json, f"?attempt={attempt}&wait={WAIT:g}"
+    while True:
+        found = _ask("GET", query, deadline, read)
+        if found.complete:
+            place = next(other.address for other in found.replicas if other.replica == 0)
+            host, _, port_text = place.rpartition(":")
+            return host.strip("[]"), int(port_text)
+        if time.monotonic() >= deadline:
+            there = len(found.replicas)
+            _give_up(f"only {there} of {found.num_replicas} replicas were there in {timeout:g} s")
+
+
+def _ask(
+    method: str,
+    query: str,
+    deadline: float,
+    read: Callable[[bytes], Answer],
+    body: bytes | None = None,
+) -> Answer:
+    """Ask the scheduler; try again until the deadline while it does not answer, or makes no sense.
+
+    Args:
+        method: of the request.
+        query: of the request.
+        deadline: by the monotonic clock.
+        read: reads the answer, or raises a ValueError.
+        body: of the request.
+    """
+    url = f"{_url()}/jobs/{os.environ[variables.JOB_ID.name]}/replicas{query}"
+    request = urllib.request.Request(  # noqa: S310  # the scheduler's URL
+        url,
+        method=method,
+        data=body,
+        headers={
+            "Authorization": f"Bearer {os.environ.get(variables.TOKEN.name, '')}",
+            "Content-Type": "application/json",
+        },
+    )
+    while True:
+        try:
+            with _opener().open(request, timeout=REQUEST_TIMEOUT + WAIT) as answer:
+                return read(answer.read())
+        except urllib.error.HTTPError as error:
+            with error:
+                said = error.read(1000).decode("utf-8", "replace")
+            if error.code < 500 and error.code != 429:
+                _give_up(f"{url} answers {error.code}: {said}")
+            failure = f"it answers {error.code}: {said}"
+        except (OSError, ValueError) as error:
+            failure = str(error)
+        if time.monotonic() >= deadline:
+            _give_up(f"the scheduler does not answer at {url}: {failure}")
+        time.sleep(BACKOFF)
+
+
+def _opener() -> urllib.request.OpenerDirector:
+    """Return an opener without proxies, which trusts PIPOLLUX_CA_FILE where that is given."""
+    context = ssl.create_default_context(cafile=os.environ.get(variables.CA_FILE.name) or None)
+    return urllib.request.build_opener(
+        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
+    )
+
+
+def _url() -> str:
+    return os.environ.get(variables.SCHEDULER_URL.name, "").rstrip("/")
+
+
+def _give_up(why: str) -> NoReturn:
+    print(f"pipollux: the replicas cannot meet: {why}", file=sys.stderr, flush=True)
+    raise SystemExit(1)

@@ -1,0 +1,337 @@
+"""Replicas that join and leave while the others train.
+
+A joining replica is a restart whose checkpoint comes from a peer: it runs the script, waits at the
+beginning of the loop that the others are in, and takes over their states at a step boundary that
+all have agreed on. For the surviving replicas a change is what a stop and a restart would be,
+without either: the same states, random numbers and positions, to the last bit.
+
+1. A joining replica asks to join in the folder of the rendezvous, and goes on to the loop that the
+   job is in.
+2. Replica 0 proposes a membership. All of its replicas form its groups in the background.
+3. With the control message of each step every replica tells what it has formed. Once all have
+   formed the same, they change at this very boundary.
+4. All meet once more, over the new groups, and the surviving replicas send the joining replicas
+   their states. Whatever goes wrong so far, the old ones go on.
+5. They vote over the old groups, tell joining replicas and vote once more, as one may be gone, and
+   switch to the new groups; replicas that left end.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from dataclasses import replace
+from typing import NoReturn
+
+import torch
+
+from pipollux_hybrid.checkpoint.manager import CheckpointManager
+from pipollux_hybrid.checkpoint.state import States
+from pipollux_hybrid.errors import CheckpointError, ConfigurationError, PeerLostError
+from pipollux_hybrid.job.context import JobContext
+from pipollux_hybrid.job.control_plane import ControlMessage
+from pipollux_hybrid.job.env import JobEnvironment
+from pipollux_hybrid.job.membership import Announcement, JobPlace, Membership
+from pipollux_hybrid.telemetry.metrics import Metrics
+
+from .alignment import Alignment, compare, in_common, position
+from .joining_replica import ALIGNMENT_PATIENCE, Joining
+from .log import say
+from .pending_membership import PendingMembership
+from .recovery import Recovery
+from .rendezvous import Rendezvous
+from .rendezvous_folder import RendezvousFolder
+from .switch import go_on, switch
+from .transfer import RefusedError, Route, Sent, pack, send
+from .watch import INTERVAL, MembershipWatch
+
+__all__ = ["ElasticMembership", "elastic_membership", "find_job", "start_elastic_membership"]
+
+TELLS_AFTER = 3.0
+"""Seconds after which it is told that a run waits."""
+BEGIN_PATIENCE = 60.0
+"""Seconds that a run which has begun in a folder has to make its model."""
+
+
+class ElasticMembership:
+    """Changes who takes part, at step boundaries.
+
+    Args:
+        ctx: The job's context.
+        watch: What this replica knows of who takes part.
+    """
+
+    def __init__(self, ctx: JobContext, watch: MembershipWatch) -> None:
+        self._context = ctx
+        self._watch = watch
+        self._announced: PendingMembership | None = None
+        self.totals = watch.totals
+        """Of accumulators, for joining replicas."""
+        self.joining = Joining(ctx, watch, self.totals)
+        """How this replica comes to take part, where it joins others."""
+        self.recovery = Recovery(ctx, watch)
+        """Goes on with those that are left when others have died."""
+
+    def job_place(self) -> JobPlace | None:
+        """Return where the job is that this replica is about to join; None: not yet known."""
+        announcement = self._watch.rendezvous.announcement()
+        return None if announcement is None else announcement.place
+
+    def arrive(self, place: JobPlace, description: str) -> bool:
+        """Note the beginning of a loop; a joining replica joins here.
+
+        Args:
+            place: Where in the script this is.
+            description: Of the loop.
+
+        Returns:
+            False for a joining replica where the job is beyond this loop, which is then skipped.
+
+        Raises:
+            SystemExit: A joining replica was asked to stop, or the job has ended.
+            ConfigurationError: Another job trains in this one's place.
+        """
+        self._check_refused()
+        if self._context.joins is not None and not self.joining.join(place, description):
+            return False
+        self._watch.place, self._watch.loop = place, description
+        return True
+
+    def announce(self, message: ControlMessage) -> ControlMessage:
+        """Add to a control message what this replica has formed, and would leave behind."""
+        self._check_refused()
+        message = replace(message, **self.recovery.told())
+        pending = self._watch.pending
+        self._announced = pending if pending is not None and pending.formed else None
+        if self._context.env.leads:
+            message = replace(message, proposed=self._watch.newest)
+        if self._announced is None:
+            return message
+        number = self._announced.membership.number
+        return replace(message, formed=number, formed_sqr=number**2)
+
+    def is_due(self, agreed: ControlMessage | None) -> bool:
+        """Return whether all replicas have formed the same membership, as all of them know."""
+        if agreed is not None and agreed.proposed > self._watch.newest:
+            self._watch.rendezvous.refresh()
+        if agreed is None or self._announced is None:
+            return False
+        number, size = self._announced.membership.number, self._context.env.world_size
+        return agreed.formed == size * number and agreed.formed_sqr == size * number**2
+
+    def change(self, place: JobPlace, description: str) -> bool:
+        """Change to the membership that all have formed; all replicas call it at the same boundary.
+
+        Args:
+            place: Where in the script this is.
+            description: Of the loop, which joining replicas must be in, too.
+
+        Returns:
+            Whether it came about; else everything is as before.
+
+        Raises:
+            SystemExit: This replica leaves.
+            SynchronizationError: A replica was lost on the way.
+        """
+        pending, ctx, self._announced = self._announced, self._context, None
+        assert pending is not None  # noqa: S101  # else it was not due
+        self._watch.changing = True
+        try:
+            return self._change(pending, position(place, in_common(ctx, description)))
+        finally:
+            self._watch.changing = False
+
+    def _check_refused(self) -> None:
+        if self._watch.refused is not None:
+            raise self._watch.refused
+
+    def _change(self, pending: PendingMembership, here: torch.Tensor) -> bool:
+        """Change to a membership, if all agree."""
+        ctx = self._context
+        began_at, joining = time.perf_counter(), self._joining(pending)
+        try:
+            agreed = self._agree(pending, joining, here)
+        except PeerLostError as error:
+            if not ctx.control.losses.note(error, voids=False):
+                raise
+            self.recovery.recover()
+            return True
+        if not agreed:
+            self._watch.give_up(pending)
+            return False
+        switch(ctx, self._watch, pending)
+        self._watch.enter(pending)
+        go_on(ctx, pending, joined=bool(joining))
+        seconds = time.perf_counter() - began_at
+        self._watch.tell_entered(pending.membership, seconds)
+        if ctx.env.leads:
+            now = f"{ctx.env.num_replicas} replicas train"
+            now = "1 replica trains" if ctx.env.num_replicas == 1 else now
+            say(f"{now} from step {ctx.step} on, after a pause of {seconds:.2f} s")
+        return True
+
+    def _agree(self, pending: PendingMembership, joining: range, here: torch.Tensor) -> bool:
+        """Return whether the change comes about; until then everything is as before."""
+        ctx = self._context
+        metrics = ctx.component(Metrics)
+        metrics.flush()
+        for state in ctx.component(States).values():
+            state.spread()
+        if pending.rank is None:
+            # Replica 0 may still write a checkpoint, and another one is to write the next.
+            ctx.component(CheckpointManager).saver.wait()
+        ok = self._hand_over(pending, joining, here)
+        agreed = self._vote(ok)
+        if agreed and joining:
+            agreed = self._vote(self._announce_to_joining(pending))
+        metrics.interrupt_steps()
+        if agreed and pending.rank is None:
+            self._leave()
+        return agreed
+
+    def _joining(self, pending: PendingMembership) -> range:
+        """Return the ranks of the joining replicas, which come after the surviving replicas."""
+        before = self._watch.membership
+        assert before is not None  # noqa: S101  # who takes part has one
+        replicas = pending.membership.replicas
+        return range(len(set(replicas) & set(before.replicas)), len(replicas))
+
+    def _hand_over(self, pending: PendingMembership, joining: range, here: torch.Tensor) -> bool:
+        """Return whether all replicas of the new membership are here, and have the states."""
+        if pending.rank is None or not joining:
+            return self._meet(pending, here)
+        try:
+            sent = self._pack(pending.rank)
+            if sent is None or not self._meet(pending, here):
+                return False
+            assert pending.peers is not None  # noqa: S101  # there are joining replicas
+            route = Route(tuple(range(joining.start)), tuple(joining))
+            send(pending.peers, pending.rank, sent, route)
+        except RefusedError as refusal:
+            if pending.process == 0:
+                say(f"no replica joins: {refusal}")
+            return False
+        except RuntimeError:  # a joining replica is gone, or hangs
+            return False
+        return True
+
+    def _vote(self, ok: bool) -> bool:
+        """Return whether all that train agree, those who leave, too."""
+        votes = self._context.control.gather(torch.tensor([int(ok)]))
+        return all(int(vote) for vote in votes)
+
+    def _announce_to_joining(self, pending: PendingMembership) -> bool:
+        """Tell those that join that it comes about; return whether they are still there."""
+        if pending.control is None:  # this replica leaves
+            return True
+        try:
+            pending.control.all_gather(torch.tensor([1]), ALIGNMENT_PATIENCE)
+        except RuntimeError:  # one of them died with the states
+            return False
+        return True
+
+    def _pack(self, rank: int) -> Sent | None:
+        try:
+            return pack(self._context.component(States), leads=rank == 0)
+        except CheckpointError as error:
+            say(f"no replica joins: {error}")
+            return None
+
+    def _meet(self, pending: PendingMembership, here: torch.Tensor) -> bool:
+        """Return whether all replicas of the new membership are at this place."""
+        if pending.control is None:
+            return True
+        while True:
+            try:
+                found = pending.control.all_gather(here, ALIGNMENT_PATIENCE)
+            except RuntimeError:  # a joining replica is gone, or cannot come here
+                return False
+            state = compare(found, here)
+            if state is not Alignment.BEHIND:
+                return state is Alignment.TOGETHER
+
+    def _leave(self) -> NoReturn:
+        self._watch.leave()
+        self._context.component(Metrics).finish_progress()
+        if self._watch.speaks:
+            say(f"this replica has left at step {self._context.step or 0}, as asked")
+        sys.exit(0)
+
+
+def elastic_membership(ctx: JobContext) -> ElasticMembership | None:
+    """Return what changes who takes part in this job; None where nothing does."""
+    return ctx.component(_Holder).live
+
+
+class _Holder:
+    """Holds the one object of a job."""
+
+    def __init__(self, ctx: JobContext) -> None:
+        del ctx
+        self.live: ElasticMembership | None = None
+
+
+def start_elastic_membership(
+    ctx: JobContext, rendezvous: Rendezvous, timeout: float
+) -> ElasticMembership:
+    """Begin to let replicas join and leave; all replicas of a job that begins call it."""
+    replica = secrets.token_hex(4) if rendezvous.self_governed else str(ctx.env.replica)
+    if ctx.mesh is not None:  # the processes of a replica come and go together
+        replica = ctx.mesh.gather_from_stages(replica.encode())[0].decode()
+    membership = None
+    if ctx.joins is None:
+        ids = [name.decode() for name in ctx.control.gather_bytes(replica.encode())]
+        membership = Membership(1, tuple(ids[:: ctx.env.processes_per_replica]))
+    watch = MembershipWatch(ctx, rendezvous, membership, replica, timeout)
+    ctx.closers.append(watch.close)
+    live = ctx.component(_Holder).live = ElasticMembership(ctx, watch)
+    return live
+
+
+def find_job(rendezvous: RendezvousFolder, env: JobEnvironment) -> Announcement | None:
+    """Return what the job in a folder tells; None: there is none, and this run begins one.
+
+    Raises:
+        ConfigurationError: This run has several replicas, or others than those of a job that is
+            there already.
+    """
+    began_at, told = time.monotonic(), False
+    while True:
+        claim, announcement = rendezvous.last_claim(), rendezvous.announcement()
+        # A job that has not yet made its model is not yet known.
+        if announcement is not None and rendezvous.job_speaks() and announcement.balance:
+            _check_joins(rendezvous, announcement, env)
+            return announcement
+        starts = (
+            announcement is None
+            and claim is not None
+            and time.monotonic() < began_at + BEGIN_PATIENCE
+        )
+        if not starts and rendezvous.job_is_silent() and rendezvous.claim(claim):
+            return None
+        if not told and time.monotonic() > began_at + TELLS_AFTER:
+            say(f"waits to see whether the job in {rendezvous.folder} is alive, and has its model")
+            told = True
+        time.sleep(INTERVAL)
+
+
+def _check_joins(
+    rendezvous: RendezvousFolder, announcement: Announcement, env: JobEnvironment
+) -> None:
+    """Refuse a run that cannot be a replica of the job that meets in a folder."""
+    where = f"PIPOLLUX_RENDEZVOUS={str(rendezvous.folder)!r}"
+    theirs, ours = announcement.processes, env.processes_per_replica
+    if ours != theirs:
+        count = f"{theirs} processes, one for each stage" if theirs > 1 else "one process"
+        raise ConfigurationError(
+            f"{where}: each replica of the job that runs there has {count}, and this one has "
+            f"{ours}: start it with processes_per_replica={theirs} and torchrun "
+            f"--nproc-per-node={theirs}, or choose another folder"
+        )
+    if env.num_replicas > 1:
+        raise ConfigurationError(
+            f"{where}: a job of {len(announcement.membership.replicas)} replicas runs there "
+            f"already; start joining replicas one by one (torchrun --nproc-per-node={theirs}), "
+            "or choose another folder"
+        )

@@ -1,0 +1,214 @@
+"""Forming the groups of a membership in the background, while the replicas train in the old ones.
+
+Make before break: nobody stops before all replicas of the new membership have met, so one that dies
+or is slow on its way costs the others nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store, TCPStore
+
+from pipollux_hybrid.job.groups import ReplicaGroup, form_group
+from pipollux_hybrid.job.membership import Membership
+from pipollux_hybrid.job.mesh import MeshGroups, ProcessMesh
+
+from .rendezvous import Rendezvous
+from .skeleton import Spare
+
+__all__ = ["PendingMembership"]
+
+_LOG = logging.getLogger(__name__)
+PATIENCE = 60.0
+"""Seconds for all replicas of a membership to meet: a scheduler with thousands of changes at a time
+tells each of them every 15 s where the others are."""
+LOOK_INTERVAL = 0.05
+COMMON = "common"
+"""Key of what all replicas must have in common."""
+
+
+class PendingMembership:
+    """A membership whose groups are being formed, as one replica sees it.
+
+    Args:
+        membership: Who is to take part.
+        replica: The id of this replica; one that does not take part leaves.
+        rendezvous: Where the replicas find each other.
+        timeout: Seconds that later collectives wait.
+        mesh: The groups of this process now, where each stage has one.
+        outline: Returns what replica 0 tells those that join of the states to come, so that they
+            can make room; None: nothing.
+        common: Returns what all replicas must have in common, for the message of one that has not.
+        prepare: What one that joins does with it.
+        prepares: Called with the number of replicas, they get what takes time, and return what is
+            to be called when the membership has come about.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        replica: str,
+        rendezvous: Rendezvous,
+        timeout: float,
+        mesh: ProcessMesh | None = None,
+        outline: Callable[[], bytes] | None = None,
+        common: Callable[[], Mapping[str, str | None]] | None = None,
+        prepare: Callable[[bytes], Spare] | None = None,
+        prepares: Sequence[Callable[[int], Callable[[], None]]] = (),
+    ) -> None:
+        self.membership = membership
+        self.rank = membership.rank(replica)
+        """This replica's rank in it; None: it leaves."""
+        stage, processes = (mesh.stage, mesh.num_stages) if mesh is not None else (0, 1)
+        self.process = None if self.rank is None else self.rank * processes + stage
+        """This process's rank among all of its processes; None: it leaves."""
+        self.num_processes = len(membership.replicas) * processes
+        self.store: Store | None = None
+        self.control: ReplicaGroup | None = None
+        """For control messages, of all processes; None for one."""
+        self.gradients: ReplicaGroup | None = None
+        """For gradients, and to be torch's default one, of all processes; None for one."""
+        self.mesh_groups: MeshGroups | None = None
+        """Those of this process where each stage has one."""
+        self.failure: Exception | None = None
+        self.formed = self.rank is None
+        """Whether this replica has met all others."""
+        self.spare: Spare = {}
+        """Memory that one that joins has made ready."""
+        self.began_at = time.monotonic()
+        self.ready: list[Callable[[], None]] = []
+        """To be called when it has come about."""
+        self._mesh = mesh
+        self._outline, self._prepare, self._prepares = outline, prepare, prepares
+        self._common = common
+        self._rendezvous = rendezvous
+        self._timeout = timeout
+        if self.rank is not None:
+            name = f"pipollux-forming-{membership.number}"
+            threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    @property
+    def name(self) -> str:
+        """What its groups are called."""
+        return f"membership-{self.membership.number}"
+
+    @property
+    def peers(self) -> ReplicaGroup | None:
+        """The processes that have the same states, in the order of replicas; None for one."""
+        return self.control if self.mesh_groups is None else self.mesh_groups.column
+
+    @property
+    def failed(self) -> str:
+        """Why it does not come about, in a sentence; empty: it may."""
+        if self.failure is not None:
+            return f"{type(self.failure).__name__}: {self.failure}"
+        if not self.formed and time.monotonic() - self.began_at > PATIENCE:
+            return f"its replicas did not meet within {PATIENCE:g} s"
+        return ""
+
+    def common(self) -> dict[str, str | None]:
+        """Return what replica 0 has said that all must have in common; empty: nothing."""
+        if self.store is None or not self.store.check([COMMON]):
+            return {}
+        found: dict[str, str | None] = json.loads(self.store.get(COMMON))
+        return found
+
+    def drop(self) -> None:
+        """Let go of the groups: it does not come about."""
+        of_mesh = () if self.mesh_groups is None else self.mesh_groups.all
+        for group in (self.control, self.gradients, *of_mesh):
+            if group is not None:
+                group.process_group.abort()
+        self.control = self.gradients = self.mesh_groups = self.store = None
+        self.spare, self.ready = {}, []
+
+    def _run(self) -> None:
+        try:
+            self._form()
+        except Exception as error:  # nobody waits for it
+            self.failure = error
+            _LOG.warning(
+                "the groups of %s replicas were not formed, and training goes on without: %s: %s",
+                *(len(self.membership.replicas), type(error).__name__, error),
+            )
+        else:
+            self.formed = True
+
+    def _form(self) -> None:
+        size, replicas = self.num_processes, len(self.membership.replicas)
+        assert self.rank is not None and self.process is not None  # noqa: S101, PT018  # there is a thread
+        deadline = time.monotonic() + PATIENCE
+        store = self.store = self._meet(self.membership.number, deadline)
+        if size == 1:
+            return
+        if replicas > 1:
+            self._make_room(store)
+        self._wait_for_all(store, "here", deadline)
+
+        def form(name: str, rank: int, size: int, patience: float = PATIENCE) -> ReplicaGroup:
+            options = {"patience": patience, "timeout": self._timeout}
+            return form_group(store, f"{self.name}-{name}", rank, size, **options)
+
+        def form_within(name: str, rank: int, size: int) -> ReplicaGroup:
+            # Gloo keeps what it was given at first for what is sent from one to another.
+            return form(name, rank, size, self._timeout)
+
+        self.control = form("control", self.process, size)
+        self.gradients = form("gradients", self.process, size)
+        if self._mesh is not None:
+            self.mesh_groups = self._mesh.form(form, form_within, self.rank, replicas)
+            # A process may have formed all of its own, and another one not.
+            self._wait_for_all(store, "formed", time.monotonic() + PATIENCE)
+
+    def _wait_for_all(self, store: Store, what: str, deadline: float) -> None:
+        """Say something in the store, and wait until all have said it."""
+        store.set(f"{what}-{self.process}", "1")
+        left = timedelta(seconds=max(deadline - time.monotonic(), 1.0))
+        store.wait([f"{what}-{rank}" for rank in range(self.num_processes)], left)
+
+    def _make_room(self, store: Store) -> None:
+        """Have memory made ready before anybody waits for it."""
+        name = f"outline-{0 if self._mesh is None else self._mesh.stage}"
+        if self.process == 0 and self._common is not None:
+            store.set(COMMON, json.dumps(self._common()))
+        if self.rank == 0:
+            told = self._outline() if self._outline is not None else b""
+            store.set(name, told)  # type: ignore[arg-type]  # torch takes bytes, too
+        elif self._prepare is not None and (told := store.get(name)):
+            self.spare = self._prepare(told)
+        self.ready = [prepare(len(self.membership.replicas)) for prepare in self._prepares]
+
+    def _meet(self, number: int, deadline: float) -> Store:
+        patience = timedelta(seconds=PATIENCE)
+        if self.process == 0:
+            host, alone = self._rendezvous.host()
+            # torch's own store listens on every interface of the machine.
+            listener = _listen(host) if alone else None
+            store = TCPStore(
+                host,
+                listener.getsockname()[1] if listener else 0,
+                None,
+                True,
+                patience,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach() if listener else None,
+            )
+            self._rendezvous.announce_store(number, host, store.port)
+            return store
+        while (found := self._rendezvous.find_store(number)) is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"replica {self.membership.replicas[0]} did not answer")
+            time.sleep(LOOK_INTERVAL)
+        return TCPStore(*found, None, False, patience, wait_for_workers=False)
+
+
+def _listen(address: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family)

@@ -1,0 +1,379 @@
+"""Going on with those that are left when replicas have died.
+
+1. A collective fails. The iteration under way is void on those whose gradients have not come
+   through; each goes on to its next step boundary.
+2. There it says so at the place where replicas meet, and the first of those that are left decides
+   on the membership that follows, as soon as each replica has either said so or ended.
+3. They form its groups. Should another one die meanwhile they try again without it.
+4. They compare how far they are. Where an all-reduce has come through to some and not to others,
+   those that are ahead win: the others take their states over. Else all put back what the script
+   has changed in the void iteration.
+5. Where something cannot be had again, all end as if nobody could go on, and say why.
+
+Where each stage has a process, a replica is lost with any of them, and the others of it end. Those
+of each replica that is left come here together, as they are of one mind on what has come about: its
+first one says so for them, and each takes over from those that run its stage.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from pipollux_hybrid.checkpoint.rng_state import random_state
+from pipollux_hybrid.checkpoint.state import States
+from pipollux_hybrid.errors import CheckpointError, PeerLostError, ReplicaBrokenError
+from pipollux_hybrid.job.context import JobContext
+from pipollux_hybrid.job.control_plane import ControlMessage
+from pipollux_hybrid.job.membership import Membership
+from pipollux_hybrid.telemetry.metrics import Metrics
+from pipollux_perfmodel.errors import PipolluxError
+
+from .arbiter import Arbiter
+from .eligibility import why_not_live
+from .log import say
+from .pending_membership import PendingMembership
+from .switch import switch
+from .transfer import RefusedError, Route, pack, send, take
+from .undo import Undo
+from .watch import MembershipWatch
+
+__all__ = ["Recovery"]
+
+ATTEMPTS = 4
+"""Memberships that are tried one after the other, as more replicas may die."""
+PATIENCE = 10.0
+"""Seconds to wait where nothing says that anybody is still at work."""
+GRACE = 0.05
+"""Seconds for others to say that they live, where it looks as if they had ended."""
+CUT_OFF_GRACE = 2.0
+"""The same where a host does not answer: its replicas may live, and see the others as lost."""
+POLL_INTERVAL = 0.01
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """How those that are left go on."""
+
+    behind: bool
+    """Whether others were ahead of this replica: what it was about to do is done."""
+    last: ControlMessage | None
+    """What the last exchange gave to those that are ahead."""
+
+
+class Recovery:
+    """What a replica does when others were lost.
+
+    Args:
+        ctx: The job's context.
+        watch: What this replica knows of who takes part.
+    """
+
+    def __init__(self, ctx: JobContext, watch: MembershipWatch) -> None:
+        self._context = ctx
+        self._watch = watch
+        self._losses = ctx.control.losses
+        self._undo: Undo | None = None
+        self._arbiter = watch.rendezvous.arbiter
+        self._losses.expected = self._arbiter is not None
+        self._losses.recoverable = self._can_go_on
+        self._losses.hang_up = self._hang_up
+
+    def remember(self) -> None:
+        """Note what every state is at a step boundary, in case that the iteration is void."""
+        if not self._can_go_on(False):
+            return
+        if self._undo is None:
+            self._undo = Undo(self._context)
+        self._undo.remember()
+
+    def forget(self) -> None:
+        """Note the end of a loop."""
+        if self._undo is not None:
+            self._undo.forget()
+
+    def told(self) -> dict[str, Any]:
+        """Return what all must know of this replica in case that it dies, for a control message."""
+        if self._undo is None or not self._can_go_on(True):
+            return {}
+        marks = self._undo.marks()
+        return {
+            "pending": self._num_pending(),
+            "generators": marks,
+            "generators_sqr": tuple(mark * mark for mark in marks),
+        }
+
+    def recover(self) -> Recovered:
+        """Go on with those that are left; they all call it, each at its next step boundary.
+
+        Raises:
+            PeerLostError: They cannot; it says why.
+        """
+        ctx, lost, step = self._context, self._watch.membership, self._context.step
+        assert lost is not None  # noqa: S101  # who takes part has one
+        self._watch.suspend()
+        me = self._about_me()
+        if ctx.mesh is not None:
+            ctx.mesh.gather_from_stages(b"")  # nobody says that this replica is here before it is
+        ctx.control.abandon()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        try:
+            pending, everyone = self._form(lost, me)
+        except OSError as error:
+            self._give_up(f"the place where they meet cannot be reached ({error})")
+        reason = next((x["reason"] for x in everyone if x["reason"]), "")
+        everyone = everyone[ctx.env.stage :: ctx.env.processes_per_replica]
+        furthest = max(x["exchanges"] for x in everyone)
+        behind = [rank for rank, x in enumerate(everyone) if x["exchanges"] < furthest]
+        if not reason and any(everyone[rank]["holds"] for rank in behind):
+            reason = PENDING
+        if not reason and behind:
+            reason = self._bound()
+        if reason:
+            self._give_up(reason)
+        ahead = next(x for x in everyone if x["exchanges"] == furthest)
+        try:
+            switch(ctx, self._watch, pending)
+            self._take_over([x for x in range(len(everyone)) if x not in behind], behind)
+            self._go_on(ahead["equal"])
+        except PipolluxError:
+            raise
+        except RuntimeError as error:  # of the library that carries messages
+            self._give_up("another one was lost before all were at one step", error)
+        seconds = time.monotonic() - self._losses.noted_at
+        self._watch.resume(pending)
+        self._losses.clear()
+        self._tell(lost, pending.membership, step, seconds)
+        last = None if ahead["last"] is None else ControlMessage.of(ahead["last"])
+        return Recovered(behind=ctx.env.rank in behind, last=last)
+
+    # --- before ------------------------------------------------------------------------------
+
+    def _can_go_on(self, voids: bool) -> bool:
+        ctx = self._context
+        here = self._arbiter is not None and ctx.watch is not None
+        ready = self._undo is not None and self._undo.ready
+        return here and ctx.env.num_replicas > 1 and (ready or not voids)
+
+    def _hang_up(self) -> None:
+        if self._context.watch is not None:
+            self._context.watch.hang_up()
+
+    def _num_pending(self) -> int:
+        return sum(state.is_pending() for state in self._context.component(States).values())
+
+    def _about_me(self) -> dict[str, Any]:
+        """Return what the others have to know; a void iteration is taken back."""
+        control, last = self._context.control, self._context.control.last
+        holds = self._num_pending() > 0
+        reason = ""
+        if self._losses.void:
+            assert self._undo is not None  # noqa: S101  # else it was not noted
+            reason = self._undo.put_back()
+            self._context.component(Metrics).drop_losses()
+        if not reason and (self._num_pending() or (last is not None and last.pending)):
+            reason = PENDING
+        states = self._context.component(States).values()
+        reason = reason or next(filter(None, (state.lost() for state in states)), "")
+        reason = reason or why_not_live(self._context, joins=False) or ""
+        return {
+            "exchanges": control.exchanges,
+            "holds": holds,
+            "reason": reason,
+            "equal": _are_equal(last, self._context.env.world_size),
+            "last": None if last is None else last.numbers(),
+        }
+
+    def _give_up(self, reason: str, cause: Exception | None = None) -> NoReturn:
+        error = self._losses.error
+        raise PeerLostError(
+            f"{error} The replicas that are left cannot go on without a restart: {reason}"
+        ) from (cause or error)
+
+    # --- who goes on -------------------------------------------------------------------------
+
+    def _form(
+        self, lost: Membership, me: dict[str, Any]
+    ) -> tuple[PendingMembership, list[dict[str, Any]]]:
+        """Form the groups of those that are left; return what each process says of itself."""
+        arbiter = self._arbiter
+        assert arbiter is not None  # noqa: S101  # else the loss was not noted
+        newest = self._watch.newest
+        for attempt in range(ATTEMPTS):
+            successor = self._decided(arbiter, lost, attempt, newest)
+            newest = max(newest, successor.number)
+            if successor.rank(self._watch.replica) is None:
+                self._watch.leave()
+                self._give_up("the others have gone on without this one, which they took for lost")
+            rendezvous, timeout = self._watch.rendezvous, self._watch.timeout
+            mesh = self._context.mesh
+            pending = PendingMembership(successor, self._watch.replica, rendezvous, timeout, mesh)
+            everyone = self._meet(pending, me, lost)
+            if arbiter.conclude(successor, enters=everyone is not None):
+                if everyone is None:
+                    self._watch.leave()
+                    self._give_up("the others have gone on without this one, which was too slow")
+                else:
+                    return pending, everyone
+            self._watch.abandon(pending)
+        return self._give_up(f"they did not find each other in {ATTEMPTS} attempts")
+
+    def _decided(self, arbiter: Arbiter, lost: Membership, attempt: int, newest: int) -> Membership:
+        """Say that this replica lives; return who goes on."""
+        me, began_at = self._watch.replica, time.monotonic()
+        if self._watch.speaks:
+            arbiter.report(lost, attempt, me, newest)
+        while (decision := arbiter.decision(lost, attempt)) is None:
+            waited = time.monotonic() - began_at
+            gone, unreachable = self._gone(lost), self._unreachable(lost)
+            patience = self._watch.timeout if gone else PATIENCE
+            reports = arbiter.reports(lost, attempt)
+            alive = [x for x in lost.replicas if x in reports and x not in gone]
+            missing = set(lost.replicas) - gone - set(alive)
+            complete = waited > (CUT_OFF_GRACE if unreachable else GRACE) and not missing
+            leads = (
+                alive[:1] == [me]
+                and self._watch.speaks
+                and not _yields(
+                    alive, [x for x in lost.replicas if x in reports and x in unreachable], lost
+                )
+            )
+            if arbiter.survivors_decide and leads and (complete or waited > patience):
+                successor = Membership(self._next_number(reports), tuple(alive))
+                arbiter.decide(lost, attempt, successor)
+            announcement = self._watch.rendezvous.announcement()
+            newer = announcement is not None and announcement.membership.number > lost.number
+            if newer and announcement is not None and announcement.membership.rank(me) is None:
+                return announcement.membership
+            if waited > patience + PATIENCE:
+                self._give_up("the others were not heard of")
+            time.sleep(POLL_INTERVAL)
+        return decision
+
+    def _next_number(self, reports: Mapping[str, int]) -> int:
+        proposal = self._watch.rendezvous.proposal()
+        return 1 + max(0 if proposal is None else proposal.number, *reports.values())
+
+    def _gone(self, lost: Membership) -> set[str]:
+        """Return the replicas that have lost a process.
+
+        Raises:
+            ReplicaBrokenError: This is one of them.
+        """
+        watch = self._context.watch
+        gone = _replicas_of(watch.gone(), lost, self._context) if watch is not None else set()
+        if watch is not None and self._watch.replica in gone:
+            raise ReplicaBrokenError(
+                f"this replica has lost another of its processes, and ends: {watch.explain()}"
+            )
+        return gone
+
+    def _unreachable(self, lost: Membership) -> set[str]:
+        watch = self._context.watch
+        return _replicas_of(watch.lost(), lost, self._context) if watch is not None else set()
+
+    def _meet(
+        self, pending: PendingMembership, me: dict[str, Any], lost: Membership
+    ) -> list[dict[str, Any]] | None:
+        """Return what each replica of a membership says of itself; None: not all have met."""
+        members = set(pending.membership.replicas)
+        reason = me["reason"] or self._watch.refusal(len(pending.membership.replicas))
+        me = {**me, "reason": reason}
+        while not pending.formed:
+            if pending.failed or members & self._gone(lost):
+                return None
+            time.sleep(POLL_INTERVAL)
+        if pending.control is None:
+            return [me]
+        try:
+            found = pending.control.all_gather_bytes(json.dumps(me).encode(), PATIENCE)
+        except RuntimeError:
+            return None
+        return [json.loads(content) for content in found]
+
+    # --- after -------------------------------------------------------------------------------
+
+    def _take_over(self, ahead: list[int], behind: list[int]) -> None:
+        """Bring those that are behind to where the others are."""
+        if not behind:
+            return
+        ctx = self._context
+        rank, group = ctx.env.rank, ctx.control.group if ctx.mesh is None else ctx.mesh.column
+        assert group is not None  # noqa: S101  # one is behind another
+        states = {n: x for n, x in ctx.component(States).items() if x.takes_over}
+        try:
+            if rank in behind:
+                take(group, rank, states, ahead[0]).adopt(states)
+            else:
+                sent = pack(states, leads=rank == ahead[0])
+                send(group, rank, sent, Route(tuple(ahead), tuple(behind)))
+        except (RefusedError, CheckpointError) as refusal:
+            self._give_up(str(refusal))
+
+    def _bound(self) -> str:
+        """Return which state replicas that are behind cannot take over; empty: none."""
+        for name, state in self._context.component(States).items():
+            if state.takes_over and not state.live:
+                return f"the state {name} cannot be taken over from another replica"
+        return ""
+
+    def _go_on(self, equal: list[bool]) -> None:
+        """Bring what no state holds to where a restart would bring it."""
+        ctx = self._context
+        ctx.component(Metrics).rejoin()
+        ctx.batch.proposed_microbatches = 0
+        for state in ctx.component(States).values():
+            state.regrouped()
+        random_state(ctx).regroup(equal)
+        for call in (*ctx.rejoined, *ctx.joined):
+            call()
+        ctx.component(Metrics).interrupt_steps()
+
+    def _tell(self, lost: Membership, now: Membership, step: int | None, seconds: float) -> None:
+        ctx, place = self._context, self._watch.rendezvous
+        self._watch.tell_entered(now, seconds)
+        if not ctx.env.leads:
+            return
+        dead = [replica for replica in lost.replicas if now.rank(replica) is None]
+        for replica in dead:
+            place.withdraw(replica)
+        if place.arbiter is not None:
+            place.arbiter.clear(now)
+        names = "replica " + dead[0] if len(dead) == 1 else "replicas " + " and ".join(dead)
+        count = len(now.replicas)
+        say(
+            f"{names} {'was' if len(dead) == 1 else 'were'} lost at step {step or 0}; "
+            f"{count} replica{'s go' if count > 1 else ' goes'} on from step {ctx.step or 0}, "
+            f"after {seconds:.1f} s"
+        )
+
+
+PENDING = (
+    "an Accumulator holds amounts that were not synchronized, and those of the lost replica cannot "
+    "be had again (call synchronized() in every step, or pipollux.report(loss=...) instead)"
+)
+
+
+def _replicas_of(ranks: set[int], lost: Membership, ctx: JobContext) -> set[str]:
+    """Return the replicas that processes belong to."""
+    return {lost.replicas[rank // ctx.env.processes_per_replica] for rank in ranks}
+
+
+def _yields(alive: list[str], cut_off: list[str], lost: Membership) -> bool:
+    """Return whether those that are cut off decide: of a network in two, the larger side."""
+    first = next((replica for replica in lost.replicas if replica in (*alive, *cut_off)), None)
+    return len(cut_off) > len(alive) or (len(cut_off) == len(alive) and first in cut_off)
+
+
+def _are_equal(last: ControlMessage | None, num_replicas: int) -> list[bool]:
+    """Return which generators were the same on all replicas at the last boundary."""
+    if last is None:
+        return [True] * 3
+    pairs = zip(last.generators, last.generators_sqr, strict=True)
+    return [num_replicas * square == mark * mark for mark, square in pairs]

@@ -1,0 +1,334 @@
+"""Where replicas that come later find a running job: a folder that all hosts see.
+
+    job.json             what the job tells joining replicas, written anew by replica 0 all the time
+    claim-N              the Nth run of a job in this folder
+    joining-ID.json     a replica that wants to join, written anew by itself all the time
+    leave-ID             a wish that a replica leaves
+    alive-ID.json        that the process of a replica which takes part is not frozen; for that of
+                         stage k above 0 alive-ID-k.json
+    proposal.json        the membership that is to be formed
+    store-N.json         where the replicas of membership N find each other
+    totals-…             totals that the job has read: see `published_totals`
+    lost-…, follows-…, outcome-…   of replicas that have died: see `arbiter`
+
+Every file has one writer, and is written aside and renamed. Clocks of hosts differ, so a file is
+alive if it changes (a counter in it grows), and not by its time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipollux_hybrid.errors import ConfigurationError
+from pipollux_hybrid.job.membership import Announcement, JobPlace, JoiningReplica, Membership
+
+from .arbiter import Arbiter, FolderArbiter
+from .published_totals import TOTALS
+
+__all__ = ["SILENCE", "RendezvousFolder"]
+
+SILENCE = 10.0
+"""Seconds without a change after which the writer of a file is taken for dead."""
+_JOB, _PROPOSAL = "job.json", "proposal.json"
+_JOINING, _LEAVE, _CLAIM, _ALIVE = "joining-", "leave-", "claim-", "alive-"
+_OF_RUN = ("lost-*", "follows-*", "outcome-*", f"{TOTALS}*")
+
+
+@dataclass
+class _Seen:
+    """What a file held last, and since when."""
+
+    beat: object
+    since: float
+
+
+class RendezvousFolder:
+    """The folder, as one replica sees it.
+
+    Args:
+        folder: On storage that all hosts share; made if it is missing.
+        clock: The monotonic clock.
+
+    Raises:
+        ConfigurationError: The folder cannot be written.
+    """
+
+    self_governed = True
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.folder = folder
+        self._clock = clock
+        self._beat = 0
+        # Containers on several hosts may have the same process ids.
+        self._mine = secrets.token_hex(8)
+        self._seen: dict[str, _Seen] = {}
+        self._run: str | None = None
+        """Which run of a job posts; None before this process knows."""
+        self._posts = False
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._write(f".probe-{self._mine}", {})
+            (folder / f".probe-{self._mine}").unlink()
+        except OSError as error:
+            raise ConfigurationError(
+                f"PIPOLLUX_RENDEZVOUS={str(folder)!r}: a folder is needed that every host of the "
+                f"job can write to ({error})"
+            ) from error
+        self.arbiter: Arbiter | None = FolderArbiter(folder)
+
+    def claim(self, silent_run: str | None) -> bool:
+        """Begin a run of a job in this folder.
+
+        Args:
+            silent_run: The claim of a run before, which is dead; None: there was none.
+
+        Returns:
+            False where another process was quicker.
+        """
+        number = 1 + max(self._claims(), default=0)
+        if silent_run != self.last_claim():
+            return False
+        try:
+            os.close(os.open(self.folder / f"{_CLAIM}{number}", os.O_CREAT | os.O_EXCL, 0o600))
+        except FileExistsError:
+            return False
+        self._run = secrets.token_hex(8)
+        before = () if silent_run is None else (silent_run,)
+        found = (f"{_JOINING}*", f"{_LEAVE}*", f"{_ALIVE}*", "store-*.json", *_OF_RUN)
+        for pattern in (*before, _JOB, _PROPOSAL, *found):
+            for stale in self.folder.glob(pattern):
+                stale.unlink(missing_ok=True)
+        return True
+
+    def last_claim(self) -> str | None:
+        """Return the name of the last run's claim; None: there was none."""
+        numbers = self._claims()
+        return f"{_CLAIM}{max(numbers)}" if numbers else None
+
+    def post(self, announcement: Announcement) -> None:
+        """Tell joining replicas where the job is; replica 0 does so all the time.
+
+        A folder that has disappeared is made again, or the next replica would begin a job there.
+
+        Raises:
+            OSError: It cannot be written.
+            ConfigurationError: A job that has begun earlier posts there, too, whose folder had
+                disappeared when this one began.
+        """
+        found = self._read(_JOB) or {}
+        run, beat = found.get("run"), int(found.get("beat", 0))
+        if self._run is None:  # it leads in the place of another replica of this run
+            self._run, self._beat = run or secrets.token_hex(8), max(beat, self._beat)
+        if run not in (None, self._run) and self._posts and beat > self._beat:
+            raise ConfigurationError(
+                f"PIPOLLUX_RENDEZVOUS={str(self.folder)!r}: a job runs there already, whose files "
+                "had disappeared when this one began: start this replica again, and it joins "
+                "that job, or choose another folder"
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.last_claim() is None:
+            (self.folder / f"{_CLAIM}1").touch()
+        self._write_alive(_JOB, {**announcement.to_json_object(), "run": self._run})
+        self._posts = True
+
+    def retract(self) -> None:
+        """Say that the job has ended: the next run need not wait to find out."""
+        claim = self.last_claim()
+        found = [path.name for pattern in _OF_RUN for path in self.folder.glob(pattern)]
+        for name in (_JOB, claim, *found):
+            if name is not None:
+                with suppress(OSError):
+                    (self.folder / name).unlink(missing_ok=True)
+
+    def announcement(self) -> Announcement | None:
+        """Return what the job tells, whether it is alive or not; None: nothing."""
+        data = self._read(_JOB)
+        try:
+            return None if data is None else Announcement.from_json_object(data)
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    def job_is_silent(self) -> bool:
+        """Return whether nothing was posted for a while; asked again and again."""
+        data, before = self._read(_JOB), self._seen.get(_JOB)
+        if data is None and before is not None and not self.folder.is_dir():
+            return self._clock() - before.since > SILENCE  # the job makes it again
+        return self._is_silent(_JOB, data)
+
+    def job_speaks(self) -> bool:
+        """Return whether something was posted since the first time that this was asked."""
+        data = self._read(_JOB)
+        before = self._seen.get(_JOB)
+        self._is_silent(_JOB, data)
+        return before is not None and self._seen[_JOB].beat != before.beat
+
+    def apply(self, joining_replica: JoiningReplica) -> None:
+        """Ask to join; a joining replica does so all the time.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        data = {
+            "host": joining_replica.host,
+            "waiting_to_join": joining_replica.waiting_to_join,
+            "place": list(joining_replica.place),
+        }
+        self._write_alive(f"{_JOINING}{joining_replica.replica}.json", data)
+
+    def withdraw(self, replica: str) -> None:
+        """Take back what a replica has asked for."""
+        self.withdraw_application(replica)
+        signs = (path.name for path in self.folder.glob(f"{_ALIVE}{replica}*.json"))
+        for name in (f"{_LEAVE}{replica}", *signs):
+            with suppress(OSError):
+                (self.folder / name).unlink(missing_ok=True)
+
+    def withdraw_application(self, replica: str) -> None:
+        """Take back that a replica wants to join, and nothing else."""
+        with suppress(OSError):
+            (self.folder / f"{_JOINING}{replica}.json").unlink(missing_ok=True)
+
+    def joining(self) -> list[JoiningReplica]:
+        """Return those who want to join and are alive, in the order of their ids."""
+        found = []
+        for name in self._names(_JOINING):
+            data = self._read(name)
+            if data is None or self._is_silent(name, data):
+                continue
+            with suppress(KeyError, TypeError, ValueError):
+                replica = name.removeprefix(_JOINING).removesuffix(".json")
+                epoch, loop = data["place"]
+                place = JobPlace(int(epoch), int(loop))
+                found.append(
+                    JoiningReplica(replica, str(data["host"]), bool(data["waiting_to_join"]), place)
+                )
+        return found
+
+    def ask_to_leave(self, replica: str) -> None:
+        """Have a replica leave.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        (self.folder / f"{_LEAVE}{replica}").touch()
+
+    def leavers(self) -> set[str]:
+        """Return the replicas that are to leave."""
+        return {name.removeprefix(_LEAVE) for name in self._names(_LEAVE)}
+
+    def wanted(self, current: Membership, *, joining: bool) -> tuple[str, ...]:
+        """Return who is to take part: see `Rendezvous`."""
+        leaving = self.leavers()
+        staying = [replica for replica in current.replicas if replica not in leaving]
+        if not staying:  # the last ones stop, instead, as anybody can ask them to
+            return current.replicas
+        coming = [x.replica for x in self.joining() if x.waiting_to_join] if joining else []
+        return (*staying, *(x for x in coming if x not in current.replicas))
+
+    def leave_sign(self, process: str) -> None:
+        """Leave a sign that this process is alive.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        self._write_alive(f"{_ALIVE}{process}.json", {})
+
+    def signs(self, processes: Iterable[str]) -> Mapping[str, object]:
+        """Return the last sign of each of these processes, None where there is none."""
+        return {x: (self._read(f"{_ALIVE}{x}.json") or {}).get("beat") for x in processes}
+
+    def propose(self, membership: Membership) -> None:
+        """Have a membership formed; replica 0 does so.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        self._write(_PROPOSAL, membership.to_json_object())
+
+    def proposal(self) -> Membership | None:
+        """Return the membership that is to be formed; None: none ever was."""
+        data = self._read(_PROPOSAL)
+        try:
+            return None if data is None else Membership.from_json_object(data)
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    def refresh(self) -> None:
+        """Do nothing: everybody looks all the time."""
+
+    def refuse(self, number: int, why: str, *, for_good: bool) -> None:
+        """Do nothing: replica 0 finds it out by itself, and proposes another one."""
+
+    def entered(self, membership: Membership, step: int, seconds: float) -> None:
+        """Do nothing: what replica 0 posts says it."""
+
+    def host(self) -> tuple[str, bool]:
+        """Return a name of this host that leads to it from the others."""
+        name = socket.gethostname()
+        try:
+            socket.getaddrinfo(name, None)
+        except OSError:  # as with gloo itself, a host that knows no name of its own is alone
+            return "127.0.0.1", True
+        return name, False
+
+    def announce_store(self, number: int, host: str, port: int) -> None:
+        """Tell where the replicas of a membership find each other.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        self._write(f"store-{number}.json", {"host": host, "port": port})
+
+    def find_store(self, number: int) -> tuple[str, int] | None:
+        """Return where the replicas of a membership find each other; None: not yet known."""
+        data = self._read(f"store-{number}.json")
+        try:
+            return None if data is None else (str(data["host"]), int(data["port"]))
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    def remove_store(self, number: int) -> None:
+        """Remove what was announced for a membership."""
+        with suppress(OSError):
+            (self.folder / f"store-{number}.json").unlink(missing_ok=True)
+
+    def _claims(self) -> list[int]:
+        ends = [name.removeprefix(_CLAIM) for name in self._names(_CLAIM)]
+        return [int(end) for end in ends if end.isdecimal()]
+
+    def _names(self, prefix: str) -> Iterator[str]:
+        with suppress(OSError):
+            yield from sorted(x for x in os.listdir(self.folder) if x.startswith(prefix))
+
+    def _write_alive(self, name: str, data: dict[str, Any]) -> None:
+        self._beat += 1
+        self._write(name, {**data, "beat": self._beat})
+
+    def _write(self, name: str, data: dict[str, Any]) -> None:
+        aside = self.folder / f".{name}.{self._mine}"
+        aside.write_text(json.dumps(data), encoding="utf-8")
+        aside.replace(self.folder / name)
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        try:
+            data = json.loads((self.folder / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return data if isinstance(data, dict) else None
+
+    def _is_silent(self, name: str, data: dict[str, Any] | None) -> bool:
+        beat, now = (data or {}).get("beat"), self._clock()
+        seen = self._seen.get(name)
+        if seen is None or seen.beat != beat:
+            self._seen[name] = _Seen(beat, now)
+            return data is None
+        return data is None or now - seen.since > SILENCE

@@ -1,0 +1,49 @@
+"""Going over to other groups, and to the state that a restart would be in."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+
+from pipollux_hybrid.checkpoint.state import States
+from pipollux_hybrid.job.context import JobContext
+from pipollux_hybrid.job.groups import become_default, held_groups
+from pipollux_hybrid.telemetry.metrics import Metrics
+
+from .pending_membership import PendingMembership
+from .watch import MembershipWatch
+
+__all__ = ["go_on", "switch"]
+
+
+def switch(ctx: JobContext, watch: MembershipWatch, pending: PendingMembership) -> None:
+    """Go over to the groups of another membership; all of its replicas call it."""
+    rank, process, mesh = pending.rank, pending.process, ctx.mesh
+    size = len(pending.membership.replicas)
+    assert rank is not None and process is not None and pending.store  # noqa: S101, PT018  # formed
+    watch.retire([*held_groups(), ctx.control.group])
+    become_default(pending.gradients, pending.store, pending.name, process)
+    if mesh is not None and pending.mesh_groups is not None:
+        mesh.rejoin(pending.mesh_groups, rank)
+    ctx.rejoin(replace(ctx.env, rank=rank, num_replicas=size), pending.control, watch.timeout)
+    hosts = ctx.control.gather_bytes(socket.gethostname().encode())
+    num_nodes = pending.membership.num_nodes or len(set(hosts))
+    ctx.env = replace(ctx.env, num_nodes=num_nodes)
+    if ctx.env.leads:
+        watch.rendezvous.remove_store(pending.membership.number)
+
+
+def go_on(ctx: JobContext, pending: PendingMembership, *, joined: bool) -> None:
+    """Bring what no state holds to where a restart would bring it; all replicas call it.
+
+    Args:
+        ctx: The job's context.
+        pending: What has been made ready.
+        joined: Whether there are joining replicas among them.
+    """
+    ctx.component(Metrics).rejoin()
+    ctx.batch.proposed_microbatches = 0
+    for state in ctx.component(States).values():
+        state.rejoined()
+    for call in (*pending.ready, *ctx.rejoined, *(ctx.joined if joined else ())):
+        call()

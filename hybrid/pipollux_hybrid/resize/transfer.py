@@ -1,0 +1,343 @@
+"""The states of a job on their way from replicas that have them to those that do not.
+
+A replica that leads sends all a list of tensors (:mod:`~pipollux_hybrid.resize.skeleton`). Those
+that are to have them make room, in their own parameters where these are alike, and say whether they
+can. Then all that have the same tensors send pieces (:mod:`~pipollux_hybrid.resize.pieces`),
+and no replica makes another copy. A state without tensors is what it saves, as if that were one.
+
+Replicas that join receive all of this before the vote on the new membership, and over its groups:
+whatever goes wrong, the surviving replicas go on as they were.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipollux_hybrid.checkpoint.state import State
+from pipollux_hybrid.errors import CheckpointError, SynchronizationError
+from pipollux_hybrid.job.groups import ReplicaGroup
+from pipollux_perfmodel.errors import PipolluxError
+
+from .pieces import Memory, Piece, Route, make_plan
+from .skeleton import Kind, Spare, fill, find_room, take_apart
+
+__all__ = ["RefusedError", "Route", "Sent", "Taken", "outline", "pack", "prepare", "send", "take"]
+
+_LOG = logging.getLogger(__name__)
+PATIENCE = 10.0
+"""Seconds that a piece may take, or an answer."""
+IN_FLIGHT = 4
+"""Pieces that a replica sends, or receives, at a time."""
+BYTES = "bytes"
+SKELETON = "skeleton"
+
+
+class RefusedError(PipolluxError):
+    """Why a replica does not take what others have, one sentence."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a replica sends; one that does not lead has only what is the same on all."""
+
+    states: dict[str, tuple[str, Any]]
+    """For each state the number of its bytes among the tensors, or its skeleton."""
+    tensors: list[Tensor]
+    equal: list[bool]
+    """For each tensor, whether all that send have it."""
+
+    def header(self, route: Route) -> dict[str, Any]:
+        """Return what others have to know first."""
+        kinds = [(*Kind.of(x), same) for x, same in zip(self.tensors, self.equal, strict=True)]
+        return {"route": tuple(route), "states": self.states, "tensors": kinds}
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a replica has received."""
+
+    states: Mapping[str, tuple[str, Any]]
+    tensors: Sequence[Tensor]
+
+    def adopt(self, states: Mapping[str, State]) -> None:
+        """Have each state go on from what was received.
+
+        Raises:
+            SynchronizationError: A state does not take it.
+        """
+        for name, (form, value) in self.states.items():
+            try:
+                if form == SKELETON:
+                    states[name].adopt(fill(value, self.tensors))
+                else:
+                    content = b"" if value is None else self.tensors[value].numpy().tobytes()
+                    states[name].load(io.BytesIO(content))
+            except CheckpointError as error:
+                raise SynchronizationError(f"this replica cannot join: {name}: {error}") from error
+
+
+def pack(states: Mapping[str, State], *, leads: bool) -> Sent:
+    """Return what a replica sends of its states, which are the same on all since a `sync`.
+
+    Args:
+        states: By their names.
+        leads: Whether it is the first of the route, and sends what only one has to send, too.
+
+    Raises:
+        CheckpointError: One cannot be saved.
+    """
+    sent = Sent({}, [], [])
+    for name, state in states.items():
+        if leads or state.equal:
+            try:
+                sent.states[name] = _pack(state, sent.tensors, leads=leads)
+            except Exception as error:  # a state's save is the script's own code
+                raise CheckpointError(f"the state {name} cannot be saved: {error}") from error
+        shared = state.equal and name in sent.states and sent.states[name][0] == SKELETON
+        sent.equal.extend([shared] * (len(sent.tensors) - len(sent.equal)))
+    return sent
+
+
+def _pack(state: State, tensors: list[Tensor], *, leads: bool) -> tuple[str, Any]:
+    content = state.content()
+    if content is not None:
+        return SKELETON, take_apart(content, tensors)
+    if not leads:
+        return BYTES, None
+    saved = io.BytesIO()
+    state.save(saved)
+    buffer = saved.getbuffer()  # which is not copied
+    if not len(buffer):
+        return BYTES, None
+    tensors.append(torch.frombuffer(buffer, dtype=torch.uint8))
+    return BYTES, len(tensors) - 1
+
+
+def send(control: ReplicaGroup, rank: int, sent: Sent, route: Route) -> None:
+    """Send states to the replicas that call :func:`take`; all senders of a route call it.
+
+    Args:
+        control: All replicas of the route.
+        rank: Of this one.
+        sent: What it sends.
+        route: Who sends to whom.
+
+    Raises:
+        RefusedError: A replica does not take it, or has other states.
+        RuntimeError: One is gone, or too slow.
+    """
+    kinds, equal = _kinds(_tell(control, rank, route.senders[0], sent.header(route)))
+    theirs = [kind for kind, same in zip(kinds, equal, strict=True) if same]
+    ours = [x for x, same in zip(sent.tensors, sent.equal, strict=True) if same]
+    alike = theirs == [Kind.of(tensor) for tensor in ours]
+    _answer(control, "" if alike else f"replica {rank} has other tensors than {route.senders[0]}")
+    shared = iter(ours)
+    others = iter(x for x, same in zip(sent.tensors, sent.equal, strict=True) if not same)
+    nothing = torch.empty(0)
+    memory = Memory([next(shared) if same else next(others, nothing) for same in equal])
+    flow = _Flow(control)
+    for piece in make_plan([kind.size for kind in kinds], equal, route):
+        if piece.source == rank:
+            flow.send(memory.read(piece), piece.owner)
+    flow.finish()
+
+
+def outline(states: Mapping[str, State]) -> bytes:
+    """Return what :func:`prepare` needs, in any thread while others train; empty: it is not known.
+
+    Args:
+        states: By their names; only what is the same on all is told.
+    """
+    told = io.BytesIO()
+    try:
+        sent = pack(states, leads=False)
+        kinds = [tuple(Kind.of(tensor)) for tensor in sent.tensors]
+        torch.save({"states": sent.states, "kinds": kinds}, told)
+    except Exception as error:  # the optimizer's state may come into being at this moment
+        _LOG.debug("nobody can make room for the states: %s", error)
+        return b""
+    return told.getvalue()
+
+
+def prepare(told: bytes, states: Mapping[str, State], seconds: float) -> Spare:
+    """Return memory for tensors that are to come, which costs more to get than to fill.
+
+    Args:
+        told: By :func:`outline`.
+        states: This replica's own; what is to be overwritten there needs no memory.
+        seconds: How long this may take.
+    """
+    began_at = time.monotonic()
+    header = torch.load(io.BytesIO(told), weights_only=True)
+    kinds = [Kind(*kind) for kind in header["kinds"]]
+    spare: Spare = {}
+    room = _own_room(states, header["states"], kinds)
+    for number, kind in enumerate(kinds):
+        if number not in room and time.monotonic() - began_at < seconds:
+            spare.setdefault(kind, []).append(kind.make().zero_())
+    return spare
+
+
+def take(
+    control: ReplicaGroup,
+    rank: int,
+    states: Mapping[str, State],
+    leader: int = 0,
+    spare: Spare | None = None,
+) -> Taken:
+    """Receive states; all receivers of a route call it.
+
+    Args:
+        control: All replicas of the route.
+        rank: Of this one.
+        states: This replica's own, whose tensors are overwritten.
+        leader: The first sender of the route.
+        spare: Memory that :func:`prepare` has made ready.
+
+    Raises:
+        RefusedError: A replica does not take what was sent.
+        RuntimeError: One is gone, or too slow.
+    """
+    header = _tell(control, rank, leader, None)
+    kinds, equal = _kinds(header)
+    _answer(control, _fault(states, header["states"], kinds))
+    room = _own_room(states, header["states"], kinds)
+    ready = {kind: list(tensors) for kind, tensors in (spare or {}).items()}
+    tensors = [
+        room[number] if number in room else ready[kind].pop() if ready.get(kind) else kind.make()
+        for number, kind in enumerate(kinds)
+    ]
+    route = Route(*header["route"])
+    plan = make_plan([kind.size for kind in kinds], equal, route)
+    _receive(control, rank, plan, Memory(tensors), [x for x in route.receivers if x != rank])
+    for tensor in room.values():
+        torch.autograd.graph.increment_version(tensor)
+    return Taken(header["states"], tensors)
+
+
+def _own_room(
+    states: Mapping[str, State], sent: Mapping[str, tuple[str, Any]], kinds: Sequence[Kind]
+) -> dict[int, Tensor]:
+    """Return which of this replica's own tensors are to be overwritten, by their numbers."""
+    room: dict[int, Tensor] = {}
+    for name, (form, skeleton) in sent.items():
+        if form == SKELETON and name in states:
+            room |= find_room(skeleton, states[name].content(), kinds)
+    return room
+
+
+class _Flow:
+    """Sends without waiting for each, and without too many at a time.
+
+    Args:
+        control: All replicas.
+    """
+
+    def __init__(self, control: ReplicaGroup) -> None:
+        self._control = control
+        self._under_way: deque[tuple[Any, Tensor]] = deque()
+
+    def send(self, content: Tensor, rank: int) -> None:
+        """Begin to send bytes, which are kept until they have gone."""
+        while len(self._under_way) >= IN_FLIGHT:
+            self._wait()
+        self._under_way.append((self._control.start_send(content, rank), content))
+
+    def finish(self) -> None:
+        """Return when all has gone."""
+        while self._under_way:
+            self._wait()
+
+    def _wait(self) -> None:
+        work, _ = self._under_way.popleft()
+        self._control.wait(work, PATIENCE)
+
+
+def _receive(
+    control: ReplicaGroup, rank: int, plan: Sequence[Piece], memory: Memory, others: Sequence[int]
+) -> None:
+    """Receive all pieces in the order of the plan, and hand those on that come here first."""
+    under_way: deque[tuple[Piece, Tensor, Any]] = deque()
+    handed_on = _Flow(control)
+
+    def finish_one() -> None:
+        piece, content, work = under_way.popleft()
+        control.wait(work, PATIENCE)
+        for other in others if piece.owner == rank else ():
+            handed_on.send(content, other)
+        memory.write(piece, content)
+
+    for piece in plan:
+        if len(under_way) == IN_FLIGHT:
+            finish_one()
+        content = memory.room(piece)
+        source = piece.source if piece.owner == rank else piece.owner
+        under_way.append((piece, content, control.start_receive(content, source)))
+    while under_way:
+        finish_one()
+    handed_on.finish()
+
+
+def _tell(
+    control: ReplicaGroup, rank: int, leader: int, header: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return the header of the replica that leads, which tells it all others."""
+    content = torch.empty(0, dtype=torch.uint8)
+    if rank == leader:
+        saved = io.BytesIO()
+        torch.save(header, saved)
+        content = torch.frombuffer(saved.getbuffer(), dtype=torch.uint8)
+    length = int(control.all_gather(torch.tensor([len(content)]), PATIENCE)[leader])
+    if rank == leader:
+        flow = _Flow(control)
+        for other in range(control.size):
+            if other != leader:
+                flow.send(content, other)
+        flow.finish()
+        assert header is not None  # noqa: S101  # who leads has one
+        return header
+    content = torch.empty(length, dtype=torch.uint8)
+    control.wait(control.start_receive(content, leader), PATIENCE)
+    found = torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True)
+    assert isinstance(found, dict)  # noqa: S101  # as it was sent
+    return found
+
+
+def _kinds(header: Mapping[str, Any]) -> tuple[list[Kind], list[bool]]:
+    kinds = [Kind(*kind) for *kind, _ in header["tensors"]]
+    return kinds, [same for *_, same in header["tensors"]]
+
+
+def _answer(control: ReplicaGroup, refusal: str) -> None:
+    """Tell all whether this replica can go on; raise what any of them says.
+
+    Raises:
+        RefusedError: One cannot.
+    """
+    answers = [x.decode() for x in control.all_gather_bytes(refusal.encode(), PATIENCE)]
+    found = next(filter(None, answers), None)
+    if found is not None:
+        raise RefusedError(found)
+
+
+def _fault(
+    states: Mapping[str, State], sent: Mapping[str, tuple[str, Any]], kinds: Sequence[Kind]
+) -> str:
+    """Return why a replica cannot take what is about to be sent; empty: it can."""
+    outlines = [kind.make("meta") for kind in kinds]
+    for name, (form, skeleton) in sent.items():
+        try:
+            if form == SKELETON:
+                states[name].check(fill(skeleton, outlines))
+        except CheckpointError as error:
+            return f"{name}: {error}"
+    return ""

@@ -1,0 +1,281 @@
+"""Copies of what the API server has, which watches keep up to date (`watches`).
+
+While the server does not answer, a copy stays as it is, and asking it raises
+`ClusterUnavailableError`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+
+from pipollux_sched.backend.base import ClusterUnavailableError
+
+from .api import TIMEOUT, Object
+
+__all__ = ["Derived", "Informer", "Selection", "Source", "version_of"]
+
+V = TypeVar("V")
+Name = tuple[str, str]
+"""Namespace and name of an object."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which objects are mirrored."""
+
+    kind: type[Any]
+    namespace: str | None = None
+    """`*`: all; None: the kind has none."""
+    labels: dict[str, Any] | None = None
+    fields: dict[str, Any] | None = None
+
+
+class _Entry(NamedTuple, Generic[V]):
+    version: int
+    uid: str
+    value: V
+
+
+Listed: TypeAlias = tuple[Name, _Entry[V]]
+"""A listed object, as `Informer.read` returns it."""
+
+
+class Informer(Generic[V]):
+    """The objects of one selection, each as what `view` makes of it.
+
+    Args:
+        selection: which objects.
+        view: called with each object as JSON; returns None for one to leave out.
+        on_change: called after every change with the views that are new or differ, and with those
+            that are gone; by the thread of the watches.
+        last: makes of the last view of a deleted object what is kept until `drop`; None: it is not
+            kept.
+        group: returns what `group` finds a view by.
+    """
+
+    def __init__(
+        self,
+        selection: Selection,
+        view: Callable[[Object], V | None],
+        on_change: Callable[[Sequence[V], Sequence[V]], None] = lambda *_: None,
+        last: Callable[[V], V] | None = None,
+        group: Callable[[V], str] = lambda _: "",
+    ) -> None:
+        self.selection = selection
+        self._view = view
+        self._on_change = on_change
+        self._last = last
+        self._group = group
+        self._kept: dict[Name, V] = {}
+        self._lock = threading.Lock()
+        self._entries: dict[Name, _Entry[V]] = {}
+        self._groups: dict[str, dict[Name, None]] = {}
+        self._changes = 0
+        self._problem = "it was not reached yet"
+        self._answered = threading.Event()
+
+    @property
+    def changes(self) -> int:
+        """Grows with every change of what `values` returns."""
+        return self._changes
+
+    def check(self) -> None:
+        """Do nothing, if the server answers.
+
+        Raises:
+            ClusterUnavailableError: it does not, so that the objects may be out of date.
+        """
+        self._answered.wait(TIMEOUT)
+        if problem := self._problem:
+            raise ClusterUnavailableError(problem)
+
+    def values(self) -> list[V]:
+        """Return all objects.
+
+        Raises:
+            ClusterUnavailableError: see `check`.
+        """
+        self.check()
+        with self._lock:
+            return [*(entry.value for entry in self._entries.values()), *self._kept.values()]
+
+    def group(self, group: str) -> list[V]:
+        """Return those of all objects that belong together.
+
+        Raises:
+            ClusterUnavailableError: see `check`.
+        """
+        self.check()
+        with self._lock:
+            there = [self._entries[name].value for name in self._groups.get(group, ())]
+            return there + [value for value in self._kept.values() if self._group(value) == group]
+
+    def drop(self, name: Name) -> None:
+        """Forget a deleted object."""
+        with self._lock:
+            if self._kept.pop(name, None) is not None:
+                self._changes += 1
+
+    def find(self, name: Name) -> V | None:
+        """Return the last that was known of an object, whether the server answers or not."""
+        with self._lock:
+            entry = self._entries.get(name)
+        return None if entry is None else entry.value
+
+    def note(self, made: Object) -> None:
+        """Take over an object that a call has returned, before the watch shows it."""
+        self._store(made, replace=False)
+
+    def fail(self, problem: str) -> None:
+        """Record why the objects may be out of date."""
+        with self._lock:
+            self._problem = problem
+        self._answered.set()
+
+    def read(self, found: Object) -> Listed[V] | None:
+        """Return what is kept of a listed object; None if it is left out."""
+        value = self._view(found)
+        return None if value is None else (_name(found), _entry(found, value))
+
+    def replace(self, listed: dict[Name, _Entry[V]], version: str) -> None:
+        """Take over all objects as they were at a version, see `read`; what is newer stays."""
+        with self._lock:
+            before = self._entries
+            newer = {
+                name: entry for name, entry in before.items() if entry.version > _number(version)
+            }
+            self._entries = {
+                # What was made of the same view stays valid.
+                name: entry._replace(value=before[name].value)
+                if name in before and before[name].value == entry.value
+                else entry
+                for name, entry in (listed | newer).items()
+            }
+            self._groups = {}
+            for name, entry in self._entries.items():
+                self._groups.setdefault(self._group(entry.value), {})[name] = None
+            changed = [
+                entry.value
+                for name, entry in self._entries.items()
+                if name not in before or before[name].value is not entry.value
+            ]
+            gone = [before[name].value for name in before.keys() - self._entries.keys()]
+            self._problem = ""
+            if changed or gone:
+                self._changes += 1
+        self._answered.set()
+        self._on_change(changed, gone)
+
+    def apply(self, change: str, changed: Object) -> None:
+        """Take over one change of a watch."""
+        if change == "DELETED":
+            view, name = self._view(changed), _name(changed)
+            with self._lock:
+                entry = self._entries.get(name)
+                if entry is None or entry.uid != _uid(changed):
+                    return
+                self._remove(name)
+                self._changes += 1
+                if self._last is not None and view is not None:
+                    self._kept[name] = self._last(view)
+            self._on_change([], [entry.value])
+        elif change in ("ADDED", "MODIFIED"):
+            new, gone = self._store(changed, replace=True)
+            if new or gone:
+                self._on_change(new, gone)
+
+    def _store(self, found: Object, *, replace: bool) -> tuple[list[V], list[V]]:
+        """Take over an object; return the view that is new, and the one that is gone."""
+        value, name = self._view(found), _name(found)
+        with self._lock:
+            known = self._entries.get(name)
+            if value is None:
+                if known is None or not replace:
+                    return [], []
+                self._remove(name)
+                self._changes += 1
+                return [], [known.value]
+            made = _entry(found, value)
+            if known is not None and known.version >= made.version:
+                return [], []
+            if known is not None and known.value == value:
+                self._entries[name] = made._replace(value=known.value)
+                return [], []
+            if known is not None and self._group(known.value) != self._group(value):
+                self._remove(name)
+            self._entries[name] = made
+            self._groups.setdefault(self._group(value), {})[name] = None
+            self._changes += 1
+        return [value], []
+
+    def _remove(self, name: Name) -> None:
+        """Take an entry out, with the lock held."""
+        group = self._group(self._entries.pop(name).value)
+        self._groups[group].pop(name)
+        if not self._groups[group]:
+            del self._groups[group]
+
+
+class Source(Protocol):
+    """What something is made of: see `Informer`."""
+
+    @property
+    def changes(self) -> int:
+        """Grows with every change."""
+
+    def check(self) -> None:
+        """Do nothing, if it is up to date."""
+
+
+class Derived(Generic[V]):
+    """What is made of mirrors and the like, and made again only when one of them has changed.
+
+    Args:
+        sources: those that it is made of.
+        make: makes it.
+    """
+
+    def __init__(self, sources: Sequence[Source], make: Callable[[], V]) -> None:
+        self._sources = sources
+        self._make = make
+        self._made: tuple[list[int], V] | None = None
+
+    def get(self) -> V:
+        """Return it.
+
+        Raises:
+            ClusterUnavailableError: see `Informer.check`.
+        """
+        for source in self._sources:
+            source.check()
+        # Before: what changes while it is made is not in it for sure.
+        changes = [source.changes for source in self._sources]
+        if self._made is None or self._made[0] != changes:
+            self._made = changes, self._make()
+        return self._made[1]
+
+
+def _entry(found: Object, value: V) -> _Entry[V]:
+    return _Entry(_number(version_of(found)), _uid(found), value)
+
+
+def _name(found: Object) -> Name:
+    metadata = found["metadata"]
+    return metadata.get("namespace", ""), metadata["name"]
+
+
+def _uid(found: Object) -> str:
+    return str(found["metadata"].get("uid", ""))
+
+
+def version_of(found: Object) -> str:
+    """Return the version of an object."""
+    return str(found["metadata"].get("resourceVersion", ""))
+
+
+def _number(version: str) -> int:
+    """Return a version as a number: versions of one server can be compared."""
+    return int(version) if version.isdecimal() else 0

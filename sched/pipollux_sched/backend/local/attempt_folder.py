@@ -1,0 +1,104 @@
+"""The folder of an attempt: what its processes leave there, and on which devices they run.
+
+``attempt.json`` is written before the first process is started; beside it, for replica R, lie
+``replica-R.json`` (the status that its runner writes) and ``replica-R.result.json`` (what its agent
+leaves).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pipollux_sched.backend.base import ReplicaKey
+from pipollux_sched.store import StateDir
+from pipollux_utils.atomic_write import PRIVATE, write_aside
+
+__all__ = ["AttemptFolder", "LocalPlacement"]
+
+_NAME = re.compile(r"attempt-(\d+)/replica-(\d+)\.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalPlacement:
+    """Where the replicas of an attempt run on this machine."""
+
+    devices: Mapping[int, Mapping[str, str]]
+    """The device variables of each replica, by its id."""
+    port: int
+    """The rendezvous port of the replicas."""
+
+
+class AttemptFolder:
+    """The folder of one attempt.
+
+    Args:
+        state_dir: directory of the scheduler.
+        job: name of the job.
+        attempt: number of the attempt.
+    """
+
+    def __init__(self, state_dir: StateDir, job: str, attempt: int) -> None:
+        self.path = state_dir.attempt(job, attempt)
+
+    def status(self, replica: int) -> Path:
+        """Return the status file of a replica's runner."""
+        return self.path / f"replica-{replica}.json"
+
+    def result(self, replica: int) -> Path:
+        """Return the file in which a replica's agent leaves its result."""
+        return self.path / f"replica-{replica}.result.json"
+
+    def agent(self, replica: int) -> Path:
+        """Return the folder of a replica's agent."""
+        return self.path / f"replica-{replica}.agent"
+
+    def create(self) -> None:
+        """Create it; folders of earlier attempts of the job are removed.
+
+        Raises:
+            OSError: it cannot be created.
+        """
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for other in self.path.parent.iterdir():
+            if other != self.path:
+                remove(other)
+
+    def write(self, placement: LocalPlacement) -> None:
+        """Write the placement; it is on the disk when this returns.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        data = json.dumps(asdict(placement)) + "\n"
+        write_aside(self.path / "attempt.json", data.encode(), PRIVATE)
+
+    def placement(self) -> LocalPlacement | None:
+        """Read the placement; None if it was never written, or not by this version."""
+        try:
+            text = (self.path / "attempt.json").read_text(encoding="utf-8")
+            data: dict[str, Any] = json.loads(text)
+            devices = {int(replica): dict(told) for replica, told in data["devices"].items()}
+            return LocalPlacement(devices=devices, port=int(data["port"]))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+
+def remove(folder: Path) -> None:
+    """Remove the folder of an attempt that is over; what cannot be removed stays."""
+    with suppress(OSError):
+        shutil.rmtree(folder)
+
+
+def replicas_in(state_dir: StateDir) -> Iterator[ReplicaKey]:
+    """Yield the replicas that have left a status file."""
+    for path in (state_dir.path / "jobs").glob("*/attempts/attempt-*/replica-*.json"):
+        match = _NAME.fullmatch(f"{path.parent.name}/{path.name}")
+        if match:
+            yield ReplicaKey(path.parents[2].name, int(match[1]), int(match[2]))

@@ -1,0 +1,437 @@
+"""The backend: attempts of jobs on the nodes of an engine.
+
+What is above single replicas is written once, here and in `attempt`: waiting for the slots of a
+attempt and for the end of the previous one, stopping one within a grace period, adopting what
+an earlier scheduler has started. `ReplicaGroupManager.poll` does all the work, called repeatedly by
+one thread. Any thread may call the other methods, which only record requests or return state.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from pipollux_sched.lifecycle import Exited, LiveState, Outcome
+from pipollux_sched.spec.job import JobSpec
+from pipollux_sched.store import StateDir
+
+from .adoption import NO_SLOTS, why_not_adopted
+from .base import (
+    POLL_INTERVAL,
+    BackendError,
+    ClusterUnavailableError,
+    Engine,
+    Launch,
+    Listing,
+    Node,
+    NodesGoneError,
+    ReplicaKey,
+    ReplicaProgram,
+    Signal,
+)
+from .cluster_watch import ClusterWatch
+from .job_actions import JobActions
+from .replica_group import START_TIMEOUT, ReplicaGroup
+from .report import Joiners, LaunchStore, Report, Running, Waiting
+from .saved import marked_step, newest_checkpoint
+from .slots import SlotLedger
+
+__all__ = ["STOP_GRACE", "ReplicaGroupManager"]
+
+STOP_GRACE = 30.0
+"""Seconds that a job has to save a checkpoint when it is asked to stop."""
+SHUTDOWN_PATIENCE = 10.0
+"""Seconds after the grace period for which `shutdown` waits for processes to end."""
+
+
+class ReplicaGroupManager:
+    """Runs attempts of jobs on an engine.
+
+    Args:
+        engine: starts, signals and lists replicas.
+        launches: where launches are kept before they are acted on.
+        state_dir: where the logs of replicas are.
+        grace: seconds that an attempt has to save when a newer one takes its place.
+        start_timeout: seconds in which all replicas of an attempt must run, or none does.
+        clock: returns the time in seconds; must be monotonic.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        launches: LaunchStore,
+        state_dir: StateDir,
+        *,
+        grace: float = STOP_GRACE,
+        start_timeout: float = START_TIMEOUT,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._launches = launches
+        self._state_dir = state_dir
+        self._grace = grace
+        self._start_timeout = start_timeout
+        self._cluster = ClusterWatch(engine, clock)
+        self._ledger = SlotLedger(self._cluster.slots)
+        self._seen = set(self._cluster.slots)
+        """Nodes that there are, or were."""
+        self._running: dict[str, ReplicaGroup] = {}
+        self._pending: dict[str, Waiting] = {}
+        self._joining: dict[str, Joiners] = {}
+        self._reports: list[Report] = []
+        self._lock = threading.RLock()
+
+    @property
+    def name(self) -> str:
+        """The engine's."""
+        return self._engine.name
+
+    @property
+    def lost(self) -> str | None:
+        """Why nothing can ever be started again: see `Engine.lost`."""
+        return self._engine.lost
+
+    def check(self, spec: JobSpec) -> None:
+        """Refuse a job that the engine can never run: see `Engine.check`."""
+        self._engine.check(spec)
+
+    def nodes(self) -> Mapping[str, Node]:
+        """Return the nodes as they were seen last."""
+        return self._cluster.nodes
+
+    def free(self) -> dict[str, int]:
+        """Return the number of free slots of each node."""
+        with self._lock:
+            return self._ledger.free()
+
+    def running(self) -> Mapping[str, Running]:
+        """Return the attempts that run or are about to start, by job."""
+        with self._lock:
+            waiting = {
+                job: Running(entry.attempt, entry.nodes) for job, entry in self._pending.items()
+            }
+            there = {
+                job: Running(running.launch.attempt, running.nodes)
+                for job, running in self._running.items()
+            }
+            return waiting | there
+
+    def joining(self) -> Mapping[str, tuple[int, Mapping[int, str]]]:
+        """Return attempt, and nodes by id, of the replicas that are about to join a job."""
+        with self._lock:
+            return {
+                job: (running.launch.attempt, running.joining)
+                for job, running in self._running.items()
+                if running.joining
+            }
+
+    def apply(self, program: ReplicaProgram, attempt: int, nodes: Sequence[str]) -> None:
+        """Run a job as `attempt`, with one replica for each entry of `nodes`.
+
+        An earlier attempt of the job that still runs is stopped gracefully first, and the new
+        one waits until its slots are free. `poll` does the work, and reports `Started`, or `Exited`
+        where nothing could be started.
+
+        Raises:
+            NodesGoneError: `nodes` names a node that was there, and is not any more.
+            BackendError: `nodes` names a node that was never there, or is too small.
+        """
+        with self._lock:
+            gone = sorted((set(nodes) & self._seen) - self._cluster.slots.keys())
+            if gone:
+                raise NodesGoneError(
+                    f"{', '.join(gone)}, where it was to run, is not in the cluster any more"
+                )
+            if not nodes or not self._ledger.fits(nodes, program.num_stages):
+                raise BackendError(
+                    f"job {program.job!r} cannot run on {', '.join(nodes) or 'no node'}: each "
+                    f"replica needs {program.num_stages} slots of its node, and the nodes have "
+                    + ", ".join(f"{name}: {slots}" for name, slots in self._cluster.slots.items())
+                )
+            self._pending[program.job] = Waiting(program, attempt, tuple(nodes))
+            if program.job in self._running:
+                self._running[program.job].stop(self._grace)
+
+    def stop(self, job: str, grace: float) -> bool:
+        """Ask a job's processes to save and end; kill them after `grace` seconds.
+
+        `poll` does the work and reports `Exited`. Asked again, only a shorter grace counts.
+
+        Returns:
+            False where nothing of the job runs, so that nothing will be reported.
+        """
+        with self._lock:
+            pending = self._pending.pop(job, None)
+            if job in self._running:
+                self._running[job].stop(grace)
+                return True
+            if pending is not None:
+                message = "It was stopped before it had started."
+                exited = Exited(pending.attempt, Outcome.FAILED, message=message)
+                self._reports.append(Report(job, exited))
+            return pending is not None
+
+    def kill(self, job: str, why: str) -> bool:
+        """Kill a job's processes, as they no longer respond.
+
+        `poll` does the work and reports `Exited`, with `why` as its message.
+
+        Returns:
+            False where nothing of the job runs, so that nothing will be reported.
+        """
+        with self._lock:
+            if job in self._running:
+                self._running[job].kill(why)
+                return True
+        return self.stop(job, 0.0)
+
+    def poll(self) -> list[Report]:
+        """Continue what is under way; return what has happened since the last call."""
+        looked = self._cluster.look()
+        listing = self._cluster.listing()
+        with self._lock:
+            if looked:
+                self._ledger.resize(self._cluster.slots)
+                self._seen |= self._cluster.slots.keys()
+            if listing is not None:
+                self._step_all(listing)
+                self._end_strays(listing)
+            for job in list(self._joining):
+                self._start_joining(job)
+            for job in list(self._pending):
+                self._start_pending(job)
+            reports, self._reports = self._reports, []
+            return reports
+
+    def forget(self, job: str, attempt: int) -> None:
+        """Remove what is left of an attempt whose end has been stored, except its logs."""
+        self._engine.forget(job, attempt)
+
+    def fetch_log(self, job: str, attempt: int, replica: int) -> None:
+        """Bring a replica's output so far into its log, if its attempt runs."""
+        running = self._running.get(job)
+        if running is not None and running.launch.attempt == attempt:
+            with suppress(BackendError):  # what was fetched before is there
+                self._engine.fetch_log(ReplicaKey(job, attempt, replica))
+
+    def adopt(self, job: str, attempt: int, scheduler_url: str, live: LiveState) -> str | None:
+        """Adopt an attempt that an earlier scheduler of the same store started.
+
+        Whether it still runs or has already ended, `poll` reports its `Exited` like any other.
+
+        Args:
+            job: its name.
+            attempt: which one.
+            scheduler_url: URL that jobs report to.
+            live: who takes part in it, and who is about to.
+
+        Returns:
+            None if it was adopted; else the reason why not, in one sentence.
+        """
+        launch = self._read_launch(job, attempt)
+        listed = self._cluster.first_listing().replicas
+        refusal = why_not_adopted(launch, live.replicas, listed, scheduler_url)
+        if refusal is not None or launch is None:
+            return refusal
+        with self._lock:
+            if not (self._engine.holds(launch) and self._ledger.restore(job, launch.assignments)):
+                return NO_SLOTS
+            running = self._running[job] = self._attempt(launch, None)
+            joining = [replica for replica, _ in live.joining]
+            running.expect(joining, launch.assignments.keys() - {*live.replicas, *joining})
+            running.can_survive = live.why_not is None
+        return None
+
+    def start_replicas(
+        self, program: ReplicaProgram, attempt: int, replicas: Mapping[int, str]
+    ) -> None:
+        """Start replicas that join those of an attempt which train, when their slots are free.
+
+        `poll` does the work, and reports `JoiningReplicaLost` for one that ends too early.
+        """
+        with self._lock:
+            running = self._running.get(program.job)
+            if running is not None and running.launch.attempt == attempt:
+                self._joining[program.job] = Joiners(program, dict(replicas))
+
+    def end_replicas(
+        self, job: str, attempt: int, replicas: Collection[int], *, at_once: bool
+    ) -> None:
+        """See to it that replicas end which do not take part any more, or never will.
+
+        `at_once` is False for those that are about to end by themselves.
+        """
+        with self._lock:
+            joining = self._joining.get(job)
+            if joining is not None and not joining.replicas.keys().isdisjoint(replicas):
+                del self._joining[job]
+            running = self._running.get(job)
+            if running is not None and running.launch.attempt == attempt:
+                running.part(replicas, 0.0 if at_once else self._grace)
+
+    def admit(
+        self, job: str, attempt: int, replicas: Collection[int], *, can_survive: bool
+    ) -> None:
+        """Note who takes part in an attempt, and whether it can go on without some of them."""
+        with self._lock:
+            running = self._running.get(job)
+            if running is not None and running.launch.attempt == attempt:
+                running.admit(replicas)
+                running.can_survive = can_survive
+
+    def recover(self, grace: float) -> list[str]:
+        """End what an earlier scheduler left running and was not adopted: see `Engine.recover`."""
+        with self._lock:
+            adopted = {(job, entry.launch.attempt) for job, entry in self._running.items()}
+        return self._engine.recover(adopted, grace)
+
+    def saved_step(self, job: str, attempt: int) -> int | None:
+        """Return the step at which the replicas of an attempt have saved and stopped, if known.
+
+        They tell the scheduler that started them, which may be gone; beside their checkpoint is a
+        marker that says the same.
+        """
+        launch = self._read_launch(job, attempt)
+        return None if launch is None else self._saved_step(launch)
+
+    def newest_checkpoint(self, job: str, attempt: int) -> int | None:
+        """Return the step of the newest checkpoint in an attempt's folder, if that is seen."""
+        launch = self._read_launch(job, attempt)
+        return None if launch is None else newest_checkpoint(launch)
+
+    def shutdown(self, grace: float = 0.0) -> None:
+        """End everything; return when nothing runs, or 10 s after `grace` at the latest."""
+        with self._lock:
+            for job in list(self.running()):
+                self.stop(job, grace)
+        deadline = self._clock() + grace + SHUTDOWN_PATIENCE
+        while self._running and self._clock() < deadline:
+            reports = self.poll()
+            with self._lock:
+                self._reports = reports + self._reports
+            time.sleep(POLL_INTERVAL)
+
+    def keep_records(self, jobs: JobActions, ending: threading.Event) -> None:
+        """Keep the cluster's own records of jobs in step until the end: see `Engine`."""
+        self._engine.keep_records(jobs, ending)
+
+    def close(self) -> None:
+        """Let go of the engine's connections; replicas are left as they are."""
+        self._engine.close()
+
+    def _end_strays(self, listing: Listing) -> None:
+        """Kill replicas that belong to no attempt here.
+
+        The request to start one may arrive when it has been given up already.
+        """
+        expected = {key for entry in self._running.values() for key in entry.launch.keys}
+        for key, state in listing.replicas.items():
+            if state.ended is None and key not in expected:
+                with suppress(ClusterUnavailableError):  # the next listing shows it again
+                    self._engine.signal(key, Signal.KILL)
+
+    def _step_all(self, listing: Listing) -> None:
+        for job, running in list(self._running.items()):
+            exited = running.step(listing.replicas)
+            started = running.take_started()
+            if started is not None:
+                self._reports.append(Report(job, started))
+            self._reports.extend(Report(job, lost) for lost in running.take_lost())
+            self._release(job, running)
+            if exited is None:
+                continue
+            if exited.outcome is not Outcome.COMPLETE and exited.step is None:
+                exited = replace(exited, checkpoint=newest_checkpoint(running.launch))
+            del self._running[job]
+            self._ledger.release(job)
+            self._reports.append(Report(job, exited, running.unsent_report()))
+            if exited.outcome is Outcome.COMPLETE:
+                self._pending.pop(job, None)
+
+    def _release(self, job: str, running: ReplicaGroup) -> None:
+        """Free the slots of replicas that have left and ended."""
+        parted = running.take_parted()
+        if parted:
+            launch = running.launch
+            self._launches.note_launch(job, launch.attempt, launch.to_json_object())
+            self._ledger.release(job, parted)
+            for replica in parted:
+                self._engine.forget_replica(launch.key(replica))
+
+    def _start_joining(self, job: str) -> None:
+        """Start the replicas that are to join a job, if their slots are free."""
+        running = self._running.get(job)
+        if running is None or running.ending:
+            del self._joining[job]
+            return
+        program, replicas = self._joining[job]
+        assignments = self._ledger.take(job, replicas, program.num_stages)
+        if assignments is None:
+            return
+        try:
+            launch = running.launch.having(assignments)
+            self._launches.note_launch(job, launch.attempt, launch.to_json_object())
+        except BaseException:  # whatever it is, the slots are not left taken
+            self._ledger.release(job, replicas)
+            raise
+        del self._joining[job]
+        running.join(program, assignments)
+
+    def _start_pending(self, job: str) -> None:
+        """Start a job's pending attempt, if its slots are free."""
+        if job in self._running:
+            return
+        program, attempt, nodes = self._pending[job]
+        assignments = self._ledger.take(job, dict(enumerate(nodes)), program.num_stages)
+        if assignments is None:
+            return
+        try:
+            launch = Launch(
+                job=job,
+                attempt=attempt,
+                assignments=assignments,
+                num_first=len(assignments),
+                scheduler_url=program.scheduler_url,
+                checkpoints=self._engine.checkpoints(program),
+                live=self._engine.grows and program.can_grow,
+            )
+            self._launches.note_launch(job, attempt, launch.to_json_object())
+        except BackendError as error:
+            self._ledger.release(job)
+            del self._pending[job]
+            exited = Exited(attempt, Outcome.FAILED, message=str(error))
+            self._reports.append(Report(job, exited))
+            return
+        except BaseException:  # whatever it is, the slots are not left taken
+            self._ledger.release(job)
+            raise
+        del self._pending[job]
+        self._running[job] = self._attempt(launch, program)
+        self._running[job].begin()
+
+    def _attempt(self, launch: Launch, program: ReplicaProgram | None) -> ReplicaGroup:
+        return ReplicaGroup(
+            self._engine,
+            launch,
+            lambda key: self._state_dir.log(*key),
+            stopped_step=lambda: self._saved_step(launch),
+            program=program,
+            grace=self._grace,
+            start_timeout=self._start_timeout,
+            clock=self._clock,
+        )
+
+    def _saved_step(self, launch: Launch) -> int | None:
+        told = self._launches.stopped_step(launch.job, launch.attempt)
+        return marked_step(launch) if told is None else told
+
+    def _read_launch(self, job: str, attempt: int) -> Launch | None:
+        data = self._launches.launch(job, attempt)
+        try:
+            return Launch.from_json_object(job, attempt, data) if data else None
+        except (KeyError, TypeError, ValueError):  # of another version
+            return None

@@ -1,0 +1,276 @@
+"""Transitions of elastic resizes: replicas join and leave while the others train.
+
+    STARTING ──► FORMING ──► Switched        (a change without joining replicas begins with FORMING)
+        └───────────┴──────► abandoned: those who train go on as they were
+
+The scheduler decides which replicas take part, and starts the joining replicas. From FORMING on,
+the change belongs to the job: it happens, or one of its replicas refuses it. The scheduler abandons
+a change by itself only before that, when no replica knows of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from .events import (
+    Action,
+    ChangeOverdue,
+    ChangeRefused,
+    EndReplicas,
+    GiveUpAfter,
+    JoiningReplicaLost,
+    LiveReady,
+    Record,
+    StartReplicas,
+    Survived,
+    Switched,
+    WaitingToJoin,
+)
+from .state import ChangeStage, Intent, JobState, LiveChange, LiveState, Phase
+from .steps import Transition, enter, stop
+
+START_LIMIT = 600.0
+"""Seconds in which all joining replicas must wait to take part."""
+MOST_FAILURES = 3
+"""Changes that did not come about, or losses, after which the job is restarted instead: a replica
+that joins and dies again and again is to count as a failure some time."""
+FORGOTTEN_AFTER = 600.0
+"""Seconds after which an earlier one does not count any more."""
+
+
+def why_restart(state: JobState, nodes: Sequence[str], num_stages: int | None) -> str | None:
+    """Return why a change of a running job's allocation is a restart; None: it can be made live.
+
+    Args:
+        state: the job.
+        nodes: node of each replica that it is to have.
+        num_stages: K of each.
+    """
+    if num_stages != state.running_stages:
+        return "its number of stages changes"
+    if not Counter(nodes) & Counter(state.running_on):
+        return "none of its replicas stays where it is"
+    if not state.training:
+        return "it has not taken its first step"
+    return state.live.why_not
+
+
+def begin(
+    state: JobState, nodes: Sequence[str], why: str, allocated: Record, now: float
+) -> Transition:
+    """Begin to change the replicas of a job that trains."""
+    live = state.live
+    left = Counter(nodes)
+    staying = []
+    for replica, node in zip(live.replicas, state.running_on, strict=True):
+        if left[node] > 0:
+            left[node] -= 1
+            staying.append((replica, node))
+    coming = list(enumerate(left.elements(), live.num_ids))
+    replicas, places = zip(*staying, *coming, strict=True)
+    stage = ChangeStage.STARTING if coming else ChangeStage.FORMING
+    change = LiveChange(live.highest + 1, replicas, places, stage)
+    live = replace(live, num_ids=live.num_ids + len(coming), highest=change.number, change=change)
+    changing = enter(state, state.phase, "Changing", why, now, live=live, assigned=places)
+    data = {
+        "membership": change.number,
+        "joining": [{"replica": replica, "node": node} for replica, node in coming],
+        "leaving": list(live.leavers),
+        "why": why,
+    }
+    attempt = state.attempt
+    actions: tuple[Action, ...] = (allocated, Record("changing", attempt, data))
+    if coming:
+        actions += (
+            StartReplicas(attempt, tuple(coming)),
+            GiveUpAfter(attempt, change.number, START_LIMIT),
+        )
+    return changing, actions
+
+
+def can_survive(state: JobState, lost: Collection[int]) -> bool:
+    """Return whether the replicas of a job can go on training without some of them."""
+    live = state.live
+    trains = state.training and state.intent is None and live.why_not is None
+    return trains and bool(set(live.replicas) - {*lost, *live.lost})
+
+
+def let_go(state: JobState, lost: Sequence[int], why: str) -> Transition:
+    """End replicas that are lost, while the others go on: see `can_survive`."""
+    data = {"why": why, "replicas": list(lost)}
+    record = Record("replicas_lost", state.attempt, data)
+    all_lost = tuple(sorted({*state.live.lost, *lost}))
+    noted = replace(state, live=replace(state.live, lost=all_lost))
+    return noted, (record, EndReplicas(state.attempt, tuple(lost), at_once=True))
+
+
+def survived(state: JobState, event: Survived, now: float) -> Transition:
+    """Take over that a job goes on without replicas that it has lost."""
+    live = state.live
+    lost = tuple(replica for replica in live.replicas if replica not in event.replicas)
+    mine = not set(event.replicas) - set(live.replicas) and bool(event.replicas)
+    if not _runs(state, event.attempt) or not (mine and lost) or event.number <= live.number:
+        return state, ()
+    places = dict(zip(live.replicas, state.running_on, strict=True))
+    nodes = tuple(places[replica] for replica in event.replicas)
+    coming = tuple(replica for replica, _ in live.joining)
+    data = {
+        "membership": event.number,
+        "step": event.step,
+        "pause_seconds": event.seconds,
+        "lost": list(lost),
+        "nodes": list(nodes),
+        "replicas": list(event.replicas),
+        "num_replicas": len(nodes),
+        "num_stages": state.running_stages,
+    }
+    live = replace(
+        live,
+        number=event.number,
+        replicas=event.replicas,
+        highest=max(live.highest, event.number),
+        change=None,
+        lost=tuple(replica for replica in live.lost if replica in event.replicas),
+    )
+    live = _counted(live, "it has lost replicas again and again", now)
+    message = f"Training on {', '.join(nodes)}, without replicas that were lost."
+    going_on = enter(
+        state, state.phase, "Training", message, now, live=live, running_on=nodes, assigned=nodes
+    )
+    return going_on, (
+        Record("survived", state.attempt, data),
+        EndReplicas(state.attempt, (*lost, *coming), at_once=True),
+    )
+
+
+def ready(state: JobState, event: LiveReady) -> Transition:
+    """Note whether the replicas that train can be changed live."""
+    live = state.live
+    if not _runs(state, event.attempt) or live.failures >= MOST_FAILURES:
+        return state, ()
+    if live.change is not None or event.why_not == live.why_not:
+        return state, ()
+    return replace(state, live=replace(live, why_not=event.why_not)), ()
+
+
+def waiting_to_join(state: JobState, event: WaitingToJoin) -> Transition:
+    """Note joining replicas that wait; when all do, the replicas are told to form their groups."""
+    change = state.live.change
+    if not _runs(state, event.attempt) or change is None:
+        return state, ()
+    missing = {replica for replica, _ in state.live.joining} - set(change.waiting_to_join)
+    new = [replica for replica in dict.fromkeys(event.replicas) if replica in missing]
+    if not new:
+        return state, ()
+    stage = ChangeStage.FORMING if len(new) == len(missing) else change.stage
+    changed = replace(change, waiting_to_join=(*change.waiting_to_join, *new), stage=stage)
+    records = tuple(
+        Record("waiting_to_join", state.attempt, {"replica": replica}) for replica in new
+    )
+    return replace(state, live=replace(state.live, change=changed)), records
+
+
+def switched(state: JobState, event: Switched, now: float) -> Transition:
+    """Take over what the job has changed to; those that left end by themselves."""
+    change, live = state.live.change, state.live
+    if not _runs(state, event.attempt) or not _forms(change, event.number):
+        return state, ()
+    assert change is not None  # noqa: S101  # it forms
+    data = {
+        "membership": change.number,
+        "step": event.step,
+        "pause_seconds": event.seconds,
+        "nodes": list(change.nodes),
+        "replicas": list(change.replicas),
+        "num_replicas": len(change.nodes),
+        "num_stages": state.running_stages,
+    }
+    actions: tuple[Action, ...] = (Record("changed", state.attempt, data),)
+    if live.leavers:
+        actions += (EndReplicas(state.attempt, live.leavers, at_once=False),)
+    live = replace(live, number=change.number, replicas=change.replicas, change=None)
+    since = "" if event.step is None else f" since step {event.step}"
+    message = f"Training{since} on {', '.join(change.nodes)}."
+    return (
+        enter(state, state.phase, "Training", message, now, live=live, running_on=change.nodes),
+        actions,
+    )
+
+
+def refused(state: JobState, event: ChangeRefused, now: float) -> Transition:
+    """Leave a job as it was whose replicas do not change; restart it if they never will."""
+    change = state.live.change
+    if not _runs(state, event.attempt) or not _forms(change, event.number):
+        return state, ()
+    assert change is not None  # noqa: S101  # it forms
+    if not event.for_good:
+        return _abandon(state, event.why, now)
+    why = f"It cannot be changed live ({event.why}), so it is restarted."
+    record = Record("change_abandoned", state.attempt, _told(change, event.why))
+    moving = enter(state, Phase.RESTARTING, "Moving", why, now, intent=Intent.MOVE)
+    return moving, (record, *stop(state, why))
+
+
+def joining_replica_lost(state: JobState, event: JoiningReplicaLost, now: float) -> Transition:
+    """Abandon a change whose joining replica is gone; replicas that know of it find out."""
+    coming = [replica for replica, _ in state.live.joining]
+    if not _runs(state, event.attempt) or event.replica not in coming:
+        return state, ()
+    return _abandon(state, event.why, now)
+
+
+def overdue(state: JobState, event: ChangeOverdue, now: float) -> Transition:
+    """Abandon a change whose joining replicas are not there in time."""
+    change = state.live.change
+    if not _runs(state, event.attempt) or change is None or change.number != event.number:
+        return state, ()
+    if change.stage is not ChangeStage.STARTING:
+        return state, ()
+    return _abandon(state, event.why, now)
+
+
+def again(state: JobState) -> tuple[Action, ...]:
+    """Return what a new scheduler has to see to of a change that it has found."""
+    change = state.live.change
+    if change is None or change.stage is not ChangeStage.STARTING:
+        return ()
+    return (GiveUpAfter(state.attempt, change.number, START_LIMIT),)
+
+
+def _abandon(state: JobState, why: str, now: float) -> Transition:
+    live, change = state.live, state.live.change
+    assert change is not None  # noqa: S101  # the callers have looked
+    coming = tuple(replica for replica, _ in live.joining)
+    actions: tuple[Action, ...] = (Record("change_abandoned", state.attempt, _told(change, why)),)
+    if coming:
+        actions += (EndReplicas(state.attempt, coming, at_once=True),)
+    live = replace(_counted(live, f"the last change did not come about: {why}", now), change=None)
+    message = (
+        f"Training on {', '.join(state.running_on)}; an elastic resize did not come about: {why}"
+    )
+    kept = enter(state, state.phase, "Training", message, now, live=live, assigned=state.running_on)
+    return kept, actions
+
+
+def _counted(live: LiveState, why: str, now: float) -> LiveState:
+    """Count a failure; after too many a job is restarted instead of being changed live."""
+    failures = live.failures + 1 if now - live.failed_at < FORGOTTEN_AFTER else 1
+    why_not = live.why_not
+    if failures >= MOST_FAILURES:
+        why_not = f"{failures} times something went wrong; {why}"
+    return replace(live, failures=failures, failed_at=now, why_not=why_not)
+
+
+def _told(change: LiveChange, why: str) -> dict[str, object]:
+    return {"membership": change.number, "why": why}
+
+
+def _runs(state: JobState, attempt: int) -> bool:
+    return attempt == state.attempt and bool(state.running_on) and state.intent is None
+
+
+def _forms(change: LiveChange | None, number: int) -> bool:
+    """Whether this is the membership that the replicas were told of."""
+    return change is not None and (change.number, change.stage) == (number, ChangeStage.FORMING)

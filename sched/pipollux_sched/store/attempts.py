@@ -1,0 +1,117 @@
+"""Queries on attempts: their number, cost and slot-seconds.
+
+The methods of the store consist of these queries; each runs within a session that the store has
+begun.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from sqlalchemy import ColumnElement, case, distinct, func, select, true
+from sqlalchemy.orm import InstrumentedAttribute, Session
+
+from pipollux_sched.lifecycle import Intent, Outcome, Phase
+
+from .records import AttemptRecord, attempt_record
+from .tables import AttemptRow, JobRow
+
+ENDED = tuple(phase.value for phase in Phase if phase.ended)
+"""Phases of jobs that have ended: of a store that was kept for months nearly all."""
+CHANGED = "changed"
+"""Outcome of a membership whose replicas went on in the next one."""
+
+
+class AttemptCounts(NamedTuple):
+    """Starts and restarts of jobs, by reason, since the store was created."""
+
+    restarts: int
+    """ReplicaGroupManager of a job after its first."""
+    reallocations: int
+    """ReplicaGroupManager that were stopped for the job to go on elsewhere."""
+    failures: int
+    """ReplicaGroupManager that failed by themselves."""
+    resizes: int
+    """Memberships that began while their job trained: replicas joined, left or were lost."""
+
+
+def totals(session: Session, name: str | None = None) -> AttemptCounts:
+    """Return the starts and restarts of a job, or of all existing jobs without a name."""
+    row = AttemptRow
+    failed = (row.outcome == Outcome.FAILED.value) & row.intent.is_(None)
+    begun = row.membership == 1
+    query = select(
+        func.count().filter(begun) - func.count(distinct(row.job)),
+        func.count().filter(row.intent == Intent.MOVE.value),
+        func.count().filter(failed),
+        func.count().filter(~begun),
+    ).select_from(row)
+    if name is not None:
+        query = query.where(row.job == name)
+    return AttemptCounts(*session.execute(query).one())
+
+
+def among_live(name: InstrumentedAttribute[Any], *, live: bool) -> ColumnElement[bool]:
+    """Return the condition that a job of this name has not ended or, unless `live`, exists."""
+    if not live:
+        return true()
+    return name.in_(select(JobRow.name).where(JobRow.phase.not_in(ENDED)))
+
+
+def of_job(session: Session, name: str) -> list[AttemptRecord]:
+    """Return the attempts of a job, oldest first."""
+    query = select(AttemptRow).where(AttemptRow.job == name).order_by(AttemptRow.id)
+    return [attempt_record(row) for row in session.scalars(query)]
+
+
+def count(session: Session, *, live: bool) -> dict[str, int]:
+    """Return the number of attempts of each job."""
+    counts = (
+        select(AttemptRow.job, func.count().label("attempts"))
+        .where(among_live(AttemptRow.job, live=live), AttemptRow.membership == 1)
+        .group_by(AttemptRow.job)
+    )
+    return {row.job: row.attempts for row in session.execute(counts)}
+
+
+def restart_seconds(session: Session, name: str | None = None) -> dict[str, list[float]]:
+    """Return the cost of each measured restart in seconds, by job, oldest first.
+
+    Args:
+        session: session of the store.
+        name: only this job; None: all jobs that have not ended.
+    """
+    return _costs(session, AttemptRow.restart_seconds, name)
+
+
+def pause_seconds(session: Session, name: str | None = None) -> dict[str, list[float]]:
+    """Return the pause of each elastic resize in seconds, as `restart_seconds` does."""
+    return _costs(session, AttemptRow.pause_seconds, name)
+
+
+def _costs(
+    session: Session, cost: InstrumentedAttribute[float | None], name: str | None
+) -> dict[str, list[float]]:
+    whose = among_live(AttemptRow.job, live=True) if name is None else AttemptRow.job == name
+    query = (
+        select(AttemptRow.job, cost.label("seconds"))
+        .where(whose, cost.is_not(None))
+        .order_by(AttemptRow.id)
+    )
+    found: dict[str, list[float]] = {}
+    for row in session.execute(query):
+        found.setdefault(row.job, []).append(row.seconds)
+    return found
+
+
+def attained_service(session: Session, now: float, *, live: bool) -> dict[str, float]:
+    """Return the slot-seconds of each job: every attempt from its start to its end."""
+    held = func.coalesce(AttemptRow.ended_at, now) - AttemptRow.created_at
+    slots = AttemptRow.num_replicas * AttemptRow.num_stages
+    service = func.sum(case((held > 0, held), else_=0.0) * slots).label("service")
+    sums = (
+        select(AttemptRow.job, service)
+        .where(among_live(AttemptRow.job, live=live))
+        .group_by(AttemptRow.job)
+    )
+    return {row.job: row.service for row in session.execute(sums)}

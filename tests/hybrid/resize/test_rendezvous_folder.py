@@ -1,0 +1,178 @@
+"""The folder in which replicas that come later find a job."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipollux_hybrid.errors import ConfigurationError
+from pipollux_hybrid.job.membership import Announcement, JobPlace, JoiningReplica, Membership
+from pipollux_hybrid.job.pipeline_spec import PipelineSchedule
+from pipollux_hybrid.resize.__main__ import main
+from pipollux_hybrid.resize.rendezvous_folder import SILENCE, RendezvousFolder
+
+PLACE = JobPlace(epoch=3, loop=1)
+BULLETIN = Announcement(Membership(4, ("a", "b")), PLACE, (2, 1), schedule="gpipe")
+
+
+class Clock:
+    """A clock that the test sets."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_what_is_posted_is_read(tmp_path: Path) -> None:
+    job, other = RendezvousFolder(tmp_path / "folder"), RendezvousFolder(tmp_path / "folder")
+    assert other.announcement() is None
+    job.post(BULLETIN)
+    assert other.announcement() == BULLETIN
+    joining_replica = JoiningReplica("c", "host", waiting_to_join=True, place=PLACE)
+    other.apply(joining_replica)
+    assert job.joining() == [joining_replica]
+    job.propose(Membership(5, ("a", "b", "c")))
+    assert other.proposal() == Membership(5, ("a", "b", "c"))
+    job.announce_store(5, "host", 1234)
+    assert other.find_store(5) == ("host", 1234)
+    assert other.find_store(6) is None
+    job.ask_to_leave("b")
+    assert other.leavers() == {"b"}
+    other.withdraw("c")
+    other.withdraw("b")
+    assert (job.joining(), job.leavers()) == ([], set())
+
+
+def test_who_leads_in_the_place_of_another_is_no_other_job(tmp_path: Path) -> None:
+    """Should that one come back, neither ends for it; a job that began in between does."""
+    first, second, other = (RendezvousFolder(tmp_path) for _ in range(3))
+    assert first.claim(None)
+    for _ in range(9):
+        first.post(BULLETIN)
+    second.post(BULLETIN)
+    first.post(BULLETIN)
+    second.post(BULLETIN)
+    (tmp_path / "claim-1").unlink()
+    assert other.claim(None)
+    other.post(BULLETIN)
+    second.post(BULLETIN)
+    with pytest.raises(ConfigurationError, match="a job runs there already, whose files had"):
+        other.post(BULLETIN)
+    second.post(BULLETIN)
+
+
+def test_one_that_has_joined_may_have_been_asked_to_leave(tmp_path: Path) -> None:
+    """Whoever enters a membership takes back that it wants to join, and not a wish of others."""
+    folder = RendezvousFolder(tmp_path)
+    folder.apply(JoiningReplica("c", "host"))
+    folder.ask_to_leave("c")
+    folder.withdraw_application("c")
+    assert (folder.joining(), folder.leavers()) == ([], {"c"})
+
+
+def test_who_does_not_write_any_more_is_dead(tmp_path: Path) -> None:
+    """Clocks of hosts differ: what counts is that a file changes."""
+    clock = Clock()
+    job, other = RendezvousFolder(tmp_path), RendezvousFolder(tmp_path, clock)
+    assert RendezvousFolder(tmp_path).job_is_silent(), "there is none"
+    job.post(BULLETIN)
+    assert not other.job_speaks(), "it may have been written long ago"
+    assert not other.job_is_silent()
+    clock.now += SILENCE
+    assert not other.job_is_silent()
+    job.post(BULLETIN)
+    assert other.job_speaks()
+    clock.now += SILENCE
+    assert not other.job_is_silent()
+    clock.now += 1.0
+    assert other.job_is_silent()
+
+    job.apply(JoiningReplica("c", "host"))
+    assert [x.replica for x in other.joining()] == ["c"]
+    clock.now += SILENCE + 1.0
+    assert other.joining() == []
+    job.apply(JoiningReplica("c", "host"))
+    assert [x.replica for x in other.joining()] == ["c"]
+
+
+def test_one_of_two_begins_a_job_in_a_folder(tmp_path: Path) -> None:
+    first, second = RendezvousFolder(tmp_path), RendezvousFolder(tmp_path)
+    assert first.last_claim() is None
+    assert first.claim(None)
+    assert not second.claim(None)
+    first.post(BULLETIN)
+    first.apply(JoiningReplica("c", "host"))
+    assert second.claim(second.last_claim())
+    assert second.announcement() is None, "what the job before has left is removed"
+    assert second.joining() == []
+    assert not first.claim("claim-1")
+
+
+@pytest.mark.parametrize(
+    "name", ["job.json", "proposal.json", "joining replica-c.json", "store-1.json"]
+)
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"beat": "x"}', '{"number": "x", "replicas": 3}', "\0"]
+)
+def test_what_cannot_be_read_is_not_there(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content)
+    found = RendezvousFolder(tmp_path)
+    assert (found.announcement(), found.proposal(), found.joining()) == (None, None, [])
+    assert found.find_store(1) is None
+    assert found.job_is_silent() == (name != "job.json" or not content.startswith("{"))
+
+
+def test_a_name_that_is_no_claim_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "claim-of-mine").touch()
+    found = RendezvousFolder(tmp_path)
+    assert found.last_claim() is None
+    assert found.claim(None)
+    assert found.last_claim() == "claim-1"
+
+
+def test_a_folder_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match="every host of the job can write to"):
+        RendezvousFolder(tmp_path / "file")
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pipollux_hybrid.resize", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_command_lists_replicas_and_has_them_leave(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rendezvous, folder = RendezvousFolder(tmp_path), str(tmp_path)
+    assert main([folder]) == 1
+    assert capsys.readouterr().err == f"no job meets in {tmp_path}\n"
+    rendezvous.post(BULLETIN)
+    rendezvous.apply(JoiningReplica("c", "host", waiting_to_join=True))
+    found = command(folder)
+    assert found.stdout == "a  replica 0\nb  replica 1\nc  waits to join, on host\n"
+    assert main([folder, "leave", "b"]) == 0
+    assert rendezvous.leavers() == {"b"}
+    assert main([folder, "leave", "z"]) == 2
+    assert capsys.readouterr().err == "z cannot leave: no such replica (there are a, b)\n"
+    assert main([str(tmp_path / "none")]) == 2
+    assert "python -m pipollux_hybrid.resize FOLDER" in capsys.readouterr().err
+
+
+def test_joining_take_the_order_of_those_that_train() -> None:
+    """Also where they say nothing of it: chunks show in the balance."""
+    assert BULLETIN.order(2) == PipelineSchedule("gpipe")
+    silent = replace(BULLETIN, schedule="")
+    assert silent.order(2) == PipelineSchedule("1f1b")
+    assert replace(silent, balance=(1, 1, 2, 1)).order(2) == PipelineSchedule("interleaved", 2)
+    told = Announcement.from_json_object(BULLETIN.to_json_object())
+    assert told.order(2) == BULLETIN.order(2)
