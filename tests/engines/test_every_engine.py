@@ -56,7 +56,7 @@ def test_nodes_and_refusals(case: EngineCase) -> None:
 
 
 @on_all
-def test_a_attempt_from_start_to_stop(case: EngineCase, scheduler: Scheduler) -> None:
+def test_an_attempt_from_start_to_stop(case: EngineCase, scheduler: Scheduler) -> None:
     """Two replicas with what they need to know; they save when told, and their logs stay."""
     program = scheduler.apply("toy", [*NODES], "--prints", num_stages=2)
     handles = scheduler.started("toy").replicas

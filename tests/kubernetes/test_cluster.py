@@ -133,7 +133,7 @@ def test_custom_resources_have_defaults_rules_and_a_status(
     assert client.get(Sample, "a").status is None
     client.patch(Sample.Status, "a", {"status": {"phase": "Running"}}, patch_type=PatchType.MERGE)
     changed = client.patch(Sample, "a", {"spec": {"suspend": True}}, patch_type=PatchType.MERGE)
-    assert (changed.status["phase"], changed.metadata.attempt) == ("Running", 2)
+    assert (changed.status["phase"], changed.metadata.generation) == ("Running", 2)
 
 
 @pytest.mark.parametrize("cascade", CascadeType)

@@ -26,7 +26,7 @@ def rig(cluster: Cluster, namespace: str, tmp_path: Path) -> Iterator[Rig]:
     rig.close()
 
 
-def test_a_attempt_from_start_to_end(rig: Rig, client: Client) -> None:
+def test_an_attempt_from_start_to_end(rig: Rig, client: Client) -> None:
     """Pods get their node, devices, variables and token; the exit status and the message remain."""
     script = (
         "echo ready; echo $PIPOLLUX_REPLICA of $PIPOLLUX_NUM_NODES on $PIPOLLUX_DEVICES;"

@@ -49,7 +49,7 @@ def test_what_is_in_step_is_looked_at_again_when_it_changes(
         assert controller.step(jobs)
         monkeypatch.setattr(resource_controller, "job_status", refuse)
         assert controller.step(jobs)
-        resource["metadata"] |= {"resourceVersion": "6", "attempt": 2}
+        resource["metadata"] |= {"resourceVersion": "6", "generation": 2}
         resources.apply("MODIFIED", resource)
         with pytest.raises(LookedError):
             controller.step(jobs)

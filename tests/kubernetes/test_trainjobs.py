@@ -1,4 +1,4 @@
-"""ReplicaGroupManager as TrainJobs, with a stand-in for the controllers of the Trainer."""
+"""Attempts as TrainJobs, with a stand-in for the controllers of the Trainer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def rig(memory: MemoryCluster, trainer: Trainer, tmp_path: Path) -> Iterator[Rig
     rig.close()
 
 
-def test_a_attempt_from_start_to_stop(rig: Rig, client: Client) -> None:
+def test_an_attempt_from_start_to_stop(rig: Rig, client: Client) -> None:
     """One TrainJob for both replicas, each on a node of its own; a stop suspends it."""
     keys = rig.start(f"echo ready $PIPOLLUX_REPLICA; {RUNS}", ["n1", "n2"], num_stages=2)
     rig.running(*keys)

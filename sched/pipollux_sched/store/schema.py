@@ -76,7 +76,7 @@ def _upgrade(connection: Connection, found: str, location: Location) -> None:
     if found not in known:
         raise StoreError(
             f"{location} was written by another version of Pipollux, with schema {found}; this "
-            f"version has {REVISION}, and migrates from {min(known)} on; use the version that wrote "
-            "it, or another --state-dir"
+            f"version has {REVISION}, and migrates from {min(known)} on; use the version that "
+            "wrote it, or another --state-dir"
         )
     command.upgrade(config, REVISION)

@@ -82,7 +82,7 @@ def _mark(store: Store, resource: Resource, thing: Object, grace: int) -> Object
         end = time.gmtime(time.time() + grace)
         metadata["deletionTimestamp"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", end)
         if resource.generation and before is None:
-            metadata["generation"] = metadata.get("attempt", 1) + 1
+            metadata["generation"] = metadata.get("generation", 1) + 1
         if resource != NAMESPACES:
             metadata["deletionGracePeriodSeconds"] = grace
     if resource == NAMESPACES:

@@ -22,7 +22,7 @@ _KEPT_METADATA = (
     "creationTimestamp",
     "deletionTimestamp",
     "deletionGracePeriodSeconds",
-    "attempt",
+    "generation",
 )
 
 

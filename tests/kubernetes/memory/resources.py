@@ -18,8 +18,8 @@ class Resource:
     namespaced: bool = True
     status: bool = False
     """Whether objects have a ``/status``, which alone can change their status."""
-    attempt: bool = False
-    """Whether ``metadata.attempt`` counts the changes of what is wanted."""
+    generation: bool = False
+    """Whether ``metadata.generation`` counts the changes of what is wanted."""
     custom: bool = False
     """Whether it was declared by a CustomResourceDefinition."""
     definition: dict[str, Any] = field(default_factory=dict, compare=False, hash=False)
@@ -54,7 +54,7 @@ DEFINITIONS = Resource(
     "CustomResourceDefinition",
     namespaced=False,
     status=True,
-    attempt=True,
+    generation=True,
 )
 _RBAC = "rbac.authorization.k8s.io"
 
@@ -72,7 +72,7 @@ BUILT_IN = (
     _core("persistentvolumeclaims", "PersistentVolumeClaim", status=True),
     _core("persistentvolumes", "PersistentVolume", namespaced=False, status=True),
     _core("secrets", "Secret"),
-    Resource("apps", "v1", "deployments", "Deployment", status=True, attempt=True),
+    Resource("apps", "v1", "deployments", "Deployment", status=True, generation=True),
     Resource("policy", "v1beta1", "poddisruptionbudgets", "PodDisruptionBudget", status=True),
     Resource("scheduling.k8s.io", "v1", "priorityclasses", "PriorityClass", namespaced=False),
     Resource(_RBAC, "v1", "clusterroles", "ClusterRole", namespaced=False),

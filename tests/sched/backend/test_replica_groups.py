@@ -74,7 +74,7 @@ def exited(reports: list[Report]) -> Exited:
     return cast(Exited, report.event)
 
 
-def test_a_attempt_waits_for_the_slots_of_another_job(
+def test_an_attempt_waits_for_the_slots_of_another_job(
     backend: ReplicaGroupManager, cluster: Cluster
 ) -> None:
     backend.apply(program("one"), 1, ["a", "a"])
@@ -91,7 +91,7 @@ def test_a_attempt_waits_for_the_slots_of_another_job(
     assert cluster.forgotten == [("one", 1)]
 
 
-def test_a_attempt_takes_the_place_of_the_one_before(
+def test_an_attempt_takes_the_place_of_the_one_before(
     backend: ReplicaGroupManager, cluster: Cluster
 ) -> None:
     backend.apply(program("one"), 1, ["a"])
@@ -387,7 +387,7 @@ def test_engines_by_name(state_dir: StateDir) -> None:
         make_engine("local", EngineOptions(state_dir=state_dir))
 
 
-def test_a_attempt_of_which_all_were_let_go_has_failed(
+def test_an_attempt_of_which_all_were_let_go_has_failed(
     backend: ReplicaGroupManager, cluster: Cluster
 ) -> None:
     """Each so that the others could go on; whatever their statuses, nobody has completed it."""

@@ -135,7 +135,7 @@ def test_what_was_only_half_started_is_ended(
     assert backend.recover(30.0)
 
 
-def test_a_attempt_that_was_only_written_down(
+def test_an_attempt_that_was_only_written_down(
     backend: ReplicaGroupManager, state_dir: StateDir
 ) -> None:
     """Or of which only the first words were written, or by another version."""

@@ -60,7 +60,7 @@ def test_a_job_that_is_forgotten_is_missed_no_more() -> None:
     assert [entry.job for entry in beats.lost(30.0)] == ["b"]
 
 
-def test_a_attempt_of_which_no_replica_is_expected_any_more() -> None:
+def test_an_attempt_of_which_no_replica_is_expected_any_more() -> None:
     """One after the other was let go, and those to come have not yet been heard of."""
     clock = Clock()
     beats = Heartbeats(clock)
