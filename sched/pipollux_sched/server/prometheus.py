@@ -107,9 +107,9 @@ class SchedulerCollector(Collector):
     def _attempts(self) -> Iterable[Metric]:
         counts = self._store.overview.attempt_counts()
         for name, words, value in (
-            ("restarts", "ReplicaGroupManager of jobs after their first.", counts.restarts),
+            ("restarts", "Attempts of jobs after their first.", counts.restarts),
             ("reallocations", "Running jobs that were moved.", counts.reallocations),
-            ("failures", "ReplicaGroupManager that failed by themselves.", counts.failures),
+            ("failures", "Attempts that failed by themselves.", counts.failures),
             ("resizes", "Changes of replicas while others trained on.", counts.resizes),
         ):
             yield CounterMetricFamily(f"pipollux_{name}", words, value)

@@ -26,11 +26,11 @@ class AttemptCounts(NamedTuple):
     """Starts and restarts of jobs, by reason, since the store was created."""
 
     restarts: int
-    """ReplicaGroupManager of a job after its first."""
+    """Attempts of a job after its first."""
     reallocations: int
-    """ReplicaGroupManager that were stopped for the job to go on elsewhere."""
+    """Attempts that were stopped for the job to go on elsewhere."""
     failures: int
-    """ReplicaGroupManager that failed by themselves."""
+    """Attempts that failed by themselves."""
     resizes: int
     """Memberships that began while their job trained: replicas joined, left or were lost."""
 

@@ -101,7 +101,7 @@ class JobSummary:
 
     @property
     def num_restarts(self) -> int:
-        """ReplicaGroupManager after the first."""
+        """Attempts after the first."""
         return max(self.attempt - 1, 0)
 
 

@@ -26,7 +26,7 @@ Running = Started | Replicas
 
 
 class Job:
-    """ReplicaGroupManager of one job in a directory."""
+    """Attempts of one job in a directory."""
 
     def __init__(self, directory: Path, repository: Path, script: Path = SCRIPT) -> None:
         self.script = script

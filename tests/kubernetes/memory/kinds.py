@@ -20,7 +20,7 @@ def served(store: Store) -> list[Resource]:
                 spec["names"]["kind"],
                 namespaced=spec["scope"] == "Namespaced",
                 status="status" in version.get("subresources", {}),
-                attempt=True,
+                generation=True,
                 custom=True,
                 definition=version,
             )

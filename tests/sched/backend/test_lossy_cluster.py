@@ -1,4 +1,4 @@
-"""ReplicaGroupManager on a cluster whose messages get lost, are delayed, and arrive twice."""
+"""Attempts on a cluster whose messages get lost, are delayed, and arrive twice."""
 
 from __future__ import annotations
 

@@ -156,12 +156,12 @@ class JobRun:
 
     @property
     def started(self) -> list[Attempt]:
-        """ReplicaGroupManager whose processes were started, each membership by itself."""
+        """Attempts whose processes were started, each membership by itself."""
         return [g for g in self.attempts if g.started is not None]
 
     @property
     def num_restarts(self) -> int:
-        """ReplicaGroupManager after the first."""
+        """Attempts after the first."""
         return max(0, len(self.started) - self.num_resizes - 1)
 
     @property
