@@ -75,7 +75,7 @@ class Invariants:
                 yield f"{node} holds {held[node]} of {slots}"
 
     def _order(self, jobs: Iterable[JobRecord]) -> Iterator[str]:
-        """ReplicaGroupManager only grow, and of each job at most the last one is open."""
+        """Attempts only grow, and of each job at most the last one is open."""
         attempts = {job.name: self.world.store.attempts(job.name) for job in jobs}
         for job in jobs:
             attempt, before = job.state.attempt, self._attempts.get(job.name, 0)

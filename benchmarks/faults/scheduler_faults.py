@@ -100,7 +100,7 @@ def kill_joining_replica(world: World, rng: random.Random) -> str | None:
 
 
 def _changing(world: World) -> JobRecord | None:
-    """Return a job that is being changed live, as soon as there is one."""
+    """Return a job that is being resized, as soon as there is one."""
     deadline = time.monotonic() + 5.0
     while time.monotonic() < deadline:
         for job in world.under_way():

@@ -133,7 +133,7 @@ class Agent:
         return self.app.max_epochs
 
     def change(self, info: JobInfo, nodes: Sequence[Any], allocation: Allocation | None) -> None:
-        """Note what it is to hold, and tell the artifact's job whether it changes live."""
+        """Note what it is to hold, and tell the artifact's job whether it resizes."""
         shape = allocation.shape if allocation else None
         kind = change_kind(info, Allocation(self.members, self.shape), Allocation(nodes, shape))
         moves = bool(self.nodes and nodes)

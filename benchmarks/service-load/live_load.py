@@ -1,4 +1,4 @@
-"""What the replicas of many jobs and their joining replicas send while the jobs are changed live.
+"""What the replicas of many jobs and their joining replicas send while the jobs are resized.
 
 Run by `growth.py`. They say and do what `pipollux_hybrid.resize` does with the scheduler: replica 0
 tells that the job can be changed; a joining replica waits to join; when all are told which

@@ -1,13 +1,13 @@
 """What a change of a job's allocation costs: nothing, an elastic resize's price, or a restart's.
 
-A job that can be changed live keeps the surviving replicas where they are: they pause while others
+A job that can be resized keeps the surviving replicas where they are: they pause while others
 leave or join. At least one replica must survive so, in the same shape: another number of stages or
 type of GPU is a restart, and so is a move of all replicas. A replica is known by its node only, so
 as many survive on a node as are there both before and after.
 
     price = 0                                        the same nodes and shape
             min(rescale_seconds, restart_seconds)    the same shape, and a survivor
-            restart_seconds                          else, or if the job cannot be changed live
+            restart_seconds                          else, or if the job cannot be resized
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def change_kind(job: JobInfo, old: Allocation, new: Allocation) -> ChangeKind:
     """Return the kind of a change.
 
     Args:
-        job: the job; without `rescale_seconds` it is never changed live.
+        job: the job; without `rescale_seconds` it is never resized.
         old: what it holds; empty if it is queued.
         new: what it is to hold; empty if it is to be queued.
 
@@ -88,7 +88,7 @@ def possible_survivors(
 ) -> Counter[Any]:
     """Return how many replicas of a job could survive a change on each node.
 
-    Those on nodes that take replicas can. None can if the job cannot be changed live, if it lost a
+    Those on nodes that take replicas can. None can if the job cannot be resized, if it lost a
     node, or if it runs in a shape that is not one of its own any more.
     """
     if job.rescale_seconds is None or not held:

@@ -138,10 +138,10 @@ class JobInfo:
     restart_seconds: float = DEFAULT_RESTART_SECONDS
     """Seconds without training that one restart costs this job."""
     num_rescales: int = 0
-    """How often the job was changed live so far."""
+    """How often the job was resized so far."""
     rescale_seconds: float | None = None
     """Seconds without training that one elastic resize costs the surviving replicas; None: the job
-    cannot be changed live, and every change is a restart (`change_cost`)."""
+    cannot be resized, and every change is a restart (`change_cost`)."""
     gpu_type: str | None = None
     """The only type of GPU that the job's own shape is for; None: any."""
     shapes: tuple[ReplicaShape, ...] = ()

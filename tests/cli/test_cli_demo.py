@@ -200,7 +200,7 @@ def test_the_jobs_of_the_real_demonstration(start: Callable[..., Run]) -> None:
     loss = charts((run.output / "report.html").read_text())["loss-0-by-time"]
     assert (loss["bands"], len(loss["panels"][0]["lines"][0]["pieces"])) == ([], 1)
     changes = of(events, "changed", "digits")
-    assert run.printed().count("digits: changed live: ") == len(changes)
+    assert run.printed().count("digits: resized: ") == len(changes)
     samples = of(events, "progress", "char-lm")[-1]["samples"]
     windows = (characters - 1) // 64
     held_out = windows // 20

@@ -122,7 +122,7 @@ def test_describe(say: Say) -> None:
     text = say("describe", "grown")
     titles = [line for line in text.splitlines() if line and not line.startswith(" ")]
     assert titles == [
-        *("grown", "Conditions", "Spec", "Progress", "Hints", "ReplicaGroupManager", "Last events"),
+        *("grown", "Conditions", "Spec", "Progress", "Hints", "Attempts", "Last events"),
     ]
     assert re.search(r"Allocation +2 replicas of 1 stage on node-a ×2\n", text)
     assert re.search(r"Step +21, 672 samples, epochs done: 1 of 4\n", text)

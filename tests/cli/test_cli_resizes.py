@@ -56,7 +56,7 @@ def test_a_change_that_is_under_way(let: Let, say: Say) -> None:
     described = say("describe", JOB)
     assert "Allocation 3 replicas of 1 stage on node-a, node-b ×2 Trains on 1 replica" in described
     assert f"Changing {told} " in described
-    assert "changes live: replicas 1 on node-b and 2 on node-b are to join" in described
+    assert "resizes: replicas 1 on node-b and 2 on node-b are to join" in described
     assert f"Changing: {told}." in say("explain", JOB)
     assert data(say, "describe")["changing"] == told
     assert data(say, "explain")["changing"] == told
@@ -81,11 +81,13 @@ def test_memberships_are_listed_with_their_pauses(let: Let, say: Say) -> None:
     assert "Replicas 1 on node-b " in text
     found = data(say, "describe")
     assert (found["num_restarts"], found["num_resizes"], found["changing"]) == (0, 2, None)
-    assert "changed live: 1 replica on node-b trains since step 30" in say("events", "--job", JOB)
+    assert "resized: 1 replica on node-b trains since step 30" in say("events", "--job", JOB)
 
 
 def test_explain_tells_whether_a_change_would_be_live(let: Let, say: Say) -> None:
-    assert "A change would be live: replicas join and leave while" in say("explain", JOB)
+    assert "A change would be an elastic resize: replicas join and leave while" in say(
+        "explain", JOB
+    )
     assert data(say, "explain")["next_change"] == {"live": True, "why_restart": None}
     let(
         1020.0,

@@ -368,7 +368,7 @@ def test_on_a_terminal(terminal: Terminal, state_dir: StateDir) -> None:
     terminal.read_until("(?s)(?=.*grown)(?=.*q quit)")
     with Store(state_dir.store) as store:
         for number in range(40):
-            job = spec(f"joining replica-{number:02}")
+            job = spec(f"joining-{number:02}")
             store.submit(job.name, job.model_dump(mode="json"), "token", 3)
     terminal.read_until("all 46")
     terminal.type("\x1b[F")  # End
@@ -377,7 +377,7 @@ def test_on_a_terminal(terminal: Terminal, state_dir: StateDir) -> None:
     terminal.read_until("Restarts")
     terminal.type("x\x1a")  # neither a key that means nothing nor Ctrl-Z disturbs it
     terminal.type("/-39")
-    terminal.read_until("joining replica-39")
+    terminal.read_until("joining-39")
     terminal.type("\rq")
     terminal.read_until(r"\x1b\[\?1049l")
     assert terminal.process.wait(240) == 0

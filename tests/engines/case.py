@@ -94,7 +94,7 @@ class EngineCase(ABC):
 
 
 class Scheduler:
-    """ReplicaGroupManager on the engine of a case, and what is reported of them.
+    """Attempts on the engine of a case, and what is reported of them.
 
     Args:
         case: of the engine.

@@ -124,7 +124,7 @@ def value(case: Case, name: Any, allocation: Sequence[Any]) -> float:
 
 
 def survives(case: Case, name: Any, allocation: Sequence[Any]) -> bool:
-    """Whether a job that can be changed live is, if it gets this allocation."""
+    """Whether a job that can be resized is, if it gets this allocation."""
     job, before = case.jobs[name], case.base.get(name, [])
     if job.rescale_seconds is None or not before:
         return False
@@ -276,7 +276,7 @@ def random_case(
         max_slots: most slots of a node.
         max_replicas: most replicas of a job, unless its minimum is larger.
         mixed: with several shapes of a job, two types of GPU, and nodes that drain or are ill.
-        live: with jobs that can be changed live, and run on several nodes.
+        live: with jobs that can be resized, and run on several nodes.
     """
     rng = np.random.default_rng(seed)
     nodes = {
@@ -305,7 +305,7 @@ def random_case(
 
 
 def _with_resizes(rng: np.random.Generator, case: Case) -> Case:
-    """Let most jobs be changed live, at a price of their own, and spread what they hold."""
+    """Let most jobs be resized, at a price of their own, and spread what they hold."""
     jobs, base = dict(case.jobs), dict(case.base)
     for name, job in case.jobs.items():
         if rng.random() < 0.75:

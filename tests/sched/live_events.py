@@ -1,4 +1,4 @@
-"""The events and rows of a job that changes live, made by the store's own transitions."""
+"""The events and rows of a job that resizes, made by the store's own transitions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOVES = "moves to node-b"
 
 
 def begin(store: Store, clock: Clock) -> Callable[..., None]:
-    """Let a job train on one replica that can be changed live; return what lets more happen to it.
+    """Let a job train on one replica that can be resized; return what lets more happen to it.
 
     That takes a moment and the events that then happen.
     """

@@ -59,7 +59,7 @@ def can_change(jobs: Jobs) -> bool:
 
 
 def begin(scheduler: Scheduler, policy: Wish, job: JobSpec) -> None:
-    """Start the job with one replica, and wait until it can be changed live."""
+    """Start the job with one replica, and wait until it can be resized."""
     policy.allocations["live"] = [A]
     scheduler.submit(job)
     assert scheduler.wait(can_change, timeout=240)

@@ -3,7 +3,7 @@
 The knapsack's choice need not fit: free slots lie scattered, a node carries at most one distributed
 job, and CPUs or memory may bind. So jobs that stay are placed first, then the others, the widest
 first; a job without room takes the best configuration that fits. If that loses value, three more
-arrangements are tried, and the best counts: one in which jobs that can be changed live where they
+arrangements are tried, and the best counts: one in which jobs that can be resized where they
 are come before those that move, one in which jobs that were to stay may move within their
 configuration, and one of configurations chosen as if distributed jobs took whole nodes.
 Finally every job is offered what is left.
@@ -65,7 +65,7 @@ class Assignment:
         Args:
             chosen: a configuration of every job.
             keep: whether jobs that are to stay are placed before all others.
-            at_home: whether those that can be changed live where they are come next.
+            at_home: whether those that can be resized where they are come next.
 
         Returns:
             Whether every job got its chosen configuration.

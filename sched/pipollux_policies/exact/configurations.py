@@ -54,7 +54,7 @@ class JobConfigurations:
     runs: bool
     """Whether it holds something, so that any change has a price."""
     live_shape: int | None = None
-    """Index of the shape in which it can be changed live; None: every change is a restart."""
+    """Index of the shape in which it can be resized; None: every change is a restart."""
     survivors: NodeCounts = ()
     """Replicas in `live_shape` that can survive a change."""
 

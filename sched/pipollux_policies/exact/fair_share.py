@@ -300,7 +300,7 @@ def _moved(stands: FairStanding, configs: JobConfigurations) -> float:
 
     One that has more than its share may be made to change for those that have less.
     """
-    # Also where it can be changed live: to be moved as a whole it has to start again.
+    # Also where it can be resized: to be moved as a whole it has to start again.
     change, share = configs.job.restart_seconds, stands.share.speedup
     has = 0.0 if configs.stay is None else float(configs.speedup[configs.stay])
     most = math.inf if 0 < has <= share else share

@@ -3,7 +3,7 @@
 Symbols: job j, shape s, node n, R replicas on m nodes.
 
     x[j, s, R, m]  1 if job j gets R replicas of shape s on m nodes      x[j, stay], x[j, nothing]
-                   twice if it can be changed live: with a survivor, and anyhow
+                   twice if it can be resized: with a survivor, and anyhow
     y[j, s, n]     replicas on a node, an integer         z[j, s, n]  1 if there are any
     d[j, n]        1 if job j is distributed and lies on node n
 

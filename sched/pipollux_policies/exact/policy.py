@@ -7,7 +7,7 @@ small clusters are solved whole as a mixed-integer program (`milp`); for large o
 both values bounds the loss.
 
 A job moves only if that gains by the objective, and an allocation that is kept keeps its very list.
-A job that can be changed live keeps as many of its replicas in place as that allows, where the gain
+A job that can be resized keeps as many of its replicas in place as that allows, where the gain
 is the same.
 """
 

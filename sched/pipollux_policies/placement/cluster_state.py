@@ -197,7 +197,7 @@ class ClusterState:
     def find(self, name: Any, request: ReplicaRequest) -> Allocation | None:
         """Find nodes for a job that holds nothing (`find_nodes`), preemptible nodes last.
 
-        Of a job that can be changed live, replicas stay where they are if that takes no more nodes,
+        Of a job that can be resized, replicas stay where they are if that takes no more nodes,
         and no more preemptible ones.
 
         Returns:

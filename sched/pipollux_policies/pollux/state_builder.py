@@ -64,7 +64,7 @@ class StateBuilder:
 
         Returns:
             (N,), of nodes that are as tight the one that the job is on now; of a job that can be
-            changed live, replicas stay where they are unless the job is worth more elsewhere. None
+            resized, replicas stay where they are unless the job is worth more elsewhere. None
             if the replicas do not fit.
         """
         base = self._problem.cluster.base[row]

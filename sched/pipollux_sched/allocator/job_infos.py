@@ -100,7 +100,7 @@ def job_info(
         created: time of submission, in seconds since any fixed origin.
         num_restarts: number of changes of its allocation so far.
         restart_seconds: what one restart costs it.
-        rescale_seconds: what one elastic resize costs it; None: it cannot be changed live.
+        rescale_seconds: what one elastic resize costs it; None: it cannot be resized.
         num_rescales: number of elastic resizes so far.
         attained_service: slot-seconds it has used.
         num_stages: K that it runs with, which is always one of its shapes; None: it does not run.

@@ -271,7 +271,7 @@ def _may_be_ended(state: JobState) -> bool:
 
 
 def _rescale_seconds(state: JobState, measured: float | None) -> float | None:
-    """Return what an elastic resize costs a job; None: it cannot be changed live."""
+    """Return what an elastic resize costs a job; None: it cannot be resized."""
     if not state.running_on or state.live.why_not is not None:
         return None
     return DEFAULT_RESCALE_SECONDS if measured is None else measured

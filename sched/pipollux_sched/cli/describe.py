@@ -67,7 +67,7 @@ def job_sections(job: JobDetails, now: float | None = None) -> RenderableType:
     ):
         parts += _section(title, _pairs(rows))
     parts[1:1] = _section("Conditions", _conditions(job.conditions, now))
-    parts += _section("ReplicaGroupManager", _attempts(job.attempts))
+    parts += _section("Attempts", _attempts(job.attempts))
     lines = [clean(event_line(event) or "") for event in job.events]
     return Group(*parts, *_section("Last events", Text("\n".join(lines)) if lines else None))
 

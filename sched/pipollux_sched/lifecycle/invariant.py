@@ -73,7 +73,7 @@ def _live(state: JobState) -> Iterator[tuple[str, bool]]:
     yield "ids are given out once", all(replica < live.num_ids for replica in live.replicas)
     if change is None:
         return
-    yield "only what trains is changed live", state.training and state.intent is None
+    yield "only what trains is resized", state.training and state.intent is None
     yield "an elastic resize leads to a new membership", live.number < change.number == live.highest
     yield "some replica survives an elastic resize", bool(set(live.replicas) & set(change.replicas))
     yield (

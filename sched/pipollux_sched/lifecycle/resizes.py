@@ -146,7 +146,7 @@ def survived(state: JobState, event: Survived, now: float) -> Transition:
 
 
 def ready(state: JobState, event: LiveReady) -> Transition:
-    """Note whether the replicas that train can be changed live."""
+    """Note whether the replicas that train can be resized."""
     live = state.live
     if not _runs(state, event.attempt) or live.failures >= MOST_FAILURES:
         return state, ()
@@ -207,7 +207,7 @@ def refused(state: JobState, event: ChangeRefused, now: float) -> Transition:
     assert change is not None  # noqa: S101  # it forms
     if not event.for_good:
         return _abandon(state, event.why, now)
-    why = f"It cannot be changed live ({event.why}), so it is restarted."
+    why = f"It cannot be resized ({event.why}), so it is restarted."
     record = Record("change_abandoned", state.attempt, _told(change, event.why))
     moving = enter(state, Phase.RESTARTING, "Moving", why, now, intent=Intent.MOVE)
     return moving, (record, *stop(state, why))
@@ -255,7 +255,7 @@ def _abandon(state: JobState, why: str, now: float) -> Transition:
 
 
 def _counted(live: LiveState, why: str, now: float) -> LiveState:
-    """Count a failure; after too many a job is restarted instead of being changed live."""
+    """Count a failure; after too many a job is restarted instead of being resized."""
     failures = live.failures + 1 if now - live.failed_at < FORGOTTEN_AFTER else 1
     why_not = live.why_not
     if failures >= MOST_FAILURES:

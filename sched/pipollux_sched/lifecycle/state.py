@@ -107,7 +107,7 @@ class LiveState:
     highest: int = 0
     """Highest number of a membership so far, whether it came about or not."""
     why_not: str | None = "its replicas have not said that they can join and leave"
-    """Why it cannot be changed live, so that it is restarted instead; None: it can."""
+    """Why it cannot be resized, so that it is restarted instead; None: it can."""
     failures: int = 0
     """Elastic resizes that failed, and times that replicas were lost, one soon after the other."""
     failed_at: float = 0.0

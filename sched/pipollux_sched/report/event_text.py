@@ -122,11 +122,11 @@ def _changing(event: Event) -> str:
         for words, verb in ((joining, "join"), (leaving, "leave"))
         if words
     ]
-    return f"changes live: {'; '.join(parts)}"
+    return f"resizes: {'; '.join(parts)}"
 
 
 def _changed(event: Event) -> str:
-    return f"changed live: {_goes_on(event)}"
+    return f"resized: {_goes_on(event)}"
 
 
 def _replicas_lost(event: Event) -> str:

@@ -274,7 +274,7 @@ def _path(values: list[str]) -> str:
 
 
 def continuations(job: JobRun) -> str:
-    """Describe at which steps a job stopped and resumed, or changed live."""
+    """Describe at which steps a job stopped and resumed, or resized."""
     pairs = [(a, b) for a, b in pairwise(job.started) if b.first_step_number is not None]
     if not pairs:
         restarts = len(job.started) - 1
@@ -299,7 +299,7 @@ def _changed(before: Attempt, after: Attempt) -> str:
     pause = after.pause_seconds
     cost = "" if pause is None else f", after a pause of {duration(pause)}"
     replicas = count(after.num_replicas, "replica")
-    verb = "lost replicas and went on with" if before.outcome == "survived" else "changed live to"
+    verb = "lost replicas and went on with" if before.outcome == "survived" else "resized to"
     return f"{verb} {replicas} at step {amount(after.first_step_number)}{cost}"
 
 

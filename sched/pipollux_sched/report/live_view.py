@@ -196,7 +196,7 @@ class LiveView:
     def _take_allocations(self) -> list[RenderableType]:
         """Return the table of the allocation if it has changed, and the resizes it leads to.
 
-        The decisions of one round come as one event per job, or two where it is changed live; the
+        The decisions of one round come as one event per job, or two where it is resized; the
         table waits for the event after.
         """
         changed, self._changed = self._changed, {}

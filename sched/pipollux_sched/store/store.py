@@ -288,7 +288,7 @@ class Store:
         with self._database.read() as session:
             return journal.last_points(session, names)
 
-    # ReplicaGroupManager
+    # Attempts
 
     def attempts(self, name: str) -> list[AttemptRecord]:
         """Return the attempts of a job, oldest first."""

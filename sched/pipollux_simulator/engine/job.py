@@ -5,7 +5,7 @@ per second, gain / step time, where gain = (var + sqr) / (var / scale + sqr). An
 progress has reached the application's for it; gradients then change, and the job chooses its batch
 size again. Nothing is rounded to whole seconds.
 
-A change that a replica survives (`policy.change_cost`) is live, if the job can be changed live.
+A change that a replica survives (`policy.change_cost`) is live, if the job can be resized.
 Replicas that leave go at once, and the others pause. Replicas that come take a start's time, while
 the others train on as they are; then all of them pause, and train together.
 """
@@ -133,7 +133,7 @@ class SimulatedJob:
             now: seconds since the workload's begin.
             nodes: one for each replica.
             shape: of its replicas.
-            info: of the job, which says whether it can be changed live.
+            info: of the job, which says whether it can be resized.
         """
         old, new = Allocation(self.members, self.shape), Allocation(nodes, shape)
         if change_kind(info, old, new) is ChangeKind.RESTART:

@@ -180,7 +180,7 @@ FIELDS: dict[str, tuple[str, str]] = {
         "_beat _clock _mine _posts _run _seen arbiter folder",
     ),
     "MembershipWatch": (
-        "_context _suspended changing forming membership waiting to join place rendezvous timeout",
+        "_context _suspended changing forming membership waiting_to_join place rendezvous timeout",
         "_ending _highest _looking _not_before _retired _said _signs _thread loop refused replica "
         "speaks store totals",
     ),

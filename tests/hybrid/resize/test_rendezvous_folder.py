@@ -113,9 +113,7 @@ def test_one_of_two_begins_a_job_in_a_folder(tmp_path: Path) -> None:
     assert not first.claim("claim-1")
 
 
-@pytest.mark.parametrize(
-    "name", ["job.json", "proposal.json", "joining replica-c.json", "store-1.json"]
-)
+@pytest.mark.parametrize("name", ["job.json", "proposal.json", "joining-c.json", "store-1.json"])
 @pytest.mark.parametrize(
     "content", ["", "[]", "{}", '{"beat": "x"}', '{"number": "x", "replicas": 3}', "\0"]
 )

@@ -51,7 +51,7 @@ def test_replicas_join_and_leave_and_every_sample_is_taken_once(
     job.add()
     job.wait()
     assert [replicas for _, replicas in job.check()] == [1, 2, 3, 2, 1, 2]
-    assert not list(job.rendezvous.folder.glob("joining replica-*"))
+    assert not list(job.rendezvous.folder.glob("joining-*"))
     assert not list(job.rendezvous.folder.glob("leave-*"))
 
 

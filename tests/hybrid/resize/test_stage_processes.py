@@ -41,7 +41,7 @@ def test_a_replica_joins_and_the_first_one_leaves(make_job: MakeJob) -> None:
     job.ask_to_leave(0, 2)
     job.wait()
     assert job.check() == [(1, 1), (8, 2), (12, 1)]
-    assert not list(job.rendezvous.folder.glob("joining replica-*"))
+    assert not list(job.rendezvous.folder.glob("joining-*"))
     assert not list(job.rendezvous.folder.glob("leave-*"))
 
 

@@ -1,4 +1,4 @@
-"""How soon replicas are to say more, while jobs are changed live."""
+"""How soon replicas are to say more, while jobs are resized."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipollux_sched.lifecycle import ChangeStage, JobState, LiveChange, LiveStat
 
 
 def running(width: int, joining: int = 0) -> JobState:
-    """Return a job that can be changed live, and is if there are joining replicas."""
+    """Return a job that can be resized, and is if there are joining replicas."""
     members = tuple(range(width))
     change = None
     if joining:

@@ -54,14 +54,14 @@ def test_every_event_is_a_sentence(events: list[Event]) -> None:
     told = [event_text(event) for event in events if event["type"] in TELLING_TYPES]
     assert told[3:-1] == [
         "grows from 1 to 2 replicas",
-        "changes live: replica 1 on node-b is to join",
-        "changed live: 2 replicas on node-a, node-b train since step 29, after a pause of 250 ms",
+        "resizes: replica 1 on node-b is to join",
+        "resized: 2 replicas on node-a, node-b train since step 29, after a pause of 250 ms",
         "grows from 2 to 3 replicas",
-        "changes live: replica 2 on node-b is to join",
+        "resizes: replica 2 on node-b is to join",
         "elastic resize given up: a port is taken",
         "moves to node-b",
-        "changes live: replica 0 is to leave",
-        "changed live: 1 replica on node-b trains since step 59, after a pause of 50.0 ms",
+        "resizes: replica 0 is to leave",
+        "resized: 1 replica on node-b trains since step 59, after a pause of 50.0 ms",
         "moves to node-a; a restart, as none of its replicas stays where it is",
         "stopped and saved at step 79",
         "training since step 80, 10.0 s after it was asked to move",
@@ -76,7 +76,7 @@ def test_every_event_is_a_sentence(events: list[Event]) -> None:
         "joining": [{"replica": 3, "node": "a"}, {"replica": 4, "node": "b"}],
         "leaving": [0, 1],
     }
-    wanted = "changes live: replicas 3 on a and 4 on b are to join; replicas 0 and 1 are to leave"
+    wanted = "resizes: replicas 3 on a and 4 on b are to join; replicas 0 and 1 are to leave"
     assert event_text(several) == wanted
     assert event_text({**SURVIVED, "pause_seconds": None, "step": None, "lost": [0, 2]}) == (
         "goes on without replicas 0 and 2: 1 replica on node-b trains"
@@ -163,7 +163,7 @@ def test_resizes_are_counted_beside_restarts(events: list[Event]) -> None:
     assert "2 elastic resizes, 150 ms each at the median" in header
     assert f"{JOB} 1 1 → 2 → 1 1 2 119" in header
     assert (
-        "It changed live to 2 replicas at step 29, after a pause of 250 ms; changed live to 1 "
+        "It resized to 2 replicas at step 29, after a pause of 250 ms; resized to 1 "
         "replica at step 59, after a pause of 50.0 ms; stopped at step 79, went on with step 80 "
         "and 1 replica."
     ) in page.text("loss")
@@ -208,7 +208,7 @@ def test_the_terminal_follows_it(events: list[Event]) -> None:
     view.print_summary()
     assert isinstance(console.file, StringIO)
     printed = console.file.getvalue()
-    assert "[0:30] live: changed live: 2 replicas on node-a, node-b train since step 29" in printed
+    assert "[0:30] live: resized: 2 replicas on node-a, node-b train since step 29" in printed
     assert "moves to node-a; a restart, as none of its replicas stays where it is" in printed
     (row,) = [line.split() for line in printed.splitlines() if line.startswith(f" {JOB} ")][-1:]
     assert row[:8] == [JOB, "Complete", "1", "→", "2", "→", "1", "1"]
@@ -216,7 +216,7 @@ def test_the_terminal_follows_it(events: list[Event]) -> None:
 
 
 def test_decisions_of_one_round_share_a_table(events: list[Event]) -> None:
-    """Also where one of them begins to change live at once; that is told below."""
+    """Also where one of them begins to resize at once; that is told below."""
     changing = next(i for i, event in enumerate(events) if event["type"] == "changing")
     decided = events[changing - 1]
     other = {**decided, "job": "other", "live": False, "attempt": 1, "why": "starts"}
@@ -226,7 +226,7 @@ def test_decisions_of_one_round_share_a_table(events: list[Event]) -> None:
             view.on_event(event)
     assert isinstance(console.file, StringIO)
     lines = [line.strip() for line in console.file.getvalue().splitlines()]
-    begun = lines.index("[0:20] live: changes live: replica 1 on node-b is to join")
+    begun = lines.index("[0:20] live: resizes: replica 1 on node-b is to join")
     assert lines.count("allocation at 0:20") == 1
     above = lines[lines.index("allocation at 0:20") : begun]
     assert any(line.startswith("other") for line in above)

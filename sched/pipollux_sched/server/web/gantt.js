@@ -49,7 +49,7 @@ function shown({ key, attempt, slot, slots, begin, number }, group, now) {
     ["replicas × stages", `${attempt.nodes.length} × ${attempt.num_stages}`],
     ["from", moment(attempt.created_at)],
     ["for", duration(to - attempt.created_at)],
-    ...(attempt.pause_seconds == null ? [] : [["changed live, paused for", seconds(attempt.pause_seconds)]]),
+    ...(attempt.pause_seconds == null ? [] : [["resized, paused for", seconds(attempt.pause_seconds)]]),
     ["", state(attempt)],
   ];
   const style = hasFailed(attempt) ? "failed" : "";
@@ -66,7 +66,7 @@ function state(attempt) {
 /**
  * Assign each replica the lowest free slots of its node, oldest attempt first. Which of a node's
  * slots a replica is drawn in is a matter of layout: the scheduler reports nodes, not slots. Those of
- * an attempt that changes live stay in their slots.
+ * an attempt that resizes stay in their slots.
  */
 export function layOut(attempts, nodes) {
   const taken = new Map(Object.entries(nodes).map(([name, node]) => [name, Array(node.slots).fill(-Infinity)]));

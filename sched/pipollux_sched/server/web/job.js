@@ -81,7 +81,7 @@ export class JobPage {
   #body() {
     const all = Object.values(this.charts).map((chart) => chart.element);
     this.silence = h("p", { class: "note", hidden: true }, "It has reported nothing.");
-    this.key = h("p", { class: "note" }, h("span", { class: "key restart" }, "started again"), " ", h("span", { class: "key change" }, "changed live"));
+    this.key = h("p", { class: "note" }, h("span", { class: "key restart" }, "started again"), " ", h("span", { class: "key change" }, "resized"));
     this.progress = section("Progress", this.key, this.silence, h("div", { class: "curves" }, ...all));
     this.log = section("Log", h("div", { class: "choice" }, this.which), this.lines);
     return h("div", {},
@@ -91,7 +91,7 @@ export class JobPage {
       this.facts,
       this.progress,
       section("What it has or had, and why", this.why),
-      section("ReplicaGroupManager", this.attempts.element, h("p", { class: "note" }, SIZE)),
+      section("Attempts", this.attempts.element, h("p", { class: "note" }, SIZE)),
       section("Conditions", this.conditions.element),
       this.log);
   }
