@@ -210,7 +210,7 @@ POLICIES: dict[str, Entry] = {
     "optimus": Entry(OptimusPolicy),
     "sia": Entry(SiaPolicy),
 }
-"""Every policy, by name; test_policy_rules.py holds all of them to docs/concepts/policies.md."""
+"""Every policy, by name; test_rules.py holds all of them to docs/concepts/policies.md."""
 
 
 def all_allocations(case: Case) -> Iterator[dict[Any, Sequence[Any]]]:
