@@ -1,6 +1,6 @@
 """The model of a job: step time, goodput, speedup, and the hints that carry it to a scheduler.
 
-It knows neither torch nor a cluster; `docs/performance-model.md` has the formulas and sources.
+It knows neither torch nor a cluster; `docs/concepts/goodput.md` has the formulas and sources.
 """
 
 from importlib import import_module

@@ -9,7 +9,7 @@ from .job_info import JobInfo, NodeInfo
 
 
 class Policy(Protocol):
-    """Allocates the cluster to jobs: see docs/policies.md."""
+    """Allocates the cluster to jobs: see docs/concepts/policies.md."""
 
     def allocate_job(self, job_info: JobInfo, nodes: Mapping[Any, NodeInfo]) -> Sequence[Any]:
         """Place one arriving job on free resources, without moving other jobs."""

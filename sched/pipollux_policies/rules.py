@@ -1,4 +1,4 @@
-"""The rules that every policy's allocations must keep (docs/policies.md).
+"""The rules that every policy's allocations must keep (docs/concepts/policies.md).
 
 `violations` checks a policy's answer from outside: it shares no code with any policy, so tests, the
 simulator and the scheduler hold all policies to the same rules.

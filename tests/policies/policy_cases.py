@@ -1,7 +1,7 @@
 """Small clusters, the table of policies, and Pollux's objective written down a second time.
 
 Nothing here uses a policy's own arrays: what is worth what is computed from lists of node names,
-one loop at a time, as docs/policies.md states it; what is feasible, by `violations`.
+one loop at a time, as docs/concepts/policies.md states it; what is feasible, by `violations`.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def stages(allocations: Allocations) -> dict[Any, int | None]:
 
 
 def fitness(case: Case, allocations: Allocations) -> float:
-    """The harmonic mean of the jobs' values, as docs/policies.md states it."""
+    """The harmonic mean of the jobs' values, as docs/concepts/policies.md states it."""
     terms = [loss(case, name, allocations.get(name, [])) for name in case.jobs]
     return len(terms) / sum(terms) if terms else 1.0
 
@@ -210,7 +210,7 @@ POLICIES: dict[str, Entry] = {
     "optimus": Entry(OptimusPolicy),
     "sia": Entry(SiaPolicy),
 }
-"""Every policy, by name; test_policy_rules.py holds all of them to docs/policies.md."""
+"""Every policy, by name; test_rules.py holds all of them to docs/concepts/policies.md."""
 
 
 def all_allocations(case: Case) -> Iterator[dict[Any, Sequence[Any]]]:

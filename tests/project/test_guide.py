@@ -53,7 +53,7 @@ def test_every_variable_has_a_row(repository: Path) -> None:
 
 def test_a_machine_with_gpus_may_have_cpu_slots(repository: Path, tmp_path: Path) -> None:
     """The file of the page is one that the scheduler takes."""
-    text = (repository / "docs" / "operating.md").read_text().partition("## Virtual nodes")[2]
+    text = (repository / "docs/howto/jobs.md").read_text().partition("## Nodes of one machine")[2]
     found = re.search(r"```yaml\n(.*?)```", text, re.DOTALL)
     assert found is not None
     path = tmp_path / "cluster.yaml"

@@ -1,7 +1,7 @@
 """First in, first out: fixed sizes, strict order of arrival, no preemption.
 
 The simplest order of a batch system, and the baseline that every policy should beat.
-`docs/policy-fifo.md` describes its properties.
+`docs/concepts/policies.md` describes its properties.
 """
 
 from __future__ import annotations

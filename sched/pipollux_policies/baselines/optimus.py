@@ -5,7 +5,7 @@ replica after another goes to the job whose predicted remaining time falls most,
 
     gain_j(R) = (t_j(R) - t_j(R + 1)) / slots_j        t_j(R) = remaining_work_j / speedup_j(R)
 
-`docs/policy-optimus.md` describes the prediction.
+`docs/concepts/policies.md` describes the prediction.
 """
 
 from __future__ import annotations

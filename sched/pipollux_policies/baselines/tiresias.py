@@ -2,7 +2,7 @@
 
 A job's service is its GPUs times the time that it held them. Jobs start in the first queue and
 fall by one queue at every threshold that their service reaches. Queues are served strictly one
-after another, each in order of arrival. `docs/policy-tiresias.md` has the rules.
+after another, each in order of arrival. `docs/concepts/policies.md` has the rules.
 """
 
 from __future__ import annotations

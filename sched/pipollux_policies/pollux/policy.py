@@ -1,6 +1,6 @@
 """Pollux's allocation policy (OSDI'21, §4.2) for jobs whose replicas are whole pipelines.
 
-`docs/policy-pollux.md` lists the differences from the paper and from AdaptDL.
+`docs/concepts/policies.md` has its formula; `benchmarks/policy-latency/notes.md` the differences.
 """
 
 from __future__ import annotations

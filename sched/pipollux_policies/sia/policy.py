@@ -2,7 +2,7 @@
 
 `milp` states the program and solves it. Its answer is placed here: jobs that keep their
 configuration stay, distributed jobs take whole nodes, others the tightest node that holds them, and
-jobs in the way are moved. `docs/policy-sia.md` lists the differences from the paper.
+jobs in the way are moved. `docs/concepts/policies.md` has its differences.
 """
 
 from __future__ import annotations

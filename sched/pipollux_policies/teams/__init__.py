@@ -1,1 +1,1 @@
-"""Quotas, weights, priorities and limits of teams, around any policy: docs/teams.md."""
+"""Quotas, weights, priorities and limits of teams, around any policy: docs/howto/teams.md."""

@@ -1,4 +1,4 @@
-"""The rules of teams that every answer must keep (docs/teams.md), checked from outside.
+"""The rules of teams that every answer must keep (docs/howto/teams.md), checked from outside.
 
 As `rules.violations` it shares no code with what decides.
 """

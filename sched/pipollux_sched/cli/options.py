@@ -147,7 +147,7 @@ Tail: TypeAlias = Annotated[
         max=MOST_TAIL,
         help="How much more late jobs count: completion times to the power 1 + Q are kept short, "
         "1 their squares; by the policy exact.",
-        show_default="0, and 1 where a type of GPU is scarce",
+        show_default="0, and 0.6 where a type of GPU is scarce",
     ),
 ]
 
@@ -159,7 +159,7 @@ RankPower: TypeAlias = Annotated[
         max=1.0,
         help="How much more short jobs count: near 1 the average completion time is short, near 0 "
         "jobs share the cluster and the last of them ends sooner; by the policy exact.",
-        show_default="0.3",
+        show_default="0.28",
     ),
 ]
 

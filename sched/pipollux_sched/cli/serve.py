@@ -164,7 +164,7 @@ def serve(
 
     With the local backend, nodes are virtual: each is a name and a number of slots
     of this machine. A slot is a GPU, or on nodes of kind cpu a CPU device of one
-    thread. Others use the nodes of a cluster: docs/slurm.md, docs/kubernetes.md.
+    thread. Others use the nodes of a cluster: docs/howto/slurm.md, docs/howto/kubernetes.md.
     """
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     own = kubernetes_options(nodes.backend, kubernetes)

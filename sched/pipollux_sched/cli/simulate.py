@@ -88,7 +88,7 @@ def simulate(
     Every workload is run under every policy. JCT is the time from a job's arrival to its
     completion; fairness is JCT over the time alone on an equal share of the GPUs, and
     "unfair to" the share of jobs with a fairness above 1; policy time is the
-    wall-clock time of all decisions. For details see docs/simulator.md.
+    wall-clock time of all decisions. For details see docs/howto/simulate.md.
 
     Exit code: 0 done; 1 a simulation failed; 2 a file or an option is wrong.
     """

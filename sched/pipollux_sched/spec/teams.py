@@ -1,4 +1,4 @@
-"""Teams and priorities: `teams.yaml`, and the same sent as JSON, in the words of docs/teams.md.
+"""Teams and priorities: `teams.yaml`, and the same sent as JSON (docs/howto/teams.md).
 
 Example:
     ``teams: [{name: vision, quota: 8, users: [ana]}, {name: text, quota: 4, borrow: 4}]``

@@ -64,7 +64,7 @@ class Options:
     of a job's allocation is a restart."""
     interference: float = 0.0
     """The slowdown of distributed jobs that share a node, 0 to 1; with 0, sharing is forbidden
-    (rule 4 of docs/policies.md)."""
+    (rule 4 of docs/concepts/policies.md)."""
     checkpoint_seconds: float = 600.0
     """Training time after which jobs save; it matters where nodes are lost."""
     node_events: tuple[NodeEvent, ...] = ()

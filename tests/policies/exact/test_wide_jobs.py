@@ -67,7 +67,7 @@ def waiting(count: int, widths: int = 4) -> dict[str, JobInfo]:
 
 
 def bound(clusters: float) -> float:
-    """Return the bound that docs/policy-exact.md states."""
+    """Return the bound that docs/concepts/policy-exact.md states."""
     turns = np.ceil(clusters)
     grown = (1 - KNOBS.part) ** -turns - 1
     return KNOBS.patience + KNOBS.quantum / KNOBS.part * float(grown)
