@@ -1,6 +1,6 @@
-"""Draws docs/pipeline.svg, two time lines of the same pipeline: GPipe's and 1F1B's.
+"""Draws docs/images/pipeline.svg, two time lines of the same pipeline: GPipe's and 1F1B's.
 
-    python docs/pipeline.py
+    python docs/images/pipeline.py
 
 The third of four stages is the slowest. What is not coloured is the bubble; below GPipe's stages
 stand their all-reduces, each from when its stage's gradients are final.
