@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-
 from pipollux_perfmodel import Schedule
 from pipollux_perfmodel.timing.gpipe import network_end
 
@@ -34,7 +32,7 @@ def draw() -> str:
     """Return the picture as SVG."""
     gpipe = Schedule("gpipe", FORWARD, BACKWARD, NUM_MICROBATCHES)
     other = Schedule("1f1b", FORWARD, BACKWARD, NUM_MICROBATCHES)
-    end = float(network_end(gpipe.final_times, ALL_REDUCE, True, np))
+    end = float(network_end(gpipe.final_times, ALL_REDUCE, True))
     num_stages = len(FORWARD)
     parts = [*time_line(gpipe, "GPipe", TOP)]
     y = TOP + num_stages * ROW

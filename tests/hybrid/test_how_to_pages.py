@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -216,3 +217,9 @@ def test_each_stage_has_a_process(repository: Path) -> None:
     ((first, last),) = run_stages(run_processes, 1, 2, block)
     assert first[0] == last[0] == 12
     assert sorted(first[1] + last[1]) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+
+
+def test_the_figure_of_the_schedules_is_drawn_by_its_script(repository: Path) -> None:
+    script = repository / "docs" / "images" / "pipeline.py"
+    drawn = runpy.run_path(str(script))["draw"]()
+    assert drawn == script.with_suffix(".svg").read_text(encoding="utf-8")
