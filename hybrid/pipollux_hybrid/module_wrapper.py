@@ -172,7 +172,7 @@ def batch_of(inputs: tuple[PyTree, ...], keywords: Mapping[str, PyTree]) -> PyTr
         given = ", ".join(f"{name!r}: {name}" for name in keywords)
         raise ConfigurationError(
             "the model got keyword arguments, and its first layer takes one value: pass them as a "
-            f"dict, model({{{given}}}); docs/models.md shows layers that pass them on"
+            f"dict, model({{{given}}}); docs/howto/models.md shows layers that pass them on"
         )
     return plain_batch(inputs[0] if len(inputs) == 1 else inputs)
 
@@ -207,7 +207,7 @@ def check_arguments(
     if not isinstance(module, nn.Sequential):
         raise ConfigurationError(
             f"module is a {type(module).__name__}: an nn.Sequential is needed, as stages are "
-            "cut from its layers; docs/models.md shows how to make one of a model"
+            "cut from its layers; docs/howto/models.md shows how to make one of a model"
         )
     if type(module).forward is not nn.Sequential.forward:
         raise ConfigurationError(

@@ -190,7 +190,7 @@ def reader(tmp_path: Path) -> Iterator[Reader]:
 @pytest.mark.exhaustive
 def test_every_step_of_the_tutorial(reader: Reader, repository: Path) -> None:
     """What the job says of its speed is given, so that it grows and shrinks by construction."""
-    page = (repository / "docs/tutorial.md").read_text()
+    page = (repository / "docs/start/tutorial.md").read_text()
     steps = list(steps_of(page))
     commands = [step.head for step in steps if step.kind == "command"]
     assert len(commands) >= 12, "the page is read as a whole"

@@ -1,4 +1,4 @@
-"""The script of docs/evaluation.md gives what plain PyTorch does, on any replicas and stages."""
+"""The script of docs/howto/evaluate.md gives what plain PyTorch does, on any replicas."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STOP_AT = 10
 
 
 def blocks(repository: Path) -> list[str]:
-    text = (repository / "docs" / "evaluation.md").read_text()
+    text = (repository / "docs" / "howto" / "evaluate.md").read_text()
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
@@ -35,7 +35,7 @@ def run_page(code: list[str], folder: str, stages: int, stop_at: int | None) -> 
     names: dict[str, Any] = {"__name__": "docs_evaluation", "STAGES": stages}
 
     def run(block: str) -> None:
-        exec(compile(block, "docs/evaluation.md", "exec"), names)  # noqa: S102  # our own page
+        exec(compile(block, "docs/howto/evaluate.md", "exec"), names)  # noqa: S102  # our own page
 
     for block in code[:-1]:
         run(block)

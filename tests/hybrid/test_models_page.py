@@ -1,4 +1,4 @@
-"""The recipes of docs/models.md give the original models: their outputs, and their gradients."""
+"""The recipes of docs/howto/models.md give the original models: outputs and gradients."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def fresh_context() -> Iterator[None]:
 def page(repository: Path) -> dict[str, Any]:
     """What the page's Python defines, run from top to bottom as a user would."""
     contexts.reset()
-    text = (repository / "docs" / "models.md").read_text()
+    text = (repository / "docs" / "howto" / "models.md").read_text()
     names: dict[str, Any] = {"__name__": "docs_models"}
     for number, block in enumerate(re.findall(r"```python\n(.*?)```", text, re.DOTALL)):
-        exec(compile(block, f"docs/models.md, block {number}", "exec"), names)  # noqa: S102  # our own page
+        exec(compile(block, f"docs/howto/models.md, block {number}", "exec"), names)  # noqa: S102  # our own page
     contexts.reset()
     return names
 
@@ -196,7 +196,7 @@ def test_a_tie_over_stages_is_refused_as_the_page_says(
     module = page["gpt2_layers"](make_gpt2(tied=True))
     with pytest.raises(ConfigurationError) as caught:
         HybridParallel(module, torch.optim.SGD(module.parameters(), lr=0.1), num_stages=2)
-    assert str(caught.value) in (repository / "docs" / "models.md").read_text()
+    assert str(caught.value) in (repository / "docs" / "howto" / "models.md").read_text()
 
 
 class Block(nn.Module):
@@ -273,7 +273,7 @@ def test_resnet(page: dict[str, Any], num_stages: int, num_microbatches: int, fr
 
 def test_another_kind_of_module_is_sent_to_the_page() -> None:
     gpt2 = make_gpt2(tied=False)
-    with pytest.raises(ConfigurationError, match=r"GPT2LMHeadModel: .*docs/models\.md"):
+    with pytest.raises(ConfigurationError, match=r"GPT2LMHeadModel: .*docs/howto/models\.md"):
         HybridParallel(gpt2, torch.optim.SGD(gpt2.parameters(), lr=0.1))
 
 
@@ -283,7 +283,7 @@ def test_a_pretrained_model_is_untied_and_saved_as_the_page_says(
     gpt2 = make_gpt2(tied=True)
     before = gpt2(**make_batch()).logits
     untying = "gpt2.lm_head.weight = nn.Parameter(gpt2.transformer.wte.weight.detach().clone())"
-    assert untying in (repository / "docs" / "models.md").read_text()
+    assert untying in (repository / "docs" / "howto" / "models.md").read_text()
     gpt2.config.tie_word_embeddings = False
     exec(untying, {"gpt2": gpt2, "nn": nn})  # noqa: S102  # our own page
     module = page["gpt2_layers"](gpt2)

@@ -14,7 +14,7 @@ _FILES = {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"])
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_tests_that_are_named_exist(page: Path) -> None:
     named = set(re.findall(r"`(?:[\w/]+/)?(test_\w+)(?:\.py)?`", page.read_text()))
     assert named <= _FUNCTIONS | _FILES

@@ -14,9 +14,9 @@ from pipollux_hybrid.job import env
 from pipollux_sched.spec.job import load_cluster
 
 
-def table_after(repository: Path, heading: str) -> str:
-    """The first table after some words of the guide."""
-    text = (repository / "docs" / "training.md").read_text()
+def table_after(repository: Path, page: str, heading: str) -> str:
+    """The first table after some words of a page."""
+    text = (repository / "docs" / "howto" / page).read_text()
     rows = text[text.index(heading) :].split("\n")
     begin = next(n for n, row in enumerate(rows) if row.startswith("|"))
     end = next(n for n, row in enumerate(rows) if n > begin and not row.startswith("|"))
@@ -24,22 +24,33 @@ def table_after(repository: Path, heading: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("heading", "function", "left_out"),
+    ("page", "heading", "function", "left_out"),
     [
-        ("`HybridParallel(module, optimizer", pipollux.HybridParallel, {"module", "optimizer"}),
-        ("`AdaptiveDataLoader(dataset", pipollux.AdaptiveDataLoader, {"dataset", "options"}),
         (
+            "train.md",
+            "`HybridParallel(module, optimizer",
+            pipollux.HybridParallel,
+            {"module", "optimizer"},
+        ),
+        (
+            "data.md",
+            "`AdaptiveDataLoader(dataset",
+            pipollux.AdaptiveDataLoader,
+            {"dataset", "options"},
+        ),
+        (
+            "batch-size.md",
             "`loader.autoscale_batch_size(",
             pipollux.AdaptiveDataLoader.autoscale_batch_size,
             {"self"},
         ),
-        ("`init_process_group(…)`", pipollux.init_process_group, set()),
+        ("train.md", "`init_process_group(…)`", pipollux.init_process_group, set()),
     ],
 )
 def test_every_argument_has_a_row(
-    repository: Path, heading: str, function: Callable[..., object], left_out: set[str]
+    repository: Path, page: str, heading: str, function: Callable[..., object], left_out: set[str]
 ) -> None:
-    table = table_after(repository, heading)
+    table = table_after(repository, page, heading)
     for name in inspect.signature(function).parameters.keys() - left_out:
         assert re.search(rf"^\| [^|]*`{name}`", table, re.MULTILINE), f"no row for {name}"
 

@@ -3,7 +3,7 @@
 A rule turns what is known about the coming optimizer step into a factor on the learning rate. It is
 applied for that step alone: what schedulers and scripts read and write in ``param_groups`` is the
 rate of the initial batch size. All parameter groups share one factor, as statistical efficiency is
-one number of the whole model. `docs/learning-rate.md` says which rule is for what.
+one number of the whole model. `docs/howto/batch-size.md` says which rule is for what.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def layers_of(name: str, model: Any, page: str) -> nn.Sequential:
     names: dict[str, Any] = {"__name__": "docs_models", "F": F}
     for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
         if "_layers(" in block or "class " in block:
-            exec(compile(block, "docs/models.md", "exec"), names)  # noqa: S102  # our own page
+            exec(compile(block, "docs/howto/models.md", "exec"), names)  # noqa: S102  # our own page
     module = names[RECIPES[name][1]](model)
     assert isinstance(module, nn.Sequential)
     return module
@@ -139,7 +139,7 @@ def trained(name: str, page: str, schedule: str, checkpoint: str) -> dict[str, T
 def test_gradients_are_the_originals(
     repository: Path, name: str, schedule: str, checkpoint: str
 ) -> None:
-    page = (repository / "docs" / "models.md").read_text()
+    page = (repository / "docs" / "howto" / "models.md").read_text()
     (stages,) = run_stages(trained, 1, 2, name, page, schedule, checkpoint)
     contexts.reset()
     model = make(name)

@@ -1,6 +1,6 @@
-"""Draws docs/pipeline.svg, two time lines of the same pipeline: GPipe's and 1F1B's.
+"""Draws docs/images/pipeline.svg, two time lines of the same pipeline: GPipe's and 1F1B's.
 
-    python docs/pipeline.py
+    python docs/images/pipeline.py
 
 The third of four stages is the slowest. What is not coloured is the bubble; below GPipe's stages
 stand their all-reduces, each from when its stage's gradients are final.
@@ -9,8 +9,6 @@ stand their all-reduces, each from when its stage's gradients are final.
 from __future__ import annotations
 
 from pathlib import Path
-
-import numpy as np
 
 from pipollux_perfmodel import Schedule
 from pipollux_perfmodel.timing.gpipe import network_end
@@ -34,7 +32,7 @@ def draw() -> str:
     """Return the picture as SVG."""
     gpipe = Schedule("gpipe", FORWARD, BACKWARD, NUM_MICROBATCHES)
     other = Schedule("1f1b", FORWARD, BACKWARD, NUM_MICROBATCHES)
-    end = float(network_end(gpipe.final_times, ALL_REDUCE, True, np))
+    end = float(network_end(gpipe.final_times, ALL_REDUCE, True))
     num_stages = len(FORWARD)
     parts = [*time_line(gpipe, "GPipe", TOP)]
     y = TOP + num_stages * ROW
