@@ -93,8 +93,8 @@ def _changes(found: ExplanationView) -> Iterator[str]:
         yield f"A change would be a restart: {clean(first_line(following.why_restart))}."
     elif following is not None:
         yield (
-            "A change would be an elastic resize: replicas join and leave while the others train, if "
-            "one replica stays where it is and the number of stages stays the same."
+            "A change would be an elastic resize: replicas join and leave while the others train, "
+            "if one replica stays where it is and the number of stages stays the same."
         )
 
 

@@ -36,7 +36,7 @@ function had(last) {
 function nextChange({ changing, next_change }) {
   const found = changing ? [`Changing: ${changing}.`] : [];
   if (next_change?.why_restart) found.push(`A change would be a restart: ${next_change.why_restart}.`);
-  else if (next_change) found.push("A change would be an elastic resize: replicas join and leave while the others train, if one stays where it is and their number of stages stays, too.");
+  else if (next_change) found.push("A change would be an elastic resize: replicas join and leave while the others train, if one replica stays where it is and the number of stages stays the same.");
   return found;
 }
 
