@@ -111,9 +111,9 @@ def test_a_test_that_passes_alone_is_flaky_and_one_that_fails_twice_fails(
     assert "assert not once('failure')" in before
 
 
-# Each worker begins with three tests: one crashes, and the other one's pass. When that one has ended
-# its second test, xdist takes a test from the queue of the first, which has crashed by then. Its
-# end is made known when xdist has sent that command, or at the latest after a minute.
+# Each worker begins with three tests. One worker crashes; when the other one has ended its second
+# test, xdist takes a test from the queue of the first, which has crashed by then. Its end is made
+# known when xdist has sent that command, or at the latest after a minute.
 CRASHES_UNSEEN = """
 import time
 

@@ -2,12 +2,12 @@
 
 Wrapping gives all replicas rank 0's parameters. A layer that sets its weights from the first
 samples that it sees gives each replica others, and so does a script that changes weights on one
-replica; from there on each replica trains a model of its own. So in the first steps each replica
-adds a digest of its parameters to the numbers that are summed with the gradients
-(:mod:`pipollux_hybrid.sync.iteration_totals`). With R replicas, rank 0 adds R - 1 times its own, and
-each other replica its own times -1: whole numbers below 2**53 in float64, so the sum is exact in any
-order, and zero if all digests are equal. Otherwise it is not, but for one case in 2**32. Then all
-processes of the job exchange what they hold, and decide alike.
+replica; from there on each replica trains another model. So in the first steps each replica adds a
+digest of its parameters to the numbers that are summed with the gradients
+(:mod:`pipollux_hybrid.sync.iteration_totals`). With R replicas, rank 0 adds R - 1 times its own,
+and each other replica its own times -1: whole numbers whose sums are below 2**53, which float64
+holds exactly in any order. The sum is zero if all digests are equal. Otherwise it is not, but for
+one case in 2**32. Then all processes of the job exchange what they hold, and decide alike.
 
 Until the first optimizer step parameters must be equal bit by bit. After it they may differ by
 rounding, as machines of different kinds do not round an optimizer's step alike.
@@ -19,7 +19,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
