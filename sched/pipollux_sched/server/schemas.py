@@ -28,7 +28,7 @@ class Refusal(View):
     detail: str
 
 
-_REFUSALS = {
+REFUSALS = {
     401: "The token is missing or wrong.",
     403: "The token's role does not allow it, or the job is another user's.",
     404: "There is nothing of this name.",
@@ -43,7 +43,7 @@ _REFUSALS = {
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Return the documented refusals: those common to authorized requests, and the given ones."""
     return {
-        status: {"model": Refusal, "description": _REFUSALS[status]}
+        status: {"model": Refusal, "description": REFUSALS[status]}
         for status in sorted((401, 403, 422, 429, 503, *statuses))
     }
 
