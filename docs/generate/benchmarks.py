@@ -30,7 +30,9 @@ def names() -> list[str]:
 
 def title(name: str) -> str:
     """Return a short title for the navigation."""
-    return {"jct": "Job completion time", "gpu": "GPU"}.get(name, name.replace("-", " ").capitalize())
+    return {"jct": "Job completion time", "gpu": "GPU"}.get(
+        name, name.replace("-", " ").capitalize()
+    )
 
 
 def claim(name: str) -> str:

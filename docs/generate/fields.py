@@ -27,7 +27,8 @@ def rows(model: type[BaseModel]) -> list[tuple[str, str, str, str]]:
         default = "required" if name in required else literal(entry.get("default"))
         if len(default) > MOST_OF_DEFAULT:
             default = "none"
-        example = entry.get("description", "")
-        kind = f"{type_name(entry)}: {example}" if example else type_name(entry)
+        kind = type_name(entry)
+        if "](#" not in kind:  # no link to an object
+            kind = entry.get("description", kind)
         found.append((f"`{name}`", kind, default.replace("`null`", "none"), meanings[name]))
     return found

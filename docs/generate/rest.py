@@ -95,7 +95,7 @@ def _operation(method: str, path: str, operation: Mapping[str, Any]) -> Iterator
     yield ""
     yield f"### {method} {path}"
     yield ""
-    yield f"{operation['summary']}. {_prose(operation['description'])}"
+    yield _prose(operation["description"])
     yield ""
     yield f"Access: {access.value}."
     if access.value not in {*Role, "open"}:

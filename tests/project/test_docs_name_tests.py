@@ -11,10 +11,10 @@ ROOT = Path(__file__).parents[2]
 _TESTS = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
 _FUNCTIONS = set(re.findall(r"^ *def (test_\w+)", _TESTS, re.MULTILINE))
 _FILES = {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
-PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"])
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_tests_that_are_named_exist(page: Path) -> None:
     named = set(re.findall(r"`(?:[\w/]+/)?(test_\w+)(?:\.py)?`", page.read_text()))
     assert named <= _FUNCTIONS | _FILES
