@@ -10,8 +10,8 @@ import typer
 
 from pipollux_protocol.reference import table
 from pipollux_sched.cli.app import COMMANDS, app, load_command
-from pipollux_sched.planning.explain import LimitKind
 from pipollux_sched.report.event_text import EVENT_TYPES, TELLING_TYPES
+from pipollux_sched.views.explanation import LimitKind
 
 from .notes import Notes
 

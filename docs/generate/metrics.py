@@ -35,7 +35,9 @@ def _lines(notes: Notes) -> Iterator[str]:
         with Store(Path(folder) / "store.db", create=True) as store:
             stored.register(SchedulerCollector(store))
             of_store = [_row(family) for family in stored.collect()]
-    own = [_row(family) for family in SchedulerMetrics().registry.collect()]
+    metrics = SchedulerMetrics()
+    metrics.refused.labels("other")  # before its first value a counter says nothing of its labels
+    own = [_row(family) for family in metrics.registry.collect()]
     for heading, rows in (("From the store", of_store), ("Of the process", own)):
         yield ""
         yield f"## {heading}"
@@ -45,8 +47,8 @@ def _lines(notes: Notes) -> Iterator[str]:
     yield ""
     yield "## Reasons of refusals"
     yield ""
-    rows = [(f"`{reason}`", str(status)) for status, reason in REASONS.items()]
-    yield from table(("`reason`", "HTTP status"), [*rows, ("`other`", "any other")])
+    reasons = [(f"`{reason}`", str(status)) for status, reason in REASONS.items()]
+    yield from table(("`reason`", "HTTP status"), [*reasons, ("`other`", "any other")])
     yield from notes.lines("alerts")
 
 

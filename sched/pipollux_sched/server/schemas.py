@@ -32,8 +32,9 @@ REFUSALS = {
     401: "The token is missing or wrong.",
     403: "The role of the token does not allow the request, or the job has another owner.",
     404: "No job, node or path has this name.",
-    409: "The state of the job does not allow the request: another attempt is the current one, the job "
-    "has ended or has not ended, the name is taken, or its team has `max_submit_jobs` jobs.",
+    409: "The state of the job does not allow the request: another attempt is the current one, "
+    "the job has ended or has not ended, the name is taken, or its team has reached "
+    "`max_submit_jobs`.",
     413: "The body is larger than 1 MiB.",
     422: "A field, parameter or header is invalid; the sentence names it and what is allowed.",
     429: "Too many requests; retry after the seconds in `Retry-After`.",
