@@ -72,7 +72,7 @@ def _command(name: str, notes: Notes) -> Iterator[str]:
     yield from _help(command.help)
     yield ""
     yield "```text"
-    yield f"pipollux {name} {' '.join(command.collect_usage_pieces(_context(command)))}"
+    yield f"pipollux {name} {_usage(command)}"
     yield "```"
     arguments = [one for one in command.params if one.param_type_name == "argument"]
     if arguments:
@@ -90,6 +90,13 @@ def _command(name: str, notes: Notes) -> Iterator[str]:
     if name == "explain":
         yield ""
         yield f"Values of `kind` in `limits`: {_listed([kind.value for kind in LimitKind])}."
+
+
+def _usage(command: Any) -> str:
+    """Return what follows the name of a command, without braces around names of arguments."""
+    pieces = " ".join(command.collect_usage_pieces(_context(command)))
+    pieces = re.sub(r"\{([^}]*?)(?:\.\.\.)?\}", r"\1", pieces)
+    return pieces.replace("[[", "[").replace("]]", "]").replace("]...]...", "]...")
 
 
 def _listed(words: Any) -> str:
@@ -164,7 +171,7 @@ def _default(option: Any) -> str:
     value = option.default
     if option.required:
         return "required"
-    unset = value is None or value is False or value == [] or value == ()
+    unset = value is None or value is False or value in ("", [], ())
     if unset or not option.show_default:
         return ""
     return f"`{value.value if hasattr(value, 'value') else value}`"
