@@ -52,7 +52,8 @@ def hand_written() -> list[Path]:
 
 @pytest.mark.parametrize("page", hand_written(), ids=lambda page: str(page.relative_to(pages.ROOT)))
 def test_pages_use_the_terms(page: Path) -> None:
-    assert wrong_words(page.read_text(encoding="utf-8")) == []
+    """In prose: blocks show what commands print."""
+    assert wrong_words(pages.prose_of(page)) == []
 
 
 @pytest.mark.parametrize("name", COMMANDS)
