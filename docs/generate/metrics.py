@@ -54,10 +54,7 @@ def _lines(notes: Notes) -> Iterator[str]:
 
 def _row(family: Metric) -> tuple[str, str, str, str]:
     name = family.name + ("_total" if family.type == "counter" else "")
-    labels = getattr(family, "_labelnames", ())
-    return (
-        f"`{name}`",
-        family.type,
-        ", ".join(f"`{label}`" for label in labels),
-        family.documentation,
-    )
+    found = {label for sample in family.samples for label in sample.labels} - {"le"}
+    found |= {*getattr(family, "_labelnames", ())}  # of a family without samples
+    labels = ", ".join(f"`{label}`" for label in sorted(found))
+    return f"`{name}`", family.type, labels, family.documentation

@@ -27,6 +27,8 @@ PATTERNS = {
 """What to avoid, and what to write."""
 NOT_YET = {"events": ("parked",)}
 """Words that the help of a command, and so `reference/cli.md`, still has; none may be added."""
+COLUMN = "Live changes per job"
+"""A column of `pipollux simulate`, which a page quotes."""
 GENERATED = {
     "reference/rest.md",
     "reference/protocol.md",
@@ -53,7 +55,7 @@ def hand_written() -> list[Path]:
 @pytest.mark.parametrize("page", hand_written(), ids=lambda page: str(page.relative_to(pages.ROOT)))
 def test_pages_use_the_terms(page: Path) -> None:
     """In prose: blocks show what commands print."""
-    assert wrong_words(pages.prose_of(page)) == []
+    assert wrong_words(pages.prose_of(page).replace(COLUMN, "")) == []
 
 
 @pytest.mark.parametrize("name", COMMANDS)
