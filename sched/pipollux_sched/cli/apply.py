@@ -41,18 +41,18 @@ TICK = 0.2
 def apply(
     cluster: SomeClusterFile = None,
     jobs: SomeJobsFile = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     state_dir: StateDirectory = None,
     policy: PolicyName = None,
     pass_environment: PassEnvironment = None,
     output: TableOutput = OutputFormat.table,
 ) -> None:
-    """Carry a plan out: of files on this machine, or of the running scheduler.
+    """Carry out a plan: of files on this machine, or of the running scheduler.
 
-    The plan is that of `pipollux plan`; each job runs at exactly the allocation
-    it has there, as torchrun processes of this machine, until all are complete.
-    Run again after an interruption, jobs resume from their last checkpoint, and
-    complete ones are not run again.
+    The plan is that of `pipollux plan`. Each job runs with exactly this allocation,
+    as torchrun processes of this machine, until all jobs are complete. After an
+    interruption, the same command resumes jobs from their last checkpoint, and
+    does not run complete jobs again.
 
     Without files the plan is that of `pipollux plan --diff`; the running scheduler
     is asked to decide now, not only at its next interval. It decides on the

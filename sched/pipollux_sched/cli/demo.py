@@ -22,24 +22,25 @@ def demo(
     examples: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Folder of the example scripts.", show_default="the project's own"
+            metavar="DIR",
+            help="Folder of the example scripts.",
+            show_default="the examples of this package",
         ),
     ] = None,
     seconds_alone: Annotated[
-        float, typer.Option(min=0, help="Seconds from the first job to the second one.")
+        float, typer.Option(min=0, help="Seconds between the submission of the two jobs.")
     ] = SECONDS_ALONE,
     policy: PolicyName = None,
     output: TableOutput = OutputFormat.table,
 ) -> None:
     """Train two real jobs under the scheduler on this machine, and write a report.
 
-    A digit classifier trains, and grows while it does. A transformer that
-    learns to write Python arrives, as a pipeline of two stages, each a process;
-    the classifier gives up what that needs, and trains on with the rest. Who
-    has how many replicas when is up to what they measure. It takes some minutes
-    on two cores.
+    A digit classifier trains, and grows while it trains. Then a transformer arrives,
+    as a multi-process pipeline of two stages, and the classifier gives back the
+    slots that it needs. The numbers of replicas depend on the measured step times.
+    The demo takes some minutes on two cores.
 
-    Ctrl-C ends every process, and what was done so far is still reported.
+    Ctrl-C ends every process; the report then covers the time until then.
 
     Exit code: 0 all jobs are complete; 1 one is not, or it was interrupted;
     2 a file or an option is wrong.

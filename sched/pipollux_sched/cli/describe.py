@@ -41,7 +41,7 @@ def describe(
 ) -> None:
     """Print all that is known about a job: spec, state, attempts, progress, hints, events.
 
-    Works without a running scheduler, too: then it shows the last known state.
+    Also works without a running scheduler, and then shows the last known state.
     """
     with reading(state_dir) as reader:
         found = reader.job(name)

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 def events(
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on with what happens, until Ctrl-C.")
+        bool, typer.Option("--follow", "-f", help="Follow new events until Ctrl-C.")
     ] = False,
     job: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Only of this job.",
+            help="Only events of this job.",
             show_default=False,
             autocompletion=complete_jobs,
         ),
@@ -40,7 +40,7 @@ def events(
         typer.Option(
             "--type",
             metavar="TYPE",
-            help="Only of this type; may be repeated.",
+            help="Only events of this type; may be repeated.",
             show_default="all but the frequent ones",
             autocompletion=complete_event_types,
         ),
@@ -49,13 +49,11 @@ def events(
         str | None,
         typer.Option(
             metavar="ID|DURATION",
-            help="Those after the event of this number, or of so long, as in 10m.",
+            help="Only events after the one with this number, or of this last time, as in 10m.",
             show_default=False,
         ),
     ] = None,
-    last: Annotated[
-        int, typer.Option(min=0, help="How many to begin with, where --since says nothing.")
-    ] = 50,
+    last: Annotated[int, typer.Option(min=0, help="Number of past events without --since.")] = 50,
     output: LineOutput = LineFormat.text,
     state_dir: StateDirectory = None,
 ) -> None:

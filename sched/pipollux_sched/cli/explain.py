@@ -27,7 +27,7 @@ def explain(
     predicted from the job's measurements (its hints), and what limits it.
     Speedups are over one replica.
 
-    Works without a running scheduler, too: then it explains the last known state.
+    Also works without a running scheduler, and then explains the last known state.
     """
     with reading(state_dir) as reader:
         found = reader.explanation(name)

@@ -46,14 +46,12 @@ def fit(
     ],
     save: Annotated[
         Path | None,
-        typer.Option(
-            "--save", metavar="FILE", help="Where to write the fit, for pipollux predict."
-        ),
+        typer.Option("--save", metavar="FILE", help="JSON file to write, for pipollux predict."),
     ] = None,
     plot: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Draw measured against predicted times: .png, .svg or .pdf."
+            metavar="FILE", help="Plot of measured against predicted times: .png, .svg or .pdf."
         ),
     ] = None,
     output: TableOutput = OutputFormat.table,
@@ -62,16 +60,16 @@ def fit(
     grad_var: GradVar = None,
     schedule: Annotated[
         ScheduleName,
-        typer.Option(help="In which order the stages worked on micro-batches while measuring."),
+        typer.Option(help="Pipeline schedule of the measurements."),
     ] = ScheduleName.gpipe,
     chunks_per_stage: ChunksPerStage = None,
     checkpoint: Annotated[
         CheckpointMode,
-        typer.Option(help="Which micro-batches were recomputed while measuring."),
+        typer.Option(help="Recomputed micro-batches of the measurements."),
     ] = CheckpointMode.never,
     skip_bad_rows: Annotated[
         bool,
-        typer.Option("--skip-bad-rows", help="Fit without rows that are wrong, and say which."),
+        typer.Option("--skip-bad-rows", help="Leave out invalid rows, and list them."),
     ] = False,
 ) -> None:
     r"""Fit the performance model of a job to measured step times.

@@ -62,22 +62,21 @@ def jobs(
         list[ListedPhase] | None,
         typer.Option(
             case_sensitive=False,
-            help="Only jobs in this phase; may be repeated. Running is without Stopping, "
-            "Failed without Cancelled.",
+            help="Only jobs in this phase; may be repeated. Running does not include Stopping, "
+            "Failed does not include Cancelled.",
             show_default=False,
         ),
     ] = None,
     watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Show the list as it changes, until Ctrl-C.")
+        bool, typer.Option("--watch", "-w", help="Update the list until Ctrl-C.")
     ] = False,
     output: TableOutput = OutputFormat.table,
     state_dir: StateDirectory = None,
 ) -> None:
     """List jobs: phase, allocation, progress.
 
-    Works without a running scheduler, too: then it shows the last known state.
-    A job is restarted after each change of its allocation, and after a failure;
-    Restarts counts both.
+    Also works without a running scheduler, and then shows the last known state.
+    Restarts counts restarts for a new allocation and restarts after failures.
 
         pipollux jobs --phase Running --phase Queued --watch
     """

@@ -38,7 +38,7 @@ _RESET = "\x1b[0m"
 def logs(
     name: JobName,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")
+        bool, typer.Option("--follow", "-f", help="Follow the logs until the job has ended.")
     ] = False,
     attempt: Annotated[
         int | None, typer.Option(min=1, help="Which attempt.", show_default="the last one")

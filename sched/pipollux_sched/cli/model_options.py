@@ -23,7 +23,7 @@ InitBatchSize: TypeAlias = Annotated[
         "--init-batch-size",
         min=1,
         metavar="N",
-        help="Batch size that efficiency is relative to.",
+        help="Initial batch size, at which the efficiency is 1.",
         show_default=False,
     ),
 ]
@@ -53,7 +53,7 @@ ChunksPerStage: TypeAlias = Annotated[
         "--chunks-per-stage",
         min=2,
         metavar="V",
-        help="Chunks of layers of each stage, where interleaved.",
+        help="Chunks of layers per stage, with interleaved stages.",
         show_default=str(DEFAULT_CHUNKS),
     ),
 ]

@@ -29,7 +29,7 @@ CONDITION_STYLES = {NodeCondition.DRAINING: "yellow", NodeCondition.DEAD: "red"}
 def nodes(output: TableOutput = OutputFormat.table, state_dir: StateDirectory = None) -> None:
     """List nodes: slots, the jobs that hold them, condition.
 
-    Works without a running scheduler, too: then it shows the last known state.
+    Also works without a running scheduler, and then shows the last known state.
     """
     with reading(state_dir) as reader:
         found = reader.nodes()
@@ -42,24 +42,27 @@ def nodes(output: TableOutput = OutputFormat.table, state_dir: StateDirectory = 
 
 def drain(
     node: NodeName,
-    reason: Annotated[str, typer.Option(metavar="TEXT", help="Why, for those who ask.")] = "",
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="Reason to show.")] = "",
     dead: Annotated[
-        bool, typer.Option("--dead", help="It is gone: start its jobs elsewhere at once.")
+        bool,
+        typer.Option("--dead", help="The node is lost: restart its jobs on other nodes at once."),
     ] = False,
-    undo: Annotated[bool, typer.Option("--undo", help="Use it again.")] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait until nothing runs there.")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Put the node back into use.")] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait until no job holds a slot of the node.")
+    ] = False,
     timeout: Annotated[
         str | None,
         typer.Option(
             metavar="DURATION",
-            help="Give up --wait after so long, as in 10m.",
+            help="Limit of --wait, as in 10m.",
             show_default="never",
         ),
     ] = None,
     output: TableOutput = OutputFormat.table,
     state_dir: StateDirectory = None,
 ) -> None:
-    """Drain a node: nothing new is placed there, and its jobs leave.
+    """Drain a node: it gets no new replicas, and its jobs move to other nodes.
 
     Jobs that are not preemptible stay until they end. The condition survives
     restarts of the scheduler.

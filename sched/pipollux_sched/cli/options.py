@@ -18,7 +18,7 @@ StateDirectory: TypeAlias = Annotated[
         "--state-dir",
         envvar="PIPOLLUX_STATE_DIR",
         metavar="DIR",
-        help="Where the scheduler keeps everything.",
+        help="State directory of the scheduler.",
         show_default="~/.local/state/pipollux",
     ),
 ]
@@ -29,7 +29,7 @@ ServerUrl: TypeAlias = Annotated[
         "--server",
         envvar="PIPOLLUX_SERVER",
         metavar="URL",
-        help="The scheduler to ask, which may run on another machine.",
+        help="URL of the scheduler, which may run on another machine.",
         show_default="that of the state directory",
     ),
 ]
@@ -40,8 +40,8 @@ TokenFile: TypeAlias = Annotated[
         "--token-file",
         envvar="PIPOLLUX_TOKEN_FILE",
         metavar="FILE",
-        help="Holds the token for that scheduler, the admin's or a user's.",
-        show_default="what PIPOLLUX_TOKEN says",
+        help="File with the token for that scheduler, an admin's or a user's.",
+        show_default="the token in PIPOLLUX_TOKEN",
     ),
 ]
 
@@ -51,7 +51,7 @@ AuthorityFile: TypeAlias = Annotated[
         "--ca-file",
         envvar=CA_FILE.name,
         metavar="FILE",
-        help="Certificates of the authorities to trust for it.",
+        help="Certificates of the authorities to trust for that scheduler.",
         show_default="those of the system",
     ),
 ]
@@ -62,7 +62,7 @@ ClusterFile: TypeAlias = Annotated[
         "--cluster",
         "-c",
         metavar="FILE",
-        help="YAML: the nodes that there are.",
+        help="YAML file of the nodes.",
         show_default="this machine: a slot for each GPU, else each CPU",
     ),
 ]
@@ -74,7 +74,7 @@ SomeClusterFile: TypeAlias = Annotated[
         "--cluster",
         "-c",
         metavar="FILE",
-        help="YAML: the nodes that there are.",
+        help="YAML file of the nodes.",
         show_default="the scheduler's own",
     ),
 ]
@@ -108,7 +108,7 @@ PassEnvironment: TypeAlias = Annotated[
     typer.Option(
         "--pass-environment",
         metavar="NAME",
-        help="Variable of this environment that all jobs get, too; may be given again.",
+        help="Environment variable to pass to all jobs; may be repeated.",
         show_default=False,
         callback=_passable,
     ),
@@ -119,8 +119,8 @@ Fairness: TypeAlias = Annotated[
     typer.Option(
         metavar="F",
         min=1.0,
-        help="Promise that no job ends later than F times as late as on an equal share, where that "
-        "can be; by the policy exact.",
+        help="Complete each job within F times its time on an equal share of the cluster, if "
+        "possible; policy exact only.",
         show_default="no promise",
     ),
 ]
@@ -130,8 +130,8 @@ Scarcity: TypeAlias = Annotated[
     typer.Option(
         metavar="S",
         min=0.0,
-        help="Share of what jobs that run on several types of GPU are charged for making those "
-        "wait that run on one only; by the policy exact.",
+        help="Weight of the delay that jobs with a choice of GPU types cause to jobs that need one "
+        "type; policy exact only.",
         show_default="0.7",
     ),
 ]
@@ -145,8 +145,8 @@ Tail: TypeAlias = Annotated[
         metavar="Q",
         min=0.0,
         max=MOST_TAIL,
-        help="How much more late jobs count: completion times to the power 1 + Q are kept short, "
-        "1 their squares; by the policy exact.",
+        help="Weight of late jobs: minimize completion times to the power 1 + Q; "
+        "policy exact only.",
         show_default="0, and 0.6 where a type of GPU is scarce",
     ),
 ]
@@ -157,8 +157,8 @@ RankPower: TypeAlias = Annotated[
         metavar="A",
         min=0.0,
         max=1.0,
-        help="How much more short jobs count: near 1 the average completion time is short, near 0 "
-        "jobs share the cluster and the last of them ends sooner; by the policy exact.",
+        help="Weight of short jobs: near 1 minimizes the average completion time, near 0 shares "
+        "the cluster evenly, so that the last job completes earlier; policy exact only.",
         show_default="0.28",
     ),
 ]
@@ -181,7 +181,7 @@ SomeJobsFile: TypeAlias = Annotated[
         "--jobs",
         "-j",
         metavar="FILE",
-        help="YAML: the jobs that want them.",
+        help="YAML file of jobs.",
         show_default="the scheduler's own",
     ),
 ]
@@ -200,13 +200,12 @@ NodeName: TypeAlias = Annotated[
 ]
 
 TableOutput: TypeAlias = Annotated[
-    OutputFormat, typer.Option("--output", "-o", help="How to print it.")
+    OutputFormat, typer.Option("--output", "-o", help="Output format.")
 ]
 
-TextOutput: TypeAlias = Annotated[
-    TextFormat, typer.Option("--output", "-o", help="How to print it.")
-]
+TextOutput: TypeAlias = Annotated[TextFormat, typer.Option("--output", "-o", help="Output format.")]
 
 LineOutput: TypeAlias = Annotated[
-    LineFormat, typer.Option("--output", "-o", help="How to print it; json: one object a line.")
+    LineFormat,
+    typer.Option("--output", "-o", help="Output format; json prints one object per line."),
 ]

@@ -33,16 +33,15 @@ if TYPE_CHECKING:
 def plan(
     cluster: SomeClusterFile = None,
     jobs: SomeJobsFile = None,
-    diff: Annotated[
-        bool, typer.Option("--diff", help="Only what would change, without files.")
-    ] = False,
+    diff: Annotated[bool, typer.Option("--diff", help="Only changes; without files.")] = False,
     state_dir: StateDirectory = None,
     policy: PolicyName = None,
     output: Annotated[
-        OutputFormat, typer.Option("--output", "-o", help="How to print the plan.")
+        OutputFormat, typer.Option("--output", "-o", help="Output format.")
     ] = OutputFormat.table,
     seed: Annotated[
-        int, typer.Option(min=0, help="Of the search; the same seed gives the same plan.")
+        int,
+        typer.Option(min=0, help="Random seed of the policy; the same seed gives the same plan."),
     ] = 0,
 ) -> None:
     r"""Print what every job would get, from files or the live state; change nothing.
@@ -68,15 +67,14 @@ def plan(
             max_replicas: 8
             allocation: \[node-a]  # where it runs now, if it does
 
-    What is known of a job's speed goes under [bold]hints:[/bold], as the job itself
-    reports it; without, a job is assumed to scale perfectly but starts small.
-    The files in examples/ show it all:
+    Measurements of a job go under [bold]hints:[/bold], in the form that jobs report them.
+    A job without hints is assumed to scale perfectly, but starts small. With the
+    files in examples/:
 
         pipollux plan --cluster examples/cluster.yaml --jobs examples/jobs.yaml
 
-    [bold]Without files[/bold] the plan is that of the scheduler's own jobs and nodes, as
-    its state directory has them: what it would change if it decided now, with its
-    own policy or another.
+    [bold]Without files[/bold] the plan is for the jobs and nodes of the scheduler: what it
+    would change if it decided now, with its policy or another one.
 
         pipollux plan --diff
 

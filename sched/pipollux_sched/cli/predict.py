@@ -66,13 +66,15 @@ def predict(
         typer.Option(
             min=1,
             metavar="N",
-            help="Nodes that the replicas lie on, where there are as many replicas.",
-            show_default="as few as can be",
+            help="Number of nodes, if there are at least as many replicas.",
+            show_default="as few as possible",
         ),
     ] = None,
     gpus_per_node: Annotated[
         int | None,
-        typer.Option(min=1, metavar="G", help="Of each node.", show_default=str(GPUS_PER_NODE)),
+        typer.Option(
+            min=1, metavar="G", help="GPUs of each node.", show_default=str(GPUS_PER_NODE)
+        ),
     ] = None,
     max_batch_size: Annotated[
         int | None,
@@ -87,7 +89,7 @@ def predict(
         str | None,
         typer.Option(
             metavar="LO:HI",
-            help="Least and largest atomic batch size; HI is what fits into memory.",
+            help="Smallest and largest atomic batch size; HI is the largest that fits into memory.",
             show_default="any, or those of the hints",
         ),
     ] = None,
@@ -96,22 +98,22 @@ def predict(
         typer.Option(
             "--accumulation/--no-accumulation",
             help="Whether accumulation steps are allowed.",
-            show_default="no, or as the hints have it",
+            show_default="no, or that of the hints",
         ),
     ] = None,
     layers: Annotated[
         str | None,
         typer.Option(
             metavar="LAYERS.json",
-            help="The profile of the model's layers; stages not measured are cut from it.",
-            show_default="stages not measured are cut evenly",
+            help="Profile of the model's layers, for numbers of stages that were not measured.",
+            show_default="even stages",
         ),
     ] = None,
     memory_limit: Annotated[
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Memory of a GPU, such as 40GiB, that stages must fit into; needs --layers.",
+            help="Memory limit of a stage, such as 40GiB; needs --layers.",
             show_default="unlimited",
         ),
     ] = None,
@@ -119,14 +121,14 @@ def predict(
         str | None,
         typer.Option(
             metavar="SPEED",
-            help="Of copies between stages cut from --layers: 20GB/s, or 20GB/s,10us with latency.",
+            help="Bandwidth between stages of --layers: 20GB/s, or 20GB/s,10us with latency.",
             show_default="copies are free",
         ),
     ] = None,
     schedule: Annotated[
         ScheduleChoice | None,
         typer.Option(
-            help="In which order stages work on micro-batches; all compares them.",
+            help="Pipeline schedule; all compares the schedules.",
             show_default="that of the measured stages",
         ),
     ] = None,
@@ -136,10 +138,10 @@ def predict(
     grad_var: GradVar = None,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Draw goodput and speedup: .png, .svg or .pdf."),
+        typer.Option(metavar="FILE", help="Plot of goodput and speedup: .png, .svg or .pdf."),
     ] = None,
     output: Annotated[
-        OutputFormat, typer.Option("--output", "-o", help="How to print the predictions.")
+        OutputFormat, typer.Option("--output", "-o", help="Output format.")
     ] = OutputFormat.table,
 ) -> None:
     """Predict step time, throughput, goodput and speedup on allocations.

@@ -34,26 +34,24 @@ def report(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Only of this job; may be repeated.",
+            help="Only this job; may be repeated.",
             show_default=False,
             autocompletion=complete_jobs,
         ),
     ] = None,
     since: Annotated[
         str | None,
-        typer.Option(
-            metavar="DURATION", help="Only the last so long, as in 2h.", show_default=False
-        ),
+        typer.Option(metavar="DURATION", help="Only this last time, as in 2h.", show_default=False),
     ] = None,
     save: Annotated[
-        Path, typer.Option("--save", metavar="FILE", help="The HTML file to write.")
+        Path, typer.Option("--save", metavar="FILE", help="HTML file to write.")
     ] = Path("report.html"),
     output: TableOutput = OutputFormat.table,
     state_dir: StateDirectory = None,
 ) -> None:
     """Draw the report of a run: of the present or last scheduler, or of an event log.
 
-    The report is one HTML file that needs no network: who held which slots when,
+    The report is one HTML file that needs no network: slots of each job over time,
     the loss over the restarts, goodput, predicted against measured step time, the
     pipeline's bubble, and the allocations with their reasons. Long series of
     reports are evenly thinned.

@@ -61,13 +61,13 @@ class ClusterFlags:
     panel: ClassVar[str] = "Cluster"
     cluster: ClusterFile = None
     backend: Annotated[
-        str, typer.Option(metavar="NAME", help=f"What runs the jobs: {', '.join(ENGINES)}.")
+        str, typer.Option(metavar="NAME", help=f"Backend that runs the jobs: {', '.join(ENGINES)}.")
     ] = DEFAULT_BACKEND
     autoscale: Annotated[
         str | None,
         typer.Option(
             metavar="MIN:MAX",
-            help="Say how many nodes there should be; needs --expander-command.",
+            help="Smallest and largest number of nodes to request; needs --expander-command.",
             show_default=False,
         ),
     ] = None
@@ -75,7 +75,7 @@ class ClusterFlags:
         str | None,
         typer.Option(
             metavar="COMMAND",
-            help="Asks for nodes: run with {desired}, {current}, {release} filled in.",
+            help="Command that requests nodes; {desired}, {current} and {release} are replaced.",
             show_default=False,
         ),
     ] = None
@@ -95,13 +95,13 @@ class PolicyFlags:
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="YAML: teams with their quotas and limits; read again when it changes.",
-            show_default="those of the store",
+            help="YAML file of teams; read again after each change of the file.",
+            show_default="the teams in the store",
         ),
     ] = None
     interval: Annotated[
         float,
-        typer.Option(min=0.1, max=MOST_SECONDS, help="Seconds between two decisions on all jobs."),
+        typer.Option(min=0.1, max=MOST_SECONDS, help="Seconds between allocation decisions."),
     ] = 60.0
 
 
@@ -111,16 +111,20 @@ class JobFlags:
 
     panel: ClassVar[str] = "Jobs"
     hints_interval: Annotated[
-        float, typer.Option(min=0.1, max=MOST_SECONDS, help="Seconds between two hints of a job.")
+        float, typer.Option(min=0.1, max=MOST_SECONDS, help="Seconds between hints of a job.")
     ] = 30.0
     checkpoint_interval: Annotated[
         float,
-        typer.Option(min=0.1, max=MOST_SECONDS, help="Seconds between two checkpoints of a job."),
+        typer.Option(
+            min=0.1, max=MOST_SECONDS, help="Seconds between periodic checkpoints of a job."
+        ),
     ] = 60.0
     grace: Annotated[
         float,
         typer.Option(
-            min=0.0, max=MOST_SECONDS, help="Seconds that a job has to save when it is stopped."
+            min=0.0,
+            max=MOST_SECONDS,
+            help="Seconds for the last checkpoint of a job that is stopped.",
         ),
     ] = STOP_GRACE
     heartbeat_timeout: Annotated[
@@ -128,7 +132,7 @@ class JobFlags:
         typer.Option(
             min=1.0,
             max=MOST_SECONDS,
-            help="Seconds without a sign of life after which a replica is taken for lost.",
+            help="Seconds without a heartbeat after which a replica is lost.",
         ),
     ] = HEARTBEAT_TIMEOUT
     pass_environment: PassEnvironment = None
@@ -142,7 +146,7 @@ def serve(
         typer.Option(
             envvar="PIPOLLUX_STORE",
             metavar="URL",
-            help="Database of the store: postgresql://USER@HOST/DATABASE.",
+            help="Database of the store, as postgresql://USER@HOST/DATABASE.",
             show_default="SQLite in the state directory",
         ),
     ] = None,
@@ -156,15 +160,15 @@ def serve(
 ) -> None:
     """Run the scheduler of a cluster in the foreground, until Ctrl-C.
 
-    It keeps everything in its state directory. Jobs that run when it ends save,
-    and resume when it is started again. From another terminal:
+    State is kept in the state directory. When the scheduler is stopped, running
+    jobs save a checkpoint, and the next scheduler resumes them. From another terminal:
 
         pipollux submit examples/jobs.yaml
         pipollux jobs
 
     With the local backend, nodes are virtual: each is a name and a number of slots
-    of this machine. A slot is a GPU, or on nodes of kind cpu a CPU device of one
-    thread. Others use the nodes of a cluster: docs/howto/slurm.md, docs/howto/kubernetes.md.
+    of this machine. A slot is a GPU, or on nodes of kind cpu one CPU thread. The
+    backends slurm and kubernetes use the nodes of a cluster.
     """
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     own = kubernetes_options(nodes.backend, kubernetes)

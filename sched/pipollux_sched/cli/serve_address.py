@@ -28,20 +28,20 @@ class AddressFlags:
         typer.Option(
             "--host",
             metavar="ADDRESS",
-            help="Address to listen on; 0.0.0.0 for all of this machine's.",
+            help="Address to listen on; 0.0.0.0 for all interfaces.",
         ),
     ] = "127.0.0.1"
     port: Annotated[
         int,
-        typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 for any that is free."),
+        typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 for any free port."),
     ] = 0
     advertise_url: Annotated[
         str | None,
         typer.Option(
             "--advertise-url",
             metavar="URL",
-            help="What jobs are told to report to, say the URL of a proxy.",
-            show_default="the address that is listened on; for 0.0.0.0 this host's name",
+            help="URL at which jobs reach the scheduler, such as that of a proxy.",
+            show_default="the address of --host, or the host name for 0.0.0.0",
         ),
     ] = None
     allow_host: Annotated[
@@ -49,8 +49,8 @@ class AddressFlags:
         typer.Option(
             "--allow-host",
             metavar="NAME",
-            help="Answer to this name, too, say that of a proxy; may be repeated.",
-            show_default="names of the loopback interface, and those listened on or advertised",
+            help="Additional host name of requests, such as that of a proxy; may be repeated.",
+            show_default="names of the loopback interface, of --host and of --advertise-url",
         ),
     ] = None
     tls_cert: Annotated[
@@ -58,7 +58,7 @@ class AddressFlags:
         typer.Option(
             "--tls-cert",
             metavar="FILE",
-            help="Certificate to show, in PEM format.",
+            help="Certificate of the server, in PEM format.",
             show_default="plain HTTP",
         ),
     ] = None
@@ -74,11 +74,11 @@ class AddressFlags:
             "--tls-ca",
             metavar="FILE",
             help="Certificates of the authorities that jobs and commands trust.",
-            show_default="those of their systems",
+            show_default="the authorities of their systems",
         ),
     ] = None
     open_metrics: Annotated[
-        bool, typer.Option("--open-metrics", help="Let /metrics be read without the admin token.")
+        bool, typer.Option("--open-metrics", help="Serve /metrics without a token.")
     ] = False
 
 

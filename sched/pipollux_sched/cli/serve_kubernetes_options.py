@@ -32,8 +32,8 @@ class KubernetesFlags:
         text_option(
             "--namespace",
             "NAME",
-            "Where jobs and their pods are.",
-            "that of the context, or of the scheduler's own pod",
+            "Namespace of the jobs and their pods.",
+            "the namespace of the context, or of the scheduler's pod",
         ),
     ] = None
     scheduler: Annotated[
@@ -41,7 +41,7 @@ class KubernetesFlags:
         text_option(
             "--scheduler-name",
             "NAME",
-            "Label of its pods; another for each scheduler of a namespace.",
+            "Label of the pods; unique among the schedulers of a namespace.",
             "pipollux",
         ),
     ] = None
@@ -50,7 +50,7 @@ class KubernetesFlags:
         text_option(
             "--device-resource",
             "RESOURCE",
-            "The resource that a slot is one of; cpu for CPU devices.",
+            "Resource of a slot; cpu for CPU devices.",
             "nvidia.com/gpu",
         ),
     ] = None
@@ -59,7 +59,7 @@ class KubernetesFlags:
         text_option(
             "--node-selector",
             "LABEL=VALUE",
-            "Use only nodes with this label; may be repeated.",
+            "Label that nodes must have; may be repeated.",
             "all nodes with devices",
         ),
     ] = None
@@ -68,8 +68,8 @@ class KubernetesFlags:
         text_option(
             "--toleration",
             "KEY[=VALUE][:EFFECT]",
-            "Use nodes with this taint, too; may be repeated.",
-            "only that of the device resource",
+            "Taint that the pods tolerate; may be repeated.",
+            "the taint of the device resource",
         ),
     ] = None
     checkpoint_folder: Annotated[
@@ -77,7 +77,7 @@ class KubernetesFlags:
         text_option(
             "--checkpoint-folder",
             "DIR",
-            "Where the volume for checkpoints is mounted in pods.",
+            "Mount path of the checkpoint volume in pods.",
             "/checkpoints",
         ),
     ] = None
@@ -95,14 +95,17 @@ class KubernetesFlags:
         text_option(
             "--checkpoint-host-path",
             "DIR",
-            "Folder that all nodes share, instead of a claim.",
+            "Folder on a file system that all nodes share, instead of a claim.",
             "none",
         ),
     ] = None
     python: Annotated[
         str | None,
         text_option(
-            "--image-python", "COMMAND", "The Python of images, with this package.", "python"
+            "--image-python",
+            "COMMAND",
+            "Python command in images, with this package installed.",
+            "python",
         ),
     ] = None
     pod_security: Annotated[
@@ -110,8 +113,8 @@ class KubernetesFlags:
         text_option(
             "--pod-security",
             "LEVEL",
-            "Pod Security Standard that the pod templates of jobs must meet: restricted, baseline "
-            "or privileged.",
+            "Pod Security Standard of the pod templates of jobs: restricted, baseline or "
+            "privileged.",
             "restricted",
         ),
     ] = None
@@ -121,7 +124,7 @@ class KubernetesFlags:
             "--allow-service-account",
             "NAME",
             "Service account that pod templates may name; may be repeated.",
-            "the namespace's default one alone",
+            "the namespace's default service account",
         ),
     ] = None
     priority_class: Annotated[
@@ -129,7 +132,7 @@ class KubernetesFlags:
         text_option(
             "--priority-class",
             "NAME",
-            "PriorityClass of the pods of jobs whose template names none.",
+            "PriorityClass of pods whose template names none.",
             "the cluster's default",
         ),
     ] = None
@@ -138,7 +141,7 @@ class KubernetesFlags:
         text_option(
             "--via",
             "pod|trainjob",
-            "What a launch is made as: a pod for each replica, or one TrainJob.",
+            "Objects of an attempt: one pod per replica, or one TrainJob.",
             "pod",
         ),
     ] = None
@@ -147,15 +150,13 @@ class KubernetesFlags:
         text_option(
             "--trainjob-runtime",
             "NAME",
-            "ClusterTrainingRuntime of TrainJobs.",
+            "ClusterTrainingRuntime of the TrainJobs.",
             "torch-distributed",
         ),
     ] = None
     volcano_queue: Annotated[
         str | None,
-        text_option(
-            "--volcano-queue", "NAME", "Queue of TrainJobs whose runtime uses Volcano.", "none"
-        ),
+        text_option("--volcano-queue", "NAME", "Volcano queue of the TrainJobs.", "none"),
     ] = None
 
 

@@ -35,43 +35,49 @@ class SlurmFlags:
         text_option(
             "--nodes",
             "MIN[:MAX]",
-            "Ask Slurm for nodes: MIN of them, and up to MAX if they are worth it.",
-            "those of the allocation that the scheduler is started in",
+            "Request nodes from Slurm: MIN nodes, and up to MAX if that increases the goodput.",
+            "the nodes of the Slurm allocation that the scheduler runs in",
         ),
     ] = None
     partition: Annotated[
-        str | None, text_option("--partition", "NAME", "Where to ask for nodes.", "Slurm's default")
+        str | None,
+        text_option(
+            "--partition", "NAME", "Slurm partition of requested nodes.", "Slurm's default"
+        ),
     ] = None
     gres: Annotated[
         str | None,
         text_option(
             "--gres",
             "gpu:K",
-            "GPUs that each node must have; a slot is a GPU.",
+            "GPUs of each node, one slot each.",
             "none: CPUs are slots",
         ),
     ] = None
     time: Annotated[
         str | None,
         text_option(
-            "--time", "TIME", "Time limit of a node, after which another is asked for.", "Slurm's"
+            "--time",
+            "TIME",
+            "Time limit of a node, after which another node is requested.",
+            "Slurm's",
         ),
     ] = None
     account: Annotated[
-        str | None, text_option("--account", "NAME", "Account that nodes are charged to.", "yours")
+        str | None, text_option("--account", "NAME", "Slurm account of requested nodes.", "yours")
     ] = None
     qos: Annotated[str | None, text_option("--qos", "NAME", "Quality of service.", "yours")] = None
     constraint: Annotated[
         str | None,
-        text_option("--constraint", "FEATURES", "Features that nodes must have.", "none"),
+        text_option("--constraint", "FEATURES", "Features of requested nodes.", "none"),
     ] = None
     reservation: Annotated[
-        str | None, text_option("--reservation", "NAME", "Reservation to take nodes from.", "none")
+        str | None, text_option("--reservation", "NAME", "Reservation of requested nodes.", "none")
     ] = None
     more: Annotated[
         list[str] | None,
         text_option(
-            "--sbatch-option", "OPTION", "Further option of sbatch; may be repeated.", "none"
+            "--sbatch-option", "OPTION", "Additional sbatch option; may be repeated.", "none"
         ),
     ] = None
     renew_before: Annotated[
@@ -80,7 +86,7 @@ class SlurmFlags:
             "--renew-before",
             min=1.0,
             metavar="SECONDS",
-            help="Leave a node so long before its time limit; at most a quarter of it.",
+            help="Seconds before its time limit to leave a node; at most a quarter of the limit.",
             show_default="600",
         ),
     ] = None
@@ -88,7 +94,7 @@ class SlurmFlags:
         bool,
         typer.Option(
             "--keep-pool",
-            help="Keep the nodes when the scheduler is stopped, for the next one.",
+            help="Keep the nodes for the next scheduler when this one is stopped.",
         ),
     ] = False
 

@@ -27,7 +27,9 @@ def simulate(
     workloads: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="[WORKLOAD.csv]...", help="Which jobs arrive when.", show_default=False
+            metavar="[WORKLOAD.csv]...",
+            help="Files of jobs with their arrival times.",
+            show_default=False,
         ),
     ] = None,
     policy: Annotated[
@@ -41,26 +43,28 @@ def simulate(
         ),
     ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, help="Of policies that draw, --generate, --failures and --spot.")
+        int, typer.Option(min=0, help="Random seed of policies, --generate, --failures and --spot.")
     ] = 0,
     processes: Annotated[
-        int, typer.Option(min=1, max=1024, help="How many simulations run side by side.")
+        int, typer.Option(min=1, max=1024, help="Number of simulations that run in parallel.")
     ] = 1,
     output: Annotated[
         OutputFormat,
-        typer.Option("--output", "-o", help="How to print the result.", rich_help_panel=_RESULT),
+        typer.Option("--output", "-o", help="Output format.", rich_help_panel=_RESULT),
     ] = OutputFormat.table,
     plot: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="HTML: completion times, use and who held what.",
+            help="HTML file to write: completion times, usage and allocations.",
             rich_help_panel=_RESULT,
         ),
     ] = None,
     save_jobs: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="CSV: a row for every job.", rich_help_panel=_RESULT),
+        typer.Option(
+            metavar="FILE", help="CSV file to write, with one row per job.", rich_help_panel=_RESULT
+        ),
     ] = None,
     *,
     cluster: SimulatedClusterFlags,
@@ -79,8 +83,8 @@ def simulate(
         pipollux simulate workload-1.csv --traces traces --policy exact,pollux
         pipollux simulate --generate pipelines --num-jobs 40 --nodes 8 --gpus 8
 
-    [bold]The history[/bold] of a scheduler, which may be running, shows what another policy,
-    other quotas or more nodes would have done, beside what really happened:
+    [bold]The history[/bold] of a scheduler, which may be running, is replayed with another
+    policy, other quotas or more nodes, and compared with the real run:
 
         pipollux simulate --from-state /var/lib/pipollux --policy exact,fifo
         pipollux simulate --from-state /var/lib/pipollux --add-nodes 10
@@ -88,7 +92,7 @@ def simulate(
     Every workload is run under every policy. JCT is the time from a job's arrival to its
     completion; fairness is JCT over the time alone on an equal share of the GPUs, and
     "unfair to" the share of jobs with a fairness above 1; policy time is the
-    wall-clock time of all decisions. For details see docs/howto/simulate.md.
+    wall-clock time of all decisions.
 
     Exit code: 0 done; 1 a simulation failed; 2 a file or an option is wrong.
     """

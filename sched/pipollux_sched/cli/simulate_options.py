@@ -41,7 +41,7 @@ class SimulatedClusterFlags:
     rank_power: RankPower = None
     on_arrival: Annotated[
         bool,
-        typer.Option("--on-arrival", help="Decide at every arrival, too, as a scheduler does."),
+        typer.Option("--on-arrival", help="Decide also at each arrival, as the scheduler does."),
     ] = False
     nodes: Annotated[
         int | None,
@@ -60,7 +60,7 @@ class SimulatedClusterFlags:
         list[str] | None,
         typer.Option(
             metavar="TYPE=COUNTxGPUS",
-            help="Nodes of a type of GPU, in place of --nodes and --gpus; may be repeated.",
+            help="Nodes with one GPU type, instead of --nodes and --gpus; may be repeated.",
         ),
     ] = None
     add_nodes: Annotated[
@@ -68,14 +68,14 @@ class SimulatedClusterFlags:
         typer.Option(
             min=0,
             max=100_000,
-            help="With --from-state: so many nodes more than there were, like most of them.",
+            help="With --from-state: number of additional nodes, of the most frequent kind.",
         ),
     ] = 0
     teams: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="YAML: teams and their quotas, as serve takes them.",
+            help="YAML file of teams.",
             show_default="none, or those of the history",
         ),
     ] = None
@@ -83,7 +83,7 @@ class SimulatedClusterFlags:
         float | None,
         typer.Option(
             max=1e6,
-            help="Seconds between two decisions.",
+            help="Seconds between allocation decisions.",
             show_default="60, or that of the history",
         ),
     ] = None
@@ -91,7 +91,7 @@ class SimulatedClusterFlags:
         float | None,
         typer.Option(
             max=1e6,
-            help="Seconds without training after every start of a job.",
+            help="Seconds without training after each start of a job.",
             show_default="30, or as measured in the history",
         ),
     ] = None
@@ -99,22 +99,26 @@ class SimulatedClusterFlags:
         float | None,
         typer.Option(
             max=1e6,
-            help="Change jobs live where a replica stays in place: it trains on while others start "
-            "(in the time of a restart), then pauses for this many seconds.",
+            help="Resize jobs elastically where a replica survives: it trains while others start, "
+            "in the time of a restart, then pauses for this many seconds.",
             show_default="every change is a restart, or as measured in the history",
         ),
     ] = None
     interference: Annotated[
         float,
-        typer.Option(help="Part of their pace that distributed jobs lose which share a node."),
+        typer.Option(help="Fraction of throughput that distributed jobs on a shared node lose."),
     ] = 0.0
     failures: Annotated[
         bool,
-        typer.Option("--failures", help="Let nodes fail, once in 75 days on average."),
+        typer.Option(
+            "--failures", help="Simulate node failures, one in 75 days on average for each node."
+        ),
     ] = False
     spot: Annotated[
         bool,
-        typer.Option("--spot", help="Let nodes be preempted, once in 6 hours on average."),
+        typer.Option(
+            "--spot", help="Simulate preemption, one in 6 hours on average for each node."
+        ),
     ] = False
 
 
@@ -126,24 +130,25 @@ class SimulatedJobFlags:
     traces: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Folder of the public Pollux traces, one folder per application."
+            metavar="DIR",
+            help="Folder of the public Pollux traces, with one folder per application.",
         ),
     ] = None
     from_state: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Replay the jobs that the scheduler of this state directory has had; "
-            f"'{USUAL}': of the usual one.",
+            help="State directory of a scheduler whose jobs are replayed; "
+            f"'{USUAL}': the default one.",
         ),
     ] = None
     known_length: Annotated[
         str | None,
         typer.Option(
             metavar="exact|none|learned|declared|FACTOR",
-            help="What the policy is told of how long jobs still train: exactly, nothing, what it "
-            "learns from those that have completed, the same but for jobs that declare it, or "
-            "wrong by a factor of up to FACTOR either way.",
+            help="Remaining job lengths that the policy knows: exact, none, estimated from "
+            "completed jobs (learned), declared by the job or else estimated, or wrong by a "
+            "factor of up to FACTOR.",
             show_default="exact; with --from-state declared",
         ),
     ] = None
@@ -151,22 +156,27 @@ class SimulatedJobFlags:
         bool | None,
         typer.Option(
             "--inherit-models/--no-inherit-models",
-            help="Let jobs begin with what others of their family have measured.",
+            help="Share measured step times within families of jobs.",
             show_default="only with --from-state",
         ),
     ] = None
     fit: Annotated[
         FitName,
         typer.Option(
-            help="How jobs of the traces fit their model: as Pipollux's, or as AdaptDL's, whose "
-            "model has fewer terms.",
+            help="Performance model of the jobs: that of Pipollux or that of AdaptDL.",
         ),
     ] = FitName.pipollux
     load: Annotated[
         float,
-        typer.Option(max=1e6, help="How many times as many jobs come in the same time."),
+        typer.Option(max=1e6, help="Factor of the arrival rate."),
     ] = 1.0
-    jobs: Annotated[int | None, typer.Option(min=1, help="Only the first so many.")] = None
-    generate: Annotated[MixName | None, typer.Option(help="Draw a workload of this mix.")] = None
-    num_jobs: Annotated[int, typer.Option(min=1, max=1_000_000, help="Jobs to draw.")] = 160
-    hours: Annotated[float, typer.Option(max=1e6, help="Hours in which drawn jobs arrive.")] = 8.0
+    jobs: Annotated[int | None, typer.Option(min=1, help="Simulate the first N jobs only.")] = None
+    generate: Annotated[
+        MixName | None, typer.Option(help="Generate a random workload of this mix.")
+    ] = None
+    num_jobs: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="Number of generated jobs.")
+    ] = 160
+    hours: Annotated[float, typer.Option(max=1e6, help="Hours in which generated jobs arrive.")] = (
+        8.0
+    )

@@ -31,27 +31,28 @@ T = TypeVar("T", "JobView", "DeletedJobView")
 
 def submit(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="YAML: the jobs.", show_default=False)
+        Path, typer.Argument(metavar="FILE", help="YAML file of jobs.", show_default=False)
     ],
     wait: Annotated[
-        bool, typer.Option("--wait", help="Wait until they have ended; exit 1 if one failed.")
+        bool,
+        typer.Option("--wait", help="Wait until all jobs have ended; exit with 1 if one failed."),
     ] = False,
     team: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Team of all these jobs.", show_default="the file's"),
+        typer.Option(metavar="NAME", help="Team of the jobs.", show_default="the file's"),
     ] = None,
     priority: Annotated[
         str | None,
         typer.Option(
-            metavar="CLASS", help="Priority of all these jobs.", show_default="the file's"
+            metavar="CLASS", help="Priority class of the jobs.", show_default="the file's"
         ),
     ] = None,
     output: TableOutput = OutputFormat.table,
     state_dir: StateDirectory = None,
 ) -> None:
-    """Submit the jobs of a file to the running scheduler: all of them, or none.
+    """Submit the jobs of a file to the running scheduler.
 
-    If one is refused, none is submitted. A job that has failed or was cancelled
+    If one job is refused, none is submitted. A job that has failed or was cancelled
     can be submitted again under its name: it resumes from its last checkpoint.
 
         pipollux submit examples/jobs.yaml --wait
@@ -108,10 +109,9 @@ def suspend(
 def resume(
     names: JobNames, output: TableOutput = OutputFormat.table, state_dir: StateDirectory = None
 ) -> None:
-    """Resume suspended jobs; they start as soon as there is room.
+    """Resume suspended jobs; they start as soon as slots are free.
 
-    A job that was not suspended by its user stays as it is; one that has ended is
-    refused.
+    A job that is not suspended does not change; a job that has ended is refused.
     """
     _ask_each(state_dir, names, lambda client, name: client.resume(name), output, _print_answers)
 
@@ -120,12 +120,12 @@ def rerun(
     names: JobNames,
     from_scratch: Annotated[
         bool,
-        typer.Option("--from-scratch", help="Start from scratch; old checkpoints are not used."),
+        typer.Option("--from-scratch", help="Start from scratch, without a checkpoint."),
     ] = False,
     output: TableOutput = OutputFormat.table,
     state_dir: StateDirectory = None,
 ) -> None:
-    """Run jobs again that have ended, as they were submitted.
+    """Run jobs again that have ended, with the same specification.
 
     A job that failed or was cancelled resumes from its last checkpoint. One that
     is complete can only be trained again --from-scratch. What was saved before is
@@ -148,12 +148,12 @@ def update(
     names: JobNames,
     team: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Team that they are to count to.", show_default=False),
+        typer.Option(metavar="NAME", help="New team of the jobs.", show_default=False),
     ] = None,
     output: TableOutput = OutputFormat.table,
     state_dir: StateDirectory = None,
 ) -> None:
-    """Move jobs to another team; those that run go on.
+    """Move jobs to another team; running jobs keep running.
 
     From the next decision on they count to that team's quota and limits. Jobs
     that have ended can be moved, too: run again they are that team's.
@@ -175,7 +175,7 @@ def _print_moved(jobs: Sequence[JobView], output: OutputFormat) -> None:
 
 def delete(
     names: JobNames,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     output: TableOutput = OutputFormat.table,
     state_dir: StateDirectory = None,
 ) -> None:

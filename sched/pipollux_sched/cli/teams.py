@@ -25,20 +25,18 @@ def teams(
         typer.Option(
             "--set",
             metavar="FILE",
-            help="Replace all teams by those of this file.",
+            help="Replace all teams by the teams of this file.",
             show_default=False,
         ),
     ] = None,
-    clear: Annotated[
-        bool, typer.Option("--clear", help="Have no teams: everyone shares everything.")
-    ] = False,
+    clear: Annotated[bool, typer.Option("--clear", help="Remove all teams and quotas.")] = False,
     output: TextOutput = TextFormat.text,
     state_dir: StateDirectory = None,
 ) -> None:
     """List teams: quota, slots used, borrowed and lent, jobs that run and wait.
 
-    Without --set and --clear it works without a running scheduler, too: then it
-    shows the last known state.
+    Without --set and --clear this also works without a running scheduler, and
+    then shows the last known state.
 
         pipollux teams
         pipollux teams --set teams.yaml

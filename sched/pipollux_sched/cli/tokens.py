@@ -36,20 +36,22 @@ def tokens(
         TokenAction, typer.Argument(metavar="[list|create|revoke]", show_default=False)
     ] = TokenAction.list,
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="The user.", show_default=False)
+        str | None, typer.Argument(metavar="[NAME]", help="Name of the user.", show_default=False)
     ] = None,
-    role: Annotated[Role, typer.Option(help="What it allows.")] = Role.USER,
+    role: Annotated[Role, typer.Option(help="Role of the token.")] = Role.USER,
     team: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="The only team to submit for.", show_default="any of the user's"
+            metavar="NAME",
+            help="Only team that the token may submit for.",
+            show_default="any of the user's",
         ),
     ] = None,
     run_as: Annotated[
         str | None,
         typer.Option(
             metavar="USER",
-            help="User of the machine as which the jobs run; takes a scheduler of root's.",
+            help="Unix user of the jobs; needs a scheduler that runs as root.",
             show_default="the scheduler's own",
         ),
     ] = None,
@@ -61,9 +63,9 @@ def tokens(
     A viewer reads everything, a user also submits jobs and manages those, an admin
     may do everything. A token is printed once; the scheduler keeps its digest.
 
-    With the local and Slurm backends, whoever submits jobs can do all that the user
-    of the machine can as which they run. Without --run-as that is the scheduler's
-    own user: then trust users as you trust admins.
+    With the local and Slurm backends, a job can do everything that its Unix user
+    can do. Without --run-as this is the scheduler's user, so give such tokens only to
+    people who may also be admins.
 
         pipollux tokens create ana --role user --team vision --run-as ana
         pipollux tokens revoke ana

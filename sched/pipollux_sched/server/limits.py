@@ -26,31 +26,37 @@ class Limits:
     """Limits of one scheduler. Rates are requests a second; bursts, requests at once."""
 
     job_rate: float = 50.0
-    """Of each job's token; of one with more than `REPLICAS_OF_A_RATE` replicas so many times."""
+    """Requests a second with a job's token, for each 32 replicas of the job."""
     job_burst: int = 100
+    """The same at once."""
     admin_rate: float = 200.0
-    """Of the admin's token."""
+    """Requests a second with the admin's token, and with each user's."""
     admin_burst: int = 400
+    """The same at once."""
     wrong_rate: float = 2.0
-    """Requests with a wrong token, or none, from one address."""
+    """Requests a second from one address with a wrong token or none."""
     wrong_burst: int = 100
+    """The same at once."""
     waiting: int = 256
-    """Requests that wait for replicas, of all jobs together."""
+    """Requests that wait for replica addresses, of all jobs."""
     waiting_per_job: int = 64
+    """The same of one job."""
     computing: int = 3
-    """Plans and reports computed at once."""
+    """Plans and reports computed at the same time."""
     computing_per_user: int = 2
+    """The same for one user."""
     listeners: int = 32
-    """Streams of events."""
+    """Event streams."""
     listeners_per_user: int = 8
+    """The same of one user."""
     reporting: int = 128
-    """Reports and hints under way at once: about a second's worth, and senders wait for five."""
+    """Reports and hints processed at the same time; further ones get 503."""
     reading: int = 32
-    """Users' requests under way at once; more are refused."""
+    """Users' requests processed at the same time; further ones get 503."""
     pages: int = 4
-    """Users' requests computed at once; others wait for that."""
+    """Users' requests computed at the same time; others wait."""
     keep_alive: float = 15.0
-    """Seconds of silence after which a stream sends a comment."""
+    """Seconds of silence after which an event stream sends a comment."""
 
 
 class TooManyRequestsError(SchedulerError):

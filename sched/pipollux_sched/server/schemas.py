@@ -28,22 +28,25 @@ class Refusal(View):
     detail: str
 
 
-_REFUSALS = {
+REFUSALS = {
     401: "The token is missing or wrong.",
-    403: "The token's role does not allow it, or the job is another user's.",
-    404: "There is nothing of this name.",
-    409: "It does not fit the job's present state: another attempt, or a name that is taken.",
+    403: "The role of the token does not allow the request, or the job has another owner.",
+    404: "No job, node or path has this name.",
+    409: "The state of the job does not allow the request: another attempt is the current one, "
+    "the job has ended or has not ended, the name is taken, or its team has reached "
+    "`max_submit_jobs`.",
     413: "The body is larger than 1 MiB.",
-    422: "The request makes no sense; the sentence names the field and what is allowed.",
-    429: "Too many requests; Retry-After says when to ask again.",
-    503: "The scheduler is being stopped, or has too much to do: Retry-After says until when.",
+    422: "A field, parameter or header is invalid; the sentence names it and what is allowed.",
+    429: "Too many requests; retry after the seconds in `Retry-After`.",
+    503: "The scheduler is stopping, overloaded or out of disk space; retry after the seconds in "
+    "`Retry-After`.",
 }
 
 
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Return the documented refusals: those common to authorized requests, and the given ones."""
     return {
-        status: {"model": Refusal, "description": _REFUSALS[status]}
+        status: {"model": Refusal, "description": REFUSALS[status]}
         for status in sorted((401, 403, 422, 429, 503, *statuses))
     }
 

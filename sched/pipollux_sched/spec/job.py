@@ -102,25 +102,28 @@ class NodeSpec(_Spec):
     """One node of the cluster."""
 
     name: NodeName = Field(description="a name, as in name: node-a")
+    """Unique in the cluster; with Slurm and Kubernetes, the name of the node there."""
     slots: Count
-    """Devices: a slot is one GPU, or one CPU thread on a machine without any."""
+    """Devices: a slot is one GPU, or one CPU thread on a node of kind `cpu`."""
     kind: Literal["gpu", "cpu"] = "gpu"
+    """Kind of device."""
     cpus: Count | None = Field(default=None, description="a whole number of at least 1")
-    """CPUs that jobs may use; None: as many as they ask for."""
+    """CPUs that jobs may request in total; none: unlimited."""
     memory: Bytes | None = Field(default=None, description="a size such as 256GiB")
-    """Bytes of main memory that jobs may use; None: as many as they ask for."""
+    """Main memory that jobs may request in total; none: unlimited."""
     preemptible: bool = Field(default=False, description="true or false")
-    """True for a node that may be taken away at any time; such nodes are filled last."""
+    """Whether the node may disappear at any time. The scheduler fills such nodes last."""
     gpu_type: GpuType | None = Field(default=None, description="a text such as a100")
-    """Type of its GPUs, for jobs that ask for one; None: unknown."""
+    """GPU type that jobs with a `gpu_type` are matched against; none: unknown."""
     draining: bool = Field(default=False, description="true or false")
-    """True: nothing new is placed here, and all jobs but non-preemptible ones leave."""
+    """Whether the node is drained: it gets no new replicas, and preemptible jobs leave it."""
 
 
 class ClusterSpec(_Spec):
     """The nodes of a cluster."""
 
     nodes: List[NodeSpec] = Field(description="a list of nodes")
+    """The nodes; at least one."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -132,8 +135,9 @@ class ResourceSpec(_Spec):
     """The resources that one pipeline replica holds on its node besides its slots."""
 
     cpus: int = Field(default=0, ge=0, description="a whole number of at least 0")
+    """CPUs."""
     memory: Bytes = Field(default=0, description="a size such as 8GiB")
-    """Bytes."""
+    """Main memory."""
 
 
 class JobSpec(_Spec):
@@ -145,85 +149,85 @@ class JobSpec(_Spec):
     """
 
     name: Name = Field(description="a name, as in name: char-lm")
+    """Unique among the scheduler's jobs."""
     script: FilePath | None = Field(default=None, description="the path of a Python script")
-    """As the user wrote it; `resolve_script` finds the file. With an `image`: a path inside that;
-    None: the image's entry point runs."""
+    """The training script, relative to the job file or to the current folder. With an `image`: a
+    path inside the image; none: the image's entry point runs."""
     image: ImageReference | None = Field(
         default=None, description="a reference such as registry.example/train:2.1"
     )
-    """The container image that every replica runs in; None: the script runs as it lies here."""
+    """Container image of the replicas. The local backend refuses jobs with an image."""
     family: FamilyName | None = Field(default=None, description="a name, as in family: resnet")
-    """Jobs that are alike: each begins with what the last one that completed has measured. None:
-    that of its name without the number at its end, among jobs with the same script and image; an
-    empty text: no family."""
+    """Family of similar jobs, which share measured step times. None: the name without a trailing
+    number, among jobs with the same script and image; an empty text: no family."""
     args: Annotated[List[Argument], AfterValidator(check_args)] = Field(
         default=(), description="a list of texts"
     )
-    """What the script, or the image's entry point, is given."""
+    """Arguments of the script or of the image's entry point."""
     num_stages: Count = 1
-    """K, the devices of one pipeline replica; all lie on one node."""
+    """Number K of stages of a replica, one slot each; a replica lies on one node."""
     stage_choices: List[Count] = Field(default=(), description="a list of numbers, as in [1, 2, 4]")
-    """Every K that the scheduler may choose, `num_stages` among them; none: `num_stages` alone.
-    Another K is chosen once the job has told what its layers cost."""
+    """Numbers of stages that the scheduler may choose from, `num_stages` among them; none:
+    `num_stages` only. It chooses another one once the job has reported a profile of its layers."""
     process_per_stage: bool = Field(default=False, description="true or false")
-    """Whether each stage has a process of its own; else one process drives all of a replica."""
+    """Whether replicas are multi-process pipelines, with one process per stage."""
     num_microbatches: Count = 1
-    """M, the micro-batches of one forward and backward."""
+    """Number M of micro-batches of one forward and backward pass."""
     min_replicas: Count = 1
-    """The job runs on at least so many replicas, or not at all."""
+    """Smallest number of replicas; with less room the job waits in the queue."""
     max_replicas: Count = DEFAULT_MAX_REPLICAS
-    """The job runs on at most so many replicas."""
+    """Largest number of replicas."""
     requested_replicas: Count | None = Field(default=None, description="a whole number")
-    """What policies of fixed sizes give the job; None: `min_replicas`."""
+    """Number of replicas under policies with fixed sizes, such as FIFO; none: `min_replicas`."""
     gpu_type: GpuType | None = Field(default=None, description="a text such as a100")
-    """The only type of GPU that the job runs on; None: any."""
+    """GPU type that the job requires; none: any."""
     preemptible: bool = Field(default=True, description="true or false")
-    """False: once the job runs, its allocation stays as it is."""
+    """Whether the scheduler may change the allocation of the job while it runs."""
     team: Name | None = Field(default=None, description="the name of a team")
-    """The team whose quota it counts to; None: its user's, else the default one."""
+    """Team whose quota the job counts towards; none: the user's first team, else the default."""
     user: UserName | None = Field(default=None, description="the name of a user")
-    """Whose job it is; a user's token sets it."""
+    """Owner of the job. A user's token sets it."""
     run_as: UserName | None = Field(default=None, description="a user of the machine")
-    """The user of the machine as which its processes run, where the scheduler runs as root; None:
-    the scheduler's own. A user's token sets it."""
+    """Unix user that runs the processes, if the scheduler runs as root; none: the scheduler's
+    user. A user's token sets it."""
     priority: Name | None = Field(default=None, description="the name of a class of priority")
-    """Its class of priority; None: the priority 0."""
+    """Priority class; none: priority 0."""
     resources: ResourceSpec = Field(
         default=ResourceSpec(), description="a mapping, as in {cpus: 1, memory: 8GiB}"
     )
-    """Per replica, besides its slots."""
+    """Resources of each replica besides its slots."""
     resources_per_stage: ResourceSpec = Field(
         default=ResourceSpec(), description="a mapping, as in {cpus: 1, memory: 8GiB}"
     )
-    """Per stage of a replica, besides its slot and added to `resources`; grows with K."""
+    """Resources of each stage of a replica, added to `resources`."""
     environment: Annotated[dict[str, str], AfterValidator(_check_environment)] = Field(
         default={}, description="a mapping of texts to texts", repr=False
     )
-    """Variables of its processes; not shown in errors, as some are secrets."""
+    """Environment variables of the processes. Output and error messages do not show the values."""
     working_dir: FilePath | None = Field(default=None, description="the path of a folder")
-    """The folder that the script runs in; None: the one that the scheduler was started in, with an
-    `image` the one that the image says."""
+    """Working directory of the script; none: the current folder at submission, with an `image` the
+    one that the image sets."""
     checkpoint_dir: FilePath | None = Field(default=None, description="the path of a folder")
-    """Where the job saves, for itself alone, as every node sees it; None: where the scheduler keeps
-    its state."""
+    """Checkpoint directory, used by this job only and visible to every node; none: a folder in the
+    scheduler's state directory."""
     max_restarts: int = Field(
         default=DEFAULT_MAX_RESTARTS, ge=0, description="a whole number of at least 0"
     )
-    """Restarts after failures; restarts for a new allocation do not count."""
+    """Restarts after failures. Restarts for a new allocation do not count."""
     deadline: Duration = Field(default=None, description="a duration such as 36h")
-    """Seconds after its submission at which the job is ended, complete or not; None: never."""
+    """Time after submission at which the scheduler ends the job, complete or not; none: never."""
     start_timeout: Duration = Field(
         default=DEFAULT_START_TIMEOUT, description="a duration such as 30m, or null"
     )
-    """Seconds from the start of an attempt's processes to its first step, after which they are
-    ended and the job is started again; None: it may start for ever."""
+    """Time from the start of the processes to the first optimizer step, after which the job is
+    restarted; null: no limit."""
     hang_timeout: Duration = Field(default=None, description="a duration such as 30m")
-    """Seconds without a further step, from the first step of an attempt on, after which its
-    processes are ended and the job is started again; None: it may stand still for ever."""
+    """Time without an optimizer step, after the first one, after which the job is restarted; none:
+    no limit."""
     hints: HintsField | None = None
-    """What is known of the job beforehand."""
+    """Hints that the job starts with, such as measured performance parameters."""
     allocation: List[str] = Field(default=(), description="a list of node names, one per replica")
-    """Where the job runs now, one node name per replica; only `plan` asks for it."""
+    """Current allocation, one node name per replica. Only `pipollux plan` reads it."""
 
     @field_serializer("hints")
     def _hints_to_json(self, hints: SchedHints | None) -> dict[str, Any] | None:
@@ -317,6 +321,7 @@ class JobBatch(_Spec):
     """The contents of a job file: jobs that are submitted together."""
 
     jobs: List[JobSpec] = Field(description="a list of jobs")
+    """The jobs; at least one."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
