@@ -6,11 +6,13 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 import pytest
 import yaml
+from playwright.sync_api import TimeoutError as NotYet
 
 from pipollux_sched.cli.app import COMMANDS, app, load_command
 from pipollux_sched.spec.job import load_cluster, load_jobs
@@ -209,9 +211,14 @@ def test_search_works_in_files(site: Path) -> None:
         asked: list[str] = []
         page.on("request", lambda request: asked.append(request.url))
         page.goto(f"file://{site}/reference/cli.html")
-        page.fill("[data-md-component=search-query]", "heartbeat")
+        query = page.locator("[data-md-component=search-query]")
         found = page.locator(".md-search-result__link").first
-        found.wait_for(state="attached", timeout=PATIENCE_MS)
+        for _ in range(PATIENCE_MS // 2000):  # keys are heard once the index has been read
+            query.fill("heartbeat")
+            query.press("End")
+            with suppress(NotYet):
+                found.wait_for(state="attached", timeout=2000)
+                break
         assert str(found.get_attribute("href")).startswith(f"file://{site}/")
         assert [url for url in asked if not url.startswith(("file:", "about:", "data:"))] == []
 
