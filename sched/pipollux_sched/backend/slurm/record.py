@@ -22,7 +22,7 @@ from pipollux_sched.backend.result import ReplicaResult
 from pipollux_sched.store import StateDir
 from pipollux_utils.atomic_write import PRIVATE, write_aside
 
-_STEP_NAME = re.compile(r"(?P<job>[^./\s]+)\.g(?P<attempt>\d+)\.r(?P<replica>\d+)")
+_STEP_NAME = re.compile(r"(?P<job>[^./\s]+)\.a(?P<attempt>\d+)\.r(?P<replica>\d+)")
 _RECORD = re.compile(r"replica-(\d+)\.json")
 
 
