@@ -1,4 +1,4 @@
-"""Whether an attempt that an earlier scheduler started can be looked after by this one."""
+"""Whether this scheduler can adopt an attempt that an earlier scheduler started."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def why_not_adopted(
     Args:
         launch: as the earlier scheduler stored it; None: it has not.
         members: ids of the replicas that take part.
-        listed: all replicas of ours that the engine knows.
-        scheduler_url: URL that jobs report to now.
+        listed: all replicas of this scheduler in the engine's listing.
+        scheduler_url: the URL that jobs report to.
     """
     if launch is None or not launch.assignments.keys() >= set(members):
         return "The scheduler before this one died before it had started the job."
