@@ -114,7 +114,7 @@ def promising(costs: Sequence[Ints], values: Sequence[Floats], capacity: int) ->
     Example:
         >>> promising([np.array([0, 1]), np.array([0, 1])],
         ...     [np.array([0.0, 9.0]), np.array([0.0, 2.0])], 1)
-        [array([1]), array([0])]
+        [array([1]), array([0, 1])]
     """
     if not costs:
         return []

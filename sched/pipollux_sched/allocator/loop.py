@@ -59,7 +59,7 @@ class AllocationLoop:
             self._reconsider.wait(self._pause())
 
     def _pause(self) -> float:
-        """Return the seconds to the next decision: to the end of a notice if that comes first."""
+        """Return the seconds to the next decision: the interval, or less if a notice ends."""
         due = self._allocator.due
         return self._interval if due is None else min(max(due - time.time(), 0.0), self._interval)
 

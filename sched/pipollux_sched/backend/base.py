@@ -91,7 +91,7 @@ class ReplicaProgram:
         return self.script is not None
 
     def checkpoints_in(self, state_dir: StateDir) -> str:
-        """Return where it saves: its own folder, else one in a directory that its nodes share."""
+        """Return the checkpoint folder: the job's own, or one in a shared directory."""
         return str(self.checkpoints or state_dir.checkpoints(self.job, self.first_attempt))
 
 
