@@ -19,4 +19,4 @@ __all__ = ["InputError", "PipolluxError", "SchedulerError"]
 
 
 class SchedulerError(PipolluxError, RuntimeError):
-    """What goes wrong with a running scheduler."""
+    """An error of a running scheduler."""

@@ -4,7 +4,7 @@ Finish-time fairness (Themis, NSDI'20) is rho = completion time / completion tim
 share. A promise of F >= 1 means rho <= F for every job. Symbols, in seconds, of one job:
 
     a    its age
-    N    number of unfinished jobs, averaged over its life; the future counts as the present
+    N    number of unfinished jobs, averaged over its life, with the present number for the future
     s    its speedup on 1/N of the nodes that it can run on, in its best shape
     W    work that it has done, in seconds of one replica; L: work left
     c    cost of a start

@@ -1,4 +1,4 @@
-"""What holds for the state of every job, whatever has happened to it."""
+"""Invariants of every job's state."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .state import ChangeStage, Intent, JobState, Phase
 
 
 def broken_rules(state: JobState) -> list[str]:
-    """Return the rules that `state` breaks, as sentences; `advance` leaves none broken.
+    """Return the rules that `state` breaks, as sentences; `advance` breaks none.
 
     Example:
         >>> broken_rules(JobState())
