@@ -47,9 +47,9 @@ class SchedulerMetrics:
         self.policy_failures = self._counter(
             "policy_failures", "Decisions that failed, so that nothing was changed."
         )
-        self.hints = self._counter("hints_received", "Hints that were taken.")
-        self.reports = self._counter("reports_received", "Reports of progress that were taken.")
-        self.heartbeats = self._counter("heartbeats_received", "Heartbeats that were taken.")
+        self.hints = self._counter("hints_received", "Accepted hints.")
+        self.reports = self._counter("reports_received", "Accepted reports of progress.")
+        self.heartbeats = self._counter("heartbeats_received", "Accepted heartbeats.")
         self.refused = Counter(
             "pipollux_requests_refused",
             "Requests that were refused, by reason.",

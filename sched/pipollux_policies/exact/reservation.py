@@ -252,7 +252,7 @@ class _Ledger:
         return Place(shape, configs.base) if self._capacity.accepts(configs.base, need) else None
 
     def _is_worth(self, claim: FairClaim, place: Place) -> bool:
-        """Tell whether a place saves what a change costs; of a job that cannot stay it does."""
+        """Return whether a place saves the cost of the change; True if the job cannot stay."""
         configs = self._instance.jobs[claim.job]
         if configs.stay is None:
             return True

@@ -40,8 +40,8 @@ def eligible(
             limited = _limited(jobs[name], team)
             if limited is None:
                 refused[name] = (
-                    f"team {team_name} allows {team.max_slots_per_job} slots for each job, and its "
-                    "least needs more"
+                    f"team {team_name} allows {team.max_slots_per_job} slots for each job, and "
+                    "this one needs more"
                 )
             elif left is not None and taken >= left:
                 refused[name] = f"team {team_name} has the {team.max_jobs} running jobs it may have"

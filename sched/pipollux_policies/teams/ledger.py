@@ -90,7 +90,7 @@ def why_team_waits(uses: Mapping[str, TeamUse], name: str, *, preemptible: bool)
     if own.borrowed:
         text += f" and borrows {own.borrowed}"
     if own.used >= team.quota and team.borrow is not None and own.borrowed >= team.borrow:
-        return f"{text}, which is all that it may"
+        return f"{text}, the most that it may borrow"
     if own.used >= team.quota and not preemptible:
         return f"{text}, and a job that is not preemptible may not borrow"
     return "; ".join([text, *(_loan(use) for use in others)])

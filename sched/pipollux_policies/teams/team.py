@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 DEFAULT_NOTICE = 60.0
-"""Seconds between the notice that borrowed slots are reclaimed and their reclaim."""
+"""Seconds from the notice to return borrowed slots until they are reclaimed."""
 
 DEFAULT_TURN = 3600.0
 """Seconds of a turn at borrowed slots that cannot be divided among several teams."""

@@ -95,7 +95,7 @@ class CommandExpander:
         status, output = self._run(arguments)
         if status != 0:
             how = f"exited with {status}" if status > 0 else f"was ended by signal {-status}"
-            said = f"; its last words: {output}" if output else ""
+            said = f"; its last line of output: {output}" if output else ""
             raise ExpanderError(
                 f"the expander command {shlex.join(arguments)!r} {how}, so the number of nodes "
                 f"stays as it is{said}"
@@ -128,8 +128,8 @@ class CommandExpander:
                     raise
                 raise ExpanderError(
                     f"the expander command {shlex.join(arguments)!r} did not end within "
-                    f"{self._timeout:g} s and was killed; let it only ask for nodes and not wait "
-                    "for them, or allow it more time"
+                    f"{self._timeout:g} s and was killed; make it return without waiting "
+                    "for the nodes, or increase its timeout"
                 ) from None
         lines = output.strip().splitlines()
         return process.returncode, lines[-1] if lines else ""

@@ -73,7 +73,7 @@ def _doubt(stages: int, speedup_fn: SpeedupFunction, most_replicas: int) -> str 
     where = "one node" if nodes[first] == 1 else f"{nodes[first]} nodes"
     return (
         f"say that {replicas[first]} replicas of {stages} stages on {where} have a "
-        f"speedup of {found[first]:.3g}; at most {MOST_PER_REPLICA:g} for each replica is believed"
+        f"speedup of {found[first]:.3g}; at most {MOST_PER_REPLICA:g} per replica is plausible"
     )
 
 

@@ -117,7 +117,7 @@ def why_nothing(
     least = max(info.min_replicas, 1)
     open_nodes = usable_nodes(nodes)
     if not open_nodes:
-        return "no node takes anything new"
+        return "no node accepts new replicas"
     never = _misfit(info, nodes)
     if never is not None:  # the cluster has shrunk since its submission
         return never
@@ -129,7 +129,7 @@ def why_nothing(
         )
     holds, shape, left = max(rooms, key=lambda room: room[0])
     if not left:
-        return f"no node that takes anything new has GPUs of type {shape.gpu_type}"
+        return f"no node that accepts new replicas has GPUs of type {shape.gpu_type}"
     asked = _spell_resources(shape.resources)
     if _speedup(shape, [""] * least) <= 0:
         return f"no batch size within its bounds works on {count(least, 'replica')}"

@@ -224,8 +224,7 @@ class SnapshotReader:
         elif self._doubted.get(job) != doubt:
             self._doubted[job] = doubt
             _LOG.warning(
-                "the hints of job %s %s; they are left aside, and it is planned for as if it had "
-                "sent none",
+                "the hints of job %s %s; they are ignored",
                 job,
                 doubt,
             )
@@ -283,5 +282,5 @@ def _believed(job: str, hints: str | None) -> SchedHints | None:
     try:
         return without_rows(SchedHints.from_json_object(told)) if told else None
     except HintsError as error:
-        _LOG.warning("the hints of job %s are left aside: %s", job, error)
+        _LOG.warning("the hints of job %s are ignored: %s", job, error)
         return None

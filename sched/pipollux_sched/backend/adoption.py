@@ -29,14 +29,14 @@ def why_not_adopted(
         scheduler_url: the URL that jobs report to.
     """
     if launch is None or not launch.assignments.keys() >= set(members):
-        return "The scheduler before this one died before it had started the job."
+        return "The previous scheduler ended before it had started the job."
     keys = list(map(launch.key, members))
     if any(key not in listed for key in keys):
-        return "The scheduler before this one died while it started the job."
+        return "The previous scheduler ended while it started the job."
     runs = any(listed[key].ended is None for key in keys)
     if runs and launch.scheduler_url != scheduler_url:
         return (
-            f"The scheduler now listens at {scheduler_url}, and the job was told to report to "
-            f"{launch.scheduler_url}: it is stopped, and goes on from its checkpoint."
+            f"The scheduler now listens at {scheduler_url}, and the job reports to "
+            f"{launch.scheduler_url}: it is stopped, and continues from its checkpoint."
         )
     return None

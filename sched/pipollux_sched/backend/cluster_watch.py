@@ -79,5 +79,5 @@ class ClusterWatch:
 
     def _note_away(self, error: ClusterUnavailableError) -> None:
         if not self._away:
-            _LOG.warning("%s; what runs there runs on, and is looked after when it is back", error)
+            _LOG.warning("%s; replicas keep running until it answers again", error)
         self._away = True

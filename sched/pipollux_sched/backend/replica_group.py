@@ -133,7 +133,7 @@ class ReplicaGroup:
             if replica in self.launch.assignments:
                 self._joining.add(self.launch.key(replica))
             else:
-                why = f"The scheduler before this one died before it had started replica {replica}."
+                why = f"The previous scheduler ended before it had started replica {replica}."
                 self._lost.append(JoiningReplicaLost(self.launch.attempt, replica, why))
         self.part(parting, self._outside_grace)
 
@@ -234,9 +234,7 @@ class ReplicaGroup:
                 self._to_start.discard(key)  # its start has arrived, whatever the response was
                 self._states[key] = listed[key]
             else:
-                lost = Ended(
-                    lost=f"{before.handle or 'It'} is gone without a word of how it ended."
-                )
+                lost = Ended(lost=f"{before.handle or 'It'} is gone without an exit status.")
                 self._states[key] = before._replace(waiting="", ended=lost)
 
     def _start_rest(self) -> None:
@@ -274,7 +272,8 @@ class ReplicaGroup:
         where = self.launch.assignments[key.replica].node
         self._why = (
             f"{len(waiting)} of {count(len(self._states), 'replica')} did not run within "
-            f"{self._start_timeout:g} s, so none does. Replica {key.replica} on {where}: {reason}"
+            f"{self._start_timeout:g} s, so the attempt was ended. Replica "
+            f"{key.replica} on {where}: {reason}"
         )
         self._end_within(0.0)
 
@@ -318,7 +317,7 @@ class ReplicaGroup:
     def _lose(self, key: ReplicaKey, why: str) -> None:
         self.part([key.replica], 0.0)
         where = self.launch.assignments[key.replica].node
-        said = f"Replica {key.replica} on {where}, which was to join, is gone. {why}"
+        said = f"Joining replica {key.replica} on {where} is gone. {why}"
         self._lost.append(JoiningReplicaLost(self.launch.attempt, key.replica, said))
 
     @property

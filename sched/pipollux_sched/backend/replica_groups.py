@@ -144,7 +144,7 @@ class ReplicaGroupManager:
             gone = sorted((set(nodes) & self._seen) - self._cluster.slots.keys())
             if gone:
                 raise NodesGoneError(
-                    f"{', '.join(gone)}, where it was to run, is not in the cluster any more"
+                    f"the cluster no longer has {', '.join(gone)}, on which it should run"
                 )
             if not nodes or not self._ledger.fits(nodes, program.num_stages):
                 raise BackendError(

@@ -413,7 +413,7 @@ class JobService:
 
     def _check_running(self) -> None:
         if self._stopping():
-            raise UnavailableError("the scheduler is being stopped and takes nothing new")
+            raise UnavailableError("the scheduler is being stopped and accepts nothing new")
 
 
 def _together(words: Sequence[tuple[str, LiveReady | WaitingToJoin]]) -> list[tuple[str, Event]]:

@@ -52,7 +52,7 @@ _LOG = logging.getLogger(__name__)
 TICK = 0.2
 """Seconds between two polls of the processes."""
 TICK_EACH = 2.5e-4
-"""Additional seconds per running job, if that is longer: polling thousands of jobs takes long."""
+"""The same per running job, if that is more in total: polling thousands of jobs takes long."""
 STOP_PATIENCE = 5.0
 """Seconds beyond their grace period for which jobs that were asked to stop are awaited."""
 HARD_GRACE = 5.0

@@ -33,7 +33,7 @@ def take_over(
     live = store.jobs(live=True)
     orphaned = [job for job in live if not _adopt(job, backend, executor, url)]
     for process in backend.recover(grace):
-        _LOG.warning("ended what an earlier scheduler had left: %s", process)
+        _LOG.warning("ended a process of an earlier scheduler: %s", process)
     for job in orphaned:
         step = backend.saved_step(job.name, job.state.attempt)
         newest = backend.newest_checkpoint(job.name, job.state.attempt) if step is None else None

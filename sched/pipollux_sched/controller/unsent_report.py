@@ -37,7 +37,7 @@ def take_unsent_report(store: Store, body: Mapping[str, Any], job: str, attempt:
     try:
         report = TrainingReport.model_validate(body)
     except ValidationError as error:
-        _LOG.warning("the last report of job %s is left aside: %s", job, error)
+        _LOG.warning("the last report of job %s is ignored: %s", job, error)
         return
     known = _last_step(store, job, attempt)
     points = [point for point in stored_points(report) if point.step > known]

@@ -35,7 +35,7 @@ HEARTBEAT_TIMEOUT = 60.0
 EXIT_TIMEOUT = 60.0
 """Seconds for processes to end after the scripts of all replicas have ended."""
 _LINGERING = (
-    f"All replicas said that their scripts have ended, and not all processes did within "
+    f"The scripts of all replicas have ended, but not all processes did within "
     f"{EXIT_TIMEOUT:g} s, so all were ended."
 )
 
@@ -126,11 +126,11 @@ class Watchdog:
         # Forget a replica only after the store has recorded its loss: otherwise the next check
         # retries.
         if not self._takes_part(lost):
-            why = f"Replica {replica} was not heard of for {seconds:.0f} s before it took part."
+            why = f"Replica {replica} sent no heartbeat for {seconds:.0f} s before it took part."
             self._let(name, JoiningReplicaLost(attempt, replica, why))
             self._heartbeats.forget(name, attempt, replica)
             return False
-        silent = f"Replica {replica} was not heard of for {seconds:.0f} s"
+        silent = f"Replica {replica} sent no heartbeat for {seconds:.0f} s"
         if self._survives(lost):
             self._let(name, HeartbeatLost(attempt, f"{silent}, so it was ended.", replica))
             self._heartbeats.forget(name, attempt, replica)
@@ -176,6 +176,6 @@ def _why_slow(limit: float) -> str:
 
 def _why_stalled(stalled: StalledJob) -> str:
     return (
-        f"Its step has been {stalled.step} for {spell_duration(stalled.seconds)} though its "
-        "replicas give signs of life, so all were ended."
+        f"Its step has been {stalled.step} for {spell_duration(stalled.seconds)} although its "
+        "replicas send heartbeats, so all were ended."
     )

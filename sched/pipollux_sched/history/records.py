@@ -150,7 +150,7 @@ class _JobReader:
         samples, until = self._trained(job, hints, said.speedups[spec.num_stages])
         submitted = self._submitted(job)
         if not samples > 0 or until <= submitted:
-            return LeftOut(job.name, "did not say how much it trained")
+            return LeftOut(job.name, "did not report how much it trained")
         lineage = key_of(job.name, job.spec) or ("", job.name)
         return PastJob(spec, hints, samples, submitted, until, job.phase, tuple(began), lineage)
 

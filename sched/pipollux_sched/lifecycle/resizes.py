@@ -1,7 +1,7 @@
 """Transitions of elastic resizes: replicas join and leave while the others train.
 
     STARTING ──► FORMING ──► Switched        (a change without joining replicas begins with FORMING)
-        └───────────┴──────► abandoned: those who train go on as they were
+        └───────────┴──────► abandoned: the training replicas continue as before
 
 The scheduler decides which replicas take part, and starts the joining replicas. From FORMING on,
 the change belongs to the job: it happens, or one of its replicas refuses it. The scheduler abandons
@@ -134,7 +134,7 @@ def survived(state: JobState, event: Survived, now: float) -> Transition:
         change=None,
         lost=tuple(replica for replica in live.lost if replica in event.replicas),
     )
-    live = _counted(live, "it has lost replicas again and again", now)
+    live = _counted(live, "the last one was a loss of replicas", now)
     message = f"Training on {', '.join(nodes)}, without replicas that were lost."
     going_on = enter(
         state, state.phase, "Training", message, now, live=live, running_on=nodes, assigned=nodes
@@ -246,10 +246,8 @@ def _abandon(state: JobState, why: str, now: float) -> Transition:
     actions: tuple[Action, ...] = (Record("change_abandoned", state.attempt, _told(change, why)),)
     if coming:
         actions += (EndReplicas(state.attempt, coming, at_once=True),)
-    live = replace(_counted(live, f"the last change did not come about: {why}", now), change=None)
-    message = (
-        f"Training on {', '.join(state.running_on)}; an elastic resize did not come about: {why}"
-    )
+    live = replace(_counted(live, f"the last resize was abandoned: {why}", now), change=None)
+    message = f"Training on {', '.join(state.running_on)}; an elastic resize was abandoned: {why}"
     kept = enter(state, state.phase, "Training", message, now, live=live, assigned=state.running_on)
     return kept, actions
 
@@ -259,7 +257,7 @@ def _counted(live: LiveState, why: str, now: float) -> LiveState:
     failures = live.failures + 1 if now - live.failed_at < FORGOTTEN_AFTER else 1
     why_not = live.why_not
     if failures >= MOST_FAILURES:
-        why_not = f"{failures} times something went wrong; {why}"
+        why_not = f"{failures} failures; {why}"
     return replace(live, failures=failures, failed_at=now, why_not=why_not)
 
 

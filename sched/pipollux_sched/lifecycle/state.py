@@ -106,7 +106,7 @@ class LiveState:
     """Number of ids used so far, from 0."""
     highest: int = 0
     """Highest number of a membership so far, including abandoned ones."""
-    why_not: str | None = "its replicas have not said that they can join and leave"
+    why_not: str | None = "its replicas have not reported that they can be resized"
     """Why it cannot be resized, so that it is restarted instead; None: it can."""
     failures: int = 0
     """Consecutive failed resizes and losses of replicas within a short time."""

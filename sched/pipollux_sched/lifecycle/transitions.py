@@ -1,18 +1,17 @@
 """The life of a job as a pure function: ``advance(state, event, now) -> (state, actions)``.
 
-Nothing here touches a process, a file or a clock. The store keeps the state and writes it down
-together with what is to be recorded, and only then somebody carries the actions out; so whatever is
-interrupted can be told from the store alone. The phases and conditions follow Kubeflow's TrainJob:
-there is one condition per type, an event of the same type updates it, and its time is that of the
-last change of its status.
+Nothing here touches a process, a file or a clock. The store commits the new state together with its
+records, and only then are the actions carried out; so the store alone suffices to recover from an
+interruption. The phases and conditions follow Kubeflow's TrainJob: there is one condition per type,
+an event of the same type updates it, and its time is that of the last change of its status.
 
     Created ──► Queued ──► Running ──► Complete
                   ▲          │  ▲
                   │          ▼  │
               Suspended ◄─ Restarting ──► Failed      (a cancelled job is Failed, reason Cancelled)
 
-A job that is being stopped stays Running (or is Restarting, when it will go on elsewhere at once)
-until its processes have ended; `JobState.intent` says what the stop is for.
+A job that is being stopped stays Running (or is Restarting, if it continues elsewhere immediately)
+until its processes have ended; `JobState.intent` is the reason for the stop.
 """
 
 from __future__ import annotations
@@ -151,7 +150,7 @@ def _submit(state: JobState, event: Submit, now: float) -> Transition:
         return enter(fresh, Phase.CREATED, "Submitted", "The job was submitted.", now), ()
     if state.phase is Phase.FAILED:
         fresh = replace(state, max_restarts=event.max_restarts, failures=0)
-        message = "The job was submitted again and goes on from its last checkpoint."
+        message = "The job was submitted again and continues from its last checkpoint."
         return enter(fresh, Phase.CREATED, "SubmittedAgain", message, now), ()
     return state, ()
 
@@ -388,7 +387,7 @@ def _exited_as_asked(state: JobState, intent: Intent, event: Exited, now: float)
         case Intent.SHUTDOWN:
             if state.suspended:
                 return set_aside(state, now), (stopped,)
-            message = "The scheduler was stopped; the job goes on when it is back."
+            message = "The scheduler was stopped; the job continues when it is back."
             return enter(state, Phase.SUSPENDED, "SchedulerStopped", message, now, assigned=()), (
                 stopped,
             )

@@ -206,11 +206,13 @@ def pinned_because(state: JobState) -> Limit | None:
             LimitKind.SUSPENDED, "Its user suspended it; it gets nothing until it is resumed."
         )
     if state.intent is not None and state.intent is not Intent.MOVE:
-        return Limit(LimitKind.STOPPING, "It is being stopped; until it has, it is left alone.")
+        return Limit(
+            LimitKind.STOPPING, "It is being stopped, and keeps its allocation until then."
+        )
     if state.running_on and state.intent is Intent.MOVE:
-        return Limit(LimitKind.STOPPING, "It is being moved; until it has, it is left alone.")
+        return Limit(LimitKind.STOPPING, "It is being moved, and keeps its allocation until then.")
     if state.running_on and not state.training:
-        text = "It is starting: it is left where it is until its first step or start_timeout."
+        text = "It is starting, and keeps its allocation until its first step or start_timeout."
         return Limit(LimitKind.STARTING, text)
     if state.phase is Phase.RESTARTING:
         text = "It waits after a failure, and is started again where it was."

@@ -1,7 +1,7 @@
 """The objects of a job: its pods, the secret with its token, its service.
 
-A user's PodTemplateSpec is taken as it is; what the scheduler must decide is put over it: node,
-command, devices, environment, restart policy, host name, grace.
+A user's PodTemplateSpec is kept, except for the fields that the scheduler must set: node, command,
+devices, environment, restart policy, host name, grace period.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ class ResourceController:
             jobs = {job.name: job for job in actions.jobs()}
             steps = actions.steps()
         except ClusterUnavailableError as error:
-            _LOG.debug("resources are not looked at: %s", error)
+            _LOG.debug("the resources cannot be read: %s", error)
             return False
         done = True
         for name in sorted(resources.keys() | jobs.keys()):

@@ -162,6 +162,6 @@ def _without_pod(trainjob: TrainJobView) -> ReplicaState:
         return ReplicaState(handle, ended=Ended(None, ReplicaResult(error=error)))
     if trainjob.suspended:
         return ReplicaState(
-            handle, ended=Ended(None, lost="Its pod is gone, and was not seen end.")
+            handle, ended=Ended(None, lost="Its pod is gone, and its exit status is unknown.")
         )
     return ReplicaState(handle, f"TrainJob {trainjob.name} has no pod for it yet.")

@@ -49,7 +49,7 @@ def how_ended(
         return Ended(status, result, gone)
     if status is not None:
         stopped = result.asked and not told
-        return Ended(status, result, "Slurm, or its admin, told the step to stop." * stopped)
+        return Ended(status, result, "Slurm or an admin stopped the step." * stopped)
     if told == "kill":
         return Ended(-signal.SIGKILL, result)
     words = slurm_words(log)

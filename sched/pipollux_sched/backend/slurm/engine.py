@@ -170,7 +170,7 @@ class SlurmEngine(Engine):
         self._slurm.check()
         node = launch.assignments[replica].node
         if is_unknown(self._slurm.latest.nodes.get(node)):
-            raise ClusterUnavailableError(f"Slurm does not know yet how node {node} is")
+            raise ClusterUnavailableError(f"Slurm does not know the state of node {node} yet")
         allocation = self._allocation_with(node)
         share = allocation.shares[node]
         files = ReplicaFiles.of(self._state_dir, key)

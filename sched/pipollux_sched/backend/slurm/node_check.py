@@ -135,7 +135,7 @@ class NodeChecks:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            why = f"it has not told within {CHECK_TIMEOUT:g} s whether it sees the state directory"
+            why = f"its check did not end within {CHECK_TIMEOUT:g} s"
         except OSError as error:
             why = f"its check failed: {error}"
         else:

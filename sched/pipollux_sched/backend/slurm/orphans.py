@@ -80,8 +80,8 @@ class Orphans:
 def _stuck_step(step: StepLine) -> StuckStep:
     why = f"Slurm lists step {step.step} ({step.name}) there, which is over and cannot be ended."
     _LOG.warning(
-        "node %s is left: Slurm lists step %s (%s) there, and does not end it. It keeps its CPUs "
-        "and GPUs until allocation %s ends",
+        "node %s is released: Slurm lists step %s (%s) there, and does not end it. It keeps its "
+        "CPUs and GPUs until allocation %s ends",
         *(step.node, step.step, step.name, step.job),
     )
     return StuckStep(step.job, step.node, why)

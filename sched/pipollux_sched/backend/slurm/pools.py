@@ -96,7 +96,7 @@ class OwnAllocation(Pools):
         if snapshot.number == 1 and self._job not in snapshot.allocations:
             raise SlurmError(
                 f"Slurm has no running allocation {self._job} of yours: start the scheduler inside "
-                "one, or let it ask for nodes with --nodes"
+                "one, or let it request nodes with --nodes"
             )
         # The reason of its end is known only after everything in it has ended.
         self._lost = self._why_lost(snapshot.jobs.get(self._job)) or self._lost
@@ -135,7 +135,7 @@ def own_allocation(environment: Mapping[str, str]) -> OwnAllocation:
     if not job.isdecimal():
         raise SlurmError(
             "the scheduler is not in an allocation of Slurm's (SLURM_JOB_ID is not set): start it "
-            "inside one, as with `salloc -N2 --exclusive --no-kill`, or let it ask for nodes with "
+            "inside one, as with `salloc -N2 --exclusive --no-kill`, or let it request nodes with "
             "--nodes"
         )
     return OwnAllocation(int(job))

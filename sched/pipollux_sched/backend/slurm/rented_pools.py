@@ -173,7 +173,7 @@ class RentedPools(Pools):
             except SlurmError as error:
                 if first:
                     raise
-                _LOG.warning("no more nodes can be asked for: %s", error)
+                _LOG.warning("no more nodes can be requested: %s", error)
                 self._not_before = self._clock() + REFUSED_INTERVAL
 
     def leaving(self, snapshot: SlurmSnapshot) -> Mapping[str, str]:
@@ -201,7 +201,7 @@ class RentedPools(Pools):
                 try:
                     self._release(number)
                 except BackendError as error:
-                    _LOG.warning("Slurm's allocation %s was not given back: %s", number, error)
+                    _LOG.warning("Slurm's allocation %s was not released: %s", number, error)
 
     def give_back(self, busy: Collection[int]) -> None:
         """Release draining nodes on which nothing runs."""

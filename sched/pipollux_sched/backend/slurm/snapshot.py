@@ -228,4 +228,4 @@ class SlurmWatch:
             except BackendError as error:
                 _LOG.debug("%s", error)
             except Exception:  # Slurm's output could not be parsed; the next one may be
-                _LOG.exception("what Slurm said could not be read")
+                _LOG.exception("Slurm's output could not be parsed")
