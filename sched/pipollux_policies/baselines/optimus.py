@@ -71,7 +71,7 @@ class OptimusPolicy:
         base_allocations: Allocations,
         node_template: NodeInfo,  # noqa: ARG002  # part of every policy's signature
     ) -> tuple[dict[Any, Allocation], int]:
-        """Size all jobs, and place those whose size has changed.
+        """Size all jobs, and place the jobs whose size has changed.
 
         Returns:
             The allocation of every job (empty: it is queued), and the present number of nodes.

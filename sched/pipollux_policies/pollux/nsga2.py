@@ -261,7 +261,7 @@ class _Mutation(Mutation):  # type: ignore[misc]  # pymoo is untyped
 
     @staticmethod
     def _draw_row(now: int, span: range, rng: np.random.Generator) -> int:
-        """Keep a job's shape half of the time, where it has several."""
+        """Draw a row of a job: half of the time its current one."""
         return now if len(span) == 1 or rng.random() < 0.5 else int(rng.choice(span))
 
 

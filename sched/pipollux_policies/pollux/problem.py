@@ -20,10 +20,10 @@ and is judged by two objectives, both minimised: minus the fitness, and the clus
     lost    = restarts · cost of one + elastic resizes · cost of one
     cost    = that of an elastic resize if a replica survives it (`change_cost`), else of a restart
 
-The fair share of a job is what it could hold of 1/J of the nodes that it can run on, rounded up; of
-several shapes, the fastest counts. The floor keeps the mean defined where a job holds nothing: such
-a job counts as one with `FLOOR` of its fair share's progress, so that starting it gains more than
-growing any other job.
+The fair share of a job is the most that fits into 1/J of its possible nodes, rounded up; of several
+shapes, the fastest counts. The floor keeps the mean defined if a job holds nothing: such a job
+counts as one with `FLOOR` of its fair share's progress, so that starting it gains more than growing
+any other job.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ def _closed(shape: ReplicaShape, nodes: Mapping[str, NodeInfo]) -> str:
 def _largest(
     resources: Mapping[str, int], nodes: Mapping[str, Mapping[str, int]]
 ) -> tuple[str, str]:
-    """Return the node that comes closest to holding one replica, and what is free on it."""
+    """Return the node that comes closest to holding one replica, and its free resources."""
 
     def missing(name: str) -> float:
         return min(nodes[name].get(kind, 0) / need for kind, need in resources.items() if need > 0)

@@ -21,7 +21,7 @@ class JobActions(Protocol):
         """Return all jobs."""
 
     def steps(self) -> Mapping[str, int]:
-        """Return the optimizer steps of jobs so far, where they are known."""
+        """Return the known optimizer steps of jobs so far."""
 
     def submit(self, spec: JobSpec) -> object:
         """Submit a job."""

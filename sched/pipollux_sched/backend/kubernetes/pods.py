@@ -59,9 +59,9 @@ def make_pod(
     """Return the pod of one replica.
 
     Args:
-        program: what it runs.
+        program: the program of the replica.
         launch: its attempt.
-        replica: which of its replicas.
+        replica: its id.
         owner: the custom resource of its job.
         options: of the backend.
     """
