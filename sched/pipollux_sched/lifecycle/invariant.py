@@ -13,8 +13,8 @@ def broken_rules(state: JobState) -> list[str]:
     Example:
         >>> broken_rules(JobState())
         []
-        >>> broken_rules(JobState(phase=Phase.COMPLETE, suspended=True))
-        ['a job that has ended is not suspended']
+        >>> broken_rules(JobState(phase=Phase.COMPLETE, suspended=True))[0]
+        'a job that has ended is not suspended'
     """
     rules = (*_ended(state), *_running(state), *_waiting(state), *_conditions(state))
     return [sentence for sentence, holds in rules if not holds]

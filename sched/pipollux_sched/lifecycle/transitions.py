@@ -86,8 +86,8 @@ def advance(state: JobState, event: Event, now: float) -> Transition:
 
     Example:
         >>> state, actions = advance(JobState(), Allocate(["node-a"], "a slot is free"), now=0.0)
-        >>> state.phase, state.attempt, actions[-1]
-        (<Phase.RUNNING: 'Running'>, 1, Start(attempt=1, nodes=('node-a',)))
+        >>> state.phase, actions[-1]
+        (<Phase.RUNNING: 'Running'>, Start(attempt=1, nodes=('node-a',), num_stages=None))
     """
     match event:
         case Submit():
