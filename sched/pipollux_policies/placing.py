@@ -36,8 +36,7 @@ def place_in_order(
         free: the nodes with their free resources.
         place: returns an allocation of one job on free resources, possibly empty.
         weighed: jobs that only the policy may start: jobs that it suspended, and new jobs with
-            inherited
-            hints, which may get more than their minimum.
+            inherited hints, which may get more than their minimum.
         queue: whether a job that has to wait also holds back the jobs after it.
     """
     left, placed = dict(free), dict[str, Allocation]()

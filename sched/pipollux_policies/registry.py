@@ -57,8 +57,7 @@ def make_policy(
 
     Raises:
         ValueError: the name is unknown, and the message lists the known ones; or an option of
-            "exact"
-            is used with another policy.
+            "exact" is used with another policy.
 
     Example:
         >>> type(make_policy("pollux", seed=3)).__name__

@@ -84,8 +84,7 @@ class Scheduler:
         autoscaling: bounds on the number of nodes; requires `expander`.
         expander: receives requests for nodes.
         allocations: node of each replica by job (`Allocation` if K is not the job's own); replaces
-            the
-            policy, and each job runs only there.
+            the policy, and each job runs only there.
         store: URL of the store's database, which is saved; None: the saved one, else SQLite.
         teams: the file of teams, reloaded when it changes; None: those in the store.
         backend: name of the engine that runs jobs: see `backend.registry`.

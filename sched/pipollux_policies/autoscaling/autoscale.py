@@ -82,8 +82,8 @@ def autoscale(
     Args:
         rules: the operator's rules.
         state: the state after the previous round; initially `AutoscalingState()`.
-        policy: a copy (`copy.copy`) of it allocates other numbers of nodes, only when the number
-            is to change.
+        policy: a copy (`copy.copy`) of it allocates other numbers of nodes, only when the number is
+            to change.
         jobs: all jobs that are not done.
         nodes: all nodes; draining and unhealthy ones do not count.
         allocations: the allocations after this round.
@@ -233,8 +233,7 @@ def plan_nodes(
     Args:
         desired_nodes: from `autoscale`.
         drained_before: `drain` of the previous plan, without nodes that now drain for another
-            reason;
-            these are chosen first.
+            reason; these are chosen first.
         jobs: all jobs that are not done.
         nodes: all nodes.
         allocations: the current allocations.

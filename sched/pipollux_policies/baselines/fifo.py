@@ -27,8 +27,7 @@ class FifoPolicy:
 
     Args:
         backfill: whether a job may start before an older one that does not fit; without it, the
-            oldest
-            queued job blocks all others.
+            oldest queued job blocks all others.
 
     Example:
         >>> job = JobInfo({"slots": 1}, lambda nodes, replicas: replicas, 0.0, 1, 4,
@@ -53,8 +52,7 @@ class FifoPolicy:
 
         Returns:
             The nodes of its replicas. Empty without `backfill`: older queued jobs are not visible
-                here, so
-            the job starts with the next `optimize`.
+            here, so the job starts with the next `optimize`.
         """
         if not self._backfill:
             return Allocation()

@@ -109,8 +109,8 @@ class TiresiasPolicy:
         Args:
             job: the job.
             running: whether it runs now. A running job keeps a promotion until its waiting time is
-                half of
-                the time that earned it; otherwise it would be preempted as soon as it starts.
+                half of the time that earned it; otherwise it would be preempted as soon as it
+                starts.
         """
         if self._promotion is not None:
             request = fixed_request(job)

@@ -40,8 +40,7 @@ def relax(instance: Instance, gains: Floats, *, whole_nodes: bool = False) -> tu
         instance: jobs and nodes.
         gains: the gains of all configurations, (P,).
         whole_nodes: count a configuration on several nodes, except the one to stay, as if it took
-            these
-            nodes whole: the choice then fits where distributed jobs must not share nodes.
+            these nodes whole: the choice then fits where distributed jobs must not share nodes.
 
     Returns:
         The configuration of every job, (J,), and the sum of their gains. No allocation exceeds it,

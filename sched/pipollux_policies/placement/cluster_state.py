@@ -203,8 +203,7 @@ class ClusterState:
 
         Returns:
             An allocation; None only if the request cannot be met, so that freeing room never makes
-                it
-            harder to meet.
+            it harder to meet.
         """
         if request.stay is not None:
             return request.stay if self.fits(name, request.stay) else None

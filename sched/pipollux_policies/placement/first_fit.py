@@ -20,8 +20,7 @@ def place_arrival(job_info: JobInfo, nodes: Mapping[Any, NodeInfo]) -> Allocatio
 
     Returns:
         `min_replicas` (at least one) replicas on one usable node, safe nodes before preemptible
-            ones,
-        in the first of the job's shapes that fits; else an empty allocation.
+        ones, in the first of the job's shapes that fits; else an empty allocation.
     """
     usable, replicas = usable_nodes(nodes), job_info.least_replicas
     for shape in job_info.all_shapes:

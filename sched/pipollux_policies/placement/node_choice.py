@@ -68,8 +68,7 @@ def find_nodes(
 
     Returns:
         The nodes in the order in which they are filled: the roomiest, then the tightest that holds
-            the
-        rest. More room on any node never makes the result None.
+        the rest. More room on any node never makes the result None.
 
     Example:
         >>> closed = np.array([False, False, False])

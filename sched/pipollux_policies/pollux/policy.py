@@ -97,16 +97,13 @@ class PolluxPolicy:
             jobs: all jobs that are not done, by name.
             nodes: all nodes with the resources that jobs may use, by name.
             base_allocations: one node name per replica of each running job. A job on a node that is
-                not in
-                `nodes` must restart.
+                not in `nodes` must restart.
             node_template: a node that could be rented, for the desired number of nodes.
 
         Returns:
             The allocation of every job (empty: the job is queued), feasible on `nodes`, and no
-                worse than
-            the current one if that is feasible; and the number of nodes from the paper's utility
-                band. An
-            unchanged allocation keeps its list.
+            worse than the current one if that is feasible; and the number of nodes from the paper's
+            utility band. An unchanged allocation keeps its list.
         """
         usable = usable_nodes(nodes)
         if not jobs or not usable:

@@ -64,8 +64,7 @@ class StateBuilder:
 
         Returns:
             (N,); of equally tight nodes, the job's current one. Replicas of a resizable job stay in
-                place
-            unless the job gains more elsewhere. None if the replicas do not fit.
+            place unless the job gains more elsewhere. None if the replicas do not fit.
         """
         base = self._problem.cluster.base[row]
         counts, closed = self._room_for(row)

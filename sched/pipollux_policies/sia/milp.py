@@ -181,8 +181,8 @@ def solve(
     """Solve the program.
 
     Args:
-        rows: for every job its number, the cost of each of its columns minus that of waiting
-            (cost - λ; columns with 0 or more are ignored), and the columns.
+        rows: for every job its number, the cost of each of its columns minus that of waiting (cost
+            - λ; columns with 0 or more are ignored), and the columns.
         free: the capacity of each constraint.
         relative_gap: the relative distance from the optimum at which the search may stop.
         time_limit: seconds after which the best solution so far is used.

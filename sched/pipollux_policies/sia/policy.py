@@ -39,10 +39,8 @@ class SiaPolicy:
         waiting_cost: λ, the cost of a queued job in the sum of the jobs' G^p.
         relative_gap: the relative distance from the optimum at which the solver may stop.
         time_limit: seconds for the solver, per program. After them the best solution so far is
-            used;
-            without one, running jobs stay and queued jobs fill the free room. Only then does the
-                result
-            depend on the machine.
+            used; without one, running jobs stay and queued jobs fill the free room. Only then does
+            the result depend on the machine.
 
     Raises:
         ValueError: a number is out of range; the message names it.
@@ -90,8 +88,7 @@ class SiaPolicy:
 
         Returns:
             The allocation of every job (empty: the job is queued), and the present number of nodes.
-                The sum
-            that the program minimises is never above that of the current allocations.
+            The sum that the program minimises is never above that of the current allocations.
         """
         cluster = _Cluster.of(jobs, nodes, base_allocations)
         state = ClusterState(jobs, nodes, base_allocations)
@@ -284,8 +281,7 @@ class _Round:
         Args:
             chosen: the index of a column, by number of the job.
             move: whether jobs may be moved and stopped; else all running jobs stay, and queued jobs
-                try all
-                of their columns.
+                try all of their columns.
 
         Returns:
             The allocation of every running job, and the indices of its column.

@@ -78,7 +78,7 @@ class Allocator:
 
         Returns:
             Whether the set of draining nodes has changed, so that another decision on all jobs is
-                due.
+            due.
         """
         now = self._read()
         allocations = {job.name: job.held for job in now.candidates if job.allocation}

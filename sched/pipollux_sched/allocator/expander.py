@@ -40,8 +40,7 @@ class Expander(Protocol):
         Args:
             desired_nodes: the desired number.
             release: names of the nodes to release; nothing runs on them any more, and no others may
-                be
-                removed.
+                be removed.
 
         Raises:
             ExpanderError: the request could not be made.

@@ -95,8 +95,7 @@ def job_info(
     Args:
         spec: the job file.
         hints: the latest hints of the job; None, incomplete or implausible hints (`hints_worth`)
-            mean
-            linear speedup.
+            mean linear speedup.
         age: seconds since submission.
         created: time of submission, in seconds since any fixed origin.
         num_restarts: number of changes of its allocation so far.

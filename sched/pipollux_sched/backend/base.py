@@ -328,8 +328,7 @@ class Engine(ABC):
         Raises:
             ClusterUnavailableError: the cluster did not answer; it may have been started or not.
             BackendError: it was not started, and a retry would fail; also OSError, and ValueError
-                for
-                arguments that the system does not accept.
+                for arguments that the system does not accept.
         """
 
     @abstractmethod

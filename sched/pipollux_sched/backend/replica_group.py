@@ -64,8 +64,7 @@ class ReplicaGroup:
         launch: the attempt.
         log: returns the log file of a replica.
         stopped_step: returns the step at which the job reported that it has saved and stops; None
-            if it
-            did not.
+            if it did not.
         program: the program of its replicas; None: they were started by an earlier scheduler.
         grace: seconds to save for the replicas when one was stopped from outside.
         start_timeout: seconds in which all replicas must run.

@@ -106,8 +106,7 @@ class JobService:
 
         Raises:
             SpecError: the job cannot run here: script missing, no node fits it, or an image where
-                the
-                backend starts no containers.
+                the backend starts no containers.
             JobExistsError: a job of this name is running, queued or complete.
             TeamFullError: its team has reached its limit of unfinished jobs.
         """
@@ -241,9 +240,8 @@ class JobService:
             JobEndedError: it is complete, and `from_scratch` is False.
             TeamFullError: its team has reached its limit of unfinished jobs.
             SpecError: it can no longer run here (see `submit`), its team or priority is not its
-                user's any
-                more, or it is to start from scratch while its user's own `checkpoint_dir` contains
-                checkpoints.
+                user's any more, or it is to start from scratch while its user's own
+                `checkpoint_dir` contains checkpoints.
         """
         self._check_running()
         job = self._store.job(name)
@@ -308,8 +306,7 @@ class JobService:
 
         Returns:
             The heartbeat if it must be stored before the response: the first and the last one. Of
-                the
-            others, the watchdog stores the latest every few seconds.
+            the others, the watchdog stores the latest every few seconds.
         """
         first = self.heartbeats.note(name, attempt, replica, step, hang_timeout, finished=finished)
         if first or finished:

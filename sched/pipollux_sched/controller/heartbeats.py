@@ -123,8 +123,7 @@ class Heartbeats:
             replica: index of the pipeline replica.
             step: reported optimizer step, if any.
             hang_timeout: seconds for which the job's step may stay the same; None: no limit, or the
-                attempt
-                has not taken its first step.
+                attempt has not taken its first step.
             finished: whether it is the replica's last heartbeat; the replica is never lost from
                 then on.
 

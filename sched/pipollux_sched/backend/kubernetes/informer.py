@@ -50,11 +50,9 @@ class Informer(Generic[V]):
         selection: which objects.
         view: converts each object from JSON; returns None to leave it out.
         on_change: called after every change with the new or changed views, and with the removed
-            ones,
-            in the thread of the watches.
+            ones, in the thread of the watches.
         last: converts the last view of a deleted object, which is kept until `drop`; None: it is
-            not
-            kept.
+            not kept.
         group: returns the key by which `group` finds a view.
     """
 

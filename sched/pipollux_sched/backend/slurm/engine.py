@@ -62,8 +62,7 @@ def make(options: EngineOptions) -> Engine:
 
     Raises:
         BackendError: the scheduler is not in an allocation, Slurm does not answer, or a node does
-            not
-            see the state directory.
+            not see the state directory.
     """
     pools = options.own if isinstance(options.own, Pools) else own_allocation(os.environ)
     return SlurmEngine(options.state_dir, pools, pass_environment=options.pass_environment)
@@ -74,8 +73,7 @@ class SlurmEngine(Engine):
 
     Args:
         state_dir: where logs, checkpoints and the files of replicas are kept; on storage that all
-            nodes
-            share.
+            nodes share.
         pools: the allocations that replicas run in.
         pass_environment: variables of this process passed to jobs, besides those of `inherited`.
         interval: seconds between two snapshots of Slurm.
