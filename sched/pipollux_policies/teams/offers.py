@@ -74,8 +74,8 @@ class Offers:
         """Return the jobs of the team whose turn it is at slots that cannot be divided.
 
         If jobs of several teams hold nothing because each team may borrow too little for one
-        replica, the teams take turns. A team that already borrows as much per weight as another
-        one would with its fewest replicas gets no turn.
+        replica, the teams take turns. A team that already borrows as much per weight as another one
+        would with its fewest replicas gets no turn.
         """
         idle = [n for n in self._in_turn() if not self.given[n] and not self._is_pinned(n)]
         if self.turns is None or not idle:
