@@ -1,7 +1,7 @@
-"""An allocation: the node of every replica of a job, and the configuration that goes with it.
+"""Allocations: the node of each replica of a job, and the shape in which the job runs.
 
-It is a list of node names, as AdaptDL's allocations are, and compares as one. A different number of
-stages on the same nodes shows in `num_stages` only.
+An `Allocation` is a list of node names, as in AdaptDL, and compares equal to such a list. Only
+`num_stages` tells apart two allocations on the same nodes with different numbers of stages.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from .job_info import JobInfo, NodeInfo, ReplicaShape
 
 
 class Allocation(list[Any]):
-    """One node name per replica, and how the job runs on them.
+    """One node name per replica, and the shape of the replicas.
 
     Args:
         nodes: the node of each replica.
-        shape: of its replicas; None for a queued job.
+        shape: the shape of the replicas; None for a queued job.
 
     Example:
         >>> shape = ReplicaShape(2, {"slots": 2}, lambda nodes, replicas: replicas)
@@ -34,14 +34,14 @@ class Allocation(list[Any]):
 
     @property
     def num_stages(self) -> int | None:
-        """K; None where nothing is allocated."""
+        """The number of stages K; None for an empty allocation."""
         return self.shape.num_stages if self and self.shape else None
 
     @property
     def configuration(self) -> Configuration | None:
-        """K, R, M, atomic batch size and accumulation steps that the model chooses here.
+        """K, R, M, atomic batch size and accumulation steps that the goodput model chooses here.
 
-        None where nothing is allocated, or the job's speedups come from no goodput model.
+        None for an empty allocation, or if the speedups do not come from a goodput model.
         """
         if not self or self.shape is None:
             return None
@@ -51,7 +51,7 @@ class Allocation(list[Any]):
 
     @property
     def speedup(self) -> float:
-        """Speedup over one replica of the job's own shape; 0.0 where nothing is allocated."""
+        """Speedup over one replica of the job's own shape; 0.0 for an empty allocation."""
         if not self or self.shape is None:
             return 0.0
         return float(self.shape.speedup_fn(len(set(self)), len(self)))
@@ -60,10 +60,10 @@ class Allocation(list[Any]):
 def shape_of(
     job: JobInfo, allocation: Sequence[Any], nodes: Mapping[Any, NodeInfo]
 ) -> ReplicaShape:
-    """Return the shape that a job runs in on an allocation.
+    """Return the shape in which a job runs on an allocation.
 
-    An allocation without a number of stages is taken to have the job's own shape, or, where that is
-    for other GPUs, the first shape that fits its nodes' GPUs.
+    An allocation without a number of stages has the job's own shape, or the first shape that fits
+    the GPUs of its nodes if the own shape does not.
     """
     if not job.shapes:
         return job.all_shapes[0]
@@ -75,23 +75,23 @@ def shape_of(
 
 
 def runs_as(allocation: Sequence[Any], shape: ReplicaShape) -> bool:
-    """Tell whether an allocation has so many stages, or does not say how many it has.
+    """Return whether an allocation has the shape's number of stages, or does not specify any.
 
-    With the shape that `shape_of` says it is False for a job that has its shape no more.
+    With the result of `shape_of`, it is False if the job no longer has the shape in which it runs.
     """
     return getattr(allocation, "num_stages", None) in (None, shape.num_stages)
 
 
 def as_allocation(job: JobInfo, held: Sequence[Any], nodes: Mapping[Any, NodeInfo]) -> Allocation:
-    """Return what a job holds with the shape that it runs in."""
+    """Return a job's current allocation with its shape."""
     return Allocation(held, shape_of(job, held, nodes) if held else None)
 
 
 def is_first_choice(job: JobInfo, shape: ReplicaShape, gpu_type: str) -> bool:
-    """Tell whether a job's replicas of this number of stages have this shape on a type of GPU.
+    """Return whether this is the job's first shape with its number of stages on a GPU type.
 
-    Of several shapes with the same number of stages that run there, the first counts, as in
-    `shape_of`: an allocation says its number of stages, not which of the shapes is meant.
+    An allocation records a number of stages, not a shape, so the first matching shape counts, as in
+    `shape_of`.
     """
     for other in job.all_shapes:
         if other.num_stages == shape.num_stages and other.gpu_type in (None, gpu_type):

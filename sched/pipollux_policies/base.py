@@ -9,10 +9,10 @@ from .job_info import JobInfo, NodeInfo
 
 
 class Policy(Protocol):
-    """Allocates the cluster to jobs: see docs/concepts/policies.md."""
+    """Allocates the cluster to jobs; see docs/concepts/policies.md."""
 
     def allocate_job(self, job_info: JobInfo, nodes: Mapping[Any, NodeInfo]) -> Sequence[Any]:
-        """Place one arriving job on free resources, without moving other jobs."""
+        """Place an arriving job on free resources, without moving other jobs."""
 
     def optimize(
         self,
@@ -21,4 +21,4 @@ class Policy(Protocol):
         base_allocations: Mapping[Any, Sequence[Any]],
         node_template: NodeInfo,
     ) -> tuple[Mapping[Any, Sequence[Any]], int]:
-        """Allocate all jobs; the number is how many nodes there should be."""
+        """Allocate all jobs; return the allocations and the desired number of nodes."""

@@ -1,13 +1,13 @@
-"""What a change of a job's allocation costs: nothing, an elastic resize's price, or a restart's.
+"""The cost of a change of allocation: none, that of an elastic resize, or that of a restart.
 
-A job that can be resized keeps the surviving replicas where they are: they pause while others
-leave or join. At least one replica must survive so, in the same shape: another number of stages or
-type of GPU is a restart, and so is a move of all replicas. A replica is known by its node only, so
-as many survive on a node as are there both before and after.
+In an elastic resize the surviving replicas pause while others leave or join. At least one replica
+must survive, in the same shape: a change of the number of stages or of the type of GPU is a
+restart, and so is a move of all replicas. Replicas are identified by node only, so the number of
+survivors on a node is the smaller of its replica counts before and after.
 
-    price = 0                                        the same nodes and shape
-            min(rescale_seconds, restart_seconds)    the same shape, and a survivor
-            restart_seconds                          else, or if the job cannot be resized
+    cost = 0                                        same nodes and shape
+           min(rescale_seconds, restart_seconds)    same shape, and a survivor
+           restart_seconds                          otherwise, or if the job is not resizable
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from .job_info import JobInfo, NodeInfo
 from .rules import usable_nodes
 
 DEFAULT_RESCALE_SECONDS = 1.0
-"""What an elastic resize is taken to cost before a job's own was measured."""
+"""Assumed cost of an elastic resize until the job's own has been measured."""
 
 
 class ChangeKind(Enum):
-    """What takes a job from one allocation to another."""
+    """How a job gets from one allocation to another."""
 
     NONE = "none"
-    """It has what it had."""
+    """The allocation stays the same."""
     LIVE = "live"
-    """Some of its replicas stay and go on, others come or go."""
+    """An elastic resize: some replicas survive, others leave or join."""
     RESTART = "restart"
-    """All of its replicas stop, are started, or both."""
+    """All replicas stop, start, or both."""
 
 
 def num_survivors(old: Sequence[Any], new: Sequence[Any]) -> int:
-    """Return how many replicas stay where they are.
+    """Return how many replicas stay on their nodes.
 
     Example:
         >>> num_survivors(["a", "a", "b"], ["a", "c"])
@@ -51,8 +51,8 @@ def change_kind(job: JobInfo, old: Allocation, new: Allocation) -> ChangeKind:
 
     Args:
         job: the job; without `rescale_seconds` it is never resized.
-        old: what it holds; empty if it is queued.
-        new: what it is to hold; empty if it is to be queued.
+        old: the current allocation; empty if the job is queued.
+        new: the next allocation; empty if the job will be queued.
 
     Example:
         >>> job = JobInfo({"slots": 1}, lambda n, r: r, 0.0, 1, 4, rescale_seconds=1.0)
@@ -69,7 +69,7 @@ def change_kind(job: JobInfo, old: Allocation, new: Allocation) -> ChangeKind:
 
 
 def change_seconds(job: JobInfo, old: Allocation, new: Allocation) -> float:
-    """Return the price of a change in seconds without training; see `change_kind`.
+    """Return the cost of a change in seconds without training; see `change_kind`.
 
     Example:
         >>> job = JobInfo({"slots": 1}, lambda n, r: r, 0.0, 1, 4, rescale_seconds=1.0)
@@ -86,10 +86,10 @@ def change_seconds(job: JobInfo, old: Allocation, new: Allocation) -> float:
 def possible_survivors(
     job: JobInfo, held: Sequence[Any], nodes: Mapping[Any, NodeInfo]
 ) -> Counter[Any]:
-    """Return how many replicas of a job could survive a change on each node.
+    """Return how many replicas of a job could survive a change, by node.
 
-    Those on nodes that take replicas can. None can if the job cannot be resized, if it lost a
-    node, or if it runs in a shape that is not one of its own any more.
+    Only nodes that accept replicas count. The result is empty if the job is not resizable, has lost
+    a node, or runs in a shape that it no longer has.
     """
     if job.rescale_seconds is None or not held:
         return Counter()

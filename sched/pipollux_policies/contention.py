@@ -1,4 +1,4 @@
-"""How many jobs were unfinished over time: by what an equal share of a cluster is divided."""
+"""The number of unfinished jobs over time, which divides a cluster into equal shares."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Contention:
-    """How many jobs were unfinished over time.
+    """The number of unfinished jobs over time.
 
     Args:
         lifetimes: (arrival, completion) of every job.
@@ -28,20 +28,20 @@ class Contention:
         self._area = np.concatenate([[0.0], np.cumsum(np.diff(self._times) * counts[:-1])])
 
     def mean(self, begin: float, end: float) -> float:
-        """Return the number of unfinished jobs from `begin` to `end`, averaged over time."""
+        """Return the time average of the number of unfinished jobs from `begin` to `end`."""
         low, high = np.interp([begin, end], self._times, self._area)
         return float((high - low) / (end - begin))
 
     def means(self, arrivals: Mapping[str, float], now: float) -> dict[str, float]:
-        """Return the number of unfinished jobs, averaged over the life so far of each of some jobs.
+        """Return the time average of the number of unfinished jobs over each job's life so far.
 
         Args:
-            arrivals: when each job arrived, by name; one of this moment has no average.
-            now: the same for all.
+            arrivals: arrival time by job; jobs that arrive at `now` are left out.
+            now: the end of all averages.
         """
         old = {name: arrival for name, arrival in arrivals.items() if arrival < now}
         begins = np.array([*old.values()])
         low = np.interp(begins, self._times, self._area)
         high = np.interp(now, self._times, self._area)
-        means = np.maximum((high - low) / (now - begins), 1.0)  # the job itself, at least
+        means = np.maximum((high - low) / (now - begins), 1.0)  # at least the job itself
         return dict(zip(old, means.tolist(), strict=True))

@@ -27,6 +27,6 @@ def check_power(power: float) -> float:
 
 
 def power_terms(values: Floats, power: float) -> Floats:
-    """Return the terms of jobs' values in a sum that is greatest where the power mean is."""
+    """Return the terms of a sum over jobs that is greatest where the power mean is."""
     terms: Floats = np.sign(power) * np.maximum(values, FLOOR) ** power
     return terms

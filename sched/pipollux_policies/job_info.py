@@ -1,11 +1,11 @@
-"""What an allocation policy knows of jobs and nodes: names and order as in AdaptDL.
+"""Jobs and nodes as allocation policies see them; names and field order are AdaptDL's.
 
 A job asks for resources per pipeline replica, and a replica's resources lie on ONE node. A policy
-therefore sees a replica of K stages as ``{"slots": K, ...}`` and never splits it. The value of
-replicas is one function, the speedup relative to one replica (Pollux, OSDI'21, §4.2).
+therefore sees a replica of K stages as ``{"slots": K, ...}`` and never splits it. The value of an
+allocation is one function: the speedup over one replica (Pollux, OSDI'21, §4.2).
 
-A job with several possible numbers of stages, or with other speeds on other types of GPU, lists
-them in `shapes`: one entry each, with what a replica then holds and its speedup.
+A job with several possible numbers of stages, or with type-specific speedups, lists them in
+`shapes`: each entry has the resources of one replica and its speedup.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from pipollux_perfmodel import SpeedupFunction, speedups_of
 from .restart_cost import DEFAULT_RESTART_SECONDS, change_factor
 
 MEASURED_REACH = 4
-"""How many times the replicas that it was measured on a job may get.
+"""A job may get at most this many times the replicas on which it was measured.
 
-Pollux and AdaptDL have 2. With 4 a job is as large as it is to be after half the restarts, and may
-pass by a size that is worse than a smaller and a larger one, as the first with a second node is.
+Pollux and AdaptDL use 2. With 4 a job reaches its final size after half the restarts, and can skip
+a size that is worse than a smaller and a larger one, such as the first size on two nodes.
 """
 SpeedupCallable: TypeAlias = Callable[[Any, Any], Any]
 """``speedup(num_nodes, num_replicas)``: equal-shaped integer arrays in, array of floats out."""
@@ -35,7 +35,7 @@ SpeedupCallable: TypeAlias = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True)
 class ReplicaShape:
-    """One way to run a replica of a job: its number of stages, and its type of GPU.
+    """One way to run a replica of a job: a number of stages, and possibly a type of GPU.
 
     Example:
         >>> ReplicaShape(4, {"slots": 4}, lambda nodes, replicas: 2.5 * replicas).num_stages
@@ -48,13 +48,13 @@ class ReplicaShape:
     num_stages: int
     """K."""
     resources: Mapping[str, int]
-    """What ONE replica of this shape holds on ONE node."""
+    """The resources of ONE replica of this shape, on ONE node."""
     speedup_fn: SpeedupCallable
     """Speedup over the SAME base for all shapes of a job: one replica of the job's own shape."""
     gpu_type: str | None = None
-    """The only type of GPU that this shape is for; None: any."""
+    """The only type of GPU for this shape; None: any."""
     max_replicas: int | None = None
-    """The most replicas of this shape; None: as many as the job's."""
+    """The most replicas of this shape; None: the job's limit."""
 
     def __post_init__(self) -> None:
         if self.num_stages < 1:
@@ -65,25 +65,25 @@ class ReplicaShape:
 
     @property
     def slots(self) -> int:
-        """Slots that one replica holds, at least 1; `num_stages` where `resources` names none."""
+        """Slots of one replica, at least 1; `num_stages` if `resources` has no slots."""
         return max(self.resources.get("slots", self.num_stages), 1)
 
     @cached_property
     def holds(self) -> tuple[str | None, frozenset[tuple[str, int]]]:
-        """GPU type and resources: shapes with the same fit the same nodes."""
+        """GPU type and resources; shapes with equal values fit the same nodes."""
         return self.gpu_type, frozenset(self.resources.items())
 
     def runs_on(self, node: NodeInfo) -> bool:
-        """Tell whether this shape is for the type of a node's GPUs."""
+        """Return whether this shape can run on a node's type of GPU."""
         return self.gpu_type is None or self.gpu_type == node.gpu_type
 
 
 def find_speedups(
     asked: Iterable[tuple[ReplicaShape, Any, Any]],
 ) -> list[NDArray[np.float64]]:
-    """Return speedups of many jobs, which are computed together as far as they are not known.
+    """Return the speedups of many jobs; missing ones are computed together.
 
-    Speedups that are no `SpeedupFunction` are computed one by one.
+    Speedups that are not a `SpeedupFunction` are computed one by one.
 
     Args:
         asked: shapes, each with numbers of nodes and of replicas: integers, or arrays of one shape.
@@ -107,7 +107,7 @@ def find_speedups(
 
 @dataclass(frozen=True)
 class JobInfo:
-    """What a policy may know of one job.
+    """One job, as policies see it.
 
     Example:
         >>> JobInfo({"slots": 2}, lambda nodes, replicas: replicas, 0.0, 1, 4).num_stages
@@ -118,11 +118,11 @@ class JobInfo:
     """
 
     resources: Mapping[str, int]
-    """What ONE replica holds on ONE node: ``{"slots": K, "cpus": …, "memory": bytes}``."""
+    """The resources of ONE replica on ONE node: ``{"slots": K, "cpus": …, "memory": bytes}``."""
     speedup_fn: SpeedupCallable
     """Speedup over one replica, vectorised over ``(num_nodes, num_replicas)``."""
     creation_timestamp: datetime | float
-    """When the job was submitted: a time stamp, or seconds since the epoch."""
+    """Time of submission: a time stamp, or seconds since the epoch."""
     min_replicas: int
     """The fewest replicas: the job gets at least this many, or nothing."""
     max_replicas: int
@@ -130,15 +130,15 @@ class JobInfo:
     preemptible: bool = True
     """False: once the job runs, its allocation stays unchanged (it is pinned)."""
     num_stages: int = 1
-    """K, the number of stages of a replica; ``resources`` already counts its slots."""
+    """K, the number of stages of a replica; ``resources`` already contains its slots."""
     age: float = 0.0
     """Seconds since submission."""
     num_restarts: int = 0
-    """How often the job was restarted so far."""
+    """Number of restarts so far."""
     restart_seconds: float = DEFAULT_RESTART_SECONDS
     """Seconds without training that one restart costs this job."""
     num_rescales: int = 0
-    """How often the job was resized so far."""
+    """Number of elastic resizes so far."""
     rescale_seconds: float | None = None
     """Seconds without training that one elastic resize costs the surviving replicas; None: the job
     cannot be resized, and every change is a restart (`change_cost`)."""
@@ -150,28 +150,28 @@ class JobInfo:
     """Slot-seconds that the job has held so far."""
     remaining_work: float | None = None
     """Seconds of training that one replica of the job's own shape still needs; on an allocation,
-    this over the speedup. None: unknown."""
+    divide by the speedup. None: unknown."""
     work_left: tuple[float, ...] = ()
     """Equally likely values of `remaining_work`, where only a distribution is known (`lengths`);
     `remaining_work` is then None."""
     work_done: float = 0.0
-    """Seconds of training of one replica that the job has done, at the pace of this moment."""
+    """Seconds of one-replica training that the job has done, at its present goodput."""
     mean_jobs: float | None = None
-    """Number of jobs that were unfinished, averaged over its life so far, at least 1; None: as many
-    as there are now."""
+    """Number of unfinished jobs, averaged over its life so far, at least 1; None: the present
+    number."""
     allowed_replicas: int | None = None
-    """The most replicas that its user allows, where `max_replicas` is lower until it has been
+    """The most replicas that its user allows, if `max_replicas` is lower until the job has been
     measured on more; None: `max_replicas`."""
     family: str = ""
-    """Jobs of one family are about as long as each other (`lengths`); empty: of none."""
+    """Jobs of one family have similar lengths (`lengths`); empty: no family."""
     requested_replicas: int | None = None
-    """The size that policies of fixed sizes give the job; None: `min_replicas`."""
+    """Number of replicas under policies with fixed sizes; None: `min_replicas`."""
     team: str = ""
-    """The team whose quota it counts to; policies take no notice, `teams.TeamPolicy` does."""
+    """The team whose quota the job uses; only `teams.TeamPolicy` reads it."""
     priority: int = 0
-    """Jobs of a higher one go first where teams are configured."""
+    """Jobs with higher priority go first if teams are configured."""
     preempts: bool = True
-    """Whether it may take what jobs of lower priority hold."""
+    """Whether it may preempt jobs of lower priority."""
 
     def __post_init__(self) -> None:
         _check_resources(self.resources)
@@ -207,24 +207,24 @@ class JobInfo:
 
     @property
     def likely_work(self) -> tuple[float, ...]:
-        """Equally likely values of the work left; none: nothing is known."""
+        """Equally likely values of the remaining work; empty: unknown."""
         return self.work_left if self.remaining_work is None else (self.remaining_work,)
 
     @property
     def least_replicas(self) -> int:
-        """The fewest replicas that the job runs on, at least 1."""
+        """The fewest replicas of the job, at least 1."""
         return max(self.min_replicas, 1)
 
     @property
     def num_changes(self) -> int:
-        """How often the job's allocation has changed so far, in either way."""
+        """Number of changes of its allocation so far, of both kinds."""
         return self.num_restarts + self.num_rescales
 
     def change_seconds(self, *, live: bool) -> float:
-        """Return the seconds without training that one more change costs.
+        """Return the seconds without training of one more change.
 
         Args:
-            live: whether a replica survives in place. The cheaper of both ways then counts.
+            live: whether a replica survives; the cheaper kind of change then counts.
         """
         if live and self.rescale_seconds is not None:
             return min(self.rescale_seconds, self.restart_seconds)
@@ -245,39 +245,39 @@ class JobInfo:
         """`creation_timestamp` in seconds since the epoch."""
         stamp: Any = self.creation_timestamp
         if isinstance(stamp, tuple) and len(stamp) == 1:
-            # Some code written for AdaptDL has a trailing comma here.
+            # Some code for AdaptDL has a trailing comma here, which makes a tuple.
             stamp = stamp[0]
         return stamp.timestamp() if isinstance(stamp, datetime) else float(stamp)
 
     @cached_property
     def all_shapes(self) -> tuple[ReplicaShape, ...]:
-        """All ways to run a replica, the job's own first."""
+        """All shapes of the job, its own first."""
         own = ReplicaShape(self.num_stages, self.resources, self.speedup_fn, self.gpu_type)
         return (own, *self.shapes)
 
     def most_replicas(self, shape: ReplicaShape) -> int:
-        """Return the most replicas of a shape that the job may have."""
+        """Return the most replicas that the job may have in a shape."""
         limit = shape.max_replicas
         return self.max_replicas if limit is None else min(limit, self.max_replicas)
 
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """What a policy may know of one node: what jobs may use of it, and its state."""
+    """One node, as policies see it: the resources for jobs, and its state."""
 
     resources: Mapping[str, int]
     """Amounts by name, as in `JobInfo.resources`; a missing name is 0."""
     preemptible: bool = False
-    """True for a node that may be reclaimed at any time; such nodes are filled last."""
+    """Whether the node may be reclaimed at any time; such nodes are filled last."""
     gpu_type: str = ""
     """Type of its GPUs, as in `ReplicaShape.gpu_type`; empty: unknown."""
     draining: bool = False
-    """True: it takes no new replicas, and jobs leave it, except pinned ones, which end here."""
+    """Whether jobs have to leave it; it accepts no new replicas, and pinned jobs end here."""
     healthy: bool = True
-    """False: as if the node were gone; its jobs restart elsewhere."""
+    """False: the node counts as lost; its jobs restart elsewhere."""
 
     def num_fitting(self, shape: ReplicaShape) -> int:
-        """Return how many replicas of a shape these resources hold; 0 on GPUs it is not for."""
+        """Return how many replicas of a shape these resources hold; 0 on the wrong type of GPU."""
         if not shape.runs_on(self):
             return 0
         needs = ((kind, need) for kind, need in shape.resources.items() if need)
@@ -286,7 +286,7 @@ class NodeInfo:
 
 @dataclass(frozen=True)
 class TemplateNode:
-    """The name of a node that could be rented; no real node's name is equal to it."""
+    """The name of a node that could be rented; it differs from every real node's name."""
 
     number: int
 

@@ -1,24 +1,25 @@
-"""How long jobs still train, learned from jobs that have completed.
+"""Estimates of how long jobs still train, from completed jobs.
 
-Most users cannot say when their jobs will stop. But jobs come in families, a script that is run
-again and again, and most jobs are short. So what a job has left is a distribution, and policies
-weigh all of it (`completion_time`). Symbols, in seconds of one replica of the job:
+Most users cannot predict when their jobs stop. But jobs come in families (a script that runs again
+and again), and most jobs are short. So the remaining work of a job is a distribution, and policies
+use all of it (`completion_time`). Symbols, in seconds of one replica of the job:
 
     a    work that it has done
     X    its whole work, a random variable
-    x_i  whole work of a job i that has completed
+    x_i  whole work of a completed job i
 
-The distribution of X, given that X > a, has these witnesses:
+The distribution of X, given that X > a, is a weighted sample of:
 
-* every completed job, at x_i: with `FAMILY_WEIGHT` if it is of the job's family, else with 1.
-  Within a family the number of samples is what the jobs share, so x_i follows from it;
-* every other job of its family that is not done and declares its whole work: as a completed one;
-* that work is heavy-tailed: Pareto's law from `LEAST_WORK` on, with exponent `TAIL`, which weighs
-  as much as `TAIL_WEIGHT` completed jobs. By it, what is left grows with a;
-* a job that declares its whole work d: in place of both, d · r_i with the weights above, where r_i
-  is by how much job i was wrong (trained / declared); and d itself with `DECLARED_WEIGHT`.
+* every completed job, at x_i: with `FAMILY_WEIGHT` if it is of the job's family, else with 1. Jobs
+  of a family have a similar number of samples, from which x_i follows;
+* every unfinished job of its family that declares its whole work, like a completed job;
+* a heavy-tailed prior: Pareto's law from `LEAST_WORK` on, with exponent `TAIL` and the weight of
+  `TAIL_WEIGHT` completed jobs. Under it, the expected remaining work grows with a;
+* for a job that declares its whole work d, instead of the samples above: d · r_i with the same
+  weights, where r_i is the error of job i's declaration (trained / declared); and d itself with
+  `DECLARED_WEIGHT`.
 
-A witness below a is silent.
+Samples below a are dropped.
 """
 
 from __future__ import annotations
@@ -38,20 +39,20 @@ DECLARED_WEIGHT = 20.0
 TAIL = 0.5
 LEAST_WORK = 60.0
 NUM_VALUES = 16
-"""Values that stand for a distribution."""
+"""Number of values that represent a distribution."""
 _TAIL_POINTS = 24
 _LONGEST_TAIL = 1e3
-"""Pareto's law is cut off at so many times what is done, as it has no mean."""
+"""Pareto's law is cut off at this multiple of the work done, as it has no mean."""
 _MOST_KEPT = 1000
-"""Completed jobs that count at most: the last ones, and the last ones of each family."""
+"""Most completed jobs that count: the last ones in all, and the last ones of each family."""
 _MOST_RELATIVES = 64
-"""Jobs that count at most of those of a family which are not done: the last ones."""
+"""Most unfinished jobs of a family that count: the last ones."""
 
 _NUMBER = re.compile(r"[-_.]?\d+$")
 
 
 def family_of(name: str) -> str:
-    """Return the family of a job that names none: its name without the number at its end.
+    """Return the default family of a job: its name without the number at its end.
 
     Example:
         >>> family_of("resnet-17"), family_of("17")
@@ -62,7 +63,7 @@ def family_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class CompletedJob:
-    """What counts of a job that has completed.
+    """The length of a completed job.
 
     Raises:
         ValueError: an amount is not above 0.
@@ -70,11 +71,11 @@ class CompletedJob:
 
     family: str
     samples: float
-    """That it trained, each worth one of a batch of the initial size."""
+    """Number of trained samples, in units of the initial batch size's samples."""
     work: float
-    """That it did, in seconds of one replica."""
+    """Work done, in seconds of one replica."""
     declared: float | None = None
-    """Samples that it had declared to train in all; None: it had not."""
+    """Declared total number of samples; None: not declared."""
 
     def __post_init__(self) -> None:
         for name in ("samples", "work", "declared"):
@@ -85,7 +86,7 @@ class CompletedJob:
 
 @dataclass
 class LengthHistory:
-    """The completed jobs of a cluster, and what they say of the others.
+    """The completed jobs of a cluster, and the length estimates that follow from them.
 
     Example:
         >>> history = LengthHistory()
@@ -99,26 +100,26 @@ class LengthHistory:
     _all: list[CompletedJob] = field(default_factory=list)
     _families: dict[str, list[CompletedJob]] = field(default_factory=dict)
     _untrained: dict[tuple[Any, ...], tuple[float, ...]] = field(default_factory=dict)
-    """What was said of jobs that have trained nothing yet: thousands alike may wait."""
+    """Cached results for jobs that have trained nothing yet: thousands of equal ones may wait."""
 
     def __len__(self) -> int:
-        """Return the number of jobs that it has taken in and still counts."""
+        """Return the number of jobs that count."""
         return len(self._all)
 
     def add(self, job: CompletedJob) -> None:
-        """Take a completed job in."""
+        """Add a completed job."""
         self._untrained.clear()
         for jobs in (self._all, self._families.setdefault(job.family, [])):
             jobs.append(job)
             del jobs[:-_MOST_KEPT]
 
     def extend(self, jobs: Iterable[CompletedJob]) -> None:
-        """Take completed jobs in."""
+        """Add completed jobs."""
         for job in jobs:
             self.add(job)
 
     def knows(self, *, declared: bool) -> bool:
-        """Return whether any job has completed; `declared`: one that had declared its length."""
+        """Return whether any job has completed, or, with `declared`, any with a declared length."""
         return any(job.declared for job in self._all) if declared else bool(self._all)
 
     def work_left(
@@ -129,18 +130,18 @@ class LengthHistory:
         declared: float | None = None,
         relatives: Sequence[float] = (),
     ) -> tuple[float, ...]:
-        """Return equally likely values of the work that a job has left, in ascending order.
+        """Return equally likely values of the remaining work of a job, in ascending order.
 
         Args:
-            family: of the job.
-            trained: samples so far, each worth one of a batch of the initial size.
+            family: the family of the job.
+            trained: samples so far, in units of the initial batch size's samples.
             goodput: of one replica, in such samples per second.
-            declared: such samples in all, as the job says; None: it does not say.
-            relatives: what others of its family say that are not done; it counts where the job
-                does not say.
+            declared: the declared total of such samples; None: not declared.
+            relatives: totals that unfinished jobs of its family declare; ignored if the job
+                declares one.
 
         Returns:
-            `NUM_VALUES` values, in seconds of one replica; none while the goodput is not known.
+            `NUM_VALUES` values, in seconds of one replica; empty while the goodput is unknown.
         """
         if not 0 < goodput < math.inf or not trained >= 0:
             return ()
@@ -197,7 +198,7 @@ def _weighted(mine: _Floats, others: _Floats) -> _Weighted:
 
 
 def _tail(done: float) -> _Weighted:
-    """Return what Pareto's law says is left, at equally likely points, and their weights."""
+    """Return the remaining work under Pareto's law at equally likely points, and their weights."""
     least = max(done, LEAST_WORK)
     survival = (np.arange(_TAIL_POINTS) + 0.5) / _TAIL_POINTS
     survival = survival + (1 - survival) * _LONGEST_TAIL**-TAIL

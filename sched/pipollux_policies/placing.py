@@ -1,4 +1,4 @@
-"""Start new jobs on free slots, before a policy weighs all jobs against each other.
+"""Start of new jobs on free slots, between two decisions of a policy about all jobs.
 
 The allocator and the simulator both follow this rule:
 
@@ -34,9 +34,9 @@ def place_in_order(
     Args:
         waiting: names of the jobs without an allocation, in order of arrival.
         free: the nodes with their free resources.
-        place: returns an allocation of one job on free resources, with its shape, or an empty one.
-        weighed: jobs that start only when the policy weighs all jobs: jobs that it suspended, and
-            new jobs with hints from earlier ones, which may get more than their minimum.
+        place: returns an allocation of one job on free resources, possibly empty.
+        weighed: jobs that only the policy may start: jobs that it suspended, and new jobs with
+            inherited hints, which may get more than their minimum.
         queue: whether a job that has to wait also holds back the jobs after it.
     """
     left, placed = dict(free), dict[str, Allocation]()

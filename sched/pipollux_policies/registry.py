@@ -17,10 +17,10 @@ from pipollux_policies.sia.policy import SiaPolicy
 from .base import Policy
 
 Factory: TypeAlias = Callable[[int], Policy]
-"""Makes a policy for a seed; deterministic policies ignore it."""
+"""Returns a policy for a seed; deterministic policies ignore it."""
 
 DEFAULT_POLICY = "exact"
-"""The policy where none is named."""
+"""The default policy."""
 
 POLICIES: Mapping[str, Factory] = {
     "exact": lambda seed: ExactPolicy(),  # noqa: ARG005  # deterministic
@@ -33,7 +33,7 @@ POLICIES: Mapping[str, Factory] = {
 """Every policy with its defaults, by name."""
 
 KNOBS = {"fairness": "promise", "scarcity": "charge", "tail": "weight", "rank_power": "weight"}
-"""What each number of `CompletionTime` is that `make_policy` takes, by name."""
+"""The kind of each `CompletionTime` option of `make_policy`, for error messages."""
 
 
 def make_policy(
@@ -50,14 +50,14 @@ def make_policy(
     Args:
         name: one of `POLICIES`.
         seed: of its random numbers; deterministic policies ignore it.
-        fairness: F of `CompletionTime.fairness`, a promise that only "exact" makes; None: none.
-        scarcity: of `CompletionTime.scarcity`, a charge that only "exact" makes; None: its own.
-        tail: of `CompletionTime.tail`, a weight that only "exact" gives; None: its own.
-        rank_power: of `CompletionTime.rank_power`, likewise.
+        fairness: `CompletionTime.fairness`; None: no promise.
+        scarcity: `CompletionTime.scarcity`; None: the default.
+        tail: `CompletionTime.tail`; None: the default.
+        rank_power: `CompletionTime.rank_power`; None: the default.
 
     Raises:
-        ValueError: no policy has this name, and the message names the known ones; or it cannot
-            promise fairness, charge for scarcity or weigh late and short jobs.
+        ValueError: the name is unknown, and the message lists the known ones; or an option of
+            "exact" is used with another policy.
 
     Example:
         >>> type(make_policy("pollux", seed=3)).__name__

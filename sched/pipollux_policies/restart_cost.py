@@ -1,25 +1,25 @@
-"""What time lost to changes of its allocation weighs in a decision about a job (OSDI'21, §4.2).
+"""The penalty on changes of allocation for the training time that they cost (OSDI'21, §4.2).
 
-What a job's own restarts have cost is measured: `store/restart_cost.py` averages it. Which change
-costs how much is said in `change_cost`.
+`store/restart_cost.py` averages the measured restart times of a job; `change_cost` has the cost of
+each kind of change.
 """
 
 from __future__ import annotations
 
 DEFAULT_RESTART_SECONDS = 30.0
-"""Assumed cost of a checkpoint-restart before a job's own was measured (the paper's)."""
+"""Assumed cost of a restart until the job's own has been measured (the paper's value)."""
 
 
 def change_factor(age: float, lost: float, seconds: float) -> float:
     """Return the factor on a job's speedup if its allocation changes now, in [0, 1].
 
-    It is the share of its life that the job would have trained after one more change. A young or
-    often changed job is thereby left alone.
+    It is the share of its life that the job would have trained after one more change. It protects
+    young and often changed jobs from further changes.
 
     Args:
-        age: seconds since the job came.
+        age: seconds since submission.
         lost: seconds that its changes so far have cost.
-        seconds: what one more change costs.
+        seconds: the cost of one more change.
 
     Example:
         >>> change_factor(age=270.0, lost=30.0, seconds=30.0)

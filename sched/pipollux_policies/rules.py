@@ -28,17 +28,17 @@ def _takes_replicas(node: NodeInfo) -> bool:
 
 
 def is_pinned(job: JobInfo, allocation: Sequence[Any], nodes: Nodes) -> bool:
-    """Tell whether a job's allocation must not change.
+    """Return whether a job's allocation must not change.
 
-    That is: it runs, it is not preemptible, and all of its nodes are there and healthy. A draining
-    node lets its pinned jobs end.
+    That is: it runs, it is not preemptible, and all of its nodes are present and healthy. Pinned
+    jobs may finish on a draining node.
     """
     there = all(name in nodes and nodes[name].healthy for name in allocation)
     return bool(allocation) and not job.preemptible and there
 
 
 def must_move(job: JobInfo, allocation: Sequence[Any], nodes: Nodes) -> bool:
-    """Tell whether a job must leave its nodes: one is gone, not healthy, or draining."""
+    """Return whether a job must leave its nodes: one is gone, not healthy, or draining."""
     stays = all(name in nodes and _takes_replicas(nodes[name]) for name in allocation)
     return not stays and not is_pinned(job, allocation, nodes)
 
@@ -51,14 +51,14 @@ def violations(
     *,
     crowding: bool = False,
 ) -> list[str]:
-    """Return a sentence for every broken rule; none: the allocations are feasible.
+    """Return a message for every broken rule; empty: the allocations are feasible.
 
     Args:
         jobs: all jobs, by name.
         nodes: all nodes, by name.
-        base_allocations: what runs now.
-        allocations: what a policy decided.
-        crowding: allow several distributed jobs on a node, for callers that price it.
+        base_allocations: the current allocations.
+        allocations: the decision of a policy.
+        crowding: allow several distributed jobs on a node, for callers that add a cost for it.
     """
     found = [f"job {name!r} is not one of the jobs" for name in allocations if name not in jobs]
     for name, job in jobs.items():

@@ -1,4 +1,4 @@
-"""The command `pipollux`, which says what to install where a job's packages are all there is."""
+"""The command `pipollux`, which names the missing extra if only a job's packages are installed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from importlib.util import find_spec
 __all__ = ["main"]
 
 NEEDED = ("fastapi", "jinja2", "sqlalchemy", "textual", "typer", "yaml")
-"""Packages of the extra `sched`, some of them."""
+"""Some packages of the extra `sched`."""
 USAGE = 2
-"""Exit status where a command cannot be run."""
+"""Exit status if a command cannot be run."""
 
 
 def main() -> None:

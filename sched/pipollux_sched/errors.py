@@ -1,4 +1,4 @@
-"""What goes wrong with a scheduler, its state or its input, in a way that a user can act on.
+"""Errors of a scheduler, its state or its input that a user can act on.
 
     PipolluxError               (`pipollux_perfmodel.errors`)
     ├── SchedulerError          also RuntimeError
@@ -8,7 +8,7 @@
     │   └── SpecError, ModelingError, EventLogError, TraceError, …
     └── PlanError, SimulationError, ExpanderError, CommandError, …
 
-The command line catches the root, and prints a sentence for each of its `problems`.
+The command line catches the root, and prints one line per entry of its `problems`.
 """
 
 from __future__ import annotations
@@ -19,4 +19,4 @@ __all__ = ["InputError", "PipolluxError", "SchedulerError"]
 
 
 class SchedulerError(PipolluxError, RuntimeError):
-    """What goes wrong with a running scheduler."""
+    """An error of a running scheduler."""

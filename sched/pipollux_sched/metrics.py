@@ -1,7 +1,7 @@
-"""What the scheduler counts while it runs, for `GET /metrics`.
+"""Counters of the running scheduler for `GET /metrics`.
 
-Only what the store does not know stands here; these numbers begin at zero with every start, which
-is what Prometheus expects of a counter.
+They contain only numbers that are not in the store, and start at zero with every start, as
+Prometheus expects of a counter.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 __all__ = ["SchedulerMetrics"]
 
 POLICY_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-"""Seconds: the exact policy takes milliseconds, the genetic one up to minutes."""
+"""In seconds: the exact policy takes milliseconds, the genetic one up to minutes."""
 
 
 class SchedulerMetrics:
-    """Counters and clocks of one scheduler, in a registry of their own; safe for any thread.
+    """Counters and timers of one scheduler, in a separate registry; safe for any thread.
 
     Example:
         >>> metrics = SchedulerMetrics()
@@ -31,7 +31,7 @@ class SchedulerMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        """Where Prometheus finds them."""
+        """The registry for Prometheus."""
         self.policy_seconds = Histogram(
             "pipollux_policy_seconds",
             "Duration of one allocation decision, in seconds.",
@@ -59,7 +59,7 @@ class SchedulerMetrics:
 
     @contextmanager
     def deciding(self) -> Iterator[None]:
-        """Time one decision; also one that fails."""
+        """Time one decision, even if it fails."""
         began = time.perf_counter()
         try:
             yield

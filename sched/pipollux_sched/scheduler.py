@@ -1,15 +1,15 @@
-"""The scheduler as one object: store, supervisor, allocator, backend, started and ended as one.
+"""The scheduler as one object: store, controller, allocator, backend and server.
 
-Six threads share the work, and meet in the store alone:
+Six threads share the work, and communicate only through the store:
 
 * `pipollux-http` answers jobs and users (`pipollux_sched.server`);
-* `pipollux-allocator` decides who gets what, and may take its time over it (`.allocator`);
-* `pipollux-executor` starts and stops processes and watches them (`.controller`);
-* `pipollux-watchdog` looks for what is overdue, and tidies the store (`.controller`);
+* `pipollux-allocator` decides on allocations, which may take long (`.allocator`);
+* `pipollux-executor` starts, stops and polls processes (`.controller`);
+* `pipollux-watchdog` checks for overdue events, and prunes the store (`.controller`);
 * `pipollux-records` keeps the cluster's own records of jobs in step (`.backend`);
-* `pipollux-events` hands events on to listeners (`.store.event_feed`).
+* `pipollux-events` passes events on to listeners (`.store.event_feed`).
 
-Where the number of nodes is looked after, `pipollux-expander` asks for them.
+With autoscaling, `pipollux-expander` requests nodes.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ from .server import create_app, end_waiting
 from .store import JobRecord, StateDir, Store
 
 STOP_GRACE = 30.0
-"""Seconds that a job has to save when it is asked to stop."""
+"""Seconds that a job has to save after a stop request."""
 
 
 class Scheduler:
-    """A scheduler for one cluster, keeping everything in one state directory.
+    """A scheduler for one cluster, with all state in one directory.
 
     Example:
         >>> with Scheduler(Path("state"), load_cluster("cluster.yaml")) as scheduler:
@@ -67,26 +67,26 @@ class Scheduler:
         ...     scheduler.wait(lambda jobs: all(job.phase.ended for job in jobs.values()))
 
     Args:
-        state_dir: where everything is kept; made when it is not there.
+        state_dir: the state directory; created if missing.
         cluster: the nodes, or the path of their file; None: the engine finds them itself.
         policy: decides on allocations; None: the default one.
         interval: seconds between two decisions on all jobs.
         hints_interval: seconds between two fits, and hints, of a job.
         checkpoint_interval: seconds between two checkpoints of a job.
-        restart_seconds: what a restart is taken to cost before a job's own was measured.
-        grace: seconds that a job has to save when it is asked to stop.
-        heartbeat_timeout: seconds without a heartbeat after which a replica is taken for lost.
-        open_metrics: whether `/metrics` is answered without a token.
-        pass_environment: variables of this process that jobs get, besides the usual ones.
-        address: where to listen, and where jobs and users are told to ask.
-        on_event: called with every event, in order, by a thread of its own.
-        event_types: only with events of these types; None: with all.
-        autoscaling: between which bounds the number of nodes is looked after; with `expander`.
-        expander: asked for nodes.
-        allocations: node of each replica by job (`Allocation` where K is not the job's own); given,
-            there is no policy, and each job runs there and nowhere else.
-        store: URL of the store's database, kept for later; None: what was kept, else SQLite.
-        teams: the file of teams, read again when it changes; None: those that the store holds.
+        restart_seconds: assumed cost of a restart until a job's own has been measured.
+        grace: seconds that a job has to save after a stop request.
+        heartbeat_timeout: seconds without a heartbeat after which a replica counts as lost.
+        open_metrics: whether `/metrics` is available without a token.
+        pass_environment: further variables of this process to pass to jobs.
+        address: the address to listen on, and the URL for jobs and users.
+        on_event: called with every event, in order, in a separate thread.
+        event_types: only with events of these types; None: all.
+        autoscaling: bounds on the number of nodes; requires `expander`.
+        expander: receives requests for nodes.
+        allocations: node of each replica by job (`Allocation` if K is not the job's own); replaces
+            the policy, and each job runs only there.
+        store: URL of the store's database, which is saved; None: the saved one, else SQLite.
+        teams: the file of teams, reloaded when it changes; None: those in the store.
         backend: name of the engine that runs jobs: see `backend.registry`.
         backend_options: options of that engine alone.
 
@@ -155,21 +155,21 @@ class Scheduler:
     # Life
 
     def start(self) -> None:
-        """Take the state directory over and begin to schedule; return when requests are answered.
+        """Lock the state directory and begin to schedule; return when requests are answered.
 
         Raises:
             StateDirError: another scheduler serves it, or it cannot be written.
             StoreError: its store cannot be used by this version.
             HttpServerError: the address cannot be listened on.
             TlsError: the certificate cannot be used.
-            BackendError: processes of an earlier scheduler are left and cannot be ended.
+            BackendError: processes of an earlier scheduler cannot be ended.
         """
         if self._started:
             raise RuntimeError("a scheduler is started once; make another one")
         self._started = True
         self.state_dir.create()
         with ExitStack() as resources:
-            # What is entered here is left in the opposite order, whatever happens.
+            # Resources are released in reverse order, whatever happens.
             resources.enter_context(self.state_dir.lock())
             self._open_store(resources)
             self._start_feed(resources)
@@ -185,14 +185,14 @@ class Scheduler:
             self._serving = True
 
     def stop(self, grace: float | None = None, hurry: Callable[[], bool] = lambda: False) -> None:
-        """End every job's processes, and everything else; what was done so far stays in the store.
+        """End every job's processes, and everything else; the store keeps all progress.
 
-        May be called again, and in any state. It is bounded in time: jobs have `grace` seconds to
-        save, and everything else gives up after a few.
+        May be called repeatedly, and in any state. It is bounded in time: jobs have `grace` seconds
+        to save, and everything else gives up after a few.
 
         Args:
-            grace: seconds; None: as the constructor was told.
-            hurry: asked now and then; True ends the wait for jobs that save.
+            grace: seconds; None: the constructor's.
+            hurry: polled; True ends the wait for jobs that save.
         """
         with self._deciding:
             if self._stopping or not self._serving:
@@ -202,7 +202,7 @@ class Scheduler:
             self._controller.executor.stop_all(self._grace if grace is None else grace, hurry)
 
     def abandon(self) -> None:
-        """End, and leave jobs, their processes and the store to the one that has taken it over."""
+        """End without stopping jobs: another scheduler has taken over them and the store."""
         with self._deciding:
             self._stopping = self._abandoned = True
         self._resources.close()
@@ -214,66 +214,66 @@ class Scheduler:
     def __exit__(self, *error: object) -> None:
         self.stop()
 
-    # What users and jobs ask
+    # Requests of users and jobs
 
     @property
     def url(self) -> str:
-        """Where jobs and users ask the scheduler."""
+        """The URL for jobs and users."""
         return self._address.advertised(self._server.port)
 
     @property
     def listening_url(self) -> str:
-        """The same by the address that it listens on."""
+        """The URL with the address that it listens on."""
         return self._server.url
 
     @property
     def admin_token(self) -> str:
-        """Opens everything."""
+        """The token with all rights."""
         return self.state_dir.admin_token()
 
     @property
     def failure(self) -> str | None:
-        """Why the scheduler cannot go on, though nobody has stopped it; None where it can."""
+        """Why the scheduler cannot continue, although nobody has stopped it; None: it can."""
         return None if self._stopping else self._threads.failure
 
     @property
     def lost(self) -> str | None:
-        """Why the cluster can never run anything again, in one sentence; None where it can."""
+        """Why the cluster can never run anything again, in one sentence; None: it can."""
         return self._controller.lost
 
     @property
     def store(self) -> Store:
-        """What the scheduler knows."""
+        """The state of the scheduler."""
         return self._store
 
     @property
     def control(self) -> JobService:
-        """Carries out what users ask."""
+        """Carries out commands of users."""
         return self._controller.control
 
     def submit(self, spec: JobSpec) -> JobRecord:
-        """Take a job in: see `JobService.submit`."""
+        """Submit a job: see `JobService.submit`."""
         return self.control.submit(spec)
 
     def jobs(self) -> dict[str, JobRecord]:
-        """Return all jobs by name, in the order they came."""
+        """Return all jobs by name, in the order of submission."""
         return {job.name: job for job in self._store.jobs()}
 
     def wait(
         self, predicate: Callable[[Mapping[str, JobRecord]], bool], timeout: float | None = None
     ) -> bool:
-        """Wait until something is true of the jobs; it is asked whenever something has changed.
+        """Wait until a condition on the jobs holds; it is checked after every change.
 
         Args:
-            predicate: is given all jobs by name.
+            predicate: called with all jobs by name.
             timeout: seconds after which to give up; None: never.
 
         Returns:
-            Whether it came true.
+            Whether it became true.
         """
         return wait_until(self._store, lambda: predicate(self.jobs()), timeout)
 
-    # How it starts
+    # Start
 
     def _open_store(self, resources: ExitStack) -> None:
         where = self._store_url or self.state_dir.store
@@ -293,7 +293,7 @@ class Scheduler:
             resources.callback(feed.stop)
 
     def _start_backend(self, resources: ExitStack) -> None:
-        """Open the backend, and all that acts through it."""
+        """Open the backend, and all components that use it."""
         options = EngineOptions(
             state_dir=self.state_dir,
             cluster=self._cluster,
@@ -329,7 +329,7 @@ class Scheduler:
         resources.callback(self._end_processes)
 
     def _end_processes(self) -> None:
-        # Where starting fails, or the store was lost, what runs is left to the next scheduler.
+        # If the start fails, or the store was lost, running jobs are left to the next scheduler.
         if self._serving and not self._abandoned:
             self._controller.end_processes()
 
@@ -343,7 +343,7 @@ class Scheduler:
             open_metrics=self._open_metrics,
             hosts=self._address.hosts(),
         )
-        killed = self.state_dir.read_server()  # its jobs still report where it listened
+        killed = self.state_dir.read_server()  # its jobs still report to its address
         preferred = killed.port if killed else 0
         at = self._address
         tick = self.control.listening.tick
@@ -354,10 +354,10 @@ class Scheduler:
         self._threads.watch(self._server.thread)
         self._environment |= at.environment(self._server.port)
         self.state_dir.write_server(at.server_info(self._server.port, self.admin_token))
-        # Jobs that are left running report where this one listened.
+        # Jobs that are left running report to this address.
         resources.callback(lambda: None if self._abandoned else self.state_dir.remove_server())
 
-    # What the threads do
+    # Threads
 
     def _note_nodes(self, plan: NodePlan) -> None:
         data = {"desired": plan.num_nodes, "drain": plan.drain, "release": plan.release}
@@ -380,7 +380,7 @@ class Scheduler:
         )
 
     def _carry_out(self, events: Sequence[tuple[str, Allocate]]) -> None:
-        # Under the lock that `stop` takes, or a decision could start a job behind its back.
+        # The lock of `stop`: otherwise a decision could start a job after it.
         with self._deciding:
             if not self._stopping:
                 self._controller.executor.handle_all(events)

@@ -188,8 +188,8 @@ def test_events(say: Say, store: Store) -> None:
     assert [line.split(" ", 2)[2] for line in of_one.splitlines()] == [
         "grown: starts on 1 replica on node-a",
         "grown: sent hints",
-        "grown: grows from 1 to 2 replicas; a restart, as its replicas have not said that they can "
-        "join and leave",
+        "grown: grows from 1 to 2 replicas; a restart, as its replicas have not reported that "
+        "they can be resized",
         "grown: sent hints",
     ]
     objects = [json.loads(line) for line in say("events", "-o", "json").splitlines()]

@@ -142,7 +142,7 @@ def test_a_job_that_beats_and_does_not_step(directory: Path) -> None:
     stalled, restarting = (event for event in events if event["type"] in told[4:6])
     assert stalled["attempt"] == 1
     assert re.fullmatch(
-        r"Its step has been 3 for \d+ s though its replicas give signs of life, "
+        r"Its step has been 3 for \d+ s although its replicas send heartbeats, "
         r"so all were ended\.",
         stalled["why"],
     )

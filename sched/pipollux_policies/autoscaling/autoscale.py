@@ -2,9 +2,8 @@
 
 The utility of the cluster (`utility`) is observed after every round of the policy. When its mean
 over a window of rounds lies outside a band, a binary search finds the number of nodes at which the
-policy itself would reach the middle of the band. All functions are pure: observations are a state
-that goes in and comes out, and nothing here rents or releases a node
-(`pipollux_sched.allocator.expander` does).
+policy itself would reach the middle of the band. All functions are pure: callers pass the state of
+observations and get a new one, and `pipollux_sched.allocator.expander` rents and releases nodes.
 
 Example:
     >>> from pipollux_policies import NodeInfo, PolluxPolicy
@@ -44,9 +43,9 @@ class AutoscalingRules:
     max_nodes: int = 16
     """The most nodes."""
     band: UtilityBand = field(default_factory=UtilityBand)
-    """Within it, the number of nodes stays."""
+    """The number of nodes does not change while the utility is in this band."""
     window: int = 15
-    """Number of rounds over which the utility is averaged, and the fewest between two changes."""
+    """Rounds over which the utility is averaged, and the fewest between two changes."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.min_nodes <= self.max_nodes:
@@ -59,14 +58,14 @@ class AutoscalingRules:
 
 @dataclass(frozen=True)
 class AutoscalingState:
-    """Observations since the number of nodes last changed, or a change was last requested."""
+    """Observations since the last change, or requested change, of the number of nodes."""
 
     utilities: tuple[float, ...] = ()
-    """Of the latest rounds, the oldest first; never more than the window."""
+    """Utilities of the latest rounds, oldest first, at most one window."""
     num_nodes: int = 0
-    """The number of nodes at which they were observed."""
+    """The number of nodes during these rounds."""
     desired_nodes: int | None = None
-    """The last decision; None: nothing yet."""
+    """The last decision; None: none yet."""
 
 
 def autoscale(
@@ -78,27 +77,27 @@ def autoscale(
     allocations: Allocations,
     node_template: NodeInfo,
 ) -> tuple[AutoscalingState, int]:
-    """Add the observation of one round, and return how many nodes there should be.
+    """Add the observation of one round, and return the desired number of nodes.
 
     Args:
         rules: the operator's rules.
-        state: from the round before; `AutoscalingState()` at first.
-        policy: `optimize` of a copy (`copy.copy`) allocates other numbers of nodes, and only when
-            the number is to change.
+        state: the state after the previous round; initially `AutoscalingState()`.
+        policy: a copy (`copy.copy`) of it allocates other numbers of nodes, only when the number is
+            to change.
         jobs: all jobs that are not done.
         nodes: all nodes; draining and unhealthy ones do not count.
-        allocations: what the jobs hold after this round.
-        node_template: what one more node would be like.
+        allocations: the allocations after this round.
+        node_template: the resources of a further node.
 
     Returns:
-        The new state, and the desired number of nodes that take new replicas.
+        The new state, and the desired number of nodes that accept new replicas.
     """
     usable = usable_nodes(nodes)
     now = len(usable)
     floor = _least_nodes(rules, jobs, nodes, allocations, node_template)
     bounded = min(max(now, floor), rules.max_nodes)
     if bounded != now:
-        # Too few for some job to run at all, or against the operator's rules: decide at once.
+        # Decide at once if a job cannot run at all or the operator's rules are broken.
         return AutoscalingState((), now, bounded), bounded
 
     state = _observed(rules, state, now, utility(jobs, usable, allocations))
@@ -136,8 +135,8 @@ def _observed(
     rules: AutoscalingRules, state: AutoscalingState, num_nodes: int, value: float
 ) -> AutoscalingState:
     if num_nodes != state.num_nodes:
-        # Observations on another number of nodes do not count for this one. The last request still
-        # holds, unless nodes were added by other means.
+        # Observations on another number of nodes do not count for this one. The last request stays
+        # valid, unless nodes were added by other means.
         asked = state.desired_nodes
         added = asked is None or num_nodes > max(asked, state.num_nodes)
         state = AutoscalingState((), num_nodes, num_nodes if added else asked)
@@ -175,7 +174,7 @@ def _utility_at(
 ) -> float:
     """Return the utility that the policy would reach on `size` nodes in the long run.
 
-    Jobs start from nothing, as the cost of restarts is paid once; pinned jobs stay.
+    Only pinned jobs keep their allocations, because the cost of restarts is paid once.
     """
     usable = usable_nodes(nodes)
     order = release_order(jobs, nodes, allocations)
@@ -199,8 +198,8 @@ def _pinned_nodes(jobs: Jobs, nodes: Nodes, allocations: Allocations) -> set[Any
 def release_order(jobs: Jobs, nodes: Nodes, allocations: Allocations) -> list[Any]:
     """Return the nodes that could be released, the least useful first.
 
-    That is: those with the fewest jobs to move, then preemptible nodes. Nodes that carry pinned
-    jobs are never among them, nor are draining or unhealthy nodes.
+    The order is by the number of jobs to move, then preemptible nodes first. Nodes with pinned
+    jobs, draining and unhealthy nodes are left out.
     """
     usable = usable_nodes(nodes)
     pinned = _pinned_nodes(jobs, nodes, allocations)
@@ -214,12 +213,12 @@ class NodePlan:
     """Which nodes to release, and how many to request."""
 
     drain: tuple[Any, ...]
-    """To be marked as draining, so that the next round of the policy moves the jobs off them; nodes
-    that were marked for this reason before and are not named any more are needed again."""
+    """Nodes to mark as draining, so that the next round moves the jobs off them; nodes of the
+    previous plan that are not listed any more are needed again."""
     release: tuple[Any, ...]
-    """Those of them that are empty, and can be released."""
+    """Nodes of `drain` that are empty and can be released."""
     num_nodes: int
-    """How many there should be without these, with those that still drain or are unhealthy."""
+    """Desired number of nodes without `drain`, but with nodes that still drain or are unhealthy."""
 
 
 def plan_nodes(
@@ -233,11 +232,11 @@ def plan_nodes(
 
     Args:
         desired_nodes: from `autoscale`.
-        drained_before: `drain` of the previous round's plan, without nodes that now drain for
-            another reason; these are chosen first.
+        drained_before: `drain` of the previous plan, without nodes that now drain for another
+            reason; these are chosen first.
         jobs: all jobs that are not done.
         nodes: all nodes.
-        allocations: what the jobs hold.
+        allocations: the current allocations.
     """
     before = {name for name in drained_before if name in nodes}
     ours = {

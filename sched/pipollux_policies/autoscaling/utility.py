@@ -2,10 +2,11 @@
 
     utility = max_t Σ_j speedup_j / ideal_j · held[j, t] / total[t]
 
-where held[j, t] is what job j holds of resource t. Ideal is the speedup of a job that scales
-without loss: that of its most efficient single replica, times the number of such replicas whose
-resources it holds. For jobs of one shape this is the paper's speedup per replica, weighted by the
-share of the cluster that the job holds. An idle node, or a replica that adds little, lowers it.
+held[j, t] is the amount of resource t that job j holds. The ideal speedup is that of a job that
+scales without loss: the speedup of its most efficient single replica, times the number of such
+replicas that its resources could hold. For jobs of one shape this is the paper's speedup per
+replica, weighted by the job's share of the cluster. Idle nodes, and replicas that add little, lower
+it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class UtilityBand:
 
     @property
     def target(self) -> float:
-        """The middle."""
+        """The middle of the band."""
         return (self.low + self.high) / 2
 
 
@@ -51,12 +52,12 @@ def utility(
     nodes: Mapping[Any, NodeInfo],
     allocations: Mapping[Any, Sequence[Any]],
 ) -> float:
-    """Return the utility of nodes under allocations, 0.0 where nothing is held.
+    """Return the utility of nodes under allocations, 0.0 if nothing is allocated.
 
     Args:
         jobs: all jobs, by name.
         nodes: the nodes to evaluate; replicas on other nodes do not count.
-        allocations: what each job holds.
+        allocations: the allocation of each job.
 
     Example:
         >>> job = JobInfo({"slots": 1}, lambda nodes, replicas: replicas**0.5, 0.0, 1, 4)
@@ -83,10 +84,10 @@ def _efficiency(
 ) -> float:
     """Return speedup over ideal speedup."""
     share = _share(shape, total)
-    # A slower GPU is not a loss: the ideal is what is possible on the same type.
+    # A slower GPU is not a loss: the ideal is for the same type.
     alike = [other for other in job.all_shapes if other.gpu_type == shape.gpu_type]
     paces = [_speedup(other, 1, 1) / (_share(other, total) or math.inf) for other in alike]
-    # If no single replica can run, r replicas that can count as r (`SpeedupFunction`).
+    # If no single replica can run, r feasible replicas count as r (`SpeedupFunction`).
     best = max(paces) or 1.0 / (share or math.inf)
     ideal = best * share * len(allocation)
     return _speedup(shape, len(set(allocation)), len(allocation)) / ideal if ideal else 0.0

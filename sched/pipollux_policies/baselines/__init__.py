@@ -1,1 +1,1 @@
-"""Policies to compare with: FIFO, Tiresias, Optimus."""
+"""Baseline policies: FIFO, Tiresias, Optimus."""

@@ -23,11 +23,11 @@ from pipollux_policies.rules import Allocations, Jobs, Nodes
 
 
 class FifoPolicy:
-    """Starts jobs in the order of their submission, on as many replicas as they ask for.
+    """Starts jobs in the order of submission, on their requested number of replicas.
 
     Args:
-        backfill: whether a job may start before an older one for which there is no room; without
-            it, the oldest queued job blocks all others.
+        backfill: whether a job may start before an older one that does not fit; without it, the
+            oldest queued job blocks all others.
 
     Example:
         >>> job = JobInfo({"slots": 1}, lambda nodes, replicas: replicas, 0.0, 1, 4,
@@ -44,15 +44,15 @@ class FifoPolicy:
         self._backfill = backfill
 
     def allocate_job(self, job_info: JobInfo, nodes: Nodes) -> Allocation:
-        """Place one arriving job without moving any other.
+        """Place an arriving job without moving any other.
 
         Args:
             job_info: the job.
-            nodes: nodes with what is FREE on them.
+            nodes: nodes with their FREE resources.
 
         Returns:
-            The nodes of its replicas. Nothing without `backfill`: an older queued job cannot be
-            seen from here, so the job starts with the next `optimize`.
+            The nodes of its replicas. Empty without `backfill`: older queued jobs are not visible
+            here, so the job starts with the next `optimize`.
         """
         if not self._backfill:
             return Allocation()
@@ -65,10 +65,10 @@ class FifoPolicy:
         base_allocations: Allocations,
         node_template: NodeInfo,  # noqa: ARG002  # part of every policy's signature
     ) -> tuple[dict[Any, Allocation], int]:
-        """Let running jobs continue, and start the jobs that come next.
+        """Keep running jobs, and start the jobs that come next.
 
         Returns:
-            The allocation of every job (empty: it is queued), and the present number of nodes.
+            The allocation of every job (empty: the job is queued), and the present number of nodes.
         """
         state = ClusterState(jobs, nodes, base_allocations)
         state.keep_running()
@@ -84,6 +84,6 @@ class FifoPolicy:
             found = state.find(name, request)
             if found is not None:
                 state.put(name, found)
-            # A job that does not even fit the empty cluster must not block the others for ever.
+            # A job that does not even fit the empty cluster must not block the others forever.
             elif not self._backfill and empty.find(name, request) is not None:
                 return

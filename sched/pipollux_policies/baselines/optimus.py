@@ -5,7 +5,7 @@ replica after another goes to the job whose predicted remaining time falls most,
 
     gain_j(R) = (t_j(R) - t_j(R + 1)) / slots_j        t_j(R) = remaining_work_j / speedup_j(R)
 
-`docs/concepts/policies.md` describes the prediction.
+See `docs/concepts/policies.md` for the prediction.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from pipollux_policies.placement.packing import (
 from pipollux_policies.rules import Allocations, Jobs, Nodes
 
 UNKNOWN_REMAINING_SECONDS = 3600.0
-"""The least remaining time on one replica of a job that does not report it."""
+"""The least remaining time, on one replica, of a job that does not report it."""
 
 
 class OptimusPolicy:
-    """Sizes by marginal gain in predicted remaining time; every job on its user's batch size.
+    """Sizes by marginal gain in predicted remaining time; jobs keep their users' batch size.
 
     Example:
         >>> def job(work): return JobInfo({"slots": 1}, lambda nodes, replicas: replicas ** 0.5,
@@ -53,14 +53,14 @@ class OptimusPolicy:
     """Jobs keep their users' batch size."""
 
     def allocate_job(self, job_info: JobInfo, nodes: Nodes) -> Allocation:
-        """Place one arriving job on its fewest replicas, without moving other jobs.
+        """Place an arriving job on its fewest replicas, without moving other jobs.
 
         Args:
             job_info: the job.
-            nodes: nodes with what is FREE on them.
+            nodes: nodes with their FREE resources.
 
         Returns:
-            The nodes of its replicas, or nothing if there is no room.
+            The nodes of its replicas; empty if there is no room.
         """
         return place_alone(job_info, nodes, job_info.least_replicas)
 
@@ -71,14 +71,14 @@ class OptimusPolicy:
         base_allocations: Allocations,
         node_template: NodeInfo,  # noqa: ARG002  # part of every policy's signature
     ) -> tuple[dict[Any, Allocation], int]:
-        """Size all jobs, and place those whose size has changed.
+        """Size all jobs, and place the jobs whose size has changed.
 
         Returns:
             The allocation of every job (empty: it is queued), and the present number of nodes.
         """
         settled = _as_they_run(jobs, nodes, base_allocations)
         # A non-preemptible job that has just started is pinned in the next round, and leaves more
-        # to others if it got less than its size: at most once for every job.
+        # to others if it got less than its size: at most once per job.
         for _ in range(len(jobs) + 1):
             current, settled = settled, _sized(jobs, nodes, settled, base_allocations)
             if unchanged(jobs, settled, current):
@@ -112,8 +112,8 @@ def _sized(
 def remaining_seconds(job: JobInfo) -> float:
     """Return the seconds that a job still needs on one replica.
 
-    Where it does not report them, as many as it has had, and at least an hour: in clusters, jobs
-    that have run long have long to run.
+    If the job does not report them, its past training time, and at least an hour: in real clusters,
+    jobs that have run long have long to run.
     """
     if job.remaining_work is not None and np.isfinite(job.remaining_work):
         return job.remaining_work
@@ -122,12 +122,12 @@ def remaining_seconds(job: JobInfo) -> float:
 
 
 def decide_sizes(jobs: Jobs, nodes: Nodes, current: Allocations) -> dict[Any, int]:
-    """Return how many replicas each job shall have, 0 for queued jobs.
+    """Return the number of replicas of each job, 0 for queued jobs.
 
     Args:
         jobs: all jobs.
         nodes: all nodes.
-        current: what runs now; pinned jobs keep what they have.
+        current: the current allocations; pinned jobs keep theirs.
     """
     state, empty = ClusterState(jobs, nodes, current), ClusterState(jobs, nodes, {})
     sizes = {name: len(state.allocations.get(name, ())) for name in jobs}
@@ -156,7 +156,7 @@ def _grow(
     heapq.heapify(heap)
     while heap:
         gain, key, name = heapq.heappop(heap)
-        # What does not fit now does not fit later: room only shrinks.
+        # Room only shrinks, so a replica that does not fit now will not fit later.
         if gain < 0 and spend(plans[name].shape, 1):
             sizes[name] += 1
             heapq.heappush(heap, (-plans[name].gain(sizes[name]), key, name))
@@ -210,7 +210,7 @@ def _place(
 ) -> dict[Any, Allocation]:
     """Place all jobs in their sizes, or the next smaller size that fits.
 
-    Jobs that have their size already move only where a larger job needs the room.
+    Jobs that already have their size move only if a larger job needs the room.
     """
     state = ClusterState(jobs, nodes, current, running)
     state.keep_running(lambda name, held: len(held) == sizes[name])

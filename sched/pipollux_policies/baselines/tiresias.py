@@ -1,8 +1,8 @@
 """Tiresias (Gu et al., NSDI'19): two-dimensional least attained service, in discrete queues.
 
-A job's service is its GPUs times the time that it held them. Jobs start in the first queue and
-fall by one queue at every threshold that their service reaches. Queues are served strictly one
-after another, each in order of arrival. `docs/concepts/policies.md` has the rules.
+A job's service is its GPUs times the time that it held them. Jobs start in the first queue and drop
+by one queue at every threshold that their service reaches. Queues are served strictly one after
+another, each in order of arrival. See `docs/concepts/policies.md` for the rules.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ class TiresiasPolicy:
         self._promotion = promotion
 
     def allocate_job(self, job_info: JobInfo, nodes: Nodes) -> Allocation:
-        """Place one arriving job on its requested replicas, without moving other jobs.
+        """Place an arriving job on its requested replicas, without moving other jobs.
 
         Args:
             job_info: the job.
-            nodes: nodes with what is FREE on them.
+            nodes: nodes with their FREE resources.
 
         Returns:
-            The nodes of its replicas, or nothing if there is no room.
+            The nodes of its replicas; empty if there is no room.
         """
         return place_alone(job_info, nodes, fixed_request(job_info).num_replicas)
 
@@ -92,7 +92,7 @@ class TiresiasPolicy:
         """Give the nodes to the jobs of the first queues, and preempt jobs in their way.
 
         Returns:
-            The allocation of every job (empty: it is queued), and the present number of nodes.
+            The allocation of every job (empty: the job is queued), and the present number of nodes.
         """
         requests = {name: fixed_request(job) for name, job in jobs.items()}
         state = ClusterState(jobs, nodes, base_allocations)
@@ -104,12 +104,13 @@ class TiresiasPolicy:
         return answer(jobs, base_allocations, state.allocations), num_nodes_as_is(jobs, nodes)
 
     def queue(self, job: JobInfo, running: bool) -> int:
-        """Return the index of a job's queue, 0 for the one that is served first.
+        """Return the index of a job's queue; 0 is served first.
 
         Args:
             job: the job.
-            running: whether it runs now. A running job keeps a promotion until its waiting is half
-                of what earned it; otherwise it would be preempted as soon as it starts.
+            running: whether it runs now. A running job keeps a promotion until its waiting time is
+                half of the time that earned it; otherwise it would be preempted as soon as it
+                starts.
         """
         if self._promotion is not None:
             request = fixed_request(job)

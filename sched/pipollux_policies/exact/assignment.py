@@ -1,12 +1,11 @@
-"""From chosen configurations to nodes, without splitting a replica.
+"""Placement of chosen configurations on nodes, without splitting a replica.
 
-The knapsack's choice need not fit: free slots lie scattered, a node carries at most one distributed
-job, and CPUs or memory may bind. So jobs that stay are placed first, then the others, the widest
-first; a job without room takes the best configuration that fits. If that loses value, three more
-arrangements are tried, and the best counts: one in which jobs that can be resized where they
-are come before those that move, one in which jobs that were to stay may move within their
-configuration, and one of configurations chosen as if distributed jobs took whole nodes.
-Finally every job is offered what is left.
+The knapsack's choice may not fit: free slots are scattered, a node carries at most one distributed
+job, and CPUs or memory may be the limit. So jobs that stay are placed first, then the others, the
+widest first; a job without room gets the best configuration that fits. If that loses value, three
+more arrangements are tried and the best is used: (1) jobs that can be resized in place come before
+jobs that move; (2) jobs that were to stay may move within their configuration; (3) configurations
+are chosen as if distributed jobs took whole nodes. Finally every job is offered the remaining room.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ class Placed(NamedTuple):
     """The allocation of one job."""
 
     shape: int
-    """Index into its shapes; without meaning if it gets nothing."""
+    """Index into the job's shapes; meaningless for an empty allocation."""
     nodes: NodeCounts
     gain: float
 
 
 class Assignment:
-    """The allocations of all jobs, one job after another.
+    """The allocations of all jobs, built job by job.
 
     Args:
         instance: jobs and nodes.
-        worth: the gains of configurations.
-        gains: of `worth`.
+        worth: computes the gains of configurations.
+        gains: the gains from `worth`.
     """
 
     def __init__(self, instance: Instance, worth: ObjectiveValue, gains: Floats) -> None:
@@ -52,7 +51,7 @@ class Assignment:
         nothing = gains[instance.table.first[:-1] + NOTHING].tolist()
         self.placed = [Placed(0, (), gain) for gain in nothing]
         self._held: Ints = np.zeros((len(nothing), len(instance.nodes.kinds)), dtype=np.int64)
-        """(J, T): what every job holds."""
+        """(J, T): the resources that each job holds."""
 
     @property
     def total(self) -> float:
@@ -63,9 +62,9 @@ class Assignment:
         """Give every job its chosen configuration, or the best that fits.
 
         Args:
-            chosen: a configuration of every job.
-            keep: whether jobs that are to stay are placed before all others.
-            at_home: whether those that can be resized where they are come next.
+            chosen: the chosen configuration of every job.
+            keep: whether to place the jobs that stay before all others.
+            at_home: whether to place the jobs that can be resized in place next.
 
         Returns:
             Whether every job got its chosen configuration.
@@ -77,7 +76,7 @@ class Assignment:
             stays = empty & np.isin(configs, table.stay)
             self._leave(np.flatnonzero(stays).tolist())
             empty &= ~stays
-        # The widest first: the most nodes, then the most slots.
+        # Widest first: by nodes, then by slots.
         slots = self._instance.need.max(axis=1)[table.shape[configs]] * table.replicas[configs]
         order = np.lexsort((-slots, -table.num_nodes[configs]))
         complete = True
@@ -94,16 +93,16 @@ class Assignment:
                 self.upgrade(job)
             elif self._lost_survivors(job, config):
                 complete = False
-                # What is more than its choice is other jobs'.
+                # Resources beyond the chosen configuration belong to other jobs.
                 self.upgrade(job, most=config)
         return complete
 
     def fill_promised(self, places: Mapping[int, Place], chosen: Ints) -> None:
-        """Give jobs what they are promised, then fill as `fill` does.
+        """Give jobs their promised room, then fill as `fill` does.
 
         Args:
-            places: where each of these jobs fits, all of them at once.
-            chosen: a configuration of every job.
+            places: the promised place of each job; all of them fit together.
+            chosen: the chosen configuration of every job.
         """
         for job, place in places.items():
             self._put(job, Placed(place.shape, place.nodes, self._gain_at(job, place)))
@@ -118,7 +117,7 @@ class Assignment:
         self.fill(chosen, keep=True)
 
     def keeps(self, job: int) -> bool:
-        """Tell whether a job that was promised something has it: only broken promises cost."""
+        """Return whether a promise is kept: only broken promises have negative gains."""
         return self.placed[job].gain >= 0
 
     def stay(self) -> bool:
@@ -127,7 +126,7 @@ class Assignment:
         return self._leave(table.job[table.stay].tolist())
 
     def _leave(self, jobs: Sequence[int]) -> bool:
-        """Give jobs that hold nothing what they held; return whether all got that many replicas."""
+        """Give jobs without an allocation their current one; return whether all fit."""
         instance, table = self._instance, self._instance.table
         mine = np.isin(instance.bases.job, jobs)
         owners, nodes, counts = (part[mine] for part in instance.bases)
@@ -135,7 +134,7 @@ class Assignment:
         if not self._capacity.put_all(
             owners, nodes, counts, instance.need[table.shape[ends[owners]]]
         ):
-            # Each of them, whether or not another one has no room.
+            # Try every job, even after one did not fit.
             given = [self.give(job, len(self._gains[job]) - 1) for job in jobs]
             return all(given)
         self._held[jobs] = instance.asked[ends[jobs]]
@@ -145,14 +144,14 @@ class Assignment:
         return True
 
     def improve(self) -> None:
-        """Offer every job the best that fits, until no job gains."""
+        """Offer every job the best configuration that fits, until no job gains."""
         for _ in range(len(self._jobs)):
             upgraded = [self.upgrade(job) for job in self._wanting()]
             if not any(upgraded):
                 return
 
     def give(self, job: int, config: int) -> bool:
-        """Give a job that holds nothing a configuration; return whether it fits."""
+        """Give a configuration to a job that holds nothing; return whether it fits."""
         found = self._find(job, config)
         if found is None:
             return False
@@ -163,8 +162,8 @@ class Assignment:
         """Give a job the best configuration that fits; return whether anything changed.
 
         Args:
-            job: its index.
-            most: the configuration whose resources are the most that it gets; None: no limit.
+            job: the index of the job.
+            most: a configuration whose resources are the upper limit; None: no limit.
         """
         before = self.placed[job]
         self._clear(job)
@@ -176,7 +175,7 @@ class Assignment:
             asked = self._instance.asked[first : first + len(gains)]
             fitting = fitting[(asked[fitting] <= asked[most]).all(axis=1)]
         for config in fitting[np.argsort(-gains[fitting], kind="stable")].tolist():
-            # On more nodes than the fewest a configuration gains less than listed, not more.
+            # The listed gain is for the fewest nodes; on more nodes the gain can only be lower.
             if not _better(float(gains[config]), best.gain):
                 break
             found = self._find(job, config)
@@ -190,7 +189,7 @@ class Assignment:
         return self._instance.jobs
 
     def _wanting(self) -> list[int]:
-        """Return the jobs that gain by a configuration within the total of what is free."""
+        """Return the jobs that gain from a configuration within the total free resources."""
         table = self._instance.table
         room = self._capacity.free.sum(axis=0) + self._held
         fits = (self._instance.asked <= room[table.job]).all(axis=1)
@@ -202,7 +201,7 @@ class Assignment:
         return wanting
 
     def _fitting(self, job: int) -> Ints:
-        """Return the configurations that fit, and the one to stay, whether it fits or not."""
+        """Return the configurations that fit, and always the one to stay."""
         configs, nodes = self._jobs[job], self._instance.nodes
         most = [self._capacity.most(*nodes.wanted(shape)) for shape in configs.shapes]
         fits = configs.replicas <= np.array(most)[configs.shape]
@@ -224,17 +223,17 @@ class Assignment:
             held = configs.survivors
             found.insert(0, self._capacity.find_keeping(need, allowed, replicas, held))
         placed = [Placed(number, n, self._gain(job, config, n)) for n in found if n is not None]
-        # Of equal ones the first, which keeps more survivors.
+        # Of equal gains the first wins: it keeps more survivors.
         return max(placed, key=lambda one: one.gain, default=None)
 
     def _claim(self, job: int, change: int) -> None:
-        """Let a job claim the nodes where it lies, once for each replica, or (-1) no longer."""
+        """Claim each node where a job lies once per replica, or (-1) release the claims."""
         configs = self._jobs[job]
         for node, count in configs.base or configs.survivors:
             self._capacity.claims[node] += change * count
 
     def _change_at_home(self, job: int, config: int) -> bool:
-        """Give a job a configuration on the fewest nodes if a survivor stays; return whether."""
+        """Resize a job in place if a survivor stays on the fewest nodes; return whether it did."""
         configs = self._jobs[job]
         if not configs.live[config]:
             return False
@@ -251,7 +250,7 @@ class Assignment:
         return True
 
     def _lost_survivors(self, job: int, config: int) -> bool:
-        """Tell whether a job was given a configuration without the survivor that it counts on."""
+        """Return whether a job got a resize configuration but no replica survives."""
         configs, placed = self._jobs[job], self.placed[job]
         return bool(configs.live[config]) and not configs.keeps_survivor(placed.shape, placed.nodes)
 

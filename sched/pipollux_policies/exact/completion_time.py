@@ -1,64 +1,64 @@
-"""The exact policy's own objective: short completion times, few restarts, no starvation.
+"""The default objective of the exact policy: short completion times, few restarts, no starvation.
 
 The sum over jobs of
 
-    gain_j = w_j · speedup_j · H_j / (H_j + D_j)     a job that stays as it is has no fraction
+    gain_j = w_j · speedup_j · H_j / (H_j + D_j)     without the fraction for an unchanged job
 
-is the rate at which the jobs' total remaining time in the cluster falls. Symbols:
+is the rate at which the total remaining time of all jobs in the cluster falls. Symbols:
 
     J       number of jobs
-    share   largest share of any resource of the cluster that one replica of job j holds
+    share   largest share of any cluster resource that one replica of job j holds
     R       replicas
     u_j     min over R of (1 + J · share · R) / speedup_j(R)
-            what one second of one-replica work costs, in the job's own time and in the share of
-            the cluster that it takes from others, in the cheapest configuration
-    T_j     u_j · remaining work: what is left of the job, in the same unit
-    rank_j  number of jobs with at least as much left as job j has, itself included; of long jobs,
-            with more than `LONG` times the mean left, rank_j^a is the mean of theirs (`ranks`)
+            the cost of one second of one-replica work in the cheapest configuration: the job's own
+            time plus the share of the cluster that it takes from others
+    T_j     u_j · remaining work of job j, in the same unit
+    rank_j  number of jobs with at least as much left as job j, itself included; rank_j^a of long
+            jobs (more than `LONG` times the mean left) is the mean over all long jobs (`ranks`)
     w_j     u_j · E[rank_j^a]     0 <= a <= 1, `rank_power`
-    D_j     seconds that a start or a restart of job j takes, or an elastic resize, measured
-    H_j     seconds for which the job will use an allocation: what it has left on it, or how long
-            an allocation lasts if that is less. That is taken to be the average so far,
-            age / (changes + 1), as in Pollux's restart penalty, and at least `horizon`
+    D_j     measured seconds of a start or restart of job j, or of an elastic resize
+    H_j     seconds for which the job will use an allocation: its remaining time on it, or the
+            expected life of an allocation if that is shorter. The expected life is the average so
+            far, age / (changes + 1), as in Pollux's restart penalty, and at least `horizon`
 
-rank_j is the number of jobs that wait for a second of job j's work if shorter jobs go first. With
-a = 1 and linear speedups the greatest sum is shortest remaining processing time first, which is
-optimal. With concave speedups the optimum (Berg, Vesilo & Harchol-Balter, *heSRPT*, 2020) also
-depends on rank alone and shares the cluster more evenly, as this sum does, more so for a < 1. The
-smaller a, the sooner the last of all jobs ends, as more of them train side by side on few GPUs
-each, where they scale best; the others end later.
+If shorter jobs go first, rank_j is the number of jobs that wait for each second of job j's work.
+With a = 1 and linear speedups, the greatest sum is shortest remaining processing time first, which
+is optimal. With concave speedups the optimum (Berg, Vesilo & Harchol-Balter, *heSRPT*, 2020) also
+depends on rank alone and shares the cluster more evenly, as this sum does, the more so for a < 1.
+The smaller a, the sooner the last job ends, because more jobs train side by side on few GPUs each,
+where they scale best; the other jobs end later.
 
-What is left of a job may be a distribution (`JobInfo.work_left`). Then rank_j is that of each of
-its values: the number of other jobs that are expected to have at least as much left, and itself.
-Jobs of a family are as long as each other, so that of two of them the one that has done more has
-less left, however long both are: it gets more of the cluster, from a = 0.5 on all of it if they
-scale well. w_j and the fraction H_j / (H_j + D_j) are means over the values. A job of which not
-even that is known counts as the shortest: most are short.
+The remaining work may be a distribution (`JobInfo.work_left`). Each of its values then has a rank:
+the expected number of other jobs with at least as much left, plus one. w_j and H_j / (H_j + D_j)
+are means over the values. Jobs of a family have the same length, so the one that has done more has
+less left, and gets more of the cluster: all of it from a = 0.5 on, if the jobs scale well. A job of
+unknown length and without a distribution counts as the shortest, because most jobs are short.
 
-With a `tail` q above 0, late jobs count more: those that wait are counted by what a second adds to
-the sum of JCT^(1 + q), instead of all as one, and go before others of their length (`ranks`). It is
-0 but where jobs with a choice of GPU share a type with jobs that have none: the longest of these
-wait for all shorter ones, while other GPUs stand idle, and q is `SCARCE_TAIL`.
+With a `tail` q > 0, late jobs count more: rank_j weights each waiting job by what a second adds to
+the sum of JCT^(1 + q), and late jobs go before others of the same length (`ranks`). By default q is
+0, or `SCARCE_TAIL` while jobs with a choice of GPU types share a type with jobs that have none: the
+longest of the latter would wait for all shorter ones while other GPUs stand idle.
 
-A job that runs on several types of GPU pays for slots of a type that others need, which run on no
-other: `scarcity` · E[rank_j^a] times what `scarcity.waiting_charges` says. So it leaves them to
-those others where it does nearly as well elsewhere.
+A job that can run on several types of GPU pays for slots of a type that other jobs depend on:
+`scarcity` · E[rank_j^a] times the charge of `scarcity.waiting_charges`. It thus leaves them to
+those jobs if it runs nearly as well elsewhere.
 
-No job starves: a job that has held less than its part of the fewest slots it needs,
+No job starves. A job is behind if it has held less than its part of the fewest slots it needs:
 
     attained service < part · slots · (age − patience)
 
-is behind. It gets its least configuration before other jobs get more, and keeps at least that until
-it is `quantum` seconds ahead. As long as the least configurations of all such jobs fit the cluster
-at once, every job holds slots for `part` of its life after the first `patience` seconds, up to one
-interval between decisions. Where they do not fit, jobs take turns, the furthest behind first,
-whatever their width (`promise`): one that came when the least of x clusters was behind waits
+It gets its least configuration before other jobs get more, and keeps at least that until it is
+`quantum` seconds ahead. While the least configurations of all jobs that are behind fit the cluster
+together, every job holds slots for `part` of its life after the first `patience` seconds, up to one
+interval between decisions. Otherwise jobs take turns, the furthest behind first, whatever their
+width (`promise`). A turn lasts at most (quantum + part · (age − patience)) / (1 − part), so a job
+that arrives when the least configurations of x clusters are behind waits at most
 
     patience + quantum / part · ((1 − part)^−x − 1)
 
-seconds at most, x rounded up, as every turn lasts (quantum + part · (age − patience)) / (1 − part)
-at most: 1270 s for x = 1, 4760 s for x = 5. A cluster is what holds replicas however badly they
-are packed: of a node with C slots C − w + 1 for replicas of at most w.
+seconds, x rounded up: 1270 s for x = 1, 4760 s for x = 5. One cluster here is the number of
+replicas that fit however badly they are packed: C − w + 1 slots of a node with C slots, for
+replicas of at most w slots.
 """
 
 from __future__ import annotations
@@ -79,41 +79,42 @@ from .reservation import Behind, Floor, Reservations, grant, keep, least_slots
 from .scarcity import charged, waiting_charges
 
 MOST_TAIL = 10.0
-"""The greatest `CompletionTime.tail`: beyond, only the oldest jobs would count."""
+"""The greatest `CompletionTime.tail`: above it, only the oldest jobs would count."""
 SCARCE_TAIL = 0.6
-"""That where a type of GPU is scarce (`scarcity`), if nothing is said of it."""
+"""Default of `CompletionTime.tail` while a type of GPU is scarce (`scarcity`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionTime:
-    """The objective of short completion times; see the module's text for every symbol.
+    """The objective of short completion times; the module docstring defines the symbols.
 
     Raises:
         ValueError: a number is out of range; the message names it.
     """
 
     rank_power: float = 0.28
-    """a: how much more short jobs count, 0 to 1. More: the average is shorter. Less: jobs share the
-    cluster more evenly, and the last of them ends sooner."""
+    """a, 0 to 1: weight of short jobs. Higher: shorter average completion time. Lower: jobs share
+    the cluster more evenly, and the last one ends sooner."""
     horizon: float = 300.0
-    """The least seconds for which an allocation is taken to last."""
+    """The least expected life of an allocation, in seconds."""
     part: float = 0.1
     """Share of its life for which every job holds slots."""
     patience: float = 600.0
-    """Seconds after submission from which on `part` is promised."""
+    """Seconds after submission from which `part` is promised."""
     quantum: float = 600.0
     """Seconds for which a job that had to wait keeps its least configuration."""
     fairness: float | None = None
-    """F: no job is to end later than F times as late as on its equal share (`fair_share`), where
-    that can be, or F² where lengths are only likely; None: no such promise, and only `part` is
-    promised."""
+    """F: no job may end later than F times its completion time on an equal share (`fair_share`),
+    where possible; F² for lengths known only as distributions. None: only `part` is promised."""
     scarcity: float = 0.7
-    """Share of what jobs that run on several types of GPU are charged for making those wait that
-    run on one only; 0: nothing. More: long captive jobs end sooner, others later."""
+    """Share of the charge that jobs with several types of GPU pay for making others wait; 0: none.
+    Higher:
+    long captive jobs end sooner, others later.
+    """
     tail: float | None = None
-    """q: how much more late jobs count, at most `MOST_TAIL`. 0: the average completion time is to
-    be short; 1: that of their squares. More: the last jobs end sooner, most others later. None: 0,
-    but `SCARCE_TAIL` while there are jobs that are charged for making others wait (`scarcity`)."""
+    """q, at most `MOST_TAIL`: weight of late jobs. 0: minimise the average completion time; 1: the
+    average of its square. Higher: the last jobs end sooner, most others later. None: 0, or
+    `SCARCE_TAIL` while any job pays a charge (`scarcity`)."""
 
     def __post_init__(self) -> None:
         for name in ("rank_power", "part"):
@@ -131,9 +132,10 @@ class CompletionTime:
             )
 
     def promise(self, instance: Instance) -> Reservations:
-        """Return the jobs that are promised something, and where that fits."""
+        """Return the promises to jobs, and the places where they fit."""
         if self.fairness is not None:
-            # Of each equal share a part of at least 1/F: that is more than `part` of the least.
+            # At least 1/F of each equal share, which is more than `part` of the least
+            # configuration.
             return grant(instance, claims(instance, self.fairness, self.quantum), self.part)
         return keep(instance, self._behind(instance), self.part)
 
@@ -149,7 +151,7 @@ class CompletionTime:
         return _Worth(self, instance, unit.total * powers, promises, charges)
 
     def _behind(self, instance: Instance) -> list[Behind]:
-        """Return the jobs that are to get or keep their least before others get more."""
+        """Return the jobs that get or keep their least configuration before others get more."""
         infos = [configs.job for configs in instance.jobs]
         due = self.part * (np.array([job.age for job in infos]) - self.patience)
         slots = least_slots(instance)
@@ -172,7 +174,7 @@ class _Worth:
         self._objective, self._instance, self._weights = objective, instance, weights
         self._promises = promises
         self._charges = charges
-        """What a replica of every shape is charged."""
+        """The charge per replica of every shape."""
         table = instance.table
         best = np.maximum.reduceat(table.speedup, table.first[:-1])
         self._everything = 1.0 + float(weights @ np.maximum(best, 0.0))
@@ -206,7 +208,7 @@ class _Worth:
         return float(gain) - broken * self._everything
 
     def _all_kept(self) -> Floats:
-        """Return `_kept` of every configuration."""
+        """Return `_kept` for every configuration."""
         table = self._instance.table
         infos = [configs.job for configs in self._instance.jobs]
         lasts = np.array([self._lasts(job) for job in infos])
@@ -233,22 +235,22 @@ class _Worth:
         return kept
 
     def _lasts(self, info: JobInfo) -> float:
-        """Return for how long an allocation of a job is taken to last."""
+        """Return the expected life of an allocation of a job."""
         return max(self._objective.horizon, info.age / (info.num_changes + 1))
 
 
 _AT_ONCE = 2**18
-"""Numbers that are looked at together at most."""
+"""Most numbers that are processed together."""
 
 
 def _kept(work: Floats, speedups: Floats, lasts: Floats | float, seconds: Floats | float) -> Floats:
     """Return the share of its time that an allocation trains, if it starts with a change.
 
     Args:
-        work: equally likely values of what is left, in the rows.
+        work: equally likely values of the remaining work, in the rows.
         speedups: of allocations, in the columns.
-        lasts: for how long each is taken to last.
-        seconds: what the change costs.
+        lasts: the expected life of each allocation, in seconds.
+        seconds: the cost of the change.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         left = np.where(speedups > 0, work / speedups, np.inf)

@@ -1,11 +1,11 @@
 """The configurations of every job as arrays: the choices of the exact policy.
 
 A configuration is a shape and a number of replicas, on the fewest nodes that hold them.
-Configuration 0 is to get nothing. A running job that may stay has one more, the last: to stay as it
-is, on whatever nodes it lies. Every other configuration is a restart, or, in the shape in which the
-job runs, an elastic resize if a replica can survive it (`change_cost`).
+Configuration 0 is the empty allocation. A running job that may stay has one more, the last: its
+current allocation, on its current nodes. Every other configuration is a restart, or, in the current
+shape, an elastic resize if a replica can survive (`change_cost`).
 
-What pinned jobs hold is taken off the nodes first.
+The resources of pinned jobs are subtracted from the nodes first.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from pipollux_policies.rules import is_pinned, must_move
 from .nodes import Nodes, build_nodes, close_nodes
 
 NOTHING = 0
-"""The index of the configuration to get nothing."""
+"""The index of the empty configuration."""
 
 
 @dataclass(frozen=True)
 class JobConfigurations:
-    """All configurations of one job; arrays of length C, which are parts of the `Table`'s."""
+    """All configurations of one job; the arrays, of length C, are slices of the `Table`'s."""
 
     name: Any
     job: JobInfo
     shapes: tuple[ReplicaShape, ...]
-    """The job's shapes that count (`counting_shapes`)."""
+    """The job's effective shapes (`counting_shapes`)."""
     shape: Ints
-    """Index into `shapes`; without meaning for `NOTHING`."""
+    """Index into `shapes`; meaningless for `NOTHING`."""
     replicas: Ints
     num_nodes: Ints
     speedup: Floats
     """Over one replica of the job's own shape."""
     live: Bools
-    """Which configurations a survivor can reach."""
+    """Which configurations an elastic resize can reach."""
     base: NodeCounts
-    """Where it lies now; empty if it holds nothing, or cannot stay."""
+    """Its current nodes; empty if it holds nothing or cannot stay."""
     runs: bool
-    """Whether it holds something, so that any change has a price."""
+    """Whether it holds an allocation, so that any change has a cost."""
     live_shape: int | None = None
     """Index of the shape in which it can be resized; None: every change is a restart."""
     survivors: NodeCounts = ()
@@ -60,52 +60,52 @@ class JobConfigurations:
 
     @property
     def stay(self) -> int | None:
-        """The index of the configuration to stay as it is, if there is one."""
+        """The index of the configuration to stay; None if there is none."""
         return len(self.replicas) - 1 if self.base else None
 
     def keeps_survivor(self, shape: int, nodes: NodeCounts) -> bool:
-        """Tell whether a replica survives a change to these nodes."""
+        """Return whether a replica survives a change to these nodes."""
         there = {node for node, _ in self.survivors}
         return shape == self.live_shape and any(node in there for node, _ in nodes)
 
 
 @dataclass(frozen=True)
 class Table:
-    """All P configurations of J jobs, one job after the other, and their S shapes likewise."""
+    """All P configurations of J jobs, in order of jobs, and likewise their S shapes."""
 
     first: Ints
-    """Where the configurations of each job begin, and P: (J + 1,)."""
+    """(J + 1,): start of the configurations of each job, then P."""
     first_shape: Ints
-    """Where the shapes of each job begin, and S: (J + 1,)."""
+    """(J + 1,): start of the shapes of each job, then S."""
     job: Ints
-    """Index into the jobs: (P,)."""
+    """(P,): index into the jobs."""
     shape: Ints
-    """Index into all shapes of all jobs: (P,)."""
+    """(P,): index into the shapes of all jobs."""
     replicas: Ints
     num_nodes: Ints
     speedup: Floats
     live: Bools
     stay: Ints
-    """Configurations to stay as it is, of jobs that may: (up to J,)."""
+    """(up to J,): the configurations to stay, of jobs that have one."""
     shapes: Sequence[ReplicaShape]
     """(S,)"""
     kind: Ints
-    """Of each shape, an index into `kinds`: (S,)."""
+    """(S,): index of each shape into `kinds`."""
     kinds: Sequence[ReplicaShape]
-    """A shape of each kind: those of a kind hold the same resources, on the same GPUs."""
+    """One shape of each kind; shapes of a kind need the same resources on the same GPUs."""
 
     @cached_property
     def shape_job(self) -> Ints:
-        """The job of each shape: (S,)."""
+        """(S,): the job of each shape."""
         return np.repeat(np.arange(len(self.first) - 1), np.diff(self.first_shape))
 
     def split(self, values: NDArray[Any]) -> list[NDArray[Any]]:
-        """Return the values of each job's configurations, of those of all: (P, …)."""
+        """Split values of all configurations, (P, …), by job."""
         return [values[begin:end] for begin, end in pairwise(self.first.tolist())]
 
 
 class Bases(NamedTuple):
-    """`JobConfigurations.base` of all jobs, one entry after the other."""
+    """`JobConfigurations.base` of all jobs, as flat arrays."""
 
     job: Ints
     node: Ints
@@ -118,42 +118,43 @@ class Instance:
 
     nodes: Nodes
     jobs: Sequence[JobConfigurations]
-    """Jobs that are not pinned, the oldest first."""
+    """The jobs that are not pinned, oldest first."""
     table: Table
-    """The configurations of all of them."""
+    """The configurations of all these jobs."""
     pinned: Mapping[Any, Sequence[Any]]
-    """Allocations that stay as they are."""
+    """Allocations of pinned jobs, which do not change."""
     num_jobs: int
-    """Pinned ones included."""
+    """Number of jobs, pinned ones included."""
 
     @cached_property
     def need(self) -> Ints:
-        """What a replica of every shape holds: (S, T)."""
+        """(S, T): the resources of one replica of every shape."""
         needs = [self.nodes.need(shape) for shape in self.table.kinds]
         return np.array(needs, np.int64).reshape(-1, len(self.nodes.kinds))[self.table.kind]
 
     @cached_property
     def share(self) -> Floats:
-        """`Nodes.share` of every shape: (S,)."""
+        """(S,): `Nodes.share` of every shape."""
         return np.array([self.nodes.share(shape) for shape in self.table.kinds])[self.table.kind]
 
     @cached_property
     def asked(self) -> Ints:
-        """The resources of every configuration: (P, T)."""
+        """(P, T): the resources of every configuration."""
         asked: Ints = self.table.replicas[:, None] * self.need[self.table.shape]
         return asked
 
     @cached_property
     def bases(self) -> Bases:
-        """Where jobs lie that may stay."""
+        """The current nodes of the jobs that may stay."""
         entries = [(job, *entry) for job, configs in enumerate(self.jobs) for entry in configs.base]
         return Bases(*np.array(entries, np.int64).reshape(-1, 3).T)
 
     @cached_property
     def least_replicas(self) -> Ints:
-        """The fewest replicas of every shape that are worth something, (S,); 0: there are none.
+        """(S,): the fewest replicas of each shape with a speedup above 0; 0 if there are none.
 
-        Where none fit now, so that it is not known, the fewest that may be; 0 if they are too many.
+        For a shape that does not fit at present, the speedup is unknown: then it is the fewest
+        replicas that the job allows, or 0 if that is more than the shape allows.
         """
         table = self.table
         most = np.iinfo(np.int64).max
@@ -176,14 +177,14 @@ def build_instance(
     node_template: NodeInfo,
     closed: Sequence[int] = (),
 ) -> Instance:
-    """Return jobs and nodes as arrays, whatever the order of the mappings.
+    """Return jobs and nodes as arrays, in an order that does not depend on the mappings.
 
     Args:
         jobs: all jobs, by name.
         nodes: all nodes, by name.
-        base_allocations: what runs now.
-        node_template: a node as could be rented.
-        closed: indices into `Nodes.names` of nodes that take no new jobs.
+        base_allocations: the current allocations.
+        node_template: a node that could be rented.
+        closed: indices into `Nodes.names` of nodes that accept no new jobs.
     """
     pinned = {
         name: base_allocations[name]
@@ -205,10 +206,10 @@ def build_instance(
 
 
 def counting_shapes(job: JobInfo) -> tuple[ReplicaShape, ...]:
-    """Return a job's shapes without those that an earlier one hides.
+    """Return a job's shapes, without those hidden by an earlier one.
 
     Node names and the number of stages identify an allocation; of two shapes with the same number
-    of stages for the same GPUs, the first counts (`shape_of`).
+    of stages for the same GPUs, only the first is effective (`shape_of`).
     """
     if not job.shapes:
         return job.all_shapes
@@ -222,15 +223,15 @@ def counting_shapes(job: JobInfo) -> tuple[ReplicaShape, ...]:
 
 
 class _Asked(NamedTuple):
-    """One job, and what there is to choose."""
+    """One job and its choices."""
 
     name: Any
     job: JobInfo
     shapes: tuple[ReplicaShape, ...]
     sizes: list[tuple[int, Ints, Ints]]
-    """A shape with numbers of nodes and of replicas."""
+    """Shapes with numbers of nodes and of replicas."""
     stay: tuple[int, int, int] | None
-    """The shape, nodes and replicas with which it may stay."""
+    """Shape, nodes and replicas of the configuration to stay."""
     base: NodeCounts
     runs: bool
     live_shape: int | None
@@ -250,7 +251,7 @@ def _ask(
     if not allocation:
         return _Asked(name, job, shapes, sizes, None, (), False, None, ())
     shape = shape_of(job, allocation, nodes)
-    # On a closed node a job may stay as it is, and not otherwise.
+    # On a closed node a job may stay, but not change.
     possible = possible_survivors(job, allocation, nodes)
     survivors = tuple(
         sorted((index[node], n) for node, n in possible.items() if not places.closed[index[node]])
@@ -273,7 +274,7 @@ def _may_stay(
 
 
 def _tabulate(asked: Sequence[_Asked]) -> tuple[list[JobConfigurations], Table]:
-    """Return the configurations of each job, and of all of them."""
+    """Return the configurations of each job, and the table of all."""
     sizes = [(job, *size) for job, one in enumerate(asked) for size in one.sizes if size[2].size]
     stays = [(job, *one.stay) for job, one in enumerate(asked) if one.stay]
     found = find_speedups(
@@ -289,7 +290,7 @@ def _tabulate(asked: Sequence[_Asked]) -> tuple[list[JobConfigurations], Table]:
     stay_nodes, stay_replicas = np.array([one[2:] for one in stays], np.int64).reshape(-1, 2).T
     every, no_job = np.arange(len(asked)), np.zeros(len(asked), np.int64)
     job, shape = np.repeat(of_size, counts, axis=1)[:, kept]
-    # Nothing, then the sizes of each shape, then to stay.
+    # Per job: the empty configuration, the sizes of each shape, the one to stay.
     rank = np.concatenate([3 * every, 3 * job + 1, 3 * of_stay[0] + 2])
     order = np.argsort(rank, kind="stable")
     job = rank[order] // 3
@@ -345,18 +346,18 @@ _NO_SIZES, _NO_SPEEDUPS = np.zeros(0, np.int64), np.zeros(0)
 
 
 def _starts(counts: Ints) -> Ints:
-    """Return where parts of such lengths begin, one after the other, and where the last ends."""
+    """Return where parts of these lengths start, and the end of the last."""
     return np.concatenate([[0], np.cumsum(counts)])
 
 
 def _worth_it(speedup: Floats, counts: Ints) -> Bools:
-    """Tell which sizes may be chosen: none that takes more than another one and is not faster.
+    """Return which sizes are useful: those that are faster than every smaller one.
 
-    What is not a finite speedup is replaced by one that is.
+    Speedups that are not finite are replaced by finite ones.
 
     Args:
-        speedup: of the sizes of each shape of each job, in ascending order.
-        counts: how many they are of each.
+        speedup: by size, for each shape of each job in ascending order.
+        counts: the number of sizes of each shape.
     """
     kept = np.empty(len(speedup), bool)
     starts = _starts(counts)[:-1]

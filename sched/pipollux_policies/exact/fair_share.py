@@ -1,38 +1,38 @@
-"""How far each job is from what its equal share of the cluster would have come to.
+"""Finish-time fairness: how far each job is from its result on an equal share of the cluster.
 
 Finish-time fairness (Themis, NSDI'20) is rho = completion time / completion time alone on an equal
-share. A promise of F >= 1 is that rho <= F for every job. Symbols, in seconds, of one job:
+share. A promise of F >= 1 means rho <= F for every job. Symbols, in seconds, of one job:
 
     a    its age
-    N    jobs that are unfinished, averaged over its life: so far as it was, from now on as now
+    N    number of unfinished jobs, averaged over its life, with the present number for the future
     s    its speedup on 1/N of the nodes that it can run on, in its best shape
     W    work that it has done, in seconds of one replica; L: work left
-    c    what a start takes
-    T    c + (W + L) / s           its whole time alone on an equal share
-    E    a + c' + L / s            its age when it ends if it has its equal share from now on; c' is
-                                   c, or 0 if it runs
-    slack    how long it may go without before the promise breaks
+    c    cost of a start
+    T    c + (W + L) / s           its completion time alone on an equal share
+    E    a + c' + L / s            its age at completion with its equal share from now on; c' is c,
+                                   or 0 if it runs
+    slack    how long it can go without an allocation before the promise breaks
 
-A job is served only when it has to be, and then may have its share, as all can at once: jobs that
-caught up faster would make each other late. So where L is known
+A job is served only when necessary, and then gets at most its equal share, which all jobs can have
+at once: if late jobs caught up faster, they would delay each other. So for a known L
 
     slack = F · T − E − reserve
 
-Where nothing is known of L it is 0, and the promise is on progress: by now the job has done at
-least what it would have done on its equal share in a life 1/F as long. If that holds at its end it
-implies rho <= F, whatever the length was. Where only likely values are known (`JobInfo.work_left`)
-the slack is by the shortest of them, and by F^`GUARD`: the shortest is too short for most jobs, so
-that it hurries them all. What a job claims is by the quantile `LIKELY`.
+For an unknown L, L counts as 0, and the promise is on progress: the job has done at least what it
+would have done on its equal share in 1/F of its age. If that holds at its end, rho <= F for any
+length. If only a distribution is known (`JobInfo.work_left`), the slack uses its shortest value,
+and F^`GUARD`: the shortest value is too short for most jobs, and would make all of them urgent. The
+claim of a job uses the quantile `LIKELY`.
 
-A share between two numbers of replicas is the greater for a part of the time, and the smaller for
-the rest; below the least that a job runs on it is that for a part of the time. So a little more or
-less of N makes s a little less or more.
+A share between two numbers of replicas is the larger number for part of the time and the smaller
+for the rest; below the least that a job runs on, it is that least for part of the time. So s is
+continuous in N.
 
-`claims` tells which jobs have no slack left. Each claims a speedup that brings it home in time, at
-most that of its equal share; the one whose rho is to be the greatest at the next decision comes
-first. One that runs counts as a turn later than it is, and so keeps its place for about as long
-before the next one that does not fit beside it has its turn. One that no allocation brings home in
-time claims its share.
+`claims` returns the jobs without slack. Each claims the speedup that completes it in time, at most
+that of its equal share; the job with the greatest expected rho at the next decision comes first. A
+running job counts as one turn later than it is, so that it keeps its place for about one turn
+before another job that does not fit beside it is served. A job that no allocation completes in time
+claims its equal share.
 """
 
 from __future__ import annotations
@@ -47,31 +47,31 @@ from pipollux_policies.job_info import JobInfo, NodeInfo, ReplicaShape
 from .configurations import Instance, JobConfigurations, build_instance
 
 RESERVE = 60.0
-"""Seconds that a promise keeps back: the next decision is as late, and models are not exact."""
+"""Seconds that a promise keeps in reserve for the next decision and for model errors."""
 LIKELY = 0.5
-"""Quantile of the likely values of the work left that stands for it."""
+"""Quantile of the likely values of the work left that represents them."""
 GUARD = 2
-"""Power of F that is promised where lengths are only likely."""
+"""Power of F that is promised for lengths known only as distributions."""
 TURN = 0.2
-"""A job's turn is no longer than this share of its time alone."""
+"""Longest turn of a job, as a share of its completion time alone."""
 WORTH = 2.0
-"""A job is made to change if that saves it so many times what the change costs."""
+"""A job is changed only if that saves at least this many times the cost of the change."""
 _TOLERANCE = 1e-9
 
 
 class EqualShare(NamedTuple):
-    """What one of N jobs gets of a cluster."""
+    """The equal share of one of N jobs."""
 
     speedup: float
     replicas: int
-    """The most that it has at a time."""
+    """The most replicas at a time."""
     slots: float
-    """On average over time."""
+    """Time average."""
 
 
 @dataclass(frozen=True)
 class FairStanding:
-    """A job beside its equal share; the module's text has the symbols."""
+    """A job compared with its equal share; the module docstring defines the symbols."""
 
     share: EqualShare
     alone: float
@@ -79,16 +79,16 @@ class FairStanding:
     finish: float
     """E."""
     time_left: float
-    """From now to F · T, less the start that the job may need, and less the reserve."""
+    """F · T − now, less a start that the job may need and the reserve."""
     slack: float
     promised: float
-    """What rho is kept within: F, or its power where L is only likely."""
+    """The bound on rho: F, or its power if L is only a distribution."""
     margin: float
-    """With so little slack the job comes first."""
+    """The slack at or below which the job comes first."""
     left: float
     """L."""
     knows_length: bool
-    """Whether anything is known of L."""
+    """Whether anything is known about L."""
 
     @property
     def comes_first(self) -> bool:
@@ -102,25 +102,25 @@ class FairStanding:
 
 
 class FairClaim(NamedTuple):
-    """A job that has no slack left, and the speedups that keep its promise."""
+    """A job without slack, and the speedups that keep its promise."""
 
     job: int
     """Index into the instance's jobs."""
     wanted: float
-    """That it is to have, in time for the reserve."""
+    """The claimed speedup, which is in time with the reserve."""
     stays: float
-    """With so much it is in time if it stays as it is."""
+    """The speedup with which it is in time on its current allocation."""
     moved: float
-    """With so much it is in time, or no later, if its allocation changes."""
+    """The speedup with which it is in time, or no later, after a change."""
     urgency: float
-    """The greatest comes first."""
+    """The greatest is served first."""
     left: float
-    """Work to come that a change would speed up."""
+    """Remaining work that a change would speed up."""
     least_saved: float
-    """Seconds that a change of a running job is to save at least."""
+    """Seconds that a change of a running job must save."""
 
     def is_worth(self, before: float, after: float) -> bool:
-        """Tell whether a change from one speedup to another saves what it costs, and more."""
+        """Return whether a change between these speedups saves enough."""
         saved = self.left / max(before, _TOLERANCE) - self.left / max(after, _TOLERANCE)
         return saved >= self.least_saved
 
@@ -128,11 +128,11 @@ class FairClaim(NamedTuple):
 def standing(
     instance: Instance, number: int, fairness: float, quantum: float
 ) -> FairStanding | None:
-    """Return how far a job is from its equal share; None: it has no speedup anywhere.
+    """Return a job compared with its equal share; None if it has no speedup anywhere.
 
     Args:
         instance: jobs and nodes.
-        number: index of the job.
+        number: the index of the job.
         fairness: F.
         quantum: the longest turn of a job, in seconds.
     """
@@ -163,7 +163,7 @@ def standing(
 
 
 def _lifetime_share(instance: Instance, configs: JobConfigurations, left: float) -> EqualShare:
-    """Return the equal share by the jobs over a job's life, so far and to come."""
+    """Return the equal share among the jobs over a job's past and future life."""
     job, now = configs.job, max(instance.num_jobs, 1)
     share = equal_share(instance, configs, now)
     if job.mean_jobs is None or not share.speedup > 0:
@@ -175,10 +175,10 @@ def _lifetime_share(instance: Instance, configs: JobConfigurations, left: float)
 
 
 def _margin(configs: JobConfigurations, share: EqualShare, turn: float) -> float:
-    """Return the slack with which a job comes first."""
+    """Return the slack at which a job comes first."""
     job = configs.job
     later = RESERVE + job.restart_seconds
-    # It may have to grow towards its equal share, as it was measured on less.
+    # It may have to grow towards its equal share, in doublings of the measured size.
     doublings = max(math.ceil(math.log2(share.replicas / job.max_replicas)), 0)
     return later * (1 + doublings) + (turn if configs.runs else 0.0)
 
@@ -191,13 +191,13 @@ def fair_standings(
     fairness: float,
     quantum: float = 600.0,
 ) -> dict[Any, FairStanding]:
-    """Return how far jobs are from their equal shares; those that are pinned have no standing.
+    """Return jobs compared with their equal shares; pinned jobs are left out.
 
     Args:
         jobs: all jobs that are not done, by name.
         nodes: all nodes, by name.
-        base_allocations: what runs now.
-        node_template: a node as could be rented.
+        base_allocations: the current allocations.
+        node_template: a node that could be rented.
         fairness: F.
         quantum: the longest turn of a job, in seconds.
     """
@@ -210,7 +210,7 @@ def fair_standings(
 
 
 def equal_share(instance: Instance, configs: JobConfigurations, num_jobs: float) -> EqualShare:
-    """Return what a job gets of the cluster as one of a number of jobs, in its best shape."""
+    """Return the share of the cluster of one among a number of jobs, in its best shape."""
     found = [EqualShare(0.0, 1, 0.0)]
     found += [_share(instance, configs, shape, num_jobs) for shape in configs.shapes]
     return max(found, key=lambda share: share.speedup)
@@ -226,7 +226,7 @@ def _share(
     most = job.allowed_replicas or job.max_replicas
     most = most if shape.max_replicas is None else min(most, shape.max_replicas)
     equal = min(1.0 / (part * num_jobs), float(most))
-    # Slightly less, so that a third of 48 slots is 16.
+    # The tolerance makes a third of 48 slots 16.
     above = max(math.ceil(equal - _TOLERANCE), job.least_replicas)
     below = above - 1 if above > job.least_replicas else 0
     above_for = (equal - below) / (above - below)
@@ -241,7 +241,7 @@ def _speedup(shape: ReplicaShape, replicas: int, per_node: int) -> float:
 
 
 def claims(instance: Instance, fairness: float, quantum: float) -> list[FairClaim]:
-    """Return the jobs that have no slack left, the most urgent first.
+    """Return the jobs without slack, the most urgent first.
 
     Args:
         instance: jobs and nodes.
@@ -272,7 +272,7 @@ def _claims(instance: Instance, fairness: float, quantum: float) -> Iterator[Fai
 
 
 def _is_lost(stands: FairStanding, configs: JobConfigurations) -> bool:
-    """Tell whether a job is late whatever it gets from now on."""
+    """Return whether no allocation can complete a job in time."""
     fastest = max(float(configs.speedup.max()), _TOLERANCE)
     return stands.knows_length and stands.time_left + RESERVE < stands.left / fastest
 
@@ -282,12 +282,12 @@ def _change_seconds(configs: JobConfigurations) -> float:
 
 
 def _to_speed_up(stands: FairStanding, configs: JobConfigurations) -> float:
-    """Return the work to come; where it is not known, at least as much as was done."""
+    """Return the remaining work; if unknown, at least the work done so far."""
     return stands.left if stands.knows_length else max(stands.left, configs.job.work_done)
 
 
 def _claimed(stands: FairStanding, fairness: float) -> tuple[float, float]:
-    """Return the speedup that a job claims, and the least that is enough."""
+    """Return the speedup that a job claims, and the least sufficient one."""
     share, late = stands.share.speedup, stands.time_left + RESERVE
     if not stands.knows_length:
         return share, share / fairness if late > 0 else share
@@ -296,11 +296,11 @@ def _claimed(stands: FairStanding, fairness: float) -> tuple[float, float]:
 
 
 def _moved(stands: FairStanding, configs: JobConfigurations) -> float:
-    """Return the least speedup with which a job that changes is in time, or no later for it.
+    """Return the least speedup with which a job is in time, or no later, after a change.
 
-    One that has more than its share may be made to change for those that have less.
+    A job that has more than its share may be changed in favour of jobs that have less.
     """
-    # Also where it can be resized: to be moved as a whole it has to start again.
+    # A restart even for resizable jobs, because the whole job may have to move.
     change, share = configs.job.restart_seconds, stands.share.speedup
     has = 0.0 if configs.stay is None else float(configs.speedup[configs.stay])
     most = math.inf if 0 < has <= share else share
@@ -312,5 +312,5 @@ def _moved(stands: FairStanding, configs: JobConfigurations) -> float:
 
 
 def _in_time(left: float, seconds: float, most: float) -> float:
-    """Return the speedup at which work is done in time, or the most."""
+    """Return the speedup that completes the work in time, at most `most`."""
     return min(left / seconds, most) if seconds > 0 else most

@@ -1,20 +1,20 @@
-"""The multiple-choice knapsack: one item for every job, together within the capacity.
+"""The multiple-choice knapsack: one item per job, within a total capacity.
 
     best_j[g] = max over items c of job j with cost_jc ≤ g of best_{j−1}[g − cost_jc] + value_jc
 
 is the greatest sum of values that the first j jobs reach with g units (Kellerer, Pferschy &
-Pisinger, *Knapsack Problems*, 2004, section 11.5). It is exact for integer costs, in time
-O(units · Σ_j items_j). Items that are in no optimum are dropped first (chapter 11). With a price
-λ ≥ 0 for every unit,
+Pisinger, *Knapsack Problems*, 2004, section 11.5). It is exact for integer costs, in time O(units ·
+Σ_j items_j). Items that are in no optimum are dropped first (chapter 11). With a price λ ≥ 0 per
+unit,
 
     score_jc = value_jc − λ · cost_jc          top_j = max over c of score_jc
-    D        = λ · capacity + Σ_j top_j        no choice within the capacity is worth more
+    D        = λ · capacity + Σ_j top_j        upper bound on every choice within the capacity
     L        = the value of some choice within the capacity
 
-a choice that takes item c of job j is worth D − (top_j − score_jc) at most. So an item with
-top_j − score_jc > D − L can go, and every optimal choice remains. At the price where D is least,
-D − L is mostly below what one job gains by a few units; of dozens of items a handful remains. What
-the cheapest of each job's take together is spent in any case, so g counts from there on.
+a choice that contains item c of job j has at most the value D − (top_j − score_jc). So items with
+top_j − score_jc > D − L can be dropped, and every optimal choice remains. At the price where D is
+least, D − L is usually below the gain of one job from a few units; of dozens of items a handful
+remain. The cheapest items of all jobs are always paid for, so g counts only the units beyond them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ import numpy as np
 from pipollux_policies.placement.node_choice import Floats, Ints
 
 _TOLERANCE = 1e-9
-"""Of all values together: the rounding error of a bound at most."""
+"""The largest rounding error of a bound, relative to the sum of all values."""
 _STEPS = 40
-"""Steps to the best price at most; any price is right, a good one drops more."""
+"""Most steps to the best price; any price is valid, a good one drops more items."""
 _EXCHANGES = 8
-"""Single exchanges by which L is raised at most."""
+"""Most single exchanges that raise L."""
 
 
 def knapsack(
@@ -40,12 +40,12 @@ def knapsack(
     """Choose one item for every job.
 
     Args:
-        costs: per job, the units of each item; some item must take none.
-        values: per job, the value of each item; of equal ones the cheapest is chosen.
+        costs: per job, the units of each item; some item must need none.
+        values: per job, the value of each item; among equal values the cheapest is chosen.
         capacity: units in total.
 
     Returns:
-        The index of the item of every job, and the sum of their values.
+        The index of the chosen item of every job, and the sum of their values.
 
     Example:
         >>> knapsack([np.array([0, 1]), np.array([0, 2])], [np.array([0.0, 3.0]),
@@ -60,14 +60,14 @@ def knapsack(
     before = np.cumsum([0, *(len(cost) for cost in costs[:-1])])
     items = np.concatenate(kept)
     cost, value = (np.concatenate(part)[before[owner] + items] for part in (costs, values))
-    # Of equal ones the first is chosen: the cheapest.
+    # Among equal values the first, the cheapest, is chosen.
     order = np.lexsort((cost, owner))
     items, cost, value = items[order], cost[order], value[order]
-    # Every job takes its cheapest at least, so that only what is beyond needs to be counted.
+    # Every job needs at least its cheapest item: count only the units beyond it.
     beyond = cost - cost[first][owner]
     last = first + counts - 1
     units = min(capacity - int(cost[first].sum()), int(beyond[last].sum()))
-    # Where one item is left there is no choice.
+    # A job with one remaining item has no choice.
     total = sum(value[first[counts == 1]].tolist())
     chosen: list[int] = items[first].tolist()
     left_open = np.flatnonzero(counts > 1)
@@ -83,7 +83,7 @@ def knapsack(
     for number, (job, begin, end) in reversed(list(enumerate(of_open))):
         best = reached[number + 1][left]
         for item in range(begin, end + 1):
-            # The very sums of which the greatest was kept.
+            # Exact comparison: these are the sums whose maximum was stored.
             if more[item] <= left and reached[number][left - more[item]] + worth[item] == best:
                 chosen[job] = int(items[item])
                 left -= more[item]
@@ -92,7 +92,7 @@ def knapsack(
 
 
 def _add_job(best: Floats, costs: Sequence[int], values: Sequence[float]) -> Floats:
-    after: Floats = best + values[0]  # the cheapest takes no units
+    after: Floats = best + values[0]  # the cheapest item needs no units
     for units, worth in zip(costs[1:], values[1:], strict=True):
         if units < len(best):
             to = after[units:]
@@ -101,20 +101,20 @@ def _add_job(best: Floats, costs: Sequence[int], values: Sequence[float]) -> Flo
 
 
 def promising(costs: Sequence[Ints], values: Sequence[Floats], capacity: int) -> list[Ints]:
-    """Return the items of every job that an optimal choice may take.
+    """Return the items of every job that an optimal choice may contain.
 
     Args:
-        costs: per job, the units of each item; some item must take none.
+        costs: per job, the units of each item; some item must need none.
         values: per job, the value of each item.
         capacity: units in total.
 
     Returns:
-        Per job, indices of items in ascending order. Every optimal choice is among them.
+        Per job, indices of items in ascending order. They contain every optimal choice.
 
     Example:
         >>> promising([np.array([0, 1]), np.array([0, 1])],
         ...     [np.array([0.0, 9.0]), np.array([0.0, 2.0])], 1)
-        [array([1]), array([0])]
+        [array([1]), array([0, 1])]
     """
     if not costs:
         return []
@@ -154,7 +154,7 @@ class _Table:
         self.rows: Ints = np.arange(len(counts))
 
     def choice(self, picks: Ints) -> _Choice:
-        """Add up the units and values of a choice."""
+        """Return a choice with its units and values."""
         units = int(self.costs[self.rows, picks].sum())
         return _Choice(picks, units, float(self.values[self.rows, picks].sum()))
 
@@ -163,15 +163,15 @@ class _Table:
         return self.choice((self.values - price * self.costs).argmax(axis=1))
 
     def cheapest(self) -> _Choice:
-        """Return the best choice that takes no units."""
+        """Return the best choice that needs no units."""
         return self.choice(np.where(self.costs == 0, self.values, -np.inf).argmax(axis=1))
 
 
 def _best_price(table: _Table) -> tuple[float, _Choice, _Choice]:
-    """Return the price where D is least, and best choices there within and beyond the capacity.
+    """Return the price with the least D, and its best choices within and beyond the capacity.
 
-    D is the greatest of straight lines, one for every choice: where the lines of two choices meet
-    is a better price than either's, or the best.
+    D is the maximum of one straight line per choice: the price where the lines of two choices meet
+    is better than that of either, or the best.
     """
     outside = table.best_at(0.0)
     if outside.units <= table.capacity:
@@ -192,7 +192,7 @@ def _best_price(table: _Table) -> tuple[float, _Choice, _Choice]:
 
 
 def _filled(table: _Table, inside: _Choice, outside: _Choice) -> _Choice:
-    """Raise a choice within the capacity: give what it leaves to some jobs, as `outside` does."""
+    """Improve a choice within the capacity by exchanges towards `outside`."""
     more = table.costs[table.rows, outside.picks] - table.costs[table.rows, inside.picks]
     left = table.capacity - inside.units
     fits = (np.cumsum(more) <= left) & (np.cumsum(np.maximum(more, 0)) <= left)

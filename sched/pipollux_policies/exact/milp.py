@@ -1,20 +1,20 @@
-"""A small cluster solved whole: configurations and nodes in one mixed-integer program.
+"""Exact solution of a small cluster: configurations and nodes in one mixed-integer program.
 
 Symbols: job j, shape s, node n, R replicas on m nodes.
 
     x[j, s, R, m]  1 if job j gets R replicas of shape s on m nodes      x[j, stay], x[j, nothing]
-                   twice if it can be resized: with a survivor, and anyhow
+                   two of them if it is resizable: with and without a survivor
     y[j, s, n]     replicas on a node, an integer         z[j, s, n]  1 if there are any
     d[j, n]        1 if job j is distributed and lies on node n
 
     max Σ gain · x            Σ x = 1 for every job
     Σ_n y = Σ R · x           Σ_n z = Σ m · x             z ≤ y ≤ fits · z
-    Σ need · y + what staying jobs hold ≤ free            for every node and resource
-    d ≥ z + Σ_{m>1} x − 1     Σ_j d + the surviving replicas distributed ≤ 1 on every node
+    Σ need · y + resources of staying jobs ≤ free         for every node and resource
+    d ≥ z + Σ_{m>1} x − 1     Σ_j d + staying distributed jobs ≤ 1 on every node
     Σ x with a survivor ≤ Σ z on the nodes where the job has replicas
 
-Where free slots lie scattered it is exact and the knapsack is not. It is slow: for a handful of
-jobs and nodes only.
+It is exact where free slots are scattered, and the knapsack is not. It is slow: use it only for a
+handful of jobs and nodes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .configurations import NOTHING, Instance, JobConfigurations
 from .objective import Held, ObjectiveValue
 from .relaxation import SCALE
 
-_NODE_LIMIT = 5000  # of the search tree; a bound that is not a time keeps the policy a function
+_NODE_LIMIT = 5000  # search tree; a time limit would make results depend on the machine
 
 
 class _Choice(NamedTuple):
@@ -42,7 +42,7 @@ class _Choice(NamedTuple):
 
     job: int
     shape: int
-    """−1: nothing; −2: to stay."""
+    """−1: the empty allocation; −2: to stay."""
     replicas: int
     num_nodes: int
     gain: float
@@ -54,7 +54,7 @@ _NO_SHAPE, _STAY = -1, -2
 
 
 class _Program:
-    """Columns and rows of the program, as they are added."""
+    """Columns and rows of the program, in order of addition."""
 
     def __init__(self) -> None:
         self.upper: list[float] = []
@@ -64,7 +64,7 @@ class _Program:
         self._bounds: list[tuple[float, float]] = []
 
     def column(self, upper: float, value: float = 0.0, *, integral: bool = True) -> int:
-        """Add a variable from 0 to `upper`."""
+        """Add a variable with values from 0 to `upper`."""
         self.upper.append(upper)
         self.value.append(value)
         self.integral.append(int(integral))
@@ -76,7 +76,7 @@ class _Program:
         self._bounds.append((low, high))
 
     def solve(self) -> Floats | None:
-        """Return the variables at the optimum; None if it was not found within the limit."""
+        """Return the variables at the optimum; None if the limit was reached first."""
         entries = [(r, c, v) for r, terms in enumerate(self._rows) for c, v in terms.items()]
         rows, columns, values = (np.array(part) for part in zip(*entries, strict=True))
         matrix = csr_array((values, (rows, columns)), shape=(len(self._rows), len(self.upper)))
@@ -98,11 +98,11 @@ def solve_whole(instance: Instance, worth: ObjectiveValue, gains: Floats) -> lis
 
     Args:
         instance: jobs and nodes.
-        worth: the gains of configurations.
-        gains: of `worth`.
+        worth: computes the gains of configurations.
+        gains: the gains from `worth`.
 
     Returns:
-        The allocation of every job; None if the search stopped without any answer.
+        The allocation of every job; None if the search reached its limit without a solution.
     """
     program = _Program()
     nodes = instance.nodes

@@ -1,4 +1,4 @@
-"""The nodes as arrays, and what they hold of each kind of replica."""
+"""The nodes as arrays, and their capacity for each kind of replica."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ class Nodes:
     """N usable nodes with T kinds of resources, in the order of `by_safety`."""
 
     names: Sequence[Any]
-    """The preemptible ones come last."""
+    """Preemptible nodes come last."""
     gpu_types: NDArray[np.str_]
     """(N,)"""
     kinds: Sequence[str]
     """Names of the T resources."""
     capacity: Ints
-    """(N, T): what they have."""
+    """(N, T): all resources of the nodes."""
     free: Ints
-    """(N, T): what pinned jobs leave of it."""
+    """(N, T): the resources that pinned jobs leave."""
     template: NodeInfo
-    """A node as could be rented; it counts only for what a node can hold."""
+    """A node that could be rented; only its resources count."""
     closed: Bools
-    """(N,): nodes that take no new jobs; jobs that are there may stay."""
+    """(N,): nodes that accept no new jobs; their current jobs may stay."""
     _kept: dict[tuple[str, Any], Any] = field(default_factory=dict)
-    """Answers of the methods below, by method and kind of replica."""
+    """Cached results of the methods below, by method and kind of replica."""
 
     def need(self, shape: ReplicaShape) -> Ints:
-        """Return what one replica of a shape holds: (T,)."""
+        """Return the resources of one replica of a shape, (T,)."""
         need: Ints = self._keep("need", shape, self._need)
         return need
 
     def allowed(self, shape: ReplicaShape) -> Bools:
-        """Tell which nodes may take a replica of a shape: (N,)."""
+        """Return the nodes that may hold a replica of a shape, (N,)."""
         allowed: Bools = self._keep("allowed", shape, self._allowed)
         return allowed
 
@@ -52,17 +52,17 @@ class Nodes:
         return self.need(shape), self.allowed(shape)
 
     def of_type(self, shape: ReplicaShape) -> Bools:
-        """Tell which nodes have GPUs that a shape is for: (N,)."""
+        """Return the nodes whose GPUs fit a shape, (N,)."""
         of_type: Bools = self._keep("of_type", shape, self._of_type)
         return of_type
 
     def reach(self, shape: ReplicaShape) -> Ints:
-        """Return how many replicas of a shape the roomiest 1, 2, … nodes hold: (N,)."""
+        """Return how many replicas of a shape the roomiest 1, 2, … nodes hold, (N,)."""
         reach: Ints = self._keep("reach", shape, self._reach)
         return reach
 
     def sizes(self, shape: ReplicaShape, job: JobInfo) -> tuple[Ints, Ints]:
-        """Return the numbers of nodes, the fewest, and of replicas that a job may have: (C,)."""
+        """Return the possible numbers of nodes (the fewest) and of replicas of a job, (C,)."""
         reach = self.reach(shape)
         least = job.least_replicas
         most = min(job.most_replicas(shape), int(reach[-1]) if reach.size else 0)
@@ -74,12 +74,12 @@ class Nodes:
         return found
 
     def per_node(self, shape: ReplicaShape) -> int:
-        """Return how many replicas of a shape the largest node, rented or not, holds."""
+        """Return how many replicas of a shape the largest node holds, rented nodes included."""
         per_node: int = self._keep("per_node", shape, self._per_node)
         return per_node
 
     def share(self, shape: ReplicaShape) -> float:
-        """Return the largest share of any resource of its possible nodes that a replica holds."""
+        """Return the largest share of any resource of its possible nodes that one replica needs."""
         share: float = self._keep("share", shape, self._share)
         return share
 
@@ -111,7 +111,7 @@ class Nodes:
 
     def _share(self, shape: ReplicaShape) -> float:
         need, total = self.need(shape), self.capacity[self.of_type(shape)].sum(axis=0)
-        # Of a resource that no node has, a replica takes the whole.
+        # If no node has a resource, a replica needs all of it.
         shares = np.where(total > 0, need / np.maximum(total, 1), 1.0)
         return float(shares[need > 0].max(initial=0.0))
 
@@ -122,7 +122,7 @@ def build_nodes(
     pinned: Mapping[Any, Sequence[Any]],
     template: NodeInfo,
 ) -> Nodes:
-    """Return the usable nodes with what pinned jobs leave of them."""
+    """Return the usable nodes, without the resources of pinned jobs."""
     names = by_safety(usable_nodes(nodes))
     held = {shape.holds for job in jobs.values() for shape in job.all_shapes}
     kinds = sorted({kind for _, resources in held for kind, _ in resources})
@@ -142,7 +142,7 @@ def close_nodes(
     jobs: Mapping[Any, JobInfo],
     nodes: Mapping[Any, NodeInfo],
 ) -> None:
-    """Close nodes: leave free only what jobs that may stay hold there."""
+    """Close nodes: keep free only the resources of jobs that may stay there."""
     held = _held(places, allocations, jobs, nodes)[closed]
     places.free[closed] = np.minimum(places.free[closed], held)
     places.closed[closed] = True
@@ -154,7 +154,7 @@ def _held(
     jobs: Mapping[Any, JobInfo],
     nodes: Mapping[Any, NodeInfo],
 ) -> Ints:
-    """Return what allocations hold of every node: (N, T)."""
+    """Return the resources that allocations hold on each node, (N, T)."""
     index = {name: number for number, name in enumerate(places.names)}
     held = np.zeros_like(places.capacity)
     for name, allocation in allocations.items():

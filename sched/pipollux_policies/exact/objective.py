@@ -1,4 +1,4 @@
-"""Objectives of the exact policy: sums over jobs, so that the optimum is a knapsack's.
+"""Objectives of the exact policy: sums over jobs, so that a knapsack finds the optimum.
 
 An objective gives every configuration of every job a gain, in any unit, and the policy maximises
 the sum of gains. A job's gain must not depend on the allocations of other jobs.
@@ -22,7 +22,7 @@ from .reservation import Reservations
 
 
 class Held(NamedTuple):
-    """What a job holds, wherever it lies."""
+    """A job's shape and replicas, on any nodes."""
 
     shape: int
     """Index into its shapes."""
@@ -33,17 +33,18 @@ class ObjectiveValue(Protocol):
     """The gains of one instance."""
 
     def gains(self) -> Floats:
-        """Return the gain of every configuration of all jobs, as in `Instance.table`: (P,).
+        """Return the gains of all configurations, (P,), in the order of `Instance.table`.
 
-        Of one that a survivor can reach (`JobConfigurations.live`), it is the gain if one does.
+        The gain of a configuration that a resize can reach (`JobConfigurations.live`) assumes a
+        survivor.
         """
 
     def moved(self, job: int, speedup: float, held: Held, *, live: bool = False) -> float:
-        """Return the gain of a job whose allocation changes, by its new speedup.
+        """Return the gain of a job whose allocation changes.
 
         Args:
-            job: its index.
-            speedup: in the new allocation.
+            job: the index of the job.
+            speedup: the speedup on the new allocation.
             held: the new allocation.
             live: whether one of its replicas survives the change.
         """
@@ -53,14 +54,14 @@ class Objective(Protocol):
     """The objective to maximise."""
 
     def promise(self, instance: Instance) -> Reservations:
-        """Return the jobs that get something before any gain counts, and where they fit."""
+        """Return the promises of room that come before any gain."""
 
     def judge(self, instance: Instance, promises: Reservations) -> ObjectiveValue:
         """Return the gains of all jobs' configurations.
 
         Args:
-            instance: jobs and nodes, without room on nodes that promises have closed.
-            promises: from `promise`; a promise that is not kept must outweigh all gains.
+            instance: jobs and nodes, without the room on nodes that the promises close.
+            promises: from `promise`; a broken promise must outweigh all gains.
         """
 
 
@@ -77,7 +78,7 @@ class FairSpeedup:
     def __init__(self, power: float = -1.0) -> None:
         self._power = check_power(power)
 
-    def promise(self, instance: Instance) -> Reservations:  # noqa: ARG002  # the protocol's
+    def promise(self, instance: Instance) -> Reservations:  # noqa: ARG002  # required by the protocol
         """Promise nothing: the mean itself favours the jobs that have least."""
         return Reservations()
 

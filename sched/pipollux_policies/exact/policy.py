@@ -1,14 +1,13 @@
-"""The exact policy: a knapsack over all configurations of all jobs, then a placement, with a proof.
+"""The exact policy: a knapsack over all configurations of all jobs, a placement, and a bound.
 
-As a sum over jobs (`objective`), the best allocation that the cluster's slots allow is a
-multiple-choice knapsack, solved exactly and fast (`relaxation`). Its value bounds the value of any
-allocation. The placement (`assignment`) mostly reaches it, and is then optimal. Where it does not,
-small clusters are solved whole as a mixed-integer program (`milp`); for large ones the gap between
-both values bounds the loss.
+As a sum over jobs (`objective`), the best choice within the cluster's total slots is a
+multiple-choice knapsack, solved exactly and fast (`relaxation`). Its value is an upper bound on any
+allocation. The placement (`assignment`) mostly reaches it, and is then optimal. Otherwise small
+clusters are solved exactly as a mixed-integer program (`milp`); for large ones the gap between both
+values bounds the loss.
 
-A job moves only if that gains by the objective, and an allocation that is kept keeps its very list.
-A job that can be resized keeps as many of its replicas in place as that allows, where the gain
-is the same.
+A job moves only if the objective gains, and an unchanged allocation keeps its list. A resizable job
+keeps as many replicas in place as possible at the same gain.
 """
 
 from __future__ import annotations
@@ -32,21 +31,21 @@ from .reservation import Reservations
 
 _TOLERANCE = 1e-9
 _SMALL = 30
-"""Cells, jobs times nodes times shapes, up to which a cluster is solved whole."""
+"""Most cells (jobs × nodes × shapes) of a cluster that is solved exactly."""
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """A bound on how far an answer is from the optimum."""
+    """An upper bound on the loss against the optimum."""
 
     value: float
-    """The sum of gains that was reached."""
+    """The reached sum of gains."""
     bound: float
     """A sum of gains that no allocation exceeds."""
 
     @property
     def gap(self) -> float:
-        """The loss at most, relative to the bound; 0.0: the answer is optimal."""
+        """The largest possible loss, relative to the bound; 0.0: the answer is optimal."""
         return max(self.bound - self.value, 0.0) / max(abs(self.bound), 1e-300)
 
 
@@ -71,22 +70,22 @@ class ExactPolicy:
 
     @property
     def fairness(self) -> float | None:
-        """What its objective promises (`CompletionTime.fairness`); None: nothing."""
+        """`CompletionTime.fairness` of its objective; None: no promise."""
         return getattr(self._objective, "fairness", None)
 
     @property
     def scarcity(self) -> float | None:
-        """What its objective charges (`CompletionTime.scarcity`); None: nothing."""
+        """`CompletionTime.scarcity` of its objective; None: no charge."""
         return getattr(self._objective, "scarcity", None)
 
     @property
     def tail(self) -> float | None:
-        """How much more late jobs count (`CompletionTime.tail`); None: as usual, or not."""
+        """`CompletionTime.tail` of its objective; None: its default, or another objective."""
         return getattr(self._objective, "tail", None)
 
     @property
     def rank_power(self) -> float | None:
-        """How much more short jobs count (`CompletionTime.rank_power`); None: no more."""
+        """`CompletionTime.rank_power` of its objective; None: another objective."""
         return getattr(self._objective, "rank_power", None)
 
     allocate_job = staticmethod(place_arrival)
@@ -102,13 +101,13 @@ class ExactPolicy:
 
         Args:
             jobs: all jobs that are not done, by name.
-            nodes: all nodes with what jobs may use of them, by name.
+            nodes: all nodes with the resources that jobs may use, by name.
             base_allocations: one node name per replica of each running job.
-            node_template: a node as could be rented; fair shares count what such a node holds.
+            node_template: a node that could be rented; fair shares count its resources.
 
         Returns:
-            The allocation of every job (an empty list: it is queued), and the present number of
-            nodes: how many there should be is decided by `autoscale`.
+            The allocation of every job (empty: the job is queued), and the present number of nodes;
+            `autoscale` decides how many there should be.
         """
         allocations, _ = self.solve(jobs, nodes, base_allocations, node_template)
         return allocations, len(nodes)
@@ -120,7 +119,7 @@ class ExactPolicy:
         base_allocations: Mapping[Any, Sequence[Any]],
         node_template: NodeInfo,
     ) -> tuple[dict[Any, Allocation], Certificate]:
-        """Allocate as `optimize` does, and return how good the answer is."""
+        """Allocate like `optimize`, and return a bound on the loss."""
         instance = build_instance(jobs, nodes, base_allocations, node_template)
         promises = self._objective.promise(instance)
         if promises.closed:
@@ -162,7 +161,7 @@ def _solve(
 
 
 def _arrange(instance: Instance, worth: ObjectiveValue, gains: Floats, chosen: Ints) -> Assignment:
-    """Return the best of several arrangements; of equal ones the one that moves least."""
+    """Return the best of several arrangements; among equals the one with the fewest moves."""
     unmoved = Assignment(instance, worth, gains)
     tried = [unmoved] if unmoved.stay() else []
     first, complete = _filled(instance, worth, gains, chosen, keep=True)

@@ -1,22 +1,22 @@
-"""The ranks of jobs: what a second of a job's work costs all jobs that wait for it.
+"""The ranks of jobs: the cost of a second of a job's work to all jobs that wait for it.
 
 Symbols are those of `completion_time`:
 
-    T_j     what is left of job j, in seconds of the job's time and of its share of the cluster
-    L_j     what is left of it in its own time alone, in the same configuration
-    c_j     (age_j + L_j)^q      over the mean of all jobs
-    rank_j  the sum of c over job j and all with T / c of at least its own
+    T_j     remaining work of job j, as its time plus its share of the cluster
+    L_j     its remaining time alone, in the same configuration
+    c_j     (age_j + L_j)^q      divided by the mean over all jobs
+    rank_j  the sum of c over job j and all jobs with T / c of at least its own
 
-With q = 0 all c are 1, and the rank is the number of jobs with at least as much left: if shorter
-jobs go first, they are who waits for a second of job j's work. With q > 0 the sum is that of
-seconds weighted by what they add to the sum of JCT^(1 + q), where age_j + L_j stands for the time
-at which job j will complete: late jobs count more, and go before others that have as much left. The
-order by T / c is Smith's rule, with q = 1 that of the highest response ratio next.
+With q = 0 every c is 1, and the rank is the number of jobs with at least as much left: if shorter
+jobs go first, these wait for each second of job j's work. With q > 0 each waiting second is
+weighted by what it adds to the sum of JCT^(1 + q), where age_j + L_j stands for the completion time
+of job j: late jobs count more, and go before others with as much left. The order by T / c is
+Smith's rule; with q = 1 it is highest response ratio next.
 
-*Long* jobs are those with T / c above `LONG` times its mean over all jobs. In which order they are
-trained matters little for the average, as each of them takes long, but much for when the last of
-them ends: one after the other on many GPUs each they scale worst. So all have the same rank^a, the
-mean of theirs, and are trained side by side.
+*Long* jobs are those with T / c above `LONG` times its mean over all jobs. Their order matters
+little for the average, as each of them takes long, but much for the end of the last one: one after
+the other on many GPUs each they scale worst. So all of them get the mean of their rank^a, and are
+trained side by side.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from pipollux_policies.placement.node_choice import Floats, Ints
 from .configurations import Instance, JobConfigurations
 
 LONG = 2.0
-"""From how many times the mean of what jobs have left on a job is long. Jobs of a like length, as
-those of a sweep, are none."""
+"""A job is long from this multiple of the mean remaining work. Jobs of similar lengths, as in a
+sweep, are not long."""
 
 
 class Units(NamedTuple):
-    """What a second of one-replica work costs, by job; 0.0 if no configuration has a speedup."""
+    """The cost of a second of one-replica work, by job; 0.0 if no configuration has a speedup."""
 
     total: Floats
-    """u: in the job's own time and in the share of the cluster that it takes from others."""
+    """u: the job's own time plus the share of the cluster that it takes from others."""
     own: Floats
-    """In its own time, in the same configuration."""
+    """The job's own time, in the same configuration."""
 
 
 def unit_costs(instance: Instance) -> Units:
-    """Return u of every job, and its part that is the job's own time."""
+    """Return u of every job, and the part of it that is the job's own time."""
     table = instance.table
     fast = table.speedup > 0
     taken = instance.num_jobs * instance.share[table.shape] * table.replicas
@@ -60,7 +60,7 @@ def unit_costs(instance: Instance) -> Units:
 
 
 def mean_powers(instance: Instance, unit: Units, power: float, tail: float) -> Floats:
-    """Return E[rank^a] of each job, where long ones have the mean of theirs.
+    """Return E[rank^a] of each job; long jobs get their mean.
 
     Args:
         instance: the jobs.
@@ -80,7 +80,7 @@ def mean_powers(instance: Instance, unit: Units, power: float, tail: float) -> F
 
 
 def _level(powers: Floats, left: Floats, counts: Ints) -> Floats:
-    """Return rank^a of each value, that of long ones levelled: each its mean over all of them."""
+    """Return rank^a of each value, with that of long jobs replaced by their mean."""
     if not len(left):
         return powers
     likely = 1.0 / np.repeat(counts, counts)
@@ -91,10 +91,10 @@ def _level(powers: Floats, left: Floats, counts: Ints) -> Floats:
 
 
 def _costs(ends: Floats, counts: Ints, tail: float) -> Floats:
-    """Return c of each value: the ages at which jobs will complete to the power q, scaled."""
+    """Return c of each value: estimated age at completion to the power q, scaled."""
     if not tail or not len(ends):
         return np.ones(len(ends))
-    # A job that is about to end at once still counts.
+    # A job that is about to end still counts.
     ends = np.maximum(ends, 1.0)
     costs: Floats = (ends / ends.max()) ** tail
     costs /= _job_means(costs, counts).mean()
@@ -112,13 +112,13 @@ def _job_means(values: Floats, counts: Ints) -> Floats:
 
 
 def _ranks(jobs: Sequence[JobConfigurations], left: Floats, costs: Floats, counts: Ints) -> Floats:
-    """Return the expected rank of each value of what each job has left, one job after the other.
+    """Return the expected rank of each value of the remaining work, in order of jobs.
 
     Args:
-        jobs: the oldest first.
-        left: T / c of each of their values.
-        costs: c likewise.
-        counts: how many values each job has.
+        jobs: the jobs, oldest first.
+        left: T / c of each value.
+        costs: c of each value.
+        counts: the number of values of each job.
     """
     means = _job_means(costs, counts)
     turns = _turns(jobs)
@@ -127,20 +127,20 @@ def _ranks(jobs: Sequence[JobConfigurations], left: Floats, costs: Floats, count
     for members in _families(jobs):
         oldest_first = sorted(members)  # as in `left`: ties count for the same jobs
         mine = np.concatenate([values[job] for job in oldest_first])
-        # As long as each other: the one that has done most has least left.
+        # Members of a family have the same length: the one that has done most has least left.
         behind = np.cumsum(means[members][::-1])[::-1] - means[members]
         places = dict(zip(members, behind.tolist(), strict=True))
         more = np.array([places[job] for job in oldest_first])
         own = counts[oldest_first]
         among = _others_with_more(left[mine], costs[mine], own, turns[oldest_first])
         ranks[mine] += np.repeat(more, own) - among
-    return costs + np.maximum(ranks, 0.0)  # sums of costs that cancel may end below 0
+    return costs + np.maximum(ranks, 0.0)  # cancellation may make sums of costs negative
 
 
 def _families(jobs: Sequence[JobConfigurations]) -> list[list[int]]:
-    """Return the members of each family of two and more, those that have done most first."""
+    """Return the members of each family of at least two, those that have done most first."""
     found: dict[str, list[int]] = {}
-    # Of those that have done as much, those that have held least first, and of those the oldest.
+    # Ties: those that have held least come first, then the oldest.
     infos = [configs.job for configs in jobs]
     for job in sorted(
         range(len(jobs)),
@@ -152,9 +152,9 @@ def _families(jobs: Sequence[JobConfigurations]) -> list[list[int]]:
 
 
 def _turns(jobs: Sequence[JobConfigurations]) -> Ints:
-    """Return in which order jobs with equal work left come: the last one has the highest rank.
+    """Return the order of jobs with equal work left; the last one has the highest rank.
 
-    That is the one that has done and held least, as most jobs are short, and of those the oldest.
+    The last is the one that has done and held least, as most jobs are short, then the oldest.
     """
     infos = [configs.job for configs in jobs]
     order = sorted(
@@ -167,13 +167,13 @@ def _turns(jobs: Sequence[JobConfigurations]) -> Ints:
 
 
 def _others_with_more(left: Floats, costs: Floats, counts: Ints, turns: Ints) -> Floats:
-    """Return the expected costs of other jobs with at least as much left, for each value.
+    """Return the expected costs of the other jobs with at least as much left, for each value.
 
     Args:
         left: by job, the oldest first, equally likely values.
         costs: of each value.
-        counts: how many values each job has.
-        turns: by job, which of those with equal work left comes first.
+        counts: the number of values of each job.
+        turns: by job, the order of jobs with equal work left.
     """
     owner = np.repeat(np.arange(len(counts)), counts)
     share = costs / counts[owner]
@@ -181,7 +181,7 @@ def _others_with_more(left: Floats, costs: Floats, counts: Ints, turns: Ints) ->
     order = np.lexsort((-index, turns[owner], -left))
     more = np.empty(left.size)
     more[order] = np.cumsum(share[order])
-    # Without the job itself: its values so far, in that very order.
+    # Leave out the job itself, by summing its own values in the same order.
     mine = order[np.argsort(owner[order], kind="stable")]
     own = np.concatenate([[0.0], np.cumsum(share[mine])])
     begin = np.repeat(np.cumsum(counts) - counts, counts)

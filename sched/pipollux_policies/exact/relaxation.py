@@ -1,12 +1,12 @@
-"""The best choice of configurations within the cluster's total resources.
+"""The best choice of configurations within the total resources of the cluster.
 
-All nodes are treated as one, with as much of every resource as they have together. What can be
-placed on nodes can be chosen here, so the value of this choice bounds that of any allocation.
+All nodes count as one node with their total resources. Every choice that can be placed on nodes can
+be chosen here, so the value of this choice bounds that of any allocation.
 
-On one type of GPU only the scarcest resource is counted, and the choice is a multiple-choice
-knapsack (`knapsack`). With jobs that are for one of several types, it is a mixed-integer program
-over the configurations and the resources of each type, solved by HiGHS (Huangfu & Hall, 2018) to
-its optimum:
+With one type of GPU only the scarcest resource is counted, and the choice is a multiple-choice
+knapsack (`knapsack`). With jobs for one of several types, it is a mixed-integer program over the
+configurations and the resources of each type, solved to its optimum by HiGHS (Huangfu & Hall,
+2018):
 
     max Σ gain_c · x_c     Σ_c∈job x_c = 1     Σ_c cost_c,t · x_c ≤ capacity_t     x_c ∈ {0, 1}
 """
@@ -24,13 +24,13 @@ from .configurations import Instance
 from .knapsack import knapsack
 
 _STAY_BONUS = 1e-9
-"""The relative bonus of staying over what is as good."""
+"""The relative bonus of staying over an equally good configuration."""
 SCALE = 1e5
-"""The greatest gain as HiGHS sees it: it stops within 1e-6 of the optimum, whatever the unit."""
+"""Gains are scaled to this maximum for HiGHS, which stops within 1e-6 of the optimum."""
 
 
 _MOST_UNITS = 10**6
-"""Units of the scarcest resource up to which the knapsack is solved by dynamic programming."""
+"""Most units of the scarcest resource for dynamic programming."""
 
 
 def relax(instance: Instance, gains: Floats, *, whole_nodes: bool = False) -> tuple[Ints, float]:
@@ -39,8 +39,8 @@ def relax(instance: Instance, gains: Floats, *, whole_nodes: bool = False) -> tu
     Args:
         instance: jobs and nodes.
         gains: the gains of all configurations, (P,).
-        whole_nodes: count a configuration on several nodes, unless it is to stay, as if it took all
-            of these nodes: the choice then fits where distributed jobs must not share nodes.
+        whole_nodes: count a configuration on several nodes, except the one to stay, as if it took
+            these nodes whole: the choice then fits where distributed jobs must not share nodes.
 
     Returns:
         The configuration of every job, (J,), and the sum of their gains. No allocation exceeds it,
@@ -54,7 +54,7 @@ def relax(instance: Instance, gains: Floats, *, whole_nodes: bool = False) -> tu
         chosen = _choose_over_types(instance, costs, preferred)
     else:
         kind = _scarcest(instance, costs)
-        # Bytes of memory are counted in units as large as they can be.
+        # Count bytes of memory in their greatest common unit.
         unit = int(np.gcd.reduce(costs[:, kind])) or 1
         capacity = int(instance.nodes.free[:, kind].sum()) // unit
         if capacity <= _MOST_UNITS:
@@ -67,7 +67,7 @@ def relax(instance: Instance, gains: Floats, *, whole_nodes: bool = False) -> tu
 
 
 def _costs_of_whole_nodes(instance: Instance) -> Ints:
-    """Return the resources of every configuration, those on several nodes as if whole: (P, T)."""
+    """Return the resources of every configuration, whole nodes for those on several, (P, T)."""
     table = instance.table
     reach = np.stack([instance.nodes.reach(shape) for shape in table.kinds])
     held = reach[table.kind[table.shape], np.maximum(table.num_nodes, 1) - 1]
@@ -79,7 +79,7 @@ def _costs_of_whole_nodes(instance: Instance) -> Ints:
 
 
 def _scarcest(instance: Instance, costs: Ints) -> int:
-    """Return the resource that is scarcest relative to what all jobs could take."""
+    """Return the scarcest resource relative to what all jobs could use."""
     wanted = np.maximum.reduceat(costs, instance.table.first[:-1], axis=0).sum(axis=0)
     free = instance.nodes.free.sum(axis=0)
     return int((wanted / np.maximum(free, 1)).argmax())
@@ -88,7 +88,7 @@ def _scarcest(instance: Instance, costs: Ints) -> int:
 def _choose_over_types(instance: Instance, costs: Ints, gains: Floats) -> Ints:
     nodes, table = instance.nodes, instance.table
     types = sorted({kind.gpu_type for kind in table.kinds if kind.gpu_type is not None})
-    # One resource for every type, and one of all nodes together.
+    # One constraint per type, and one for all nodes together.
     of_type = [nodes.gpu_types == kind for kind in types]
     capacity = np.concatenate(
         [nodes.free.sum(axis=0), *(nodes.free[mask].sum(axis=0) for mask in of_type)]

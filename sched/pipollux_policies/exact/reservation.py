@@ -1,20 +1,20 @@
 """Promises of room to jobs that are behind, the furthest behind first.
 
 A job that is behind (`completion_time`: it has held slots for less than its part of its life) gets
-the least that it runs on before other jobs get more. If not all jobs that are behind fit at once, a
-sum over jobs would prefer narrow jobs for ever. So the order is strict:
+its least configuration before other jobs get more. If not all jobs that are behind fit together, a
+sum over jobs would prefer narrow jobs forever. So the order is strict:
 
-1. A running job that is within its turn keeps its least, where it is.
+1. A running job within its turn keeps its least configuration, in place.
 2. Then the others, by seconds behind, whatever their width. Each is placed as if only pinned jobs
-   and the jobs before it were there. Where it does not fit although enough is free in total, jobs
-   before it that are in its way are placed elsewhere.
-3. For a job that does not fit, the node with most of its room free is closed: it takes no new jobs,
-   so that it drains. Its room only grows, as nothing new comes and what is there only ends; another
-   node is chosen only if it has more room. So the next decision closes the same node until the job
-   fits, and no state is needed between two decisions.
+   and the jobs before it were present. If it does not fit although enough is free in total, earlier
+   jobs that are in its way are placed elsewhere.
+3. For a job that does not fit, the node with most of its room free is closed: it accepts no new
+   jobs, so that it drains. Its free room can only grow, and another node is chosen only if it has
+   more. So the next decision closes the same node until the job fits, without any state between
+   decisions.
 
 At most the promised part of the cluster's nodes are closed at once, and at least one may be. The
-queue ahead of a waiting job never grows, as all jobs fall behind at the same pace.
+queue ahead of a waiting job never grows, as all jobs fall behind at the same rate.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .configurations import Instance
 from .fair_share import FairClaim
 
 _ATTEMPTS = 8
-"""Nodes at most on which room is made for one job."""
+"""Most nodes on which room is made for one job."""
 
 
 class Behind(NamedTuple):
@@ -47,11 +47,11 @@ class Behind(NamedTuple):
     job: int
     """Index into the instance's jobs."""
     seconds: float
-    """Time for which it should have held its least by now, minus the time for which it did."""
+    """Seconds for which it should have held its least configuration by now, minus those it did."""
 
 
 class Least(NamedTuple):
-    """One shape of a job on its fewest replicas."""
+    """One shape of a job with its fewest replicas."""
 
     shape: int
     """Index into the job's shapes."""
@@ -60,7 +60,7 @@ class Least(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a job is promised room."""
+    """A place promised to a job."""
 
     shape: int
     nodes: NodeCounts
@@ -70,9 +70,9 @@ class Floor(NamedTuple):
     """The least speedups that keep a promise."""
 
     stays: float = 0.0
-    """Of a job that stays as it is."""
+    """For a job that stays as it is."""
     moved: float = 0.0
-    """Of one whose allocation changes."""
+    """For a job whose allocation changes."""
 
 
 @dataclass(frozen=True)
@@ -80,17 +80,17 @@ class Reservations:
     """Allocations that must be kept before any gain counts."""
 
     places: dict[int, Place] = field(default_factory=dict)
-    """By job; all of them fit at once, beside the pinned jobs."""
+    """By job; all of them fit together, beside the pinned jobs."""
     closed: tuple[int, ...] = ()
-    """Nodes that take no new jobs."""
+    """Nodes that accept no new jobs."""
     floors: dict[int, Floor] = field(default_factory=dict)
-    """By job, what keeps its promise; of a job without one, any allocation does."""
+    """By job, the speedups that keep its promise; without an entry, any allocation does."""
 
 
 def least_configurations(instance: Instance, job: int) -> list[Least]:
-    """Return the least that a job runs on in each of its shapes, the fewest slots first.
+    """Return the least configuration of a job in each of its shapes, the fewest slots first.
 
-    A shape that fits nowhere now counts as well: pinned jobs may be in the way.
+    Shapes that fit nowhere now are included: pinned jobs may be in the way.
     """
     first = instance.table.first_shape[job]
     shapes = instance.jobs[job].shapes
@@ -104,7 +104,7 @@ def least_configurations(instance: Instance, job: int) -> list[Least]:
 
 
 def least_slots(instance: Instance) -> Ints:
-    """Return the fewest slots that each job runs on, (J,); 0: it does not run."""
+    """Return the fewest slots of each job, (J,); 0: it cannot run."""
     table = instance.table
     most = np.iinfo(np.int64).max
     fewest = instance.least_replicas
@@ -118,8 +118,8 @@ def keep(instance: Instance, behind: Sequence[Behind], part: float) -> Reservati
 
     Args:
         instance: jobs and nodes.
-        behind: the jobs; those that run and may stay keep their least.
-        part: the share of nodes that may be closed; one always may be.
+        behind: the jobs; running ones that may stay keep their least configuration.
+        part: the share of nodes that may be closed; one may always be.
     """
     if not behind or not instance.nodes.names:
         return Reservations()
@@ -128,22 +128,22 @@ def keep(instance: Instance, behind: Sequence[Behind], part: float) -> Reservati
     for entry in running:
         ledger.hold(entry.job)
     waiting = [entry for entry in behind if not instance.jobs[entry.job].base]
-    # Of two that are as far behind the older comes first: that is the order of an instance's jobs.
+    # Ties: the older job first, which is the order of an instance's jobs.
     for entry in sorted(waiting, key=lambda entry: (-entry.seconds, entry.job)):
         ledger.promise(entry.job)
     return Reservations(ledger.places, tuple(ledger.closed))
 
 
 def grant(instance: Instance, claims: Sequence[FairClaim], part: float) -> Reservations:
-    """Promise jobs the speedups that they claim, as many as fit, in the order of the claims.
+    """Promise jobs the speedups that they claim, as many as fit, in order of the claims.
 
-    A job for which that is too much is promised the most that there is room for, and one for which
-    there is no room is served as in `keep`: others make way for its least, or a node drains.
+    If the claim does not fit, a job is promised the most that fits; if nothing fits, it is served
+    as in `keep`: others make room for its least configuration, or a node drains.
 
     Args:
         instance: jobs and nodes.
-        claims: the jobs, the most urgent first.
-        part: the share of nodes that may be closed; one always may be.
+        claims: the claims, the most urgent first.
+        part: the share of nodes that may be closed; one may always be.
     """
     if not claims or not instance.nodes.names:
         return Reservations()
@@ -155,7 +155,7 @@ def grant(instance: Instance, claims: Sequence[FairClaim], part: float) -> Reser
 
 
 class _Ledger:
-    """Promises made so far, and what they leave of the nodes."""
+    """The promises so far, and the remaining capacity of the nodes."""
 
     def __init__(self, instance: Instance, most_closed: int) -> None:
         self._instance = instance
@@ -163,7 +163,7 @@ class _Ledger:
         self._capacity = NodeCapacity(instance.nodes.free)
         self._open: Bools = np.ones(len(instance.nodes.names), dtype=bool)
         self._still_open: dict[int, Bools] = {}
-        """Of `Nodes.allowed`, by its id, what is not closed."""
+        """The open nodes of each `Nodes.allowed`, by its id."""
         self._most_closed = most_closed
         self._hopeless: set[tuple[bytes, bytes, int]] = set()
         self._joining: Ints = np.zeros(len(instance.nodes.names), dtype=np.int64)
@@ -171,7 +171,7 @@ class _Ledger:
         self.closed: list[int] = []
 
     def hold(self, job: int) -> None:
-        """Promise a running job the least that it needs of what it holds."""
+        """Promise a running job its least configuration, within its current allocation."""
         configs = self._instance.jobs[job]
         stay = configs.stay
         assert stay is not None  # noqa: S101  # it has a base
@@ -191,7 +191,7 @@ class _Ledger:
         leasts = least_configurations(self._instance, job)
         for least in leasts:
             need, allowed = self._wanted(job, least)
-            # Room only shrinks as promises are made.
+            # If it did not fit before, it does not fit now: room only shrinks.
             if self._hopeless and self._key(need, allowed, least) in self._hopeless:
                 continue
             nodes = self._capacity.find(need, allowed, least.replicas)
@@ -209,10 +209,10 @@ class _Ledger:
         return need.tobytes(), allowed.tobytes(), least.replicas
 
     def grant(self, claim: FairClaim) -> None:
-        """Promise a job what it claims, or the most that there is room for.
+        """Promise a job its claim, or the most that fits.
 
-        A job that runs keeps what it holds where a change saves less than it costs: there may be
-        room only for as much as it has.
+        A running job keeps its allocation if a change saves less than it costs: there may be room
+        only for its present size.
         """
         place = self._kept(claim) or self._found(claim.job, claim.wanted)
         if place is not None and not self._is_worth(claim, place):
@@ -223,18 +223,18 @@ class _Ledger:
             self._put(claim.job, place)
 
     def floor(self, claim: FairClaim) -> Floor:
-        """Return what keeps a promise: no more than what there is room for."""
+        """Return the speedups that keep a promise, at most those of the promised place."""
         place = self.places[claim.job]
         configs = self._instance.jobs[claim.job]
         has, stay = self._speedup(claim.job, place), configs.stay
-        # Not to be changed for an allocation that is no faster.
+        # Do not change a job for an allocation that is no faster.
         stays = min(claim.stays, has)
         if stay is not None and place == (configs.shape[stay], configs.base):
             return Floor(stays, claim.moved)
         return Floor(stays, min(claim.moved, has))
 
     def _kept(self, claim: FairClaim) -> Place | None:
-        """Return what a job holds if that is enough and there is room."""
+        """Return a job's current place if it is sufficient and still fits."""
         configs = self._instance.jobs[claim.job]
         stay = configs.stay
         if stay is None or configs.speedup[stay] < claim.stays:
@@ -242,7 +242,7 @@ class _Ledger:
         return self._base(claim.job)
 
     def _base(self, job: int) -> Place | None:
-        """Return what a job holds if it may stay and there is room."""
+        """Return a job's current place if it may stay and still fits."""
         configs = self._instance.jobs[job]
         stay = configs.stay
         if stay is None:
@@ -252,7 +252,7 @@ class _Ledger:
         return Place(shape, configs.base) if self._capacity.accepts(configs.base, need) else None
 
     def _is_worth(self, claim: FairClaim, place: Place) -> bool:
-        """Tell whether a place saves what a change costs; of a job that cannot stay it does."""
+        """Return whether a place saves the cost of the change; True if the job cannot stay."""
         configs = self._instance.jobs[claim.job]
         if configs.stay is None:
             return True
@@ -265,7 +265,7 @@ class _Ledger:
         return float(shape.speedup_fn(len(place.nodes), replicas))
 
     def _found(self, job: int, speedup: float) -> Place | None:
-        """Return room for the cheapest configuration that has a speedup, or else the fastest."""
+        """Return a place for the cheapest configuration with a speedup, or else for the fastest."""
         configs = self._instance.jobs[job]
         slots = (
             configs.replicas * np.array([shape.slots for shape in configs.shapes])[configs.shape]
@@ -313,7 +313,7 @@ class _Ledger:
         return self._nodes.need(self._instance.jobs[job].shapes[place.shape])
 
     def _make_room(self, need: Ints, allowed: Bools, replicas: int) -> NodeCounts | None:
-        """Place jobs of one node elsewhere so that replicas fit there; None if that fails."""
+        """Move jobs away from one node so that replicas fit there; None if that fails."""
         capacity = np.where(allowed, num_fitting(need, self._nodes.free), 0)
         possible = np.flatnonzero(capacity >= replicas)
         if not possible.size or (self._capacity.free.sum(axis=0) < replicas * need).any():

@@ -1,20 +1,20 @@
-"""What slots of a scarce type of GPU cost jobs that could run on another type.
+"""The cost of slots on a scarce type of GPU, charged to jobs that could run on another type.
 
-Some jobs run on one type of GPU only, for want of memory on the others, say. They are *captive*:
-whatever else runs on these GPUs makes all of them wait, also while others stand idle. Symbols:
+Jobs that can run on one type of GPU only, for example because of its memory, are *captive*: they
+all wait for any other job on these GPUs, even while other GPUs stand idle. Symbols:
 
     n_t        captive jobs of type t
     share      largest share of any resource of the nodes of its type that one replica holds
     R          replicas
 
-In each second, a job that has a choice and holds R replicas on type t makes every captive job wait
-for `share · R` seconds of the whole type. So it is charged
+In each second, a job with a choice that holds R replicas on type t delays every captive job by
+`share · R` seconds of the whole type. So it is charged
 
     n_t · share · R
 
-seconds of waiting per second. A sum over jobs as they are now does not see that: what it takes now
-may be little, but captive jobs wait for all of it, until the type has worked off its queue. Captive
-jobs are not charged, and without them nobody is: on one type of GPU nothing changes.
+seconds of waiting per second. A sum over the present jobs does not contain this cost: captive jobs
+wait until the type has worked off its queue. Captive jobs are not charged, and without captive jobs
+nobody is: on one type of GPU nothing changes.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from pipollux_policies.placement.node_choice import Floats
 from .configurations import Instance
 
 LEAST_KEPT = 0.01
-"""The share of its gain that a charge leaves at least: a slot that nobody else wants is used."""
+"""The least share of its gain that a charge leaves: a slot that nobody else wants is used."""
 
 
 def waiting_charges(instance: Instance) -> Floats:
-    """Return n_t · share of every shape of every job, (S,); 0.0 where there is nothing to pay."""
+    """Return n_t · share of every shape of every job, (S,); 0.0 without a charge."""
     table = instance.table
     charges = np.zeros(len(table.shapes))
     if all(shape.gpu_type is None for shape in table.kinds):
@@ -43,7 +43,7 @@ def waiting_charges(instance: Instance) -> Floats:
     runs[table.job[fast], gpu_type[table.shape[fast]]] = True
     captive = runs.sum(axis=1) == 1
     captives = runs[captive].sum(axis=0)
-    # A shape for any type is charged nothing: which one it takes is not chosen here.
+    # Shapes for any type are not charged: this choice does not fix their type.
     typed = np.array([name is not None for name in names])[gpu_type]
     pays = typed & (runs.sum(axis=1) > 1)[table.shape_job]
     charges[pays] = captives[gpu_type[pays]] * instance.share[pays]
@@ -51,6 +51,6 @@ def waiting_charges(instance: Instance) -> Floats:
 
 
 def charged(gains: Floats, charges: Floats) -> Floats:
-    """Return gains of at least 0 less charges, above 0 where they were."""
+    """Return gains minus charges; positive gains stay positive."""
     left: Floats = np.maximum(gains - charges, LEAST_KEPT * gains)
     return left

@@ -1,9 +1,9 @@
-"""A cluster by names: what each job holds, as whole replicas are placed one job after another.
+"""The allocations of a cluster, by name, while jobs are placed one after another.
 
-Every rule of `rules` that concerns nodes is kept here: replicas lie whole on usable nodes of
-the right type of GPU, nothing is overcommitted, and a node carries at most one distributed job. A
-pinned job may share its nodes with another distributed job that is there already, but no new one is
-put beside it: whether a job that has just started counts would otherwise depend on the moment.
+Enforces every rule of `rules` about nodes: replicas lie whole on usable nodes of the right type of
+GPU, nothing is overcommitted, and a node carries at most one distributed job. A pinned job may
+share its nodes with another distributed job that is already there, but no new one is placed beside
+it: otherwise the result would depend on when exactly a job has started.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .node_choice import (
 
 @dataclass(frozen=True)
 class ReplicaRequest:
-    """A number of replicas of one job, and where they may lie.
+    """A number of replicas of one job, and the nodes and shapes to choose from.
 
     Example:
         >>> shape = ReplicaShape(2, {"slots": 2}, lambda nodes, replicas: replicas)
@@ -48,26 +48,27 @@ class ReplicaRequest:
     """
 
     shapes: tuple[ReplicaShape, ...]
-    """The shapes that will do, the best first; all replicas are of one of them."""
+    """The acceptable shapes, best first; all replicas have the same one."""
     num_replicas: int
     within: frozenset[Any] | None = None
-    """The only nodes that will do; None: all."""
+    """The acceptable nodes; None: all."""
     max_nodes: int | None = None
-    """More nodes than this will not do; None: any number."""
+    """The most nodes; None: no limit."""
     stay: Allocation | None = None
-    """The only allocation that will do; the other fields are then not looked at."""
+    """The only acceptable allocation; the other fields are then ignored."""
 
 
 class ClusterState:
-    """The nodes, what is free on them, and what jobs hold.
+    """The nodes, their free resources, and the allocations of jobs.
 
-    A new state holds the pinned jobs, wherever they are.
+    A new state contains the pinned jobs, on all nodes.
 
     Args:
         jobs: all jobs, by name.
         nodes: all nodes, by name.
-        base_allocations: what jobs hold, and may keep.
-        running: what runs now, if that is something else: what survives a change is part of it.
+        base_allocations: allocations that jobs may keep.
+        running: the allocations in which jobs run, if they differ; replicas that survive a change
+            belong to these.
 
     Example:
         >>> from pipollux_policies import JobInfo, NodeInfo
@@ -99,7 +100,7 @@ class ClusterState:
         self._num_movable: Ints = np.zeros(len(infos), dtype=np.int64)
         self._masks: dict[frozenset[Any], Bools] = {}
         self.allocations: dict[Any, Allocation] = {}
-        """What jobs hold; a queued job is not in it."""
+        """Allocations by job, without queued jobs."""
         self.pinned = {
             name
             for name, job in jobs.items()
@@ -110,10 +111,10 @@ class ClusterState:
             self.put(name, as_allocation(jobs[name], base_allocations[name], nodes))
 
     def keep_running(self, wanted: Callable[[Any, Allocation], bool] | None = None) -> None:
-        """Leave running jobs where they are, as far as that breaks no rule.
+        """Keep running jobs on their nodes unless that breaks a rule.
 
         Args:
-            wanted: whether the job of this name shall stay on this allocation; None: all shall.
+            wanted: returns whether a job, by name, may keep this allocation; None: all may.
         """
         for name in by_arrival(self._jobs):
             if name in self.allocations or not self._base.get(name):
@@ -140,16 +141,16 @@ class ClusterState:
         return self._masks[within]
 
     def budget(self) -> Budget:
-        """Return what is free on all usable nodes together, by type of GPU."""
+        """Return the total free resources of the usable nodes, by type of GPU."""
         types = sorted(set(self._gpu_types[self._usable]))
         return Budget({t: self._total(self._usable & (self._gpu_types == t)) for t in types})
 
     def free_on(self, within: frozenset[Any]) -> dict[str, int]:
-        """Return what is free of each resource on those of some nodes that are usable."""
+        """Return the total free resources of those of these nodes that are usable."""
         return self._total(self._usable & self._mask(within))
 
     def num_without_distributed(self, within: frozenset[Any]) -> int:
-        """Return how many of some nodes are usable and carry no distributed job."""
+        """Return how many of these nodes are usable and carry no distributed job."""
         without = self._capacity.num_distributed == 0
         return int((self._usable & self._mask(within) & without).sum())
 
@@ -158,7 +159,7 @@ class ClusterState:
         return dict(zip(self._kinds, free.tolist(), strict=True))
 
     def fits(self, name: Any, allocation: Allocation) -> bool:
-        """Tell whether a job that holds nothing may have this allocation."""
+        """Return whether this allocation fits a job that holds nothing."""
         job, shape = self._jobs[name], allocation.shape
         if shape is None:
             return False
@@ -177,12 +178,12 @@ class ClusterState:
         return len(numbers) == 1 or not self._num_movable[numbers].any()
 
     def put(self, name: Any, allocation: Allocation) -> None:
-        """Give a job that holds nothing an allocation that fits."""
+        """Give an allocation that fits to a job that holds nothing."""
         self._change(name, allocation, 1)
         self.allocations[name] = allocation
 
     def take(self, name: Any) -> Allocation:
-        """Take from a job what it holds, and return it."""
+        """Remove a job's allocation and return it."""
         allocation = self.allocations.pop(name)
         self._change(name, allocation, -1)
         return allocation
@@ -197,8 +198,8 @@ class ClusterState:
     def find(self, name: Any, request: ReplicaRequest) -> Allocation | None:
         """Find nodes for a job that holds nothing (`find_nodes`), preemptible nodes last.
 
-        Of a job that can be resized, replicas stay where they are if that takes no more nodes,
-        and no more preemptible ones.
+        Replicas of a resizable job stay in place if that needs no more nodes, and no more
+        preemptible ones.
 
         Returns:
             An allocation; None only if the request cannot be met, so that freeing room never makes
@@ -233,7 +234,7 @@ class ClusterState:
         return np.array([possible[node] for node in self._names], dtype=np.int64)
 
     def _nearer(self, found: NodeCounts, keeping: NodeCounts | None) -> NodeCounts:
-        """Return nodes that keep replicas in place, if these are no worse than other nodes."""
+        """Return the nodes that keep replicas in place if they are no worse than the found ones."""
 
         def cost(nodes: NodeCounts) -> tuple[int, int]:
             return len(nodes), sum(bool(self._spot[node]) for node, _ in nodes)
@@ -246,7 +247,7 @@ class ClusterState:
 
 
 class Budget:
-    """What a cluster has in total, as if each type of GPU were one node.
+    """The total resources of a cluster, as if each type of GPU were one node.
 
     Args:
         free: amounts by type of GPU, then by kind of resource.
@@ -256,7 +257,7 @@ class Budget:
         self._free = {gpu_type: dict(amounts) for gpu_type, amounts in free.items()}
 
     def spend(self, shape: ReplicaShape, num_replicas: int) -> bool:
-        """Take what replicas hold, if there is enough left; tell whether there was."""
+        """Subtract the resources of replicas if enough are left; return whether there were."""
         needs = {kind: amount * num_replicas for kind, amount in shape.resources.items() if amount}
         types = list(self._free) if shape.gpu_type is None else [shape.gpu_type]
         rests = [self._free[gpu_type] for gpu_type in types if gpu_type in self._free]

@@ -1,4 +1,4 @@
-"""Placing one job that has just arrived, until all jobs are weighed against each other."""
+"""Placement of one arriving job, until the policy decides about all jobs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pipollux_policies.rules import usable_nodes
 
 
 def place_arrival(job_info: JobInfo, nodes: Mapping[Any, NodeInfo]) -> Allocation:
-    """Give a job its fewest replicas on the first node with room, without moving other jobs.
+    """Place a job's fewest replicas on the first node with room, without moving other jobs.
 
     Args:
         job_info: the job.
-        nodes: nodes with what is FREE on them.
+        nodes: nodes with their FREE resources.
 
     Returns:
         `min_replicas` (at least one) replicas on one usable node, safe nodes before preemptible
-        ones, in the first of the job's shapes for which there is room; else nothing.
+        ones, in the first of the job's shapes that fits; else an empty allocation.
     """
     usable, replicas = usable_nodes(nodes), job_info.least_replicas
     for shape in job_info.all_shapes:

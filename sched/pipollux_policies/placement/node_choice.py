@@ -1,7 +1,7 @@
-"""What is left of the nodes as replicas are placed on them, and where replicas go.
+"""The free resources of nodes while replicas are placed on them, and the choice of nodes.
 
-A replica lies whole on one node. A job's replicas go to one node if one has room, the tightest
-such; else to as few nodes as possible. A job on several nodes is *distributed*, and a node carries
+A replica lies whole on one node. A job's replicas go to the tightest single node that holds them
+all, else to as few nodes as possible. A job on several nodes is *distributed*, and a node carries
 at most one distributed job. Every policy places by these rules.
 """
 
@@ -21,17 +21,17 @@ Floats: TypeAlias = NDArray[np.float64]
 Bools: TypeAlias = NDArray[np.bool_]
 A = TypeVar("A", bound=np.generic)
 NodeCounts: TypeAlias = tuple[tuple[int, int], ...]
-"""(node, number of replicas) of every node that a job lies on."""
+"""(node, number of replicas) for every node of a job."""
 
 
 def amounts(infos: Iterable[ReplicaShape | NodeInfo], kinds: Sequence[str]) -> Ints:
-    """Return what shapes hold or nodes have of each kind of resource: (len(infos), T)."""
+    """Return the resources of shapes or nodes by kind: (len(infos), T)."""
     rows = [[info.resources.get(kind, 0) for kind in kinds] for info in infos]
     return np.array(rows, dtype=np.int64).reshape(len(rows), len(kinds))
 
 
 def frozen(values: NDArray[A]) -> NDArray[A]:
-    """Return an array that cannot be written to any more."""
+    """Make an array read-only and return it."""
     values.flags.writeable = False
     return values
 
@@ -59,16 +59,16 @@ def find_nodes(
 
     Args:
         counts: (N,), how many of the replicas fit on each node.
-        closed: (N,), nodes that take no further distributed job.
+        closed: (N,), nodes that accept no further distributed job.
         num_replicas: how many replicas to place, at least 1.
-        preferred: (N,), nodes to prefer among those that are as tight for a whole job.
+        preferred: (N,), nodes to prefer among equally tight ones for a whole job.
         avoided: (N,), nodes to choose last, however tight they are.
-        claimed: (N,), how often nodes are claimed: of those with as much room the least go first.
-        max_nodes: the most nodes that will do; None: any number.
+        claimed: (N,), claims on nodes: of nodes with equal room, the least claimed go first.
+        max_nodes: the most nodes; None: no limit.
 
     Returns:
         The nodes in the order in which they are filled: the roomiest, then the tightest that holds
-        the rest. More room on any node never makes the answer None.
+        the rest. More room on any node never makes the result None.
 
     Example:
         >>> closed = np.array([False, False, False])
@@ -92,7 +92,7 @@ def find_nodes(
             if max_nodes is not None and len(found) >= max_nodes:
                 return None
             last = _tightest(counts, left, None, avoided, claimed)
-            assert last is not None  # noqa: S101  # this very node holds what is left
+            assert last is not None  # noqa: S101  # this node holds the rest
             return (*found, (last, left))
         found.append((node, count))
         counts[node] = 0
@@ -109,19 +109,19 @@ def find_keeping(
     claimed: Ints | None = None,
     max_nodes: int | None = None,
 ) -> NodeCounts | None:
-    """Find nodes for all replicas of a job that keep some of them where they are.
+    """Find nodes for all replicas of a job that keep some of them in place.
 
     Args:
         counts: (N,), how many of the replicas fit on each node.
-        closed: (N,), nodes that take no further distributed job.
+        closed: (N,), nodes that accept no further distributed job.
         num_replicas: how many replicas to place, at least 1.
         survivors: (N,), how many could stay on each node.
-        claimed: (N,), as in `find_nodes`, of the other nodes.
-        max_nodes: the most nodes that will do; None: any number.
+        claimed: (N,), as in `find_nodes`, for the other nodes.
+        max_nodes: the most nodes; None: no limit.
 
     Returns:
-        The fewest nodes of which one at least keeps a replica, and of such some that keep many.
-        None if there are none, or more than will do.
+        The fewest nodes of which at least one keeps a replica, with preference for many survivors.
+        None if there are none within `max_nodes`.
 
     Example:
         >>> open_nodes, survivors = np.array([False, False, False]), np.array([0, 1, 0])
@@ -144,7 +144,7 @@ def find_keeping(
         return None
     homes = homes[np.lexsort((-counts[homes], -stays[homes]))]
     enough = int(np.searchsorted(np.cumsum(counts[homes]), num_replicas)) + 1
-    # The roomiest needs the fewest others.
+    # The roomiest node needs the fewest others.
     roomiest = homes[[counts[homes].argmax()]]
     open_counts = np.where(closed, 0, counts)
     tried = [
@@ -163,7 +163,7 @@ def find_keeping(
 def _spread(
     counts: Ints, homes: Ints, num_replicas: int, stays: Ints, claimed: Ints | None
 ) -> NodeCounts | None:
-    """Place replicas on some nodes of their job, and where these are full on others."""
+    """Place replicas on these current nodes of the job first, then on others."""
     placed: dict[int, int] = {}
     left = num_replicas
     for most in (stays, counts):
@@ -189,7 +189,7 @@ def _tightest(
     avoided: Bools | None,
     claimed: Ints | None,
 ) -> int | None:
-    """Return the node with the least room of those that hold all replicas, if one does."""
+    """Return the node with the least room among those that hold all replicas, if any."""
     enough = np.flatnonzero(counts >= num_replicas)
     if not enough.size:
         return None
@@ -204,34 +204,34 @@ def _tightest(
 
 
 def _narrow(nodes: Ints, wanted: Bools) -> Ints:
-    """Return the wanted ones of some nodes; all of them if none is wanted."""
+    """Return the wanted ones of these nodes; all of them if none is wanted."""
     chosen: Ints = nodes[wanted[nodes]]
     return chosen if chosen.size else nodes
 
 
 class _Counts(NamedTuple):
-    """What fits on each node, as it was when some changes had been made."""
+    """How many replicas fit on each node, after the first changes of a `NodeCapacity`."""
 
     need: Ints
     allowed: Bools
     counts: Ints
     wants: list[tuple[int, int]]
-    """What a replica holds, by index of the resource."""
+    """Index and amount of each resource that a replica needs."""
     by_room: dict[int, list[int]]
-    """Heaps of the nodes on which so many fit; a node may be in others, too, where it was."""
+    """Heaps of nodes by how many replicas fit; they may contain outdated entries."""
 
     def change(self, node: int, free: Sequence[int]) -> None:
-        """Take in what is free on a node."""
+        """Update the free resources of a node."""
         if self.allowed[node]:
             count = max(min([free[kind] // amount for kind, amount in self.wants]), 0)
             self.counts[node] = count
             heappush(self.by_room.setdefault(count, []), node)
 
     def tightest(self, num_replicas: int, claims: Ints) -> int | None:
-        """Return the first node with the least room of those that hold all replicas.
+        """Return the first node with the least room among those that hold all replicas.
 
         Args:
-            num_replicas: how many.
+            num_replicas: the number of replicas.
             claims: `NodeCapacity.claims`.
         """
         for room in sorted(room for room in self.by_room if room >= num_replicas):
@@ -243,7 +243,7 @@ class _Counts(NamedTuple):
         return None
 
     def _least_claimed(self, node: int, claims: Ints) -> int:
-        """Return the first of the nodes with as much room as this one, and the fewest claims."""
+        """Return the first, least claimed node among those with as much room as this one."""
         if not claims[node]:
             return node
         alike = np.flatnonzero(self.counts == self.counts[node])
@@ -251,7 +251,7 @@ class _Counts(NamedTuple):
 
 
 class NodeCapacity:
-    """What is free on N nodes, and how many distributed jobs each carries.
+    """The free resources of N nodes, and how many distributed jobs each carries.
 
     Args:
         free: (N, T), amounts of T resources.
@@ -263,18 +263,18 @@ class NodeCapacity:
         self.num_distributed: Ints = np.zeros(len(free), dtype=np.int64)
         """(N,)."""
         self.claims: Ints = np.zeros(len(free), dtype=np.int64)
-        """(N,): how many replicas of jobs that are still to be placed are there. Of nodes with as
-        much room, those with the fewest claims are found first."""
+        """(N,): current replicas on each node of jobs that are not placed yet. Of nodes with equal
+        room, those with the fewest claims are found first."""
         self._kept: dict[tuple[int, int], _Counts] = {}
-        """Answers of `counts`, by the ids of what was asked, which they hold on to."""
+        """Cached results of `counts`, by the ids of the arguments, which the entries keep alive."""
 
     def counts(self, need: Ints, allowed: Bools) -> Ints:
         """Return how many replicas fit on each of the allowed nodes, 0 elsewhere: (N,).
 
-        For arrays that are `frozen` the answer is kept up to date, until they are asked for again.
+        For `frozen` arrays, later changes of capacity update the cached result on the next call.
 
         Args:
-            need: what one replica holds, (T,).
+            need: the resources of one replica, (T,).
             allowed: (N,).
         """
         key = id(need), id(allowed)
@@ -285,22 +285,22 @@ class NodeCapacity:
             wants = [(kind, amount) for kind, amount in enumerate(need.tolist()) if amount]
             by_room: dict[int, list[int]] = {}
             for node, count in enumerate(found.tolist()):
-                by_room.setdefault(count, []).append(node)  # in order, which makes it a heap
+                by_room.setdefault(count, []).append(node)  # ascending order, which is a heap
             self._kept[key] = _Counts(need, allowed, found, wants, by_room)
         return self._kept[key].counts
 
     def forget(self) -> None:
-        """Keep no answers of `counts` up to date any more."""
+        """Drop the cached results of `counts`."""
         self._kept.clear()
 
     def put_all(self, owners: Ints, nodes: Ints, counts: Ints, needs: Ints) -> bool:
-        """Take the room of many jobs if there is enough for all; return whether there was.
+        """Allocate the room of many jobs if there is enough for all; return whether there was.
 
         Args:
             owners: the job of each entry, as an index.
-            nodes: its node.
-            counts: its number of replicas there.
-            needs: what one of them holds: (entries, T).
+            nodes: the node of each entry.
+            counts: the number of replicas there.
+            needs: (entries, T), the resources of one replica.
         """
         free, distributed = self.free.copy(), self.num_distributed.copy()
         np.subtract.at(free, nodes, counts[:, None] * needs)
@@ -341,7 +341,7 @@ class NodeCapacity:
         return max(int(counts.max(initial=0)), int(spread))
 
     def accepts(self, placed: NodeCounts, need: Ints) -> bool:
-        """Tell whether a job fits on these nodes."""
+        """Return whether a job fits on these nodes."""
         nodes = [node for node, _ in placed]
         if len(placed) > 1 and self.num_distributed[nodes].any():
             return False
@@ -349,7 +349,7 @@ class NodeCapacity:
         return bool(fits.all())
 
     def put(self, placed: NodeCounts, need: Ints) -> None:
-        """Take the room of a job's replicas."""
+        """Allocate the room of a job's replicas."""
         self._change(placed, need, 1)
 
     def take(self, placed: NodeCounts, need: Ints) -> None:

@@ -1,8 +1,8 @@
-"""Placing jobs in order of priority, and the requests of policies with fixed sizes.
+"""Placement of jobs by priority, and the requests of policies with fixed sizes.
 
-Running jobs that shall continue start where they are. Then each job that holds nothing is placed in
-turn: where there is room, else by preempting jobs of lower priority, as few of them as possible,
-the lowest priority first. Preempted jobs are placed again in their turn.
+Running jobs that should continue start where they are. Then each job that holds nothing is placed
+in turn: on free room, else by preempting as few jobs of lower priority as possible, the lowest
+priority first. Preempted jobs are placed again in their turn.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ S = TypeVar("S")
 def user_shapes(job: JobInfo) -> tuple[ReplicaShape, ...]:
     """Return the shapes for policies that do not choose a job's number of stages.
 
-    These are its own; and, if that is for one type of GPU, the first listed for each other type.
+    These are its own shape and, if that is for one type of GPU, the first one of each other type.
     """
     own = job.all_shapes[0]
     chosen: dict[str | None, ReplicaShape] = {own.gpu_type: own}
@@ -43,14 +43,14 @@ def request_of(job: JobInfo, num_replicas: int) -> ReplicaRequest:
 
 
 def fixed_request(job: JobInfo) -> ReplicaRequest:
-    """Return what a policy of fixed sizes gives a job: `requested_replicas` within its bounds."""
+    """Return the request of a fixed-size policy: `requested_replicas` within the bounds."""
     least = job.least_replicas
     most = max(job.most_replicas(shape) for shape in user_shapes(job))
     return request_of(job, min(max(job.requested_replicas or least, least), max(most, least)))
 
 
 def speedups(shape: ReplicaShape, num_nodes: Ints, num_replicas: Ints) -> Floats:
-    """Return the speedups of C allocations, (C,); 0 for one that is not a number."""
+    """Return the speedups of C allocations, (C,); 0 instead of NaN."""
     found = np.asarray(shape.speedup_fn(num_nodes, num_replicas), dtype=float)
     values: Floats = np.nan_to_num(np.maximum(np.broadcast_to(found, num_nodes.shape), 0), posinf=0)
     return values
@@ -62,12 +62,12 @@ def pack(
     """Place all jobs that hold nothing, the highest priority first.
 
     Args:
-        state: the cluster; jobs that shall stay, if possible, hold their allocations already.
+        state: the cluster; jobs that should stay, if possible, already hold their allocations.
         order: all jobs that may be placed or moved, the highest priority first.
-        wants: the requests of each job, the best first; a job that is not in it gets nothing.
+        wants: the requests of each job, best first; a job without an entry gets nothing.
 
     Returns:
-        For every job that was placed, the index of the request that was met.
+        For every placed job, the index of the request that was met.
     """
     met: dict[Any, int] = {}
     for rank, name in enumerate(order):
@@ -96,7 +96,7 @@ def _make_way(
 
 
 def unchanged(jobs: Jobs, one: Allocations, other: Allocations) -> bool:
-    """Tell whether every job has the same replicas on the same nodes in both."""
+    """Return whether every job has the same replicas on the same nodes in both."""
 
     def held(allocations: Allocations, name: Any) -> tuple[Counter[Any], int | None]:
         allocation = allocations.get(name, ())
@@ -129,16 +129,16 @@ def answer(
 
 
 def num_nodes_as_is(jobs: Jobs, nodes: Nodes) -> int:
-    """Return the number of nodes that policies without advice give: as many as there are."""
+    """Return the present number of nodes, for policies that do not advise on it."""
     return len(nodes) or (1 if jobs else 0)
 
 
 def place_alone(job: JobInfo, nodes: Nodes, num_replicas: int) -> Allocation:
-    """Place one arriving job without moving other jobs; nothing if there is no room.
+    """Place an arriving job without moving other jobs; empty if there is no room.
 
     Args:
         job: the job.
-        nodes: nodes with what is FREE on them.
+        nodes: nodes with their FREE resources.
         num_replicas: how many replicas to place.
     """
     state = ClusterState({"": job}, nodes, {})

@@ -1,8 +1,8 @@
-"""Jobs and nodes as arrays, in an order that does not depend on that of the mappings.
+"""Jobs and nodes as arrays, in an order that does not depend on the mappings.
 
-Each (job, shape) is a *row*: a state of the search gives each row its replicas per node, and at
-most one row of a job holds any. Nodes that are gone, not healthy or draining are no columns: they
-take no new replicas, and what pinned jobs hold there stays as it is.
+Each (job, shape) is a *row*: a state of the search has the replicas per node of each row, and at
+most one row of a job is not empty. Nodes that are gone, not healthy or draining have no column:
+they accept no new replicas, and pinned jobs keep their replicas there.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ class ClusterArrays:
     jobs: Sequence[JobInfo]
     """(J,)"""
     node_names: Sequence[Any]
-    """The real nodes only."""
+    """Names of the real nodes only."""
     job_of: Ints
-    """(I,): the job of each row; a job's rows lie side by side, its own shape's first."""
+    """(I,): the job of each row; the rows of a job are adjacent, its own shape first."""
     shapes: Sequence[ReplicaShape]
     """(I,)"""
     needs: Ints
-    """(I, T): what one replica holds."""
+    """(I, T): the resources of one replica."""
     capacity: Ints
-    """(N, T): what a node has."""
+    """(N, T): the resources of a node."""
     allowed: Bools
-    """(I, N): whether the row's replicas may lie on the node."""
+    """(I, N): whether the node may hold replicas of the row."""
     base: Ints
-    """(I, N): the current allocations, as far as they lie on nodes that are columns."""
+    """(I, N): the current allocations, on nodes that have a column."""
     base_rows: Ints
-    """(J,): the row that each job holds now; its first if it holds nothing."""
+    """(J,): the current row of each job; its first row if it holds nothing."""
     extents: Ints
-    """(J, 2): numbers of nodes and replicas that each job holds now, on any node."""
+    """(J, 2): current numbers of nodes and replicas of each job, on all nodes."""
     pinned: Bools
-    """(I,): of a job that must stay as it is."""
+    """(I,): rows of jobs that must stay as they are."""
     broken: Bools
-    """(I,): of a job that cannot stay as it is, so any decision changes it."""
+    """(I,): rows of jobs that cannot stay as they are."""
     live: Bools
-    """(I,): the row that a job holds now, if replicas in `base` can survive a change of it."""
+    """(I,): current rows whose replicas in `base` can survive a change."""
 
     @property
     def num_real(self) -> int:
@@ -79,17 +79,17 @@ class ClusterArrays:
 
     @cached_property
     def movable_jobs(self) -> Ints:
-        """The jobs that are not pinned, by number."""
+        """The indices of the jobs that are not pinned."""
         movable: Ints = np.flatnonzero(~self.pinned[self.first_rows])
         return movable
 
     def per_job(self, flags: Bools) -> Bools:
-        """Tell which jobs have a flagged row: (..., I) -> (..., J)."""
+        """Return which jobs have a flagged row: (..., I) -> (..., J)."""
         merged: Bools = np.logical_or.reduceat(flags, self.first_rows, axis=-1)
         return merged
 
     def held_row(self, job: int, state: Ints) -> int:
-        """Return the row in which a job holds something, or its first: state (I, N)."""
+        """Return the non-empty row of a job in a state (I, N), or its first row."""
         held = (row for row in self.spans[job] if state[row].any())
         return next(held, self.spans[job][0])
 
@@ -101,10 +101,10 @@ def build_cluster(
     template: NodeInfo,
     num_templates: int,
 ) -> ClusterArrays:
-    """Return jobs and nodes as arrays, whatever the order of the mappings.
+    """Return jobs and nodes as arrays, in an order that does not depend on the mappings.
 
-    Preemptible nodes come last. Pinned jobs come first, then those with the lowest
-    `min_replicas`, then the oldest.
+    Preemptible nodes come last. Pinned jobs come first, then those with the lowest `min_replicas`,
+    then the oldest.
     """
     base_of = {name: base_allocations.get(name, ()) for name in jobs}
     pins = {name: is_pinned(job, base_of[name], nodes) for name, job in jobs.items()}
@@ -147,7 +147,7 @@ def _allowed(job: JobInfo, nodes: Sequence[NodeInfo]) -> Bools:
 def _set_base(
     cluster: ClusterArrays, job: int, allocation: Sequence[Any], nodes: Mapping[Any, NodeInfo]
 ) -> None:
-    """Set what a job holds, and whether it can stay so."""
+    """Set a job's current allocation, and whether it can stay."""
     info, span = cluster.jobs[job], cluster.spans[job]
     shape = shape_of(info, allocation, nodes)
     row = next(i for i in span if cluster.shapes[i] is shape)

@@ -1,10 +1,10 @@
 """NSGA-II over allocation states, on pymoo (Deb et al. 2002; Pollux, OSDI'21, §4.2.1).
 
 The paper's operators, with a few additions. Crossover exchanges the jobs behind a random point.
-Mutation draws random replica counts, and half of the time does something sensible instead: it takes
-a job, and perhaps others in its way, and places them again. A part of the survivors always uses
-real nodes only, so that the search for a larger cluster cannot crowd out states that are possible
-now. All randomness comes from the generator that is passed in.
+Mutation draws random replica counts, or, half of the time, removes a job and perhaps others in its
+way and places them again. Part of the survivors use real nodes only, so that the search for a
+larger cluster cannot crowd out states that are possible now. All randomness comes from the
+generator that the caller passes.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from .state_builder import StateBuilder, replica_steps
 REAL_SHARE = 0.5
 """The share of survivors that is reserved for states on real nodes only."""
 MATING_ROUNDS = 3
-"""How often a generation retries for new states; pymoo's 100 take seconds where there are fewer
-different states than the population has members."""
+"""How often a generation retries for new states; pymoo's 100 take seconds if there are fewer
+distinct states than members of the population."""
 
 
 @dataclass(frozen=True)
 class Evolution:
-    """The outcome of one run."""
+    """The result of one run."""
 
     states: Ints
-    """(P, I, N): the last population."""
+    """(P, I, N): the final population."""
     objectives: Floats
-    """(P, 2): minus the fitness, and the cluster size, of each."""
+    """(P, 2): minus the fitness, and the cluster size, of each state."""
     best: Ints
     """(I, N): the best state found on real nodes."""
     num_generations: int
@@ -70,8 +70,7 @@ def evolve(
         rng: the only source of randomness.
         population: number of survivors of a generation.
         generations: the most generations.
-        patience: stop after this many generations in which neither the best state on real nodes
-            nor the best of all improved.
+        patience: stop after this many generations without a better state on real nodes or overall.
     """
     judge = _Judge(problem, start[0])
     mating = Mating(
@@ -109,7 +108,7 @@ def evolve(
 
 
 class _Judge(Problem):  # type: ignore[misc]  # pymoo is not typed
-    """Evaluates states, and remembers the best on real nodes."""
+    """Evaluates states, and stores the best on real nodes."""
 
     def __init__(self, problem: AllocationProblem, first: Ints) -> None:
         super().__init__(n_var=int(np.prod(problem.shape)), n_obj=2, vtype=int)
@@ -208,18 +207,18 @@ class _Mutation(Mutation):  # type: ignore[misc]  # pymoo is untyped
         result = states.copy()
         result[random] = self._draw(states[random], rng)
         if len(self._movable) and not random.all():
-            # A crossover's child need not be feasible, and jobs are placed in feasible states only.
+            # A crossover's child may be infeasible, and jobs can be placed in feasible states only.
             feasible = repair(self._problem, states[~random], rng)
             result[~random] = [self._replace_jobs(state, rng) for state in feasible]
         return result.reshape(len(X), -1)
 
     def _draw(self, states: Ints, rng: np.random.Generator) -> Ints:
-        """Give random cells random counts; a job's empty and used nodes are hit equally often."""
+        """Draw counts for random cells; a job's empty and used nodes are hit equally often."""
         real = self._problem.cluster.num_real
         used = np.count_nonzero(states, axis=2, keepdims=True)
         chance = 1.0 / np.maximum(np.where(states > 0, used, states.shape[2] - used), 1)
         hit = rng.random(states.shape) < chance
-        # Spare template nodes half of the time, or hardly any state fits the real ones.
+        # Skip template nodes half of the time: otherwise hardly any state fits the real ones.
         hit[rng.random(len(states)) < 0.5, :, real:] = False
         counts = rng.integers(0, self._problem.fits + 1, size=states.shape)
         drawn = np.where(hit, counts, states)
@@ -228,7 +227,7 @@ class _Mutation(Mutation):  # type: ignore[misc]  # pymoo is untyped
         return np.where(self._draw_rows(states, rng)[:, :, None], drawn, 0)
 
     def _draw_rows(self, states: Ints, rng: np.random.Generator) -> Bools:
-        """Choose a row of each job: mostly the one that holds replicas; about one job changes."""
+        """Choose a row of each job, mostly its current one; about one job changes."""
         cluster = self._problem.cluster
         stays = rng.random((len(states), cluster.num_jobs)) > 1.0 / cluster.num_jobs
         score = rng.random(states.shape[:2]) + (states.any(axis=2) & stays[:, cluster.job_of])
@@ -262,12 +261,12 @@ class _Mutation(Mutation):  # type: ignore[misc]  # pymoo is untyped
 
     @staticmethod
     def _draw_row(now: int, span: range, rng: np.random.Generator) -> int:
-        """Keep a job's shape half of the time, where it has several."""
+        """Draw a row of a job: half of the time its current one."""
         return now if len(span) == 1 or rng.random() < 0.5 else int(rng.choice(span))
 
 
 class _RealNodesSurvive(Survival):  # type: ignore[misc]  # pymoo is untyped
-    """NSGA-II's survival, run apart for states on real nodes only and for the rest."""
+    """NSGA-II's survival, run separately for states on real nodes only and for the rest."""
 
     def __init__(self, num_real: int) -> None:
         super().__init__(filter_infeasible=False)

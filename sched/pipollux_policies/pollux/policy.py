@@ -1,6 +1,7 @@
 """Pollux's allocation policy (OSDI'21, §4.2) for jobs whose replicas are whole pipelines.
 
-`docs/concepts/policies.md` has its formula; `benchmarks/policy-latency/notes.md` the differences.
+See `docs/concepts/policies.md` for the formula, and `benchmarks/policy-latency/notes.md` for the
+differences to the paper.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from .starting_states import starting_states
 
 @dataclass(frozen=True)
 class _Population:
-    """The last population, and what its axes stood for."""
+    """The last population, and the meaning of its axes."""
 
     states: Ints
     cluster: ClusterArrays
@@ -39,7 +40,7 @@ class PolluxPolicy:
     """Allocations by NSGA-II over the power mean of the jobs' speedups.
 
     The policy has no side effects. It keeps only the last population, from which the next call
-    starts. Two policies with the same seed give the same answers to the same sequence of calls.
+    starts. Two policies with the same seed return the same results for the same sequence of calls.
 
     Args:
         seed: of the policy's random numbers.
@@ -75,7 +76,7 @@ class PolluxPolicy:
         self._previous: _Population | None = None
 
     def __copy__(self) -> PolluxPolicy:
-        """Return an independent policy that answers as this one would."""
+        """Return an independent policy with the same state."""
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other._rng = copy.deepcopy(self._rng)
@@ -94,15 +95,15 @@ class PolluxPolicy:
 
         Args:
             jobs: all jobs that are not done, by name.
-            nodes: all nodes with what jobs may use of them, by name.
+            nodes: all nodes with the resources that jobs may use, by name.
             base_allocations: one node name per replica of each running job. A job on a node that is
                 not in `nodes` must restart.
-            node_template: a node as could be rented, for the advice on the number of nodes.
+            node_template: a node that could be rented, for the desired number of nodes.
 
         Returns:
-            The allocation of every job (an empty list: it is queued), feasible on `nodes`, and no
-            worse than the current one where that is feasible; and the number of nodes that the
-            paper's utility band advises. A job whose allocation is unchanged keeps its very list.
+            The allocation of every job (empty: the job is queued), feasible on `nodes`, and no
+            worse than the current one if that is feasible; and the number of nodes from the paper's
+            utility band. An unchanged allocation keeps its list.
         """
         usable = usable_nodes(nodes)
         if not jobs or not usable:
@@ -138,8 +139,8 @@ class PolluxPolicy:
 def carry_over(states: Ints, old: ClusterArrays, new: ClusterArrays) -> Ints:
     """Map states of an earlier cluster to a new one: (P, I, N) -> (P, I', N').
 
-    New jobs hold nothing; jobs and shapes that are gone are dropped; a new node takes over what was
-    planned for a template node. The result need not be feasible.
+    New jobs hold nothing; jobs and shapes that are gone are dropped; a new node inherits the
+    replicas of a template node. The result may be infeasible.
     """
     result = np.zeros((len(states), *new.base.shape), dtype=np.int64)
     rows = {key: row for row, key in reversed(list(enumerate(_row_keys(old))))}
@@ -166,7 +167,7 @@ def _row_keys(cluster: ClusterArrays) -> list[tuple[Any, ...]]:
 def _what_stays(
     jobs: Mapping[Any, JobInfo], nodes: Mapping[Any, NodeInfo], base: Allocations
 ) -> dict[Any, Allocation]:
-    """Return the allocations if no node takes new replicas: pinned jobs keep what they have."""
+    """Return the allocations if no node accepts replicas: only pinned jobs keep theirs."""
     result = {name: Allocation() for name in jobs}
     for name, job in jobs.items():
         held = base.get(name, ())
@@ -202,9 +203,9 @@ def _desired_nodes(
     nodes: Mapping[Any, NodeInfo],
     template: NodeInfo,
 ) -> int:
-    """Advise a number of nodes: the present one if the utility is in the band, else the nearest.
+    """Return the present number of nodes if the utility is in the band, else the nearest that is.
 
-    A utility above the band asks only for more nodes, one below it only for fewer.
+    A utility above the band can only add nodes, one below it only remove them.
     """
     band, jobs = UtilityBand(), dict(zip(cluster.job_names, cluster.jobs, strict=True))
     used = {node for allocation in allocations.values() for node in allocation}

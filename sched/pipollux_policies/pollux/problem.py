@@ -20,10 +20,10 @@ and is judged by two objectives, both minimised: minus the fitness, and the clus
     lost    = restarts · cost of one + elastic resizes · cost of one
     cost    = that of an elastic resize if a replica survives it (`change_cost`), else of a restart
 
-The fair share of a job is what it could hold of 1/J of the nodes that it can run on, rounded up; of
-several shapes, the fastest counts. The floor keeps the mean defined where a job holds nothing: such
-a job counts as one with `FLOOR` of its fair share's progress, so that starting it gains more than
-growing any other job.
+The fair share of a job is the most that fits into 1/J of its possible nodes, rounded up; of several
+shapes, the fastest counts. The floor keeps the mean defined if a job holds nothing: such a job
+counts as one with `FLOOR` of its fair share's progress, so that starting it gains more than growing
+any other job.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class AllocationProblem:
         jobs = cluster.jobs
         taken = np.einsum("in,it->nt", cluster.base[cluster.pinned], cluster.needs[cluster.pinned])
         self.free: Ints = np.maximum(cluster.capacity - taken, 0)
-        """(N, T): what pinned jobs leave."""
+        """(N, T): the resources that pinned jobs leave."""
         self.fits: Ints = self._counts(self.free)
-        """(I, N): replicas of a row on a node that holds nothing else but pinned jobs."""
+        """(I, N): replicas of a row on a node without other jobs than pinned ones."""
         self.min_replicas: Ints = np.array([jobs[j].least_replicas for j in cluster.job_of])
         """(I,)"""
         pairs = zip(cluster.job_of, cluster.shapes, strict=True)
@@ -62,17 +62,17 @@ class AllocationProblem:
         self.max_replicas: Ints = np.minimum(self._most, self.fits.sum(axis=1))
         """(I,): at most what fits; if below `min_replicas`, the row stays empty."""
         self.factors: Floats = np.array([job.change_factor(live=False) for job in jobs])
-        """(J,): of restarts."""
+        """(J,): the factors of restarts."""
         self.live_factors: Floats = np.array([job.change_factor(live=True) for job in jobs])
-        """(J,): of changes that a replica survives."""
+        """(J,): the factors of elastic resizes."""
         self.running: Bools = cluster.extents[:, 1] > 0
-        """(J,): whether the job holds anything now."""
+        """(J,): whether the job holds an allocation."""
         self._speedups = [_SpeedupTable(shape.speedup_fn) for shape in cluster.shapes]
         self.shares: Floats = self._dominant_shares()
-        """(I,): the largest share of any resource of the real nodes that the row may use, that one
-        replica holds."""
+        """(I,): the largest share of any resource of the row's possible real nodes that one replica
+        holds."""
         self.fair: Floats = self._fair_speedups()
-        """(J,): speedup on the fair share."""
+        """(J,): the speedup on the fair share."""
         self._pinned_speedups = self._speedups_of_pinned()
 
     def _counts(self, free: Ints) -> Ints:
@@ -82,7 +82,7 @@ class AllocationProblem:
     def _dominant_shares(self) -> Floats:
         num_real = self.cluster.num_real
         total = self.cluster.allowed[:, :num_real] @ self.cluster.capacity[:num_real]
-        # Of a resource that no real node has, a replica takes the whole.
+        # If no real node has a resource, a replica needs all of it.
         shares = np.where(total > 0, self.cluster.needs / np.maximum(total, 1), 1.0)
         shares[self.cluster.needs == 0] = 0.0
         dominant: Floats = shares.max(axis=1)
@@ -109,7 +109,7 @@ class AllocationProblem:
         return speedups
 
     def speedup(self, row: int, num_nodes: Ints, num_replicas: Ints) -> Floats:
-        """Return a job's speedup in a row; (P,), (P,) -> (P,)."""
+        """Return the speedups of a job in a row; (P,), (P,) -> (P,)."""
         return self._speedups[row](num_nodes, num_replicas)
 
     def row_values(self, row: int, cells: Ints) -> Floats:
@@ -127,7 +127,7 @@ class AllocationProblem:
         return values
 
     def losses(self, values: Floats) -> Floats:
-        """Return the jobs' terms of a sum that is least where the power mean is greatest."""
+        """Return the terms of a sum that is least where the power mean is greatest."""
         return -power_terms(values, self.power)
 
     def values(self, states: Ints) -> Floats:
@@ -160,7 +160,7 @@ class AllocationProblem:
         return fitness
 
     def cluster_sizes(self, states: Ints) -> Ints:
-        """Return the number of nodes up to the last that is used: (P, I, N) -> (P,)."""
+        """Return the number of nodes up to the last used one: (P, I, N) -> (P,)."""
         numbers = np.arange(1, self.shape[1] + 1)
         sizes: Ints = np.where(states.any(axis=1), numbers, 0).max(axis=1)
         return sizes
@@ -199,5 +199,5 @@ class _SpeedupTable:
     def _ask(self, pairs: Ints) -> None:
         answers = np.asarray(self._function(pairs[0], pairs[1]), dtype=float)
         answers = np.broadcast_to(answers, pairs.shape[1:])
-        # A speedup that is not a number counts as 0.
+        # NaN speedups count as 0.
         self._table[pairs[0], pairs[1]] = np.nan_to_num(np.maximum(answers, 0.0), posinf=0.0)

@@ -1,9 +1,9 @@
 """Repair of infeasible states, the constraint side of the genetic algorithm.
 
-Jobs are served one after another, each in one shape, and each reduced to what earlier jobs left:
-replicas that fit whole on each node, no node that already carries another distributed job, at most
-`max_replicas`; a job left with fewer than `min_replicas` gets nothing. Pinned jobs come first and
-keep what they have. All states of a population are repaired at once.
+Jobs are served one after another, each in one shape, and each is reduced to the room that earlier
+jobs left: only whole replicas on each node, no node with another distributed job, at most
+`max_replicas`; a job with fewer than `min_replicas` left gets nothing. Pinned jobs come first and
+keep their allocations. All states of a population are repaired at once.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from .problem import AllocationProblem
 
 
 def repair(problem: AllocationProblem, states: Ints, rng: np.random.Generator) -> Ints:
-    """Return feasible states next to `states`: (P, I, N) -> (P, I, N), feasible rows unchanged.
+    """Return feasible states near `states`: (P, I, N) -> (P, I, N); feasible states stay unchanged.
 
-    A feasible state comes back as it is. The order in which jobs are served, the shape of a job
-    that has several, and the nodes that a job with too many replicas loses, are drawn from `rng`.
+    The order of the jobs, the shape of a job that has several, and the nodes that a job with too
+    many replicas loses are drawn from `rng`.
     """
     cluster = problem.cluster
     result = np.zeros_like(states)

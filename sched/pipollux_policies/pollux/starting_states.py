@@ -26,14 +26,14 @@ MOST_SINGLE_CHANGES = 400
 def fill(
     problem: AllocationProblem, state: Ints, num_nodes: int, *, per_share: bool, skip: int = -1
 ) -> Ints:
-    """Give jobs more, always the step that gains most, until no step gains anything.
+    """Grow jobs by the step with the greatest gain, until no step gains anything.
 
     Args:
         problem: the problem.
-        state: (I, N), feasible; where to start.
+        state: (I, N), feasible; the start.
         num_nodes: place replicas on the first `num_nodes` nodes only.
-        per_share: divide gains by the share of the cluster that they take.
-        skip: a job that gets nothing more, by number.
+        per_share: divide gains by the share of the cluster that they need.
+        skip: the index of a job that does not grow.
     """
     builder = StateBuilder(problem, state, num_nodes)
     heap: list[tuple[float, int]] = []
@@ -44,7 +44,7 @@ def fill(
                 heapq.heappush(heap, (-step.gain, job))
     while heap:
         _, job = heapq.heappop(heap)
-        # Other jobs have taken room since this gain was computed, so it can only have fallen.
+        # Other jobs have used room since this gain was computed, so it can only have fallen.
         step = _best_step(problem, builder, job, per_share)
         if step is None:
             continue
@@ -57,7 +57,7 @@ def fill(
 
 
 class _Step(NamedTuple):
-    """An allocation that one job could get."""
+    """A possible next allocation of one job."""
 
     gain: float
     row: int
@@ -67,7 +67,7 @@ class _Step(NamedTuple):
 def _best_step(
     problem: AllocationProblem, builder: StateBuilder, job: int, per_share: bool
 ) -> _Step | None:
-    """Return the step that gains most: more replicas in the same shape, or another shape."""
+    """Return the step with the greatest gain: more replicas in the same shape, or another shape."""
     held_row, held = builder.rows[job], builder.held(job)
     now = int(held.sum())
     loss = float(problem.losses(problem.row_values(held_row, held[None]))[0])
@@ -82,7 +82,7 @@ def _best_step(
         gains = loss - problem.losses(problem.row_values(row, stacked))
         useful = gains > 1e-12 * abs(loss)
         if per_share:
-            # A better shape on no more than the job holds costs next to nothing.
+            # A better shape that needs no more than the current one costs next to nothing.
             extra = problem.shares[row] * stacked.sum(axis=1) - share
             gains = gains / np.maximum(extra, 1e-3 * problem.shares[row])
         index = int(np.where(useful, gains, -np.inf).argmax())
@@ -139,7 +139,7 @@ def _single_changes(problem: AllocationProblem, current: Ints) -> Iterator[Ints]
         if now:
             yield builder.state
             yield fill(problem, builder.state, num_real, per_share=True, skip=job)
-    # Every change concerns one job, so its gain does not depend on the whole state.
+    # Each change concerns one job, so its gain does not depend on the whole state.
     changes.sort(key=lambda change: -change.gain)
     for change in changes[:MOST_SINGLE_CHANGES]:
         state = current.copy()

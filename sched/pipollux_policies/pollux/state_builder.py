@@ -17,7 +17,7 @@ from .problem import AllocationProblem
 
 
 class StateBuilder:
-    """A state, and what it leaves of the nodes, while jobs are placed one by one.
+    """A state and the remaining room on the nodes, while jobs are placed one by one.
 
     Args:
         problem: the problem.
@@ -31,7 +31,7 @@ class StateBuilder:
         movable = state[~cluster.pinned]
         self.state = state.copy()
         self.rows = [cluster.held_row(job, state) for job in range(cluster.num_jobs)]
-        """(J,): the row in which each job holds its replicas."""
+        """(J,): the row that holds each job's replicas."""
         held = np.einsum("in,it->nt", movable, cluster.needs[~cluster.pinned])
         self._free: Ints = problem.free - held
         self._free[num_nodes:] = 0
@@ -39,16 +39,16 @@ class StateBuilder:
         self._num_distributed: Ints = np.count_nonzero(movable[spread], axis=0)
 
     def held(self, job: int) -> Ints:
-        """Return what a job holds: (N,)."""
+        """Return the replicas of a job: (N,)."""
         cells: Ints = self.state[self.rows[job]]
         return cells
 
     def remove(self, job: int) -> None:
-        """Take everything from a job."""
+        """Remove all replicas of a job."""
         self.give(self.rows[job], np.zeros_like(self.held(job)))
 
     def give(self, row: int, cells: Ints) -> None:
-        """Let the row's job hold these cells and nothing else; they must fit."""
+        """Set the cells of the row's job; they must fit."""
         job = int(self._problem.cluster.job_of[row])
         old_row, needs = self.rows[job], self._problem.cluster.needs
         for change, where, what in ((-1, old_row, self.state[old_row]), (1, row, cells)):
@@ -63,9 +63,8 @@ class StateBuilder:
         """Find nodes for all replicas of a row (`find_nodes`), as if its job held none.
 
         Returns:
-            (N,), of nodes that are as tight the one that the job is on now; of a job that can be
-            resized, replicas stay where they are unless the job is worth more elsewhere. None
-            if the replicas do not fit.
+            (N,); of equally tight nodes, the job's current one. Replicas of a resizable job stay in
+            place unless the job gains more elsewhere. None if the replicas do not fit.
         """
         base = self._problem.cluster.base[row]
         counts, closed = self._room_for(row)
@@ -83,7 +82,7 @@ class StateBuilder:
         return best
 
     def accepts(self, row: int, cells: Ints) -> bool:
-        """Tell whether a row's job could hold these cells."""
+        """Return whether a row's job could hold these cells."""
         counts, closed = self._room_for(row)
         shares = np.count_nonzero(cells) > 1 and bool((closed & (cells > 0)).any())
         return bool((cells <= counts).all()) and not shares

@@ -3,13 +3,13 @@
     minimise   Σ_j [ Σ_c cost_jc · x_jc + λ_j · (1 - Σ_c x_jc) ]       x_jc in {0, 1}, p < 0
     subject to Σ_c x_jc <= 1                                           for every job j
                Σ_j Σ_c use_jc[k, t] · x_jc <= free[k, t]               nodes of kind k, resource t
-               Σ_j Σ_c (nodes of jc, where several) · x_jc <= nodes[k]
+               Σ_j Σ_c (nodes of jc, if several) · x_jc <= nodes[k]
 
-    cost_jc = (change_jc · G_jc)^p        change_jc = 1 where c is what the job runs in now
+    cost_jc = (change_jc · G_jc)^p        change_jc = 1 if c is the current configuration
 
 G_jc is the goodput of job j in configuration c, scaled so that the least of a job's row is the
-number of slots of its smallest configuration (1 where a replica holds one slot). A *kind* of node
-is one type of GPU and one set of resources; the third rule keeps distributed jobs apart.
+number of slots of its smallest configuration (1 if a replica holds one slot). A *kind* of node is
+one type of GPU and one set of resources; the third rule keeps distributed jobs apart.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from pipollux_utils.c_stdout import silent_c_stdout
 
 @dataclass(frozen=True)
 class Constraint:
-    """One constraint of the cluster: the total of a resource on nodes of a kind."""
+    """One constraint: the total of a resource on all nodes of a kind."""
 
     kind: int
     resource: str | None
-    """None: nodes that carry a distributed job."""
+    """None: the number of nodes that carry a distributed job."""
 
 
 Use: TypeAlias = Mapping[Constraint, int]
 """Amounts by constraint."""
 
 _PRESOLVE_COLUMNS = 5000
-"""Below, presolving takes longer than it saves."""
+"""With fewer columns, presolving takes longer than it saves."""
 _FEASIBLE = (0, 1)
 """scipy's codes for: optimal, and a limit was reached."""
 
 
 @dataclass(frozen=True)
 class NodeKind:
-    """Nodes that are alike."""
+    """Nodes with equal types of GPU and resources."""
 
     names: frozenset[Any]
     node: NodeInfo
@@ -70,16 +70,16 @@ class Column:
     """G, scaled."""
     use: Use
     kind: int | None
-    """The index of its kind of nodes; None: the job runs so now, and it is not regular."""
+    """The index of its kind of nodes; None: the current, irregular configuration of the job."""
     scale: float = 1.0
     """G over speedup."""
 
 
 def configurations(job: JobInfo, kinds: Sequence[NodeKind]) -> tuple[Column, ...]:
-    """Return the regular configurations of a job that have any goodput, with G.
+    """Return the regular configurations of a job with a goodput above 0.
 
-    On one node of a kind 1, 2, 4, ... replicas; then whole nodes; and the job's fewest replicas, so
-    that its bounds exclude no job.
+    These are 1, 2, 4, ... replicas on one node of a kind; then whole nodes; and the job's fewest
+    replicas, so that its bounds exclude no job.
     """
     columns = []
     for number, kind in enumerate(kinds):
@@ -129,11 +129,11 @@ def _scaled(columns: Sequence[Column]) -> tuple[Column, ...]:
 def current_column(
     columns: Sequence[Column], held: Allocation, kind_of: Mapping[Any, int]
 ) -> tuple[int | None, Column]:
-    """Return the column of what a job holds: a regular one with its index, or a new one.
+    """Return the column of a job's allocation: a regular one with its index, or a new one.
 
     Args:
         columns: the job's regular columns.
-        held: what it holds.
+        held: its allocation.
         kind_of: the kind of each usable node.
     """
     shape, num_nodes = held.shape, len(set(held))
@@ -157,12 +157,12 @@ def current_column(
 
 
 def cost(job: JobInfo, column: Column, *, change: ChangeKind, power: float) -> float:
-    """Return (change · G)^p, infinite where that is 0 to a negative power.
+    """Return (change · G)^p; infinite if that is 0 to a negative power.
 
     Args:
         job: the job.
         column: its configuration.
-        change: what takes it there; `NONE` also for a queued job, as any start costs the same.
+        change: the kind of change to it; `NONE` also for a queued job, as all starts cost the same.
         power: p.
     """
     unchanged = change is ChangeKind.NONE
@@ -181,14 +181,14 @@ def solve(
     """Solve the program.
 
     Args:
-        rows: for every job its number, the cost of each of its columns less that of waiting
-            (cost - λ; columns with a value of 0 or more are ignored), and the columns.
+        rows: for every job its number, the cost of each of its columns minus that of waiting (cost
+            - λ; columns with 0 or more are ignored), and the columns.
         free: the capacity of each constraint.
         relative_gap: the relative distance from the optimum at which the search may stop.
-        time_limit: seconds, after which the best answer so far counts.
+        time_limit: seconds after which the best solution so far is used.
 
     Returns:
-        The index of the column of every job that runs; None: there was no answer in time.
+        The index of the column of every running job; None: there was no solution in time.
     """
     chosen = [
         (job, number, values[number], column)
@@ -230,7 +230,7 @@ def _constraints(chosen: Sequence[tuple[int, int, float, Column]], free: Use) ->
                 entries.append((row_of.setdefault(key, len(row_of)), place, amount))
     rows, places, amounts = (np.array(part) for part in zip(*entries, strict=True))
     limits = np.array([free.get(key, 0) if isinstance(key, Constraint) else 1 for key in row_of])
-    # Bytes of memory beside slots: make the numbers as small as they can be.
+    # Divide by the greatest common divisor, as bytes of memory and slots differ in scale.
     for row in (row for key, row in row_of.items() if isinstance(key, Constraint)):
         here = rows == row
         divisor = np.gcd.reduce(amounts[here])

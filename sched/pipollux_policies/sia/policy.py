@@ -1,8 +1,8 @@
 """Sia (Subramanya et al., SOSP'23): one integer program over all jobs' configurations.
 
-`milp` states the program and solves it. Its answer is placed here: jobs that keep their
+`milp` states the program and solves it; this module places the solution: jobs that keep their
 configuration stay, distributed jobs take whole nodes, others the tightest node that holds them, and
-jobs in the way are moved. `docs/concepts/policies.md` has its differences.
+jobs in the way are moved. See `docs/concepts/policies.md` for the differences to the paper.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from pipollux_policies.rules import Allocations, Jobs, Nodes, usable_nodes
 from .milp import Column, Constraint, NodeKind, configurations, cost, current_column, solve
 
 _AGE_WEIGHT = 1e-4
-"""The relative surcharge on waiting for the oldest job: of equals, the older one runs."""
+"""The relative surcharge on waiting for the oldest job: of equal jobs, the older one runs."""
 
 
 class SiaPolicy:
-    """Chooses stages, replicas and type of GPU of all jobs at once, near the optimum.
+    """Chooses stages, replicas and type of GPU of all jobs together, near the optimum.
 
     Args:
         power: p, below 0; lower is fairer.
-        waiting_cost: λ, what a queued job adds to the sum of the jobs' G^p.
+        waiting_cost: λ, the cost of a queued job in the sum of the jobs' G^p.
         relative_gap: the relative distance from the optimum at which the solver may stop.
-        time_limit: seconds for the solver, for each program. After them the best answer so far
-            counts; without one, running jobs stay and queued jobs fill what is free. Only then does
-            an answer depend on the machine.
+        time_limit: seconds for the solver, per program. After them the best solution so far is
+            used; without one, running jobs stay and queued jobs fill the free room. Only then does
+            the result depend on the machine.
 
     Raises:
         ValueError: a number is out of range; the message names it.
@@ -87,12 +87,12 @@ class SiaPolicy:
         """Choose and place the configurations of all jobs.
 
         Returns:
-            The allocation of every job (empty: it is queued), and the present number of nodes. The
-            sum that the program minimises is never above that of the current allocations.
+            The allocation of every job (empty: the job is queued), and the present number of nodes.
+            The sum that the program minimises is never above that of the current allocations.
         """
         cluster = _Cluster.of(jobs, nodes, base_allocations)
         state = ClusterState(jobs, nodes, base_allocations)
-        # What runs in a shape that its job has no more starts again in any case.
+        # Jobs whose shape no longer exists restart in any case.
         state.keep_running(
             lambda name, held: (
                 held.shape is not None and runs_as(base_allocations[name], held.shape)
@@ -118,7 +118,7 @@ class SiaPolicy:
         attempts = [] if chosen is None else [rounds.place(chosen, move=True)]
         if chosen == rounds.current:
             return None
-        # A choice that cannot be placed must not keep queued jobs from what is free.
+        # A choice that cannot be placed must not keep queued jobs from free room.
         for allocations, numbers in [*attempts, rounds.place(rounds.current, move=False)]:
             worth = rounds.worth(numbers, allocations)
             if worth < now - 1e-9 - self._gap * abs(worth):
@@ -133,14 +133,14 @@ class SiaPolicy:
         seniority: float,
         live: Collection[int] = (),
     ) -> Floats:
-        """Return the costs of columns less that of waiting: below 0 where running is better.
+        """Return the costs of columns minus that of waiting: below 0 if running is better.
 
         Args:
             job: the job.
             columns: its configurations.
-            current: the index of the column in which it runs; None: it is queued.
+            current: the index of its current column; None: it is queued.
             seniority: 1 for the oldest job, near 0 for the youngest.
-            live: the indices of columns to which a replica can survive.
+            live: the indices of columns that a replica can survive to.
         """
 
         def change(number: int) -> ChangeKind:
@@ -158,7 +158,7 @@ class SiaPolicy:
 
 @dataclass(frozen=True)
 class _Cluster:
-    """What stays the same in all rounds of one decision."""
+    """The parts of a decision that are the same in all rounds."""
 
     jobs: Jobs
     nodes: Nodes
@@ -166,7 +166,7 @@ class _Cluster:
     regular: dict[Any, tuple[Column, ...]]
     """Each job's regular configurations."""
     running: Allocations
-    """What runs now, whatever was decided in earlier rounds."""
+    """The current allocations, regardless of earlier rounds."""
 
     @classmethod
     def of(cls, jobs: Jobs, nodes: Nodes, running: Allocations) -> _Cluster:
@@ -184,7 +184,7 @@ class _Cluster:
         return cls(jobs, nodes, kinds, regular, running)
 
     def live_columns(self, name: Any, columns: Sequence[Column]) -> frozenset[int]:
-        """Return the indices of a job's columns to which a replica that runs now can survive."""
+        """Return the indices of a job's columns that a running replica can survive to."""
         job, held = self.jobs[name], self.running.get(name, ())
         survivors = possible_survivors(job, held, self.nodes).keys()
         if not survivors:
@@ -199,7 +199,7 @@ class _Cluster:
 
 
 def _limits(state: ClusterState, kinds: Sequence[NodeKind]) -> dict[Constraint, int]:
-    """Return what pinned jobs leave, by constraint."""
+    """Return the capacity that pinned jobs leave, by constraint."""
     limits: dict[Constraint, int] = {}
     for number, kind in enumerate(kinds):
         for resource, amount in state.free_on(kind.names).items():
@@ -224,7 +224,7 @@ class _Round:
         self._columns: list[tuple[Column, ...]] = []
         self._live: list[frozenset[int]] = []
         self.current: dict[int, int] = {}
-        """Index of the column that each job runs in, by number of the job."""
+        """Index of the current column of each job, by number of the job."""
         self.rows = []
         for number, name in enumerate(self._names):
             columns = self._add_current(number, cluster.regular[name], current[name])
@@ -257,11 +257,11 @@ class _Round:
         return self._policy.values(info, self._columns[job], now, seniority, live)
 
     def worth(self, numbers: dict[int, int], allocations: Allocations | None = None) -> float:
-        """Return the program's sum for the indices of columns, by number of the job.
+        """Return the program's sum for a choice of columns.
 
         Args:
-            numbers: the indices.
-            allocations: where the columns were placed; None: where the program assumes.
+            numbers: the index of a column, by number of the job.
+            allocations: the actual placement; None: the placement that the program assumes.
         """
         total = 0.0
         for job, number in sorted(numbers.items()):
@@ -276,7 +276,7 @@ class _Round:
     def place(
         self, chosen: dict[int, int], *, move: bool
     ) -> tuple[dict[Any, Allocation], dict[int, int]]:
-        """Place the chosen columns, or where one does not fit the next best of the job.
+        """Place the chosen columns, or the job's next best one if a column does not fit.
 
         Args:
             chosen: the index of a column, by number of the job.
@@ -284,7 +284,7 @@ class _Round:
                 try all of their columns.
 
         Returns:
-            What every running job holds, and the indices of its column.
+            The allocation of every running job, and the indices of its column.
         """
         cluster = self._cluster
         state = ClusterState(cluster.jobs, cluster.nodes, self._base, cluster.running)
@@ -314,7 +314,7 @@ class _Round:
         return column.num_nodes == 1, -column.slots, job
 
     def _fallbacks(self, job: int, number: int | None) -> list[int]:
-        """Return the chosen column, then by value those with no more slots that beat waiting."""
+        """Return the chosen column, then those with no more slots that beat waiting, best first."""
         columns, values = self._columns[job], self.rows[job][1]
         most = math.inf if number is None else columns[number].slots
         others = [n for n, column in enumerate(columns) if values[n] < 0 and column.slots <= most]

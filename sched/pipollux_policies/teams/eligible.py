@@ -1,4 +1,4 @@
-"""Which jobs of a team may hold slots at all, and how many: limits on jobs."""
+"""Which jobs of a team may hold slots: limits on the number and size of jobs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .team import Team, Teams
 def eligible(
     teams: Teams, jobs: Jobs, nodes: Nodes, base: Allocations
 ) -> tuple[dict[Any, JobInfo], dict[Any, str]]:
-    """Return the jobs that may hold slots, within their team's limits, and why the others may not.
+    """Return the jobs that may hold slots within their team's limits, and why the others may not.
 
-    Pinned jobs may always, and count. Of the others those of higher priority go first, then those
-    that run, then those that came first. One that may not preempt goes after all that run.
+    Pinned jobs always may, and count. The others go by priority, then running jobs first, then by
+    submission. A job that may not preempt goes after all running ones.
     """
     by_team: defaultdict[str, list[Any]] = defaultdict(list)
     for name, job in jobs.items():
@@ -40,8 +40,8 @@ def eligible(
             limited = _limited(jobs[name], team)
             if limited is None:
                 refused[name] = (
-                    f"team {team_name} allows {team.max_slots_per_job} slots for each job, and its "
-                    "least needs more"
+                    f"team {team_name} allows {team.max_slots_per_job} slots for each job, and "
+                    "this one needs more"
                 )
             elif left is not None and taken >= left:
                 refused[name] = f"team {team_name} has the {team.max_jobs} running jobs it may have"
@@ -52,7 +52,7 @@ def eligible(
 
 
 def runs_within_quota(teams: Teams, job: JobInfo) -> bool:
-    """Tell whether a job can run on its team's quota alone."""
+    """Return whether a job can run within its team's quota."""
     team = teams[job.team]
     limits = (team.quota, team.max_slots_per_job)
     return within(job, min(limit for limit in limits if limit is not None)) is not None

@@ -1,4 +1,4 @@
-"""Who holds, borrows and lends what, in numbers and in sentences."""
+"""Slots that teams hold, borrow and lend, as numbers and as explanations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .team import Team, Teams
 
 @dataclass(frozen=True)
 class TeamUse:
-    """What a team holds."""
+    """The slots of a team."""
 
     team: Team
     used: int
@@ -22,7 +22,7 @@ class TeamUse:
     lent: int = 0
     """Slots of its quota that others hold."""
     until: float | None = None
-    """When it gives slots back that it was told of, in seconds since the epoch; None: not yet."""
+    """When it returns slots after a notice, in seconds since the epoch; None: no notice."""
 
     @property
     def borrowed(self) -> int:
@@ -31,12 +31,12 @@ class TeamUse:
 
 
 def capacity_of(slots: Mapping[str, int], held: Mapping[str, int]) -> int:
-    """Return the slots of which loans are made: what nodes have that take jobs.
+    """Return the slots that can be lent: those of nodes that accept jobs.
 
-    Of the others, such as those that drain, what is held counts until it is left.
+    On other nodes, such as draining ones, the slots that jobs still hold count.
 
     Args:
-        slots: of the nodes that take jobs, by name.
+        slots: of the nodes that accept jobs, by name.
         held: slots that jobs hold on each node.
 
     Example:
@@ -49,15 +49,15 @@ def capacity_of(slots: Mapping[str, int], held: Mapping[str, int]) -> int:
 def team_uses(
     teams: Teams, held: Mapping[str, int], capacity: int, until: Mapping[str, float]
 ) -> dict[str, TeamUse]:
-    """Return what every team holds, by name.
+    """Return the slots of every team, by name.
 
-    Slots that are in nobody's quota are lent before those of teams; these lend evenly.
+    Slots in no quota are lent before those of teams; teams lend evenly.
 
     Args:
         teams: quotas and limits.
         held: slots that the jobs of each team hold.
-        capacity: slots of which loans are made: see `capacity_of`.
-        until: when each team gives slots back, for those that were told to.
+        capacity: slots that can be lent: see `capacity_of`.
+        until: when each team with a notice returns slots.
     """
     names = sorted(teams.by_name.keys() | held.keys())
     borrowed = sum(max(held.get(name, 0) - teams[name].quota, 0) for name in names)
@@ -70,7 +70,7 @@ def team_uses(
 
 
 def why_team_waits(uses: Mapping[str, TeamUse], name: str, *, preemptible: bool) -> str | None:
-    """Explain how its team keeps a job from running; None: it does not.
+    """Explain how a team keeps its job from running; None: it does not.
 
     Example:
         >>> why_team_waits({"a": TeamUse(Team("a", quota=2), 2)}, "a", preemptible=True)
@@ -90,19 +90,19 @@ def why_team_waits(uses: Mapping[str, TeamUse], name: str, *, preemptible: bool)
     if own.borrowed:
         text += f" and borrows {own.borrowed}"
     if own.used >= team.quota and team.borrow is not None and own.borrowed >= team.borrow:
-        return f"{text}, which is all that it may"
+        return f"{text}, the most that it may borrow"
     if own.used >= team.quota and not preemptible:
         return f"{text}, and a job that is not preemptible may not borrow"
     return "; ".join([text, *(_loan(use) for use in others)])
 
 
 def why_no_more(use: TeamUse, held: int, more: int) -> str | None:
-    """Explain how its team's limits keep a job that runs from more slots; None: they do not.
+    """Explain how a team's limits keep a running job from more slots; None: they do not.
 
     Args:
-        use: what its team holds.
+        use: the slots of its team.
         held: slots that the job holds.
-        more: slots that one replica more would take.
+        more: slots of one more replica.
 
     Example:
         >>> why_no_more(TeamUse(Team("a", max_slots_per_job=2), 2), 2, 1)

@@ -1,4 +1,4 @@
-"""Which team a job counts to, and its priority: the interface that `teams.yaml` implements."""
+"""The team and the priority of a job: the interface that `teams.yaml` implements."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .team import Teams
 
 
 class OwnedJob(Protocol):
-    """A job's name, and what decides its team and priority."""
+    """The fields of a job that determine its team and priority."""
 
     @property
     def name(self) -> str:
@@ -28,13 +28,13 @@ class OwnedJob(Protocol):
 
 
 class TeamMembership(Protocol):
-    """Teams of a cluster, with the rules that assign jobs to them."""
+    """The teams of a cluster, and the rules that assign jobs to them."""
 
     def for_policy(self) -> Teams:
-        """Return the quotas as policies use them."""
+        """Return the quotas in the form for policies."""
 
     def team_of(self, job: OwnedJob, /) -> str:
-        """Return the team that a job counts to."""
+        """Return the team of a job."""
 
     def priority_of(self, job: OwnedJob, /) -> tuple[int, bool]:
-        """Return a job's priority, and whether it preempts jobs of a lower one."""
+        """Return a job's priority, and whether it preempts jobs of lower priority."""

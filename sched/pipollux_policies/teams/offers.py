@@ -1,4 +1,4 @@
-"""What is left is offered to jobs that want more, so that no slot is idle that one could use."""
+"""Distribution of remaining slots to jobs that want more, so that no usable slot is idle."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from .team import Teams
 
 @dataclass
 class Offers:
-    """Allocations of all jobs that grow as long as somebody wants what is left.
+    """Grows the allocations of jobs while any job wants the remaining slots.
 
     Args:
         teams: quotas and limits.
         jobs: the jobs that may hold slots, within their limits.
         nodes: all nodes.
-        base: what jobs hold now.
+        base: the current allocations.
         wants: slots that the policy would give each job if its group were alone.
-        given: what they are given so far; changed in place.
+        given: the allocations so far; changed in place.
     """
 
     teams: Teams
@@ -39,27 +39,27 @@ class Offers:
     wants: Mapping[Any, int]
     given: dict[Any, Allocation]
     told: Collection[Any] = ()
-    """Jobs that stay as they are because they have had notice; others may not crowd them."""
+    """Jobs that stay as they are until their notice is over; others may not crowd them."""
     turns: float | None = None
-    """Turns that have passed at what cannot be divided among teams; None: they take none."""
+    """Number of past turns at slots that cannot be divided among teams; None: no turns."""
     _free: dict[Any, NodeInfo] | None = field(default=None, init=False)
-    """Usable nodes with what is left of them; None: it is to be computed again."""
+    """Usable nodes with their remaining resources; None: to be recomputed."""
     _held_now: Counter[str] | None = field(default=None, init=False)
 
     def make(self) -> None:
-        """Offer what is left: first to teams that hold less than their quota, then to all."""
+        """Offer the remaining slots: first to teams below their quota, then to all."""
         for may in (self._within_quota, self._within_limits):
             first = self._first_served() if may == self._within_limits else ()
             asked = self._in_turn()
             for name in sorted(asked, key=lambda n: (-self.jobs[n].priority, n not in first)):
                 if not self._restore(name, may) and name in first:
                     self._grow(name, may)
-            # One replica at a time, so that those with the least for their weight go first.
+            # One replica at a time, so that teams with the least per weight go first.
             while any(self._grow(name, may) for name in self._in_turn()):
                 pass
 
     def _in_turn(self) -> list[Any]:
-        """Return the jobs that want more, the ones to be asked first at the beginning."""
+        """Return the jobs that want more, in the order in which they are served."""
         held = self._held()
 
         def order(name: Any) -> tuple[Any, ...]:
@@ -71,11 +71,11 @@ class Offers:
         return sorted((n for n in self.jobs if self._slots(n) < self.wants.get(n, 0)), key=order)
 
     def _first_served(self) -> Collection[Any]:
-        """Return the jobs of the team whose turn it is at what cannot be divided.
+        """Return the jobs of the team whose turn it is at slots that cannot be divided.
 
-        Where jobs of several teams have nothing, as what each team may borrow is too little for
-        any of their replicas, what is left goes to one team after the other. A team that would
-        still borrow less than the others then has now, for its weight, needs not wait for its turn.
+        If jobs of several teams hold nothing because each team may borrow too little for one
+        replica, the teams take turns. A team that already borrows as much per weight as another one
+        would with its fewest replicas gets no turn.
         """
         idle = [n for n in self._in_turn() if not self.given[n] and not self._is_pinned(n)]
         if self.turns is None or not idle:
@@ -97,7 +97,9 @@ class Offers:
         return by_team[whose_turn(self.turns, even)] if even else ()
 
     def _restore(self, name: Any, may: Callable[[JobInfo, int], bool]) -> bool:
-        """Leave a job as it is, if there is room, rather than take from it what nobody needs."""
+        """Restore a job's current allocation if there is room, so that unneeded slots are not taken
+        from it.
+        """
         job, base = self.jobs[name], self.base.get(name, ())
         if not base or self._is_pinned(name):
             return False
@@ -107,7 +109,7 @@ class Offers:
         return more > 0 and known and may(job, more) and self._put(name, held)
 
     def _grow(self, name: Any, may: Callable[[JobInfo, int], bool]) -> bool:
-        """Give a job a replica more, or its fewest; return whether it got them."""
+        """Add one replica to a job, or give it its fewest; return whether it got them."""
         job, now = self.jobs[name], self.given[name]
         if self._is_pinned(name):
             return False
@@ -122,14 +124,14 @@ class Offers:
         if len(now) >= job.most_replicas(shape) or not may(job, shape.slots):
             return False
         room = [node for node in by_safety(free) if free[node].num_fitting(shape) > 0]
-        # Beside its other replicas first: on as few nodes as possible.
+        # Beside its other replicas first, to use few nodes.
         for node in sorted(room, key=lambda node: node not in now):
             if self._put(name, Allocation([*now, node], shape)):
                 return True
         return False
 
     def _put(self, name: Any, allocation: Allocation) -> bool:
-        """Give a job an allocation if there is room for it beside the others."""
+        """Set a job's allocation if it fits beside the others; return whether it did."""
         if not self._fits(name, allocation):
             return False
         self.given[name] = allocation
@@ -137,7 +139,7 @@ class Offers:
         return True
 
     def _room(self) -> Nodes:
-        """Return the usable nodes that have slots left, with what is left of them."""
+        """Return the usable nodes with free slots, with their free resources."""
         if self._free is None:
             held = {name: given for name, given in self.given.items() if given}
             left = usable_nodes(without(self.jobs, self.nodes, held))
@@ -160,7 +162,8 @@ class Offers:
         held[job.team] += more
         quota = self.teams[job.team].quota
         if not job.preemptible:
-            # What it holds cannot be taken back, so all of these are within the quota.
+            # Jobs that are not preemptible must stay within the quota: their slots cannot be
+            # reclaimed.
             fixed = {n: a for n, a in self.given.items() if not self.jobs[n].preemptible}
             if held_by_team(self.jobs, self.nodes, fixed)[job.team] + more > quota:
                 return False
@@ -173,7 +176,7 @@ class Offers:
         return held[job.team] <= quota or held.total() + unlent <= capacity
 
     def _fits(self, name: Any, new: Allocation) -> bool:
-        """Tell whether an allocation fits beside those of other jobs, and crowds no node."""
+        """Return whether an allocation fits beside those of other jobs, and crowds no node."""
         others = {n: a for n, a in self.given.items() if a and n != name}
         usable = usable_nodes(without(self.jobs, self.nodes, others))
         shape = shape_of(self.jobs[name], new, self.nodes)
@@ -195,7 +198,7 @@ class Offers:
 
 
 def _spread(job: JobInfo, free: Nodes) -> Allocation:
-    """Give a job its fewest replicas on as few nodes as possible, if there is room for them."""
+    """Place a job's fewest replicas on as few nodes as possible; empty if there is no room."""
     for shape in job.all_shapes:
         if job.least_replicas > job.most_replicas(shape):
             continue
@@ -210,7 +213,7 @@ def _spread(job: JobInfo, free: Nodes) -> Allocation:
 
 
 def _least_slots(job: JobInfo) -> int:
-    """Return the fewest slots that a job runs on."""
+    """Return the fewest slots of a job."""
     return job.least_replicas * min(shape.slots for shape in job.all_shapes)
 
 

@@ -16,18 +16,18 @@ def slots_of(job: JobInfo, held: Sequence[Any], nodes: Mapping[Any, NodeInfo]) -
 
 
 def within(job: JobInfo, slots: int, preferred: ReplicaShape | None = None) -> JobInfo | None:
-    """Return a job that never holds more than some slots; None: it does not run on so few.
+    """Return a job that never holds more than a number of slots; None: it needs more.
 
     Args:
         job: the job.
-        slots: how many.
-        preferred: the shape that it is to have if it fits; None: its own.
+        slots: the limit.
+        preferred: the shape that it gets if it fits; None: its own.
     """
     limits = {}
     for number, shape in enumerate(job.all_shapes):
         most = min(job.most_replicas(shape), slots // shape.slots)
-        # An allocation means the first shape of its stages that runs there (`shape_of`): without
-        # that one, a later one would be taken for it.
+        # An allocation stands for the first shape with its stages that runs there (`shape_of`): if
+        # that one does not fit, later ones with the same stages must be dropped too.
         hidden = any(
             earlier not in limits and _same_place(job.all_shapes[earlier], shape)
             for earlier in range(number)
@@ -37,7 +37,7 @@ def within(job: JobInfo, slots: int, preferred: ReplicaShape | None = None) -> J
     if not limits:
         return None
     stages = None if preferred is None else preferred.num_stages
-    # Those of as many stages keep their order, for the same reason.
+    # Shapes with the same number of stages keep their order, for the same reason.
     first, *rest = sorted(limits, key=lambda number: job.all_shapes[number].num_stages != stages)
     own = job.all_shapes[first]
     others = tuple(replace(job.all_shapes[n], max_replicas=limits[n]) for n in rest)
@@ -56,9 +56,9 @@ def within(job: JobInfo, slots: int, preferred: ReplicaShape | None = None) -> J
 
 
 def cut(job: JobInfo, held: Allocation, slots: int, nodes: Mapping[Any, NodeInfo]) -> Allocation:
-    """Return as much of an allocation as some slots hold, on as few nodes as possible.
+    """Return the part of an allocation that fits into a number of slots, on few nodes.
 
-    Nothing is left of one of which less than the job's fewest replicas would be.
+    The result is empty if the job's fewest replicas do not fit.
     """
     if slots_of(job, held, nodes) <= slots:
         return held
@@ -71,6 +71,6 @@ def cut(job: JobInfo, held: Allocation, slots: int, nodes: Mapping[Any, NodeInfo
 
 
 def _same_place(one: ReplicaShape, other: ReplicaShape) -> bool:
-    """Tell whether there are GPUs on which an allocation might mean either."""
+    """Return whether an allocation could stand for either shape on some type of GPU."""
     types = {one.gpu_type, other.gpu_type}
     return one.num_stages == other.num_stages and (len(types) == 1 or None in types)

@@ -1,7 +1,7 @@
-"""How many slots each team may hold: its quota first, then what is lent, by priority and weight.
+"""How many slots each team may hold: its quota first, then loans, by priority and weight.
 
-Whole slots, shared by weighted max-min fairness (progressive filling, Bertsekas & Gallager, *Data
-Networks*, §6.5.2): the next slot goes to the team that has the least for its weight, until it has
+Whole slots are shared by weighted max-min fairness (progressive filling, Bertsekas & Gallager,
+*Data Networks*, §6.5.2): the next slot goes to the team with the least per weight, until it has
 what it wants.
 """
 
@@ -17,18 +17,18 @@ from .team import Teams
 
 
 class Tier(NamedTuple):
-    """Jobs of one rank, of all teams; those that sort first go first."""
+    """Jobs of one rank, of all teams; tiers are served in ascending order."""
 
     rank: int
     """Minus their priority."""
     preemptible: bool
-    """Jobs that are not get quota alone, as what they hold cannot be taken back."""
+    """Non-preemptible jobs get quota only, because their slots cannot be reclaimed."""
     waits: bool
-    """Whether they take nothing from running jobs of lower priority."""
+    """Whether the jobs preempt nothing of lower priority."""
 
 
 class TeamGroup(NamedTuple):
-    """The jobs of a team in one tier, which a policy weighs against each other."""
+    """The jobs of a team in one tier, among which the policy decides."""
 
     tier: Tier
     team: str
@@ -36,7 +36,7 @@ class TeamGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class Claim:
-    """What a group asks for."""
+    """The slots that a group asks for."""
 
     wants: int
     """Slots that the policy would give it if it were alone."""
@@ -46,14 +46,14 @@ class Claim:
 
 @dataclass(frozen=True)
 class SlotBudget:
-    """Slots that a group may hold."""
+    """The slots that a group may hold."""
 
     quota: int = 0
     borrowed: int = 0
 
     @property
     def slots(self) -> int:
-        """Both together."""
+        """The total."""
         return self.quota + self.borrowed
 
 
@@ -65,7 +65,7 @@ def fill(amount: int, wants: Mapping[str, int], weights: Mapping[str, float]) ->
         {'a': 2, 'b': 2, 'c': 6}
     """
     given = dict.fromkeys(wants, 0)
-    # A unit goes to the one that then has the least for its weight.
+    # A unit goes to the name that then has the least per weight.
     queue = [(1 / weights[name], name) for name, want in wants.items() if want > 0]
     heapq.heapify(queue)
     while amount > 0 and queue:
@@ -78,10 +78,10 @@ def fill(amount: int, wants: Mapping[str, int], weights: Mapping[str, float]) ->
 
 
 def whose_turn(turns: float, weights: Mapping[str, float]) -> str:
-    """Return whose turn it is where each has turns as long as its weight.
+    """Return the name whose turn it is, if the length of each turn is the weight.
 
     Args:
-        turns: that have passed, in turns of the least weight.
+        turns: the time so far, in turns of the least weight.
         weights: by name.
 
     Example:
@@ -104,14 +104,14 @@ def budgets(
     fixed: Mapping[str, int],
     loaned: Mapping[str, int] | None = None,
 ) -> dict[TeamGroup, SlotBudget]:
-    """Return what every group may hold.
+    """Return the budget of every group.
 
     Args:
         teams: quotas and limits.
         capacity: slots that can be given.
         claims: of the groups.
-        fixed: slots, besides those, that jobs of each team hold and that cannot be taken.
-        loaned: such slots that each team borrows until a notice is over: the lenders wait for them.
+        fixed: further slots that jobs of each team hold and that cannot be reclaimed.
+        loaned: such slots that each team borrows until a notice is over; their lenders wait.
     """
     loaned = loaned or {}
     quota = _quotas(teams, capacity, claims, fixed, lent=bool(loaned))
@@ -135,15 +135,15 @@ def _quotas(
     *,
     lent: bool,
 ) -> dict[TeamGroup, int]:
-    """Return what each group gets of its team's quota, the first tier first."""
+    """Return each group's part of its team's quota, the first tier first."""
     wants, holds = Counter[str](), Counter[str]()
     for group, claim in claims.items():
         wants[group.team] += claim.wants
         holds[group.team] += min(claim.holds, claim.wants)
     due = {n: min(max(teams[n].quota - fixed.get(n, 0), 0), wants[n]) for n in sorted(wants)}
     if sum(due.values()) > capacity:
-        # More is due than there is: nodes were lost, or some of it is lent until a notice is over.
-        # Then who waits for it is who lent it, and nobody who holds what is due to him.
+        # The quotas exceed the capacity: nodes were lost, or slots are lent until a notice is over.
+        # In the latter case the lenders wait, not teams that hold only their own quota.
         weights = {name: float(max(teams[name].quota, 1)) for name in due}
         first = {name: min(n, holds[name]) if lent else 0 for name, n in due.items()}
         first = fill(capacity, first, weights)
@@ -168,7 +168,7 @@ def _loans(
     fixed: Mapping[str, int],
     loaned: Mapping[str, int],
 ) -> Counter[TeamGroup]:
-    """Return what each group borrows, the first tier of all teams first, by weight."""
+    """Return the loans of each group: the first tier of all teams first, by weight."""
     borrowed: Counter[TeamGroup] = Counter()
     by_team = Counter({name: max(slots - teams[name].quota, 0) for name, slots in fixed.items()})
     by_team.update(loaned)
@@ -193,7 +193,7 @@ def _loans(
 def _kept_below(
     group: TeamGroup, others: Iterable[TeamGroup], claims: Mapping[TeamGroup, Claim]
 ) -> int:
-    """Return what lower tiers hold and keep, as this one takes nothing from them."""
+    """Return the slots that lower tiers keep because this tier does not preempt them."""
     if not group.tier.waits:
         return 0
     lower = (claims[other] for other in others if other.tier.rank > group.tier.rank)

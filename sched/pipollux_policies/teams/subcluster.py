@@ -14,7 +14,7 @@ from pipollux_policies.rules import Allocations, Jobs, Nodes, usable_nodes
 
 
 def without(jobs: Jobs, nodes: Nodes, held: Allocations) -> dict[Any, NodeInfo]:
-    """Return the nodes with what allocations leave of their resources, at least 0."""
+    """Return the nodes with the resources that allocations leave, at least 0."""
     left = {name: Counter(node.resources) for name, node in nodes.items()}
     for name, allocation in held.items():
         resources = shape_of(jobs[name], allocation, nodes).resources
@@ -28,16 +28,16 @@ def without(jobs: Jobs, nodes: Nodes, held: Allocations) -> dict[Any, NodeInfo]:
 
 
 def part_of(nodes: Nodes, slots: int, jobs: Jobs, base: Allocations) -> dict[Any, NodeInfo]:
-    """Return the same nodes with no more than some slots in all.
+    """Return the same nodes with at most a number of slots in total.
 
-    Slots are taken from where the jobs are, then from the freest nodes, in multiples of what a
-    replica takes if all take as many: so none is cut off in the middle of one.
+    Slots are kept where the jobs are, then on the freest nodes, in multiples of the size of a
+    replica if all replicas have the same size, so that no replica is cut.
 
     Args:
-        nodes: nodes with what can be given of them.
+        nodes: nodes with the resources that can be given.
         slots: how many to keep.
-        jobs: the jobs that the part is for.
-        base: what these jobs hold.
+        jobs: the jobs of the part.
+        base: the current allocations of these jobs.
     """
     widths = {shape.slots for job in jobs.values() for shape in job.all_shapes}
     unit = widths.pop() if len(widths) == 1 else 1
@@ -61,7 +61,7 @@ def part_of(nodes: Nodes, slots: int, jobs: Jobs, base: Allocations) -> dict[Any
 
 
 def fitting_base(jobs: Jobs, nodes: Nodes, base: Allocations) -> dict[Any, Sequence[Any]]:
-    """Return of what jobs hold the replicas for which these nodes have room, in order of names."""
+    """Return the replicas of current allocations that fit on these nodes, in order of names."""
     left = {name: Counter(node.resources) for name, node in nodes.items()}
     found: dict[Any, Sequence[Any]] = {}
     for name in sorted(base, key=name_order):
@@ -80,5 +80,5 @@ def fitting_base(jobs: Jobs, nodes: Nodes, base: Allocations) -> dict[Any, Seque
 
 
 def restricted_base(jobs: Mapping[Any, JobInfo], base: Allocations) -> dict[Any, Sequence[Any]]:
-    """Return what these jobs hold."""
+    """Return the current allocations of these jobs."""
     return {name: base[name] for name in jobs if base.get(name)}

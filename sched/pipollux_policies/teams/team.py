@@ -1,4 +1,4 @@
-"""Teams as policies see them: what each may hold, borrow and lend."""
+"""Teams as policies see them: quotas, loans and limits."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 DEFAULT_NOTICE = 60.0
-"""Seconds from the notice that borrowed slots are wanted back to the moment they are taken."""
+"""Seconds from the notice to return borrowed slots until they are reclaimed."""
 
 DEFAULT_TURN = 3600.0
-"""Seconds of a turn at what several teams would borrow and cannot be divided among them."""
+"""Seconds of a turn at borrowed slots that cannot be divided among several teams."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Team:
     lend: int | None = None
     """Slots of its quota that others may hold; None: all. Kueue's lendingLimit."""
     weight: float = 1.0
-    """Its share of what is borrowed: Slurm's fairshare, Kueue's fair sharing weight."""
+    """Its share of borrowed slots: Slurm's fairshare, Kueue's fair sharing weight."""
     max_jobs: int | None = None
     """Jobs that may hold slots at once: Slurm's GrpJobs."""
     max_slots_per_job: int | None = None
@@ -37,7 +37,7 @@ class Team:
 
     @property
     def most(self) -> int | None:
-        """Slots that it may hold at most; None: no limit."""
+        """The most slots that it may hold; None: no limit."""
         return None if self.borrow is None else self.quota + self.borrow
 
     @property
@@ -48,19 +48,20 @@ class Team:
 
 @dataclass(frozen=True)
 class Teams:
-    """All teams of a cluster. A team that is not named has no quota, and may borrow."""
+    """All teams of a cluster. A team without an entry has no quota, and may borrow."""
 
     by_name: Mapping[str, Team] = field(default_factory=dict)
     notice: float = DEFAULT_NOTICE
-    """Seconds of notice before borrowed slots are taken back."""
+    """Seconds of notice before borrowed slots are reclaimed."""
     turn: float = DEFAULT_TURN
-    """Seconds for which one of several teams may borrow what cannot be divided among them; 0: no
-    end."""
+    """Seconds for which one of several teams may borrow slots that cannot be divided among them; 0:
+    without end.
+    """
 
     def __getitem__(self, name: str) -> Team:
         return self.by_name.get(name) or Team(name)
 
     def without_loans(self, names: Iterable[str]) -> Teams:
-        """Return the same teams, and others of these names, none of which borrows anything."""
+        """Return the same teams, and further ones of these names, none of which borrows."""
         kept = self.by_name.keys() | set(names)
         return Teams({name: replace(self[name], borrow=0) for name in sorted(kept)}, 0.0)

@@ -1,18 +1,19 @@
-"""A policy with teams around it: quotas, loans with notice, weights, priorities, limits.
+"""A policy within quotas: loans with notice, weights, priorities and limits of teams.
 
-The policy itself is asked, and knows nothing of teams:
+The wrapped policy knows nothing of teams. `TeamPolicy` calls it for these steps:
 
-1. What each group (the jobs of a team of one priority) would get if it were alone: what it wants.
-2. `budgets`: what it may hold.
-3. If that is less, how the policy would divide it, in a part of the cluster of that size.
-4. Where all this goes: one question with all jobs, none of which may have more than its part.
+1. Demand: the slots that each group (the jobs of a team with one priority) would get alone.
+2. `budgets`: the slots that each group may hold.
+3. If a budget is below the demand, its division among the group's jobs, in a part of the cluster of
+   that size.
+4. Placement: one call with all jobs, each limited to its part.
 
-What is left is offered (`offers`). If a team then has less of its quota than it would have if
-nobody borrowed, that answer counts, and what is left of it is offered.
+Remaining slots are offered (`offers`). If a team then has less of its quota than it would without
+any loans, the result without loans is used, and its remaining slots are offered.
 
-Slots are not taken from a team before it has had notice: until then its jobs stay as they are.
-A notice binds: whatever the policy would take meanwhile, the same jobs keep theirs, and once it is
-over the team gives back what it was told to, be it from other jobs.
+Slots are reclaimed from a team only after a notice: until then its jobs stay as they are. A notice
+is binding: whatever the policy would reclaim meanwhile, the same jobs keep their notice, and once
+it is over the team returns the announced number of slots, if need be from other jobs.
 """
 
 from __future__ import annotations
@@ -38,26 +39,26 @@ from .team import Teams
 
 @dataclass(frozen=True)
 class TeamAnswer:
-    """Allocations of all jobs, and what was decided about teams on the way."""
+    """Allocations of all jobs, with the decisions about teams."""
 
     allocations: dict[Any, Allocation]
     notices: dict[Any, float] = field(default_factory=dict)
-    """Jobs that are to give slots back, and when, in seconds since the epoch."""
+    """Jobs that have to return slots, and when, in seconds since the epoch."""
     refused: dict[Any, str] = field(default_factory=dict)
-    """Jobs that a limit of their team keeps from running, and which."""
+    """Jobs that a limit of their team keeps from running, and the limit."""
     wants: dict[Any, int] = field(default_factory=dict)
     """Slots that the policy would give each job if its team were alone."""
 
 
 @dataclass(frozen=True)
 class TeamPolicy:
-    """Asks a policy within the quotas and limits of teams.
+    """Wraps a policy to enforce the quotas and limits of teams.
 
     Args:
         policy: decides within each team.
         teams: their quotas and limits.
         now: seconds since the epoch, for notices.
-        notices: jobs that were told to give slots back, and when these are taken.
+        notices: jobs with a notice to return slots, and when these are reclaimed.
 
     Example:
         >>> from pipollux_policies import ExactPolicy
@@ -75,15 +76,15 @@ class TeamPolicy:
     notices: Mapping[Any, float] = field(default_factory=dict)
 
     def __copy__(self) -> Self:
-        """Return one that asks a copy of the policy, which may change as it is asked."""
+        """Return an independent copy: the wrapped policy may have state."""
         return replace(self, policy=copy.copy(self.policy))
 
     def allocate_job(
         self,
-        job_info: JobInfo,  # noqa: ARG002  # the protocol's
-        nodes: Mapping[Any, NodeInfo],  # noqa: ARG002  # the protocol's
+        job_info: JobInfo,  # noqa: ARG002  # required by the protocol
+        nodes: Mapping[Any, NodeInfo],  # noqa: ARG002  # required by the protocol
     ) -> Allocation:
-        """Place nothing: whose slots are free cannot be seen from here, but by `optimize`."""
+        """Place nothing: the owners of the free slots are known only in `optimize`."""
         return Allocation()
 
     def optimize(
@@ -96,11 +97,11 @@ class TeamPolicy:
     def solve(
         self, jobs: Jobs, nodes: Nodes, base_allocations: Allocations, node_template: NodeInfo
     ) -> TeamAnswer:
-        """Allocate all jobs, and return the notices that this takes."""
+        """Allocate all jobs, and return the necessary notices."""
         base = {n: as_allocation(jobs[n], a, nodes) for n, a in base_allocations.items() if a}
         told: dict[Any, float] = {}
         while True:
-            # What was given notice stays until that is over, as if it could not be moved.
+            # Jobs with a notice stay until it is over, as if they were pinned.
             kept = {
                 name: replace(job, preemptible=False) if name in told else job
                 for name, job in jobs.items()
@@ -134,7 +135,7 @@ class TeamPolicy:
     def _notices(
         self, round_: _Round, given: Mapping[Any, Allocation], told: Mapping[Any, float]
     ) -> dict[Any, float]:
-        """Return jobs that would lose slots to other teams before they have had notice."""
+        """Return the jobs that would lose slots to other teams before they have had notice."""
         jobs, nodes = round_.jobs, round_.nodes
         before = held_by_team(jobs, nodes, {n: a for n, a in round_.base.items() if n in jobs})
         after = held_by_team(jobs, nodes, given)
@@ -151,7 +152,8 @@ class TeamPolicy:
             team = jobs[name].team
             loses = after[team] < min(before[team], wanted[team])
             less = slots_of(jobs[name], given[name], nodes) < slots_of(jobs[name], held, nodes)
-            # What cannot stay where it is, as its node is gone or has shrunk, is not held there.
+            # Replicas that cannot stay, because their node is gone or has shrunk, do not count as
+            # held.
             there = len(stays.get(name, ())) == len(held)
             due = self._due(name)
             if loses and less and there and due > self.now:
@@ -159,17 +161,17 @@ class TeamPolicy:
         return found
 
     def _due(self, name: Any) -> float:
-        """Return when a job has to give slots back, if it is told now or was told before."""
-        # A notice that is made shorter is shorter for those who have had it, too.
+        """Return when a job has to return slots, by an earlier notice or by one given now."""
+        # A shorter notice period also shortens the notices given before.
         latest = self.now + self.teams.notice
         return min(self.notices.get(name, latest), latest)
 
     def _earlier(
         self, round_: _Round, found: dict[Any, float], told: Collection[Any]
     ) -> dict[Any, float]:
-        """Return jobs that were told before, in place of others of their teams.
+        """Return jobs with an earlier notice, in place of others of their teams.
 
-        Otherwise a policy that takes from another job each time would put the end off for ever.
+        Otherwise a policy that reclaims from another job each time would postpone the end forever.
         """
         jobs, nodes = round_.jobs, round_.nodes
         teams = {jobs[name].team for name in found}
@@ -190,10 +192,11 @@ class TeamPolicy:
     def _binding(
         self, round_: _Round, given: Mapping[Any, Allocation], told: Mapping[Any, float]
     ) -> dict[Any, float]:
-        """Return the notices that hold after this decision.
+        """Return the notices that are valid after this decision.
 
-        Jobs that were held only until others of their team, whose notice is over, had given all
-        back are told nothing. What cannot be taken for the moment, as it starts, keeps its notice.
+        Jobs that were kept only until others of their team, whose notice is over, had returned all
+        slots get no notice. Slots that cannot be reclaimed now, because the job is starting, keep
+        their notice.
         """
         jobs, nodes = round_.jobs, round_.nodes
         after = held_by_team(jobs, nodes, given)
@@ -245,7 +248,7 @@ class _Round:
         if len(self._groups) == 1 and not self.pinned:
             (group,) = self._groups
             if self._budgets()[group].slots >= self._wanted(group):
-                return self._alone[group]  # nobody else is there, and nothing limits it
+                return self._alone[group]  # the only group, without any limit
         given = self._placed(self._budgets())
         if not self._owed(given):
             return given
@@ -261,7 +264,7 @@ class _Round:
         fixed = held_by_team(self.jobs, self.nodes, self.pinned)
         told = {name: held for name, held in self.pinned.items() if name in self._told}
         before, loaned = held_by_team(self.jobs, self.nodes, self.base), Counter[str]()
-        # What others of its team have had notice of is given back first.
+        # Slots of the team with an expired notice are returned first.
         overdue = held_by_team(self.jobs, self.nodes, self.overdue)
         for team, slots in held_by_team(self.jobs, self.nodes, told).items():
             over = before[team] - overdue[team] - self._teams[team].quota
@@ -270,7 +273,7 @@ class _Round:
         return budgets(self._teams, capacity, claims, fixed, loaned)
 
     def _owed(self, given: Mapping[Any, Allocation]) -> int:
-        """Return how many slots of their quota teams lack, that their jobs want."""
+        """Return how many slots of their quota teams lack although their jobs want them."""
         held = held_by_team(self.jobs, self.nodes, given)
         due = held_by_team(self.jobs, self.nodes, self.pinned)
         for group, budget in self._budgets().items():
@@ -278,11 +281,11 @@ class _Round:
         return sum(max(min(slots, self._teams[t].quota) - held[t], 0) for t, slots in due.items())
 
     def _placed(self, budget: Mapping[TeamGroup, SlotBudget]) -> dict[Any, Allocation]:
-        """Divide budgets among jobs, place them all, and offer what is left."""
+        """Divide budgets among jobs, place them all, and offer the remaining slots."""
         asked = {name: self.jobs[name] for name in self.pinned}
         for group in self._groups:
             for name, part in self._divided(group, budget[group].slots).items():
-                # What runs keeps its shape within reach, so that policies know how it runs.
+                # Keep the current shape if possible: the policy knows how the job runs in it.
                 slots = slots_of(self.jobs[name], part, self.nodes)
                 limited = within(self.jobs[name], slots, part.shape) if part else None
                 if limited is not None:
@@ -309,9 +312,10 @@ class _Round:
         return given
 
     def _uncrowd(self, given: dict[Any, Allocation]) -> None:
-        """Draw jobs together that share a node with one that stays only until its notice is over.
+        """Merge jobs onto one node if they share a node with a job that waits for the end of its
+        notice.
 
-        Policies take that for a pinned one, which may share its nodes with another distributed job.
+        Policies treat the latter as pinned, which may share its nodes with another distributed job.
         """
         crowded = {n for name in self._told if len(set(given[name])) > 1 for n in given[name]}
         for name, held in given.items():
@@ -323,7 +327,7 @@ class _Round:
             given[name] = Allocation([fullest] * count if enough else [], held.shape)
 
     def _divided(self, group: TeamGroup, slots: int) -> Mapping[Any, Allocation]:
-        """Return how the policy divides some slots among the jobs of a group."""
+        """Return how the policy divides a number of slots among the jobs of a group."""
         if slots >= self._wanted(group):
             return self._alone[group]
         jobs = self._groups[group]
@@ -353,7 +357,7 @@ def _has_shape(job: JobInfo, held: Allocation) -> bool:
 
 
 def _as_told(job: JobInfo, given: Allocation, base: Any, nodes: Nodes) -> Allocation:
-    """Return an allocation in the job's own shapes; one that is kept keeps its order."""
+    """Return an allocation in the job's own shapes; if unchanged, in the order of its list."""
     if not given:
         return Allocation()
     shape = shape_of(job, given, nodes)

@@ -1,6 +1,6 @@
-"""The rules of teams that every answer must keep (docs/howto/teams.md), checked from outside.
+"""The rules of teams for every decision (docs/howto/teams.md), checked independently.
 
-As `rules.violations` it shares no code with what decides.
+Like `rules.violations`, it shares no code with the policies.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from .team import Team, Teams
 def team_violations(
     teams: Teams, jobs: Jobs, nodes: Nodes, base_allocations: Allocations, allocations: Allocations
 ) -> list[str]:
-    """Return a sentence for every rule of a team that an answer breaks anew.
+    """Return a message for every rule of a team that a decision newly breaks.
 
-    A team that holds more than it may, because its file has changed, may go on so as long as it
-    does not get more.
+    A team that holds more than it may, because its file has changed, may continue while it does not
+    get more.
 
     Args:
         teams: quotas and limits.
         jobs: all jobs, by name.
         nodes: all nodes, by name.
-        base_allocations: what runs now.
-        allocations: what was decided.
+        base_allocations: the current allocations.
+        allocations: the decision.
     """
     before, after = _slots(jobs, nodes, base_allocations), _slots(jobs, nodes, allocations)
     members: defaultdict[str, list[Any]] = defaultdict(list)

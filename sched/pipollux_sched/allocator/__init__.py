@@ -1,1 +1,1 @@
-"""Allocation decisions: read the state, ask the policy, store what each job gets."""
+"""Allocation decisions: read the state, call the policy, store the result."""

@@ -1,8 +1,8 @@
-"""One round of allocation: read a snapshot, decide, carry out.
+"""One round of allocation: read a snapshot, decide, apply.
 
-`SnapshotReader.read` returns what is known, `place_new` and `reallocate` decide from it, and the
-decisions are carried out. New jobs are placed before all jobs are weighed, because a policy may
-need a while for that.
+`SnapshotReader.read` returns the known state, `place_new` and `reallocate` decide from it, and the
+decisions are applied. New jobs are placed before the policy decides about all jobs, because that
+may take a while.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from .team_strategy import team_reasons, within_teams
 
 _LOG = logging.getLogger(__name__)
 OF_TEAM = "waits: team "
-"""How a reason begins that a job's team gives."""
+"""Prefix of a reason for waiting that comes from a job's team."""
 
 
 class Allocator:
-    """Decides on all jobs, and has its decisions carried out.
+    """Decides on all jobs, and applies the decisions.
 
     Args:
-        reader: reads what is known.
+        reader: reads the state.
         strategy: makes the decisions.
         carry_out: applies all allocations of a round together.
-        keep_notices: stores which jobs were told to give slots back to other teams, and when.
+        keep_notices: stores the jobs that have to return slots to other teams, and when.
         metrics: counts and times the decisions; None: they are not exposed.
     """
 
@@ -51,15 +51,15 @@ class Allocator:
         self._keep_notices = keep_notices
         self._leaving: Collection[str] = ()
         self.due: float | None = None
-        """When the first notice ends, so that a decision is due; None: there is none."""
+        """When the first notice ends and a decision is due; None: there is no notice."""
 
     def run_once(self) -> list[Decision]:
-        """Start what can be started, then weigh all jobs against each other.
+        """Start the jobs that fit, then decide on all jobs.
 
-        A policy that fails, or whose answer is impossible, changes nothing; the error is logged.
+        If the policy fails, or its result is invalid, nothing changes; the error is logged.
 
         Returns:
-            The decisions that were carried out.
+            The decisions that were applied.
         """
         snapshot = self._read()
         decisions: list[Decision] = []
@@ -77,7 +77,8 @@ class Allocator:
         """Run the autoscaler with the last decisions.
 
         Returns:
-            Whether the set of draining nodes has changed, so that jobs have to be weighed again.
+            Whether the set of draining nodes has changed, so that another decision on all jobs is
+            due.
         """
         now = self._read()
         allocations = {job.name: job.held for job in now.candidates if job.allocation}
@@ -99,7 +100,7 @@ class Allocator:
             with self._metrics.deciding():
                 strategy, team = within_teams(self._strategy, snapshot)
                 decisions = decide(snapshot.candidates, snapshot.nodes, strategy)
-        except Exception:  # policies are other people's code
+        except Exception:  # policies are user code
             self._metrics.policy_failures.inc()
             _LOG.exception("the policy failed, so all allocations stay as they are")
             return []
@@ -109,20 +110,20 @@ class Allocator:
         return decisions
 
     def _queue_the_rest(self, snapshot: Snapshot) -> None:
-        """Record why each job that got nothing is queued, where that is not recorded yet."""
+        """Record why each job without an allocation is queued, if that is not recorded yet."""
         of_teams = team_reasons(snapshot)
         waiting = [
             job
             for job in snapshot.candidates
             if not job.allocation
-            # Its team may have kept it from running until now.
+            # The reason may have been its team until now.
             and (job.is_new or (job.message.startswith(OF_TEAM) and job.name not in of_teams))
         ]
         whys = why_waiting(waiting, snapshot.candidates, snapshot.nodes) if waiting else []
         told = dict(zip((job.name for job in waiting), whys, strict=True))
         told |= {name: f"waits: {why}" for name, why in of_teams.items()}
         before = {job.name: job.message for job in snapshot.candidates}
-        # What teams have to do with it changes with others' jobs, so it is said anew.
+        # Reasons of teams depend on other jobs, so they are updated in every round.
         self._let(
             [
                 (name, Allocate((), why, restates=True))

@@ -1,8 +1,8 @@
-"""Keeping the number of nodes right: advice, draining, and asking for nodes, round by round.
+"""Control of the number of nodes: decisions, draining, and requests, once per round.
 
-`Autoscaler.round` follows every round of the allocator, in the allocator's thread. What it decides
-comes from `policy.autoscaling`. The expander rents and releases nodes in a thread of its own, as
-this may take minutes. Observations are not persisted: a restarted scheduler observes for a whole
+`Autoscaler.round` follows every round of the allocator, in the allocator's thread; its decisions
+come from `policy.autoscaling`. The expander rents and releases nodes in a separate thread, because
+that may take minutes. Observations are not persisted: a restarted scheduler observes for a whole
 window before it changes anything.
 """
 
@@ -40,20 +40,20 @@ JOIN_TIMEOUT = 5.0
 
 @dataclass(frozen=True)
 class NodeRequest:
-    """What the expander is asked for."""
+    """A request to the expander."""
 
     desired_nodes: int
-    """How many nodes there should be, including those that still drain."""
+    """Desired number of nodes, including those that still drain."""
     release: tuple[str, ...] = ()
     """Nodes to release; nothing runs on them."""
 
 
 class Autoscaler:
-    """Decides after every round how many nodes there should be, and asks for them.
+    """Decides after every round on the number of nodes, and requests it.
 
     Args:
-        rules: what the operator wants.
-        expander: asked for nodes; again in every round, until there are as many.
+        rules: the operator's rules.
+        expander: receives the request in every round until it is met.
         policy: predicts the utility of other numbers of nodes.
         on_change: called with the plan whenever it changes.
     """
@@ -78,7 +78,7 @@ class Autoscaler:
         return self._errands.start()
 
     def stop(self) -> None:
-        """Carry out no further request; wait briefly for one that is under way."""
+        """Carry out no further request; wait briefly for the current one."""
         self._errands.stop()
 
     def round(
@@ -89,15 +89,15 @@ class Autoscaler:
         busy: Collection[str],
         teams: Teams | None = None,
     ) -> tuple[str, ...]:
-        """Note one round of the policy, and ask for nodes if their number is not right.
+        """Process one round of the policy, and request nodes if their number should change.
 
-        Loans are of what is there: nodes are added, or kept in reserve, for quotas alone.
+        The number of nodes depends on quotas alone, not on loans between teams.
 
         Args:
             jobs: all jobs that have not ended.
-            nodes: all nodes, with those marked as draining that the round before named.
-            allocations: what the jobs were given.
-            busy: nodes with running processes, including those of jobs on the move.
+            nodes: all nodes, with the draining ones of the previous round marked.
+            allocations: the allocations after this round.
+            busy: nodes with running processes, including those of jobs that are moving.
             teams: quotas and limits; None: there are no teams.
 
         Returns:
@@ -128,14 +128,14 @@ class Autoscaler:
 
 
 def _without(busy: Collection[str], plan: NodePlan) -> NodePlan:
-    """Keep nodes that jobs are still leaving."""
+    """Remove nodes from the released ones that jobs are still leaving."""
     release = tuple(name for name in plan.release if name not in busy)
     kept = len(plan.release) - len(release)
     return replace(plan, release=release, num_nodes=plan.num_nodes + kept)
 
 
 class _Errands:
-    """Carries out requests in a thread of its own; a newer request replaces a waiting one."""
+    """Carries out requests in a separate thread; a newer request replaces a pending one."""
 
     def __init__(self, expander: Expander) -> None:
         self._expander = expander
@@ -174,7 +174,7 @@ class _Errands:
     def _carry_out(self, request: NodeRequest) -> None:
         try:
             self._expander.request(request.desired_nodes, request.release)
-        except PipolluxError as error:  # an engine's expander knows nothing of this room
+        except PipolluxError as error:  # the expander of an engine may raise other errors
             _LOG.warning("%s", error)
-        except Exception:  # user code: when it fails, jobs go on with the nodes there are
+        except Exception:  # user code: if it fails, jobs continue on the present nodes
             _LOG.exception("the expander failed")

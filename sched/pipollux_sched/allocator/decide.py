@@ -1,9 +1,9 @@
-"""Turn a strategy's answers into decisions; pure functions.
+"""Decisions from the results of a strategy; pure functions.
 
-* A new job starts at once where slots are free (`place_new`).
-* All jobs are weighed against each other at every interval, and when one was submitted or has ended
+* A new job starts at once if slots are free (`place_new`).
+* All jobs are reallocated at every interval, and when one was submitted or has ended
   (`reallocate`).
-* Whatever a strategy answers is checked against nodes, slots and bounds.
+* The result of a strategy is validated against nodes, slots and bounds.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ __all__ = ["Decision", "place_new", "reallocate", "why_waiting"]
 
 @dataclass(frozen=True)
 class Decision:
-    """The new allocation of one job, and why."""
+    """The new allocation of one job, and the reason."""
 
     job: str
     nodes: tuple[str, ...]
     previous: tuple[str, ...] = ()
     why: str = ""
     details: Mapping[str, Any] = field(default_factory=dict)
-    """num_stages; where they can be predicted, num_microbatches, atomic_bsz, accum_steps,
-    batch_size and speedup, and previous_speedup: by the same model, of what it had until now."""
+    """num_stages; if they can be predicted, num_microbatches, atomic_bsz, accum_steps, batch_size
+    and speedup; and previous_speedup, the prediction of the same model for the previous allocation.
+    """
     num_stages: int | None = None
-    """K of each replica; None where it gets nothing."""
+    """K of each replica; None without an allocation."""
 
 
 def place_new(
@@ -42,11 +43,11 @@ def place_new(
 ) -> list[Decision]:
     """Place jobs that hold nothing on free slots, in the order of submission.
 
-    The rule is `pipollux_policies.placing`; the strategy then weighs all jobs (`reallocate`). A
+    The rule is `pipollux_policies.placing`; then the strategy decides on all jobs (`reallocate`). A
     fixed allocation never waits for another job.
 
     Raises:
-        ValueError: what the strategy came to is impossible; the text says why.
+        ValueError: the result of the strategy is invalid; the message says why.
     """
     by_name = {job.name: job for job in candidates}
     queue = not isinstance(strategy, FixedStrategy)
@@ -70,10 +71,10 @@ def place_new(
 def reallocate(
     candidates: Sequence[SchedulableJob], nodes: Nodes, strategy: Strategy
 ) -> list[Decision]:
-    """Weigh all jobs against each other; return the decisions that change something.
+    """Decide on all jobs; return the decisions that change something.
 
     Raises:
-        ValueError: what the strategy came to is impossible; the text says why.
+        ValueError: the result of the strategy is invalid; the message says why.
     """
     if not candidates:
         return []
@@ -88,7 +89,7 @@ def why_waiting(
     """Explain why jobs that hold no slots are queued.
 
     Args:
-        waiting: those jobs.
+        waiting: these jobs.
         candidates: all jobs.
         nodes: all nodes.
     """
@@ -102,13 +103,13 @@ def _decisions(
     nodes: Nodes,
     strategy: Strategy,
 ) -> list[Decision]:
-    """Check the new allocations, and return those that change, with reasons."""
+    """Validate the new allocations, and return the changes, with reasons."""
     pairs = [(old, new) for old, new in zip(before, after, strict=True) if _differ(old, new)]
     if not pairs:
         return []
     if isinstance(strategy, FixedStrategy):
-        # A fixed allocation is not held to what has been measured since, and a job that
-        # may stay on a draining node is started there.
+        # A fixed allocation is not limited by later measurements, and a job that may stay on a
+        # draining node is started there.
         before, after = ([_uncapped(job) for job in jobs] for jobs in (before, after))
         _check(before, after, {name: replace(n, draining=False) for name, n in nodes.items()})
     else:
@@ -136,8 +137,8 @@ def _differ(old: SchedulableJob, new: SchedulableJob) -> bool:
 
 
 def _check(before: Sequence[SchedulableJob], after: Sequence[SchedulableJob], nodes: Nodes) -> None:
-    """Refuse what newly breaks a rule: a cap may have shrunk in the meantime."""
-    jobs = jobs_of(after)  # with every shape that one of them is given
+    """Reject new violations of a rule; a cap may have shrunk in the meantime."""
+    jobs = jobs_of(after)  # with every shape that any of them is given
     base = {job.name: job.held for job in before}
     broken = violations(jobs, nodes, base, base)
     new = violations(jobs, nodes, base, {job.name: job.held for job in after})

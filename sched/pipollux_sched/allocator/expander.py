@@ -1,8 +1,7 @@
-"""Renting and releasing nodes: the hook between the autoscaler's advice and a cloud.
+"""Renting and releasing nodes: the hook between the autoscaler and a cloud.
 
-`autoscale` computes how many nodes there should be, and `plan_nodes` which ones can be released; an
-`Expander` acts on it. How to do that differs between clouds, so the one implemented here runs a
-command of the operator's.
+`autoscale` computes the number of nodes, and `plan_nodes` the nodes that can be released; an
+`Expander` acts on it. Clouds differ, so the implementation here runs a command of the operator.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from typing import Protocol
 from pipollux_sched.errors import PipolluxError
 
 FIELDS = ("desired", "current", "release")
-"""Fields that an expander command may name in braces."""
+"""Fields in braces that an expander command may contain."""
 
 
 class ExpanderError(PipolluxError):
-    """The number of nodes could not be changed; the text is one clear sentence."""
+    """The number of nodes could not be changed; the message is one sentence."""
 
 
 class Expander(Protocol):
@@ -39,7 +38,7 @@ class Expander(Protocol):
         """Request a number of nodes; must be idempotent.
 
         Args:
-            desired_nodes: how many there should be.
+            desired_nodes: the desired number.
             release: names of the nodes to release; nothing runs on them any more, and no others may
                 be removed.
 
@@ -49,17 +48,17 @@ class Expander(Protocol):
 
 
 class CommandExpander:
-    """Runs a command of the operator's with the number of nodes, without a shell.
+    """Runs a command of the operator with the number of nodes, without a shell.
 
     Args:
-        command: program and arguments, quoted as in a shell; `{desired}` stands for the number of
-            nodes, `{current}` for the present one, `{release}` for the names of nodes to release,
-            separated by commas. `{desired}` is required.
-        count: returns the number of nodes, as the backend sees them.
+        command: program and arguments, quoted as in a shell; `{desired}` is replaced by the desired
+            number of nodes, `{current}` by the present one, `{release}` by the names of nodes to
+            release, separated by commas. `{desired}` is required.
+        count: returns the number of nodes that the backend has.
         timeout: seconds after which the command and its child processes are killed.
 
     Raises:
-        ValueError: the command is empty, cannot be split, or its fields are not the right ones.
+        ValueError: the command is empty, cannot be split, or has unknown or missing fields.
 
     Example:
         >>> expander = CommandExpander("true --nodes {desired}", count=lambda: 3)
@@ -95,7 +94,7 @@ class CommandExpander:
         status, output = self._run(arguments)
         if status != 0:
             how = f"exited with {status}" if status > 0 else f"was ended by signal {-status}"
-            said = f"; its last words: {output}" if output else ""
+            said = f"; its last line of output: {output}" if output else ""
             raise ExpanderError(
                 f"the expander command {shlex.join(arguments)!r} {how}, so the number of nodes "
                 f"stays as it is{said}"
@@ -120,16 +119,16 @@ class CommandExpander:
         with process:
             try:
                 output, _ = process.communicate(timeout=self._timeout)
-            except BaseException as error:  # whatever ends the wait, no process may be left running
-                # Its children, too: they may hold the pipe open, and would be waited for.
+            except BaseException as error:  # leave no process running, whatever the error
+                # Kill its children too: they may hold the pipe open, and would block the read.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 if not isinstance(error, subprocess.TimeoutExpired):
                     raise
                 raise ExpanderError(
                     f"the expander command {shlex.join(arguments)!r} did not end within "
-                    f"{self._timeout:g} s and was killed; let it only ask for nodes and not wait "
-                    "for them, or allow it more time"
+                    f"{self._timeout:g} s and was killed; make it return without waiting "
+                    "for the nodes, or increase its timeout"
                 ) from None
         lines = output.strip().splitlines()
         return process.returncode, lines[-1] if lines else ""

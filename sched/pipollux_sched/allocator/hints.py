@@ -1,9 +1,8 @@
-"""The speedups that a job's hints predict, once they have been checked for plausibility.
+"""The speedups that a job's hints predict, after a plausibility check.
 
-Each number of a hint may be valid and what follows from them absurd: steps that take no time at
-all, or a speedup of 10^200 with two replicas. Policies weigh all jobs against each other, so one
-infinite speedup would cost all others their allocations. Hints whose speedups no machine could
-reach are ignored.
+Each number of a hint may be valid and their combination absurd: steps that take no time, or a
+speedup of 10^200 with two replicas. A policy compares all jobs, so one infinite speedup would cost
+all others their allocations. Hints with impossible speedups are ignored.
 """
 
 from __future__ import annotations
@@ -21,37 +20,37 @@ from pipollux_perfmodel import SchedHints, SpeedupFunction, stage_speedups
 __all__ = ["HintsWorth", "worth"]
 
 MOST_PER_REPLICA = 1e4
-"""Largest plausible speedup per replica: more than stages and caches ever bring."""
+"""Largest plausible speedup per replica: far more than stages and caches ever gain."""
 _TOLD_APART = 3
-"""Beyond this number of nodes the model differs only where replicas contend."""
+"""With more nodes than this, the model differs only by contention between replicas."""
 
 
 class HintsWorth(NamedTuple):
     """The speedups that a job's hints predict, by number of stages."""
 
     speedups: Mapping[int, SpeedupFunction]
-    """Empty where nothing is known, or the hints are implausible."""
+    """Empty if nothing is known, or the hints are implausible."""
     doubt: str | None = None
-    """Why they are implausible: the end of a sentence that begins with the hints."""
+    """Why they are implausible: a predicate for the subject "the hints"."""
 
 
-@lru_cache(maxsize=8192)  # with fewer than there are jobs, each decision would ask all anew
+@lru_cache(maxsize=8192)  # must exceed the number of jobs, or each decision would recompute all
 def worth(
     hints: SchedHints, num_stages: int, choices: tuple[int, ...], most_replicas: int
 ) -> HintsWorth:
     """Return the speedups that hints predict; cached until the job reports again.
 
     Args:
-        hints: what the job reported.
+        hints: the hints of the job.
         num_stages: its own K, one replica of which has speedup 1.
         choices: further K.
         most_replicas: the largest number of replicas it may get.
     """
     try:
-        # An infinite time, which makes a speedup of zero, is no mistake.
+        # An infinite time, which makes a speedup of zero, is valid.
         with np.errstate(all="ignore"):
             speedups = stage_speedups(hints, num_stages, choices)
-            # Twice as many, as explanations also predict a few replicas more.
+            # Twice as many, because explanations predict a few more replicas.
             doubts = (_doubt(stages, fn, 2 * most_replicas) for stages, fn in speedups.items())
             doubt = next((reason for reason in doubts if reason), None)
     except (ArithmeticError, ValueError) as error:
@@ -66,7 +65,7 @@ def _doubt(stages: int, speedup_fn: SpeedupFunction, most_replicas: int) -> str 
         return f"say that one replica trains {speedup_fn.base_goodput} samples a second"
     nodes, replicas = _allocations(most_replicas)
     found = np.asarray(speedup_fn(nodes, replicas))
-    # Not "above": NaN must fail this comparison too.
+    # Not `>`: NaN must fail this comparison too.
     wrong = np.flatnonzero(~(found <= MOST_PER_REPLICA * replicas) | (found < 0))
     if not wrong.size:
         return None
@@ -74,7 +73,7 @@ def _doubt(stages: int, speedup_fn: SpeedupFunction, most_replicas: int) -> str 
     where = "one node" if nodes[first] == 1 else f"{nodes[first]} nodes"
     return (
         f"say that {replicas[first]} replicas of {stages} stages on {where} have a "
-        f"speedup of {found[first]:.3g}; at most {MOST_PER_REPLICA:g} for each replica is believed"
+        f"speedup of {found[first]:.3g}; at most {MOST_PER_REPLICA:g} per replica is plausible"
     )
 
 
@@ -84,7 +83,7 @@ def _is_worth_something(speedup_fn: SpeedupFunction, most_replicas: int) -> bool
 
 
 def _allocations(most_replicas: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the numbers of nodes and replicas of the allocations that are checked.
+    """Return the numbers of nodes and replicas of the allocations to check.
 
     Not all of them: with batches of a million samples each takes a tenth of a second.
     """

@@ -1,7 +1,7 @@
-"""Hints of jobs that have sent none yet: those of their predecessors (`store.families`).
+"""Inherited hints of jobs that have sent none yet: those of their predecessors (`store.families`).
 
-They say how such a job scales, so that its first allocation may be as large as pays; what that
-other job had trained, or had left, says nothing of this one.
+They predict how such a job scales, so that its first allocation may be larger than the minimum. The
+progress of the predecessor is not inherited.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ __all__ = ["HeirReader", "WarmStart", "without_rows"]
 
 _LOG = logging.getLogger(__name__)
 _ITS_OWN = ("remaining_samples", "trained_samples", "global_batch_size")
-"""What is true of the job alone that sent it."""
+"""Fields that are valid only for the job that sent them."""
 
 
 class WarmStart(NamedTuple):
-    """By what a job is planned for that has measured nothing."""
+    """The inherited hints of a job that has measured nothing."""
 
     predecessor: str
-    """The job that measured it."""
+    """The job that measured them."""
     hints: SchedHints
 
 
 class HeirReader:
-    """Reads what jobs inherit; parses only hints that have changed since the last time.
+    """Reads inherited hints; parses only those that have changed since the last call.
 
     Args:
-        store: knows the jobs.
+        store: contains the jobs.
     """
 
     def __init__(self, store: Store) -> None:
@@ -40,10 +40,10 @@ class HeirReader:
         self._parsed: dict[str, tuple[Mapping[str, Any], WarmStart | None]] = {}
 
     def read(self, specs: Mapping[str, Mapping[str, Any]]) -> dict[str, WarmStart]:
-        """Return by what jobs are planned for, of those that have a predecessor.
+        """Return the inherited hints of the jobs that have a predecessor.
 
         Args:
-            specs: of jobs without hints, by name, as JSON.
+            specs: specs of jobs without hints, by name, as JSON.
         """
         found = self._store.families.predecessors(specs) if specs else {}
         for gone in self._parsed.keys() - {before.job for before in found.values()}:
@@ -61,7 +61,7 @@ class HeirReader:
 
 
 def without_rows(hints: SchedHints) -> SchedHints:
-    """Return hints without the rows that are handed down, which nothing here is computed from."""
+    """Return hints without the profile rows that are only passed on to heirs."""
     return hints.model_copy(update={"step_profile": None}) if hints.step_profile else hints
 
 
@@ -76,7 +76,7 @@ def _heir(before: Predecessor) -> WarmStart | None:
     update: dict[str, Any] = dict.fromkeys(_ITS_OWN)
     rows = hints.step_profile
     if rows is not None:
-        # Rows that are too old to be handed down vouch for nothing.
+        # Rows that are too old to be inherited do not raise the cap.
         most = min(hints.max_profiled_replicas, rows.max_replicas)
         update["max_profiled_replicas"] = most
     return WarmStart(before.job, without_rows(hints.model_copy(update=update)))

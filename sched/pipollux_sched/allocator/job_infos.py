@@ -1,7 +1,7 @@
-"""Jobs and nodes in the form that allocation policies take.
+"""Jobs and nodes in the form of allocation policies.
 
-Specs (declared by the user) and hints (measured by the job) become `JobInfo` and `NodeInfo`. Also
-here is what follows from resources alone: how many replicas fit, and what allocations leave free.
+Converts specs (declared by the user) and hints (measured by the job) to `JobInfo` and `NodeInfo`,
+and computes how many replicas fit and which resources allocations leave free.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .hints import HintsWorth, worth
 from .learned_lengths import length_of
 
 UNSTATED = 2**50
-"""CPUs or memory of a node whose spec gives none: more than any job requests."""
+"""CPUs or memory of a node whose spec has no value: more than any job requests."""
 
 
 def linear_speedup(num_nodes: Any, num_replicas: Any) -> Any:  # noqa: ARG001  # as every speedup function
@@ -50,7 +50,7 @@ def node_info(spec: NodeSpec) -> NodeInfo:
 
 
 def replica_resources(spec: JobSpec, num_stages: int | None = None) -> dict[str, int]:
-    """Return what one replica of a job takes of its node: K slots and its other requests."""
+    """Return the resources of one replica of a job: K slots and its other requests."""
     stages = num_stages or spec.num_stages
     whole, each = spec.resources, spec.resources_per_stage
     asked = {
@@ -62,10 +62,10 @@ def replica_resources(spec: JobSpec, num_stages: int | None = None) -> dict[str,
 
 
 def replica_cap(spec: JobSpec, hints: SchedHints | None) -> int:
-    """Return how many replicas a job may get: `MEASURED_REACH` times those it was measured on.
+    """Return the most replicas of a job: `MEASURED_REACH` times those it was measured on.
 
-    Predictions for unmeasured allocations are optimistic, and this bounds the risk; a job that was
-    never measured starts small. What the user requests explicitly is not capped.
+    Predictions for unmeasured allocations are optimistic, so the cap bounds the risk; a job that
+    was never measured starts small. Explicit requests of the user are not capped.
     """
     profiled = hints.max_profiled_replicas if hints else 0
     vouched_for = max(spec.min_replicas, spec.requested_replicas or 1)
@@ -93,22 +93,22 @@ def job_info(
     """Convert a job to the policy's form.
 
     Args:
-        spec: what the user asked for.
-        hints: the latest of the job; None, incomplete or implausible hints (`hints_worth`) mean
-        linear speedup.
+        spec: the job file.
+        hints: the latest hints of the job; None, incomplete or implausible hints (`hints_worth`)
+            mean linear speedup.
         age: seconds since submission.
         created: time of submission, in seconds since any fixed origin.
         num_restarts: number of changes of its allocation so far.
-        restart_seconds: what one restart costs it.
-        rescale_seconds: what one elastic resize costs it; None: it cannot be resized.
+        restart_seconds: the cost of one restart.
+        rescale_seconds: the cost of one elastic resize; None: it cannot be resized.
         num_rescales: number of elastic resizes so far.
         attained_service: slot-seconds it has used.
-        num_stages: K that it runs with, which is always one of its shapes; None: it does not run.
-        teams: say its team and priority; None: there are no teams.
-        history: what completed jobs say of its length; None: nothing.
-        has_trained: whether the hints are its own; else it has trained nothing yet.
-        relatives: how many samples others of its family say that they train.
-        mean_jobs: that were unfinished, averaged over its life; None: not known.
+        num_stages: its current K, which is always one of its shapes; None: it does not run.
+        teams: determine its team and priority; None: there are no teams.
+        history: completed jobs, for an estimate of its length; None: no estimate.
+        has_trained: whether the hints are its own, not inherited.
+        relatives: declared numbers of samples of other jobs of its family.
+        mean_jobs: number of unfinished jobs, averaged over its life; None: unknown.
     """
     said = hints_worth(spec, hints)
     hints = None if said.doubt else hints
@@ -143,11 +143,11 @@ def job_info(
 def hints_worth(
     spec: JobSpec, hints: SchedHints | None, choices: Sequence[int] | None = None
 ) -> HintsWorth:
-    """Return what hints predict for each number of stages that a job may be partitioned into.
+    """Return the predictions of hints for each possible number of stages of a job.
 
     Args:
-        spec: what the user asked for.
-        hints: what the job reported; None: nothing.
+        spec: the job file.
+        hints: the hints of the job; None: none.
         choices: numbers of stages besides the job's own; None: those that its user allows.
     """
     if hints is None:
@@ -165,7 +165,7 @@ def _further_shapes(
     """Yield the job's shapes other than its own."""
     known: dict[int, SpeedupCallable] = {**speedups}
     if running is not None and running not in known:
-        # A shape that holds slots is counted, whether or not it could be chosen again.
+        # The current shape is included even if it could not be chosen again.
         found = hints_worth(spec, hints, (running,)).speedups
         known[running] = found.get(running, linear_speedup)
     for num_stages in sorted(known.keys() - {spec.num_stages}):
@@ -174,7 +174,7 @@ def _further_shapes(
 
 
 def shape_with(info: JobInfo, num_stages: int | None) -> ReplicaShape:
-    """Return the shape of a job with K stages; one that is not among its shapes is unmeasured.
+    """Return the shape of a job with K stages; an unmeasured one if it is not among its shapes.
 
     Args:
         info: the job.
@@ -189,14 +189,14 @@ def shape_with(info: JobInfo, num_stages: int | None) -> ReplicaShape:
 
 
 def including(info: JobInfo, shape: ReplicaShape) -> JobInfo:
-    """Return the same job with a shape added, unless it has one of as many stages."""
+    """Return the same job with a shape added, unless it has one with the same number of stages."""
     if any(shape.num_stages == known.num_stages for known in info.all_shapes):
         return info
     return replace(info, shapes=(*info.shapes, shape))
 
 
 def preferring(info: JobInfo, num_stages: int | None) -> JobInfo:
-    """Return the same job with its shape of K stages, if it has one, as the preferred one."""
+    """Return the same job with its shape of K stages, if it has one, as its own shape."""
     first = next((s for s in info.all_shapes if s.num_stages == num_stages), None)
     if first is None:
         return info
@@ -210,7 +210,7 @@ def preferring(info: JobInfo, num_stages: int | None) -> JobInfo:
 
 
 def count_fitting(resources: Mapping[str, int], free: Mapping[str, int]) -> int:
-    """Return how many replicas that take `resources` each fit in what is free on one node."""
+    """Return how many replicas with these `resources` fit into the free resources of a node."""
     counts = [max(free.get(kind, 0), 0) // need for kind, need in resources.items() if need > 0]
     return min(counts)
 
@@ -220,7 +220,7 @@ def free_resources(
     jobs: Mapping[str, JobInfo],
     allocations: Mapping[str, Sequence[str]],
 ) -> dict[str, dict[str, int]]:
-    """Return what allocations leave free on every node, by kind of resource."""
+    """Return the resources that allocations leave free on every node, by kind."""
     free = {name: dict(node.resources) for name, node in nodes.items()}
     for job, allocation in allocations.items():
         resources = shape_of(jobs[job], allocation, nodes).resources if allocation else {}
@@ -232,7 +232,7 @@ def free_resources(
 
 
 def node_template(nodes: Mapping[str, NodeInfo]) -> NodeInfo:
-    """Return a node as could be rented: with as much of each resource as the largest node."""
+    """Return a node that could be rented: the maximum of each resource over all nodes."""
     kinds = {kind for node in nodes.values() for kind in node.resources}
     most = {kind: max(node.resources.get(kind, 0) for node in nodes.values()) for kind in kinds}
     return NodeInfo(most, preemptible=True)

@@ -1,4 +1,4 @@
-"""Lengths of jobs as a scheduler's store has them: of those that completed, and what they tell."""
+"""Estimates of job lengths from the completed jobs of a store."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["LearnedLengths", "declared_lengths", "family_name", "length_of", "wh
 
 
 class LearnedLengths:
-    """The history of a store's completed jobs; reads only those that it has not seen.
+    """The history of a store's completed jobs; reads only new ones.
 
     Args:
-        store: knows the jobs.
+        store: contains the jobs.
     """
 
     def __init__(self, store: Store) -> None:
@@ -30,7 +30,7 @@ class LearnedLengths:
         self._last: frozenset[str] = frozenset()
 
     def read(self) -> LengthHistory:
-        """Return the history with what has completed since the last time."""
+        """Return the history, including the jobs that have completed since the last call."""
         found = self._store.overview.completed(self._since)
         new = [record for record in found if record.name not in self._last]
         if found:
@@ -43,7 +43,7 @@ class LearnedLengths:
 
 
 def _completed(record: CompletedRecord) -> CompletedJob | None:
-    """Return what a job's last hints say of its length; None: nothing that can be believed."""
+    """Return the length of a completed job from its last hints; None: no plausible hints."""
     try:
         spec, hints = parse_job(record.spec), SchedHints.from_json_object(record.hints)
     except (HintsError, ValueError):
@@ -61,11 +61,11 @@ def _completed(record: CompletedRecord) -> CompletedJob | None:
 def whole_samples(hints: SchedHints, own: SpeedupFunction, since: float) -> float:
     """Return how many samples a completed job has trained, by its last hints.
 
-    They are some seconds old when it ends: what it could have trained since then it has, as far as
-    it was to train any more.
+    The hints are some seconds older than the end of the job: the samples that it could have trained
+    since then are added, up to the remaining ones.
 
     Args:
-        hints: its last ones.
+        hints: the last hints of the job.
         own: the speedup of its own shape.
         since: seconds from the hints to its end.
     """
@@ -75,17 +75,17 @@ def whole_samples(hints: SchedHints, own: SpeedupFunction, since: float) -> floa
 
 
 def family_name(spec: JobSpec) -> str:
-    """Return whose lengths are like a job's; of a job that is of no family its own name."""
+    """Return the family of a job, by which lengths are estimated; its own name if it has none."""
     return family_of(spec.name) if spec.family is None else spec.family or spec.name
 
 
 def declared_lengths(
     jobs: Iterable[tuple[JobSpec, SchedHints | None]],
 ) -> dict[str, tuple[float, ...]]:
-    """Return how many samples jobs that are not done say that they train, by family.
+    """Return the declared numbers of samples of unfinished jobs, by family.
 
     Args:
-        jobs: what their users asked for, and what they have reported themselves.
+        jobs: job files, and the jobs' own hints.
     """
     found: dict[str, list[float]] = {}
     for spec, hints in jobs:
@@ -105,15 +105,15 @@ def length_of(
     has_trained: bool = True,
     relatives: Sequence[float] = (),
 ) -> dict[str, Any]:
-    """Return what is known of how long a job still trains, as fields of `JobInfo`.
+    """Return the estimate of a job's remaining training, as fields of `JobInfo`.
 
     Args:
-        spec: what the user asked for.
-        hints: by which it is planned for, as far as they are believed.
+        spec: the job file.
+        hints: the hints used for decisions, without implausible ones.
         own: the speedup of its own shape.
-        history: completed jobs; None: nothing is learned from them.
-        has_trained: whether the hints are the job's own; else it has trained nothing yet.
-        relatives: how many samples others of its family say that they train.
+        history: completed jobs; None: nothing is estimated from them.
+        has_trained: whether the hints are its own, not inherited.
+        relatives: declared numbers of samples of other jobs of its family.
     """
     if hints is None or not isinstance(own, SpeedupFunction) or not own.base_goodput > 0:
         return {}
@@ -131,7 +131,7 @@ def length_of(
     family = family_name(spec)
     declared = None if left is None else trained + left
     return {
-        # What jobs declare says more than that they are of a family.
+        # A declared length is more precise than the family.
         "family": family if left is None else "",
         "work_left": history.work_left(family, trained, goodput, declared, relatives),
         "work_done": told["work_done"],

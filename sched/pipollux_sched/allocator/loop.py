@@ -1,4 +1,4 @@
-"""The thread that decides: at every interval, and whenever something has changed."""
+"""The thread that decides: at every interval, and after every relevant change."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ class AllocationLoop:
             began = time.monotonic()
             try:
                 self._decide()
-            except Exception as error:  # if this thread died, all allocations would be frozen
+            except Exception as error:  # the death of this thread would freeze all allocations
                 if self._ending.is_set():
                     return
                 failures.failed(error)
             else:
                 failures.succeeded()
-            # Frequent changes are decided on together, so that this takes at most half of the time.
+            # Batch frequent changes, so that decisions take at most half of the time.
             self._ending.wait(min(time.monotonic() - began, self._interval))
             self._reconsider.wait(self._pause())
 
     def _pause(self) -> float:
-        """Return the seconds to the next decision: to the end of a notice if that comes first."""
+        """Return the seconds to the next decision: the interval, or less if a notice ends."""
         due = self._allocator.due
         return self._interval if due is None else min(max(due - time.time(), 0.0), self._interval)
 

@@ -1,4 +1,4 @@
-"""How many jobs were unfinished over the life of each: by what its equal share is reckoned."""
+"""The number of unfinished jobs over the life of each job, which determines its equal share."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pipollux_sched.store import JobRecord, Store
 def mean_jobs(store: Store, jobs: Sequence[JobRecord], now: float) -> dict[str, float]:
     """Return the number of unfinished jobs, averaged over each job's life so far.
 
-    It follows from when jobs were submitted and ended, so that a scheduler which is started again
-    goes on with it. Jobs that were deleted from the store no longer count.
+    It is computed from submission and end times, so it survives a restart of the scheduler. Jobs
+    that were deleted from the store do not count.
 
     Args:
-        store: knows the jobs that have ended.
-        jobs: those that have not.
+        store: contains the jobs that have ended.
+        jobs: the jobs that have not ended.
         now: seconds since the epoch.
 
     Returns:
-        By job; one that was submitted at this moment is left out.
+        The average by job, without jobs that were submitted at this moment.
     """
     if not jobs:
         return {}

@@ -1,4 +1,4 @@
-"""Reasons for allocations, as sentences for people."""
+"""Reasons for allocations, as sentences for users."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from pipollux_utils.text import count, listing, spell_nodes
 from .job_infos import count_fitting, linear_speedup
 
 MOST_NAMED = 3
-"""Jobs that a reason names."""
+"""Most jobs that a reason names."""
 
 
 class Others(NamedTuple):
     """The jobs of a cluster, for reasons that name them."""
 
     holders: Mapping[str, Sequence[str]]
-    """Names of those that hold something on each node."""
+    """Names of the jobs on each node."""
     waiting: Sequence[tuple[str, JobInfo]]
-    """Those that hold nothing, the one submitted first first."""
+    """Jobs that hold nothing, in order of submission."""
 
 
 NOBODY = Others({}, ())
 
 
 def misfit(job: str, info: JobInfo, nodes: Mapping[str, NodeInfo]) -> str | None:
-    """Explain why a job could not run even if the cluster were empty; None if it could."""
+    """Explain why a job cannot run even on the empty cluster; None if it can."""
     reason = _misfit(info, nodes)
     return reason and f"job '{job}' {reason}"
 
@@ -76,11 +76,11 @@ def explain(
     """Explain a job's allocation in a short sentence.
 
     Args:
-        info: the job as the policy saw it.
-        previous: its allocation until now; an `Allocation` if K is not the job's own.
-        new: its allocation from now on, likewise.
+        info: the job as the policy sees it.
+        previous: its previous allocation; an `Allocation` if K is not the job's own.
+        new: its new allocation, likewise.
         nodes: all nodes.
-        free: what all jobs' new allocations leave free (`free_resources`).
+        free: the resources that all new allocations leave free (`free_resources`).
         others: the other jobs.
     """
     if not new:
@@ -113,13 +113,13 @@ def why_nothing(
     free: Mapping[str, Mapping[str, int]],
     others: Others = NOBODY,
 ) -> str:
-    """Explain what keeps a job from running, given what is free on the nodes."""
+    """Explain what keeps a job from running, given the free resources of the nodes."""
     least = max(info.min_replicas, 1)
     open_nodes = usable_nodes(nodes)
     if not open_nodes:
-        return "no node takes anything new"
+        return "no node accepts new replicas"
     never = _misfit(info, nodes)
-    if never is not None:  # since it was submitted, the cluster has become smaller
+    if never is not None:  # the cluster has shrunk since its submission
         return never
     rooms: list[tuple[int, ReplicaShape, dict[str, Mapping[str, int]]]] = []
     for shape in info.all_shapes:
@@ -129,7 +129,7 @@ def why_nothing(
         )
     holds, shape, left = max(rooms, key=lambda room: room[0])
     if not left:
-        return f"no node that takes anything new has GPUs of type {shape.gpu_type}"
+        return f"no node that accepts new replicas has GPUs of type {shape.gpu_type}"
     asked = _spell_resources(shape.resources)
     if _speedup(shape, [""] * least) <= 0:
         return f"no batch size within its bounds works on {count(least, 'replica')}"
@@ -147,7 +147,7 @@ def why_nothing(
 
 
 def _why_not_given(info: JobInfo, others: Others) -> str:
-    """Explain why a job does not get the slots that are free."""
+    """Explain why a job does not get slots that are free."""
     # This job is one of them; thousands may wait, each with its reason.
     many = len(others.waiting) - 1
     if many < 1:
@@ -162,7 +162,7 @@ def _spell_jobs(names: Sequence[str]) -> str:
 
 
 def _first_of(names: Sequence[str], many: int) -> str:
-    """Name jobs, the first of them if they are many."""
+    """Name the jobs, or the first of them if there are many."""
     more = many - MOST_NAMED
     shown = [*names[:MOST_NAMED], *([f"{more} more"] if more > 0 else [])]
     return f"{'job' if many == 1 else 'jobs'} {listing(shown)}"
@@ -183,7 +183,7 @@ def _closed(shape: ReplicaShape, nodes: Mapping[str, NodeInfo]) -> str:
 def _largest(
     resources: Mapping[str, int], nodes: Mapping[str, Mapping[str, int]]
 ) -> tuple[str, str]:
-    """Return the node that comes closest to holding one replica, and what is free on it."""
+    """Return the node that comes closest to holding one replica, and its free resources."""
 
     def missing(name: str) -> float:
         return min(nodes[name].get(kind, 0) / need for kind, need in resources.items() if need > 0)
@@ -203,7 +203,7 @@ def _spell_speedup(shape: ReplicaShape, nodes: Sequence[str]) -> str:
 
 
 def _spell_allocation(info: JobInfo, shape: ReplicaShape, nodes: Sequence[str]) -> str:
-    """Spell how many replicas run where, and K where there is a choice."""
+    """Describe the number of replicas per node, and K if the job has a choice."""
     replicas = _spell_cut(shape, nodes) if info.shapes else count(len(nodes), "replica")
     return f"{replicas} on {spell_nodes(nodes)}"
 

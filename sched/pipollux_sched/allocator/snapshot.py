@@ -1,9 +1,9 @@
-"""One moment of a scheduler, read from its store in the form that decisions need.
+"""A consistent snapshot of a scheduler's store, in the form for decisions.
 
-Reading changes nothing. A job whose attempt has not taken its first step, or is being stopped,
-is pinned: it would be moved without new measurements, and moved again soon. A job gets at most so
-many times the replicas that its step time was measured on (`job_infos.replica_cap`), because the
-model is optimistic about allocations that it has not seen.
+Reading changes nothing. A job whose attempt has not taken its first step, or is being stopped, is
+pinned: otherwise it would be moved without new measurements, and soon moved again. The number of
+replicas of a job is limited to a multiple of those that its step time was measured on
+(`job_infos.replica_cap`), because the model is optimistic about unmeasured allocations.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ __all__ = ["Snapshot", "SnapshotReader", "is_pinned", "present_nodes"]
 _LOG = logging.getLogger(__name__)
 _READING = threading.Lock()
 _READERS: WeakKeyDictionary[Store, SnapshotReader] = WeakKeyDictionary()
-"""Those of `Snapshot.read`, so that the next one who asks parses only what has changed."""
+"""The readers of `Snapshot.read`, so that the next call parses only changes."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One moment of a scheduler."""
+    """The state of a scheduler at one moment."""
 
     candidates: tuple[SchedulableJob, ...]
     """Jobs that can be decided on, in the order of submission: neither ended, nor suspended by
@@ -59,16 +59,16 @@ class Snapshot:
     teams: Teams | None = None
     """Quotas and limits; None: there are no teams."""
     notices: Mapping[str, float] = field(default_factory=dict)
-    """Jobs that were told to give slots back, and when, in seconds since the epoch."""
+    """Jobs with a notice to return slots, and when, in seconds since the epoch."""
     time: float = 0.0
-    """When it was read, in seconds since the epoch."""
+    """Time of the snapshot, in seconds since the epoch."""
 
     @classmethod
     def read(cls, store: Store) -> Snapshot:
-        """Read a snapshot as the scheduler that serves the store, or served it last, would.
+        """Read a snapshot as the present or last scheduler of the store would.
 
         Raises:
-            SpecError: the store holds a node or a job that this version cannot read.
+            SpecError: the store contains a node or a job that this version cannot read.
         """
         served = store.latest_events(1, types=["cluster"])
         seconds = served[0].get("restart_seconds") if served else None
@@ -88,7 +88,7 @@ class SnapshotReader:
     """Reads snapshots; parses only specs and hints that have changed since the last one.
 
     Args:
-        store: knows the jobs and nodes.
+        store: contains the jobs and nodes.
         restart_seconds: assumed cost of a restart until a job's own has been measured.
         clock: returns the time in seconds since the epoch.
     """
@@ -108,10 +108,10 @@ class SnapshotReader:
         """Read the current state.
 
         Args:
-            leaving: nodes that are to be released, and therefore drain.
+            leaving: nodes that will be released, and therefore drain.
 
         Raises:
-            SpecError: the store holds a node or a job that this version cannot read.
+            SpecError: the store contains a node or a job that this version cannot read.
         """
         store = self._store
         hints, attempts = store.hint_texts(), store.num_attempts(live=True)
@@ -153,7 +153,7 @@ class SnapshotReader:
             for name, node in present_nodes(store.nodes()).items()
         }
         return Snapshot(
-            # Pinned without nodes: it is stopping, and is weighed again when it has stopped.
+            # Pinned without nodes: it is stopping, and becomes a candidate when it has stopped.
             tuple(job for job in candidates if job.allocation or not job.pinned),
             nodes,
             frozenset(node for job in jobs for node in job.state.nodes_in_use),
@@ -218,14 +218,13 @@ class SnapshotReader:
         )
 
     def _note_doubt(self, job: str, doubt: str | None) -> None:
-        """Log that a job's hints are ignored, once for every reason."""
+        """Log that a job's hints are ignored, once per reason."""
         if doubt is None:
             self._doubted.pop(job, None)
         elif self._doubted.get(job) != doubt:
             self._doubted[job] = doubt
             _LOG.warning(
-                "the hints of job %s %s; they are left aside, and it is planned for as if it had "
-                "sent none",
+                "the hints of job %s %s; they are ignored",
                 job,
                 doubt,
             )
@@ -243,7 +242,7 @@ class SnapshotReader:
 
 
 def present_nodes(records: Mapping[str, NodeRecord]) -> dict[str, NodeInfo]:
-    """Return nodes as policies see them: without dead ones; others may drain."""
+    """Return nodes as policies see them, without dead ones; others may drain."""
     found = {}
     for name, record in records.items():
         if record.condition is not NodeCondition.DEAD:
@@ -263,25 +262,25 @@ def is_pinned(state: JobState) -> bool:
 
 
 def _may_be_ended(state: JobState) -> bool:
-    """Tell whether a pinned job only starts, or waits to be started again after a failure.
+    """Return whether a pinned job is only starting, or waiting for a restart after a failure.
 
-    Once its notice is over it has to give slots back: one that fails again and again never trains.
+    Such a job has to return slots when its notice is over: one that fails repeatedly never trains.
     """
     return state.intent is None and state.live.change is None
 
 
 def _rescale_seconds(state: JobState, measured: float | None) -> float | None:
-    """Return what an elastic resize costs a job; None: it cannot be resized."""
+    """Return the cost of an elastic resize of a job; None: it cannot be resized."""
     if not state.running_on or state.live.why_not is not None:
         return None
     return DEFAULT_RESCALE_SECONDS if measured is None else measured
 
 
 def _believed(job: str, hints: str | None) -> SchedHints | None:
-    """Read hints; ignore those of an older version that this one cannot read."""
+    """Parse hints; ignore those of an older version that this one cannot read."""
     told = json.loads(hints) if hints else None
     try:
         return without_rows(SchedHints.from_json_object(told)) if told else None
     except HintsError as error:
-        _LOG.warning("the hints of job %s are left aside: %s", job, error)
+        _LOG.warning("the hints of job %s are ignored: %s", job, error)
         return None

@@ -1,4 +1,4 @@
-"""Allocation strategies: ask a policy, or follow a fixed allocation."""
+"""Allocation strategies: a policy, or a fixed allocation."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ class SchedulableJob:
     num_stages: int | None = None
     """K of these replicas, or of its previous ones; None: the job's own."""
     is_new: bool = False
-    """Whether it is new, and has no reason yet for being queued."""
+    """Whether it is new, and has no reason for being queued yet."""
     warm_start: WarmStart | None = None
-    """By what it is planned for if it has measured nothing itself."""
+    """Inherited hints, if it has measured nothing itself."""
     message: str = ""
-    """What its user is told of it."""
+    """The message for its user."""
 
     @property
     def held(self) -> Allocation:
-        """The same as policies have it."""
+        """The current allocation in the form for policies."""
         if not self.allocation:
             return Allocation()
         return Allocation(self.allocation, shape_with(self.info, self.num_stages))
 
     def given(self, answer: Sequence[str], nodes: Nodes) -> SchedulableJob:
-        """Return the job with the allocation that a strategy gives it.
+        """Return the job with the allocation that a strategy decided.
 
-        An answer without a number of stages keeps the present one on the same nodes, and otherwise
-        means the job's own.
+        An allocation without a number of stages keeps the present one on the same nodes, and
+        otherwise has the job's own.
         """
         told = getattr(answer, "num_stages", None)
         if told is None and sorted(answer) == sorted(self.allocation):
@@ -71,7 +71,7 @@ class SchedulableJob:
 
 
 class Strategy(Protocol):
-    """An allocation strategy; answers are `Allocation` if K is not the job's own."""
+    """An allocation strategy; results are `Allocation` if K is not the job's own."""
 
     def place(self, candidate: SchedulableJob, free: Nodes) -> Sequence[str]:
         """Return an allocation on free slots for a job that holds none, or an empty one."""
@@ -84,12 +84,12 @@ class Strategy(Protocol):
 
 @dataclass(frozen=True)
 class PolicyStrategy:
-    """Asks an allocation policy."""
+    """Delegates to an allocation policy."""
 
     policy: Policy
 
     def place(self, candidate: SchedulableJob, free: Nodes) -> Sequence[str]:
-        """Ask the policy for an allocation, with the previous number of stages if possible."""
+        """Call the policy for one job, with the previous number of stages if possible."""
         info = preferring(candidate.info, candidate.num_stages)
         answer = self.policy.allocate_job(info, free)
         if not answer or isinstance(answer, Allocation):
@@ -99,7 +99,7 @@ class PolicyStrategy:
     def optimize(
         self, candidates: Sequence[SchedulableJob], nodes: Nodes
     ) -> Mapping[str, Sequence[str]]:
-        """Ask the policy for all allocations; pinned jobs count as not preemptible."""
+        """Call the policy for all jobs; pinned jobs count as not preemptible."""
         base = {job.name: job.held for job in candidates if job.allocation}
         return self.policy.optimize(jobs_of(candidates), nodes, base, node_template(nodes))[0]
 
@@ -119,30 +119,30 @@ class FixedStrategy:
     def optimize(
         self,
         candidates: Sequence[SchedulableJob],
-        nodes: Nodes,  # noqa: ARG002  # the protocol's
+        nodes: Nodes,  # noqa: ARG002  # required by the protocol
     ) -> Mapping[str, Sequence[str]]:
-        """Leave everything as it is."""
+        """Change nothing."""
         return {job.name: job.held for job in candidates}
 
 
 @dataclass(frozen=True)
 class EvenStrategy:
-    """Follows another strategy on a cluster where a job has as many replicas on each of its nodes.
+    """Restricts another strategy to the same number of replicas on each node of a job.
 
-    Of an uneven answer it keeps as many replicas as can be even, on as few nodes as possible; what
-    is left over stays free until the next round.
+    From an uneven allocation it keeps the largest even part on the fewest nodes; the rest stays
+    free until the next round.
     """
 
     strategy: Strategy
 
     def place(self, candidate: SchedulableJob, free: Nodes) -> Sequence[str]:
-        """Return an even part of what the other strategy gives."""
+        """Return an even part of the other strategy's allocation."""
         return _even_part(candidate, self.strategy.place(candidate, free))
 
     def optimize(
         self, candidates: Sequence[SchedulableJob], nodes: Nodes
     ) -> Mapping[str, Sequence[str]]:
-        """Return even parts of what the other strategy gives; what a job holds, it may keep."""
+        """Return even parts of the other strategy's allocations; current allocations may stay."""
         result = self.strategy.optimize(candidates, nodes)
         by_name = {job.name: job for job in candidates}
         return {
@@ -178,7 +178,7 @@ def jobs_of(candidates: Sequence[SchedulableJob]) -> dict[str, JobInfo]:
 
 
 def free_of(nodes: Nodes, candidates: Sequence[SchedulableJob]) -> dict[str, dict[str, int]]:
-    """Return what the jobs leave free on every node; negative where they hold more than it has."""
+    """Return the free resources of every node; negative if jobs hold more than it has."""
     infos = {job.name: job.info for job in candidates}
     return free_resources(nodes, infos, {job.name: job.held for job in candidates})
 

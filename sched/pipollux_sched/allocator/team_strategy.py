@@ -1,4 +1,4 @@
-"""Teams in the allocator: a policy asked within quotas, and why jobs of teams wait."""
+"""Teams in the allocator: a policy within quotas, and reasons why jobs of teams wait."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from .strategy import EvenStrategy, Nodes, PolicyStrategy, SchedulableJob, Strat
 
 
 class TeamStrategy:
-    """Asks a policy within the quotas of teams; made anew for each decision.
+    """Calls a policy within the quotas of teams; used for one decision.
 
     Args:
         policy: decides within each team.
         teams: quotas and limits.
         now: seconds since the epoch.
-        notices: jobs that were told to give slots back, and when.
+        notices: jobs with a notice to return slots, and when.
     """
 
     def __init__(
@@ -37,20 +37,20 @@ class TeamStrategy:
     ) -> None:
         self._policy = TeamPolicy(policy, teams, now, notices)
         self.answer: TeamAnswer | None = None
-        """What `optimize` has decided; None: it was not asked yet."""
+        """The result of `optimize`; None before the call."""
 
     def place(
         self,
-        candidate: SchedulableJob,  # noqa: ARG002  # the protocol's
-        free: Nodes,  # noqa: ARG002  # the protocol's
+        candidate: SchedulableJob,  # noqa: ARG002  # required by the protocol
+        free: Nodes,  # noqa: ARG002  # required by the protocol
     ) -> Sequence[str]:
-        """Place nothing: who may have what is free follows from all jobs together."""
+        """Place nothing: the owners of free slots follow only from all jobs together."""
         return ()
 
     def optimize(
         self, candidates: Sequence[SchedulableJob], nodes: Nodes
     ) -> Mapping[str, Sequence[str]]:
-        """Ask for all allocations."""
+        """Call the policy for all jobs."""
         base = {job.name: job.held for job in candidates if job.allocation}
         template = node_template(nodes)
         self.answer = self._policy.solve(jobs_of(candidates), nodes, base, template)
@@ -58,7 +58,7 @@ class TeamStrategy:
 
 
 def within_teams(strategy: Strategy, snapshot: Snapshot) -> tuple[Strategy, TeamStrategy | None]:
-    """Return a strategy that keeps a snapshot's quotas, and the part that asks the policy.
+    """Return a strategy that enforces a snapshot's quotas, and its part that calls the policy.
 
     Without teams, and for fixed allocations, it is the same strategy.
     """
@@ -70,7 +70,7 @@ def within_teams(strategy: Strategy, snapshot: Snapshot) -> tuple[Strategy, Team
 
 
 def uses_of(snapshot: Snapshot) -> dict[str, TeamUse]:
-    """Return what the teams of a snapshot hold, by name; nothing where there are no teams."""
+    """Return the slots of the teams of a snapshot, by name; empty without teams."""
     if snapshot.teams is None:
         return {}
     held, on_nodes = Counter[str](), Counter[str]()
@@ -89,7 +89,7 @@ def uses_of(snapshot: Snapshot) -> dict[str, TeamUse]:
 
 
 def team_reasons(snapshot: Snapshot) -> dict[str, str]:
-    """Return by job how teams keep those from running that hold nothing, in words."""
+    """Return by job, for jobs without slots, how teams keep them from running."""
     if snapshot.teams is None:
         return {}
     base = {job.name: job.held for job in snapshot.candidates if job.allocation}

@@ -1,4 +1,4 @@
-"""Whether an attempt that an earlier scheduler started can be looked after by this one."""
+"""Whether this scheduler can adopt an attempt that an earlier scheduler started."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def why_not_adopted(
     Args:
         launch: as the earlier scheduler stored it; None: it has not.
         members: ids of the replicas that take part.
-        listed: all replicas of ours that the engine knows.
-        scheduler_url: URL that jobs report to now.
+        listed: all replicas of this scheduler in the engine's listing.
+        scheduler_url: the URL that jobs report to.
     """
     if launch is None or not launch.assignments.keys() >= set(members):
-        return "The scheduler before this one died before it had started the job."
+        return "The previous scheduler ended before it had started the job."
     keys = list(map(launch.key, members))
     if any(key not in listed for key in keys):
-        return "The scheduler before this one died while it started the job."
+        return "The previous scheduler ended while it started the job."
     runs = any(listed[key].ended is None for key in keys)
     if runs and launch.scheduler_url != scheduler_url:
         return (
-            f"The scheduler now listens at {scheduler_url}, and the job was told to report to "
-            f"{launch.scheduler_url}: it is stopped, and goes on from its checkpoint."
+            f"The scheduler now listens at {scheduler_url}, and the job reports to "
+            f"{launch.scheduler_url}: it is stopped, and continues from its checkpoint."
         )
     return None

@@ -1,15 +1,15 @@
-"""What an engine must be able to do so that Pipollux can run jobs on it.
+"""The interface of an engine, which runs the replicas of jobs on one kind of cluster.
 
-The unit is one replica of one attempt of a job, known by its `ReplicaKey`. An engine admits a
-spec (`check`), lists its nodes (`nodes`), starts a replica (`start`), signals it (`signal`), lists
-what there is of ours (`listing`), brings a replica's output into the scheduler's log (`fetch_log`),
-and ends what nobody looks after (`recover`). What concerns a whole attempt is written once, for
-all engines, in `attempts`: all replicas or none, the grace period, the wait for slots, the
-outcome.
+The unit is one replica of one attempt of a job, identified by its `ReplicaKey`. An engine validates
+a spec (`check`), lists its nodes (`nodes`), starts a replica (`start`), signals it (`signal`),
+lists the replicas of this scheduler (`listing`), copies a replica's output into the scheduler's log
+(`fetch_log`), and ends replicas without a scheduler (`recover`). Logic about whole attempts is
+implemented once, for all engines, in `replica_groups`: all replicas or none, the grace period, the
+wait for slots, the outcome.
 
-Messages to a cluster get lost, are delayed, and arrive twice. So `start` and `signal` may be
-repeated, and a listing says how old it is. `attempts` repeats a signal until the replica has
-ended, and a start that failed with `ClusterUnavailableError` until it succeeds or its time is over.
+Messages to a cluster can be lost, delayed, or duplicated. So `start` and `signal` are idempotent,
+and a listing has a version. A signal is repeated until the replica has ended, and a start that
+failed with `ClusterUnavailableError` until it succeeds or times out.
 """
 
 from __future__ import annotations
@@ -36,53 +36,53 @@ POLL_INTERVAL = 0.05
 
 
 class BackendError(SchedulerError):
-    """A backend cannot do what was asked; the text is one sentence for the user."""
+    """A backend cannot carry out a request; the message is one sentence for the user."""
 
 
 class ClusterUnavailableError(BackendError):
-    """The cluster does not answer now; the same request may succeed later."""
+    """The cluster does not answer; the same request may succeed later."""
 
 
 class NodesGoneError(BackendError):
-    """Nodes that a job was to run on are not in the cluster any more; it is not to blame."""
+    """Nodes that a job should run on have left the cluster; the job is not to blame."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaProgram:
-    """What every pipeline replica of a job runs, independent of the allocation."""
+    """The program of every pipeline replica of a job, independent of the allocation."""
 
     job: str
     """Name of the job."""
     script: Path | None
     """None: the image's entry point."""
     image: str | None = None
-    """The container image that it runs in; None: it runs as a process of the node."""
+    """The container image of the replicas; None: they run as processes of the node."""
     args: tuple[str, ...] = ()
     num_stages: int = 1
-    """K, the devices that one replica needs on its node."""
+    """K, the number of devices of one replica on its node."""
     process_per_stage: bool = False
-    """Whether each of them has a process of its own; else one process drives all of a replica."""
+    """Whether each stage has a separate process; else one process drives the whole replica."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Added to the environment of the processes."""
     directory: Path | None = None
     """Working directory; None: that of the scheduler, or of the image."""
     checkpoints: Path | None = None
-    """Where it saves checkpoints; None: where the engine says."""
+    """The checkpoint folder; None: the engine chooses it."""
     first_attempt: int = 1
-    """The attempt that the present run began with: each run has a folder of its own to save in,
-    so that what is run from the start finds nothing to go on from."""
+    """The first attempt of the present run. Each run has a separate checkpoint folder, so that a
+    run from scratch finds no checkpoints."""
     run_as: str | None = None
     """User of the machine as which it runs; None: the scheduler's own."""
     cpus: int = 0
-    """CPUs that one replica holds on its node besides those of its stages."""
+    """CPUs of one replica on its node, besides those of its stages."""
     memory: int = 0
-    """Bytes of main memory that one replica holds on its node besides those of its stages."""
+    """Bytes of main memory of one replica on its node, besides those of its stages."""
     cpus_per_stage: int = 0
     memory_per_stage: int = 0
 
     @property
     def scheduler_url(self) -> str:
-        """The URL that the job reports to; empty if to none."""
+        """The URL that the job reports to; empty: none."""
         return self.environment.get(SCHEDULER_URL.name, "")
 
     @property
@@ -91,12 +91,12 @@ class ReplicaProgram:
         return self.script is not None
 
     def checkpoints_in(self, state_dir: StateDir) -> str:
-        """Return where it saves: its own folder, else one in a directory that its nodes share."""
+        """Return the checkpoint folder: the job's own, or one in a shared directory."""
         return str(self.checkpoints or state_dir.checkpoints(self.job, self.first_attempt))
 
 
 class ReplicaKey(NamedTuple):
-    """Which replica: of which attempt of which job."""
+    """Identifies a replica of an attempt of a job."""
 
     job: str
     attempt: int
@@ -105,33 +105,33 @@ class ReplicaKey(NamedTuple):
 
 @dataclass(frozen=True)
 class SlotAssignment:
-    """Where one replica runs."""
+    """The node and slots of one replica."""
 
     node: str
     slots: tuple[int, ...]
-    """Slots that it holds of its node."""
+    """Slots that it holds on its node."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
     """The replicas of an attempt; stored before the first of them is started.
 
-    Replicas may join and leave while others train: a changed launch is stored before that is acted
-    on.
+    When replicas join or leave, the changed launch is stored before any replica is started or
+    ended.
     """
 
     job: str
     attempt: int
     assignments: Mapping[int, SlotAssignment]
-    """Where each replica runs, by its id."""
+    """Node and slots of each replica, by its id."""
     num_first: int
-    """Replicas that the attempt began with; those with higher ids have joined it."""
+    """Replicas at the start of the attempt; those with higher ids have joined it."""
     scheduler_url: str
     """The URL that its replicas report to."""
     checkpoints: str
-    """The folder that they save in, as they see it."""
+    """The checkpoint folder, as its replicas see it."""
     live: bool = False
-    """Whether its replicas are told that others may join or leave."""
+    """Whether its replicas support elastic resizes."""
 
     @cached_property
     def keys(self) -> tuple[ReplicaKey, ...]:
@@ -170,7 +170,7 @@ class Launch:
         return replace(self, assignments=left)
 
     def to_json_object(self) -> dict[str, Any]:
-        """Return it as the store keeps it."""
+        """Return the launch as JSON for the store."""
         assignments = {
             str(replica): {"node": assignment.node, "slots": list(assignment.slots)}
             for replica, assignment in self.assignments.items()
@@ -185,7 +185,7 @@ class Launch:
 
     @classmethod
     def from_json_object(cls, job: str, attempt: int, data: Mapping[str, Any]) -> Self:
-        """Return what `to_json_object` has returned.
+        """Return the launch from the result of `to_json_object`.
 
         Raises:
             KeyError: something is missing; also TypeError and ValueError.
@@ -208,94 +208,93 @@ class Launch:
 
 
 class Signal(Enum):
-    """What a replica is told."""
+    """A signal to a replica."""
 
     STOP = "stop"
-    """To save and end: SIGTERM for its agent, which passes it on once, however often it comes."""
+    """Save and end: SIGTERM for its agent, which passes it on once, however often it is sent."""
     KILL = "kill"
-    """To end at once, with all its processes."""
+    """End at once, with all its processes."""
 
 
 class Ended(NamedTuple):
     """How a replica ended."""
 
     status: int | None = None
-    """Exit status, negative for a signal; None where nobody knows."""
+    """Exit status, negative for a signal; None: unknown."""
     result: ReplicaResult = ReplicaResult()
-    """What its agent has left."""
+    """The result file of its agent."""
     lost: str = ""
-    """Why the cluster ended it, in one sentence ("Node n2 is down."): that is no failure of the
-    job's. Empty: it ended by itself, or as it was told."""
+    """Why the cluster ended it, in one sentence ("Node n2 is down."), which is no failure of the
+    job. Empty: it ended by itself, or by a signal of the scheduler."""
 
 
 class ReplicaState(NamedTuple):
     """A replica as its engine sees it."""
 
     handle: str
-    """What the cluster's own tools know it by, for people: a process id, a step, a pod. Nobody but
-    the engine may read anything from it."""
+    """Its identifier in the cluster's own tools, for people: a process id, a step, a pod. Only the
+    engine may interpret it."""
     waiting: str = ""
     """Why it does not run yet, in one sentence; empty: its processes run."""
     ended: Ended | None = None
 
 
 class Listing(NamedTuple):
-    """All replicas of ours that an engine knows: that wait, run, or have ended and are not yet
-    forgotten.
+    """All replicas of this scheduler that wait, run, or have ended and are not forgotten yet.
 
-    It shows every replica whose start has returned before the listing was asked for.
+    It contains every replica whose start returned before the listing was requested.
     """
 
     version: int
-    """Grows from one listing to the next; a smaller one is older, and is ignored."""
+    """Grows from one listing to the next; older listings are ignored."""
     replicas: Mapping[ReplicaKey, ReplicaState]
 
 
 @dataclass(frozen=True)
 class Node:
-    """A node that replicas can be started on, as the cluster has it now."""
+    """A node that replicas can be started on, in its present state."""
 
     spec: NodeSpec
-    """What it is when nobody else is on it."""
+    """The whole node, without any use."""
     taken: int = 0
-    """Slots that others hold, whom this scheduler does not know."""
+    """Slots that others than this scheduler use."""
     ready: bool = True
-    """False: it is down, or does not answer; what runs there is lost."""
+    """False: it is down, or does not answer; its replicas are lost."""
     draining: bool = False
-    """True: the cluster's admin lets nothing new start there."""
+    """True: an admin has closed it for new replicas."""
     reason: str = ""
     """Why it is not ready, or drains, in the cluster's words."""
 
     @property
     def slots(self) -> int:
-        """Number of devices that replicas may have."""
+        """Number of devices for replicas."""
         return max(self.spec.slots - self.taken, 0)
 
 
 class Engine(ABC):
     """Starts, signals and lists single replicas on one kind of cluster.
 
-    One thread at a time calls it, except `fetch_log`. No call waits for a replica; a call that asks
-    a cluster has a timeout of its own, and raises `ClusterUnavailableError` when that is over.
+    One thread at a time calls it, except `fetch_log`. No call waits for a replica; a call that
+    contacts a cluster has a timeout, after which it raises `ClusterUnavailableError`.
     """
 
     name: str = "engine"
     even: bool = False
-    """Whether a job must have as many replicas on each of its nodes."""
+    """Whether a job must have the same number of replicas on each of its nodes."""
     grows: bool = False
-    """Whether replicas can be started, and can end, while others of their attempt go on."""
+    """Whether replicas can start and end while others of their attempt continue."""
 
     @property
     def lost(self) -> str | None:
         """Why no replica can ever be started here again, in one sentence; None: one can.
 
-        May be asked by any thread.
+        May be read by any thread.
         """
         return None
 
     @abstractmethod
     def check(self, spec: JobSpec) -> None:
-        """Refuse a job that this engine can never run, judging by its spec alone.
+        """Reject a job that this engine can never run, by its spec alone.
 
         Raises:
             SpecError: one sentence: the field, its value, what is allowed and the fix.
@@ -303,7 +302,7 @@ class Engine(ABC):
 
     @abstractmethod
     def nodes(self) -> Mapping[str, Node]:
-        """Return the nodes that there are now, by name; they come and go.
+        """Return the present nodes, by name; they come and go.
 
         Raises:
             ClusterUnavailableError: the cluster does not answer.
@@ -311,7 +310,7 @@ class Engine(ABC):
 
     @abstractmethod
     def checkpoints(self, program: ReplicaProgram) -> str:
-        """Return the folder that a job's replicas save in, as they see it.
+        """Return the checkpoint folder of a job, as its replicas see it.
 
         Raises:
             BackendError: there is none that all of them would share.
@@ -319,22 +318,22 @@ class Engine(ABC):
 
     @abstractmethod
     def start(self, program: ReplicaProgram, launch: Launch, replica: int) -> None:
-        """Start one replica; if it is there already, do nothing.
+        """Start one replica, unless it exists already.
 
         Args:
-            program: what it runs.
-            launch: its attempt; one that `joins` it was not in an earlier launch of it.
+            program: the program of the replica.
+            launch: its attempt; a replica that `joins` it was not in an earlier launch of it.
             replica: its id.
 
         Raises:
             ClusterUnavailableError: the cluster did not answer; it may have been started or not.
-            BackendError: it was not started, and would not be the next time; also OSError,
-                and ValueError for what the system does not accept as an argument.
+            BackendError: it was not started, and a retry would fail; also OSError, and ValueError
+                for arguments that the system does not accept.
         """
 
     @abstractmethod
     def signal(self, key: ReplicaKey, signal: Signal) -> None:
-        """Send a signal to a replica, if it is there. A repeated STOP does nothing more.
+        """Send a signal to a replica, if it exists. A repeated STOP has no further effect.
 
         Raises:
             ClusterUnavailableError: the cluster did not answer; it may have arrived or not.
@@ -342,7 +341,7 @@ class Engine(ABC):
 
     @abstractmethod
     def listing(self) -> Listing:
-        """Return all replicas of ours.
+        """Return all replicas of this scheduler.
 
         Raises:
             ClusterUnavailableError: the cluster does not answer.
@@ -350,32 +349,31 @@ class Engine(ABC):
 
     @abstractmethod
     def forget(self, job: str, attempt: int) -> None:
-        """Remove what is left of an attempt that has ended, except its logs.
+        """Remove everything of an attempt that has ended, except its logs.
 
-        A failure to do so is not reported: the listing goes on showing what is left, and the next
-        attempt of the job, or `recover`, removes it.
+        Failures are not reported: the listing continues to contain the rest, and the next attempt
+        of the job, or `recover`, removes it.
         """
 
     def forget_replica(self, key: ReplicaKey) -> None:  # noqa: B027  # most keep a few bytes of it
-        """Remove what is left of a replica that has left its attempt and ended, except its log.
+        """Remove everything of a replica that has left its attempt and ended, except its log.
 
-        An attempt may live for weeks while replicas come and go. It is asked once; what is left
-        all the same goes with the attempt.
+        An attempt may live for weeks while replicas come and go. This is called once per replica;
+        whatever remains is removed with the attempt.
         """
 
     def holds(self, launch: Launch) -> bool:  # noqa: ARG002  # most have nothing to check
-        """Return whether an attempt's slots still stand for the devices that it runs on.
+        """Return whether an attempt's slots still refer to the devices that it runs on.
 
-        It is asked before an attempt is adopted. Where the cluster itself gives out devices,
-        they do.
+        Called before an attempt is adopted. Always True if the cluster itself assigns devices.
         """
         return True
 
     def fetch_log(self, key: ReplicaKey) -> None:  # noqa: B027  # most have nothing to do
-        """Bring the output of a replica so far into its log in the state directory.
+        """Copy the output of a replica so far into its log in the state directory.
 
-        It is called when somebody reads the log, by any thread, and before the end of an attempt
-        is reported. Engines whose replicas write there themselves have nothing to do.
+        Called by any thread when the log is read, and before the end of an attempt is reported.
+        Engines whose replicas write there directly have nothing to do.
 
         Raises:
             ClusterUnavailableError: the cluster does not answer.
@@ -386,27 +384,27 @@ class Engine(ABC):
         """End what an earlier scheduler left running, except the adopted attempts.
 
         Args:
-            adopted: jobs and attempts that are looked after.
+            adopted: jobs and attempts that were adopted.
             grace: seconds that the others have to save.
 
         Returns:
             One line for each replica or process found.
 
         Raises:
-            BackendError: something is left that cannot be ended.
+            BackendError: a replica or process cannot be ended.
         """
 
     def keep_records(self, jobs: JobActions, ending: Event) -> None:  # noqa: ARG002  # most have none
         """Keep the cluster's own records of jobs in step with the scheduler's until the end.
 
-        It runs in a thread of its own while jobs are scheduled. An engine without such records
-        has nothing to do.
+        It runs in a separate thread while jobs are scheduled. Engines without such records have
+        nothing to do.
 
         Args:
-            jobs: the jobs, and what can be done with them.
+            jobs: the jobs, and the commands on them.
             ending: set when to return.
         """
         ending.wait()
 
     def close(self) -> None:  # noqa: B027  # most have nothing to do
-        """Let go of connections, threads and temporary files; replicas are left as they are."""
+        """Close connections, threads and temporary files; replicas keep running."""

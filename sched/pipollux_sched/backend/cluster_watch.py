@@ -1,4 +1,4 @@
-"""What an engine shows of its cluster: nodes and replicas, also while it does not answer."""
+"""The nodes and replicas of an engine, cached while its cluster does not answer."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["ClusterWatch"]
 
 _LOG = logging.getLogger(__name__)
 NODES_INTERVAL = 1.0
-"""Seconds between two looks at the nodes."""
+"""Seconds between two reads of the nodes."""
 
 
 class ClusterWatch:
-    """The nodes as they were seen last, and each listing once.
+    """The last known nodes, and each listing once.
 
     Args:
-        engine: shows them.
+        engine: the source.
         clock: returns the time in seconds; must be monotonic.
 
     Raises:
@@ -30,7 +30,7 @@ class ClusterWatch:
         self._engine = engine
         self._clock = clock
         self.nodes: Mapping[str, Node] = dict(engine.nodes())
-        """The nodes by name: a new mapping each time, so those who read it need no lock."""
+        """The nodes by name: a new mapping each time, so that readers need no lock."""
         self._looked_at = clock()
         self._away = False
         self._version = -1
@@ -41,7 +41,7 @@ class ClusterWatch:
         return {name: node.slots for name, node in self.nodes.items()}
 
     def look(self) -> bool:
-        """Look at the nodes, if it is time to; return whether they were seen again."""
+        """Read the nodes if it is time to; return whether they were read."""
         now = self._clock()
         if now < self._looked_at + NODES_INTERVAL:
             return False
@@ -54,7 +54,7 @@ class ClusterWatch:
         return True
 
     def listing(self) -> Listing | None:
-        """Return a listing, None where there is none that is newer than the last."""
+        """Return a listing, or None if there is none newer than the last."""
         try:
             listing = self._engine.listing()
         except ClusterUnavailableError as error:
@@ -68,7 +68,7 @@ class ClusterWatch:
         return listing if newer else None
 
     def first_listing(self) -> Listing:
-        """Return a listing for those who begin; an older one is then no news any more.
+        """Return a listing for a start or takeover; older ones are ignored from then on.
 
         Raises:
             ClusterUnavailableError: the cluster does not answer.
@@ -79,5 +79,5 @@ class ClusterWatch:
 
     def _note_away(self, error: ClusterUnavailableError) -> None:
         if not self._away:
-            _LOG.warning("%s; what runs there runs on, and is looked after when it is back", error)
+            _LOG.warning("%s; replicas keep running until it answers again", error)
         self._away = True

@@ -1,4 +1,4 @@
-"""What an engine may do with jobs whose records the cluster keeps, too: `Engine.keep_records`."""
+"""The commands on jobs for an engine whose cluster has its own records of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["JobActions"]
 
 
 class JobActions(Protocol):
-    """What users can do with jobs; each method may raise `SchedulerError`."""
+    """The commands of users on jobs; each method may raise `SchedulerError`."""
 
     def version(self) -> int:
         """Return a number that grows whenever a job has changed."""
@@ -21,7 +21,7 @@ class JobActions(Protocol):
         """Return all jobs."""
 
     def steps(self) -> Mapping[str, int]:
-        """Return the optimizer steps of jobs so far, where they are known."""
+        """Return the known optimizer steps of jobs so far."""
 
     def submit(self, spec: JobSpec) -> object:
         """Submit a job."""

@@ -21,18 +21,18 @@ DEFAULT_BACKEND = "local"
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """What an engine is made from."""
+    """Arguments for an engine."""
 
     state_dir: StateDir
     """Where the logs of replicas go."""
     cluster: ClusterSpec | Path | None = None
     """The nodes, or the path of their file, for an engine that does not find them itself."""
     grace: float = 30.0
-    """Seconds that a replica has to save when it is asked to stop."""
+    """Seconds that a replica has to save after a stop signal."""
     pass_environment: Collection[str] = ()
     """Further variables of this process to pass to jobs."""
     own: Any = None
-    """The options of one engine alone: what its module says."""
+    """Options of one engine alone; see its module."""
 
 
 Factory: TypeAlias = Callable[[EngineOptions], Engine]
@@ -47,7 +47,7 @@ def _local(options: EngineOptions) -> Engine:
 
 
 def _later(module: str) -> Factory:
-    """Return the factory `make` of a module, which is imported only when it is needed."""
+    """Return the factory `make` of a module that is imported on first use."""
 
     def make(options: EngineOptions) -> Engine:
         engine: Engine = import_module(module).make(options)
@@ -69,7 +69,7 @@ def make_engine(name: str, options: EngineOptions) -> Engine:
 
     Args:
         name: one of `ENGINES`.
-        options: what it is made from.
+        options: its arguments.
 
     Raises:
         BackendError: there is no engine of this name, or it cannot have these nodes.

@@ -1,4 +1,4 @@
-"""How a replica has ended: whether as it was asked to, and what people are told if it failed."""
+"""How a replica ended: after a stop signal or not, and the message if it failed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["describe_failure", "describe_loss", "has_stopped", "was_asked"]
 
 
 def has_stopped(end: Ended) -> bool:
-    """Return whether a replica ended as one does that was asked to."""
+    """Return whether a replica ended like one that was asked to stop."""
     return end.status in (STOPPED, -15)
 
 
 def was_asked(end: Ended) -> bool:
-    """Return whether somebody ended a replica, or told its agent to stop."""
+    """Return whether a replica was ended from outside, or its agent received a stop signal."""
     return end.result.asked or bool(end.lost)
 
 
@@ -36,7 +36,7 @@ def describe_failure(replica: int, node: str, ended: Ended, log: Path) -> tuple[
 
 
 def describe_loss(ended: Ended, log: Path) -> str:
-    """Return why a replica is gone before it took part, in a sentence or two."""
+    """Return why a replica ended before it took part, in a sentence or two."""
     words = last_words(log, ended.status)
     said = ended.lost or f"It {words.describe()}."
     return f"{said} {words.lines[-1].strip() if words.lines else ''}".strip()

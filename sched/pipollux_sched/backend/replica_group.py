@@ -1,14 +1,15 @@
 """One attempt: replicas that start and end together, on any engine.
 
-All of its replicas run or none. A replica that fails takes the others with it; a stop is asked for
-and, after a grace period, enforced; how the attempt ended is told once, when nothing of it is
-left. A replica that the cluster took away is no failure of the job's.
+Either all of its replicas run or none. A replica that fails ends the others; a stop is requested
+and, after a grace period, enforced; the outcome is reported once, when no replica is left. A
+replica that the cluster took away is no failure of the job.
 
-While its replicas train, further ones may be started (`join`), and take part when the job says so
-(`admit`). Until then their end is told, and hurts nobody. Others may be let go (`part`).
+While its replicas train, further ones may be started (`join`), and take part once the job says so
+(`admit`). Until then their end is reported, and does not affect the others. Other replicas may
+leave (`part`).
 
-Nothing here waits. `ReplicaGroup.step` is called again and again by one thread, with the
-newest listing of the engine.
+Nothing here blocks. One thread calls `ReplicaGroup.step` repeatedly, with the newest listing of the
+engine.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ __all__ = ["START_TIMEOUT", "ReplicaGroup"]
 _LOG = logging.getLogger(__name__)
 
 START_TIMEOUT = 600.0
-"""Seconds in which all replicas of an attempt must run, or none does."""
+"""Seconds in which all replicas of an attempt must run; otherwise it ends."""
 FAILURE_GRACE = 5.0
-"""Seconds that the other replicas have to end when one has failed; they can no longer save."""
+"""Seconds that the other replicas have to end after a failure; they can no longer save."""
 SURVIVAL_PATIENCE = 60.0
-"""Seconds in which a job whose replicas can go on without one that has failed must have told so."""
+"""Seconds in which a job that can continue without a failed replica must report that it does."""
 SIGNAL_INTERVAL = 2.0
-"""Seconds after which a signal is repeated, as it may have been lost."""
+"""Seconds after which a signal is repeated, because it may have been lost."""
 NOBODY_LEFT = "All of its replicas were lost."
 _UNSEEN = ReplicaState("", waiting="It is being started.")
 
@@ -60,11 +61,11 @@ class ReplicaGroup:
 
     Args:
         engine: runs its replicas.
-        launch: what it is to be.
+        launch: the attempt.
         log: returns the log file of a replica.
-        stopped_step: returns the step at which the job told that it has saved and stops; None if it
-            did not.
-        program: what its replicas run; None: they were started by an earlier scheduler.
+        stopped_step: returns the step at which the job reported that it has saved and stops; None
+            if it did not.
+        program: the program of its replicas; None: they were started by an earlier scheduler.
         grace: seconds to save for the replicas when one was stopped from outside.
         start_timeout: seconds in which all replicas must run.
         clock: returns the time in seconds; must be monotonic.
@@ -99,20 +100,20 @@ class ReplicaGroup:
         self._deadline: float | None = None
         self._failed: ReplicaKey | None = None
         self._stops_agreed = False
-        """Whether its replicas end by themselves, as they have agreed to stop."""
+        """Whether its replicas end by themselves because they have agreed to stop."""
         self._why = ""
         self._sent: dict[ReplicaKey, tuple[Signal, float]] = {}
         self._joining: set[ReplicaKey] = set()
         """Replicas that do not take part yet."""
         self._parting: dict[ReplicaKey, float] = {}
-        """Replicas that do not take part any more, and when they are killed."""
+        """Replicas that no longer take part, and when they are killed."""
         self._lost: list[JoiningReplicaLost] = []
         self.can_survive = False
-        """Whether its replicas can go on when one of them is lost."""
+        """Whether its replicas can continue when one of them is lost."""
         self._survive_by: float | None = None
 
     def join(self, program: ReplicaProgram, assignments: Mapping[int, SlotAssignment]) -> None:
-        """Start replicas that are to join those that train: where each runs, by its id."""
+        """Start joining replicas on these slots, by id."""
         self._program = program
         self.launch = self.launch.having(assignments)
         keys = set(map(self.launch.key, assignments))
@@ -122,24 +123,24 @@ class ReplicaGroup:
         self._start_rest()
 
     def admit(self, replicas: Collection[int]) -> None:
-        """Note that replicas take part now, or still."""
+        """Record that replicas take part."""
         self._joining -= set(map(self.launch.key, replicas))
 
     def expect(self, joining: Collection[int], parting: Collection[int]) -> None:
-        """Note who does not take part, of an attempt that was adopted."""
+        """Record which replicas of an adopted attempt do not take part."""
         for replica in joining:
             if replica in self.launch.assignments:
                 self._joining.add(self.launch.key(replica))
             else:
-                why = f"The scheduler before this one died before it had started replica {replica}."
+                why = f"The previous scheduler ended before it had started replica {replica}."
                 self._lost.append(JoiningReplicaLost(self.launch.attempt, replica, why))
         self.part(parting, self._outside_grace)
 
     def part(self, replicas: Collection[int], seconds: float) -> None:
-        """Let replicas end by themselves, and kill those that have not after so many seconds."""
+        """Let replicas end by themselves, and kill those that still run after some seconds."""
         for key in map(self.launch.key, replicas):
             if key not in self._states or (key == self._failed and self.ending):
-                continue  # the one for which all others end has ended itself
+                continue  # the replica that the others survived has already ended
             self._joining.discard(key)
             self._to_start.discard(key)
             if key == self._failed:
@@ -147,7 +148,7 @@ class ReplicaGroup:
             self._parting.setdefault(key, self._clock() + seconds)
 
     def take_parted(self) -> list[int]:
-        """Return the replicas, once each, that do not take part any more and have ended."""
+        """Return the replicas, once each, that have left and ended."""
         gone = [key for key in self._parting if self._states[key].ended]
         for key in gone:
             self._fetch_log(key)
@@ -165,7 +166,7 @@ class ReplicaGroup:
 
     @property
     def joining(self) -> dict[int, str]:
-        """Node of each replica that is about to join, by its id."""
+        """Node of each joining replica, by its id."""
         return {key.replica: self.launch.assignments[key.replica].node for key in self._joining}
 
     def take_lost(self) -> list[JoiningReplicaLost]:
@@ -174,23 +175,23 @@ class ReplicaGroup:
         return lost
 
     def stop(self, grace: float) -> None:
-        """Ask all replicas to save and end; what runs after `grace` seconds is killed."""
+        """Ask all replicas to save and end; kill those that still run after `grace` seconds."""
         if not self._asked:
             self._asked, self._grace = True, grace
         self._end_within(grace)
 
     def kill(self, why: str) -> None:
-        """Kill all replicas; the report gives `why` as the reason."""
+        """Kill all replicas; the report has `why` as the reason."""
         self._asked = True
         self._why = self._why or why
         self._end_within(0.0)
 
     def begin(self) -> None:
-        """Start the replicas, as far as the cluster answers; `step` starts the rest."""
+        """Start the replicas that the cluster accepts; `step` starts the rest."""
         self._start_rest()
 
     def step(self, listed: Mapping[ReplicaKey, ReplicaState]) -> Exited | None:
-        """Continue with a newer listing; return how it ended, None while anything is left."""
+        """Process a newer listing; return the outcome, None while any replica is left."""
         if self._goes_on_as_before(listed):
             return None
         self._note(listed)
@@ -211,12 +212,12 @@ class ReplicaGroup:
         return Started(self.launch.attempt, tuple(state.handle for state in self._all_states))
 
     def unsent_report(self) -> Mapping[str, Any] | None:
-        """Return the training report that a replica has left because it could not be sent."""
+        """Return the training report that a replica left because it could not be sent."""
         results = (state.ended.result for state in self._all_states if state.ended)
         return next((result.report for result in results if result.report), None)
 
     def _goes_on_as_before(self, listed: Mapping[ReplicaKey, ReplicaState]) -> bool:
-        """Return whether all run as before, and none comes, goes or is to end: as nearly always."""
+        """Return whether all replicas run and none joins, leaves or ends: the common case."""
         changing = self._to_start or self._joining or self._parting or self._failed
         if changing or self.ending or not self._started:
             return False
@@ -229,12 +230,10 @@ class ReplicaGroup:
             if before.ended or (key in self._to_start and key not in listed):
                 continue
             if key in listed:
-                self._to_start.discard(key)  # its start has arrived, whatever was answered
+                self._to_start.discard(key)  # its start has arrived, whatever the response was
                 self._states[key] = listed[key]
             else:
-                lost = Ended(
-                    lost=f"{before.handle or 'It'} is gone without a word of how it ended."
-                )
+                lost = Ended(lost=f"{before.handle or 'It'} is gone without an exit status.")
                 self._states[key] = before._replace(waiting="", ended=lost)
 
     def _start_rest(self) -> None:
@@ -262,7 +261,7 @@ class ReplicaGroup:
             self._to_start.discard(key)
 
     def _watch_start(self) -> None:
-        """Give up an attempt of which a replica does not run in time."""
+        """End an attempt with a replica that does not run in time."""
         if self._started or self.ending or self._clock() < self._start_by:
             return
         waiting = [(key, state.waiting) for key, state in self._states.items() if state.waiting]
@@ -272,12 +271,13 @@ class ReplicaGroup:
         where = self.launch.assignments[key.replica].node
         self._why = (
             f"{len(waiting)} of {count(len(self._states), 'replica')} did not run within "
-            f"{self._start_timeout:g} s, so none does. Replica {key.replica} on {where}: {reason}"
+            f"{self._start_timeout:g} s, so the attempt was ended. Replica "
+            f"{key.replica} on {where}: {reason}"
         )
         self._end_within(0.0)
 
     def _notice_failure(self) -> None:
-        """End the other replicas when one has failed: an attempt lives and dies as a whole."""
+        """End the other replicas when one has failed."""
         if self.ending:
             return
         for key, state in self._members.items():
@@ -286,7 +286,7 @@ class ReplicaGroup:
                 if self._may_survive():
                     return
                 stopped = has_stopped(state.ended)
-                # Agents that are then told to stop would hide whether anybody else told one.
+                # The agents' stop signals below would hide whether anybody else had stopped one.
                 self._stops_agreed = (
                     stopped
                     and not was_asked(state.ended)
@@ -296,7 +296,7 @@ class ReplicaGroup:
                 return
 
     def _may_survive(self) -> bool:
-        """Return whether those that are left may still go on, of which the job tells."""
+        """Return whether the remaining replicas may still continue, which the job reports."""
         left = any(state.ended is None for state in self._members.values())
         if not (self.can_survive and left):
             return False
@@ -305,7 +305,7 @@ class ReplicaGroup:
         return self._clock() < self._survive_by
 
     def _notice_joining(self) -> None:
-        """Tell which joining replicas are gone; let the others go when there is nobody to join."""
+        """Report joining replicas that are gone; kill the others if no replica is left to join."""
         for key in sorted(self._joining):
             ended = self._states[key].ended
             if ended is not None:
@@ -316,7 +316,7 @@ class ReplicaGroup:
     def _lose(self, key: ReplicaKey, why: str) -> None:
         self.part([key.replica], 0.0)
         where = self.launch.assignments[key.replica].node
-        said = f"Replica {key.replica} on {where}, which was to join, is gone. {why}"
+        said = f"Joining replica {key.replica} on {where} is gone. {why}"
         self._lost.append(JoiningReplicaLost(self.launch.attempt, key.replica, said))
 
     @property
@@ -331,7 +331,7 @@ class ReplicaGroup:
 
     @property
     def ending(self) -> bool:
-        """Whether its replicas are to end."""
+        """Whether its replicas have to end."""
         return self._deadline is not None
 
     def _end_within(self, seconds: float) -> None:
@@ -364,13 +364,13 @@ class ReplicaGroup:
         for key in self._states:
             self._fetch_log(key)
         ends = {key: state.ended for key, state in self._members.items() if state.ended}
-        if not ends:  # each was let go, so that the others could go on, and none has
+        if not ends:  # each has left for the others to continue, and none has
             return Exited(attempt, Outcome.FAILED, message=self._why or NOBODY_LEFT)
         step = self._agreed_step(ends.values())
         if not self._why:
             if all(end.status == 0 and not end.lost for end in ends.values()):
                 return Exited(attempt, Outcome.COMPLETE)
-            # An image's own entry point, without our agent, tells by its status alone.
+            # An image's own entry point, without our agent, has only its exit status.
             alone = all(has_stopped(end) and not end.result.left for end in ends.values())
             asked = self._asked or any(map(was_asked, ends.values()))
             if asked and (alone or step is not None) and not self._broke(ends, step):
@@ -379,7 +379,7 @@ class ReplicaGroup:
             if lost and not self._asked:
                 return Exited(attempt, Outcome.STOPPED, step, message=lost)
         message, cannot_start = self._describe(ends)
-        # What is killed, as its node is no longer ours, may have saved before.
+        # A replica killed because of its node may have saved before.
         return Exited(
             attempt,
             Outcome.FAILED,
@@ -389,13 +389,13 @@ class ReplicaGroup:
         )
 
     def _fetch_log(self, key: ReplicaKey) -> None:
-        with suppress(BackendError):  # how it ended is known without its last lines
+        with suppress(BackendError):  # the outcome is known without its last lines
             self._engine.fetch_log(key)
 
     def _agreed_step(self, ends: Collection[Ended]) -> int | None:
         """Return the step at which the replicas agreed to stop, None if they did not.
 
-        What an agent leaves at its end is lost with it; what the job told before is not.
+        The results of agents may be lost with them; the step that the job reported before is not.
         """
         steps = (end.result.stopped_step for end in ends)
         left = next((step for step in steps if step is not None), None)
@@ -404,12 +404,12 @@ class ReplicaGroup:
     def _broke(self, ends: Mapping[ReplicaKey, Ended], step: int | None) -> bool:
         """Return whether a replica failed by itself, so that the others' checkpoints are invalid.
 
-        The first to end may also have been stopped from outside, as may the others. A script may
-        also end with the status of one that was stopped, or send itself SIGTERM.
+        The first replica to end may also have been stopped from outside, as may the others. A
+        script may also end with the status of a stopped one, or send itself SIGTERM.
 
         Args:
             ends: how each replica ended.
-            step: at which they agreed to stop, None if they did not.
+            step: the step at which they agreed to stop, None if they did not.
         """
         end = None if self._failed is None else ends[self._failed]
         if end is None or was_asked(end):

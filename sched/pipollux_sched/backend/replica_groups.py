@@ -1,8 +1,8 @@
 """The backend: attempts of jobs on the nodes of an engine.
 
-What is above single replicas is written once, here and in `attempt`: waiting for the slots of a
-attempt and for the end of the previous one, stopping one within a grace period, adopting what
-an earlier scheduler has started. `ReplicaGroupManager.poll` does all the work, called repeatedly by
+Everything above single replicas is implemented here and in `replica_group`: waiting for the slots
+of an attempt and for the end of the previous one, stopping one within a grace period, adopting
+attempts of an earlier scheduler. `ReplicaGroupManager.poll` does all the work, called repeatedly by
 one thread. Any thread may call the other methods, which only record requests or return state.
 """
 
@@ -42,7 +42,7 @@ from .slots import SlotLedger
 __all__ = ["STOP_GRACE", "ReplicaGroupManager"]
 
 STOP_GRACE = 30.0
-"""Seconds that a job has to save a checkpoint when it is asked to stop."""
+"""Seconds that a job has to save a checkpoint after a stop request."""
 SHUTDOWN_PATIENCE = 10.0
 """Seconds after the grace period for which `shutdown` waits for processes to end."""
 
@@ -52,10 +52,10 @@ class ReplicaGroupManager:
 
     Args:
         engine: starts, signals and lists replicas.
-        launches: where launches are kept before they are acted on.
+        launches: stores launches before they take effect.
         state_dir: where the logs of replicas are.
-        grace: seconds that an attempt has to save when a newer one takes its place.
-        start_timeout: seconds in which all replicas of an attempt must run, or none does.
+        grace: seconds that an attempt has to save when a newer one replaces it.
+        start_timeout: seconds in which all replicas of an attempt must run; otherwise it ends.
         clock: returns the time in seconds; must be monotonic.
     """
 
@@ -78,7 +78,7 @@ class ReplicaGroupManager:
         self._cluster = ClusterWatch(engine, clock)
         self._ledger = SlotLedger(self._cluster.slots)
         self._seen = set(self._cluster.slots)
-        """Nodes that there are, or were."""
+        """All present and past nodes."""
         self._running: dict[str, ReplicaGroup] = {}
         self._pending: dict[str, Waiting] = {}
         self._joining: dict[str, Joiners] = {}
@@ -87,7 +87,7 @@ class ReplicaGroupManager:
 
     @property
     def name(self) -> str:
-        """The engine's."""
+        """The name of the engine."""
         return self._engine.name
 
     @property
@@ -96,11 +96,11 @@ class ReplicaGroupManager:
         return self._engine.lost
 
     def check(self, spec: JobSpec) -> None:
-        """Refuse a job that the engine can never run: see `Engine.check`."""
+        """Reject a job that the engine can never run: see `Engine.check`."""
         self._engine.check(spec)
 
     def nodes(self) -> Mapping[str, Node]:
-        """Return the nodes as they were seen last."""
+        """Return the last known nodes."""
         return self._cluster.nodes
 
     def free(self) -> dict[str, int]:
@@ -109,7 +109,7 @@ class ReplicaGroupManager:
             return self._ledger.free()
 
     def running(self) -> Mapping[str, Running]:
-        """Return the attempts that run or are about to start, by job."""
+        """Return the attempts that run or are starting, by job."""
         with self._lock:
             waiting = {
                 job: Running(entry.attempt, entry.nodes) for job, entry in self._pending.items()
@@ -121,7 +121,7 @@ class ReplicaGroupManager:
             return waiting | there
 
     def joining(self) -> Mapping[str, tuple[int, Mapping[int, str]]]:
-        """Return attempt, and nodes by id, of the replicas that are about to join a job."""
+        """Return attempt, and nodes by id, of the joining replicas of each job."""
         with self._lock:
             return {
                 job: (running.launch.attempt, running.joining)
@@ -132,19 +132,19 @@ class ReplicaGroupManager:
     def apply(self, program: ReplicaProgram, attempt: int, nodes: Sequence[str]) -> None:
         """Run a job as `attempt`, with one replica for each entry of `nodes`.
 
-        An earlier attempt of the job that still runs is stopped gracefully first, and the new
-        one waits until its slots are free. `poll` does the work, and reports `Started`, or `Exited`
-        where nothing could be started.
+        A running earlier attempt of the job is stopped gracefully first, and the new one waits for
+        its slots. `poll` does the work, and reports `Started`, or `Exited` if nothing could be
+        started.
 
         Raises:
-            NodesGoneError: `nodes` names a node that was there, and is not any more.
-            BackendError: `nodes` names a node that was never there, or is too small.
+            NodesGoneError: `nodes` contains a node that has left the cluster.
+            BackendError: `nodes` contains a node that never existed, or is too small.
         """
         with self._lock:
             gone = sorted((set(nodes) & self._seen) - self._cluster.slots.keys())
             if gone:
                 raise NodesGoneError(
-                    f"{', '.join(gone)}, where it was to run, is not in the cluster any more"
+                    f"the cluster no longer has {', '.join(gone)}, on which it should run"
                 )
             if not nodes or not self._ledger.fits(nodes, program.num_stages):
                 raise BackendError(
@@ -159,10 +159,11 @@ class ReplicaGroupManager:
     def stop(self, job: str, grace: float) -> bool:
         """Ask a job's processes to save and end; kill them after `grace` seconds.
 
-        `poll` does the work and reports `Exited`. Asked again, only a shorter grace counts.
+        `poll` does the work and reports `Exited`. A repeated call can only shorten the grace
+        period.
 
         Returns:
-            False where nothing of the job runs, so that nothing will be reported.
+            False if nothing of the job runs, so that nothing will be reported.
         """
         with self._lock:
             pending = self._pending.pop(job, None)
@@ -176,12 +177,12 @@ class ReplicaGroupManager:
             return pending is not None
 
     def kill(self, job: str, why: str) -> bool:
-        """Kill a job's processes, as they no longer respond.
+        """Kill a job's processes, because they no longer respond.
 
         `poll` does the work and reports `Exited`, with `why` as its message.
 
         Returns:
-            False where nothing of the job runs, so that nothing will be reported.
+            False if nothing of the job runs, so that nothing will be reported.
         """
         with self._lock:
             if job in self._running:
@@ -190,7 +191,7 @@ class ReplicaGroupManager:
         return self.stop(job, 0.0)
 
     def poll(self) -> list[Report]:
-        """Continue what is under way; return what has happened since the last call."""
+        """Continue pending work; return the reports since the last call."""
         looked = self._cluster.look()
         listing = self._cluster.listing()
         with self._lock:
@@ -208,14 +209,14 @@ class ReplicaGroupManager:
             return reports
 
     def forget(self, job: str, attempt: int) -> None:
-        """Remove what is left of an attempt whose end has been stored, except its logs."""
+        """Remove everything of an attempt whose end has been stored, except its logs."""
         self._engine.forget(job, attempt)
 
     def fetch_log(self, job: str, attempt: int, replica: int) -> None:
-        """Bring a replica's output so far into its log, if its attempt runs."""
+        """Copy a replica's output so far into its log, if its attempt runs."""
         running = self._running.get(job)
         if running is not None and running.launch.attempt == attempt:
-            with suppress(BackendError):  # what was fetched before is there
+            with suppress(BackendError):  # earlier output remains available
                 self._engine.fetch_log(ReplicaKey(job, attempt, replica))
 
     def adopt(self, job: str, attempt: int, scheduler_url: str, live: LiveState) -> str | None:
@@ -225,9 +226,9 @@ class ReplicaGroupManager:
 
         Args:
             job: its name.
-            attempt: which one.
-            scheduler_url: URL that jobs report to.
-            live: who takes part in it, and who is about to.
+            attempt: its number.
+            scheduler_url: the URL that jobs report to.
+            live: its present and joining replicas.
 
         Returns:
             None if it was adopted; else the reason why not, in one sentence.
@@ -249,7 +250,7 @@ class ReplicaGroupManager:
     def start_replicas(
         self, program: ReplicaProgram, attempt: int, replicas: Mapping[int, str]
     ) -> None:
-        """Start replicas that join those of an attempt which train, when their slots are free.
+        """Start joining replicas of an attempt when their slots are free.
 
         `poll` does the work, and reports `JoiningReplicaLost` for one that ends too early.
         """
@@ -261,9 +262,9 @@ class ReplicaGroupManager:
     def end_replicas(
         self, job: str, attempt: int, replicas: Collection[int], *, at_once: bool
     ) -> None:
-        """See to it that replicas end which do not take part any more, or never will.
+        """End replicas that no longer take part, or never will.
 
-        `at_once` is False for those that are about to end by themselves.
+        `at_once` is False for replicas that are about to end by themselves.
         """
         with self._lock:
             joining = self._joining.get(job)
@@ -276,7 +277,7 @@ class ReplicaGroupManager:
     def admit(
         self, job: str, attempt: int, replicas: Collection[int], *, can_survive: bool
     ) -> None:
-        """Note who takes part in an attempt, and whether it can go on without some of them."""
+        """Record which replicas take part, and whether the attempt can survive the loss of some."""
         with self._lock:
             running = self._running.get(job)
             if running is not None and running.launch.attempt == attempt:
@@ -292,14 +293,14 @@ class ReplicaGroupManager:
     def saved_step(self, job: str, attempt: int) -> int | None:
         """Return the step at which the replicas of an attempt have saved and stopped, if known.
 
-        They tell the scheduler that started them, which may be gone; beside their checkpoint is a
-        marker that says the same.
+        They report it to the scheduler that started them, which may be gone; a marker beside their
+        checkpoint has the same step.
         """
         launch = self._read_launch(job, attempt)
         return None if launch is None else self._saved_step(launch)
 
     def newest_checkpoint(self, job: str, attempt: int) -> int | None:
-        """Return the step of the newest checkpoint in an attempt's folder, if that is seen."""
+        """Return the step of the newest checkpoint in an attempt's folder, if visible."""
         launch = self._read_launch(job, attempt)
         return None if launch is None else newest_checkpoint(launch)
 
@@ -320,18 +321,18 @@ class ReplicaGroupManager:
         self._engine.keep_records(jobs, ending)
 
     def close(self) -> None:
-        """Let go of the engine's connections; replicas are left as they are."""
+        """Close the engine's connections; replicas keep running."""
         self._engine.close()
 
     def _end_strays(self, listing: Listing) -> None:
         """Kill replicas that belong to no attempt here.
 
-        The request to start one may arrive when it has been given up already.
+        A delayed start request may take effect after it was given up.
         """
         expected = {key for entry in self._running.values() for key in entry.launch.keys}
         for key, state in listing.replicas.items():
             if state.ended is None and key not in expected:
-                with suppress(ClusterUnavailableError):  # the next listing shows it again
+                with suppress(ClusterUnavailableError):  # the next listing contains it again
                     self._engine.signal(key, Signal.KILL)
 
     def _step_all(self, listing: Listing) -> None:
@@ -363,7 +364,7 @@ class ReplicaGroupManager:
                 self._engine.forget_replica(launch.key(replica))
 
     def _start_joining(self, job: str) -> None:
-        """Start the replicas that are to join a job, if their slots are free."""
+        """Start the joining replicas of a job, if their slots are free."""
         running = self._running.get(job)
         if running is None or running.ending:
             del self._joining[job]
@@ -375,7 +376,7 @@ class ReplicaGroupManager:
         try:
             launch = running.launch.having(assignments)
             self._launches.note_launch(job, launch.attempt, launch.to_json_object())
-        except BaseException:  # whatever it is, the slots are not left taken
+        except BaseException:  # whatever the error, release the slots
             self._ledger.release(job, replicas)
             raise
         del self._joining[job]
@@ -406,7 +407,7 @@ class ReplicaGroupManager:
             exited = Exited(attempt, Outcome.FAILED, message=str(error))
             self._reports.append(Report(job, exited))
             return
-        except BaseException:  # whatever it is, the slots are not left taken
+        except BaseException:  # whatever the error, release the slots
             self._ledger.release(job)
             raise
         del self._pending[job]

@@ -1,4 +1,4 @@
-"""What attempts tell, what waits to become one, and what they must have kept."""
+"""Reports about attempts, pending attempts, and their store."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ __all__ = ["Joiners", "LaunchStore", "Report", "Running", "Waiting"]
 
 
 class Report(NamedTuple):
-    """The outcome of an earlier `apply` or `stop`, or something that happened by itself."""
+    """The result of an earlier `apply` or `stop`, or a spontaneous event."""
 
     job: str
     event: Started | Exited | JoiningReplicaLost
     unsent: Mapping[str, Any] | None = None
-    """Body of the training report that an attempt which has ended could not send, unchecked."""
+    """Body of the training report that an ended attempt could not send, unvalidated."""
 
 
 class Running(NamedTuple):
-    """An attempt whose processes run, or are about to start."""
+    """An attempt whose processes run, or are starting."""
 
     attempt: int
     nodes: tuple[str, ...]
 
 
 class Waiting(NamedTuple):
-    """An attempt that waits for the previous one to end, or for its slots."""
+    """An attempt that waits for the end of the previous one, or for its slots."""
 
     program: ReplicaProgram
     attempt: int
@@ -37,20 +37,20 @@ class Waiting(NamedTuple):
 
 
 class Joiners(NamedTuple):
-    """Replicas that wait for their slots, to join others that train."""
+    """Joining replicas that wait for their slots."""
 
     program: ReplicaProgram
     replicas: Mapping[int, str]
 
 
 class LaunchStore(Protocol):
-    """Keeps launches for the next scheduler, and what the jobs told: the store's `launches`."""
+    """Stores launches and stopped steps for the next scheduler: the store's `launches`."""
 
     def note_launch(self, job: str, attempt: int, data: dict[str, Any]) -> None:
-        """Keep a launch; it is on the disk when this returns."""
+        """Store a launch durably."""
 
     def launch(self, job: str, attempt: int) -> dict[str, Any] | None:
         """Return a launch, None if there is none."""
 
     def stopped_step(self, job: str, attempt: int) -> int | None:
-        """Return the step at which an attempt told that it has saved and stops, if it did."""
+        """Return the step at which an attempt reported that it has saved and stops, if it did."""

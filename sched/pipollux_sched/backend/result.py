@@ -1,8 +1,8 @@
-"""What the agent of a replica leaves when it ends: how the script ended, and where it stopped.
+"""The result file of a replica's agent: how the script ended, and at which step it stopped.
 
-The agent (`pipollux_agent.agent`) writes it as JSON into the file that ``PIPOLLUX_RESULT_FILE``
-names. An engine brings it from there to the scheduler, which may not be running at that moment: a
-file in the state directory, the termination message of a container.
+The agent (`pipollux_agent.agent`) writes it as JSON into the file ``PIPOLLUX_RESULT_FILE``. An
+engine passes it to the scheduler, which may not be running at that moment: as a file in the state
+directory, or the termination message of a container.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ class ScriptError(NamedTuple):
     text: str
     """Type and message, one line."""
     cannot_start: bool
-    """Whether the script, or what it imports, is broken: a restart would end the same way, unless
-    the script has come further before."""
+    """Whether the script, or an import, is broken: a restart would end the same way, unless the
+    script had run before."""
 
 
 class ReplicaResult(NamedTuple):
-    """What the agent of a replica has left; the defaults are those of an agent that was killed."""
+    """The result of a replica's agent; the defaults are those of an agent that was killed."""
 
     error: ScriptError | None = None
     """The exception that ended the script, if one did."""
     asked: bool = False
-    """Whether the agent was told to stop."""
+    """Whether the agent received a stop signal."""
     left: bool = False
-    """Whether an agent left this; False: it was killed or had not begun, or there is none."""
+    """Whether an agent wrote this; False: it was killed or had not begun, or there is none."""
     stopped_step: int | None = None
     """The step at which the replicas agreed to stop, and saved; None if they did not."""
     report: Mapping[str, Any] | None = None
-    """The training report that could not be sent, unchecked."""
+    """The training report that could not be sent, unvalidated."""
 
     @classmethod
     def read(cls, path: Path) -> ReplicaResult:
-        """Read a result from a file; where there is none, the agent was killed."""
+        """Read a result from a file; without one, the agent was killed."""
         try:
             return cls.parse(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -53,7 +53,7 @@ class ReplicaResult(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> ReplicaResult:
-        """Read a result; what is not one counts as none."""
+        """Parse a result; invalid text counts as none."""
         try:
             found = AgentResult.model_validate_json(text)
         except ValueError:
@@ -70,6 +70,6 @@ class ReplicaResult(NamedTuple):
 def _error(kept: ResultError) -> ScriptError:
     lines = kept.message.splitlines()
     text = lines[0] if lines else ""
-    if "SyntaxError" in kept.types and len(lines) > 1:  # the first line says where, the last what
+    if "SyntaxError" in kept.types and len(lines) > 1:  # first line: place, last line: error
         text = f"{lines[-1]} ({text.strip()})"
     return ScriptError(text, not kept.loaded or not _NO_REMEDY.isdisjoint(kept.types))

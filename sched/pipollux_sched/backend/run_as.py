@@ -1,4 +1,4 @@
-"""Users of the machine as which a scheduler that runs as root starts the processes of jobs."""
+"""Users of the machine as which a root scheduler starts the processes of jobs."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ _LOOKS = (
     'test -x "$1" && test -r "$2" || exit 11; cd -- "$3" 2>/dev/null || exit 12; '
     'test -r "$4" || exit 13'
 )
-"""What a shell of the user's tries: Python and this package, the folder, the script."""
+"""A shell script, run as the user, that checks access to Python, this package, folder and script.
+"""
 _NO_PYTHON, _NO_FOLDER, _NO_SCRIPT = 11, 12, 13
 _PATIENCE = 60.0
-"""Seconds that this may take: a folder may be on a network."""
+"""Its timeout in seconds: a folder may be on a network."""
 
 
 def own_name() -> str:
-    """Return the name of the user as which this process runs."""
+    """Return the name of the user of this process."""
     try:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
@@ -59,10 +60,10 @@ def why_not_as(user: str) -> str | None:
 
 
 def check_account(spec: JobSpec) -> None:
-    """Refuse a job that is to run as a user as which it cannot.
+    """Reject a job whose user of the machine cannot be used.
 
     Raises:
-        SpecError: so.
+        SpecError: jobs cannot run as this user.
     """
     reason = None if spec.run_as is None else why_not_as(spec.run_as)
     if reason is not None:
@@ -80,13 +81,13 @@ def why_no_python(user: str) -> str | None:
 
 
 def check_access(spec: JobSpec) -> None:
-    """Refuse a job whose user cannot enter its folder or read its script.
+    """Reject a job whose user cannot enter its folder or read its script.
 
     Args:
         spec: the job, with script and folder resolved.
 
     Raises:
-        SpecError: so.
+        SpecError: the user has no access.
     """
     if spec.run_as is None or spec.script is None or spec.working_dir is None:
         return
@@ -106,7 +107,7 @@ def check_access(spec: JobSpec) -> None:
 
 
 def _look(user: str, folder: Path, script: Path) -> int:
-    """Return what a user cannot do of what a job needs; 0: nothing."""
+    """Return which access that a job needs its user lacks; 0: none."""
     account = pwd.getpwnam(user)
     paths = (sys.executable, str(_AS_USER.with_name("agent.py")), str(folder), str(script))
     try:
@@ -124,20 +125,19 @@ def _look(user: str, folder: Path, script: Path) -> int:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
-        return 0  # the job itself will tell
+        return 0  # unknown: the job itself will report
     return done.returncode
 
 
 def with_home_checkpoints(spec: JobSpec, before: str | None) -> JobSpec:
-    """Return a job with a folder for checkpoints that the user it runs as can write to.
+    """Return a job with a checkpoint folder that its user can write to.
 
     Args:
         spec: the job.
-        before: the folder of the failed job that it takes the place of, if that ran as the same
-            user.
+        before: the folder of the failed job that it replaces, if that ran as the same user.
 
     Raises:
-        SpecError: that user has no home directory, and the job names no folder.
+        SpecError: that user has no home directory, and the job has no folder.
     """
     if spec.run_as is None or spec.checkpoint_dir is not None or spec.image is not None:
         return spec
@@ -147,13 +147,13 @@ def with_home_checkpoints(spec: JobSpec, before: str | None) -> JobSpec:
             f"job '{spec.name}': checkpoint_dir: the job runs as '{spec.run_as}', whose home "
             f"directory {home} does not exist; give a folder that this user can write to"
         )
-    # Not the folder of an earlier job of this name, which was deleted.
+    # A unique folder, as a deleted job may have had the same name.
     own = home / ".local/state/pipollux" / f"{spec.name}-{secrets.token_hex(4)}"
     return spec.model_copy(update={"checkpoint_dir": before or str(own)})
 
 
 def as_user_command(program: ReplicaProgram, command: Sequence[str]) -> list[str]:
-    """Return a command of a replica's that runs as the user of its job."""
+    """Return a replica's command that runs as the user of its job."""
     if program.run_as is None:
         return list(command)
     folder = str(program.directory or Path.cwd())

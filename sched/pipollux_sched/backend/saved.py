@@ -1,7 +1,7 @@
-"""What the folder of a job's checkpoints says of the steps at which it has saved.
+"""The steps at which a job has saved, from its checkpoint folder.
 
-The folder may be another user's, and this process root's: only small regular files are read, and no
-link is followed from the folder on.
+The folder may belong to another user, and this process to root: only small regular files are read,
+and no link below the folder is followed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _LIMIT = 2**24
 
 
 def marked_step(launch: Launch) -> int | None:
-    """Return the step of an attempt's agreed stop, by the marker beside its checkpoint.
+    """Return the step of an attempt's agreed stop, from the marker beside its checkpoint.
 
-    None where there is none, or this machine does not see the folder.
+    None without a marker, or if this machine does not see the folder.
     """
     try:
         found = StopMarker.model_validate(_read(Path(launch.checkpoints, STOP_MARKER)))
@@ -35,7 +35,7 @@ def marked_step(launch: Launch) -> int | None:
 
 
 def newest_checkpoint(launch: Launch) -> int | None:
-    """Return the step of the newest checkpoint; None where there is none, or none is seen."""
+    """Return the step of the newest checkpoint; None if there is none, or none is visible."""
     try:
         names = sorted(name for name in os.listdir(launch.checkpoints) if _is_checkpoint(name))
         return int(_read(Path(launch.checkpoints, names[-1]) / "metrics.json")["step"])
@@ -50,7 +50,7 @@ def _is_checkpoint(name: str) -> bool:
 def _read(path: Path) -> Any:
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        # Not to wait for whoever writes into a pipe.
+        # Do not block on a pipe.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
         with open(os.open(path.name, flags, dir_fd=folder), encoding="utf-8") as file:
             about = os.fstat(file.fileno())

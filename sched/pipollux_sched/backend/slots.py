@@ -1,4 +1,4 @@
-"""Which replica holds which slot of which node."""
+"""Allocation of slots to replicas."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from .base import SlotAssignment
 
 
 class SlotLedger:
-    """The slots of all nodes, and who holds them.
+    """The slots of all nodes, and their holders.
 
     Example:
         >>> ledger = SlotLedger({"node-a": 2, "node-b": 2})
-        >>> ledger.take("job", {0: "node-a", 1: "node-b"}, num_stages=2)
-        {0: Seat(node='node-a', slots=(0, 1)), 1: Seat(node='node-b', slots=(0, 1))}
+        >>> ledger.take("job", {0: "node-a"}, num_stages=2)
+        {0: SlotAssignment(node='node-a', slots=(0, 1))}
 
     Args:
         nodes: number of slots by node.
@@ -38,7 +38,7 @@ class SlotLedger:
         """Reserve `num_stages` slots of its node for each replica, the lowest free ones.
 
         Args:
-            holder: who holds them, besides what it holds for other replicas.
+            holder: the holder of the slots, besides those for its other replicas.
             replicas: node of each replica by its id.
             num_stages: slots of each.
 
@@ -74,7 +74,7 @@ class SlotLedger:
         return True
 
     def resize(self, nodes: Mapping[str, int]) -> None:
-        """Set the nodes anew; slots that are held stay held, also those that are no more.
+        """Replace the nodes; held slots stay held, even on nodes that are gone.
 
         Args:
             nodes: number of slots by node.

@@ -1,1 +1,1 @@
-"""Acting on jobs: commands, the executor, admission, heartbeats, the watchdog."""
+"""Actions on jobs: commands, the executor, admission, heartbeats, the watchdog."""

@@ -1,4 +1,4 @@
-"""Admission of jobs: whether a job can ever run here, and what its processes run."""
+"""Admission of jobs: validation against the cluster, and the program of a job's processes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["admitted", "check_team", "program"]
 
 
 def admitted(spec: JobSpec, nodes: Mapping[str, NodeInfo]) -> JobSpec:
-    """Return a job with its script and folder resolved; a job with an image has neither here.
+    """Return a job with its script and folder resolved; with an image, neither exists here.
 
     Raises:
         SpecError: the job can never run here: script or folder missing, or no node fits it.
     """
-    # Without any node, some are still to come: it waits for them.
+    # Without any node the job waits for nodes to come.
     reason = misfit(spec.name, job_info(spec, spec.hints, age=0.0), nodes) if nodes else None
     if reason:
         raise SpecError(reason)
@@ -41,10 +41,10 @@ def admitted(spec: JobSpec, nodes: Mapping[str, NodeInfo]) -> JobSpec:
 
 
 def check_team(spec: JobSpec, teams: TeamsSpec | None) -> None:
-    """Refuse a job that the teams never let run: see `TeamsSpec.check`.
+    """Reject a job that the teams never let run: see `TeamsSpec.check`.
 
     Raises:
-        SpecError: so, or it names a team or a class of priority where there are no teams.
+        SpecError: it is rejected, or names a team or a priority class where there are no teams.
     """
     if teams is not None:
         teams.check(spec)
@@ -59,7 +59,7 @@ def check_team(spec: JobSpec, teams: TeamsSpec | None) -> None:
 
 
 def program(job: JobRecord, environment: Mapping[str, str]) -> ReplicaProgram:
-    """Return what every replica of a job runs; an attempt may have another number of stages.
+    """Return the program of a job's replicas; an attempt may have another number of stages.
 
     Args:
         job: the job.

@@ -1,7 +1,7 @@
 """Commands of users and jobs on the scheduler.
 
-Each command is written into the store first; the executor, the allocator and the backend carry it
-out from there. Every method may be called from any thread.
+Each command is stored first; the executor, the allocator and the backend carry it out from there.
+Every method may be called from any thread.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class UnavailableError(SchedulerError):
-    """The scheduler accepts nothing new, because it is stopping."""
+    """The scheduler accepts no new jobs, because it is stopping."""
 
 
 class JobService:
@@ -98,27 +98,27 @@ class JobService:
         self.listening = EventLoopMonitor()
         """Ticks while requests are answered."""
         self.heartbeats = Heartbeats(self.listening)
-        """When replicas were last heard of."""
+        """The last heartbeats of replicas."""
         self._board = LiveBoard()
 
     def submit(self, spec: JobSpec) -> JobRecord:
         """Accept a job; it starts as soon as slots are free.
 
         Raises:
-            SpecError: the job cannot run here: script missing, no node fits it, or an image
-                where the backend starts no containers.
-            JobExistsError: a job of this name is under way, or complete.
-            TeamFullError: its team has as many unfinished jobs as it may.
+            SpecError: the job cannot run here: script missing, no node fits it, or an image where
+                the backend starts no containers.
+            JobExistsError: a job of this name is running, queued or complete.
+            TeamFullError: its team has reached its limit of unfinished jobs.
         """
         return self.submit_all([spec])[0]
 
     def submit_all(self, specs: Sequence[JobSpec]) -> list[JobRecord]:
-        """Accept many jobs: all of them or, if one is refused, none.
+        """Accept many jobs: all of them or, if one is rejected, none.
 
         Raises:
-            SpecError: one cannot run here, as `submit` says; the text names it.
-            JobExistsError: a job of one of the names is under way, or complete.
-            TeamFullError: a team would have more unfinished jobs than it may.
+            SpecError: one cannot run here, as in `submit`; the message names it.
+            JobExistsError: a job of one of the names is running, queued or complete.
+            TeamFullError: a team would exceed its limit of unfinished jobs.
         """
         self._check_running()
         fitting = []
@@ -146,7 +146,7 @@ class JobService:
         return [change.job for change in changes]
 
     def _home_of(self, spec: JobSpec) -> str | None:
-        """Return the folder for checkpoints of the job that a job goes on from."""
+        """Return the checkpoint folder of the earlier job that a job continues."""
         if spec.run_as is None:
             return None
         try:
@@ -157,7 +157,7 @@ class JobService:
         return before.get("checkpoint_dir") if same else None
 
     def check_token(self, token: NewToken) -> str:
-        """Return how far whoever gets a token is to be trusted; empty: nothing to note.
+        """Return a warning about the rights of a token's holder; empty: none.
 
         Raises:
             SpecError: its team is not known, or no job can run as its user of the machine.
@@ -173,21 +173,21 @@ class JobService:
         return check_run_as(token, self._backend.name)
 
     def set_teams(self, spec: TeamsSpec | None) -> None:
-        """Give the cluster other teams; None: none, so that decisions are as without any."""
+        """Set the teams of the cluster; None: no teams."""
         self._check_running()
         self._store.teams.set_spec(None if spec is None else spec.model_dump(mode="json"))
         self._reconsider()
 
     def move(self, name: str, team: str) -> JobRecord:
-        """Let a job count to another team, from the next decision on.
+        """Move a job to another team, from the next decision on.
 
         Raises:
             UnknownJobError: there is no job of this name.
             SpecError: the team is not known, is not its user's, or never lets it run.
-            TeamFullError: it has not ended, and the team has as many unfinished jobs as it may.
+            TeamFullError: it has not ended, and the team has reached its limit of unfinished jobs.
         """
         self._check_running()
-        # Its priority is its own, whatever the team: a class that is gone is no reason to stay.
+        # Check the team alone: a priority class that is gone must not prevent the move.
         changes = {"team": team, "priority": None}
         spec = parse_job(self._store.job(name).spec).model_copy(update=changes)
         check_team(spec, stored_teams(self._store))
@@ -196,7 +196,7 @@ class JobService:
         return job
 
     def cancel(self, name: str) -> JobRecord:
-        """End a job, and its processes.
+        """End a job and its processes.
 
         Raises:
             UnknownJobError: there is no job of this name.
@@ -216,7 +216,7 @@ class JobService:
         return self._executor.handle(name, Suspend())
 
     def resume(self, name: str) -> JobRecord:
-        """Resume a suspended job; any other live job stays as it is.
+        """Resume a suspended job; other unfinished jobs stay as they are.
 
         Raises:
             UnknownJobError: there is no job of this name.
@@ -238,10 +238,10 @@ class JobService:
             UnknownJobError: there is no job of this name.
             JobLivesError: it has not ended.
             JobEndedError: it is complete, and `from_scratch` is False.
-            TeamFullError: its team has as many unfinished jobs as it may.
+            TeamFullError: its team has reached its limit of unfinished jobs.
             SpecError: it can no longer run here (see `submit`), its team or priority is not its
                 user's any more, or it is to start from scratch while its user's own
-                `checkpoint_dir` holds checkpoints.
+                `checkpoint_dir` contains checkpoints.
         """
         self._check_running()
         job = self._store.job(name)
@@ -266,7 +266,7 @@ class JobService:
         """
         self._check_running()
         deleted = self._deletion.delete(name)
-        # Another job of this name counts its attempts from 1.
+        # Another job of this name starts again at attempt 1.
         self.heartbeats.forget(name, deleted.job.state.attempt)
         return deleted
 
@@ -305,8 +305,8 @@ class JobService:
         """Record a heartbeat of a replica; `finished`: it is the last one.
 
         Returns:
-            What has to be stored before it is answered: the first and the last one. Of the others
-            the watchdog stores the latest every few seconds.
+            The heartbeat if it must be stored before the response: the first and the last one. Of
+            the others, the watchdog stores the latest every few seconds.
         """
         first = self.heartbeats.note(name, attempt, replica, step, hang_timeout, finished=finished)
         if first or finished:
@@ -314,17 +314,17 @@ class JobService:
         return None
 
     def hear_word(self, job: JobRecord, replica: int, word: LiveStatus) -> list[Event]:
-        """Note what a replica says of elastic resizes; return what to `follow_word` with.
+        """Record a replica's report about elastic resizes; return the events for `follow_word`.
 
         Args:
             job: its job.
             replica: id of a replica of the present attempt.
-            word: what it says.
+            word: the report.
         """
         return self._board.note(job.name, job.state, replica, word)
 
     def follow_word(self, job: JobRecord, events: Sequence[Event]) -> JobRecord:
-        """Let happen to a job what a replica's word came to; return the job then."""
+        """Apply the events of a replica's report to its job; return the updated job."""
         for event in events:
             job = self._executor.handle(job.name, event)
             if isinstance(event, Survived):
@@ -342,7 +342,7 @@ class JobService:
         """Record that jobs can be resized, or no longer, and that joining replicas wait.
 
         Returns:
-            The jobs then.
+            The updated jobs.
         """
         events = _together(words)
         jobs: dict[str, JobRecord | None] = {}
@@ -353,13 +353,13 @@ class JobService:
         return [jobs[name] or UnknownJobError(f"no job is named {name!r}") for name, _ in words]
 
     def answer(self, job: JobRecord, replica: int) -> ReplicaAnswer:
-        """Return what a replica is told with the answer to its heartbeat."""
+        """Return the response to a replica's heartbeat."""
         if not job.state.running_on:
             return ReplicaAnswer(None, False, None, None)
         return self._board.answer(job.name, job.state, replica)
 
     def _check_survivors(self, job: JobRecord) -> JobRecord:
-        """Stop a job of which fewer replicas are left than its user wants."""
+        """Stop a job with fewer remaining replicas than its user allows."""
         least, left = int(job.spec.get("min_replicas", 1)), len(job.state.running_on)
         if not 0 < left < least:
             return job
@@ -367,14 +367,14 @@ class JobService:
         return self._executor.handle(job.name, Allocate((), why))
 
     def expect_replicas(self) -> None:
-        """Expect heartbeats of the running replicas that an earlier scheduler heard."""
+        """Expect heartbeats of the running replicas that an earlier scheduler knew."""
         for job in (job for job in self._store.jobs(live=True) if job.state.running_on):
             attempt = job.state.attempt
             for replica, kept in self._store.heartbeats.of(job.name, attempt).items():
                 self.heartbeats.expect(job.name, attempt, replica, kept)
 
     def fetch_logs(self, name: str) -> None:
-        """Bring the output of a job's replicas so far into their logs."""
+        """Copy the output of a job's replicas so far into their logs."""
         state = self._store.job(name).state
         joining = (replica for replica, _ in state.live.joining)
         for replica in (*state.live.replicas, *joining):
@@ -386,7 +386,7 @@ class JobService:
         self._reconsider()
 
     def note_training(self, names: Sequence[str]) -> list[None]:
-        """Record that jobs have taken their first steps: they can be moved now if others wait.
+        """Record that jobs have taken their first steps: they may be moved if others wait.
 
         Returns:
             None for each.
@@ -398,7 +398,7 @@ class JobService:
         return [None] * len(names)
 
     def _check_checkpoints(self, specs: Sequence[JobSpec]) -> None:
-        """Refuse a job that would overwrite files that are not its own."""
+        """Reject a job that would overwrite files of others."""
         asking = [spec for spec in specs if spec.checkpoint_dir is not None]
         if not asking:
             return
@@ -410,11 +410,11 @@ class JobService:
 
     def _check_running(self) -> None:
         if self._stopping():
-            raise UnavailableError("the scheduler is being stopped and takes nothing new")
+            raise UnavailableError("the scheduler is being stopped and accepts nothing new")
 
 
 def _together(words: Sequence[tuple[str, LiveReady | WaitingToJoin]]) -> list[tuple[str, Event]]:
-    """Merge the events of a job's joining replicas, as each event writes the whole state."""
+    """Merge the events of a job's joining replicas, because each event writes the whole state."""
     waiting: dict[tuple[str, int], list[int]] = {}
     events: list[tuple[str, Event]] = []
     for name, event in words:

@@ -1,4 +1,4 @@
-"""The controller: all that acts on the jobs of one scheduler, wired together."""
+"""The controller: all components that act on the jobs of one scheduler."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ __all__ = ["Controller"]
 
 
 class Controller:
-    """Carries out, on a backend, what users ask and the allocator decides.
+    """Carries out commands of users and decisions of the allocator on a backend.
 
     Args:
         store: the scheduler's store.
         backend: runs the jobs.
         state_dir: where their logs and checkpoints are.
-        environment: variables of every job; what is added later counts for later attempts.
+        environment: variables of every job; additions apply to later attempts.
         plan_settings: further data of the event that lists the nodes: policy, interval,
             restart_seconds.
-        grace: seconds that a job has to save when it is asked to stop.
-        heartbeat_timeout: seconds without a heartbeat after which a replica is taken for lost.
+        grace: seconds that a job has to save after a stop request.
+        heartbeat_timeout: seconds without a heartbeat after which a replica counts as lost.
         reconsider: called when the allocator has something new to decide on.
-        stopping: returns whether the scheduler stops, so that no job may be submitted any more.
+        stopping: returns whether the scheduler is stopping, so that no job may be submitted.
         teams: the file of teams; None: there is none.
     """
 
@@ -96,7 +96,7 @@ class Controller:
             url: URL of this scheduler.
 
         Raises:
-            BackendError: a process is left and cannot be ended.
+            BackendError: a process cannot be ended.
         """
         self._node_watch.look()
         take_over(self._store, self._backend, self.executor, url, self._grace)
@@ -107,7 +107,7 @@ class Controller:
 
         Args:
             threads: those of the scheduler.
-            resources: what is closed when it ends.
+            resources: closed when the scheduler ends.
             ending: set when the threads must end.
         """
         watchdog = Watchdog(
@@ -133,6 +133,6 @@ class Controller:
             self._teams.look()
 
     def end_processes(self) -> None:
-        """End what still runs at once, and store how it ended."""
+        """End all processes at once, and store how they ended."""
         self._backend.shutdown()
         self.executor.step()

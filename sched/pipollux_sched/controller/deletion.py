@@ -24,9 +24,9 @@ class DeletedJob:
     """A job that was deleted."""
 
     job: JobRecord
-    """As it was."""
+    """Its last state."""
     left: tuple[Path, ...]
-    """Folders that are left: the user's own `checkpoint_dir`, and what cannot be removed."""
+    """Folders that remain: the user's own `checkpoint_dir`, and those that cannot be removed."""
 
 
 class JobDeletion:

@@ -1,8 +1,7 @@
-"""A clock that stands still while the scheduler does not listen.
+"""A clock that runs only while the scheduler answers requests.
 
-A scheduler that is stopped, swapped out or busy with something else hears nobody. That must not be
-taken for the silence of replicas, so silence is measured on a clock which only runs while requests
-are answered.
+A scheduler that is stopped, swapped out or busy receives no heartbeats. On this clock, such times
+do not count as silence of replicas.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from collections.abc import Callable
 __all__ = ["MOST_AHEAD", "TICK", "EventLoopMonitor"]
 
 TICK = 1.0
-"""Seconds between two ticks of a scheduler that listens."""
+"""Seconds between two ticks of a responsive scheduler."""
 MOST_AHEAD = 2.0
 """Seconds that the clock runs after a tick."""
 
 
 class EventLoopMonitor:
-    """Monotonic seconds during which the scheduler listened; safe for any thread.
+    """Monotonic seconds during which the scheduler answered requests; safe for any thread.
 
     Example:
         >>> now = 0.0
@@ -47,7 +46,7 @@ class EventLoopMonitor:
             return self._heard + min(self._clock() - self._ticked, MOST_AHEAD)
 
     def tick(self) -> None:
-        """Note that requests are being answered."""
+        """Record that requests are being answered."""
         with self._lock:
             now = self._clock()
             self._heard += min(now - self._ticked, MOST_AHEAD)

@@ -1,4 +1,4 @@
-"""Carrying out the actions of a job's life cycle: the bridge between store and backend.
+"""Execution of the actions of job life cycles: the bridge between store and backend.
 
 `Executor.handle` applies an event to a job: the store computes and keeps the new state, and the
 resulting actions are queued in the same order. `Executor.step` carries them out, polls the backend
@@ -50,13 +50,13 @@ from .unsent_report import take_unsent_report
 _LOG = logging.getLogger(__name__)
 
 TICK = 0.2
-"""Seconds between two looks at the processes."""
+"""Seconds between two polls of the processes."""
 TICK_EACH = 2.5e-4
-"""The same for each job that runs, where that is more: a look at thousands of them takes long."""
+"""The same per running job, if that is more in total: polling thousands of jobs takes long."""
 STOP_PATIENCE = 5.0
-"""Seconds beyond their grace after which jobs that were asked to stop are waited for no longer."""
+"""Seconds beyond their grace period for which jobs that were asked to stop are awaited."""
 HARD_GRACE = 5.0
-"""Seconds to end for an attempt that has trained nothing yet, so has nothing to save."""
+"""Grace period in seconds of an attempt that has trained nothing yet."""
 
 
 class Executor:
@@ -65,8 +65,8 @@ class Executor:
     Args:
         store: the scheduler's store.
         backend: runs the jobs.
-        program: returns what the processes of a job run.
-        grace: seconds that a job has to checkpoint when it is asked to stop.
+        program: returns the program of a job's processes.
+        grace: seconds that a job has to checkpoint after a stop request.
         on_ended: called when a job has ended, or waits for an allocation.
     """
 
@@ -98,7 +98,7 @@ class Executor:
         Raises:
             UnknownJobError: there is no job of this name.
         """
-        # One lock for both; otherwise two threads could queue actions in the wrong order.
+        # One lock for both: otherwise two threads could queue actions in the wrong order.
         with self._lock:
             change = self._store.transition(name, event)
             self._todo.extend((name, action) for action in change.actions)
@@ -129,7 +129,7 @@ class Executor:
         return [None if change is None else change.job for change in changes]
 
     def _admit(self, event: Event, job: JobRecord) -> None:
-        """Tell the backend which replicas there are where that may have changed."""
+        """Update the backend's replicas of an attempt after an event that may change them."""
         if isinstance(event, Switched | LiveReady):
             live = job.state.live
             can_survive = live.why_not is None
@@ -170,8 +170,8 @@ class Executor:
     def step(self) -> None:
         """Carry out queued actions, and apply the backend's events.
 
-        If that fails, say because the disk is full, nothing is lost: the next call continues with
-        it.
+        If that fails, for example because the disk is full, nothing is lost: the next call
+        continues.
         """
         while self._retries and self._retries[0][0] <= time.monotonic():
             _, _, name, retry = self._retries[0]
@@ -181,7 +181,8 @@ class Executor:
         self._act()
         self._reports.extend(self._backend.poll())
         while self._reports:
-            # Thousands of jobs may start or end at once, and a transaction waits for the disk.
+            # Batch them: thousands of jobs may start or end at once, and each transaction waits for
+            # the disk.
             kind, found = next(groupby(self._reports, key=lambda each: type(each.event)))
             alike = list(found)
             if kind is Exited:
@@ -271,7 +272,7 @@ class Executor:
         self.handle_all(
             [(each.job, self._completed(each.job, event, points)) for each, event in ends]
         )
-        # Not before: the next scheduler could not tell how it ended.
+        # Only after the commit: otherwise the next scheduler could not know how it ended.
         for report, event in ends:
             self._backend.forget(report.job, event.attempt)
 
@@ -283,7 +284,7 @@ class Executor:
         if event.cannot_start and any(map(_has_trained, self._store.attempts(name))):
             event = replace(event, cannot_start=False)
         point = points.get(name)
-        # Of one that is not complete, the step says what it has saved.
+        # For an incomplete attempt, the step must remain that of its checkpoint.
         if point is None or event.outcome is not Outcome.COMPLETE:
             return event
         # Points count epochs from 0; the number of completed epochs is one more.
@@ -291,7 +292,7 @@ class Executor:
 
 
 def _frees(event: Event, job: JobRecord) -> bool:
-    """Tell whether a job has ended, or waits for an allocation, after an event."""
+    """Return whether a job has ended, or waits for an allocation, after an event."""
     waits = job.phase is Phase.QUEUED and isinstance(event, Exited)
     return job.phase.ended or job.phase is Phase.SUSPENDED or waits
 

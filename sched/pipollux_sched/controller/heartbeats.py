@@ -1,9 +1,8 @@
 """The last heartbeat of each replica.
 
-What is lost is decided here, in memory, on a clock that runs while the scheduler listens: it must
-not treat its own absence as the silence of replicas, whether it has just started or was too busy.
-The store keeps a copy (`Heartbeats.take_changed`), from which the next scheduler knows whom to
-expect.
+Losses are detected here, in memory, on a clock that runs only while the scheduler answers requests:
+its own downtime must not count as silence of replicas. The store keeps a copy
+(`Heartbeats.take_changed`), from which the next scheduler knows which replicas to expect.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ class Heard(NamedTuple):
     """The last heartbeat of a replica."""
 
     seconds: float
-    """How long ago it was."""
+    """Seconds since then."""
     step: int | None
-    """Optimizer step in that heartbeat; None if it had none."""
+    """Optimizer step in that heartbeat, if any."""
     finished: bool = False
-    """Whether the replica said that it sends no more of them."""
+    """Whether it was the replica's last heartbeat."""
 
 
 class LostReplica(NamedTuple):
@@ -37,11 +36,11 @@ class LostReplica(NamedTuple):
     attempt: int
     replica: int
     seconds: float
-    """How long ago it was heard of last."""
+    """Seconds since its last heartbeat."""
 
 
 class StalledJob(NamedTuple):
-    """A job whose replicas send heartbeats, always at the same step."""
+    """A job whose replicas send heartbeats without progress of the step."""
 
     job: str
     attempt: int
@@ -56,12 +55,12 @@ class _Attempt:
     number: int
     last: dict[int, tuple[float, int | None]] = field(default_factory=dict)
     finished: set[int] = field(default_factory=set)
-    """Replicas that said that they send no more heartbeats; one that comes late changes nothing."""
+    """Replicas that have sent their last heartbeat; later ones change nothing."""
     changed: set[int] = field(default_factory=set)
-    """Replicas heard of since the store was told last."""
+    """Replicas with a heartbeat since the last write to the store."""
     hang_timeout: float | None = None
     highest: int | None = None
-    """Step, of those reported together with a `hang_timeout`."""
+    """Highest step that was reported together with a `hang_timeout`."""
     grown_at: float = 0.0
     """When the highest step was first reported."""
 
@@ -116,16 +115,17 @@ class Heartbeats:
         *,
         finished: bool = False,
     ) -> bool:
-        """Record a heartbeat; one of an older attempt than the last is ignored.
+        """Record a heartbeat; one of an older attempt is ignored.
 
         Args:
             job: name of the job.
             attempt: number of the attempt.
             replica: index of the pipeline replica.
-            step: optimizer step that it reported; None: none.
-            hang_timeout: seconds for which the job's step may stay the same; None: no limit, or
-                the attempt has not taken its first step.
-            finished: whether the replica said that no more follow; it is not lost from then on.
+            step: reported optimizer step, if any.
+            hang_timeout: seconds for which the job's step may stay the same; None: no limit, or the
+                attempt has not taken its first step.
+            finished: whether it is the replica's last heartbeat; the replica is never lost from
+                then on.
 
         Returns:
             Whether it is the first of this replica in the present attempt.
@@ -145,9 +145,9 @@ class Heartbeats:
             return first
 
     def expect(self, job: str, attempt: int, replica: int, kept: KeptHeartbeat) -> None:
-        """Expect heartbeats from now on of a replica that an earlier scheduler heard.
+        """Expect heartbeats from now on of a replica that an earlier scheduler knew.
 
-        One that this scheduler has heard already keeps its last heartbeat.
+        A replica with a heartbeat in this scheduler keeps that one.
         """
         with self._lock:
             known = self._jobs.setdefault(job, _Attempt(attempt))
@@ -157,7 +157,7 @@ class Heartbeats:
                     known.finished.add(replica)
 
     def take_changed(self) -> list[ReceivedHeartbeat]:
-        """Return the last heartbeat of each replica heard of since the last call."""
+        """Return the last heartbeat of each replica with a heartbeat since the last call."""
         with self._lock:
             now, found = self._clock(), []
             for job, known in self._jobs.items():
@@ -173,7 +173,7 @@ class Heartbeats:
     def lost(self, limit_seconds: float) -> list[LostReplica]:
         """Return the replicas with a heartbeat, but none in the last `limit_seconds`.
 
-        Those that have finished are left out.
+        Finished replicas are left out.
         """
         with self._lock:
             now = self._clock()
@@ -185,9 +185,9 @@ class Heartbeats:
             ]
 
     def lingering(self, limit_seconds: float) -> list[tuple[str, int]]:
-        """Return the jobs, and attempts, whose replicas have all finished long ago.
+        """Return jobs and attempts whose replicas have all finished more than `limit_seconds` ago.
 
-        Their scripts have ended, and nobody hears of their processes any more.
+        Their scripts have ended, but their processes have not.
         """
         with self._lock:
             now = self._clock()
@@ -218,7 +218,7 @@ class Heartbeats:
             }
 
     def forget(self, job: str, attempt: int, replica: int | None = None) -> None:
-        """Expect no more heartbeats of an attempt, or of one replica: it has ended, or will."""
+        """Expect no more heartbeats of an attempt, or of one replica."""
         with self._lock:
             known = self._jobs.get(job)
             if known is None or known.number != attempt:

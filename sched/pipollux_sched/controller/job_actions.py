@@ -1,4 +1,4 @@
-"""What an engine may do with jobs: see `pipollux_sched.backend.job_actions`."""
+"""The commands on jobs for engines: see `pipollux_sched.backend.job_actions`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What the replicas of jobs and their joining replicas tell each other through the scheduler.
+"""Exchange between the replicas of a job during elastic resizes, through the scheduler.
 
-Each replica says with its heartbeats where it is, and learns from the answers where others are and
-which membership is to be formed. What has to outlive the scheduler is in the store; the rest is
-kept here, and said again by the next heartbeats.
+Each replica reports its position with its heartbeats, and the responses contain the positions of
+the others and the pending membership. State that must survive the scheduler is in the store; the
+rest is kept here, and reported again with the next heartbeats.
 """
 
 from __future__ import annotations
@@ -26,64 +26,64 @@ from pipollux_sched.lifecycle import (
 __all__ = ["LiveBoard", "ReplicaAnswer", "ScriptPlace"]
 
 SOON = 0.25
-"""Seconds between two heartbeats of replicas that take part in a change, where they are few."""
+"""Seconds between two heartbeats of the replicas in a resize, if they are few."""
 MOST_SOON = 8
-"""Replicas that each say something so soon; more do so less often, as a job has one rate."""
+"""Most replicas with that interval; more replicas use longer ones, to keep the rate of a job
+constant."""
 CHANGING_RATE = 200.0
-"""Heartbeats a second that those of all replicas that take part in changes amount to, at most, as
-long as none has to wait longer than `LATEST`."""
+"""Most heartbeats per second of all replicas in resizes, while no interval exceeds `LATEST`."""
 LATEST = 15.0
-"""Seconds between two of its heartbeats: those that form groups wait 60 s for each other."""
+"""Longest interval in seconds: replicas that form groups wait 60 s for each other."""
 LEADERS_INTERVAL = 1.0
-"""Seconds between two heartbeats of replica 0, from whose answer the others learn of changes."""
+"""Seconds between two heartbeats of replica 0, whose responses announce resizes."""
 LEADERS_RATE = 100.0
-"""Heartbeats a second that all those of replicas 0 together amount to, at most."""
+"""Most heartbeats per second of all replicas 0 together."""
 
 
 class ScriptPlace(NamedTuple):
-    """Where a job is in its script, and how its model is cut."""
+    """The position of a job in its script, and the partition of its model."""
 
     attempt: int
     epoch: int
     loop: int
     balance: tuple[int, ...]
-    """Layers of each stage."""
+    """Layers per stage."""
     schedule: str
-    """In which order stages work on micro-batches."""
+    """The order in which stages process micro-batches."""
 
 
 class ReplicaAnswer(NamedTuple):
-    """What a replica is told."""
+    """The response to a heartbeat."""
 
     again: float | None
-    """Seconds until its next heartbeat; None: as ever."""
+    """Seconds until the next heartbeat; None: the default."""
     forming: bool
-    """Whether it is to form the groups of the membership that its job's change leads to."""
+    """Whether the replica should form the groups of the pending membership."""
     place: ScriptPlace | None
-    """Where the others are."""
+    """The position of the others."""
     store: StoreAddress | None
-    """Where the replicas of that membership find each other."""
+    """The rendezvous of the pending membership."""
 
 
 class LiveBoard:
-    """The last words of replicas; every method may be called from any thread."""
+    """The last reports of replicas; every method may be called from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._places: dict[str, ScriptPlace] = {}
         self._stores: dict[str, tuple[int, StoreAddress]] = {}
         self._changing: dict[str, int] = {}
-        """How many replicas take part in a change, by job."""
+        """Number of replicas in a resize, by job."""
         self._num_changing = 0
 
     def note(self, job: str, state: JobState, replica: int, word: LiveStatus) -> list[Event]:
-        """Note what a replica says; return what has happened to its job.
+        """Record a replica's report; return the resulting events of its job.
 
         Args:
             job: its name.
             state: its state.
             replica: id of a replica of its present attempt.
-            word: what it says.
+            word: the report.
         """
         live = state.live
         with self._lock:
@@ -95,7 +95,7 @@ class LiveBoard:
         return list(_events(state, replica, word))
 
     def answer(self, job: str, state: JobState, replica: int) -> ReplicaAnswer:
-        """Return what a replica is told."""
+        """Return the response to a replica's heartbeat."""
         live, change = state.live, state.live.change
         taking_part = max(len(live.replicas), len(change.replicas)) if change is not None else 0
         with self._lock:
@@ -121,7 +121,7 @@ class LiveBoard:
             self._count(job, 0)
 
     def _count(self, job: str, replicas: int) -> None:
-        """Note how many replicas of a job take part in a change, at least."""
+        """Record a lower bound on the replicas of a job in a resize."""
         self._num_changing += replicas - self._changing.pop(job, 0)
         if replicas:
             self._changing[job] = replicas
@@ -140,7 +140,7 @@ def _events(state: JobState, replica: int, word: LiveStatus) -> Iterator[Event]:
             yield WaitingToJoin(attempt, (replica,))
         if word.refused == change.number:
             yield ChangeRefused(attempt, change.number, word.why, word.for_good)
-    # Replica 0 speaks for all.
+    # Replica 0 reports for all.
     if word.membership <= live.number or word.replicas[:1] != (replica,):
         return
     now = set(word.replicas)

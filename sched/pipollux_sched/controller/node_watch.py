@@ -1,8 +1,8 @@
-"""The nodes of the cluster, as they come, go and fall ill, written into the store.
+"""Synchronises the store's nodes with the cluster's.
 
-The engine sees the nodes (`backend.base.Node`); what people set by hand is kept: a condition that
-the cluster has set is only taken back by the cluster, and one of an admin's only by an admin. A job
-on a node that is gone, or does not answer, is moved: the job is not to blame.
+The engine provides the nodes (`backend.base.Node`). A condition that the cluster has set is reset
+only by the cluster, and one that an admin has set only by an admin. A job on a node that is gone,
+or does not answer, is moved: the job is not to blame.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class NodeWatch:
 
     Args:
         store: the scheduler's store.
-        backend: knows the nodes.
+        backend: provides the nodes.
         handle: applies an event to a job.
         settings: further data of the event that lists the nodes: policy, restart_seconds.
         reconsider: called when the allocator has something new to decide on.
@@ -49,18 +49,18 @@ class NodeWatch:
         self._listed: dict[str, Any] | None = None
         self._seen: Mapping[str, Node] | None = None
         self._moved: set[tuple[str, int, str]] = set()
-        """Jobs, attempts and the nodes of theirs that they were told are lost."""
+        """Jobs, attempts and nodes for which a `NodeLost` was sent."""
 
     def look(self) -> None:
-        """Write what has changed since the last call into the store, and move jobs off lost nodes.
+        """Store the changes since the last call, and move jobs off lost nodes.
 
-        Where that fails, the next call does it.
+        Failures are retried by the next call.
         """
         nodes = self._backend.nodes()
         if nodes != self._seen:
             self._write(nodes)
             self._seen = nodes
-        # What was decided on before a node was lost may be started there after.
+        # A decision from before the loss of a node may be started there afterwards.
         self._move_off({name for name, node in nodes.items() if node.ready})
 
     def _write(self, nodes: Mapping[str, Node]) -> None:
@@ -72,7 +72,7 @@ class NodeWatch:
             self._reconsider()
 
     def _list(self, nodes: Mapping[str, Node]) -> bool:
-        """Store the nodes, and log them where there are others, or of other sizes."""
+        """Store the nodes, and log them if their set or sizes have changed."""
         specs = {name: node.spec.model_dump(mode="json") for name, node in nodes.items()}
         for name, node in nodes.items():
             specs[name]["slots"] = node.slots
@@ -89,7 +89,7 @@ class NodeWatch:
         return True
 
     def _set_condition(self, record: NodeRecord, node: Node) -> bool:
-        """Set a node's condition as the cluster says; return whether it has changed."""
+        """Set a node's condition to the cluster's; return whether it has changed."""
         ours = record.reason.startswith(self._mark)
         if not node.ready:
             wanted = NodeCondition.DEAD
@@ -98,7 +98,7 @@ class NodeWatch:
         else:
             wanted = NodeCondition.READY
         if wanted is NodeCondition.READY and not ours:
-            return False  # an admin's word
+            return False  # set by an admin
         if wanted is NodeCondition.DRAINING and record.condition is NodeCondition.DEAD and not ours:
             return False
         reason = "" if wanted is NodeCondition.READY else self._mark + (node.reason or wanted.value)

@@ -1,4 +1,4 @@
-"""Tokens of users, and as whom their jobs run on the machines of a cluster."""
+"""Validation of tokens with a user of the machine as whom their jobs run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pipollux_sched.spec.tokens import NewToken, Role
 __all__ = ["check_run_as"]
 
 _ON_MACHINES = ("local", "slurm")
-"""Backends whose replicas are processes of a machine; those of others run in containers."""
+"""Backends whose replicas are processes of a machine; others run containers."""
 
 
 def check_run_as(token: NewToken, backend: str) -> str:
-    """Return how far whoever gets a token is to be trusted; empty: nothing to note.
+    """Return a warning about the rights of a token's holder; empty: none.
 
     Args:
-        token: a token that is to be made.
+        token: a token that will be created.
         backend: name of the backend.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Takeover of the jobs that an earlier scheduler of the same store left."""
+"""Takeover of jobs from an earlier scheduler of the same store."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def take_over(
         grace: seconds that an ended attempt has to checkpoint.
 
     Raises:
-        BackendError: a process is left and cannot be ended.
+        BackendError: a process cannot be ended.
     """
     live = store.jobs(live=True)
     orphaned = [job for job in live if not _adopt(job, backend, executor, url)]
     for process in backend.recover(grace):
-        _LOG.warning("ended what an earlier scheduler had left: %s", process)
+        _LOG.warning("ended a process of an earlier scheduler: %s", process)
     for job in orphaned:
         step = backend.saved_step(job.name, job.state.attempt)
         newest = backend.newest_checkpoint(job.name, job.state.attempt) if step is None else None
@@ -43,8 +43,8 @@ def take_over(
 def _adopt(job: JobRecord, backend: ReplicaGroupManager, executor: Executor, url: str) -> bool:
     """Adopt the running attempt of a job; return whether that is possible.
 
-    If not, the store records it before anything is ended: should this scheduler be killed, the
-    next one must not count the end as the job's own failure.
+    If not, the store records it before anything is ended: if this scheduler is killed, the next one
+    must not count the end as a failure of the job.
     """
     if not job.state.running_on:
         return False

@@ -1,4 +1,4 @@
-"""The file of teams, read again whenever it changes."""
+"""The file of teams, reloaded whenever it changes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _LOG = logging.getLogger(__name__)
 
 
 class TeamsFile:
-    """Keeps the store's teams as a file says.
+    """Keeps the store's teams in step with a file.
 
-    What was set over REST since the file was read last stays until the file changes again, or the
-    scheduler starts with it. A file that has changed is read once it has stayed as it is for two
-    looks, so that one which is still being written is not taken for a shorter one.
+    Changes over REST since the last read stay until the file changes again, or the scheduler starts
+    with it. A changed file is read once it has stayed the same for two checks, so that a partly
+    written file is not loaded.
 
     Args:
         path: the file.
@@ -27,7 +27,7 @@ class TeamsFile:
         reconsider: called when the teams have changed.
 
     Raises:
-        SpecError: the file cannot be read, or says something that is not allowed.
+        SpecError: the file cannot be read, or is invalid.
     """
 
     def __init__(self, path: Path, store: Store, reconsider: Callable[[], None]) -> None:
@@ -36,7 +36,7 @@ class TeamsFile:
         store.teams.set_spec(load_teams(path).model_dump(mode="json"))
 
     def look(self) -> None:
-        """Read the file if it has changed; one that is wrong is logged, and changes nothing."""
+        """Load the file if it has changed; an invalid one is logged and ignored."""
         signature, before = self._sign(), self._seen
         self._seen = signature
         if signature is None or signature == self._read or signature != before:
@@ -46,13 +46,13 @@ class TeamsFile:
         except SpecError as error:
             _LOG.warning("the teams stay as they are: %s", error)
         else:
-            # Where the store fails, the next look does it.
+            # If the store fails, the next check retries.
             self._store.teams.set_spec(spec.model_dump(mode="json"))
             self._reconsider()
         self._read = signature
 
     def _sign(self) -> tuple[int, int, int] | None:
-        """Return what differs when the file has been written again; None if it is not there."""
+        """Return a signature that changes when the file is written; None without a file."""
         try:
             stat = os.stat(self._path)
         except OSError:

@@ -1,4 +1,4 @@
-"""Training reports of jobs, as the store keeps them."""
+"""Conversion of jobs' training reports to the store's records."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The last report of an attempt, when no scheduler was there to receive it.
+"""The last report of an attempt that ended while no scheduler could receive it.
 
-The replica leaves it on its machine, and its agent brings it (`backend.result`). Once the
-attempt has ended, the part that the store does not have yet is added, as if it had arrived in
-time.
+The replica writes it on its machine, and its agent passes it on (`backend.result`). Once the
+attempt has ended, the part that the store does not have yet is added, as if it had arrived in time.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ _LOG = logging.getLogger(__name__)
 
 
 def take_unsent_report(store: Store, body: Mapping[str, Any], job: str, attempt: int) -> None:
-    """Add the unsent report of an attempt that has ended; idempotent.
+    """Store the unsent report of an attempt that has ended; idempotent.
 
     Args:
         store: the scheduler's store.
-        body: the report as the replica left it, unchecked.
+        body: the report as the replica wrote it, unvalidated.
         job: name of the job.
         attempt: the attempt that has ended.
 
@@ -38,7 +37,7 @@ def take_unsent_report(store: Store, body: Mapping[str, Any], job: str, attempt:
     try:
         report = TrainingReport.model_validate(body)
     except ValidationError as error:
-        _LOG.warning("the last report of job %s is left aside: %s", job, error)
+        _LOG.warning("the last report of job %s is ignored: %s", job, error)
         return
     known = _last_step(store, job, attempt)
     points = [point for point in stored_points(report) if point.step > known]
@@ -47,11 +46,11 @@ def take_unsent_report(store: Store, body: Mapping[str, Any], job: str, attempt:
     try:
         store.add_report(job, attempt, points, stored_timeline(report))
     except StaleAttemptError:
-        return  # the job has restarted meanwhile, and reports by itself
+        return  # the job has restarted meanwhile, and sends reports again
 
 
 def _last_step(store: Store, job: str, attempt: int) -> int:
-    """Return the last step that the store has of an attempt; -1 if it has none."""
+    """Return the last stored step of an attempt; -1 if there is none."""
     for event in store.latest_events(1, job=job, types=["progress"]):
         if event["attempt"] == attempt:
             return int(event["step"])

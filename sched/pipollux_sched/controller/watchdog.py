@@ -1,6 +1,4 @@
-"""Watchdog for everything that falls due: deadlines, lost heartbeats, stalled training loops, old
-entries.
-"""
+"""The watchdog: deadlines, lost heartbeats, stalled training loops, expired entries."""
 
 from __future__ import annotations
 
@@ -29,15 +27,15 @@ from .heartbeats import Heartbeats, LostReplica, StalledJob
 _LOG = logging.getLogger(__name__)
 
 LOOK_INTERVAL = 1.0
-"""Seconds between two looks."""
+"""Seconds between two checks."""
 TIDY_INTERVAL = 5.0
-"""Seconds between two times that heartbeats are stored, and the store is tidied."""
+"""Seconds between two writes of heartbeats and clean-ups of the store."""
 HEARTBEAT_TIMEOUT = 60.0
 """Seconds without a heartbeat after which a replica counts as lost."""
 EXIT_TIMEOUT = 60.0
-"""Seconds in which processes must end when the scripts of all replicas have ended."""
+"""Seconds for processes to end after the scripts of all replicas have ended."""
 _LINGERING = (
-    f"All replicas said that their scripts have ended, and not all processes did within "
+    f"The scripts of all replicas have ended, but not all processes did within "
     f"{EXIT_TIMEOUT:g} s, so all were ended."
 )
 
@@ -46,12 +44,12 @@ class Watchdog:
     """Checks periodically whether anything is overdue, and applies the event.
 
     Args:
-        store: holds the jobs and their deadlines.
+        store: contains the jobs and their deadlines.
         heartbeats: last heartbeat of each replica.
         handle: applies an event to a job.
         ending: set when the scheduler stops.
         heartbeat_timeout: seconds without a heartbeat after which a replica counts as lost.
-        look_at_nodes: called at each look.
+        look_at_nodes: called at each check.
         tidy: called after each pruning of the store, for further clean-up.
     """
 
@@ -74,10 +72,10 @@ class Watchdog:
         self._look_at_nodes = look_at_nodes
         self._tidy = tidy
         self._told_slow: set[tuple[str, int]] = set()
-        """Jobs and attempts that are ended as they did not take their first step in time."""
+        """Jobs and attempts that were ended because they did not take their first step in time."""
 
     def run(self) -> None:
-        """Check every second until the scheduler stops; now and then store heartbeats and prune."""
+        """Check every second until the scheduler stops; sometimes store heartbeats and prune."""
         tidy_at = time.monotonic() + TIDY_INTERVAL
         failures = FailureLog(_LOG, "the watchdog")
         while not self._ending.wait(LOOK_INTERVAL):
@@ -88,8 +86,8 @@ class Watchdog:
                     self._store.prune(time.time())
                     self._tidy()
                     tidy_at = time.monotonic() + TIDY_INTERVAL
-                    failures.succeeded()  # only now it has also written
-            except Exception as error:  # a full disk, say, must not end the watchdog
+                    failures.succeeded()  # only after a successful write, too
+            except Exception as error:  # an error, such as a full disk, must not end the watchdog
                 if self._ending.is_set():
                     return
                 failures.failed(error)
@@ -123,15 +121,16 @@ class Watchdog:
             self._told_slow.add(key)
 
     def _lose(self, lost: LostReplica) -> bool:
-        """Note a replica that is not heard of; return whether its attempt ends with it."""
+        """Record a lost replica; return whether its attempt ends with it."""
         name, attempt, replica, seconds = lost
-        # What is forgotten is so after it was stored: else it is tried again at the next check.
+        # Forget a replica only after the store has recorded its loss: otherwise the next check
+        # retries.
         if not self._takes_part(lost):
-            why = f"Replica {replica} was not heard of for {seconds:.0f} s before it took part."
+            why = f"Replica {replica} sent no heartbeat for {seconds:.0f} s before it took part."
             self._let(name, JoiningReplicaLost(attempt, replica, why))
             self._heartbeats.forget(name, attempt, replica)
             return False
-        silent = f"Replica {replica} was not heard of for {seconds:.0f} s"
+        silent = f"Replica {replica} sent no heartbeat for {seconds:.0f} s"
         if self._survives(lost):
             self._let(name, HeartbeatLost(attempt, f"{silent}, so it was ended.", replica))
             self._heartbeats.forget(name, attempt, replica)
@@ -141,7 +140,7 @@ class Watchdog:
         return True
 
     def _survives(self, lost: LostReplica) -> bool:
-        """Return whether the other replicas of an attempt go on without this one."""
+        """Return whether the other replicas of an attempt continue without this one."""
         try:
             state = self._store.job(lost.job).state
         except UnknownJobError:
@@ -149,7 +148,7 @@ class Watchdog:
         return state.attempt == lost.attempt and can_survive(state, [lost.replica])
 
     def _takes_part(self, lost: LostReplica) -> bool:
-        """Return whether a replica takes part; others are about to join, or have left."""
+        """Return whether a replica takes part; others are joining, or have left."""
         try:
             state = self._store.job(lost.job).state
         except UnknownJobError:
@@ -177,6 +176,6 @@ def _why_slow(limit: float) -> str:
 
 def _why_stalled(stalled: StalledJob) -> str:
     return (
-        f"Its step has been {stalled.step} for {spell_duration(stalled.seconds)} though its "
-        "replicas give signs of life, so all were ended."
+        f"Its step has been {stalled.step} for {spell_duration(stalled.seconds)} although its "
+        "replicas send heartbeats, so all were ended."
     )

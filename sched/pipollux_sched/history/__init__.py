@@ -1,1 +1,1 @@
-"""A scheduler's own history as a workload, and what really happened beside it."""
+"""A scheduler's history as a workload, and its actual outcome for comparison."""

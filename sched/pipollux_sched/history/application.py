@@ -1,10 +1,10 @@
-"""A job of a scheduler's history as the simulator sees it: the truth is what it measured itself.
+"""A job of a scheduler's history as an application for the simulator, from its own measurements.
 
-Step times are those of the model that the job had fitted when it sent its last hints, priced for
-each number of stages as the scheduler prices them (`stage_speedups`), over its `pace`; gradients
-are as noisy as it said last; it is done when it has trained what it trained then. A new job of it
-knows nothing. Once it has trained it knows all of this but its pace, and is capped by the replicas
-that it has tried.
+Step times come from the model that the job had fitted in its last hints, for each number of stages
+as in the scheduler (`stage_speedups`), divided by its `pace`. Gradient statistics are those of the
+last hints; the job is done when it has trained as much as the original. A new job knows nothing;
+once it has trained, it knows all of this except its pace, and is capped by the replicas that it has
+tried.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from pipollux_simulator.applications.base import JobModel, RunningJob, TrueStepT
 
 
 class HistoryApplication:
-    """How one job of a history trains; an `Application`.
+    """The training of one job of a history; an `Application`.
 
     Args:
-        spec: what its user declared.
-        hints: its last ones, with a model of its step times.
-        samples: that it trained, each worth one of a batch of the initial size.
+        spec: its job file.
+        hints: its last hints, with a model of its step times.
+        samples: number of trained samples, in units of the initial batch size's samples.
 
     Raises:
-        ValueError: the hints hold no model.
+        ValueError: the hints contain no model.
     """
 
     max_epochs = 1
@@ -46,9 +46,9 @@ class HistoryApplication:
         self.speedups = speedups
         """By number of stages, the job's own first."""
         self.pace = 1.0
-        """How fast it really trains, relative to its model."""
+        """Actual speed relative to the model."""
         self._samples = samples
-        # Neither gradient nor noise means that nothing is known: a larger batch then gains nothing.
+        # Without gradient statistics, larger batches gain nothing.
         unknown = not sum(hints.grad_params) > 0
         self._gradients = GradParams(1.0, 0.0) if unknown else hints.grad_params
         self._num_microbatches = hints.num_microbatches
@@ -58,7 +58,7 @@ class HistoryApplication:
 
     @property
     def own(self) -> SpeedupFunction:
-        """The speedup in the number of stages that the job was submitted with."""
+        """The speedup with the job's original number of stages."""
         return self.speedups[self.spec.num_stages]
 
     def step_times(self, running: RunningJob) -> TrueStepTimes:
@@ -76,7 +76,7 @@ class HistoryApplication:
         return self._times[running]
 
     def goodput(self, running: RunningJob) -> float:
-        """Return samples (of the initial batch size's worth) per second, by the job's own model."""
+        """Return the goodput in samples of the initial batch size, by the job's own model."""
         return float(
             self.speedups[running.num_stages].goodput_fn.evaluate(
                 running.num_nodes,
@@ -87,20 +87,20 @@ class HistoryApplication:
             )
         )
 
-    def gradients(self, batch_size: int, epoch: int) -> GradParams:  # noqa: ARG002  # the protocol's: the last ones were kept
-        """Return squared norm and variance of the gradients, as the job said last."""
+    def gradients(self, batch_size: int, epoch: int) -> GradParams:  # noqa: ARG002  # the protocol's: only the last ones are known
+        """Return the last reported squared norm and variance of the gradients."""
         return self._gradients
 
     def progress(self, epoch: int) -> float:
-        """Return the iterations at the initial batch size in so many epochs; one is all of them."""
+        """Return the iterations at the initial batch size in some epochs; one is the whole job."""
         return epoch * self._samples / self.init_batch_size
 
-    def completion_epoch(self, batch_size: int) -> int:  # noqa: ARG002  # the protocol's: progress counts what a larger batch is worth
+    def completion_epoch(self, batch_size: int) -> int:  # noqa: ARG002  # the protocol's: progress accounts for larger batches
         """Return the last epoch."""
         return self.max_epochs - 1
 
-    def max_replicas(self, batch_size: int | None = None) -> int:  # noqa: ARG002  # the protocol's: the job adapts its batch whatever the policy
-        """Return the most replicas that the user allows and its batches can be shared by."""
+    def max_replicas(self, batch_size: int | None = None) -> int:  # noqa: ARG002  # the protocol's: the job adapts its batch under any policy
+        """Return the most replicas that the user allows and its batches can be divided among."""
         if self._most_replicas is None:
             replicas = np.arange(1, self.spec.max_replicas + 1)
             useful = np.flatnonzero(np.asarray(self.own(np.ones_like(replicas), replicas)) > 0)
@@ -108,7 +108,7 @@ class HistoryApplication:
         return max(self._most_replicas, self.spec.min_replicas)
 
     def new_model(self, batch_size: int | None = None) -> JobModel:
-        """Return what a new job knows: nothing, but where sizes are fixed its step times."""
+        """Return the model of a new job: empty, or its step times if sizes are fixed."""
         return HistoryJobModel(self, known=batch_size is not None)
 
     def configure(
@@ -118,7 +118,7 @@ class HistoryApplication:
         key = num_stages, tuple(placement), gpu_type
         if key not in self._configurations:
             best = self.speedups[num_stages].configuration(len(placement), sum(placement))
-            # Where no batch is within its bounds, it shares the initial one.
+            # If no batch is within its bounds, divide the initial one.
             atomic_bsz = best.atomic_bsz or math.ceil(self.init_batch_size / sum(placement))
             self._configurations[key] = RunningJob(
                 placement=tuple(placement),
@@ -132,11 +132,11 @@ class HistoryApplication:
 
 
 class HistoryJobModel:
-    """What a replayed job knows of itself; a `JobModel`.
+    """A replayed job's model of itself; a `JobModel`.
 
     Args:
-        app: the truth.
-        known: whether it has measured itself already.
+        app: the actual application.
+        known: whether it has already been measured.
     """
 
     def __init__(self, app: HistoryApplication, *, known: bool = False) -> None:
@@ -144,13 +144,13 @@ class HistoryJobModel:
         self._known = known
         self.max_profiled_replicas = 0
 
-    def observe(self, running: RunningJob, times: TrueStepTimes, gradients: GradParams) -> None:  # noqa: ARG002  # the protocol's: it is right about both
-        """Note that the job has trained on so many replicas."""
+    def observe(self, running: RunningJob, times: TrueStepTimes, gradients: GradParams) -> None:  # noqa: ARG002  # the protocol's: its model is exact
+        """Record that the job has trained on this number of replicas."""
         self._known = True
         self.max_profiled_replicas = max(self.max_profiled_replicas, running.num_replicas)
 
     def inherit(self, relatives: Sequence[JobModel]) -> None:
-        """Begin with what jobs that were like it have measured."""
+        """Inherit the measurements of related jobs."""
         self._known = True
         self.max_profiled_replicas = max(model.max_profiled_replicas for model in relatives)
 
@@ -168,7 +168,7 @@ class HistoryJobModel:
         return self._app.configure(shape.num_stages, placement, gpu_type)
 
     def goodput(self, running: RunningJob) -> float:
-        """Return samples (of the initial batch size's worth) per second as the job runs."""
+        """Return the goodput in samples of the initial batch size per second."""
         return self._app.goodput(running)
 
     def base_goodput(self) -> float:

@@ -1,9 +1,9 @@
-"""How fast a job really trained, relative to its own model.
+"""The actual speed of a job, relative to its own model.
 
-    pace = samples that it trained / Σ (goodput of its model where it ran · seconds that it trained)
+    pace = trained samples / Σ (goodput of its model on the allocation · seconds of training)
 
-It holds what a model of step times does not know: validation, waiting for data, the end of its
-processes, work that was lost and done again, a machine that does other things besides.
+It contains what a model of step times does not: validation, waiting for data, the end of the
+processes, repeated work, other load on the machine.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .records import PastJob
 
 
 def pace_of(job: PastJob, app: HistoryApplication) -> float:
-    """Return the pace of a job; 1 where it ran in a way that its model does not know.
+    """Return the pace of a job; 1 if it ran in configurations that its model does not cover.
 
     Args:
         job: from a history.

@@ -1,7 +1,7 @@
-"""What really happened, in the form of a simulation's outcome, so that both can be compared.
+"""The actual outcome of a history, in the form of a simulation's outcome, for comparison.
 
-Slots count as held from an attempt's creation to its end, as the scheduler counts them. What lies
-after the moment up to which a job is replayed is left out.
+Slots count as held from an attempt's creation to its end, as in the scheduler. Everything after the
+moment up to which a job is replayed is left out.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from .records import PastJob, SchedulerHistory
 from .workload import Replay
 
 ACTUAL = "actual"
-"""Stands in the place of a policy for what really happened."""
+"""Takes the place of a policy's name for the actual outcome."""
 
 
 def what_happened(
     history: SchedulerHistory, replay: Replay, teams: TeamsSpec | None = None
 ) -> SimulationOutcome:
-    """Return what became of the replayed jobs in reality.
+    """Return the actual outcome of the replayed jobs.
 
-    Fairness is relative to the same estimates as that of simulations, on the scheduler's own nodes.
+    Fairness is relative to the same estimates as in simulations, on the scheduler's own nodes.
 
     Args:
-        history: the past of a scheduler.
-        replay: made of it.
-        teams: say which team a job counts to; None: there are none.
+        history: of a scheduler.
+        replay: created from it.
+        teams: determine the team of a job; None: there are none.
     """
     begin, jobs = replay.begin, replay.jobs
     slots = _slots(history, jobs.values())
@@ -87,7 +87,7 @@ def _before_end(job: PastJob) -> list[AttemptRecord]:
 
 
 def _intervals(job: PastJob, begin: float) -> Iterator[Interval]:
-    """Yield what a job held."""
+    """Yield the allocations of a job."""
     for one in _before_end(job):
         end = job.until if one.ended_at is None else min(one.ended_at, job.until)
         if end > one.created_at:
@@ -96,7 +96,7 @@ def _intervals(job: PastJob, begin: float) -> Iterator[Interval]:
 
 
 def _slots(history: SchedulerHistory, jobs: Iterable[PastJob]) -> dict[str, int]:
-    """Return the slots of nodes; of those that are gone, as many as a job held there."""
+    """Return the slots of nodes; for nodes that are gone, the most that a job held there."""
     slots = {name: node.resources.get("slots", 0) for name, node in history.nodes.items()}
     gone: Counter[str] = Counter()
     for job in jobs:
@@ -108,14 +108,14 @@ def _slots(history: SchedulerHistory, jobs: Iterable[PastJob]) -> dict[str, int]
 
 @dataclass(frozen=True)
 class Agreement:
-    """How close the replay of the scheduler's own policy came to what happened."""
+    """How close the replay with the scheduler's own policy came to the actual outcome."""
 
     policy: str
     avg_jct_ratio: float
-    """Average JCT of the replay over that of reality."""
+    """Average JCT of the replay over the actual one."""
     makespan_ratio: float
     jct_error_median: float
-    """Of |JCT of the replay / JCT in reality - 1| over the jobs."""
+    """Median of |JCT of the replay / actual JCT - 1| over the jobs."""
     jct_error_p90: float
 
     def to_dict(self) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class Agreement:
 
 
 def agreement(actual: SimulationOutcome, replayed: SimulationOutcome) -> Agreement:
-    """Compare the replay of the scheduler's own policy, on its own nodes, with what happened."""
+    """Compare the replay with the scheduler's own policy and nodes with the actual outcome."""
     real = {job.name: job.jct for job in actual.jobs}
     simulated = {job.name: job.jct for job in replayed.jobs}
     errors = np.abs([simulated[name] / real[name] - 1 for name in real])
@@ -138,7 +138,7 @@ def agreement(actual: SimulationOutcome, replayed: SimulationOutcome) -> Agreeme
 
 
 def cut_short(replay: Replay) -> dict[str, str]:
-    """Return the jobs that are replayed up to what they had trained, and what they were then."""
+    """Return the jobs that are replayed only up to their last hints, and their state then."""
     ended = {Phase.FAILED: "failed or cancelled"}
     return {
         name: ended.get(job.phase, "not done")

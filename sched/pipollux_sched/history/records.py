@@ -1,7 +1,7 @@
-"""What a scheduler's store knows of its past: jobs that can be replayed, nodes, and its settings.
+"""The history of a scheduler's store: replayable jobs, nodes, and settings.
 
-A job is replayed if it has trained and said how fast it is, however it ended. One that is not
-complete is replayed up to what it had trained when it sent its last hints, and counts as done then.
+A job can be replayed if it has trained and reported a model, however it ended. A job that is not
+complete is replayed up to its progress at its last hints, and counts as done then.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ class LeftOut(NamedTuple):
 
     job: str
     reason: str
-    """The end of a sentence that begins with the job."""
+    """The predicate of a sentence with the job as subject."""
 
 
 @dataclass(frozen=True)
 class PastJob:
-    """A job of a history that can be replayed. Times are seconds since the epoch."""
+    """A replayable job of a history. Times are seconds since the epoch."""
 
     spec: JobSpec
     hints: SchedHints
-    """Its last ones."""
+    """Its last hints."""
     samples: float
-    """That it had trained at `until`, each worth one of a batch of the initial size."""
+    """Samples trained at `until`, in units of the initial batch size's samples."""
     submitted: float
     until: float
-    """When it was complete or, if it is not, when it sent its last hints."""
+    """When it completed or, if it did not, when it sent its last hints."""
     phase: Phase
     attempts: tuple[AttemptRecord, ...]
-    """From its first start on, each membership by itself."""
+    """From its first start on, one entry per membership."""
     lineage: Any
-    """What it shares with the jobs that inherit from it."""
+    """Equal for jobs that inherit from each other."""
 
     @property
     def name(self) -> str:
@@ -59,30 +59,30 @@ class PastJob:
 
     @property
     def complete(self) -> bool:
-        """Whether it trained to its end."""
+        """Whether it completed its training."""
         return self.phase is Phase.COMPLETE
 
 
 @dataclass(frozen=True)
 class SchedulerHistory:
-    """The past of a scheduler."""
+    """The history of a scheduler."""
 
     jobs: tuple[PastJob, ...]
     """In the order of submission."""
     left_out: tuple[LeftOut, ...]
     nodes: Mapping[str, NodeInfo]
-    """The nodes that it served last, as if all of them were ready."""
+    """The nodes of the last scheduler, all of them as ready."""
     teams: TeamsSpec | None
     policy: str | None
-    """Name of the policy that it had last; None: not one of `POLICIES`."""
+    """Name of its last policy; None: not one of `POLICIES`."""
     interval: float
     """Seconds between two of its decisions."""
     restart_seconds: float
-    """What it took a restart to cost where none was measured."""
+    """Assumed cost of a restart if none was measured."""
 
 
 def read_history(store: Store) -> SchedulerHistory:
-    """Return what a store knows of the past; nothing is written.
+    """Return the history of a store, read-only.
 
     Raises:
         SpecError: nodes or teams are of another version.
@@ -113,12 +113,12 @@ def read_history(store: Store) -> SchedulerHistory:
 
 
 def _policy_name(logged: str) -> str | None:
-    """Return a policy's name; the log has that of its class."""
+    """Return a policy's name for the class name in the log."""
     return next((name for name in POLICIES if type(make_policy(name)).__name__ == logged), None)
 
 
 class _JobReader:
-    """Reads jobs of a store; what is asked for all of them at once it asks for once."""
+    """Reads jobs of a store; queries for all jobs are made once."""
 
     def __init__(self, store: Store, attempts: Mapping[str, list[AttemptRecord]]) -> None:
         self._store = store
@@ -127,7 +127,7 @@ class _JobReader:
         self._points = store.last_points()
 
     def read(self, job: JobRecord) -> PastJob | LeftOut:
-        """Return a job as it can be replayed, or why it cannot."""
+        """Return a job for replay, or why it cannot be replayed."""
         began = [
             record
             for record in self._attempts.get(job.name, ())
@@ -150,7 +150,7 @@ class _JobReader:
         samples, until = self._trained(job, hints, said.speedups[spec.num_stages])
         submitted = self._submitted(job)
         if not samples > 0 or until <= submitted:
-            return LeftOut(job.name, "did not say how much it trained")
+            return LeftOut(job.name, "did not report how much it trained")
         lineage = key_of(job.name, job.spec) or ("", job.name)
         return PastJob(spec, hints, samples, submitted, until, job.phase, tuple(began), lineage)
 
@@ -170,7 +170,7 @@ class _JobReader:
         return point.samples * worth, point.time if ended is None else ended
 
     def _submitted(self, job: JobRecord) -> float:
-        """Return when it was submitted, or was last to start from scratch."""
+        """Return when it was submitted, or last started from scratch."""
         if job.state.first_attempt > 1:
             again = self._store.latest_events(1, job=job.name, types=["rerun"])
             return float(again[0]["time"]) if again else job.submitted_at

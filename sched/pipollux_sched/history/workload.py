@@ -1,9 +1,9 @@
-"""A history as a workload: jobs come when they came, and changes cost them what they cost.
+"""A history as a workload: original arrivals, and measured costs of changes.
 
 The cost of a start, a restart or an elastic resize is the average of the job's own. A job without
-any takes the median of all jobs, and for elastic resizes the median of its family, as other jobs
-may not be able to resize. The policy gets the assumed cost until the job has measured one, as it
-does from the scheduler.
+any has the median of all jobs, and for elastic resizes the median of its family, as other jobs may
+not be resizable. The policy gets the assumed cost until the job has measured one, as in the
+scheduler.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from .records import LeftOut, PastJob, SchedulerHistory
 
 @dataclass(frozen=True)
 class Replay:
-    """A history that is ready to be simulated."""
+    """A history in the form for simulation."""
 
     workload: Workload
     jobs: Mapping[str, PastJob]
-    """Those of the workload, by name."""
+    """The jobs of the workload, by name."""
     left_out: tuple[LeftOut, ...]
     paces: Mapping[str, float]
-    """How fast the jobs trained, relative to their own models."""
+    """Actual speeds of the jobs, relative to their own models."""
     begin: float
-    """When the workload begins, in seconds since the epoch."""
+    """Start of the workload, in seconds since the epoch."""
 
 
 def replay(
@@ -55,12 +55,12 @@ def replay(
     """Return the workload of a history.
 
     Args:
-        history: the past of a scheduler.
+        history: of a scheduler.
         nodes: of the simulated cluster; jobs that could never run there are left out.
         name: of the workload.
-        first: only so many jobs, the first ones; None: all.
-        restart_seconds: what every start and restart costs; None: what was measured.
-        rescale_seconds: what every elastic resize costs; None: what was measured.
+        first: only this number of jobs, in order of submission; None: all.
+        restart_seconds: the cost of every start and restart; None: measured costs.
+        rescale_seconds: the cost of every elastic resize; None: measured costs.
 
     Raises:
         ValueError: no job is left.
@@ -142,14 +142,14 @@ def _terms(job: PastJob, prices: Mapping[str, float | None]) -> JobTerms:
 
 
 class _Prices:
-    """What changes cost jobs, in seconds without training."""
+    """The costs of changes, in seconds without training."""
 
     def __init__(self, jobs: Sequence[PastJob], assumed: float) -> None:
         starts = [cost for job in jobs for cost in _start_costs(job.attempts)]
         restarts = [cost for job in jobs for cost in _known(_restarts(job))]
         self._assumed = assumed
         self._start = median(starts) if starts else assumed
-        # A restart is a start, and a stop before it.
+        # A restart is a stop and a start.
         self._restart = median(restarts) if restarts else self._start
         pauses: defaultdict[str, list[float]] = defaultdict(list)
         for job in jobs:
@@ -159,7 +159,7 @@ class _Prices:
     def of(
         self, job: PastJob, restart_seconds: float | None, rescale_seconds: float | None
     ) -> dict[str, Any]:
-        """Return the prices of a job: those given, else measured ones."""
+        """Return the costs of a job: the given ones, else measured ones."""
         pauses = self._pause.get(family_name(job.spec))
         rescale = moving_average(_known(_pauses(job)), -1.0 if pauses is None else pauses)
         start = moving_average(_start_costs(job.attempts), self._start)
@@ -178,7 +178,7 @@ class _Prices:
 
 
 def _start_costs(attempts: Iterable[AttemptRecord]) -> list[float]:
-    """Return the seconds from each start that was no restart to its first step."""
+    """Return the seconds to the first step of each start that was not a restart."""
     return [
         max(one.first_step_at - one.created_at, 0.0)
         for one in attempts

@@ -1,4 +1,4 @@
-"""The life of a job, as a pure function of its state and of what happens to it."""
+"""The life cycle of a job, as a pure function of its state and of events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can happen to a job (`Event`), and what is then to be done about it (`Action`)."""
+"""The events of a job's life cycle (`Event`), and the resulting actions (`Action`)."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from .state import Outcome
 
 @dataclass(frozen=True)
 class Submit:
-    """A user submits the job; a failed or cancelled one goes on."""
+    """A user submits the job; a failed or cancelled one continues."""
 
     max_restarts: int = 3
 
 
 @dataclass(frozen=True)
 class Rerun:
-    """A user wants a job that has ended to run again."""
+    """A user reruns a job that has ended."""
 
     max_restarts: int = 3
     from_scratch: bool = False
-    """Whether it starts from the beginning; else it goes on from its last checkpoint."""
+    """Whether it starts from scratch; else it continues from its last checkpoint."""
 
 
 @dataclass(frozen=True)
 class Allocate:
-    """The allocator decided; an empty `nodes` means that the job gets nothing for now."""
+    """A decision of the allocator; an empty `nodes` means that the job gets nothing for now."""
 
     nodes: Sequence[str]
     why: str
     details: Mapping[str, Any] = field(default_factory=dict)
-    """More for the event log: num_microbatches, batch_size, speedup, …"""
+    """Further data for the event log: num_microbatches, batch_size, speedup, …"""
     num_stages: int | None = None
-    """K of each replica; None: the one that the job was submitted with."""
+    """K of each replica; None: K of the submission."""
     restates: bool = False
-    """Whether a job that is queued already is told the reason anew."""
+    """Whether the reason of a job that is already queued is updated."""
 
 
 @dataclass(frozen=True)
 class Started:
-    """The processes of an attempt are there."""
+    """The processes of an attempt run."""
 
     attempt: int
     replicas: tuple[str, ...]
-    """What the cluster's own tools know each replica by: a process id, a step, a pod."""
+    """Identifier of each replica in the cluster's own tools: a process id, a step, a pod."""
 
 
 @dataclass(frozen=True)
@@ -59,16 +59,16 @@ class FirstStep:
 
 @dataclass(frozen=True)
 class LiveReady:
-    """The replicas of an attempt say whether others can join and leave while they train."""
+    """The replicas of an attempt report whether they support elastic resizes."""
 
     attempt: int
     why_not: str | None = None
-    """Why they cannot; None: they can."""
+    """Why they do not; None: they do."""
 
 
 @dataclass(frozen=True)
 class WaitingToJoin:
-    """Joining replicas wait at the loop that the others are in."""
+    """Joining replicas have reached the loop that the others are in."""
 
     attempt: int
     replicas: tuple[int, ...]
@@ -76,44 +76,44 @@ class WaitingToJoin:
 
 @dataclass(frozen=True)
 class Switched:
-    """The replicas of an attempt train in another membership."""
+    """The replicas of an attempt have switched to another membership."""
 
     attempt: int
     number: int
-    """Of the membership."""
+    """Number of the membership."""
     step: int | None = None
-    """Optimizer step after which they changed."""
+    """Optimizer step after which they switched."""
     seconds: float | None = None
-    """How long nobody trained."""
+    """Seconds without training."""
 
 
 @dataclass(frozen=True)
 class Survived:
-    """Replicas of an attempt were lost, and the others go on training in another membership."""
+    """Replicas of an attempt were lost, and the others continue in another membership."""
 
     attempt: int
     number: int
-    """Of the membership."""
+    """Number of the membership."""
     replicas: tuple[int, ...]
-    """Those that go on, in the order of ranks."""
+    """The surviving replicas, in the order of ranks."""
     step: int | None = None
     seconds: float | None = None
 
 
 @dataclass(frozen=True)
 class ChangeRefused:
-    """A replica has given up a membership that was to be formed: it does not come about."""
+    """A replica has refused a pending membership, which is abandoned."""
 
     attempt: int
     number: int
     why: str
     for_good: bool = False
-    """Whether no other would come about either, so that the job is restarted instead."""
+    """Whether every resize would be refused, so that the job is restarted instead."""
 
 
 @dataclass(frozen=True)
 class JoiningReplicaLost:
-    """A replica has ended, or was not heard of, before it took part."""
+    """A joining replica has ended, or sends no heartbeats, before it took part."""
 
     attempt: int
     replica: int
@@ -122,7 +122,7 @@ class JoiningReplicaLost:
 
 @dataclass(frozen=True)
 class ChangeOverdue:
-    """The joining replicas of a membership are not all there, and should have been."""
+    """The joining replicas of a membership are not ready in time."""
 
     attempt: int
     number: int
@@ -136,18 +136,18 @@ class Exited:
     attempt: int
     outcome: Outcome
     step: int | None = None
-    """The step at which it ended, and saved; None: it did not save, or nobody knows."""
+    """The step at which it saved and ended; None: it did not save, or the step is unknown."""
     epoch: int | None = None
     message: str = ""
     cannot_start: bool = False
-    """Whether its script failed so that no other try would end otherwise."""
+    """Whether its script is broken, so that a restart would fail too."""
     checkpoint: int | None = None
-    """The step of its newest checkpoint, where it did not save at its end; None: nobody knows."""
+    """The step of its newest checkpoint, if it did not save at its end; None: unknown."""
 
 
 @dataclass(frozen=True)
 class Retry:
-    """The wait after the failure of `attempt` is over."""
+    """The backoff after the failure of `attempt` is over."""
 
     attempt: int
 
@@ -176,17 +176,17 @@ class Expire:
 
 @dataclass(frozen=True)
 class HeartbeatLost:
-    """A replica that takes part in an attempt has not been heard of for too long."""
+    """A replica that takes part in an attempt has sent no heartbeat for too long."""
 
     attempt: int
     why: str
     replica: int | None = None
-    """Which one; None: all of them are to end."""
+    """The replica; None: all of them have to end."""
 
 
 @dataclass(frozen=True)
 class Stalled:
-    """The replicas of an attempt give signs of life, but its step has not grown for too long."""
+    """The replicas of an attempt send heartbeats, but its step has not grown for too long."""
 
     attempt: int
     why: str
@@ -202,29 +202,29 @@ class StartOverdue:
 
 @dataclass(frozen=True)
 class NodeLost:
-    """A node that holds replicas of an attempt is dead; the job is not to blame."""
+    """A node with replicas of an attempt is dead; the job is not to blame."""
 
     attempt: int
     why: str
     node: str | None = None
-    """Which one; None: all of them are to end."""
+    """The node; None: all replicas have to end."""
 
 
 @dataclass(frozen=True)
 class Shutdown:
-    """The scheduler is about to end, and its jobs with it, to go on when it is back."""
+    """The scheduler and its jobs are about to end; the jobs continue when it is back."""
 
 
 @dataclass(frozen=True)
 class Adopt:
-    """A new scheduler has found an attempt that runs, or has ended, and looks after it now."""
+    """A new scheduler has adopted an attempt, which runs or has ended."""
 
     attempt: int
 
 
 @dataclass(frozen=True)
 class NotAdopted:
-    """A new scheduler has found an attempt that it cannot look after, and is about to end it."""
+    """A new scheduler cannot adopt an attempt, and is about to end it."""
 
     attempt: int
     why: str
@@ -232,12 +232,12 @@ class NotAdopted:
 
 @dataclass(frozen=True)
 class Recover:
-    """A new scheduler has found the job in the store, and no process of it runs any more."""
+    """A new scheduler has found the job in the store, without any process."""
 
     step: int | None = None
     """The step at which its replicas have saved and stopped; None: they have not."""
     checkpoint: int | None = None
-    """The step of its newest checkpoint, where they have not; None: nobody knows."""
+    """The step of its newest checkpoint, if they have not; None: unknown."""
 
 
 Event: TypeAlias = (
@@ -282,17 +282,17 @@ class Start:
 
 @dataclass(frozen=True)
 class Stop:
-    """Ask the processes of an attempt to stop, and see to it that they do."""
+    """Ask the processes of an attempt to stop, and enforce it."""
 
     attempt: int
     why: str
     graceful: bool = True
-    """False: nothing was trained yet, so there is no checkpoint worth waiting for."""
+    """False: nothing was trained yet, so no checkpoint is worth waiting for."""
 
 
 @dataclass(frozen=True)
 class StartReplicas:
-    """Start replicas that join those of an attempt which train."""
+    """Start replicas that join the training ones of an attempt."""
 
     attempt: int
     replicas: tuple[tuple[int, str], ...]
@@ -301,7 +301,7 @@ class StartReplicas:
 
 @dataclass(frozen=True)
 class EndReplicas:
-    """See to it that replicas of an attempt end while the others train."""
+    """End replicas of an attempt while the others train."""
 
     attempt: int
     replicas: tuple[int, ...]
@@ -320,7 +320,7 @@ class GiveUpAfter:
 
 @dataclass(frozen=True)
 class Kill:
-    """End the processes of an attempt that cannot be asked any more."""
+    """End the processes of an attempt that no longer respond."""
 
     attempt: int
     why: str

@@ -1,4 +1,4 @@
-"""What holds for the state of every job, whatever has happened to it."""
+"""Invariants of every job's state."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from .state import ChangeStage, Intent, JobState, Phase
 
 
 def broken_rules(state: JobState) -> list[str]:
-    """Return the rules that `state` breaks, as sentences; `advance` leaves none broken.
+    """Return the rules that `state` breaks, as sentences; `advance` breaks none.
 
     Example:
         >>> broken_rules(JobState())
         []
-        >>> broken_rules(JobState(phase=Phase.COMPLETE, suspended=True))
-        ['a job that has ended is not suspended']
+        >>> broken_rules(JobState(phase=Phase.COMPLETE, suspended=True))[0]
+        'a job that has ended is not suspended'
     """
     rules = (*_ended(state), *_running(state), *_waiting(state), *_conditions(state))
     return [sentence for sentence, holds in rules if not holds]

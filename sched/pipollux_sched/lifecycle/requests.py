@@ -1,8 +1,7 @@
-"""Transitions that people, the clock or the scheduler itself ask for.
+"""Transitions that users, the clock or the scheduler itself request.
 
-`cancel`, `suspend`, `resume` and `rerun` are asked by people, `expire` by the job's deadline, and
-the others by the scheduler: `shutdown` when it ends, `adopt`, `not_adopted` and `recover` when it
-begins.
+Users request `cancel`, `suspend`, `resume` and `rerun`, the job's deadline `expire`, and the
+scheduler `shutdown` when it ends, and `adopt`, `not_adopted` and `recover` when it starts.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from .steps import (
 )
 
 _FINAL = (Intent.CANCEL, Intent.EXPIRE)
-"""What an attempt is stopped for when the job ends with it."""
+"""Intents of a stop with which the job ends."""
 
 
 def cancel(state: JobState, now: float) -> Transition:
-    """End the job: at once where nothing of it runs, else when it has saved."""
+    """End the job: at once if nothing of it runs, else when it has saved."""
     if state.phase.ended:
         return state, ()
     if not state.running_on:
@@ -39,7 +38,7 @@ def cancel(state: JobState, now: float) -> Transition:
 
 
 def expire(state: JobState, why: str, now: float) -> Transition:
-    """End the job because its deadline has passed; one that is being cancelled is left to that."""
+    """End the job because its deadline has passed; a job that is being cancelled stays so."""
     if state.phase.ended or state.intent in _FINAL:
         return state, ()
     if not state.running_on:
@@ -69,16 +68,16 @@ def resume(state: JobState, now: float) -> Transition:
         return state, ()
     free = replace(state, suspended=False)
     record = Record("resumed", state.attempt or None)
-    if state.running_on:  # it still stops; then it waits as one that the allocator suspended
+    if state.running_on:  # it still stops; then it waits like a job that the allocator suspended
         return free, (record,)
     message = "The job was resumed, and waits for the allocator."
     return enter(free, Phase.QUEUED, "Resumed", message, now), (record,)
 
 
 def rerun(state: JobState, event: Rerun, now: float) -> Transition:
-    """Run a job again that has ended: from its last checkpoint, or from the start.
+    """Rerun a job that has ended: from its last checkpoint, or from scratch.
 
-    A job that is complete has nothing to go on with, so it is run from the start or not at all.
+    A complete job can only be rerun from scratch.
     """
     nothing_left = state.phase is Phase.COMPLETE and not event.from_scratch
     if not state.phase.ended or nothing_left:
@@ -92,7 +91,7 @@ def rerun(state: JobState, event: Rerun, now: float) -> Transition:
 
 
 def shutdown(state: JobState, now: float) -> Transition:
-    """Stop the job with the scheduler; it goes on when that is back."""
+    """Stop the job with the scheduler; it continues when that is back."""
     if state.phase.ended or state.intent in (*_FINAL, Intent.SHUTDOWN):
         return state, ()
     message = "The scheduler is being stopped."
@@ -106,9 +105,9 @@ def shutdown(state: JobState, now: float) -> Transition:
 
 
 def adopt(state: JobState, attempt: int) -> Transition:
-    """Take over an attempt whose processes outlived the scheduler that had started them.
+    """Adopt an attempt whose processes outlived their scheduler.
 
-    One that was being stopped is asked once more: whether it heard the first time is not known.
+    A stop is requested again, because the first request may have been lost.
     """
     if state.phase.ended or not state.running_on or attempt != state.attempt:
         return state, ()
@@ -119,9 +118,9 @@ def adopt(state: JobState, attempt: int) -> Transition:
 
 
 def not_adopted(state: JobState, attempt: int, why: str, now: float) -> Transition:
-    """End an attempt that a new scheduler cannot look after; it is no failure.
+    """End an attempt that a new scheduler cannot adopt, without counting a failure.
 
-    One that was being stopped already still is, for the reason that it was stopped for.
+    An attempt that was already being stopped keeps its intent.
     """
     if state.phase.ended or not state.running_on or attempt != state.attempt:
         return state, ()
@@ -133,7 +132,7 @@ def not_adopted(state: JobState, attempt: int, why: str, now: float) -> Transiti
 
 
 def recover(state: JobState, event: Recover, now: float) -> Transition:
-    """Queue a job of which a new scheduler has found nothing running."""
+    """Queue a job of which a new scheduler has found no process."""
     if state.phase.ended:
         return state, ()
     stopped = stopped_record(state.attempt, event.step, event.checkpoint)
@@ -153,6 +152,6 @@ def recover(state: JobState, event: Recover, now: float) -> Transition:
 def _stopping(
     state: JobState, reason: str, message: str, why: str, now: float, **changes: Any
 ) -> Transition:
-    """Ask the running attempt to stop, unless it was asked already; say what for."""
+    """Stop the running attempt, unless it is being stopped already, and set the reason."""
     actions = stop(state, why) if state.intent is None else ()
     return enter(state, Phase.RUNNING, reason, message, now, **changes), actions

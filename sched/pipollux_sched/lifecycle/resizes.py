@@ -1,7 +1,7 @@
 """Transitions of elastic resizes: replicas join and leave while the others train.
 
     STARTING ──► FORMING ──► Switched        (a change without joining replicas begins with FORMING)
-        └───────────┴──────► abandoned: those who train go on as they were
+        └───────────┴──────► abandoned: the training replicas continue as before
 
 The scheduler decides which replicas take part, and starts the joining replicas. From FORMING on,
 the change belongs to the job: it happens, or one of its replicas refuses it. The scheduler abandons
@@ -32,20 +32,20 @@ from .state import ChangeStage, Intent, JobState, LiveChange, LiveState, Phase
 from .steps import Transition, enter, stop
 
 START_LIMIT = 600.0
-"""Seconds in which all joining replicas must wait to take part."""
+"""Seconds in which all joining replicas must be ready."""
 MOST_FAILURES = 3
-"""Changes that did not come about, or losses, after which the job is restarted instead: a replica
-that joins and dies again and again is to count as a failure some time."""
+"""Failed resizes, or losses, after which the job is restarted instead: a replica that joins and
+dies repeatedly must count as a failure eventually."""
 FORGOTTEN_AFTER = 600.0
-"""Seconds after which an earlier one does not count any more."""
+"""Seconds after which an earlier failure does not count any more."""
 
 
 def why_restart(state: JobState, nodes: Sequence[str], num_stages: int | None) -> str | None:
-    """Return why a change of a running job's allocation is a restart; None: it can be made live.
+    """Return why a change of a running job's allocation is a restart; None: a resize is possible.
 
     Args:
         state: the job.
-        nodes: node of each replica that it is to have.
+        nodes: node of each replica after the change.
         num_stages: K of each.
     """
     if num_stages != state.running_stages:
@@ -60,7 +60,7 @@ def why_restart(state: JobState, nodes: Sequence[str], num_stages: int | None) -
 def begin(
     state: JobState, nodes: Sequence[str], why: str, allocated: Record, now: float
 ) -> Transition:
-    """Begin to change the replicas of a job that trains."""
+    """Begin an elastic resize of a job that trains."""
     live = state.live
     left = Counter(nodes)
     staying = []
@@ -91,14 +91,14 @@ def begin(
 
 
 def can_survive(state: JobState, lost: Collection[int]) -> bool:
-    """Return whether the replicas of a job can go on training without some of them."""
+    """Return whether the replicas of a job can continue without some of them."""
     live = state.live
     trains = state.training and state.intent is None and live.why_not is None
     return trains and bool(set(live.replicas) - {*lost, *live.lost})
 
 
 def let_go(state: JobState, lost: Sequence[int], why: str) -> Transition:
-    """End replicas that are lost, while the others go on: see `can_survive`."""
+    """End lost replicas, while the others continue: see `can_survive`."""
     data = {"why": why, "replicas": list(lost)}
     record = Record("replicas_lost", state.attempt, data)
     all_lost = tuple(sorted({*state.live.lost, *lost}))
@@ -107,7 +107,7 @@ def let_go(state: JobState, lost: Sequence[int], why: str) -> Transition:
 
 
 def survived(state: JobState, event: Survived, now: float) -> Transition:
-    """Take over that a job goes on without replicas that it has lost."""
+    """Record that a job continues without its lost replicas."""
     live = state.live
     lost = tuple(replica for replica in live.replicas if replica not in event.replicas)
     mine = not set(event.replicas) - set(live.replicas) and bool(event.replicas)
@@ -134,7 +134,7 @@ def survived(state: JobState, event: Survived, now: float) -> Transition:
         change=None,
         lost=tuple(replica for replica in live.lost if replica in event.replicas),
     )
-    live = _counted(live, "it has lost replicas again and again", now)
+    live = _counted(live, "the last one was a loss of replicas", now)
     message = f"Training on {', '.join(nodes)}, without replicas that were lost."
     going_on = enter(
         state, state.phase, "Training", message, now, live=live, running_on=nodes, assigned=nodes
@@ -146,7 +146,7 @@ def survived(state: JobState, event: Survived, now: float) -> Transition:
 
 
 def ready(state: JobState, event: LiveReady) -> Transition:
-    """Note whether the replicas that train can be resized."""
+    """Record whether the replicas can be resized."""
     live = state.live
     if not _runs(state, event.attempt) or live.failures >= MOST_FAILURES:
         return state, ()
@@ -156,7 +156,7 @@ def ready(state: JobState, event: LiveReady) -> Transition:
 
 
 def waiting_to_join(state: JobState, event: WaitingToJoin) -> Transition:
-    """Note joining replicas that wait; when all do, the replicas are told to form their groups."""
+    """Record waiting replicas; when all wait, all replicas are asked to form their groups."""
     change = state.live.change
     if not _runs(state, event.attempt) or change is None:
         return state, ()
@@ -173,11 +173,11 @@ def waiting_to_join(state: JobState, event: WaitingToJoin) -> Transition:
 
 
 def switched(state: JobState, event: Switched, now: float) -> Transition:
-    """Take over what the job has changed to; those that left end by themselves."""
+    """Record the new membership; the replicas that left end by themselves."""
     change, live = state.live.change, state.live
     if not _runs(state, event.attempt) or not _forms(change, event.number):
         return state, ()
-    assert change is not None  # noqa: S101  # it forms
+    assert change is not None  # noqa: S101  # it is forming
     data = {
         "membership": change.number,
         "step": event.step,
@@ -200,11 +200,11 @@ def switched(state: JobState, event: Switched, now: float) -> Transition:
 
 
 def refused(state: JobState, event: ChangeRefused, now: float) -> Transition:
-    """Leave a job as it was whose replicas do not change; restart it if they never will."""
+    """Abandon a refused resize; restart the job if every resize would be refused."""
     change = state.live.change
     if not _runs(state, event.attempt) or not _forms(change, event.number):
         return state, ()
-    assert change is not None  # noqa: S101  # it forms
+    assert change is not None  # noqa: S101  # it is forming
     if not event.for_good:
         return _abandon(state, event.why, now)
     why = f"It cannot be resized ({event.why}), so it is restarted."
@@ -214,7 +214,7 @@ def refused(state: JobState, event: ChangeRefused, now: float) -> Transition:
 
 
 def joining_replica_lost(state: JobState, event: JoiningReplicaLost, now: float) -> Transition:
-    """Abandon a change whose joining replica is gone; replicas that know of it find out."""
+    """Abandon a resize whose joining replica is gone; replicas that form it notice it."""
     coming = [replica for replica, _ in state.live.joining]
     if not _runs(state, event.attempt) or event.replica not in coming:
         return state, ()
@@ -222,7 +222,7 @@ def joining_replica_lost(state: JobState, event: JoiningReplicaLost, now: float)
 
 
 def overdue(state: JobState, event: ChangeOverdue, now: float) -> Transition:
-    """Abandon a change whose joining replicas are not there in time."""
+    """Abandon a resize whose joining replicas are not ready in time."""
     change = state.live.change
     if not _runs(state, event.attempt) or change is None or change.number != event.number:
         return state, ()
@@ -232,7 +232,7 @@ def overdue(state: JobState, event: ChangeOverdue, now: float) -> Transition:
 
 
 def again(state: JobState) -> tuple[Action, ...]:
-    """Return what a new scheduler has to see to of a change that it has found."""
+    """Return the actions of a new scheduler for a resize that it has found."""
     change = state.live.change
     if change is None or change.stage is not ChangeStage.STARTING:
         return ()
@@ -241,15 +241,13 @@ def again(state: JobState) -> tuple[Action, ...]:
 
 def _abandon(state: JobState, why: str, now: float) -> Transition:
     live, change = state.live, state.live.change
-    assert change is not None  # noqa: S101  # the callers have looked
+    assert change is not None  # noqa: S101  # checked by the callers
     coming = tuple(replica for replica, _ in live.joining)
     actions: tuple[Action, ...] = (Record("change_abandoned", state.attempt, _told(change, why)),)
     if coming:
         actions += (EndReplicas(state.attempt, coming, at_once=True),)
-    live = replace(_counted(live, f"the last change did not come about: {why}", now), change=None)
-    message = (
-        f"Training on {', '.join(state.running_on)}; an elastic resize did not come about: {why}"
-    )
+    live = replace(_counted(live, f"the last resize was abandoned: {why}", now), change=None)
+    message = f"Training on {', '.join(state.running_on)}; an elastic resize was abandoned: {why}"
     kept = enter(state, state.phase, "Training", message, now, live=live, assigned=state.running_on)
     return kept, actions
 
@@ -259,7 +257,7 @@ def _counted(live: LiveState, why: str, now: float) -> LiveState:
     failures = live.failures + 1 if now - live.failed_at < FORGOTTEN_AFTER else 1
     why_not = live.why_not
     if failures >= MOST_FAILURES:
-        why_not = f"{failures} times something went wrong; {why}"
+        why_not = f"{failures} failures; {why}"
     return replace(live, failures=failures, failed_at=now, why_not=why_not)
 
 
@@ -272,5 +270,5 @@ def _runs(state: JobState, attempt: int) -> bool:
 
 
 def _forms(change: LiveChange | None, number: int) -> bool:
-    """Whether this is the membership that the replicas were told of."""
+    """Return whether this is the membership that the replicas are forming."""
     return change is not None and (change.number, change.stage) == (number, ChangeStage.FORMING)

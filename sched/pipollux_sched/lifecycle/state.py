@@ -1,4 +1,4 @@
-"""What a job's life depends on: its phase, its conditions, what runs and what is meant to run.
+"""The state of a job's life cycle: its phase, conditions, running attempt and allocation.
 
 The names of phases and the shape of conditions are those of Kubeflow's TrainJob, so that a backend
 on Kubernetes need not translate.
@@ -11,11 +11,11 @@ from enum import StrEnum
 from functools import cached_property
 
 CANCELLED = "Cancelled"
-"""Reason of the phase `FAILED` where users are told that the job was cancelled."""
+"""Displayed reason of the phase `FAILED` for a cancelled job."""
 
 
 class Phase(StrEnum):
-    """Where a job stands; also the types of its conditions."""
+    """The phase of a job; also the types of its conditions."""
 
     CREATED = "Created"
     QUEUED = "Queued"
@@ -27,12 +27,12 @@ class Phase(StrEnum):
 
     @property
     def ended(self) -> bool:
-        """Whether a job in this phase will do nothing more by itself."""
+        """Whether a job in this phase has ended."""
         return self in (Phase.COMPLETE, Phase.FAILED)
 
 
 class Intent(StrEnum):
-    """What a running attempt is being stopped for."""
+    """Why a running attempt is being stopped."""
 
     MOVE = "move"
     SUSPEND = "suspend"
@@ -40,7 +40,7 @@ class Intent(StrEnum):
     SHUTDOWN = "shutdown"
     EXPIRE = "expire"
     REPLACE = "replace"
-    """The scheduler that has taken over cannot look after it."""
+    """The new scheduler cannot adopt it."""
 
 
 class Outcome(StrEnum):
@@ -56,7 +56,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Condition:
-    """One condition of a job, as Kubeflow's TrainJob has them."""
+    """One condition of a job, in the form of Kubeflow's TrainJob."""
 
     type: Phase
     status: bool
@@ -67,22 +67,22 @@ class Condition:
 
 
 class ChangeStage(StrEnum):
-    """How far an elastic resize has come."""
+    """The stage of an elastic resize."""
 
     STARTING = "starting"
-    """Joining replicas are started, and go to where the others are in the script."""
+    """Joining replicas start, and run to the position of the others in the script."""
     FORMING = "forming"
-    """All replicas that are to take part form their groups; then the job changes by itself."""
+    """All replicas of the pending membership form their groups; then the job switches by itself."""
 
 
 @dataclass(frozen=True)
 class LiveChange:
-    """A change of replicas while the surviving replicas go on training."""
+    """An elastic resize: a change of replicas while the surviving ones continue to train."""
 
     number: int
-    """Of the membership that it leads to."""
+    """Number of the pending membership."""
     replicas: tuple[int, ...]
-    """Ids of those that are to take part, in the order of ranks."""
+    """Ids of its replicas, in the order of ranks."""
     nodes: tuple[str, ...]
     """Node of each."""
     stage: ChangeStage
@@ -92,35 +92,35 @@ class LiveChange:
 
 @dataclass(frozen=True)
 class LiveState:
-    """Who takes part in the running attempt, and what of that is being changed.
+    """The replicas of the running attempt, and a resize under way.
 
     Inside an attempt there are memberships 1, 2, …, each a list of replicas. A replica's id is
     never used twice in an attempt; its rank is its place in the list.
     """
 
     number: int = 0
-    """Of the membership that trains; 0: none runs."""
+    """Number of the current membership; 0: none runs."""
     replicas: tuple[int, ...] = ()
     """Ids of its replicas in the order of ranks; `JobState.running_on` has their nodes."""
     num_ids: int = 0
-    """Ids given out so far, from 0."""
+    """Number of ids used so far, from 0."""
     highest: int = 0
-    """Highest number of a membership so far, whether it came about or not."""
-    why_not: str | None = "its replicas have not said that they can join and leave"
+    """Highest number of a membership so far, including abandoned ones."""
+    why_not: str | None = "its replicas have not reported that they can be resized"
     """Why it cannot be resized, so that it is restarted instead; None: it can."""
     failures: int = 0
-    """Elastic resizes that failed, and times that replicas were lost, one soon after the other."""
+    """Consecutive failed resizes and losses of replicas within a short time."""
     failed_at: float = 0.0
-    """When the last of them was, in seconds since the epoch."""
+    """Time of the last one, in seconds since the epoch."""
     change: LiveChange | None = None
-    """The one under way."""
+    """The resize under way."""
     lost: tuple[int, ...] = ()
-    """Ids of replicas that were ended, and without which the others have yet to go on."""
+    """Ids of lost replicas, without which the others have not continued yet."""
 
-    # Each heartbeat asks for these, and a job may have thousands of replicas.
+    # Cached because each heartbeat reads these, and a job may have thousands of replicas.
     @cached_property
     def joining(self) -> tuple[tuple[int, str], ...]:
-        """Ids and nodes of the replicas that are about to join."""
+        """Ids and nodes of the joining replicas."""
         if self.change is None:
             return ()
         here = frozenset(self.replicas)
@@ -138,48 +138,46 @@ class LiveState:
 
 @dataclass(frozen=True)
 class JobState:
-    """Everything about a job that its life depends on."""
+    """All state of a job's life cycle."""
 
     phase: Phase = Phase.CREATED
     conditions: tuple[Condition, ...] = ()
     attempt: int = 0
-    """Number of the last one; 0 before the first."""
+    """Number of the last attempt; 0 before the first."""
     assigned: tuple[str, ...] = ()
-    """Node of each replica as decided last; empty when the job holds nothing."""
+    """Node of each replica in the last decision; empty when the job holds nothing."""
     num_stages: int | None = None
-    """K of these replicas; while the job holds nothing, of the last that it held. None: it never
-    held any, or K is the one that it was submitted with."""
+    """K of these replicas; while the job holds nothing, the last K. None: it never held any, or K
+    is that of the submission."""
     running_on: tuple[str, ...] = ()
-    """Node of each replica of the attempt that runs (or is being started); empty when none."""
+    """Node of each replica of the attempt that runs or is starting; empty when none."""
     running_stages: int | None = None
     """K of these replicas; None: as for `num_stages`."""
     training: bool = False
     """Whether the running attempt has reported its first step."""
     live: LiveState = LiveState()
-    """Which replicas take part in the running attempt."""
+    """The replicas of the running attempt."""
     intent: Intent | None = None
-    """What the running attempt is being stopped for; None while it may run on."""
+    """Why the running attempt is being stopped; None while it may continue."""
     suspended: bool = False
     """Whether its user suspended it, so that it gets nothing until it is resumed."""
     failures: int = 0
-    """How often an attempt ended by itself without being complete, since one trained for long."""
+    """Number of attempts that ended by themselves without completion since one trained for long."""
     interruptions: int = 0
-    """How often in a row an attempt was taken away, by the cluster or a person, before it had
-    trained."""
+    """Consecutive attempts that the cluster or a person ended before they had trained."""
     max_restarts: int = 3
-    """How many such failures lead to a restart."""
+    """Most such failures that lead to a restart."""
     first_attempt: int = 1
-    """Number of the attempt that the present run begins with: what was saved before it is left
-    alone."""
+    """First attempt of the present run; checkpoints of earlier runs are left alone."""
 
     @property
     def condition(self) -> Condition | None:
-        """The condition that belongs to the present phase."""
+        """The condition of the present phase."""
         return next((entry for entry in self.conditions if entry.type is self.phase), None)
 
     @property
     def nodes_in_use(self) -> tuple[str, ...]:
-        """Node of each replica that runs or is being started, joining replicas too."""
+        """Node of each replica that runs or is starting, including joining replicas."""
         return (*self.running_on, *(node for _, node in self.live.joining))
 
     @property

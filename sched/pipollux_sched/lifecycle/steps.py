@@ -1,4 +1,4 @@
-"""What transitions are made of: entering a phase, starting, stopping, ending."""
+"""Building blocks of transitions: entering a phase, starting, stopping, ending."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Transition: TypeAlias = tuple[JobState, tuple[Action, ...]]
 def with_condition(
     conditions: Sequence[Condition], phase: Phase, reason: str, message: str, now: float
 ) -> tuple[Condition, ...]:
-    """Return the conditions of a job now in `phase`: that one true, all others false."""
+    """Return the conditions of a job in `phase`: that one true, all others false."""
     others = tuple(
         replace(entry, status=False, time=now) if entry.status else entry
         for entry in conditions
@@ -41,12 +41,12 @@ def with_condition(
 
 
 def stopped_record(attempt: int, step: int | None, checkpoint: int | None) -> Record:
-    """Return the record of a stop: where it saved, or else from where the job goes on.
+    """Return the record of a stop: where it saved, or else where the job continues from.
 
     Args:
-        attempt: which one has ended.
+        attempt: the attempt that has ended.
         step: at which it has saved; None: it has not.
-        checkpoint: the step of the newest checkpoint; None: nobody knows.
+        checkpoint: the step of the newest checkpoint; None: unknown.
     """
     data: dict[str, Any] = {"step": step}
     if step is None and checkpoint is not None:
@@ -59,7 +59,7 @@ def enter(
 ) -> JobState:
     """Return the job in another phase, or in the same one for another reason.
 
-    A job that ends keeps nothing that belongs to a living one, whatever it held when it ended.
+    A job that ends loses all fields of a running one.
     """
     conditions = with_condition(state.conditions, phase, reason, message, now)
     entered = replace(state, phase=phase, conditions=conditions, **changes)
@@ -67,13 +67,13 @@ def enter(
         entered = replace(entered, **_AT_REST)
     if not entered.running_on:
         return replace(entered, live=LiveState())
-    if entered.intent is not None:  # it stops with all its replicas, joining replicas too
+    if entered.intent is not None:  # it stops with all its replicas, including joining ones
         return replace(entered, live=replace(entered.live, change=None))
     return entered
 
 
 def start(state: JobState, message: str, now: float) -> Transition:
-    """Start the next attempt where `state.assigned` says."""
+    """Start the next attempt on `state.assigned`."""
     attempt, num_replicas = state.attempt + 1, len(state.assigned)
     started = enter(
         state,
@@ -101,7 +101,7 @@ def stop(state: JobState, why: str) -> tuple[Action, ...]:
 
 
 def ended_early(state: JobState, intent: Intent, now: float) -> Transition:
-    """End a job that was cancelled, or whose deadline has passed, now that nothing of it runs."""
+    """End a job that was cancelled, or whose deadline has passed, when nothing of it runs."""
     if intent is Intent.EXPIRE:
         why = state.message if state.reason == DEADLINE else "The job's deadline has passed."
         record = Record("failed", state.attempt or None, {"why": why})
@@ -111,7 +111,7 @@ def ended_early(state: JobState, intent: Intent, now: float) -> Transition:
 
 
 def set_aside(state: JobState, now: float) -> JobState:
-    """Suspend a job of which nothing runs, until the allocator or its user lets it go on."""
+    """Suspend a job without processes, until the allocator or its user resumes it."""
     if state.suspended:
         message = "The job was suspended by its user, and waits to be resumed."
         return enter(state, Phase.SUSPENDED, SUSPENDED_BY_USER, message, now, assigned=())

@@ -1,18 +1,17 @@
 """The life of a job as a pure function: ``advance(state, event, now) -> (state, actions)``.
 
-Nothing here touches a process, a file or a clock. The store keeps the state and writes it down
-together with what is to be recorded, and only then somebody carries the actions out; so whatever is
-interrupted can be told from the store alone. The phases and conditions follow Kubeflow's TrainJob:
-there is one condition per type, an event of the same type updates it, and its time is that of the
-last change of its status.
+Nothing here touches a process, a file or a clock. The store commits the new state together with its
+records, and only then are the actions carried out; so the store alone suffices to recover from an
+interruption. The phases and conditions follow Kubeflow's TrainJob: there is one condition per type,
+an event of the same type updates it, and its time is that of the last change of its status.
 
     Created ──► Queued ──► Running ──► Complete
                   ▲          │  ▲
                   │          ▼  │
               Suspended ◄─ Restarting ──► Failed      (a cancelled job is Failed, reason Cancelled)
 
-A job that is being stopped stays Running (or is Restarting, when it will go on elsewhere at once)
-until its processes have ended; `JobState.intent` says what the stop is for.
+A job that is being stopped stays Running (or is Restarting, if it continues elsewhere immediately)
+until its processes have ended; `JobState.intent` is the reason for the stop.
 """
 
 from __future__ import annotations
@@ -66,29 +65,29 @@ from .steps import (
 )
 
 FORGIVEN_AFTER = 600.0
-"""Seconds after which failures of earlier attempts do not count any more: a job that fails once
-a month must not be given up after some months."""
+"""Seconds after which failures of earlier attempts do not count any more: a job that fails once a
+month must not be given up after some months."""
 BACKOFF_LIMIT = 60.0
-"""Longest wait before a failed job is started again, in seconds."""
+"""Longest backoff before a failed job is started again, in seconds."""
 START_TIMEOUT = "StartTimeout"
-"""The reason of an attempt that is ended as it has not taken its first step in time."""
+"""The reason of an attempt that was ended because it did not take its first step in time."""
 
 
 def backoff(times: int) -> float:
-    """Return the seconds to wait before a restart after so many ends: 1, 2, 4, … up to 60."""
+    """Return the backoff in seconds before a restart: 1, 2, 4, … up to 60."""
     return float(min(2.0 ** min(max(times, 1) - 1, 10), BACKOFF_LIMIT))
 
 
 def advance(state: JobState, event: Event, now: float) -> Transition:
     """Return a job's next state, and the actions to carry out, for an event at the time `now`.
 
-    An event that does not matter in the present state (a late exit of an old attempt, a decision
-    on a job that has ended) changes nothing and asks for nothing.
+    An event that does not matter in the present state (a late exit of an old attempt, a decision on
+    a job that has ended) changes nothing and causes no action.
 
     Example:
         >>> state, actions = advance(JobState(), Allocate(["node-a"], "a slot is free"), now=0.0)
-        >>> state.phase, state.attempt, actions[-1]
-        (<Phase.RUNNING: 'Running'>, 1, Start(attempt=1, nodes=('node-a',)))
+        >>> state.phase, actions[-1]
+        (<Phase.RUNNING: 'Running'>, Start(attempt=1, nodes=('node-a',), num_stages=None))
     """
     match event:
         case Submit():
@@ -151,7 +150,7 @@ def _submit(state: JobState, event: Submit, now: float) -> Transition:
         return enter(fresh, Phase.CREATED, "Submitted", "The job was submitted.", now), ()
     if state.phase is Phase.FAILED:
         fresh = replace(state, max_restarts=event.max_restarts, failures=0)
-        message = "The job was submitted again and goes on from its last checkpoint."
+        message = "The job was submitted again and continues from its last checkpoint."
         return enter(fresh, Phase.CREATED, "SubmittedAgain", message, now), ()
     return state, ()
 
@@ -160,7 +159,7 @@ def _allocate(state: JobState, event: Allocate, now: float) -> Transition:
     nodes = tuple(event.nodes)
     if state.phase.ended or state.suspended or state.intent is not None:
         return state, ()
-    if state.live.change is not None:  # it is weighed again when that is done
+    if state.live.change is not None:  # the next decision comes after the resize
         return state, ()
     if state.running_on:
         return _reallocate_running(state, event, nodes, now)
@@ -171,7 +170,7 @@ def _allocate(state: JobState, event: Allocate, now: float) -> Transition:
             return state, ()
         return enter(state, Phase.QUEUED, "NoRoom", event.why, now, assigned=()), ()
     record = _allocated(state, event, nodes)
-    if state.phase is Phase.RESTARTING:  # it waits after a failure, and is started when that ends
+    if state.phase is Phase.RESTARTING:  # it starts after its backoff
         changed = (nodes, event.num_stages) != (state.assigned, state.num_stages)
         return _given(state, event), (record,) if changed else ()
     started, actions = start(_given(state, event), event.why, now)
@@ -199,7 +198,7 @@ def _reallocate_running(
 
 
 def _given(state: JobState, event: Allocate) -> JobState:
-    """Return the job with what it was given; one that holds nothing keeps its number of stages."""
+    """Return the job with its new allocation; without one, the number of stages stays."""
     num_stages = event.num_stages if event.nodes else state.num_stages
     return replace(state, assigned=tuple(event.nodes), num_stages=num_stages)
 
@@ -264,7 +263,7 @@ def _exited(state: JobState, event: Exited, now: float) -> Transition:
         why = event.message or "The job was stopped from outside and is started again."
         stopped = stopped_record(event.attempt, event.step, event.checkpoint)
         restarting = Record("restarting", event.attempt, {"why": why, "restarts": state.failures})
-        # A cluster that takes away whatever is started is not asked again every second.
+        # Back off if a cluster repeatedly ends each new attempt.
         interruptions = 1 if state.training else state.interruptions + 1
         waiting = enter(
             gone, Phase.RESTARTING, "StoppedFromOutside", why, now, interruptions=interruptions
@@ -275,7 +274,7 @@ def _exited(state: JobState, event: Exited, now: float) -> Transition:
 
 
 def _failed(state: JobState, gone: JobState, event: Exited, now: float) -> Transition:
-    """Let a job whose attempt failed wait for its restart, or give it up.
+    """Restart a job after the failure of its attempt, with a backoff, or give it up.
 
     Args:
         state: the job while that attempt ran.
@@ -304,7 +303,7 @@ def _failed(state: JobState, gone: JobState, event: Exited, now: float) -> Trans
 
 
 def _trained_for_long(state: JobState, now: float) -> bool:
-    """Whether the attempt that failed was a good one: what failed before it is forgiven."""
+    """Return whether the failed attempt trained long enough to forgive earlier failures."""
     since = state.condition.time if state.condition else now
     return state.phase is Phase.RUNNING and state.training and now - since >= FORGIVEN_AFTER
 
@@ -317,7 +316,7 @@ def _retry(state: JobState, event: Retry, now: float) -> Transition:
 
 
 def _heartbeat_lost(state: JobState, event: HeartbeatLost, now: float) -> Transition:
-    """Kill an attempt of which a replica is not heard of any more; how it ended comes after."""
+    """Kill an attempt with a lost replica; its end is handled later."""
     if event.attempt != state.attempt or not state.running_on:
         return state, ()
     if event.replica is not None and resizes.can_survive(state, [event.replica]):
@@ -328,10 +327,10 @@ def _heartbeat_lost(state: JobState, event: HeartbeatLost, now: float) -> Transi
 
 
 def _stalled(state: JobState, event: Stalled, now: float) -> Transition:
-    """Kill an attempt whose training loop stands still; how it ended comes after.
+    """Kill an attempt whose training loop is stalled; its end is handled later.
 
-    One that has taken no step yet still starts, and one that was asked to stop saves: both have
-    limits of their own.
+    An attempt without any step is still starting, and one that was asked to stop is saving: both
+    have limits of their own.
     """
     trains = state.running_on and state.training and state.intent is None
     if event.attempt != state.attempt or not trains:
@@ -342,7 +341,7 @@ def _stalled(state: JobState, event: Stalled, now: float) -> Transition:
 
 
 def _start_overdue(state: JobState, event: StartOverdue, now: float) -> Transition:
-    """Kill an attempt that has not taken its first step in time; how it ended comes after."""
+    """Kill an attempt that has not taken its first step in time; its end is handled later."""
     starts = state.running_on and not state.training and state.intent is None
     if event.attempt != state.attempt or not starts or state.reason == START_TIMEOUT:
         return state, ()
@@ -352,14 +351,14 @@ def _start_overdue(state: JobState, event: StartOverdue, now: float) -> Transiti
 
 
 def _unchanged(state: JobState) -> dict[str, Any]:
-    """Return the changes that let go of an elastic resize under way: all replicas are to end."""
+    """Return the changes that abandon a resize under way, because all replicas have to end."""
     if state.live.change is None:
         return {}
     return {"live": replace(state.live, change=None), "assigned": state.running_on}
 
 
 def _node_lost(state: JobState, event: NodeLost, now: float) -> Transition:
-    """Kill what is left of an attempt whose node is dead; the job waits for room elsewhere."""
+    """Kill the rest of an attempt whose node is dead; the job waits for room elsewhere."""
     if event.attempt != state.attempt or not state.running_on:
         return state, ()
     places = zip(state.live.replicas, state.running_on, strict=True)
@@ -377,7 +376,7 @@ def _node_lost(state: JobState, event: NodeLost, now: float) -> Transition:
 
 
 def _exited_as_asked(state: JobState, intent: Intent, event: Exited, now: float) -> Transition:
-    # One that was killed after it had saved has failed, and yet loses nothing.
+    # An attempt that was killed after it had saved has failed, but loses nothing.
     stopped = stopped_record(event.attempt, event.step, event.checkpoint)
     match intent:
         case Intent.MOVE:
@@ -388,7 +387,7 @@ def _exited_as_asked(state: JobState, intent: Intent, event: Exited, now: float)
         case Intent.SHUTDOWN:
             if state.suspended:
                 return set_aside(state, now), (stopped,)
-            message = "The scheduler was stopped; the job goes on when it is back."
+            message = "The scheduler was stopped; the job continues when it is back."
             return enter(state, Phase.SUSPENDED, "SchedulerStopped", message, now, assigned=()), (
                 stopped,
             )

@@ -1,1 +1,1 @@
-"""Plans and explanations: what would be decided, and why, without acting."""
+"""Plans and explanations: decisions and their reasons, without acting."""

@@ -1,4 +1,4 @@
-"""Plan from a scheduler's live state: what it would change now, job by job, and why."""
+"""A dry run of a scheduler's next decision: the changes by job, and their reasons."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from pipollux_sched.views.models import PlannedChange, PlanView
 
 
 class PolicyFailedError(SchedulerError):
-    """A policy could not decide; the text gives the reason."""
+    """A policy failed; the message gives the reason."""
 
 
 def live_plan(store: Store, policy: str | None = None, seed: int = 0) -> PlanView:
     """Return what the scheduler of a store would decide now; change nothing.
 
     Args:
-        store: holds the jobs and nodes.
+        store: contains the jobs and nodes.
         policy: allocation policy, one of `POLICIES`; None: that of the present or last scheduler.
         seed: random seed of the policy.
 
     Raises:
         PolicyFailedError: the policy raised an error.
-        SpecError: the store holds a node or a job that this version cannot read.
+        SpecError: the store contains a node or a job that this version cannot read.
         ValueError: there is no such policy.
     """
     serving = serving_policy(store)
@@ -57,10 +57,10 @@ def live_plan(store: Store, policy: str | None = None, seed: int = 0) -> PlanVie
 
 
 def plan_live(state: Snapshot, strategy: Strategy) -> list[PlannedChange]:
-    """Return what every job that can be decided on would have; change nothing.
+    """Return the planned allocation of every candidate; change nothing.
 
     Raises:
-        ValueError: what the strategy came to is impossible; the text says why.
+        ValueError: the result of the strategy is invalid; the message says why.
     """
     decided = {decision.job: decision for decision in preview(state, strategy)}
     after = [_given(job, decided.get(job.name), state.nodes) for job in state.candidates]
@@ -73,10 +73,10 @@ def plan_live(state: Snapshot, strategy: Strategy) -> list[PlannedChange]:
 
 
 def preview(state: Snapshot, strategy: Strategy) -> list[Decision]:
-    """Return what the allocator would change now: `Allocator.run_once`, without carrying it out.
+    """Return the decisions of `Allocator.run_once`, without applying them.
 
     Raises:
-        ValueError: what the strategy came to is impossible; the text says why.
+        ValueError: the result of the strategy is invalid; the message says why.
     """
     strategy, _ = within_teams(strategy, state)
     started = place_new(state.candidates, state.nodes, strategy)
@@ -86,7 +86,7 @@ def preview(state: Snapshot, strategy: Strategy) -> list[Decision]:
 
 
 def _started(job: SchedulableJob, decision: Decision | None) -> SchedulableJob:
-    """Return a job as it is just after its start: pinned until its first step."""
+    """Return a job right after its start: pinned until its first step."""
     if decision is None:
         return job
     return replace(job, allocation=decision.nodes, num_stages=decision.num_stages, pinned=True)

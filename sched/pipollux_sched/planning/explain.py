@@ -1,8 +1,7 @@
-"""Explain allocations: the speedup of one replica more or fewer, and what limits a job.
+"""Explanations of allocations: the speedup of one replica more or fewer, and a job's limits.
 
 `explanation` reads a store and calls `standing`, which is pure. It uses the job as the allocator
-sees it, so its predictions are those that the policy gets, and the resources that all jobs leave
-free.
+sees it, so its predictions are those of the policy, and the free resources after all allocations.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from pipollux_utils.text import seconds, spell_moment
 from .fair_words import fair_limit
 
 Room: TypeAlias = Mapping[str, Mapping[str, int]]
-"""What is free on every node, by kind of resource."""
+"""The free resources of every node, by kind."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +49,11 @@ class ReplicaBounds:
     """The replicas that a job's user allows, and those it was measured on."""
 
     max_replicas: int
-    """As given by the user; the policy may see a lower one."""
+    """The user's limit; the policy may see a lower one."""
     max_profiled_replicas: int
     """Largest number of replicas that its step time was measured on; 0: never measured."""
     predecessor: str | None = None
-    """The job that measured this; None: itself."""
+    """The job that measured this; None: the job itself."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +64,14 @@ class Standing:
     """Predicted speedup of its allocation; None: unknown."""
     batch_size: int | None
     more: Alternative | None
-    """With one replica more; None where it has none."""
+    """With one more replica; None if it has none."""
     fewer: Alternative | None
-    """With one replica fewer; None where it would have none."""
+    """With one replica fewer; None if it would have none."""
     limits: tuple[Limit, ...]
     waits_for: str | None
-    """What a job without slots waits for; None for one that holds some."""
+    """What a job without slots waits for; None for a job with slots."""
     planned_by: str | None = None
-    """The job by whose measurements it is planned for; None: by its own, or none."""
+    """The job whose hints it inherits; None: it has its own, or none."""
 
 
 def explanation(store: Store, job: JobRecord) -> ExplanationView:
@@ -107,12 +106,13 @@ def explanation(store: Store, job: JobRecord) -> ExplanationView:
 
 
 def next_change(state: JobState) -> NextChange | None:
-    """Return whether the next change of what a job runs on would be live.
+    """Return whether the next change of a running job would be a resize.
 
-    That is if a replica stays where it is, with as many stages: any other change is a restart.
+    That is possible if a replica stays in place, with the same number of stages; otherwise it is a
+    restart.
 
     Returns:
-        None where nothing runs, or is being stopped.
+        None if nothing runs, or it is being stopped.
     """
     if not state.running_on or state.intent is not None:
         return None
@@ -147,7 +147,7 @@ def _find_standing(store: Store, job: JobRecord) -> Standing:
 
 
 def _within_team(found: Standing, live: Snapshot, job: str) -> Standing:
-    """Add what a job's team has to do with its allocation."""
+    """Add how a job's team affects its allocation."""
     waits = team_reasons(live).get(job)
     if waits is not None:
         return replace(found, waits_for=waits)
@@ -159,7 +159,7 @@ def _within_team(found: Standing, live: Snapshot, job: str) -> Standing:
         held = len(candidate.allocation) * more
         why = None if use is None else why_no_more(use, held, more)
         if why is not None:
-            # Its team forbids what there is room for: that is why it was not given.
+            # The team's limits, not the value of replicas, keep the job from the free room.
             told = [limit for limit in told if limit.kind is not LimitKind.NOT_WORTH_IT]
             told.append(Limit(LimitKind.TEAM, why))
     due = live.notices.get(job)
@@ -182,7 +182,7 @@ def standing(
     Args:
         job: as the allocator sees it.
         nodes: nodes that are not dead.
-        free: what all jobs together leave free.
+        free: the resources that all jobs together leave free.
         bounds: the replicas that its user allows, and those it was measured on.
         pin: why it is pinned, if it is: `STARTING`, `STOPPING`, ….
         others: the other jobs.
@@ -206,11 +206,13 @@ def pinned_because(state: JobState) -> Limit | None:
             LimitKind.SUSPENDED, "Its user suspended it; it gets nothing until it is resumed."
         )
     if state.intent is not None and state.intent is not Intent.MOVE:
-        return Limit(LimitKind.STOPPING, "It is being stopped; until it has, it is left alone.")
+        return Limit(
+            LimitKind.STOPPING, "It is being stopped, and keeps its allocation until then."
+        )
     if state.running_on and state.intent is Intent.MOVE:
-        return Limit(LimitKind.STOPPING, "It is being moved; until it has, it is left alone.")
+        return Limit(LimitKind.STOPPING, "It is being moved, and keeps its allocation until then.")
     if state.running_on and not state.training:
-        text = "It is starting: it is left where it is until its first step or start_timeout."
+        text = "It is starting, and keeps its allocation until its first step or start_timeout."
         return Limit(LimitKind.STARTING, text)
     if state.phase is Phase.RESTARTING:
         text = "It waits after a failure, and is started again where it was."
@@ -257,7 +259,7 @@ def _upward(
     now: float | None,
     pin: Limit | None,
 ) -> Iterator[Limit]:
-    """Return the first limit that keeps a job from one replica more."""
+    """Yield the first limit that keeps a job from one more replica."""
     if has >= bounds.max_replicas:
         yield Limit(LimitKind.MAX_REPLICAS, f"It has max_replicas ({bounds.max_replicas}).")
     elif has >= info.max_replicas:
@@ -267,7 +269,7 @@ def _upward(
     elif not more.fits:
         yield Limit(LimitKind.NO_ROOM, "There is no room for one replica more.")
     elif pin is None and info.preemptible:
-        # Its replicas stay where they are, in the same shape.
+        # Its replicas stay in place, in the same shape.
         live = info.rescale_seconds is not None
         kind = "an elastic resize" if live else "a restart"
         cost = f"{kind}, which costs it {_cost(info.change_seconds(live=live))}"
@@ -299,12 +301,12 @@ def _profiled(info: JobInfo, bounds: ReplicaBounds) -> str:
 def _more(
     nodes_now: Sequence[str], shape: ReplicaShape, nodes: Mapping[str, NodeInfo], free: Room
 ) -> Alternative:
-    """Return the job with one replica more, where there is room, preferably on its own nodes."""
+    """Return the job with one more replica, if there is room, preferably on its own nodes."""
     suited = {
         name: node for name, node in nodes.items() if shape.runs_on(node) and not node.draining
     }
     roomy = [name for name in suited if count_fitting(shape.resources, free.get(name, {})) > 0]
-    # Without free slots: as on the nodes that would hold it if they were empty.
+    # Without free slots, choose the nodes that would hold it if they were empty.
     able = [
         name
         for name, node in suited.items()
@@ -318,7 +320,7 @@ def _more(
 
 
 def _fewer(nodes_now: Sequence[str], shape: ReplicaShape) -> Alternative | None:
-    """Return the job with one replica fewer, taken from the node with the fewest of them."""
+    """Return the job without one replica, on the node with the fewest of them."""
     if len(nodes_now) <= 1:
         return None
     counts = Counter(nodes_now)
@@ -338,7 +340,7 @@ def _worth_of(job: SchedulableJob) -> float | None:
 
 
 def _worth(shape: ReplicaShape, nodes: Sequence[str]) -> tuple[float | None, int | None]:
-    """Return the speedup and batch size that the job's model predicts, None without a model."""
+    """Return the speedup and batch size that the job's model predicts; None without a model."""
     if shape.speedup_fn is linear_speedup:
         return None, None
     value = shape.speedup_fn(np.array([len(set(nodes))]), np.array([len(nodes)]))

@@ -1,4 +1,4 @@
-"""The promise of fairness in words: where a job stands beside its equal share."""
+"""Explanation of the fairness promise: a job compared with its equal share."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pipollux_utils.text import count, seconds
 
 
 def fair_limit(job: SchedulableJob, state: Snapshot, fairness: float | None) -> Limit | None:
-    """Return what a promise of fairness means for a job; None: there is none, or it is pinned.
+    """Return the effect of a fairness promise on a job; None: no promise, or it is pinned.
 
     Args:
         job: the job.
         state: all jobs and nodes.
-        fairness: what the policy promises (`CompletionTime.fairness`); None: nothing.
+        fairness: the policy's promise (`CompletionTime.fairness`); None: none.
     """
     if fairness is None or not state.nodes:
         return None
@@ -28,7 +28,7 @@ def fair_limit(job: SchedulableJob, state: Snapshot, fairness: float | None) -> 
 
 
 def spell_standing(stands: FairStanding) -> str:
-    """Spell where a job stands, as a sentence."""
+    """Describe a job compared with its equal share, as a sentence."""
     share = f"its equal share of {_slots(stands.share.slots)}"
     if stands.knows_length:
         late = f"with it from now on it ends {stands.fairness:.2f} times as late as on it alone"

@@ -1,4 +1,4 @@
-"""Plans from specs: what every job gets, and why, without acting.
+"""Plans from specs: the allocation of every job, and the reason, without acting.
 
 `plan` computes a plan for files (`pipollux plan`). The running scheduler uses the same parts:
 `job_infos` converts specs and hints to the policy's form, and `reasons` gives the reasons.
@@ -55,16 +55,16 @@ PLAN_AGE = 3600.0
 
 
 class PlanError(PipolluxError):
-    """Jobs and cluster are each valid, but do not go together; the text is one clear sentence."""
+    """Jobs and cluster are each valid, but do not match; the message is one sentence."""
 
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """What one job gets, and why."""
+    """The allocation of one job, and the reason."""
 
     job: str
     num_stages: int
-    """K; the job's own if it gets nothing."""
+    """K; the job's own without an allocation."""
     num_replicas: int
     num_microbatches: int
     nodes: tuple[str, ...]
@@ -95,14 +95,15 @@ class NodeUse:
 
 @dataclass(frozen=True)
 class Plan:
-    """What every job gets."""
+    """The allocations of all jobs."""
 
     assignments: tuple[PlannedJob, ...]
     """In the order of the jobs."""
     nodes: tuple[NodeUse, ...]
     """In the order of the cluster."""
     desired_nodes: int
-    """Number of nodes that the utility band advises (`policy.autoscale`), at most twice today's."""
+    """Number of nodes according to the utility band (`policy.autoscale`), at most twice the present
+    one."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain lists and mappings, for JSON or YAML."""
@@ -126,7 +127,7 @@ def plan(
     policy: Policy | None = None,
     seed: int = 0,
 ) -> Plan:
-    """Decide what every job gets, from the specs alone.
+    """Decide on all jobs, from the specs alone.
 
     Args:
         cluster: the nodes.
@@ -135,8 +136,8 @@ def plan(
         seed: random seed of that policy.
 
     Raises:
-        SpecError: a current allocation names an unknown node or more than the node has.
-        PlanError: a job could not run even if the cluster were empty.
+        SpecError: a current allocation names an unknown node or exceeds a node.
+        PlanError: a job could not run even on the empty cluster.
     """
     nodes = {node.name: node_info(node) for node in cluster.nodes}
     infos = {
@@ -175,7 +176,7 @@ def _advised_nodes(
     nodes: Mapping[str, NodeInfo],
     allocations: Mapping[str, Sequence[str]],
 ) -> int:
-    """Return how many nodes these jobs would use, at most twice the present number."""
+    """Return the number of nodes for these jobs, at most twice the present one."""
     rules = AutoscalingRules(min_nodes=1, max_nodes=2 * len(nodes), window=1)
     template = node_template(nodes)
     state = AutoscalingState()

@@ -313,8 +313,7 @@ def test_hints_that_are_not_believed_are_left_aside_and_told_of_once(
         allocator.run_once()
     [told] = [record.getMessage() for record in caplog.records]
     assert told == (
-        "the hints of job toy say that up to 4 replicas are all worth nothing; they are left "
-        "aside, and it is planned for as if it had sent none"
+        "the hints of job toy say that up to 4 replicas are all worth nothing; they are ignored"
     )
     assert world.store.job("toy").state.assigned == ("a",)
 

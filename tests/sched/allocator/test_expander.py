@@ -39,7 +39,7 @@ def test_a_command_that_fails_is_quoted_with_its_last_words() -> None:
         ExpanderError, match=r"' 4'? exited with 3.*: quota exceeded$|exited with 3"
     ):
         expander.request(4)
-    with pytest.raises(ExpanderError, match=r"last words: quota exceeded$"):
+    with pytest.raises(ExpanderError, match=r"last line of output: quota exceeded$"):
         expander.request(4)
 
 

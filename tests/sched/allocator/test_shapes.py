@@ -260,4 +260,4 @@ def test_a_plan_tells_the_stages() -> None:
     assert "allocation" not in made.to_dict()["assignments"][0]
     drains = ClusterSpec(nodes=(NodeSpec(name="a", slots=4, draining=True), *cluster.nodes[1:]))
     (waits,) = plan(drains, [spec], policy=make_policy("exact")).assignments
-    assert (waits.nodes, waits.why) == ((), "is suspended: no node takes anything new")
+    assert (waits.nodes, waits.why) == ((), "is suspended: no node accepts new replicas")

@@ -268,7 +268,7 @@ class LossyCluster(RuleBasedStateMachine):
         elif given_up:
             given_up = set(ends)
         assert all(end is not None for one, end in ends.items() if one not in given_up)
-        assert "gone without a word" not in event.message, "none vanishes here"
+        assert "gone without an exit status" not in event.message, "none vanishes here"
         if event.outcome is Outcome.COMPLETE:
             mine = [ends[ReplicaKey(*key, replica)] for replica in self.live[key].replicas]
             assert all(end.status == 0 for end in mine)

@@ -96,7 +96,7 @@ def test_silence(case: Case) -> None:
     case.heartbeats.note("toy", 1, 0)
     assert case.look() == []
     case.clock.now += 2.0
-    why = "Replica 1 was not heard of for 31 s, so all were ended."
+    why = "Replica 1 sent no heartbeat for 31 s, so all were ended."
     assert case.look() == [("toy", HeartbeatLost(1, why))]
     assert case.store.job("toy").state.reason == "HeartbeatLost"
     assert case.look() == [], "once is enough"
@@ -118,7 +118,7 @@ def test_a_training_loop_that_hangs(case: Case) -> None:
         assert case.look() == []
         case.clock.now += 20.0
     case.heartbeats.note("toy", 1, 0, 7, hang_timeout=60.0)
-    why = "Its step has been 7 for 60 s though its replicas give signs of life, so all were ended."
+    why = "Its step has been 7 for 60 s although its replicas send heartbeats, so all were ended."
     assert case.look() == [("toy", Stalled(1, why))]
     state = case.store.job("toy").state
     assert (state.phase, state.reason, state.message) == (Phase.RUNNING, "Stalled", why)
@@ -164,7 +164,7 @@ def test_a_replica_that_has_nothing_left_to_do_is_not_silent(case: Case) -> None
         assert case.look() == []
     case.clock.now += 31.0
     assert case.look() == [
-        ("toy", HeartbeatLost(1, "Replica 0 was not heard of for 31 s, so all were ended."))
+        ("toy", HeartbeatLost(1, "Replica 0 sent no heartbeat for 31 s, so all were ended."))
     ]
 
 
@@ -181,7 +181,7 @@ def test_processes_that_do_not_end_though_their_scripts_have(case: Case) -> None
     [(name, event)] = case.look()
     assert name == "toy"
     assert isinstance(event, HeartbeatLost)
-    assert event.why.startswith("All replicas said that their scripts have ended")
+    assert event.why.startswith("The scripts of all replicas have ended")
     assert case.look() == []
 
 

@@ -206,7 +206,7 @@ def test_jobs_that_cannot_be_replayed_are_named(past: Store, clock: Clock) -> No
         "queued": "never started",
         "silent": "sent no hints, so how fast it trains is not known",
         "unfitted": "sent no model of its step times yet",
-        "wordless": "did not say how much it trained",
+        "wordless": "did not report how much it trained",
         "wide": "fits on no node: a replica takes 8 slots of one node",
         "many": "runs on 9 replicas at least, and the nodes hold 8",
     }

@@ -266,7 +266,7 @@ RUNS = JobState(phase=Phase.RUNNING, running_on=("a",), training=True, live=Live
             False,
             "a state says so",
         ),
-        (RUNS, False, "its replicas have not said that they can join and leave"),
+        (RUNS, False, "its replicas have not reported that they can be resized"),
         (replace(RUNS, training=False), False, "it has not taken its first step"),
     ],
 )

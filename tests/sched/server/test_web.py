@@ -370,7 +370,7 @@ def test_actions_are_confirmed_and_refusals_shown(
     monkeypatch.setattr(service.control, "_stopping", lambda: True)
     page.get_by_role("button", name="Cancel grown").click()
     page.get_by_role("button", name="Cancel", exact=True).click()
-    refusal = "the scheduler is being stopped and takes nothing new"
+    refusal = "the scheduler is being stopped and accepts nothing new"
     expect(page.get_by_role("dialog").get_by_role("alert")).to_have_text(refusal)
     monkeypatch.undo()
     page.get_by_role("button", name="Cancel", exact=True).click()

@@ -1,7 +1,7 @@
-"""Calls to the API server, through lightkube, with errors as the scheduler knows them.
+"""Calls to the API server, through lightkube, with the scheduler's exceptions.
 
-Objects are what the API takes and returns as JSON, so that nothing that a user writes into a
-template is lost on the way. Importing this module imports lightkube.
+Objects are the JSON of the API, so that all fields of a user's template are preserved. Importing
+this module imports lightkube.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
-import httpx2  # lightkube's HTTP client, whose errors pass through it
+import httpx2  # lightkube's HTTP client, whose errors it does not wrap
 from lightkube import ApiError, Client, KubeConfig
 from lightkube.config.kubeconfig import SingleConfig
 from lightkube.core.exceptions import ConfigError
@@ -43,7 +43,7 @@ __all__ = [
 
 Object: TypeAlias = dict[str, Any]
 TIMEOUT = 10.0
-"""Seconds that one call may take."""
+"""Timeout of one call in seconds."""
 FIELD_MANAGER = "pipollux"
 _VERBS = [
     "create",
@@ -113,10 +113,10 @@ class JobStatus(GenericNamespacedStatus):
 
 
 def load_config() -> SingleConfig:
-    """Return how to reach the cluster: from within a pod, else from KUBECONFIG or ~/.kube/config.
+    """Return the client configuration: from within a pod, else from KUBECONFIG or ~/.kube/config.
 
     Raises:
-        BackendError: nothing says where the cluster is.
+        BackendError: no configuration was found.
     """
     try:
         config, why = KubeConfig.from_env().get(), "no current context"
@@ -131,7 +131,7 @@ def load_config() -> SingleConfig:
 
 
 def describe_error(error: httpx2.HTTPError) -> str:
-    """Return an error of a call in one sentence, in the words of the API server."""
+    """Return a failed call in one sentence, in the words of the API server."""
     if isinstance(error, ApiError):
         return f"the Kubernetes API refuses: {error.status.message or error.status.reason}"
     text = str(error) or type(error).__name__
@@ -139,7 +139,7 @@ def describe_error(error: httpx2.HTTPError) -> str:
 
 
 def error_code(error: httpx2.HTTPError) -> int:
-    """Return the status code of an answer; 0 if there was none."""
+    """Return the status code of a response; 0 without a response."""
     if isinstance(error, ApiError) and error.status.code:
         return int(error.status.code)
     if isinstance(error, httpx2.HTTPStatusError) and error.response is not None:
@@ -148,7 +148,7 @@ def error_code(error: httpx2.HTTPError) -> int:
 
 
 def _may_succeed_later(error: httpx2.HTTPError) -> bool:
-    """Return whether the same call may succeed later; a quota may be free again, too."""
+    """Return whether the same call may succeed later; an exceeded quota may be free again, too."""
     code = error_code(error)
     if code in (0, 401, 408, 409, 429) or code >= 500:
         return True
@@ -167,10 +167,10 @@ def _translated() -> Iterator[None]:
 
 
 class Api:
-    """Calls in one namespace. All raise `ClusterUnavailableError` where they may succeed later.
+    """Calls in one namespace. All raise `ClusterUnavailableError` if they may succeed later.
 
     Args:
-        config: how to reach the cluster.
+        config: the client configuration.
         namespace: None: that of the configuration.
     """
 
@@ -184,7 +184,7 @@ class Api:
         self.namespace: str = self._client.namespace or "default"
 
     def create(self, kind: type[GenericNamespacedResource], made: Object) -> Object | None:
-        """Create an object; return it as it is now, None if there is one of this name already."""
+        """Create an object and return it; None if one of this name exists already."""
         with _translated():
             try:
                 return dict(self._client.create(kind(**made), namespace=self.namespace))
@@ -206,7 +206,7 @@ class Api:
     def delete(
         self, kind: type[GenericNamespacedResource], name: str, grace: int | None = None
     ) -> None:
-        """Delete an object, if it is there.
+        """Delete an object, if it exists.
 
         Args:
             kind: its kind.
@@ -221,7 +221,7 @@ class Api:
                     raise
 
     def patch(self, kind: type[Any], name: str, patch: Mapping[str, Any]) -> Object | None:
-        """Merge fields into an object; return it as it is now, None if it is not there."""
+        """Merge fields into an object and return it; None if it does not exist."""
         with _translated():
             try:
                 patched = self._client.patch(
@@ -238,12 +238,12 @@ class Api:
             return dict(patched)
 
     def log(self, pod: str, container: str, since: int | None) -> list[str]:
-        """Return the lines of a container's log, each with its time before it.
+        """Return the lines of a container's log, each prefixed with its time.
 
         Args:
             pod: name of the pod.
             container: name of the container.
-            since: only lines of the last so many seconds; None: all.
+            since: only lines of the last seconds; None: all.
         """
         with _translated():
             lines = self._client.log(

@@ -1,7 +1,7 @@
 """The CustomResourceDefinition of jobs, generated from the model of the job file (`JobSpec`).
 
-This writes the file, from the root of the repository:
-`python -m pipollux_sched.backend.kubernetes.definition > deploy/kubernetes/crd.yaml`
+To write the file, run this in the root of the repository: `python -m
+pipollux_sched.backend.kubernetes.definition > deploy/kubernetes/crd.yaml`
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _HEADER = """\
 #   python -m pipollux_sched.backend.kubernetes.definition > deploy/kubernetes/crd.yaml
 """
 _NOT_IN_RESOURCE = ("name", "allocation")
-"""Fields of a job file that a resource says otherwise: its name, and where its status shows it."""
+"""Fields of a job file that a resource expresses otherwise: by its name and its status."""
 _EITHER = "x-kubernetes-int-or-string"
 _OPAQUE = ("hints",)
-"""Fields whose keys are the scheduler's to check."""
+"""Fields whose keys only the scheduler validates."""
 _NESTED: Mapping[str, type[BaseModel]] = {ResourceSpec.__name__: ResourceSpec}
 """Models of fields that are objects."""
 MUTABLE: Mapping[str, Schema] = {
@@ -54,7 +54,7 @@ MUTABLE: Mapping[str, Schema] = {
         "x-kubernetes-preserve-unknown-fields": True,
     },
 }
-"""Fields that a resource has besides those of a job file; only these can be changed."""
+"""Fields of a resource that a job file does not have; only these can be changed."""
 _DESCRIPTIONS = {
     "script": "Path of a Python script in the image.",
     "image": "Container image that every replica runs in; left out: that of the template.",
@@ -66,7 +66,7 @@ _DESCRIPTIONS = {
         "out: one on the scheduler's volume."
     ),
 }
-"""Where a container makes a difference to what `JobSpec` says."""
+"""Descriptions that differ from those of `JobSpec` because of the container."""
 _NAME_RULES = (
     (
         "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
@@ -100,7 +100,7 @@ _RULES = (
         "whose container has one",
     ),
 )
-"""What `JobSpec` checks across fields, so that the API server refuses it at once."""
+"""Checks of `JobSpec` across fields, for the API server to enforce."""
 _COLUMNS = (
     ("Phase", "string", ".status.phase", 0),
     ("Replicas", "integer", ".status.replicas", 0),
@@ -163,7 +163,7 @@ def definition_file() -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what stands in two places twice: an anchor is harder to read than two words."""
+    """Writes repeated values out: anchors are harder to read."""
 
     def ignore_aliases(self, _data: Any) -> bool:
         return True
@@ -187,11 +187,11 @@ def _spec() -> Schema:
 
 
 def _unchanged(field: str, *, always: bool) -> tuple[str, str]:
-    """Return the rule that a field stays as it is: neither changed, added nor removed.
+    """Return the rule that a field is immutable: neither changed, added nor removed.
 
     Args:
         field: its name.
-        always: whether each resource has it.
+        always: whether every resource has it.
     """
     same = f"self.{field} == oldSelf.{field}"
     if not always:
@@ -204,7 +204,7 @@ def _validations(rules: Iterable[tuple[str, str]]) -> list[Schema]:
 
 
 def _properties(model: type[BaseModel], schema: Schema, known: Mapping[str, Schema]) -> Schema:
-    """Return the properties of a model, with what its fields' docstrings say of them."""
+    """Return the properties of a model, described by its fields' docstrings."""
     docs = _field_docs(model)
     made: Schema = {}
     for field, part in schema["properties"].items():
@@ -221,11 +221,11 @@ def _properties(model: type[BaseModel], schema: Schema, known: Mapping[str, Sche
 
 
 def _structural(part: Schema, known: Mapping[str, Schema]) -> Schema:
-    """Return a JSON schema as Kubernetes takes it: without references, unions and titles."""
+    """Return a JSON schema in the form for Kubernetes: without references, unions and titles."""
     if "$ref" in part:
         name = part["$ref"].rpartition("/")[2]
         return {"type": "object", "properties": _properties(_NESTED[name], known[name], known)}
-    if "anyOf" in part:  # with null: a resource leaves the field out
+    if "anyOf" in part:  # a union with null: the resource omits the field
         kinds = [kind for kind in part["anyOf"] if kind != {"type": "null"}]
         if len(kinds) > 1:
             return {_EITHER: True}
@@ -261,7 +261,7 @@ def _field_docs(model: type[BaseModel]) -> dict[str, str]:
 
 
 def _as_in_resource(text: str) -> str:
-    """Return a docstring in the words of a resource: camel case, and no None."""
+    """Return a docstring in the terms of a resource: camel case, and no None."""
     text = re.sub(r"`([a-z_]+)`", lambda found: camel_case(found[1]), text)
     text = re.sub(r"\bFalse\b", "false", re.sub(r"\bTrue\b", "true", text))
     return re.sub(r"(^|[.;] )None:", lambda found: f"{found[1]}{_LEFT_OUT[found[1]]}:", text)

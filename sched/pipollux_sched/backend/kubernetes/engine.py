@@ -49,17 +49,17 @@ __all__ = ["KubernetesEngine"]
 
 _LOG = logging.getLogger(__name__)
 RECOVERY = 30.0
-"""Seconds that pods of an earlier scheduler have to end once they were killed."""
+"""Seconds that pods of an earlier scheduler have to end after a kill."""
 
 
 class KubernetesEngine(Engine):
     """Runs replicas as pods.
 
     Args:
-        options: what the administrator has decided.
+        options: the administrator's options.
         state_dir: where logs are kept.
-        config: how to reach the cluster; None: as `kubectl` would, or as our own pod is told.
-        has_resources: whether each job has a custom resource, which its objects belong to.
+        config: the client configuration; None: that of `kubectl`, or of the scheduler's own pod.
+        has_resources: whether each job has a custom resource, which owns its objects.
     """
 
     name = "kubernetes"
@@ -78,7 +78,7 @@ class KubernetesEngine(Engine):
         self._api = Api(config, options.namespace)
         ours = Selection(Pod, self._api.namespace, {names.SCHEDULER_LABEL: options.scheduler})
         running = {"status.phase": not_in(["Succeeded", "Failed"])}
-        # Two, so that our own pods, which may be most of the cluster's, come once.
+        # Two watches, so that our own pods, perhaps most of the cluster's, are sent once.
         others = Selection(
             Pod, "*", {names.SCHEDULER_LABEL: not_in([options.scheduler])}, fields=running
         )
@@ -96,7 +96,7 @@ class KubernetesEngine(Engine):
         self._prepared: set[tuple[str, int]] = set()
         more = self._more_mirrors()
         self._states = ReplicaStates(self._pods, self._nodes)
-        # What nodes say first: nobody knows of a replica whether its node is still there.
+        # Nodes first: a replica is not lost while its node is unknown.
         seen: list[Informer[Any]] = [self._nodes, self._pods]
         self._replicas = Derived([*seen, self._states, *more], self._make_replicas)
         self._free = Derived([*seen, self._states, *self._others], self._make_nodes)
@@ -114,7 +114,7 @@ class KubernetesEngine(Engine):
         return self._api.namespace
 
     def check(self, spec: JobSpec) -> None:
-        """Refuse a job without an image, without a script in it, or without a place to save."""
+        """Reject a job without an image, without a script in it, or without a checkpoint folder."""
         if spec.image is None:
             raise SpecError(
                 f"job '{spec.name}': image: is missing; the kubernetes backend runs containers: "
@@ -143,11 +143,11 @@ class KubernetesEngine(Engine):
             )
 
     def nodes(self) -> Mapping[str, Node]:
-        """Return the nodes that have devices for us: see `Engine`."""
+        """Return the nodes that have devices: see `Engine`."""
         return self._free.get()
 
     def checkpoints(self, program: ReplicaProgram) -> str:
-        """Return the job's own folder, or one on the volume for checkpoints."""
+        """Return the job's own checkpoint folder, or one on the checkpoint volume."""
         if program.checkpoints is not None:
             return str(program.checkpoints)
         if not self._options.has_volume:
@@ -160,7 +160,7 @@ class KubernetesEngine(Engine):
         return f"{self._options.checkpoint_folder}/{program.job}/{name}"
 
     def start(self, program: ReplicaProgram, launch: Launch, replica: int) -> None:
-        """Create the pod of a replica, before it what all pods of its attempt need."""
+        """Create the pod of a replica, after the objects that all pods of its attempt need."""
         owner = self._owners(program.job)
         check_template(program.job, owner.template, self._options)
         attempt = program.job, launch.attempt
@@ -169,14 +169,14 @@ class KubernetesEngine(Engine):
             self._api.create(Service, make_service(program.job, owner, self._options))
             self._prepared.add(attempt)
         made = self._api.create(Pod, make_pod(program, launch, replica, owner, self._options))
-        if made is None:  # it is there already
+        if made is None:  # it exists already
             made = self._api.get(Pod, names.pod_name(launch.key(replica)))
         if made is not None:
             self._pods.note(made)
             self._look_at(names.pod_name(launch.key(replica)))
 
     def signal(self, key: ReplicaKey, signal: Signal) -> None:
-        """Delete the pod of a replica; its kubelet tells it, and waits for the grace period."""
+        """Delete the pod of a replica; its kubelet signals it, and waits for the grace period."""
         pod = self._find(key)
         if pod is None or pod.terminated is not None:
             return
@@ -190,11 +190,11 @@ class KubernetesEngine(Engine):
             self._api.delete(Pod, pod.name, grace)
 
     def listing(self) -> Listing:
-        """Return what the watches know: see `Engine`."""
+        """Return the replicas that the watches know: see `Engine`."""
         return Listing(next(self._versions), self._replicas.get())
 
     def forget(self, job: str, attempt: int) -> None:
-        """Remove an attempt's pods, and the service of a job that has no pods."""
+        """Remove an attempt's pods, and the service of a job without pods."""
         try:
             pods = self._pods.group(job)
             for pod in pods:
@@ -230,7 +230,7 @@ class KubernetesEngine(Engine):
         self._follower.drop(key)
 
     def fetch_log(self, key: ReplicaKey) -> None:
-        """Bring the log of a replica: see `Engine`."""
+        """Copy the log of a replica: see `Engine`."""
         pod = self._find(key)
         if pod is None:
             return
@@ -240,11 +240,11 @@ class KubernetesEngine(Engine):
             self._log(key).fetch(self._api, pod.name, pod.main)
         except ClusterUnavailableError:
             raise
-        except BackendError as error:  # its container was not started, or the node is gone
+        except BackendError as error:  # the container was not started, or the node is gone
             _LOG.debug("no log of pod %s: %s", pod.name, error)
 
     def recover(self, adopted: Collection[tuple[str, int]], grace: float) -> list[str]:
-        """End pods that nobody looks after: see `Engine`."""
+        """End pods of attempts that were not adopted: see `Engine`."""
         left = [pod for pod in self._pods.values() if pod.key[:2] not in adopted]
         found = [f"pod {pod.name} on {pod.node or 'no node'}" for pod in left]
         for signal, seconds in ((Signal.STOP, grace), (Signal.KILL, RECOVERY)):
@@ -277,14 +277,14 @@ class KubernetesEngine(Engine):
             self._controller.run(jobs, ending)
 
     _last_view: Callable[[PodView], PodView] | None = None
-    """What is kept of a pod that was deleted; our finalizer makes it unnecessary."""
+    """Converts the last view of a deleted pod; not needed with our finalizer."""
 
     def _more_mirrors(self) -> list[Informer[Any]]:
-        """Return what a subclass looks at, too."""
+        """Return further mirrors of a subclass."""
         return []
 
     def _make_controller(self, informers: list[Informer[Any]]) -> ResourceController:
-        """Return what keeps custom resources in step, and add their mirror."""
+        """Create the controller of custom resources, and add its mirror."""
         resources: Informer[JobResource] = Informer(
             Selection(Job, self.namespace), view_job, lambda *_: controller.wake()
         )
@@ -293,15 +293,15 @@ class KubernetesEngine(Engine):
         return controller
 
     def _expect_end(self, pod: PodView) -> None:
-        """Follow the log of a pod that runs and is about to be told to end."""
+        """Follow the log of a running pod that will be asked to end."""
         if pod.is_running:
-            if self._log(pod.key).since() is None:  # nothing of it was brought so far
+            if self._log(pod.key).since() is None:  # nothing was copied so far
                 with suppress(BackendError):
                     self.fetch_log(pod.key)
             self._follower.expect_end(pod.key, lambda: self._look_at(pod.name))
 
     def _look_at(self, name: str) -> None:
-        """Let the follower of logs look at a pod that no watch has told of."""
+        """Pass a pod to the log follower before any watch has shown a change."""
 
         def look() -> None:
             pod = self._pods.find((self.namespace, name))
@@ -317,11 +317,11 @@ class KubernetesEngine(Engine):
         return self._pods.find((self._api.namespace, names.pod_name(key)))
 
     def _make_replicas(self) -> dict[ReplicaKey, ReplicaState]:
-        """Return what a listing shows."""
+        """Return the replicas for a listing."""
         return {pod.key: state for pod, state in self._states.all()}
 
     def _make_nodes(self) -> dict[str, Node]:
-        """Return the nodes that have devices for us."""
+        """Return the nodes that have devices."""
         views = self._nodes.values()
         by_object = {view.object_name: view.name for view in views}
         ours: dict[str, int] = {}
@@ -344,7 +344,7 @@ class KubernetesEngine(Engine):
             time.sleep(POLL_INTERVAL)
 
     def _remove(self, pod: PodView) -> None:
-        """Delete a pod that has ended; it goes when our finalizer does."""
+        """Delete a pod that has ended; it disappears when our finalizer is removed."""
         if pod.deletion_grace != 0:
             self._api.delete(Pod, pod.name, 0)
         self._api.patch(Pod, pod.name, {"metadata": {"finalizers": without_finalizer(pod)}})

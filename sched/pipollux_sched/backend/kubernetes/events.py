@@ -1,4 +1,4 @@
-"""Events of the cluster about our resources, as `kubectl describe` shows them."""
+"""Events about jobs' custom resources, as `kubectl describe` shows them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ __all__ = ["phase_event"]
 
 _WARNINGS = (Phase.FAILED, Phase.RESTARTING)
 _MESSAGE_LIMIT = 1000
-"""Characters of a message; the API server takes 1024."""
+"""Most characters of a message; the API server accepts 1024."""
 
 
 def phase_event(
     resource: JobResource, namespace: str, status: Mapping[str, Any], now: float
 ) -> Object:
-    """Return the event of a job that has come into another phase.
+    """Return the event of a job that has entered another phase.
 
     Args:
         resource: its resource.
-        namespace: where it is.
-        status: the new one.
+        namespace: the namespace of the resource.
+        status: the new status.
         now: seconds since the epoch.
     """
     phase = status["phase"]

@@ -1,4 +1,4 @@
-"""Makes the engine that `serve --backend kubernetes` asks for."""
+"""The factory of the engine for `serve --backend kubernetes`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def make(options: EngineOptions) -> Engine:
     """Return the engine.
 
     Args:
-        options: `own` are `KubernetesOptions`, or None for the usual ones.
+        options: `own` is `KubernetesOptions`, or None for the defaults.
 
     Raises:
         BackendError: the client library is not installed, or no cluster is configured.

@@ -1,6 +1,6 @@
-"""Copies of what the API server has, which watches keep up to date (`watches`).
+"""Local mirrors of API objects, which watches keep up to date (`watches`).
 
-While the server does not answer, a copy stays as it is, and asking it raises
+While the server does not answer, a mirror stays unchanged, and reading it raises
 `ClusterUnavailableError`.
 """
 
@@ -24,7 +24,7 @@ Name = tuple[str, str]
 
 @dataclass(frozen=True)
 class Selection:
-    """Which objects are mirrored."""
+    """The objects that are mirrored."""
 
     kind: type[Any]
     namespace: str | None = None
@@ -44,16 +44,16 @@ Listed: TypeAlias = tuple[Name, _Entry[V]]
 
 
 class Informer(Generic[V]):
-    """The objects of one selection, each as what `view` makes of it.
+    """The objects of one selection, converted by `view`.
 
     Args:
         selection: which objects.
-        view: called with each object as JSON; returns None for one to leave out.
-        on_change: called after every change with the views that are new or differ, and with those
-            that are gone; by the thread of the watches.
-        last: makes of the last view of a deleted object what is kept until `drop`; None: it is not
-            kept.
-        group: returns what `group` finds a view by.
+        view: converts each object from JSON; returns None to leave it out.
+        on_change: called after every change with the new or changed views, and with the removed
+            ones, in the thread of the watches.
+        last: converts the last view of a deleted object, which is kept until `drop`; None: it is
+            not kept.
+        group: returns the key by which `group` finds a view.
     """
 
     def __init__(
@@ -79,14 +79,14 @@ class Informer(Generic[V]):
 
     @property
     def changes(self) -> int:
-        """Grows with every change of what `values` returns."""
+        """Grows with every change of the result of `values`."""
         return self._changes
 
     def check(self) -> None:
-        """Do nothing, if the server answers.
+        """Check that the server answers.
 
         Raises:
-            ClusterUnavailableError: it does not, so that the objects may be out of date.
+            ClusterUnavailableError: it does not, so the objects may be out of date.
         """
         self._answered.wait(TIMEOUT)
         if problem := self._problem:
@@ -103,7 +103,7 @@ class Informer(Generic[V]):
             return [*(entry.value for entry in self._entries.values()), *self._kept.values()]
 
     def group(self, group: str) -> list[V]:
-        """Return those of all objects that belong together.
+        """Return the objects of a group.
 
         Raises:
             ClusterUnavailableError: see `check`.
@@ -114,19 +114,19 @@ class Informer(Generic[V]):
             return there + [value for value in self._kept.values() if self._group(value) == group]
 
     def drop(self, name: Name) -> None:
-        """Forget a deleted object."""
+        """Remove a deleted object."""
         with self._lock:
             if self._kept.pop(name, None) is not None:
                 self._changes += 1
 
     def find(self, name: Name) -> V | None:
-        """Return the last that was known of an object, whether the server answers or not."""
+        """Return the last known state of an object, whether the server answers or not."""
         with self._lock:
             entry = self._entries.get(name)
         return None if entry is None else entry.value
 
     def note(self, made: Object) -> None:
-        """Take over an object that a call has returned, before the watch shows it."""
+        """Store an object that a call has returned, before the watch shows it."""
         self._store(made, replace=False)
 
     def fail(self, problem: str) -> None:
@@ -136,19 +136,19 @@ class Informer(Generic[V]):
         self._answered.set()
 
     def read(self, found: Object) -> Listed[V] | None:
-        """Return what is kept of a listed object; None if it is left out."""
+        """Return the entry for a listed object; None if it is left out."""
         value = self._view(found)
         return None if value is None else (_name(found), _entry(found, value))
 
     def replace(self, listed: dict[Name, _Entry[V]], version: str) -> None:
-        """Take over all objects as they were at a version, see `read`; what is newer stays."""
+        """Replace all objects by those at a version, see `read`; newer ones stay."""
         with self._lock:
             before = self._entries
             newer = {
                 name: entry for name, entry in before.items() if entry.version > _number(version)
             }
             self._entries = {
-                # What was made of the same view stays valid.
+                # Keep values derived from an unchanged view.
                 name: entry._replace(value=before[name].value)
                 if name in before and before[name].value == entry.value
                 else entry
@@ -170,7 +170,7 @@ class Informer(Generic[V]):
         self._on_change(changed, gone)
 
     def apply(self, change: str, changed: Object) -> None:
-        """Take over one change of a watch."""
+        """Apply one change of a watch."""
         if change == "DELETED":
             view, name = self._view(changed), _name(changed)
             with self._lock:
@@ -188,7 +188,7 @@ class Informer(Generic[V]):
                 self._on_change(new, gone)
 
     def _store(self, found: Object, *, replace: bool) -> tuple[list[V], list[V]]:
-        """Take over an object; return the view that is new, and the one that is gone."""
+        """Store an object; return new or changed views, and removed ones."""
         value, name = self._view(found), _name(found)
         with self._lock:
             known = self._entries.get(name)
@@ -212,7 +212,7 @@ class Informer(Generic[V]):
         return [value], []
 
     def _remove(self, name: Name) -> None:
-        """Take an entry out, with the lock held."""
+        """Remove an entry, with the lock held."""
         group = self._group(self._entries.pop(name).value)
         self._groups[group].pop(name)
         if not self._groups[group]:
@@ -220,22 +220,22 @@ class Informer(Generic[V]):
 
 
 class Source(Protocol):
-    """What something is made of: see `Informer`."""
+    """A source of `Derived`, such as an `Informer`."""
 
     @property
     def changes(self) -> int:
         """Grows with every change."""
 
     def check(self) -> None:
-        """Do nothing, if it is up to date."""
+        """Raise if it may be out of date."""
 
 
 class Derived(Generic[V]):
-    """What is made of mirrors and the like, and made again only when one of them has changed.
+    """A value derived from mirrors or other sources, recomputed only when one has changed.
 
     Args:
-        sources: those that it is made of.
-        make: makes it.
+        sources: the sources.
+        make: computes the value.
     """
 
     def __init__(self, sources: Sequence[Source], make: Callable[[], V]) -> None:
@@ -244,14 +244,14 @@ class Derived(Generic[V]):
         self._made: tuple[list[int], V] | None = None
 
     def get(self) -> V:
-        """Return it.
+        """Return the value.
 
         Raises:
             ClusterUnavailableError: see `Informer.check`.
         """
         for source in self._sources:
             source.check()
-        # Before: what changes while it is made is not in it for sure.
+        # Read the counters first: a change during the computation may be missing in its result.
         changes = [source.changes for source in self._sources]
         if self._made is None or self._made[0] != changes:
             self._made = changes, self._make()
@@ -277,5 +277,5 @@ def version_of(found: Object) -> str:
 
 
 def _number(version: str) -> int:
-    """Return a version as a number: versions of one server can be compared."""
+    """Return a version as a number: versions of one server are comparable."""
     return int(version) if version.isdecimal() else 0

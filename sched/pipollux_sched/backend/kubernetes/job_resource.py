@@ -1,4 +1,4 @@
-"""A job as a custom resource: its spec there and here, and what its status says."""
+"""Conversion between jobs and custom resources: specs and statuses."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ __all__ = [
 ]
 
 CONDITIONS = (Phase.CREATED, Phase.RUNNING, Phase.SUSPENDED, Phase.COMPLETE, Phase.FAILED)
-"""The conditions that a TrainJob has, too; what else a job goes through is told by its phase."""
+"""The conditions that a TrainJob has, too; other states are visible in the phase only."""
 REFUSED = "Refused"
-"""Reason of the phase Failed of a resource that no job could be made from."""
+"""Reason of the phase Failed of a resource that is no valid job."""
 TEMPLATE_REFUSED = "TemplateRefused"
 """Condition of a job whose template was changed to one that is not allowed."""
 CHANGE_IGNORED = "ChangeIgnored"
-"""Condition of a job whose resource was changed to say something else than the job."""
+"""Condition of a job whose resource was changed to differ from the job."""
 SUCCEEDING = "EarlierJobEnds"
 """Reason of the phase Created of a resource whose name is not free yet."""
 _CHANGED_ELSEWHERE = ("allocation", "team", "priority", "user")
-"""Fields that a job gets by moving to another team, or from a token."""
+"""Fields of a job that change by a move to another team, or come from a token."""
 _KEPT_AS_THEY_ARE = ("environment", "hints")
-"""Fields whose keys are the user's."""
+"""Fields whose keys belong to the user."""
 
 
 @dataclass(frozen=True)
 class JobResource:
-    """What is kept of a custom resource."""
+    """The relevant fields of a custom resource."""
 
     name: str
     uid: str
@@ -61,17 +61,17 @@ class JobResource:
 
     @property
     def suspended(self) -> bool:
-        """Whether it asks for its job to be suspended."""
+        """Whether it requests the suspension of its job."""
         return bool(self.spec.get("suspend"))
 
     @property
     def owner(self) -> Owner:
-        """What the job's objects belong to."""
+        """The owner of the job's objects."""
         return Owner(self.name, self.uid, self.spec.get("template") or {})
 
 
 def view_job(resource: Object) -> JobResource:
-    """Return what is to be known of a resource."""
+    """Return the relevant fields of a resource."""
     metadata = resource["metadata"]
     return JobResource(
         metadata["name"],
@@ -88,7 +88,7 @@ def job_spec(resource: JobResource) -> JobSpec:
     """Return the job that a resource describes.
 
     Raises:
-        SpecError: it describes none.
+        SpecError: its spec is not valid.
     """
     fields = {
         _snake(name): _renamed(name, value, _snake)
@@ -101,7 +101,7 @@ def job_spec(resource: JobResource) -> JobSpec:
 
 
 def resource_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the spec of the resource of a job that was submitted without one.
+    """Return the spec of the resource for a job that was submitted without one.
 
     Args:
         spec: the `JobSpec` as JSON.
@@ -117,7 +117,7 @@ def resource_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
 def job_status(
     job: JobRecord, resource: JobResource, scheduler: str, step: int | None
 ) -> dict[str, Any]:
-    """Return the status of a resource whose job is known.
+    """Return the status of a resource with a job.
 
     Args:
         job: its job.
@@ -153,7 +153,7 @@ def job_status(
 
 
 def refused_status(resource: JobResource, message: str, now: float) -> dict[str, Any]:
-    """Return the status of a resource that no job can be made from."""
+    """Return the status of a resource that is no valid job."""
     return {
         "phase": Phase.FAILED.value,
         "reason": REFUSED,
@@ -166,9 +166,9 @@ def refused_status(resource: JobResource, message: str, now: float) -> dict[str,
 def ignored_change(
     resource: JobResource, spec: Mapping[str, Any], now: float
 ) -> dict[str, Any] | None:
-    """Return the condition of a resource that says something else than its job; None: it does not.
+    """Return a condition if a resource differs from its job; None if it does not.
 
-    An API server with the rules of the definition refuses such a change.
+    An API server with the rules of the definition rejects such a change.
 
     Args:
         resource: the resource.
@@ -196,12 +196,12 @@ def ignored_change(
 
 
 def refused_template(resource: JobResource, message: str, now: float) -> dict[str, Any]:
-    """Return the condition of a job whose next attempt cannot be made from its template."""
+    """Return the condition of a job whose next attempt cannot use its template."""
     return _condition(resource, TEMPLATE_REFUSED, REFUSED, message, now)
 
 
 def waiting_status(resource: JobResource, now: float) -> dict[str, Any]:
-    """Return the status of a resource that was created suspended: its job waits to be made."""
+    """Return the status of a resource that was created suspended: its job is not submitted yet."""
     message = "The job is submitted when spec.suspend is false."
     return {
         "phase": Phase.SUSPENDED.value,
@@ -213,7 +213,7 @@ def waiting_status(resource: JobResource, now: float) -> dict[str, Any]:
 
 
 def succeeding_status(resource: JobResource, now: float) -> dict[str, Any]:
-    """Return the status of a resource whose name an earlier job has that is being deleted."""
+    """Return the status of a resource whose name belongs to a job that is being deleted."""
     message = (
         "The earlier job of this name is being deleted; this one follows when its pods are gone."
     )
@@ -234,7 +234,7 @@ def rfc3339(seconds: float) -> str:
 def _condition(
     resource: JobResource, kind: str, reason: str, message: str, now: float
 ) -> dict[str, Any]:
-    """Return a condition that holds: since now, or since when the resource says so already."""
+    """Return a true condition, with the time of its last change."""
     made = {"type": kind, "status": "True", "reason": reason, "message": message}
     for known in resource.status.get("conditions") or ():
         if {**known, **made} == dict(known):
@@ -248,10 +248,10 @@ def _image(template: Mapping[str, Any]) -> str | None:
 
 
 def _renamed(field: str, value: Any, rename: Any) -> Any:
-    """Return a field's value with the keys of nested specs renamed, too."""
+    """Return a field's value with the keys of nested specs renamed."""
     if isinstance(value, Mapping) and field not in _KEPT_AS_THEY_ARE:
         return {rename(name): entry for name, entry in value.items()}
-    if isinstance(value, float):  # a duration: the API has whole numbers and texts
+    if isinstance(value, float):  # a duration: the API has integers and strings only
         return int(value) if value.is_integer() else f"{value:.9f}".rstrip("0") + "s"
     return value
 
@@ -261,7 +261,7 @@ def _snake(name: str) -> str:
 
 
 def camel_case(name: str) -> str:
-    """Return the name of a job file's field as the API spells it.
+    """Return the name of a job file's field in the spelling of the API.
 
     Example:
         >>> camel_case("process_per_stage")

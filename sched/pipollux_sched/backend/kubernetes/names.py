@@ -18,7 +18,7 @@ KIND = "PipolluxJob"
 PLURAL = "pipolluxjobs"
 
 SCHEDULER_LABEL = f"{GROUP}/scheduler"
-"""The scheduler that looks after an object: `KubernetesOptions.scheduler`."""
+"""The scheduler that manages an object: `KubernetesOptions.scheduler`."""
 JOB_LABEL = f"{GROUP}/job"
 ATTEMPT_LABEL = f"{GROUP}/attempt"
 REPLICA_LABEL = f"{GROUP}/replica"
@@ -27,16 +27,16 @@ HOST_NAME_LABEL = "kubernetes.io/hostname"
 """The label by which a pod selects one node."""
 
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
-"""Where another controller makes the pods of an attempt: which of its replicas."""
+"""Index of the replica in pods that another controller creates."""
 
 FINALIZER = f"{GROUP}/replica"
-"""Keeps a pod readable until its exit status was taken: see `pod_state`."""
+"""Keeps a pod readable until its exit status was read: see `pod_state`."""
 
 SECRET_PREFIX = f"{GROUP.partition('.')[0]}-token-"
-"""Of our secrets; a template that names one is refused."""
+"""Prefix of our secrets; templates that name one are rejected."""
 
 MOST_CHARACTERS = 48
-"""Of a job's name: pods and their host names add attempt and replica, and have at most 63."""
+"""Most characters of a job's name: pods and host names append attempt and replica, up to 63."""
 
 
 def pod_name(key: ReplicaKey) -> str:
@@ -47,8 +47,8 @@ def pod_name(key: ReplicaKey) -> str:
 def secret_name(job: str, token: str) -> str:
     """Return the name of the secret with the token of a job.
 
-    It differs for a later job of the same name, whose secret is made while the cluster still
-    collects the earlier one.
+    It is unique per job: the secret of a later job with the same name is created while the cluster
+    still collects the earlier one.
     """
     return f"{SECRET_PREFIX}{job}-{sha256(token.encode()).hexdigest()[:10]}"
 
@@ -59,7 +59,7 @@ def service_name(job: str) -> str:
 
 
 def job_labels(scheduler: str, job: str) -> dict[str, str]:
-    """Return the labels of what belongs to a job."""
+    """Return the labels of a job's objects."""
     return {SCHEDULER_LABEL: scheduler, JOB_LABEL: job}
 
 
@@ -72,7 +72,7 @@ def replica_labels(scheduler: str, key: ReplicaKey) -> dict[str, str]:
 
 
 def key_of(labels: Mapping[str, str]) -> ReplicaKey | None:
-    """Return the replica that a pod's labels name; None if they name none."""
+    """Return the replica of a pod by its labels; None if they identify none."""
     try:
         replica = labels[REPLICA_LABEL] if REPLICA_LABEL in labels else labels[INDEX_LABEL]
         return ReplicaKey(labels[JOB_LABEL], int(labels[ATTEMPT_LABEL]), int(replica))

@@ -1,4 +1,4 @@
-"""Nodes as the scheduler sees them: what is left of them for jobs, and whether they are ready."""
+"""Nodes as the scheduler sees them: their free devices for jobs, and whether they are ready."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _OWN_TAINTS = (
     "node.kubernetes.io/unreachable",
     "node.kubernetes.io/unschedulable",
 )
-"""Taints that repeat what a node's conditions and its cordon say."""
+"""Taints that repeat a node's conditions and its cordon."""
 
 
 class ClusterNode(NamedTuple):
-    """What is kept of a node."""
+    """The relevant fields of a node."""
 
     name: str
-    """Its host name label, which pods select it by."""
+    """Its host name label, by which pods select it."""
     object_name: str
     labels: Mapping[str, str]
     allocatable: Amounts
@@ -44,14 +44,14 @@ class ClusterNode(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """What a pod of somebody else holds of its node."""
+    """The resources of another pod on its node."""
 
     node: str
     amounts: Amounts
 
 
 def view_node(node: Object) -> ClusterNode:
-    """Return what is to be known of a node."""
+    """Return the relevant fields of a node."""
     metadata, spec, status = node["metadata"], node.get("spec") or {}, node.get("status") or {}
     labels = metadata.get("labels") or {}
     conditions = {entry["type"]: entry for entry in status.get("conditions") or ()}
@@ -69,7 +69,7 @@ def view_node(node: Object) -> ClusterNode:
 
 
 def view_usage(pod: Object) -> Usage | None:
-    """Return what a pod holds of its node; None if it holds nothing."""
+    """Return the resources of a pod on its node; None if it holds nothing."""
     spec, phase = pod.get("spec") or {}, (pod.get("status") or {}).get("phase")
     if not spec.get("nodeName") or phase in ("Succeeded", "Failed"):
         return None
@@ -77,7 +77,7 @@ def view_usage(pod: Object) -> Usage | None:
 
 
 def usage_by_node(pods: Iterable[Usage]) -> dict[str, dict[str, Decimal]]:
-    """Return the sum of what pods hold, by node."""
+    """Return the total resources of pods, by node."""
     found: dict[str, dict[str, Decimal]] = {}
     for pod in pods:
         held = found.setdefault(pod.node, {})
@@ -92,11 +92,11 @@ def make_nodes(
     ours: Mapping[str, int],
     options: KubernetesOptions,
 ) -> dict[str, Node]:
-    """Return the nodes that have a device for us, by name.
+    """Return the nodes that have devices, by name.
 
     Args:
         views: all nodes that the options select.
-        used: what pods of others hold, by name of the node object.
+        used: resources of other pods, by name of the node object.
         ours: slots that our replicas hold, by name.
         options: of the backend.
     """
@@ -118,7 +118,7 @@ def _make_node(
         return max(whole(view.allocatable, resource) - ceil(used.get(resource, Decimal())), 1)
 
     taken = ceil(used.get(options.device, Decimal()))
-    # Devices that are unhealthy for a moment do not take the node from what runs there.
+    # Temporarily unhealthy devices do not take the node from its running replicas.
     slots = max(whole(view.allocatable, options.device), ours + taken if ours else 0)
     if not slots:
         return None
@@ -143,7 +143,7 @@ def _make_node(
 
 
 def _hindrance(view: ClusterNode, options: KubernetesOptions) -> str:
-    """Return a taint that keeps our pods away; empty if there is none."""
+    """Return a taint that our pods do not tolerate; empty if there is none."""
     tolerated = [*options.tolerations]
     if options.device != CPU:
         tolerated.append({"key": options.device, "operator": "Exists"})
@@ -165,13 +165,13 @@ def _tolerates(toleration: Mapping[str, Any], taint: Mapping[str, Any]) -> bool:
 
 
 def _requests(spec: Mapping[str, Any]) -> dict[str, Decimal]:
-    """Return what the cluster's scheduler counts for a pod."""
+    """Return the resources that the cluster's scheduler counts for a pod."""
     total = _sum(map(_container_requests, spec.get("containers") or ()))
     before: list[Amounts] = []
     beside: dict[str, Decimal] = {}
     for container in spec.get("initContainers") or ():
         asked = _container_requests(container)
-        if container.get("restartPolicy") == "Always":  # a sidecar, which runs on
+        if container.get("restartPolicy") == "Always":  # a sidecar, which keeps running
             beside = _sum([beside, asked])
             before.append(beside)
         else:

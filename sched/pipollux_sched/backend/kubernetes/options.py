@@ -1,4 +1,4 @@
-"""What an administrator decides about the Kubernetes backend."""
+"""The administrator's options of the Kubernetes backend."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PodSecurity: TypeAlias = Literal["restricted", "baseline", "privileged"]
 """A level of Kubernetes' Pod Security Standards."""
 
 CPU = "cpu"
-"""The resource whose slots are CPU devices of one thread."""
+"""The resource name for slots that are CPU devices of one thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,23 +25,24 @@ class KubernetesOptions:
     """
 
     namespace: str | None = None
-    """Where jobs, pods, services and secrets are; None: that of the context, or of our own pod."""
+    """Namespace of jobs, pods, services and secrets; None: that of the context, or of our own pod.
+    """
     scheduler: str = "pipollux"
-    """Label of what this scheduler looks after; two schedulers of a namespace need two."""
+    """Label of the objects of this scheduler; two schedulers in a namespace need different ones."""
     device: str = "nvidia.com/gpu"
-    """The resource that a slot is one of; `cpu`: slots are CPU devices."""
+    """The resource that one slot stands for; `cpu`: slots are CPU devices."""
     node_selector: Mapping[str, str] = field(default_factory=dict)
-    """Labels of the nodes that jobs may use; none: all nodes with a device."""
+    """Labels of the nodes for jobs; empty: all nodes with a device."""
     tolerations: tuple[Mapping[str, str], ...] = ()
-    """Taints that our pods tolerate, besides one of the name of `device`."""
+    """Taints that our pods tolerate, besides one with the name of `device`."""
     checkpoint_folder: str = "/checkpoints"
-    """Where jobs without a `checkpoint_dir` save, in a folder of their own."""
+    """Parent of the checkpoint folders of jobs without a `checkpoint_dir`."""
     checkpoint_claim: str | None = None
     """PersistentVolumeClaim mounted at `checkpoint_folder`."""
     checkpoint_host_path: str | None = None
-    """Folder of the nodes mounted at `checkpoint_folder`, the same on each."""
+    """Folder of the nodes mounted at `checkpoint_folder`; it must be the same on each."""
     gpu_type_label: str = "nvidia.com/gpu.product"
-    """The node label that says which type of GPU a node has."""
+    """The node label with the type of its GPUs."""
     preemptible_labels: Mapping[str, str] = field(
         default_factory=lambda: {
             "cloud.google.com/gke-spot": "true",
@@ -50,19 +51,19 @@ class KubernetesOptions:
             "kubernetes.azure.com/scalesetpriority": "spot",
         }
     )
-    """Nodes with one of these labels may be taken away at any time."""
+    """Nodes with one of these labels may be reclaimed at any time."""
     via: Literal["pod", "trainjob"] = "pod"
-    """What an attempt is made as: a pod for each replica, or one TrainJob."""
+    """The objects of an attempt: a pod per replica, or one TrainJob."""
     runtime: str = "torch-distributed"
     """The ClusterTrainingRuntime of TrainJobs."""
     volcano_queue: str | None = None
     """The queue of TrainJobs whose runtime has a Volcano PodGroup."""
     pod_security: PodSecurity = "restricted"
-    """What the pod templates of jobs may ask for, see `pod_security`."""
+    """The security level of jobs' pod templates, see `pod_security`."""
     service_accounts: tuple[str, ...] = ()
     """Service accounts that templates may name besides `default`."""
     priority_class: str | None = None
-    """PriorityClass of our pods whose template names none; None: the cluster's default."""
+    """PriorityClass of pods whose template has none; None: the cluster's default."""
     python: str = "python"
     """The interpreter in images."""
     grace: float = 30.0

@@ -1,4 +1,4 @@
-"""What the engine asks about a job's custom resource."""
+"""The owner of a job's objects, as the engine sees it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["NO_OWNER", "Owner", "Owners", "no_owners"]
 
 @dataclass(frozen=True)
 class Owner:
-    """The custom resource that a job's objects belong to."""
+    """The custom resource that owns a job's objects."""
 
     name: str
     uid: str
@@ -22,7 +22,7 @@ class Owner:
 
     @property
     def references(self) -> list[dict[str, Any]]:
-        """The owner references of what belongs to it: deleting it deletes them."""
+        """The owner references of its objects: deleting it deletes them."""
         if not self.uid:
             return []
         return [
@@ -38,7 +38,7 @@ class Owner:
 
 
 NO_OWNER = Owner("", "")
-"""Of a job without a custom resource."""
+"""The owner of a job without a custom resource."""
 
 
 Owners: TypeAlias = Callable[[str], Owner]

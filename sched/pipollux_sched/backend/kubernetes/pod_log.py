@@ -1,7 +1,7 @@
-"""Logs of replicas, brought from the cluster into the state directory.
+"""Logs of replicas, copied from the cluster into the state directory.
 
-Beside each log lies the time of its last line, so that the next call, also of a later scheduler,
-brings only what has come since. A kubelet removes the log of a deleted pod as soon as its
+The time of the last line is stored beside each log, so that the next call, also of a later
+scheduler, copies only newer lines. A kubelet removes the log of a deleted pod as soon as its
 containers have ended; so the log of a pod that is being deleted, or soon will be, is followed to
 its end.
 """
@@ -31,24 +31,24 @@ __all__ = ["LogFollower", "PodLog"]
 
 _LOG = logging.getLogger(__name__)
 LOG_LIMIT = 64 * 2**20
-"""Bytes at which a log is renamed, and begun again: see `store.log_files`."""
+"""Bytes at which a log is rotated: see `store.log_files`."""
 LAST_LINES = 5.0
 """Seconds for which the log of a container that has ended is still followed."""
 FIRST_LINE = 0.3
-"""Seconds that whoever is about to delete a pod waits for it to print something."""
+"""Seconds to wait before a deletion for the first line of a pod."""
 FOLLOWED = 5.0
-"""Seconds that it waits for the log to be followed where something is printed already."""
+"""Seconds to wait before a deletion for the follower, if the pod has printed something."""
 _STAMP = re.compile(
     r"(?P<stamp>(?P<whole>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(?P<fraction>\d+))?"
     r"(?P<zone>Z|[+-]\d\d:\d\d))(?: (?P<line>.*))?$",
     re.DOTALL,
 )
 _MARGIN = 5
-"""Seconds by which the clocks of the nodes may differ from ours."""
+"""Largest expected difference in seconds between the clocks of the nodes and ours."""
 
 
 class PodLog:
-    """The log of one replica; may be written to from several threads.
+    """The log of one replica; several threads may write to it.
 
     Args:
         path: its file in the state directory.
@@ -61,12 +61,12 @@ class PodLog:
         self._last = _time(self._read_mark())
 
     def since(self) -> int | None:
-        """Return how many seconds of the log are to be asked for; None: all of it."""
+        """Return how many seconds of the log to request; None: all of it."""
         seconds = self._last[0]
         return max(ceil(time.time() - seconds) + _MARGIN, 1) if seconds else None
 
     def add(self, lines: Iterable[str]) -> None:
-        """Append the lines that are new; each begins with its time.
+        """Append the new ones of these lines; each begins with its time.
 
         Raises:
             OSError: the file cannot be written.
@@ -83,7 +83,7 @@ class PodLog:
                 self._mark.write_text(newest, encoding="ascii")
 
     def fetch(self, api: Api, pod: str, container: str) -> None:
-        """Append what the cluster has; see `add`.
+        """Append new lines from the cluster; see `add`.
 
         Raises:
             ClusterUnavailableError: the cluster does not answer; also BackendError: there is none.
@@ -109,7 +109,7 @@ class _Following:
 
     def __init__(self) -> None:
         self.begun = threading.Event()
-        """Set when its first line has come."""
+        """Set after its first line."""
         self.ended = threading.Event()
 
 
@@ -125,12 +125,12 @@ class LogFollower:
         self._namespace, self._log_of = namespace, log_of
         self._woken = asyncio.Event()
         self._news: dict[str, PodView] = {}
-        """By name the pods that have changed, and that `run` has not looked at since."""
+        """Changed pods, by name, that `run` has not processed yet."""
         self._followed: dict[ReplicaKey, _Following] = {}
         self._wanted: dict[ReplicaKey, _Following] = {}
 
     def look(self, changed: Iterable[PodView], gone: Iterable[PodView] = ()) -> None:
-        """Look at pods that have changed; called in the thread of the watches."""
+        """Queue changed pods; called in the thread of the watches."""
         for pod in gone:
             self._news.pop(pod.name, None)
             self._followed.pop(pod.key, None)
@@ -138,10 +138,10 @@ class LogFollower:
         self._woken.set()
 
     def expect_end(self, key: ReplicaKey, look: Callable[[], None]) -> None:
-        """Follow the log of a replica that is about to be deleted; wait until that has begun.
+        """Follow the log of a replica that will be deleted; wait until that has begun.
 
-        The line that was brought last comes once more, which shows it. A log without any line
-        shows nothing, and is not waited for long.
+        The follower has begun when the last copied line arrives again. An empty log gives no such
+        sign, and is waited for only briefly.
 
         Args:
             key: the replica.
@@ -154,7 +154,7 @@ class LogFollower:
         following.begun.wait(FIRST_LINE if self._log_of(key).since() is None else FOLLOWED)
 
     def drop(self, key: ReplicaKey) -> None:
-        """Expect the end of a replica no longer."""
+        """Stop expecting the end of a replica."""
         self._wanted.pop(key, None)
 
     def await_end(self, key: ReplicaKey) -> None:
@@ -200,7 +200,7 @@ class LogFollower:
 
 
 def _stamped(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Split off the time of each line; a part of a line, after a carriage return, has none."""
+    """Split off the time of each line; the rest of a line after a carriage return has none."""
     stamp = ""
     for line in lines:
         match = _STAMP.match(line)
@@ -211,7 +211,7 @@ def _stamped(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def _time(stamp: str) -> tuple[float, str]:
-    """Return a time as what orders it, in whole seconds since the epoch and nanoseconds."""
+    """Return a time as a sort key: whole seconds since the epoch, and nanoseconds."""
     match = _STAMP.match(stamp)
     if match is None:
         return 0.0, ""

@@ -1,9 +1,8 @@
-"""Pod templates that a job may have: Kubernetes' Pod Security Standards, and rules of our own.
+"""Validation of pod templates: Kubernetes' Pod Security Standards, and further rules.
 
-Whoever may create a job has its pods created with the rights of the scheduler. So its template is
-checked against the level that the administrator has chosen, as the API server would check a pod of
-the user's own where the namespace enforces that level:
-https://kubernetes.io/docs/concepts/security/pod-security-standards/
+Pods of a job are created with the rights of the scheduler. So a job's template is checked against
+the level that the administrator has chosen, like a pod that the user creates in a namespace with
+that level: https://kubernetes.io/docs/concepts/security/pod-security-standards/
 """
 
 from __future__ import annotations
@@ -66,16 +65,16 @@ _HANDLERS = ("livenessProbe", "readinessProbe", "startupProbe")
 
 
 class Problem(NamedTuple):
-    """Something in a template that is not allowed."""
+    """A part of a template that is not allowed."""
 
     path: str
-    """Where, as in ``spec.volumes[0].hostPath``."""
+    """Its path, such as ``spec.volumes[0].hostPath``."""
     text: str
-    """What is wrong, and what to do."""
+    """The reason, and the fix."""
 
 
 def check_template(job: str, template: Any, options: KubernetesOptions) -> None:
-    """Refuse the template of a job that could do more than the administrator allows.
+    """Reject a job's template that has more rights than the administrator allows.
 
     Raises:
         SpecError: a sentence for each problem, with its path.
@@ -86,7 +85,7 @@ def check_template(job: str, template: Any, options: KubernetesOptions) -> None:
 
 
 def template_problems(template: Any, options: KubernetesOptions) -> list[Problem]:
-    """Return what a PodTemplateSpec says that is not allowed; none: it may be used."""
+    """Return the parts of a PodTemplateSpec that are not allowed; empty: it may be used."""
     if problem := _malformed(template):
         return [problem]
     spec, level = template.get("spec") or {}, options.pod_security
@@ -98,7 +97,7 @@ def template_problems(template: Any, options: KubernetesOptions) -> list[Problem
     standard = list(_baseline(spec, annotations if isinstance(annotations, Mapping) else {}))
     if level == "restricted":
         standard += _restricted(spec)
-    unique = dict.fromkeys(standard)  # a problem of both levels is told once
+    unique = dict.fromkeys(standard)  # report problems of both levels once
     return found + [
         Problem(path, f"{text}, as this scheduler runs with --pod-security {level}")
         for path, text in unique
@@ -106,7 +105,7 @@ def template_problems(template: Any, options: KubernetesOptions) -> list[Problem
 
 
 def make_restricted(spec: dict[str, Any]) -> None:
-    """Fill in what the level `restricted` asks every pod to say, where a pod does not say it."""
+    """Fill in the fields that the level `restricted` requires."""
     context = spec["securityContext"] = dict(spec.get("securityContext") or {})
     context.setdefault("runAsNonRoot", True)
     context.setdefault("seccompProfile", {"type": "RuntimeDefault"})
@@ -118,7 +117,7 @@ def make_restricted(spec: dict[str, Any]) -> None:
 
 
 def _malformed(template: Any) -> Problem | None:
-    """Return what keeps a template from being read: it comes as its user wrote it."""
+    """Return why a template cannot be parsed: it comes unchecked from its user."""
     if not isinstance(template, Mapping):
         return Problem("it", "must be a PodTemplateSpec, as in {spec: {containers: [...]}}")
     for field in ("metadata", "spec"):
@@ -144,7 +143,7 @@ def _malformed(template: Any) -> Problem | None:
 
 
 def _own_secrets(value: Any, path: str = "") -> Iterator[Problem]:
-    """Yield where a template names a secret of the scheduler's: another job's token."""
+    """Yield references to secrets of the scheduler, which contain tokens of other jobs."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             where = f"{path}.{key}" if path else str(key)
@@ -160,7 +159,7 @@ def _own_secrets(value: Any, path: str = "") -> Iterator[Problem]:
 
 
 def _namespace_rules(spec: Mapping[str, Any], options: KubernetesOptions) -> Iterator[Problem]:
-    """Yield what would give a pod rights of others in its cluster."""
+    """Yield fields that would give a pod rights of others in its cluster."""
     for field in ("serviceAccountName", "serviceAccount"):
         account = spec.get(field)
         if account not in (None, "", "default", *options.service_accounts):
@@ -224,7 +223,7 @@ def _baseline_context(path: str, context: Mapping[str, Any]) -> Iterator[Problem
 
 
 def _restricted(spec: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield what the level forbids; what it demands is filled in by `make_restricted`."""
+    """Yield forbidden fields; `make_restricted` fills in the required ones."""
     for index, volume in enumerate(spec.get("volumes") or ()):
         for kind in sorted(set(volume) - {"name", "hostPath"} - _RESTRICTED_VOLUMES):
             yield Problem(
@@ -253,7 +252,7 @@ def _added(path: str, context: Mapping[str, Any], allowed: set[str]) -> Iterator
 
 
 def _hosts_of_handlers(path: str, container: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield probes and hooks that have a kubelet connect to another host."""
+    """Yield probes and hooks that make a kubelet connect to another host."""
     handlers = {name: container.get(name) for name in _HANDLERS}
     hooks = _map(container.get("lifecycle"))
     handlers |= {f"lifecycle.{name}": hooks.get(name) for name in ("postStart", "preStop")}

@@ -1,8 +1,8 @@
-"""What a pod says about its replica: that it waits, runs, or how it ended.
+"""The state of a replica from its pod: waiting, running, or ended.
 
-Our finalizer keeps a deleted pod readable until its exit status was taken, whoever deleted it.
-When the kubelet has confirmed that nothing of the pod runs any more, its grace period becomes 0;
-without the finalizer it would be gone at that moment, and its exit status with it.
+Our finalizer keeps a deleted pod readable until its exit status was read, whoever deleted it. When
+the kubelet has confirmed that all containers of the pod have ended, its grace period becomes 0;
+without the finalizer the pod would disappear at that moment, with its exit status.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from .node_state import ClusterNode
 __all__ = ["PodView", "replica_state", "view_pod"]
 
 KILL_GRACE = 1
-"""Grace period of a pod that is killed: with 0 nobody would confirm that it has ended."""
+"""Grace period of a killed pod: with 0 nobody would confirm its end."""
 MAIN_CONTAINER = "replica"
-"""The container of a template in which the replica runs; the first where none is called so."""
+"""Name of the replica's container in a template; without it, the first container."""
 _CANNOT_START = frozenset(("ContainerCannotRun", "StartError", "RunContainerError"))
 _TEXT_LIMIT = 500
 
 
 class PodView(NamedTuple):
-    """What is kept of a pod of ours."""
+    """The relevant fields of one of our pods."""
 
     key: ReplicaKey
     name: str
     node: str
-    """Empty: it is not bound yet."""
+    """Empty: not bound yet."""
     wanted_node: str
     phase: str
     reason: str
@@ -51,10 +51,10 @@ class PodView(NamedTuple):
     """Seconds that it has to end, 0 once it has; None: it was not deleted."""
     finalizers: tuple[str, ...]
     requests: Mapping[str, Any]
-    """Resources that its main container asks for."""
+    """Resource requests of its main container."""
 
     def slots(self, device: str) -> int:
-        """Return how many of a resource it holds."""
+        """Return its amount of a resource."""
         return _whole(str(self.requests.get(device, "0")))
 
     @property
@@ -64,7 +64,7 @@ class PodView(NamedTuple):
 
     @property
     def terminated(self) -> Mapping[str, Any] | None:
-        """How the main container ended; None if it has not."""
+        """The terminated state of the main container; None before its end."""
         found: Mapping[str, Any] | None = self.container.get("terminated")
         return found
 
@@ -75,7 +75,7 @@ def _whole(quantity: str) -> int:
 
 
 def view_pod(pod: Object) -> PodView | None:
-    """Return what is to be known of a pod; None if its labels name no replica."""
+    """Return the relevant fields of a pod; None if its labels identify no replica."""
     metadata, spec, status = pod["metadata"], pod.get("spec") or {}, pod.get("status") or {}
     key = key_of(metadata.get("labels") or {})
     if key is None:
@@ -107,7 +107,7 @@ def view_pod(pod: Object) -> PodView | None:
 
 
 def main_container(containers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the container in which the replica runs."""
+    """Return the container of the replica."""
     named = [entry for entry in containers if entry.get("name") == MAIN_CONTAINER]
     return (named or containers)[0]
 
@@ -119,9 +119,9 @@ def replica_state(
 
     Args:
         pod: its pod.
-        node: the node that it is bound to; None: it is bound to none, or that is not known.
+        node: the node that it is bound to; None: unbound or unknown.
         gone: whether that node is no longer part of the cluster.
-        ordered: whether this scheduler has told the replica to stop or end.
+        ordered: whether this scheduler has signalled the replica to stop or end.
     """
     ended = _ended(pod, node, gone=gone, ordered=ordered)
     waiting = "" if ended or pod.is_running else _waiting(pod)
@@ -155,7 +155,7 @@ def _ended(pod: PodView, node: ClusterNode | None, *, gone: bool, ordered: bool)
 
 
 def _exit(pod: PodView, terminated: Mapping[str, Any], ordered: bool) -> Ended:
-    """Return how a container ended that has an exit status."""
+    """Return the end of a container that has an exit status."""
     code = int(terminated.get("exitCode", 0))
     message, reason = str(terminated.get("message") or ""), str(terminated.get("reason") or "")
     result = ReplicaResult.parse(message)
@@ -171,7 +171,7 @@ def _exit(pod: PodView, terminated: Mapping[str, Any], ordered: bool) -> Ended:
 
 
 def _runtime_error(reason: str, message: str) -> ScriptError | None:
-    """Return what the container runtime says where the script cannot."""
+    """Return an error of the container runtime, for scripts that could not report one."""
     if reason == "OOMKilled":
         return ScriptError("The container used more memory than its limit (OOMKilled).", False)
     if reason in _CANNOT_START:
@@ -180,7 +180,7 @@ def _runtime_error(reason: str, message: str) -> ScriptError | None:
 
 
 def _said(pod: PodView) -> str:
-    """Return why the cluster ended a pod: evicted, preempted, refused by its kubelet."""
+    """Return why the cluster ended a pod: evicted, preempted, rejected by its kubelet."""
     disruption = pod.conditions.get("DisruptionTarget", {})
     if disruption.get("status") == "True":
         text = disruption.get("message") or disruption.get("reason") or "disrupted"

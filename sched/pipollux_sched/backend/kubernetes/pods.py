@@ -1,7 +1,7 @@
 """The objects of a job: its pods, the secret with its token, its service.
 
-A user's PodTemplateSpec is taken as it is; what the scheduler must decide is put over it: node,
-command, devices, environment, restart policy, host name, grace.
+A user's PodTemplateSpec is kept, except for the fields that the scheduler must set: node, command,
+devices, environment, restart policy, host name, grace period.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ __all__ = [
 
 TERMINATION_LOG = "/dev/termination-log"
 TERMINATION_LOG_LIMIT = 4096
-"""Bytes of a termination message that a kubelet hands on."""
+"""Most bytes of a termination message that a kubelet reads."""
 GRACE_MARGIN = 10
-"""Seconds that the kubelet waits longer than the scheduler, which then kills it itself."""
+"""Seconds that the kubelet waits longer than the scheduler, which then kills the pod."""
 _SHARED_MEMORY_PATH = "/dev/shm"  # noqa: S108  # a container's own
 _TOKEN = variables.TOKEN.name
 CHECKPOINTS = "pipollux-checkpoints"
@@ -59,9 +59,9 @@ def make_pod(
     """Return the pod of one replica.
 
     Args:
-        program: what it runs.
+        program: the program of the replica.
         launch: its attempt.
-        replica: which of its replicas.
+        replica: its id.
         owner: the custom resource of its job.
         options: of the backend.
     """
@@ -91,7 +91,7 @@ def make_pod(
 
 
 def make_secret(program: ReplicaProgram, owner: Owner, options: KubernetesOptions) -> Object:
-    """Return the secret with the token that the replicas of a job show the scheduler.
+    """Return the secret with the token by which the replicas of a job authenticate.
 
     The cluster collects it when the job's resource, its owner, is deleted: the scheduler needs no
     right to delete secrets.
@@ -152,7 +152,7 @@ def _fill_spec(
 
 
 def checkpoint_volume(options: KubernetesOptions) -> dict[str, Any]:
-    """Return what the volume for checkpoints is."""
+    """Return the source of the checkpoint volume."""
     if options.checkpoint_claim:
         return {"persistentVolumeClaim": {"claimName": options.checkpoint_claim}}
     path = options.checkpoint_host_path
@@ -191,7 +191,7 @@ def resources(
     launch: Launch,
     options: KubernetesOptions,
 ) -> dict[str, Any]:
-    """Return the resources of a replica: the template's, the job's over them, and its devices."""
+    """Return the resources of a replica: the template's, the job's over them, its devices."""
     requests, limits = dict(asked.get("requests") or {}), dict(asked.get("limits") or {})
     stages = launch.num_stages
     cpus = program.cpus + stages * program.cpus_per_stage
@@ -214,7 +214,7 @@ def environment(
     replica: int,
     options: KubernetesOptions,
 ) -> list[dict[str, Any]]:
-    """Return the environment of a replica, ours after that of the template, which it may use."""
+    """Return the environment of a replica: the template's, then ours, which may refer to it."""
     if options.device == CPU:
         devices = cpu_variables(launch.num_stages)
     else:
@@ -239,15 +239,15 @@ def environment(
 
 
 def literal(value: str) -> str:
-    """Return a value that the kubelet puts nothing into: $(NAME) would be replaced."""
+    """Escape a value so that the kubelet does not expand $(NAME) in it."""
     return value.replace("$", "$$")
 
 
 def mounts(given: Iterable[Mapping[str, Any]], options: KubernetesOptions) -> list[dict[str, Any]]:
-    """Return what is mounted; a user's own volume at one of our places stays."""
+    """Return the volume mounts; a user's own mount at one of our paths stays."""
     mounts = [dict(entry) for entry in given]
     taken = {entry.get("mountPath") for entry in mounts}
-    if _SHARED_MEMORY_PATH not in taken:  # what loaders share needs room
+    if _SHARED_MEMORY_PATH not in taken:  # data loaders need room in shared memory
         mounts.append({"name": SHARED_MEMORY, "mountPath": _SHARED_MEMORY_PATH})
     if options.has_volume and options.checkpoint_folder not in taken:
         mounts.append({"name": CHECKPOINTS, "mountPath": options.checkpoint_folder})

@@ -1,4 +1,4 @@
-"""The states of all replicas, from what is known of their pods and of the nodes."""
+"""The states of all replicas, from their pods and nodes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .pod_state import PodView, replica_state
 __all__ = ["ReplicaStates"]
 
 ABSENCE = 15.0
-"""Seconds after which a node that is not there counts as gone: its own watch may be late."""
+"""Seconds after which a missing node counts as gone: its own watch may be late."""
 
 
 class _Judged(NamedTuple):
-    """The state of a replica, and what it was made of."""
+    """The state of a replica, and its inputs."""
 
     pod: PodView
     node: ClusterNode | None
@@ -27,27 +27,27 @@ class _Judged(NamedTuple):
     state: ReplicaState
 
     def holds(self, pod: PodView, node: ClusterNode | None, *, ordered: bool) -> bool:
-        """Return whether it would be the same if it were made again."""
+        """Return whether the state is valid for these inputs."""
         return self.pod is pod and self.node is node and self.ordered == ordered
 
 
 class ReplicaStates:
-    """The states of replicas; made again where something has changed.
+    """The states of replicas, recomputed after changes.
 
     Args:
-        pods: those of our replicas.
+        pods: the pods of our replicas.
         nodes: all nodes.
     """
 
     def __init__(self, pods: Informer[PodView], nodes: Informer[ClusterNode]) -> None:
         self._pods, self._nodes = pods, nodes
         self.ordered: set[ReplicaKey] = set()
-        """The replicas that this scheduler has told to stop or end."""
+        """The replicas that this scheduler has signalled to stop or end."""
         self._changes = 0
         self._absent: dict[str, float] = {}
-        """Since when nodes are not there that pods are bound to."""
+        """Missing nodes of pods, and since when they are missing."""
         self._known: dict[str, _Judged] = {}
-        """By name of their pods the replicas' states, except where time counts."""
+        """Cached states by pod name, except states that depend on the time."""
         self._made = Derived([nodes, pods, self], self._make)
 
     @property
@@ -56,12 +56,12 @@ class ReplicaStates:
         return self._changes
 
     def check(self) -> None:
-        """See to it that time counts while the node of a replica is not there."""
+        """Count a change while the node of a replica is missing: states then depend on time."""
         if self._absent:
             self._changes += 1
 
     def all(self) -> list[tuple[PodView, ReplicaState]]:
-        """Return all pods of ours, each with the state of its replica.
+        """Return all our pods, each with the state of its replica.
 
         Raises:
             ClusterUnavailableError: see `Informer.check`.
@@ -74,12 +74,12 @@ class ReplicaStates:
         return self._state(pod, node, ordered=pod.key in self.ordered)
 
     def order(self, keys: Iterable[ReplicaKey]) -> None:
-        """Note replicas that this scheduler has told to stop or end."""
+        """Record that this scheduler signals replicas to stop or end."""
         self.ordered.update(keys)
         self._changes += 1
 
     def forget(self, key: ReplicaKey) -> None:
-        """Forget what a replica was told."""
+        """Forget the signals of a replica."""
         if key in self.ordered:
             self.ordered.discard(key)
             self._changes += 1
@@ -94,7 +94,7 @@ class ReplicaStates:
         for pod in pods:
             node, ordered = nodes.get(pod.node), pod.key in self.ordered
             last = known.get(pod.name)
-            # Of ten thousand, few differ from one look to the next.
+            # Of ten thousand states, few change between two listings.
             if last is None or not last.holds(pod, node, ordered=ordered):
                 last = _Judged(pod, node, ordered, self._state(pod, node, ordered=ordered))
             if pod.node not in absent:
@@ -107,6 +107,6 @@ class ReplicaStates:
         return replica_state(pod, node, gone=gone, ordered=ordered)
 
     def _is_gone(self, node: str) -> bool:
-        """Return whether a node that is not there has not been for a while."""
+        """Return whether a node has been missing for a while."""
         now = time.monotonic()
         return now - self._absent.setdefault(node, now) >= ABSENCE

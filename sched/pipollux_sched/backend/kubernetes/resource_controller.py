@@ -1,13 +1,14 @@
-"""Keeps jobs and their custom resources in step.
+"""Synchronisation of jobs and their custom resources.
 
-A job's resource is what its users create, suspend and delete; the store is what has become of it.
-Each job has a resource: one that was submitted over REST is given one. So that either side may go
-away for a while, each knows the other: a job keeps the uid of its resource in a file of its folder
-(`ResourceLink`), and the status of a resource names the state directory that knows its job. Then
+Users create, suspend and delete the resource of a job; the store has the job's state. Every job has
+a resource: for one submitted over REST it is created. Each side records its link to the other, so
+that either may be unavailable for a while: a job keeps the uid of its resource in a file of its
+folder (`ResourceLink`), and the status of a resource names the state directory that knows its job.
+Then
 
-* a resource without a job is submitted, but deleted if its job was known and was deleted;
-* a job without a resource is given one, but cancelled and deleted if it had one;
-* `spec.suspend` and the job's own suspension follow the one that was changed last.
+* a resource without a job is submitted, or deleted if its job was known and was deleted;
+* a job without a resource is given one, or cancelled and deleted if it had one;
+* of `spec.suspend` and the job's own suspension, the one that changed last wins.
 """
 
 from __future__ import annotations
@@ -56,26 +57,26 @@ _LOG = logging.getLogger(__name__)
 STEP_INTERVAL = 10.0
 """Seconds between two updates of a status in which only the step has changed."""
 PAUSE = 0.5
-"""Seconds after which the store is looked at again."""
+"""Seconds between two passes over the store."""
 SHARE = 0.1
-"""Share of a core that looking may take, as the store of thousands of jobs changes all the time."""
+"""Largest share of a core for these passes: the store of thousands of jobs changes constantly."""
 LONGEST_REST = 5.0
-"""Seconds at most for which nothing is looked at for that."""
+"""Longest pause in seconds for that limit."""
 MADE_BY = f"{names.GROUP}/made-by"
-"""Annotation of a resource that was made for a job: the state directory that knows the job."""
+"""Annotation of a resource that was created for a job: the state directory that knows the job."""
 
 
 _Both: TypeAlias = tuple[JobResource, JobRecord, int | None]
-"""A resource, its job, and the steps that it has made."""
+"""A resource, its job, and the job's steps so far."""
 
 
 @dataclass(frozen=True)
 class ResourceLink:
-    """What a job knows of its resource."""
+    """The link from a job to its resource."""
 
     uid: str
     suspend: bool
-    """What both sides had agreed on."""
+    """The suspension that both sides last agreed on."""
 
 
 class ResourceController:
@@ -100,16 +101,16 @@ class ResourceController:
         self._identity = _identity(state_dir)
         self._written: dict[str, float] = {}
         self._in_step: dict[str, _Both] = {}
-        """What was found in step, by job, so that nothing is to be done until it changes."""
+        """Pairs that were in step, by job: nothing to do until they change."""
         self._changed = threading.Event()
         self._actions: JobActions
         self._problems: dict[str, str] = {}
 
     def run(self, jobs: JobActions, ending: threading.Event) -> None:
-        """Keep them in step until the end.
+        """Synchronise until the end.
 
         Args:
-            jobs: the jobs, and what can be done with them.
+            jobs: the jobs, and the commands on them.
             ending: set when to return.
         """
         seen: tuple[int, int] | None = None
@@ -123,18 +124,18 @@ class ResourceController:
             self._changed.clear()
 
     def wake(self) -> None:
-        """Tell that a resource has changed; any thread may call it."""
+        """Signal that a resource has changed; any thread may call it."""
         self._changed.set()
 
     def step(self, actions: JobActions) -> bool:
-        """Bring both sides in step once; return False if something is to be done again."""
+        """Synchronise both sides once; return False if something must be retried."""
         self._actions = actions
         try:
             resources = {found.name: found for found in self._resources.values()}
             jobs = {job.name: job for job in actions.jobs()}
             steps = actions.steps()
         except ClusterUnavailableError as error:
-            _LOG.debug("resources are not looked at: %s", error)
+            _LOG.debug("the resources cannot be read: %s", error)
             return False
         done = True
         for name in sorted(resources.keys() | jobs.keys()):
@@ -153,10 +154,10 @@ class ResourceController:
         return done
 
     def owner(self, job: str) -> Owner:
-        """Return what the objects of a job belong to.
+        """Return the owner of a job's objects.
 
         Raises:
-            ClusterUnavailableError: its resource is not there yet, or not any more.
+            ClusterUnavailableError: its resource does not exist yet, or no longer.
         """
         found = self._resources.find((self._api.namespace, job))
         link = self._link(job)
@@ -167,7 +168,7 @@ class ResourceController:
     def _bring_in_step(
         self, name: str, resource: JobResource | None, job: JobRecord | None, step: int | None
     ) -> None:
-        # With thousands of jobs, to read all links and to compose all statuses takes too long.
+        # For thousands of jobs, reading all links and composing all statuses takes too long.
         known = self._in_step.pop(name, None)
         if known is not None and known == (resource, job, step):
             self._in_step[name] = known
@@ -185,7 +186,7 @@ class ResourceController:
             self._adopt(job, resource)
         elif link.uid != resource.uid or resource.deleted:
             self._remove_job(job)
-            if not resource.deleted:  # it is taken up when the earlier one is gone
+            if not resource.deleted:  # it is submitted when the earlier job is gone
                 self._write_status(resource, succeeding_status(resource, time.time()))
         else:
             self._agree_on_suspension(job, resource, link)
@@ -218,7 +219,7 @@ class ResourceController:
             raise
 
     def _make_resource(self, job: JobRecord) -> None:
-        """Give a resource to a job that was submitted over REST."""
+        """Create a resource for a job that was submitted over REST."""
         spec = resource_spec(job.spec) | {"suspend": job.state.suspended}
         made = self._api.create(
             Job,
@@ -232,7 +233,7 @@ class ResourceController:
             self._keep_link(job.name, ResourceLink(made["metadata"]["uid"], job.state.suspended))
 
     def _adopt(self, job: JobRecord, resource: JobResource) -> None:
-        """ResourceLink a job to the resource that was made for it before a scheduler was killed."""
+        """Link a job to the resource that was created for it before a scheduler was killed."""
         if resource.annotations.get(MADE_BY) == self._identity:
             self._keep_link(job.name, ResourceLink(resource.uid, job.state.suspended))
             return
@@ -250,7 +251,7 @@ class ResourceController:
     def _agree_on_suspension(
         self, job: JobRecord, resource: JobResource, link: ResourceLink
     ) -> None:
-        """Let the side that has changed decide; the resource where both have."""
+        """Apply the suspension of the side that has changed; the resource wins if both have."""
         if job.phase.ended:
             return
         if resource.suspended != link.suspend:
@@ -262,7 +263,7 @@ class ResourceController:
             self._keep_link(job.name, ResourceLink(link.uid, job.state.suspended))
 
     def _write_job_status(self, job: JobRecord, resource: JobResource, step: int | None) -> bool:
-        """Write the status of a job's resource; return whether it was right already."""
+        """Write the status of a job's resource; return whether it was up to date."""
         wanted = job_status(job, resource, self._identity, step)
         if not job.phase.ended:
             self._note_template(resource, wanted)
@@ -282,7 +283,7 @@ class ResourceController:
         return False
 
     def _note_template(self, resource: JobResource, status: dict[str, Any]) -> None:
-        """Tell of a template that was changed to one that no further pod is made from."""
+        """Add a condition if the template was changed to one that cannot be used."""
         try:
             check_template(resource.name, resource.owner.template, self._options)
         except SpecError as error:
@@ -299,7 +300,7 @@ class ResourceController:
             self._resources.note(written)
             self._written[resource.name] = time.monotonic()
 
-    # What a job knows of its resource
+    # The link from a job to its resource
 
     def _link_file(self, job: str) -> Path:
         return self._state_dir.job(job) / "kubernetes.json"
@@ -322,7 +323,7 @@ class ResourceController:
 
 
 def rest_after(seconds: float) -> float:
-    """Return for how long nothing is looked at after a look that has computed for some seconds.
+    """Return the pause after a pass that has computed for some seconds.
 
     Example:
         >>> rest_after(0.02), rest_after(0.2), rest_after(10.0)
@@ -332,7 +333,7 @@ def rest_after(seconds: float) -> float:
 
 
 def _identity(state_dir: StateDir) -> str:
-    """Return what tells a state directory from all others, made where there is none yet."""
+    """Return the unique identity of a state directory; create it if necessary."""
     path = state_dir.path / "kubernetes.id"
     with suppress(OSError, ValueError):
         if kept := path.read_text(encoding="ascii").strip():

@@ -34,15 +34,15 @@ _LOG = logging.getLogger(__name__)
 class TrainJobEngine(KubernetesEngine):
     """Runs attempts as TrainJobs: for clusters with Kubeflow Trainer, its queues and its gangs.
 
-    The Trainer's controllers make the pods, all from one template: placements are even, and any
-    change of an allocation is another TrainJob. Their pods cannot carry our finalizer. So the
-    status of one that is deleted is known from the watch; what is deleted while no scheduler runs
-    counts as lost.
+    The Trainer's controllers create all pods from one template: placements are even, and any change
+    of an allocation is another TrainJob. These pods cannot carry our finalizer, so the exit status
+    of a deleted pod is known only from the watch; pods that are deleted while no scheduler runs
+    count as lost.
     """
 
     name = "kubernetes"
     even = True
-    grows = False  # a TrainJob has as many pods as it was made with
+    grows = False  # the number of pods of a TrainJob is fixed
 
     def _more_mirrors(self) -> list[Informer[Any]]:
         label = {names.SCHEDULER_LABEL: self._options.scheduler}
@@ -53,10 +53,10 @@ class TrainJobEngine(KubernetesEngine):
 
     @staticmethod
     def _last_view(pod: PodView) -> PodView:
-        """Return what is kept of a deleted pod: nothing of it runs any more."""
+        """Return the view of a deleted pod, all containers of which have ended."""
         return pod._replace(deletion_grace=0)
 
-    def start(self, program: ReplicaProgram, launch: Launch, replica: int) -> None:  # noqa: ARG002  # all at once
+    def start(self, program: ReplicaProgram, launch: Launch, replica: int) -> None:  # noqa: ARG002  # one TrainJob for all replicas
         """Create the TrainJob of an attempt, with its first replica."""
         name = trainjob_name(launch.job, launch.attempt)
         if self._trainjobs.find((self.namespace, name)) is not None:
@@ -93,20 +93,20 @@ class TrainJobEngine(KubernetesEngine):
                 self._trainjobs.note(patched)
         if signal is Signal.STOP:
             return
-        for pod in self._pods.group(key.job):  # of a replica there may be two: see `_by_key`
+        for pod in self._pods.group(key.job):  # a replica may have two: see `_by_key`
             grace = pod.deletion_grace
             if pod.key == key and pod.terminated is None and (grace is None or grace > KILL_GRACE):
                 self._api.delete(Pod, pod.name, KILL_GRACE)
 
     def _keep_log(self, pod: PodView) -> None:
-        """Bring the log of a pod that is about to be deleted, or follow it to its end."""
+        """Copy the log of a pod that will be deleted, or follow it to its end."""
         self._expect_end(pod)
         if pod.terminated is not None:
-            with suppress(BackendError):  # how it ended is known without its last lines
+            with suppress(BackendError):  # the outcome is known without its last lines
                 self.fetch_log(pod.key)
 
     def _make_replicas(self) -> dict[ReplicaKey, ReplicaState]:
-        """Return the replicas of all TrainJobs, those too whose pods are not made yet."""
+        """Return the replicas of all TrainJobs, including those whose pods do not exist yet."""
         states = {pod.name: state for pod, state in self._states.all()}
         pods = _by_key(pod for pod, _ in self._states.all())
         found: dict[ReplicaKey, ReplicaState] = {}
@@ -118,7 +118,7 @@ class TrainJobEngine(KubernetesEngine):
         return found
 
     def forget(self, job: str, attempt: int) -> None:
-        """Delete the TrainJob, and with it all that the Trainer has made from it."""
+        """Delete the TrainJob, and with it all objects that the Trainer has created."""
         try:
             self._api.delete(TrainJob, trainjob_name(job, attempt))
             for pod in self._pods.group(job):
@@ -129,7 +129,7 @@ class TrainJobEngine(KubernetesEngine):
         self._forget_keys(job, attempt)
 
     def recover(self, adopted: Collection[tuple[str, int]], grace: float) -> list[str]:
-        """End TrainJobs that nobody looks after: see `Engine`."""
+        """End TrainJobs that were not adopted: see `Engine`."""
         with_pods = {pod.key[:2] for pod in self._pods.values()}
         others = [
             one
@@ -147,7 +147,7 @@ class TrainJobEngine(KubernetesEngine):
 
 
 def _by_key(pods: Iterable[PodView]) -> dict[ReplicaKey, PodView]:
-    """Return the pods of replicas; the one that has ended, where another took its place."""
+    """Return the pods by replica; if one pod replaced another, the one that has ended."""
     found: dict[ReplicaKey, PodView] = {}
     for pod in pods:
         if pod.key not in found or pod.terminated is not None:
@@ -162,6 +162,6 @@ def _without_pod(trainjob: TrainJobView) -> ReplicaState:
         return ReplicaState(handle, ended=Ended(None, ReplicaResult(error=error)))
     if trainjob.suspended:
         return ReplicaState(
-            handle, ended=Ended(None, lost="Its pod is gone, and was not seen end.")
+            handle, ended=Ended(None, lost="Its pod is gone, and its exit status is unknown.")
         )
     return ReplicaState(handle, f"TrainJob {trainjob.name} has no pod for it yet.")

@@ -1,4 +1,4 @@
-"""An attempt as a TrainJob of Kubeflow Trainer, and what one says about itself."""
+"""Conversion of attempts to TrainJobs of Kubeflow Trainer, and of their states."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .pods import (
 __all__ = ["TrainJobView", "check_even", "make_trainjob", "trainjob_name", "view_trainjob"]
 
 MANAGER = f"{names.GROUP}/scheduler"
-"""Manager of our runtime patches."""
+"""Field manager of our runtime patches."""
 CONTAINER = "node"
 """The container of a runtime that the Trainer fills in; also the name of its replicated job."""
 QUEUE_ANNOTATION = "scheduling.volcano.sh/queue-name"
@@ -38,7 +38,7 @@ _INDEX = f"metadata.annotations['{names.INDEX_LABEL}']"
 
 
 class TrainJobView(NamedTuple):
-    """What is kept of a TrainJob of ours."""
+    """The relevant fields of one of our TrainJobs."""
 
     name: str
     job: str
@@ -55,7 +55,7 @@ def trainjob_name(job: str, attempt: int) -> str:
 
 
 def view_trainjob(trainjob: Object) -> TrainJobView | None:
-    """Return what is to be known of a TrainJob; None if its labels name no attempt."""
+    """Return the relevant fields of a TrainJob; None if its labels identify no attempt."""
     metadata, spec = trainjob["metadata"], trainjob.get("spec") or {}
     labels = metadata.get("labels") or {}
     key = names.key_of({**labels, names.REPLICA_LABEL: "0"})
@@ -78,10 +78,10 @@ def view_trainjob(trainjob: Object) -> TrainJobView | None:
 
 
 def check_even(launch: Launch) -> None:
-    """Refuse an attempt whose nodes do not all have the same number of replicas.
+    """Reject an attempt whose nodes do not all have the same number of replicas.
 
     Raises:
-        BackendError: a TrainJob cannot say so: all of its pods come from one template.
+        BackendError: a TrainJob cannot express it: all of its pods come from one template.
     """
     counts = Counter(launch.nodes)
     if len(set(counts.values())) > 1:
@@ -97,10 +97,10 @@ def make_trainjob(
 ) -> Object:
     """Return the TrainJob of an attempt.
 
-    Its pods are alike, so each reads its number from what the Job controller gives it.
+    Its pods are identical, so each gets its index from the Job controller.
 
     Args:
-        program: what its replicas run.
+        program: the program of its replicas.
         launch: the attempt.
         owner: the custom resource of its job.
         options: of the backend.
@@ -139,7 +139,7 @@ def make_trainjob(
 
 
 def _patch(labels: Mapping[str, str], launch: Launch, options: KubernetesOptions) -> dict[str, Any]:
-    """Return what is put over the pod template of the runtime."""
+    """Return the patch of the runtime's pod template."""
     mounted = mounts((), options)
     volumes: list[dict[str, Any]] = [{"name": SHARED_MEMORY, "emptyDir": {"medium": "Memory"}}]
     if any(mount["name"] == CHECKPOINTS for mount in mounted):
@@ -165,7 +165,7 @@ def _patch(labels: Mapping[str, str], launch: Launch, options: KubernetesOptions
 
 
 def _affinity(labels: Mapping[str, str], launch: Launch) -> dict[str, Any]:
-    """Return what keeps the pods on the nodes of a launch, evenly."""
+    """Return the affinity that places the pods evenly on the nodes of a launch."""
     nodes = sorted(set(launch.nodes))
     here = {"key": names.HOST_NAME_LABEL, "operator": "In", "values": nodes}
     apart = {

@@ -1,7 +1,7 @@
 """Watches of the API server, which keep mirrors up to date.
 
-A watch lists the objects of a kind once, and follows their changes from there on. When the server
-no longer knows the changes since then (status 410), it lists them again.
+A watch lists the objects of a kind once, and follows their changes from that version on. If the
+server no longer has these changes (status 410), the watch lists the objects again.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ QUIET = 60.0
 """Seconds without a change after which a watch is renewed: its connection may be dead."""
 FIRST_PAUSE = 0.2
 LONGEST_PAUSE = 5.0
-"""Seconds between two attempts to reach the server."""
+"""Longest pause in seconds between two attempts to reach the server."""
 _GONE = 410
 
 
 class Mirrors:
-    """Keeps mirrors up to date, in a thread of its own.
+    """Keeps mirrors up to date, in a separate thread.
 
     Args:
-        config: how to reach the cluster.
-        mirrors: what to keep up to date.
+        config: the client configuration.
+        mirrors: the mirrors.
         beside: runs beside the watches, with their client, until it is cancelled.
     """
 
@@ -57,7 +57,7 @@ class Mirrors:
 
     def call(self, function: Callable[[], None]) -> None:
         """Call a function in the thread of the watches; do not wait for it."""
-        with contextlib.suppress(RuntimeError):  # it has ended
+        with contextlib.suppress(RuntimeError):  # the thread has ended
             self._loop.call_soon_threadsafe(function)
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ class Mirrors:
     def _run(self) -> None:
         try:
             self._loop.run_until_complete(self._follow_all())
-        except Exception as error:  # whatever it is, engines must not trust old objects
+        except Exception as error:  # whatever the error, engines must not trust old objects
             _LOG.exception("the watches of the Kubernetes API have ended")
             for informer in self._informers:
                 informer.fail(f"the watches of the Kubernetes API have ended: {error}")
@@ -90,18 +90,18 @@ class Mirrors:
                 task.cancel()
             await asyncio.gather(ending, *tasks, return_exceptions=True)
             for task in done - {ending}:
-                await task  # raises what has ended it
+                await task  # raises the error that ended it
 
 
 async def _follow(client: AsyncClient, informer: Informer[Any]) -> None:
-    """Keep a mirror up to date for ever."""
+    """Keep a mirror up to date until cancelled."""
     pause = FIRST_PAUSE
     while True:
         try:
             version = await _list(client, informer)
             pause = FIRST_PAUSE
             await _watch(client, informer, version)
-            continue  # the server no longer knows the changes: list again
+            continue  # the server no longer has the changes: list again
         except httpx2.HTTPError as error:
             problem = describe_error(error)
         except (ConfigError, OSError, ValueError) as error:
@@ -114,7 +114,7 @@ async def _follow(client: AsyncClient, informer: Informer[Any]) -> None:
 
 
 async def _list(client: AsyncClient, informer: Informer[Any]) -> str:
-    """List a mirror's objects; return the version from which their changes are to be followed."""
+    """List a mirror's objects; return the version from which to follow changes."""
     chosen = informer.selection
     listed = client.list(
         chosen.kind,
@@ -123,7 +123,7 @@ async def _list(client: AsyncClient, informer: Informer[Any]) -> str:
         fields=chosen.fields,
         chunk_size=500,
     )
-    # Each at once, as thousands of pods as JSON take hundreds of megabytes.
+    # Convert each at once: thousands of pods as JSON take hundreds of megabytes.
     kept = dict(filter(None, [informer.read(dict(found)) async for found in listed]))
     version = str(listed.resourceVersion)
     informer.replace(kept, version)
@@ -131,7 +131,7 @@ async def _list(client: AsyncClient, informer: Informer[Any]) -> str:
 
 
 async def _watch(client: AsyncClient, informer: Informer[Any], version: str) -> None:
-    """Follow changes from a version on; return when the server no longer knows it."""
+    """Follow changes from a version on; return when the server no longer has them."""
     while True:
         changes = _changes(client, informer.selection, version)
         try:
@@ -167,7 +167,7 @@ def _changes(
 
 
 async def _ping(client: AsyncClient, chosen: Selection) -> None:
-    """Ask for one object, to find out whether the server answers."""
+    """Request one object to check that the server answers."""
     async for _ in client.list(chosen.kind, **_where(chosen), chunk_size=1):
         break
 

@@ -1,8 +1,8 @@
-"""The folder of an attempt: what its processes leave there, and on which devices they run.
+"""The folder of an attempt on this machine: its devices, and the files of its processes.
 
-``attempt.json`` is written before the first process is started; beside it, for replica R, lie
-``replica-R.json`` (the status that its runner writes) and ``replica-R.result.json`` (what its agent
-leaves).
+``attempt.json`` is written before the first process is started; beside it are, for replica R,
+``replica-R.json`` (the status of its runner) and ``replica-R.result.json`` (the result of its
+agent).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NAME = re.compile(r"attempt-(\d+)/replica-(\d+)\.json")
 
 @dataclass(frozen=True, kw_only=True)
 class LocalPlacement:
-    """Where the replicas of an attempt run on this machine."""
+    """The devices and port of an attempt on this machine."""
 
     devices: Mapping[int, Mapping[str, str]]
     """The device variables of each replica, by its id."""
@@ -52,7 +52,7 @@ class AttemptFolder:
         return self.path / f"replica-{replica}.json"
 
     def result(self, replica: int) -> Path:
-        """Return the file in which a replica's agent leaves its result."""
+        """Return the result file of a replica's agent."""
         return self.path / f"replica-{replica}.result.json"
 
     def agent(self, replica: int) -> Path:
@@ -71,7 +71,7 @@ class AttemptFolder:
                 remove(other)
 
     def write(self, placement: LocalPlacement) -> None:
-        """Write the placement; it is on the disk when this returns.
+        """Write the placement durably.
 
         Raises:
             OSError: it cannot be written.
@@ -80,7 +80,7 @@ class AttemptFolder:
         write_aside(self.path / "attempt.json", data.encode(), PRIVATE)
 
     def placement(self) -> LocalPlacement | None:
-        """Read the placement; None if it was never written, or not by this version."""
+        """Read the placement; None if it does not exist, or is of another version."""
         try:
             text = (self.path / "attempt.json").read_text(encoding="utf-8")
             data: dict[str, Any] = json.loads(text)
@@ -91,7 +91,7 @@ class AttemptFolder:
 
 
 def remove(folder: Path) -> None:
-    """Remove the folder of an attempt that is over; what cannot be removed stays."""
+    """Remove the folder of an attempt that has ended, as far as possible."""
     with suppress(OSError):
         shutil.rmtree(folder)
 

@@ -1,4 +1,4 @@
-"""The virtual nodes of this machine, read again whenever the cluster file changes."""
+"""The virtual nodes of this machine, reloaded whenever the cluster file changes."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _LOG = logging.getLogger(__name__)
 
 
 class VirtualNodes:
-    """The nodes of a cluster file, or of a cluster that stays as it is.
+    """The nodes of a cluster file, or of a fixed cluster.
 
-    A file that has become wrong, or that would give the GPUs of a node to another one, changes
-    nothing: jobs may run on them.
+    A file that becomes invalid, or would move the GPUs of a node to another one, is ignored: jobs
+    may run on them.
 
     Args:
         cluster: the nodes, or the path of their file.
 
     Raises:
         BackendError: the machine has fewer GPUs than the nodes.
-        SpecError: the file cannot be read, or says something that is not allowed.
+        SpecError: the file cannot be read, or is invalid.
     """
 
     def __init__(self, cluster: ClusterSpec | Path) -> None:
@@ -63,7 +63,7 @@ class VirtualNodes:
         self._nodes, self.devices = nodes, devices
 
     def _sign(self) -> tuple[int, int] | None:
-        """Return what differs when the file has been written again; None if it is not there."""
+        """Return a signature that changes when the file is written; None without a file."""
         try:
             stat = os.stat(self._file) if self._file is not None else None
         except OSError:

@@ -1,10 +1,10 @@
 """Replicas as processes of this machine, on virtual nodes.
 
 A virtual node is a name and a number of slots. A slot of a CPU node is a CPU device of one thread;
-a slot of a GPU node is one GPU, and the GPU nodes share out the machine's GPUs in the order in
-which they are listed. Each pipeline replica is one torchrun agent, which sees only its own GPUs.
+a slot of a GPU node is one GPU, and the GPU nodes divide the machine's GPUs in the order in which
+they are listed. Each pipeline replica is one torchrun agent, which sees only its own GPUs.
 
-The processes do not depend on the scheduler that started them: when it is killed they go on, and
+The processes do not depend on the scheduler that started them: if it is killed they continue, and
 the next scheduler of the state directory finds them by the files of their runners.
 """
 
@@ -45,7 +45,7 @@ __all__ = ["LocalEngine", "check_local"]
 
 
 def check_local(spec: JobSpec) -> None:
-    """Refuse a job that cannot run as processes of this machine: one in a container.
+    """Reject a job that cannot run as processes of this machine: one in a container.
 
     Raises:
         SpecError: it has an image.
@@ -68,7 +68,7 @@ class LocalEngine(Engine):
 
     Raises:
         BackendError: the machine has fewer GPUs than the nodes.
-        SpecError: the file cannot be read, or says something that is not allowed.
+        SpecError: the file cannot be read, or is invalid.
     """
 
     name = "local"
@@ -85,13 +85,13 @@ class LocalEngine(Engine):
         self._state_dir = state_dir
         self._pass_on = frozenset(pass_environment)
         self._replicas: dict[ReplicaKey, LocalReplica] = {}
-        # By attempt: torchrun listens seconds after it was given a port.
+        # By attempt: torchrun starts to listen seconds after it was given a port.
         self._ports: dict[tuple[str, int], int] = {}
         self._version = 0
         self._looked = False
 
     def check(self, spec: JobSpec) -> None:
-        """Refuse a job with an image, or of a user as which it cannot run: see `Engine`."""
+        """Reject a job with an image, or of a user as which it cannot run: see `Engine`."""
         check_local(spec)
         check_account(spec)
 
@@ -104,7 +104,7 @@ class LocalEngine(Engine):
         return program.checkpoints_in(self._state_dir)
 
     def start(self, program: ReplicaProgram, launch: Launch, replica: int) -> None:
-        """Start a replica; where it may run is on the disk before its first process is started."""
+        """Start a replica; its placement is written to disk before its first process starts."""
         key = launch.key(replica)
         if key in self._replicas:
             return
@@ -144,7 +144,7 @@ class LocalEngine(Engine):
             self._replicas[key].send(signal)
 
     def listing(self) -> Listing:
-        """Return the replicas; those of an earlier scheduler by what their runners have written."""
+        """Return the replicas; those of an earlier scheduler from their runners' status files."""
         if not self._looked:
             self._looked = True
             for key in replicas_in(self._state_dir):
@@ -156,12 +156,12 @@ class LocalEngine(Engine):
         return Listing(self._version, {key: r.state() for key, r in self._replicas.items()})
 
     def holds(self, launch: Launch) -> bool:
-        """Return whether the slots of an attempt still stand for the devices that it runs on."""
+        """Return whether the slots of an attempt still refer to the devices that it runs on."""
         nodes = self._nodes.nodes()
         if not all(name in nodes for name in launch.nodes):
             return False
         placement = AttemptFolder(self._state_dir, launch.job, launch.attempt).placement()
-        # One of a replica that was to be started, or has ended, need not be there.
+        # A replica that was not started yet, or has ended, may be missing.
         now = self._devices_of(launch)
         return placement is not None and all(
             placement.devices.get(replica, found) == found for replica, found in now.items()
@@ -208,11 +208,11 @@ class LocalEngine(Engine):
     def _place(
         self, folder: AttemptFolder, launch: Launch, program: ReplicaProgram
     ) -> LocalPlacement:
-        """Return where an attempt runs; written to disk the first time."""
+        """Return the placement of an attempt; written to disk the first time."""
         placement = folder.placement()
         if placement is None:
             logs = self._state_dir.log(*launch.keys[0]).parent
-            # The agent makes another user's folder, as that user.
+            # The agent creates another user's folder, as that user.
             own = () if program.run_as else (Path(launch.checkpoints),)
             for needed in (*own, logs):
                 needed.mkdir(mode=0o700, parents=True, exist_ok=True)

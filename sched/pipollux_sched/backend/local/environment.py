@@ -20,7 +20,7 @@ class Devices:
     """The devices that a replica may use, as environment variables.
 
     Args:
-        nodes: all nodes of the cluster; its GPU nodes share out the machine's GPUs in this order.
+        nodes: all nodes of the cluster; its GPU nodes divide the machine's GPUs in this order.
     """
 
     def __init__(self, nodes: Mapping[str, Node]) -> None:
@@ -28,7 +28,7 @@ class Devices:
         self._first_gpu = _first_gpus(nodes)
 
     def moved(self, other: Devices) -> list[str]:
-        """Return the GPU nodes of both that begin with another GPU there."""
+        """Return the GPU nodes of both whose first GPU differs."""
         return [
             name
             for name, first in self._first_gpu.items()
@@ -36,7 +36,7 @@ class Devices:
         ]
 
     def of(self, node: str, slots: Sequence[int]) -> dict[str, str]:
-        """Return the variables that show a replica its devices, and hide all others."""
+        """Return the variables that show only its devices to a replica."""
         if self._nodes[node].spec.kind == "cpu":
             return cpu_variables(len(slots))
         visible = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
@@ -71,11 +71,11 @@ def replica_environment(
     """Return the complete environment of one replica.
 
     Args:
-        program: what it runs.
+        program: the program of the replica.
         launch: its attempt.
-        replica: which of its replicas.
+        replica: its id.
         devices: the variables that show it its devices.
-        marks: the variables that its processes are found by.
+        marks: the variables by which its processes are found.
         pass_on: variables of the scheduler passed in addition to those of `inherited`.
     """
     return {
@@ -104,7 +104,7 @@ def loopback_interface() -> str | None:
 
 
 def _first_gpus(nodes: Mapping[str, Node]) -> dict[str, int]:
-    """Divide the machine's GPUs among GPU nodes: return the index of each one's first GPU."""
+    """Divide the machine's GPUs among GPU nodes: return the index of each node's first GPU."""
     first, shared = 0, {}
     for name, node in nodes.items():
         if node.spec.kind == "gpu":

@@ -23,9 +23,9 @@ TIMEOUT = 10.0
 TORCH_TIMEOUT = 120.0
 """Timeout in seconds of torch: its import alone is slow from a cold disk."""
 CGROUP = Path("/sys/fs/cgroup")
-"""Where a container finds its resource limits."""
+"""The cgroup file system, with the resource limits of a container."""
 _DEVICE_FILES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
-"""At least one of these exists where there is a GPU, of NVIDIA or AMD."""
+"""At least one of these exists on machines with a GPU of NVIDIA or AMD."""
 
 
 def this_machine() -> ClusterSpec:
@@ -47,7 +47,7 @@ def this_machine() -> ClusterSpec:
 
 
 def node_name(host: str) -> str:
-    """Return a node name made from a host name: ``gpu-box`` of ``GPU_Box.example.com``."""
+    """Return a node name for a host name: ``gpu-box`` for ``GPU_Box.example.com``."""
     name = re.sub(r"[^a-z0-9]+", "-", host.partition(".")[0].lower())[:50].strip("-")
     return name if name[:1].isalpha() else f"node-{name}".strip("-")
 
@@ -77,8 +77,8 @@ def _limit(name: str) -> str:
 def count_gpus() -> int:
     """Return the number of GPUs that child processes may use.
 
-    ``CUDA_VISIBLE_DEVICES`` is respected. NVIDIA's tools count them; where these are not installed
-    although there is a GPU, torch does, in a process of its own. Without an answer the count is 0.
+    ``CUDA_VISIBLE_DEVICES`` is respected. NVIDIA's tools count them; if these are not installed
+    although there is a GPU, torch does, in a separate process. Without a result the count is 0.
     """
     there = _installed_gpus()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -86,13 +86,13 @@ def count_gpus() -> int:
 
 
 def visible_gpus(value: str, installed: int | None = None) -> list[str]:
-    """Return the GPUs that a value of ``CUDA_VISIBLE_DEVICES`` names, by CUDA's rules.
+    """Return the GPUs that a value of ``CUDA_VISIBLE_DEVICES`` selects, by CUDA's rules.
 
-    The list ends at the first entry that names no GPU, and a repeated one makes it empty.
+    The list ends at the first invalid entry, and a repeated entry makes it empty.
 
     Args:
         value: indices, or identifiers that begin with ``GPU-`` or ``MIG-``, separated by commas.
-        installed: number of GPUs of the machine; None: indices are not compared with it.
+        installed: number of GPUs of the machine; None: indices are not checked.
 
     Example:
         >>> visible_gpus("2,0,-1,1"), visible_gpus("0,0"), visible_gpus("none")
@@ -122,7 +122,7 @@ def _installed_gpus() -> int:
 
 
 def _ask_torch() -> int:
-    # In this process it would keep hundreds of megabytes and a context on each GPU, for months.
+    # In this process torch would keep hundreds of megabytes and a context on each GPU for months.
     code = "import torch; print(torch.cuda.device_count())"
     everything = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
     counted = _run([sys.executable, "-c", code], TORCH_TIMEOUT, everything).strip()
@@ -143,10 +143,10 @@ def _run(
 
 
 def check_gpus(nodes: Mapping[str, Node]) -> None:
-    """Refuse GPU nodes that this machine has too few GPUs for: every job on them would fail.
+    """Reject GPU nodes with more GPUs than this machine has: every job on them would fail.
 
     Raises:
-        BackendError: with the number of GPUs needed and the number there are.
+        BackendError: with the number of GPUs needed and available.
     """
     wanted = sum(node.slots for node in nodes.values() if node.spec.kind == "gpu")
     there = count_gpus() if wanted else 0

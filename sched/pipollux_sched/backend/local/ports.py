@@ -14,11 +14,11 @@ _PORTS = range(20_000, 32_000)
 def free_port(promised: Collection[int] = ()) -> int:
     """Return a port of the loopback interface that is free at the moment.
 
-    It lies below the range of ephemeral ports, so that no outgoing connection can take it before
+    It lies below the range of ephemeral ports, so that no outgoing connection can use it before
     torchrun listens.
 
     Args:
-        promised: ports that others will listen on, so not free either.
+        promised: ports that others will listen on.
     """
     for _ in range(100):
         port = secrets.choice(_PORTS)

@@ -1,9 +1,8 @@
-"""Find every process that belongs to a job, and end it.
+"""Find every process of a job, and end it.
 
-torchrun starts its workers in sessions of their own, so killing an agent's process group leaves
-them behind; and once an agent is dead its workers are no longer its children. So processes are
-found in two ways: as descendants of the agents, and by variables in the environment that children
-inherit.
+torchrun starts its workers in separate sessions, so killing an agent's process group leaves them
+behind; and once an agent is dead its workers are no longer its children. So processes are found in
+two ways: as descendants of the agents, and by variables in the environment that children inherit.
 """
 
 from __future__ import annotations

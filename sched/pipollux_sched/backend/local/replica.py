@@ -23,12 +23,12 @@ LINGER = 1.0
 class LocalReplica:
     """The processes of one replica, started by this scheduler or an earlier one.
 
-    It has ended when its runner has, and no process of it is left.
+    It has ended when its runner has ended and none of its processes is left.
 
     Args:
         process: its runner.
-        result: returns what its agent has left.
-        marks: the variables that its processes are found by.
+        result: returns the result of its agent.
+        marks: the variables by which its processes are found.
         clock: returns the time in seconds; must be monotonic.
     """
 
@@ -47,7 +47,7 @@ class LocalReplica:
         self._ended: Ended | None = None
 
     def state(self) -> ReplicaState:
-        """Return how it is; end what its agent has left behind."""
+        """Return its state; end processes that its agent has left behind."""
         handle = str(self._process.pid)
         status = self._process.poll()
         if status is None or self._ended is not None:
@@ -60,7 +60,7 @@ class LocalReplica:
                 processes.kill(left)
             return ReplicaState(handle)
         result = self._result()
-        # An agent that was stopped before it could note so has left nothing.
+        # An agent that was stopped very early has left no result.
         self._ended = Ended(status, result._replace(asked=result.asked or self._process.asked))
         return ReplicaState(handle, ended=self._ended)
 
@@ -79,7 +79,7 @@ class LocalReplica:
 
     @property
     def known(self) -> bool:
-        """Whether its runner has said who it is."""
+        """Whether its runner has written its identity."""
         return self._process.pid != 0
 
     def _left(self) -> set[psutil.Process]:

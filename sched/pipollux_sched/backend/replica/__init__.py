@@ -1,1 +1,1 @@
-"""What runs on a replica's machine, and how engines start it there."""
+"""Programs on a replica's machine, and how engines start them."""

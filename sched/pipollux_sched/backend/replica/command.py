@@ -1,4 +1,4 @@
-"""The command of a replica: torchrun's agent, and below it the job's script."""
+"""The command of a replica: torchrun's agent, which runs the job's script."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .variables import processes_of_replica
 __all__ = ["agent_command", "agent_in_container"]
 
 _AGENT = Path(pipollux_agent.__file__).with_name("agent.py")
-"""Not imported, as it imports torch."""
+"""Not imported, because it imports torch."""
 _FIRST_PROCESS = (
     "import os, runpy, signal; "
     "signal.signal(signal.SIGTERM, lambda *_: os._exit({status})); "
     "runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
 )
-"""What the first process of a container runs.
+"""The program of the first process of a container.
 
-The kernel keeps signals from such a process unless it handles them, and the agent takes seconds to
+The kernel drops signals to such a process unless it handles them, and the agent takes seconds to
 load.
 """
 
@@ -30,13 +30,14 @@ load.
 def agent_command(
     program: ReplicaProgram, launch: Launch, replica: int, *, endpoint: str | None = None
 ) -> list[str]:
-    """Return the command of a replica where this Python and package lie at the same paths.
+    """Return the command of a replica on a machine with this Python and package at the same paths.
 
     Args:
-        program: what the replica runs; it must have a script.
+        program: the program of the replica; it must have a script.
         launch: its attempt.
-        replica: which of its replicas.
-        endpoint: HOST:PORT where the agents meet; None: they find each other through the scheduler.
+        replica: its id.
+        endpoint: HOST:PORT of the agents' rendezvous; None: they find each other through the
+            scheduler.
     """
     endpoint = "127.0.0.1:0" if launch.joins(replica) else endpoint
     at = [f"--rdzv-endpoint={endpoint}"] if endpoint else []
@@ -49,9 +50,9 @@ def agent_in_container(
     """Return the command of a replica in a container that has this package installed.
 
     Args:
-        program: what the replica runs; it must have a script.
+        program: the program of the replica; it must have a script.
         launch: its attempt.
-        replica: which of its replicas.
+        replica: its id.
         python: the Python of the container.
     """
     code = _FIRST_PROCESS.format(status=STOPPED, module="pipollux_agent.agent")
@@ -59,7 +60,7 @@ def agent_in_container(
 
 
 def _options(program: ReplicaProgram, launch: Launch, replica: int) -> list[str]:
-    # One that joins meets the others when its script has come to where they are.
+    # A joining replica meets the others only when its script has reached their position.
     alone = launch.joins(replica)
     return [
         f"--nnodes={1 if alone else launch.num_first}",
@@ -67,7 +68,7 @@ def _options(program: ReplicaProgram, launch: Launch, replica: int) -> list[str]
         "--rdzv-backend=pipollux",
         f"--rdzv-conf=rank={0 if alone else replica}",
         "--max-restarts=0",
-        # What follows is the script's, even where it looks like an option of the agent.
+        # The rest belongs to the script, even if it looks like an option of the agent.
         "--",
         str(program.script),
         *program.args,

@@ -1,8 +1,8 @@
-"""Which of the scheduler's environment variables jobs inherit: what programs need, no secrets.
+"""The scheduler's environment variables that jobs inherit: necessary ones, without secrets.
 
-A scheduler may hold the password of its database or tokens of the services around it in its
-environment. So jobs get only the variables listed here and those that its operator names
-(``pipollux serve --pass-environment NAME``).
+A scheduler's environment may contain the password of its database or tokens of other services. So
+jobs get only the variables listed here and those that its operator names (``pipollux serve
+--pass-environment NAME``).
 """
 
 from __future__ import annotations

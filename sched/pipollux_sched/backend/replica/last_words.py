@@ -1,6 +1,6 @@
-"""Logs of replicas: find the lines that show why one failed.
+"""The lines of a replica's log that show why it failed.
 
-torchrun appends its own report to the script's output; the script's last lines stand before it.
+torchrun appends its own report to the script's output; the script's last lines precede it.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ _REPORT = re.compile(
 )
 _AGENT_LINE = re.compile(r"^[EWI]\d{4} .*torch/distributed/")
 _SRUN_LINE = re.compile(r"^srun: error: \S+: task \d+: Exited with exit code \d+$")
-"""What Slurm adds to the output of a step that failed: the status, which is known."""
+"""Slurm's line in the output of a failed step: only the status, which is known."""
 
 _READ_LIMIT = 256 * 1024
 _LINE_LIMIT = 300
 
 
 class LastWords(NamedTuple):
-    """How a script ended."""
+    """The end of a script's output."""
 
     status: int | None
-    """Exit status, negative for a signal; None where torchrun reported none."""
+    """Exit status, negative for a signal; None if torchrun reported none."""
     lines: list[str]
     """The last lines that it printed."""
 
     def describe(self) -> str:
-        """Describe how it ended, in words that continue "replica 0 …"."""
+        """Describe how it ended, as a predicate for "replica 0 …"."""
         if self.status is None:
             return "ended without a report by torchrun"
         if self.status >= 0:
@@ -45,20 +45,20 @@ class LastWords(NamedTuple):
 
 
 def last_lines(path: Path, count: int) -> list[str]:
-    """Return the last lines of a log, fewer when it is short, none when it cannot be read."""
+    """Return the last lines of a log, at most `count`; none if it cannot be read."""
     tail = read_tail(path, _READ_LIMIT)
     return tail.decode("utf-8", "replace").splitlines()[-count:] if count > 0 else []
 
 
 def last_words(path: Path, status: int | None, count: int = 20) -> LastWords:
-    """Read how a script ended, and the last lines it printed before torchrun's report.
+    """Read how a script ended, and its last lines before torchrun's report.
 
-    Where the script printed nothing and torchrun does not know how it ended, they are torchrun's.
+    If the script printed nothing and torchrun does not know how it ended, the lines are torchrun's.
 
     Args:
         path: the log.
-        status: the exit status, where torchrun's report has none.
-        count: lines at most.
+        status: the exit status, if torchrun's report has none.
+        count: most lines.
     """
     lines = [line for line in last_lines(path, 100_000) if not _SRUN_LINE.match(line)]
     reports = [index for index, line in enumerate(lines) if _REPORT.match(line)]

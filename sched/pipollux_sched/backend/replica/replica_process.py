@@ -1,4 +1,4 @@
-"""The process on this machine of a replica, started by this scheduler or an earlier one."""
+"""A replica's process on this machine, started by this scheduler or an earlier one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOG_LIMIT = 64 * 2**20
 
 
 class ReplicaProcess:
-    """A replica's runner (`runner`), and through it its command: a torchrun agent, or an srun.
+    """A replica's runner (`runner`), which runs its command: a torchrun agent, or an srun.
 
     Args:
         status: file in which the runner records its identity and how its command ended.
@@ -43,7 +43,7 @@ class ReplicaProcess:
         environment: Mapping[str, str],
         directory: Path | None,
     ) -> ReplicaProcess:
-        """Start a replica in a session of its own.
+        """Start a replica in a separate session.
 
         Raises:
             OSError: it cannot be started.
@@ -73,12 +73,12 @@ class ReplicaProcess:
             return None if code is None else read_status(self._status).get("code", code)
         if self._is_there():
             return None
-        # A runner that left no status was killed.
+        # A runner without a status was killed.
         return int(read_status(self._status).get("code", -signal.SIGKILL))
 
     @property
     def asked(self) -> bool:
-        """Whether the runner of a command that has ended was told to stop."""
+        """Whether the runner of a command that has ended had received a stop signal."""
         return bool(read_status(self._status).get("asked"))
 
     def signal(self, number: signal.Signals) -> None:
@@ -91,7 +91,7 @@ class ReplicaProcess:
                 psutil.Process(self.pid).send_signal(number)
 
     def kill(self, timeout: float) -> None:
-        """Kill the runner and its command, and wait for a runner started here at most so long."""
+        """Kill the runner and its command; wait up to `timeout` s for a runner started here."""
         if self.pid and self.poll() is None:
             with suppress(OSError):
                 os.killpg(self.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The environment variables that every engine gives to the processes of a replica."""
+"""The environment variables that every engine sets for the processes of a replica."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ __all__ = ["cpu_variables", "gpu_variables", "processes_of_replica", "replica_va
 
 
 def replica_variables(program: ReplicaProgram, launch: Launch, replica: int) -> dict[str, str]:
-    """Return what a replica is told about itself; engines add its devices and result file.
+    """Return the variables about a replica; engines add its devices and result file.
 
     Args:
-        program: what it runs.
+        program: the program of the replica.
         launch: its attempt.
-        replica: which of its replicas.
+        replica: its id.
     """
     return {
         "PYTHONUNBUFFERED": "1",
         **program.environment,
-        # The scheduler limits the time that a replica may take to save, not torchrun.
+        # The scheduler, not torchrun, limits the time to save.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "86400",
         **variables.JOB_ID.write(launch.job),
         **variables.ATTEMPT.write(launch.attempt),
@@ -36,7 +36,7 @@ def replica_variables(program: ReplicaProgram, launch: Launch, replica: int) -> 
 
 
 def processes_of_replica(program: ReplicaProgram, launch: Launch) -> int:
-    """Return how often the script of a replica runs."""
+    """Return the number of processes that run the script of a replica."""
     return launch.num_stages if program.process_per_stage else 1
 
 

@@ -1,4 +1,4 @@
-"""Slurm's own commands, with a timeout each, and its words in errors."""
+"""Slurm's commands, with timeouts, and its messages in errors."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from pipollux_sched.backend.base import BackendError, ClusterUnavailableError
 
 COMMAND_TIMEOUT = 30.0
-"""Seconds that a command has; one that finds no controller gives up by itself after 9 to 18."""
+"""Timeout in seconds; without a controller, commands fail by themselves after 9 to 18."""
 _KEPT = frozenset(
     ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_WORKING_CLUSTER")
 )
-"""Variables that say where Slurm is. All others of its own would be taken as options: inside an
-allocation there are dozens of them."""
+"""Variables that locate Slurm. All its other variables, of which an allocation has dozens, would
+act as options."""
 _AWAY = re.compile(
     r"Unable to contact slurm controller|Communication connection failure|Socket timed out"
     r"|Zero Bytes were transmitted|Unexpected message received|Slurm backup controller in standby"
@@ -25,11 +25,11 @@ _AWAY = re.compile(
 
 
 class SlurmError(BackendError):
-    """Slurm refused a command; the text quotes its words."""
+    """Slurm rejected a command; the message quotes its output."""
 
 
 def slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without the variables that Slurm's commands take for options.
+    """Return an environment without the variables that act as options of Slurm's commands.
 
     Example:
         >>> slurm_environment({"PATH": "/bin", "SLURM_NTASKS": "3", "SLURM_CONF": "/etc/s.conf"})
@@ -44,19 +44,19 @@ def slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def controller_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that say where Slurm is, for a command with an environment of its own.
+    """Return the variables that locate Slurm, for a command with a separate environment.
 
     Example:
         >>> controller_variables({"PATH": "/bin", "SLURM_CONF": "/etc/s.conf"})
         {'SLURM_CONF': '/etc/s.conf'}
     """
-    # Not the token: the command's children would have it, too.
+    # Not the token: the command's children would get it, too.
     names = _KEPT - {"SLURM_JWT"}
     return {name: value for name, value in environment.items() if name in names}
 
 
 def is_away(words: str) -> bool:
-    """Return whether Slurm's words mean that its controller did not answer.
+    """Return whether Slurm's message means that its controller did not answer.
 
     Example:
         >>> is_away("slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
@@ -66,11 +66,11 @@ def is_away(words: str) -> bool:
 
 
 def run(arguments: Sequence[str], *, timeout: float = COMMAND_TIMEOUT) -> str:
-    """Run one of Slurm's commands, and return what it printed.
+    """Run one of Slurm's commands, and return its output.
 
     Raises:
         ClusterUnavailableError: Slurm's controller did not answer.
-        SlurmError: Slurm refused, or has no such command here.
+        SlurmError: Slurm rejected it, or the command is not installed.
     """
     program = arguments[0]
     try:
@@ -100,7 +100,7 @@ def run(arguments: Sequence[str], *, timeout: float = COMMAND_TIMEOUT) -> str:
 
 
 def complaint(text: str) -> str:
-    r"""Return what a command complained of: its last line, but for the hint at its help.
+    r"""Return the error message of a command: its last line, without the hint at its help.
 
     Example:
         >>> complaint("sbatch: unrecognized option '--foo'\nTry \"sbatch --help\" for more\n")

@@ -1,4 +1,4 @@
-"""How a replica ended: by itself, as it was told, or because Slurm took its node."""
+"""How a replica ended: by itself, by a signal, or because Slurm took its node."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TAKEN = re.compile(
 )
 _TOO_LARGE = re.compile(r"Out Of Memory|oom.kill", re.IGNORECASE)
 _LINES = 40
-"""Lines at the end of a log in which Slurm's words are looked for."""
+"""Lines at the end of a log that are searched for Slurm's messages."""
 
 
 def how_ended(
@@ -34,7 +34,7 @@ def how_ended(
 
     Args:
         record: where it was started.
-        files: what it has left.
+        files: its files.
         log: its output, with Slurm's messages.
         code: exit status of its srun, which is 0 when a node fails.
         snapshot: taken after its end.
@@ -49,7 +49,7 @@ def how_ended(
         return Ended(status, result, gone)
     if status is not None:
         stopped = result.asked and not told
-        return Ended(status, result, "Slurm, or its admin, told the step to stop." * stopped)
+        return Ended(status, result, "Slurm or an admin stopped the step." * stopped)
     if told == "kill":
         return Ended(-signal.SIGKILL, result)
     words = slurm_words(log)
@@ -62,7 +62,7 @@ def how_ended(
 
 
 def why_gone(record: ReplicaRecord, snapshot: SlurmSnapshot) -> str:
-    """Return why a replica's node is no longer ours, in one sentence; empty if it still is."""
+    """Return why a replica's node is no longer allocated, in one sentence; empty if it is."""
     job = snapshot.jobs.get(record.pool)
     if job is None:
         return f"Slurm's allocation {record.pool} with node {record.node} has ended."
@@ -80,5 +80,5 @@ def why_gone(record: ReplicaRecord, snapshot: SlurmSnapshot) -> str:
 
 
 def slurm_words(log: Path) -> str:
-    """Return what Slurm itself has written at the end of a log."""
+    """Return Slurm's messages at the end of a log."""
     return "\n".join(line for line in last_lines(log, _LINES) if _SLURM_LINE.match(line))

@@ -1,9 +1,9 @@
-"""Jobs as steps of Slurm allocations: the engine.
+"""The Slurm engine: replicas as steps of Slurm allocations.
 
-A replica is a step of its own (`srun --jobid --exact`) on the node that the scheduler has chosen,
-with K GPUs that Slurm picks, and which no other step has. `squeue -s` shows job, attempt and
-replica. The steps do not depend on the scheduler that started them: when it is killed they go on,
-and the next scheduler of the state directory finds them by their names.
+A replica is a separate step (`srun --jobid --exact`) on the node that the scheduler has chosen,
+with K GPUs that Slurm assigns exclusively. `squeue -s` shows job, attempt and replica. The steps do
+not depend on the scheduler that started them: if it is killed they continue, and the next scheduler
+of the state directory finds them by their names.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ __all__ = ["SlurmEngine", "make"]
 
 _LOG = logging.getLogger(__name__)
 KILL_PATIENCE = 30.0
-"""Seconds that steps which nobody looks after have to end once they are killed."""
+"""Seconds that steps without a scheduler have to end after a kill."""
 
 
 def make(options: EngineOptions) -> Engine:
@@ -76,7 +76,7 @@ class SlurmEngine(Engine):
             nodes share.
         pools: the allocations that replicas run in.
         pass_environment: variables of this process passed to jobs, besides those of `inherited`.
-        interval: seconds between two looks at Slurm.
+        interval: seconds between two snapshots of Slurm.
 
     Raises:
         BackendError: Slurm does not answer, or a node does not see the state directory.
@@ -98,7 +98,7 @@ class SlurmEngine(Engine):
         self._pass_on = frozenset(pass_environment)
         self._view = NodeStates()
         self._specs: dict[str, NodeSpec] = {}
-        """Of the nodes that were shown last."""
+        """Specs of the last listed nodes."""
         self._version = self._strays_seen = 0
         self._recovered = False
         self._signals = SignalSender()
@@ -110,7 +110,7 @@ class SlurmEngine(Engine):
         try:
             self._slurm.start()
             self._checks.wait()
-        except BaseException:  # whatever it is, no thread is left behind
+        except BaseException:  # whatever the error, leave no thread behind
             self.close()
             raise
 
@@ -120,7 +120,7 @@ class SlurmEngine(Engine):
         return self._pools.lost
 
     def check(self, spec: JobSpec) -> None:
-        """Refuse a job that runs in a container: see `Engine`."""
+        """Reject a job that runs in a container: see `Engine`."""
         if spec.image is not None:
             raise SpecError(
                 f"job '{spec.name}': image: '{spec.image}' cannot be run by the slurm backend, "
@@ -130,7 +130,7 @@ class SlurmEngine(Engine):
         check_account(spec)
 
     def nodes(self) -> Mapping[str, Node]:
-        """Return the nodes of the running allocations that were checked: see `Engine`."""
+        """Return the checked nodes of the running allocations: see `Engine`."""
         snapshot = self._slurm.latest
         there = [step for step in self._orphans.stuck if step.pool in snapshot.allocations]
         leaving = {step.node: step.why for step in there}
@@ -145,7 +145,7 @@ class SlurmEngine(Engine):
     def _ending(self, snapshot: SlurmSnapshot) -> Iterator[tuple[str, Node]]:
         """Return the nodes of allocations that Slurm ends, while replicas there may still save.
 
-        Slurm gives them some time (`KillWait`). What runs on a node that is not listed is killed.
+        Slurm gives them some time (`KillWait`). Replicas on a node that is not listed are killed.
         """
         for replica in list(self._replicas.values()):
             record = replica.record
@@ -168,7 +168,7 @@ class SlurmEngine(Engine):
         self._slurm.check()
         node = launch.assignments[replica].node
         if is_unknown(self._slurm.latest.nodes.get(node)):
-            raise ClusterUnavailableError(f"Slurm does not know yet how node {node} is")
+            raise ClusterUnavailableError(f"Slurm does not know the state of node {node} yet")
         allocation = self._allocation_with(node)
         share = allocation.shares[node]
         files = ReplicaFiles.of(self._state_dir, key)
@@ -234,7 +234,7 @@ class SlurmEngine(Engine):
         remove_attempt(self._state_dir, job, attempt)
 
     def recover(self, adopted: Collection[tuple[str, int]], grace: float) -> list[str]:
-        """End steps that nobody looks after: see `Engine`."""
+        """End steps of attempts that were not adopted: see `Engine`."""
         kept = set(adopted)
         found = self._left_behind(self._slurm.refresh(), kept)
         lines = [f"step {handle} of job {key.job} ({step_name(key)})" for key, handle in found]
@@ -274,8 +274,8 @@ class SlurmEngine(Engine):
         self._pools.give_back(self._busy())
 
     def _busy(self) -> set[int]:
-        """Return the allocations that replicas are in."""
-        replicas = list(self._replicas.values())  # by any thread
+        """Return the allocations with replicas."""
+        replicas = list(self._replicas.values())  # called by any thread
         return {replica.record.pool for replica in replicas if replica.ended is None}
 
     def _allocation_with(self, node: str) -> SlurmAllocation:
@@ -287,12 +287,12 @@ class SlurmEngine(Engine):
     def _left_behind(
         self, snapshot: SlurmSnapshot, kept: Collection[tuple[str, int]]
     ) -> list[tuple[ReplicaKey, str]]:
-        """Return the replicas that are not over, but those of adopted attempts, and handles."""
+        """Return the replicas that have not ended, except adopted attempts, with their handles."""
         found = {key: step.step for key, step in self._listed(snapshot, kept).items()}
         for key, replica in self._replicas.items():
             state = replica.look(snapshot)
             if state.ended is not None:
-                if state.ended.status is not None:  # its step is over, whatever Slurm lists
+                if state.ended.status is not None:  # its step is over, even if Slurm lists it
                     found.pop(key, None)
             elif key[:2] not in kept:
                 found.setdefault(key, state.handle)
@@ -307,7 +307,7 @@ class SlurmEngine(Engine):
         """Return the steps of replicas on nodes that are up.
 
         Args:
-            snapshot: what Slurm has.
+            snapshot: of Slurm.
             kept: adopted attempts, whose steps are left out.
             named: names of further steps that are left out.
         """
@@ -323,10 +323,10 @@ class SlurmEngine(Engine):
         return found
 
     def _kill_strays(self, snapshot: SlurmSnapshot) -> None:
-        """Kill steps that were taken for lost, and are found again when their node is back."""
+        """Kill steps that counted as lost and reappear with their node."""
         self._strays_seen = snapshot.number
         live = [replica for replica in self._replicas.values() if replica.ended is None]
-        # By name at first, as that is nearly all of them.
+        # Exclude by name first, as that covers nearly all of them.
         found = self._listed(snapshot, (), {replica.name for replica in live})
         others = found.keys() - {replica.key for replica in live}
         self._orphans.look({key: found[key] for key in others}, snapshot)
@@ -341,13 +341,13 @@ class SlurmEngine(Engine):
             self._kill_strays(self._slurm.latest)
 
     def _is_awaited(self, found: Collection[tuple[ReplicaKey, str]], signal: Signal) -> bool:
-        """Return whether a signal is of use: a step without a record has nothing to save."""
+        """Return whether a signal is useful: a step without a record has nothing to save."""
         return any(signal is Signal.KILL or key in self._replicas for key, _ in found)
 
     def _out_of_reach(
         self, found: Collection[tuple[ReplicaKey, str]]
     ) -> list[tuple[ReplicaKey, str]]:
-        """Return those steps whose node does not answer, so that they have got no signal."""
+        """Return the steps whose node does not answer, so that they got no signal."""
         snapshot = self._slurm.latest
         nodes: dict[str, set[str]] = {}
         for (_, name), step in snapshot.steps.items():

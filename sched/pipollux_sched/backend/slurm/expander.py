@@ -1,4 +1,4 @@
-"""Nodes for the autoscaler: what it asks for is submitted with sbatch, or cancelled."""
+"""Nodes for the autoscaler: submitted with sbatch, or cancelled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["SlurmExpander"]
 
 
 class SlurmExpander:
-    """Asks Slurm for nodes, as `allocator.expander.Expander` says.
+    """Requests nodes from Slurm; an `allocator.expander.Expander`.
 
     Args:
         pools: the allocations.
@@ -20,17 +20,17 @@ class SlurmExpander:
         self._pools = pools
 
     def num_nodes(self) -> int:
-        """Return how many nodes there are now."""
+        """Return the present number of nodes."""
         return self._pools.num_nodes
 
     def request(self, desired_nodes: int, release: Sequence[str] = ()) -> None:
-        """Request a number of nodes, and give back those that nothing runs on.
+        """Request a number of nodes, and release idle ones.
 
         Args:
-            desired_nodes: how many there should be.
-            release: names of the nodes to give back.
+            desired_nodes: the desired number.
+            release: names of the nodes to release.
 
         Raises:
-            BackendError: Slurm refuses, in its words, or does not answer.
+            BackendError: Slurm rejects the request, or does not answer.
         """
         self._pools.request(desired_nodes, release)

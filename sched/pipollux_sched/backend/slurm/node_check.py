@@ -1,4 +1,4 @@
-"""Whether a node sees what all nodes must share: state directory, Python and this package."""
+"""Check that a node sees the shared storage: state directory, Python and this package."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ __all__ = ["CHECK_NAME", "NodeChecks"]
 
 _LOG = logging.getLogger(__name__)
 CHECK_TIMEOUT = 60.0
-"""Seconds that the check of a node has."""
+"""Timeout of the check of a node in seconds."""
 CHECK_NAME = "pipollux-check"
 """Name of its step."""
 REPEAT_INTERVAL = 15.0
-"""Seconds until a node that failed its check is checked again: an admin may have mended it."""
+"""Seconds until a failed node is checked again: an admin may have repaired it."""
 _NOT_YET = ("completing", "Memory required by task is not available")
-"""Words of Slurm's for a node that it knows not yet, or not any more."""
+"""Messages of Slurm for a node that it does not know yet, or no longer."""
 _AT_ONCE = 8
 _MARK = ".shared-"
 _MISSING = 3
@@ -38,10 +38,10 @@ _SCRIPT = f'for path; do test -e "$path" || {{ echo "$path"; exit {_MISSING}; }}
 
 
 class NodeChecks:
-    """Checks every node of each allocation, with a small step that holds nothing.
+    """Checks every node of each allocation, with a small step without resources.
 
     It overlaps all others, so no replica has to wait for it, and Slurm itself ends one that hangs.
-    A node that fails is checked again now and then.
+    Failed nodes are checked again from time to time.
 
     Args:
         state_dir: the folder that all nodes must share.
@@ -49,21 +49,21 @@ class NodeChecks:
 
     def __init__(self, state_dir: StateDir) -> None:
         self._state_dir = state_dir
-        for left in state_dir.path.glob(f"{_MARK}*"):  # by a scheduler that was killed
+        for left in state_dir.path.glob(f"{_MARK}*"):  # left by a scheduler that was killed
             left.unlink(missing_ok=True)
         self._mark = state_dir.path / f"{_MARK}{secrets.token_hex(8)}"
         self._lock = threading.Lock()
         self._broken: dict[tuple[int, str], str] = {}
-        """Why nothing can run there; empty: all is well."""
+        """Results by allocation and node: why nothing can run there; empty: passed."""
         self._not_before: dict[tuple[int, str], float] = {}
-        """When those that failed are checked again, by the monotonic clock."""
+        """When failed nodes are checked again, by the monotonic clock."""
         self._under_way: set[tuple[int, str]] = set()
         self._there: set[tuple[int, str]] = set()
         self._workers = ThreadPoolExecutor(_AT_ONCE, "pipollux-node-check")
         self._mark.touch(0o600)
 
     def look(self, snapshot: SlurmSnapshot) -> None:
-        """Begin to check the nodes that are new."""
+        """Start checks of new nodes."""
         there = {
             (allocation.job.job, name)
             for allocation in snapshot.allocations.values()
@@ -81,10 +81,10 @@ class NodeChecks:
                 self._workers.submit(self._check, pool, node)
 
     def wait(self) -> None:
-        """Wait for the checks that are under way.
+        """Wait for the running checks.
 
         Raises:
-            BackendError: a node does not see what it must.
+            BackendError: a node failed its check.
         """
         deadline = time.monotonic() + CHECK_TIMEOUT + 10.0
         while self._unjudged() and time.monotonic() < deadline:
@@ -100,7 +100,7 @@ class NodeChecks:
             return {node: why for (_, node), why in self._broken.items() if why}
 
     def unchecked(self) -> set[str]:
-        """Return the nodes of which nothing is known yet."""
+        """Return the nodes without a result."""
         return {node for _, node in self._unjudged()}
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class NodeChecks:
                 [
                     *("srun", f"--jobid={pool}", "--overlap", "--exact", f"--nodelist={node}"),
                     *("--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--gres=none", "--mem=0"),
-                    # In minutes: on a node whose file system hangs nobody else would end it.
+                    # In minutes: nothing else would end it on a node whose file system hangs.
                     *("--time=2", f"--job-name={CHECK_NAME}", "--chdir=/"),
                     *("--mpi=none", "--input=none"),
                     *("sh", "-c", _SCRIPT, "sh", *paths),
@@ -135,7 +135,7 @@ class NodeChecks:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            why = f"it has not told within {CHECK_TIMEOUT:g} s whether it sees the state directory"
+            why = f"its check did not end within {CHECK_TIMEOUT:g} s"
         except OSError as error:
             why = f"its check failed: {error}"
         else:
@@ -153,7 +153,7 @@ class NodeChecks:
             _LOG.warning("node %s: %s", node, why)
 
     def _judge(self, node: str, printed: str, words: str) -> str | None:
-        """Return why a check failed; None: it is to be repeated."""
+        """Return why a check failed; None: it has to be repeated."""
         missing = last_line(printed)
         if missing == str(self._mark):
             return (

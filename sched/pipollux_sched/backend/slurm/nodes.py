@@ -14,8 +14,8 @@ from .snapshot import SlurmSnapshot
 __all__ = ["NodeStates"]
 
 ANSWER_PATIENCE = 30.0
-"""Seconds without an answer of a node after which nothing new starts there. What runs there is not
-lost before Slurm says that the node is down: a slurmd that is restarted does not answer either."""
+"""Seconds without an answer of a node after which nothing new starts there. Its replicas are not
+lost until Slurm reports the node as down: a restarting slurmd does not answer either."""
 _DOWN = frozenset(
     ("DOWN", "ERROR", "FUTURE", "INVAL", "INVALID_REG", "POWERED_DOWN", "POWERING_DOWN")
 )
@@ -29,7 +29,7 @@ _SILENT = frozenset(("NOT_RESPONDING", "UNKNOWN", "NO_RESPOND"))
 
 
 class NodeStates:
-    """Says what nodes there are, from snapshots.
+    """Derives nodes from snapshots.
 
     Args:
         clock: the monotonic clock.
@@ -45,9 +45,9 @@ class NodeStates:
         """Return the nodes by name.
 
         Args:
-            snapshot: what Slurm says.
-            draining: nodes that are left soon, and why.
-            broken: nodes that nothing of ours can run on, and why.
+            snapshot: of Slurm.
+            draining: nodes that will be released soon, and why.
+            broken: nodes that nothing can run on, and why.
         """
         found = {}
         for allocation in snapshot.allocations.values():
@@ -90,9 +90,9 @@ def is_silent(line: NodeLine | None) -> bool:
 
 
 def is_unknown(line: NodeLine | None) -> bool:
-    """Return whether Slurm's controller, just started, does not know yet how a node is.
+    """Return whether Slurm's controller, just started, does not know the state of a node yet.
 
-    For some seconds it refuses every step there ("Memory required by task is not available").
+    For some seconds it rejects every step there ("Memory required by task is not available").
     """
     return line is not None and "UNKNOWN" in line.flags
 
@@ -106,7 +106,7 @@ def why_down(line: NodeLine | None) -> str:
 
 
 def node_spec(name: str, share: Share, line: NodeLine | None) -> NodeSpec:
-    """Describe what an allocation holds of a node: its GPUs as slots, or its CPUs if it has none.
+    """Describe an allocation's share of a node: its GPUs as slots, or its CPUs if it has none.
 
     Example:
         >>> share = Share(nodes="n1", cpus=16, memory=0, gpus=4, gpu_type=None)

@@ -1,8 +1,8 @@
-"""Steps that nobody looks after: killed, and told where Slurm cannot end them.
+"""Steps without an attempt: kill them, and report those that Slurm cannot end.
 
 A slurmctld that is killed forgets its last seconds. A step that ended in them is listed for as long
-as its allocation lasts, keeps its CPUs and GPUs, and no signal ends it: its node is left. The same
-is done where a process does not die, as one that waits for a file system.
+as its allocation lasts, keeps its CPUs and GPUs, and no signal ends it: its node is released. The
+same is done for a process that cannot be killed, such as one that waits for a file system.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Orphans", "StuckStep"]
 
 _LOG = logging.getLogger(__name__)
 STUCK_AFTER = 60.0
-"""Seconds after its first SIGKILL for which a step on a node that answers is taken to be ending."""
+"""Seconds after its first SIGKILL after which a step on a responsive node counts as stuck."""
 
 
 class StuckStep(NamedTuple):
@@ -34,11 +34,11 @@ class StuckStep(NamedTuple):
     """Its allocation."""
     node: str
     why: str
-    """What is to be said of its node, in one sentence."""
+    """The message about its node, in one sentence."""
 
 
 class Orphans:
-    """Kills steps that are none of ours any more.
+    """Kills steps that belong to no attempt.
 
     Args:
         signals: sends signals.
@@ -53,11 +53,11 @@ class Orphans:
 
     @property
     def stuck(self) -> tuple[StuckStep, ...]:
-        """The steps that Slurm lists, and cannot end; by any thread."""
+        """The listed steps that Slurm cannot end; for any thread."""
         return tuple(self._stuck.values())
 
     def look(self, found: Mapping[ReplicaKey, StepLine], snapshot: SlurmSnapshot) -> None:
-        """Kill the steps that were found, and note which of them cannot be ended.
+        """Kill the given steps, and record which of them cannot be ended.
 
         Raises:
             ClusterUnavailableError: a signal cannot be sent.
@@ -80,8 +80,8 @@ class Orphans:
 def _stuck_step(step: StepLine) -> StuckStep:
     why = f"Slurm lists step {step.step} ({step.name}) there, which is over and cannot be ended."
     _LOG.warning(
-        "node %s is left: Slurm lists step %s (%s) there, and does not end it. It keeps its CPUs "
-        "and GPUs until allocation %s ends",
+        "node %s is released: Slurm lists step %s (%s) there, and does not end it. It keeps its "
+        "CPUs and GPUs until allocation %s ends",
         *(step.node, step.step, step.name, step.job),
     )
     return StuckStep(step.job, step.node, why)

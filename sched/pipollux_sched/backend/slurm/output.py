@@ -1,4 +1,4 @@
-"""What Slurm's commands print, read into records."""
+"""Parsers for the output of Slurm's commands."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 JOB_FORMAT = "%i|%T|%L|%l|%N|%r|%j"
-"""Format of `squeue` for `read_jobs`; what may contain anything comes last."""
+"""Format of `squeue` for `read_jobs`; the field that may contain anything is last."""
 STEP_FORMAT = "%i|%N|%j"
 """Format of `squeue -s` for `read_steps`."""
 _ASSIGNMENT = re.compile(r"(?:^|\s)([A-Za-z][\w:/]*)=")
@@ -24,11 +24,11 @@ class SlurmJob(NamedTuple):
     state: str
     """RUNNING, PENDING, COMPLETING, CANCELLED, PREEMPTED, TIMEOUT, NODE_FAIL …"""
     seconds_left: float | None
-    """Seconds to its time limit; None: it has none, or does not run."""
+    """Seconds to its time limit; None: no limit, or not running."""
     limit: float | None
-    """Seconds of its time limit; None: it has none."""
+    """Time limit in seconds; None: no limit."""
     nodes: str
-    """Its nodes, as Slurm writes a list of hosts: `n[1-3]`."""
+    """Its nodes as a Slurm host list: `n[1-3]`."""
     reason: str
     """Why it waits, or has ended; empty if Slurm gives no reason."""
     name: str
@@ -38,7 +38,7 @@ class StepLine(NamedTuple):
     """A step, as `squeue -s` lists it."""
 
     step: str
-    """Such as 12.3."""
+    """Id, such as 12.3."""
     job: int
     """The allocation that it runs in."""
     node: str
@@ -46,32 +46,32 @@ class StepLine(NamedTuple):
 
 
 class NodeLine(NamedTuple):
-    """A node, as `scontrol show node` has it."""
+    """A node, from `scontrol show node`."""
 
     name: str
     flags: frozenset[str]
     """Its state and the flags on it: `{"ALLOCATED", "DRAIN"}`."""
     reason: str
-    """What the admin, or Slurm, gave as the reason of its state."""
+    """The reason of its state, by an admin or Slurm."""
     memory: int
-    """Bytes."""
+    """In bytes."""
     cpus: int
 
 
 class Share(NamedTuple):
-    """What an allocation holds of each of some nodes."""
+    """An allocation's share of each of some nodes."""
 
     nodes: str
-    """The nodes, as Slurm writes a list of hosts."""
+    """The nodes as a Slurm host list."""
     cpus: int
     memory: int
-    """Bytes; 0: Slurm does not count memory."""
+    """In bytes; 0: Slurm does not count memory."""
     gpus: int
     gpu_type: str | None
 
 
 def read_jobs(text: str) -> dict[int, SlurmJob]:
-    """Read what `squeue -h -o JOB_FORMAT` printed; arrays and the like are left out.
+    """Parse the output of `squeue -h -o JOB_FORMAT`; job arrays and the like are left out.
 
     Example:
         >>> read_jobs("7|RUNNING|1-00:00:10|2-00:00:00|n[1-3]|None|train")[7].seconds_left
@@ -85,7 +85,7 @@ def read_jobs(text: str) -> dict[int, SlurmJob]:
             found[int(number)] = SlurmJob(
                 job=int(number),
                 state=state,
-                # Past its limit, and not yet ended: the difference is below zero.
+                # Past its limit, and not ended yet.
                 seconds_left=0.0 if left == "INVALID" else seconds(left),
                 limit=seconds(limit),
                 nodes=nodes,
@@ -96,7 +96,7 @@ def read_jobs(text: str) -> dict[int, SlurmJob]:
 
 
 def read_steps(text: str) -> list[StepLine]:
-    r"""Read what `squeue -h -s -o STEP_FORMAT` printed; batch scripts and the like are left out.
+    r"""Parse the output of `squeue -h -s -o STEP_FORMAT`; batch scripts and the like are left out.
 
     Example:
         >>> read_steps("7.0|n1|digits.a1.r0\n7.batch|n1|batch")
@@ -112,21 +112,21 @@ def read_steps(text: str) -> list[StepLine]:
 
 
 def read_nodes(text: str) -> dict[str, NodeLine]:
-    """Read what `scontrol show node -o` printed."""
+    """Parse the output of `scontrol show node -o`."""
     nodes = [_node(assignments(line)) for line in text.splitlines() if "NodeName=" in line]
     return {node.name: node for node in nodes}
 
 
 def _node(fields: dict[str, str]) -> NodeLine:
     state = fields.get("State", "UNKNOWN")
-    # A state ends in a character for what is under way: * for a node that does not answer.
+    # A trailing character marks a transition: * for a node that does not answer.
     flags = {flag.rstrip("*~#!%$@^-") for flag in state.split("+")}
     if "*" in state:
         flags.add("NOT_RESPONDING")
     return NodeLine(
         name=fields["NodeName"],
         flags=frozenset(flags),
-        # Who set it, and when, is of no use to users.
+        # Users do not need who set it, and when.
         reason=re.sub(r" \[[^\[\]]*@[^\[\]]*\]$", "", fields.get("Reason", "")),
         memory=int(fields.get("RealMemory", "0")) * 2**20,
         cpus=int(fields.get("CPUTot", "0")),
@@ -134,9 +134,9 @@ def _node(fields: dict[str, str]) -> NodeLine:
 
 
 def split_jobs(text: str) -> dict[int, str]:
-    r"""Return the line of each job that `scontrol show job -o` printed.
+    r"""Return the line of each job in the output of `scontrol show job -o`.
 
-    A number that comes twice is left out: what users write into a job may have line breaks.
+    A number that occurs twice is left out: users' texts in a job may contain line breaks.
 
     Example:
         >>> split_jobs("JobId=7 JobName=a\nJobId=8 Comment=x\nJobId=7 Nodes=n1")
@@ -150,7 +150,7 @@ def split_jobs(text: str) -> dict[int, str]:
 
 
 def read_shares(text: str) -> list[Share]:
-    """Read from `scontrol show job -d -o` what a running allocation holds of its nodes.
+    """Parse a running allocation's share of its nodes from `scontrol show job -d -o`.
 
     Example:
         >>> read_shares("JobId=1 Nodes=n[1-2] CPU_IDs=0-3,8 Mem=512 GRES=gpu:a100:2(IDX:0-1) X=1")
@@ -184,7 +184,7 @@ def assignments(line: str) -> dict[str, str]:
 
 
 def count_ids(ids: str) -> int:
-    """Return how many numbers a list of ranges has.
+    """Return the length of a list of ranges.
 
     Example:
         >>> count_ids("0-3,8")
@@ -198,7 +198,7 @@ def count_ids(ids: str) -> int:
 
 
 def seconds(text: str) -> float | None:
-    """Return the seconds in one of Slurm's times; None for one without a limit.
+    """Return a Slurm time in seconds; None: no limit.
 
     Example:
         >>> seconds("1-00:01:10"), seconds("9:55"), seconds("UNLIMITED")

@@ -1,4 +1,4 @@
-"""The allocations that replicas run in: that of the scheduler itself, or some it asks for."""
+"""The allocations that replicas run in: the scheduler's own, or rented ones."""
 
 from __future__ import annotations
 
@@ -14,64 +14,64 @@ __all__ = ["OwnAllocation", "Pools", "ends_in", "ends_within", "own_allocation"]
 LEAVE_BEFORE = 300.0
 """Seconds before the time limit of the scheduler's own allocation at which jobs save and end."""
 LARGEST_SHARE = 0.25
-"""Of its time limit that an allocation may spend draining."""
+"""Largest share of its time limit for which an allocation drains."""
 UNLISTED = 2
-"""Snapshots in a row without an allocation after which it has ended."""
+"""Consecutive snapshots without an allocation after which it counts as ended."""
 _HELD = frozenset(
     ("RUNNING", "CONFIGURING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED")
 )
-"""States of an allocation that runs, or goes on."""
+"""States of an allocation that runs or will continue."""
 
 
 class Pools(ABC):
-    """Which allocations are ours, and what is to be done about them."""
+    """Selects and manages the allocations of this scheduler."""
 
     @abstractmethod
     def choose(self, jobs: Mapping[int, SlurmJob]) -> Iterable[int]:
         """Return which of this user's jobs are allocations for replicas."""
 
-    def look(self, snapshot: SlurmSnapshot) -> None:  # noqa: B027  # those of others need no care
-        """Take care of them, as they are now; called with every snapshot, in its thread."""
+    def look(self, snapshot: SlurmSnapshot) -> None:  # noqa: B027  # optional
+        """Update the allocations; called with every snapshot, in its thread."""
 
     @property
     def lost(self) -> str | None:
-        """Why there will never be an allocation again, in one sentence; None: there will."""
+        """Why there can be no allocation any more, in one sentence; None: there can."""
         return None
 
     def leaving(self, snapshot: SlurmSnapshot) -> Mapping[str, str]:
-        """Return the nodes that will soon be left, and why, in one sentence."""
+        """Return the nodes that will soon be released, and why, in one sentence."""
         del snapshot
         return {}
 
-    def give_back(self, busy: Collection[int]) -> None:  # noqa: B027  # as above
-        """Give back what is to be left, and nothing runs on any more.
+    def give_back(self, busy: Collection[int]) -> None:  # noqa: B027  # optional
+        """Release drained allocations that nothing runs on.
 
         Args:
-            busy: allocations that replicas are in.
+            busy: allocations with replicas.
         """
 
-    def replace(self, stuck: Mapping[int, str]) -> None:  # noqa: B027  # as above
-        """Leave allocations in which Slurm lists a step that cannot be ended.
+    def replace(self, stuck: Mapping[int, str]) -> None:  # noqa: B027  # optional
+        """Replace allocations with a step that Slurm cannot end.
 
         Args:
             stuck: all of them, and why, in one sentence.
         """
 
-    def close(self, busy: Collection[int]) -> None:  # noqa: B027  # as above
-        """Let go of the allocations that no replicas are in.
+    def close(self, busy: Collection[int]) -> None:  # noqa: B027  # optional
+        """Release the allocations without replicas.
 
         Args:
-            busy: allocations that replicas are in.
+            busy: allocations with replicas.
         """
 
 
 class OwnAllocation(Pools):
     """The allocation that the scheduler was started in; its nodes are the cluster.
 
-    Shortly before its time limit all nodes are left, so that jobs save before Slurm ends them.
+    Shortly before its time limit all nodes drain, so that jobs save before Slurm ends them.
 
     Args:
-        job: the allocation, as SLURM_JOB_ID has it.
+        job: the allocation, from SLURM_JOB_ID.
         leave_before: seconds before the time limit; at most a quarter of the limit.
     """
 
@@ -79,31 +79,31 @@ class OwnAllocation(Pools):
         self._job = job
         self._leave_before = leave_before
         self._unlisted = 0
-        """Snapshots in a row that do not list it."""
+        """Consecutive snapshots that do not list it."""
         self._lost: str | None = None
 
     def choose(self, jobs: Mapping[int, SlurmJob]) -> Iterable[int]:
-        """Return it alone."""
+        """Return this allocation only."""
         del jobs
         return (self._job,)
 
     def look(self, snapshot: SlurmSnapshot) -> None:
-        """Refuse to begin without it, and note when it has ended.
+        """Fail at the start without the allocation, and later record its end.
 
         Raises:
-            SlurmError: it does not run, or is another user's.
+            SlurmError: it does not run, or belongs to another user.
         """
         if snapshot.number == 1 and self._job not in snapshot.allocations:
             raise SlurmError(
                 f"Slurm has no running allocation {self._job} of yours: start the scheduler inside "
-                "one, or let it ask for nodes with --nodes"
+                "one, or let it request nodes with --nodes"
             )
-        # How it has ended is known only when nothing runs in it any more.
+        # The reason of its end is known only after everything in it has ended.
         self._lost = self._why_lost(snapshot.jobs.get(self._job)) or self._lost
 
     @property
     def lost(self) -> str | None:
-        """Why it is gone: cancelled, past its time limit, or queued again, which starts anew."""
+        """Why it is gone: cancelled, past its time limit, or requeued, which starts it again."""
         return self._lost
 
     def _why_lost(self, job: SlurmJob | None) -> str | None:
@@ -118,7 +118,7 @@ class OwnAllocation(Pools):
         return f"Slurm's allocation {self._job}, whose nodes were the cluster, has ended{state}"
 
     def leaving(self, snapshot: SlurmSnapshot) -> Mapping[str, str]:
-        """Return all nodes, when the time is nearly over."""
+        """Return all nodes when the time limit is near."""
         allocation = snapshot.allocations.get(self._job)
         if allocation is None or not ends_within(allocation.job, self._leave_before):
             return {}
@@ -126,7 +126,7 @@ class OwnAllocation(Pools):
 
 
 def own_allocation(environment: Mapping[str, str]) -> OwnAllocation:
-    """Return the allocation that this process is in.
+    """Return the allocation of this process.
 
     Raises:
         SlurmError: it is in none.
@@ -135,7 +135,7 @@ def own_allocation(environment: Mapping[str, str]) -> OwnAllocation:
     if not job.isdecimal():
         raise SlurmError(
             "the scheduler is not in an allocation of Slurm's (SLURM_JOB_ID is not set): start it "
-            "inside one, as with `salloc -N2 --exclusive --no-kill`, or let it ask for nodes with "
+            "inside one, as with `salloc -N2 --exclusive --no-kill`, or let it request nodes with "
             "--nodes"
         )
     return OwnAllocation(int(job))
@@ -146,8 +146,8 @@ def ends_within(job: SlurmJob, seconds: float, factor: float = 1.0) -> bool:
 
     Args:
         job: the allocation.
-        seconds: what is near; at most a quarter of the limit.
-        factor: by which it is multiplied.
+        seconds: the threshold; at most a quarter of the limit.
+        factor: multiplies the threshold.
     """
     if job.seconds_left is None:
         return False

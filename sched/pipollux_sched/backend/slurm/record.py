@@ -1,10 +1,10 @@
-"""What the scheduler keeps on disk of a replica, so that the next scheduler finds its step.
+"""Files of a replica on disk, by which the next scheduler finds its step.
 
 jobs/NAME/attempts/attempt-N/replica-R.json      the allocation and node that it was started in
 jobs/NAME/attempts/attempt-N/replica-R.srun      state of its srun (`pipollux_agent.runner`)
-jobs/NAME/attempts/attempt-N/replica-R.signal    what the step is told, besides signals
+jobs/NAME/attempts/attempt-N/replica-R.signal    the last signal to the step
 jobs/NAME/attempts/attempt-N/replica-R.exit      exit status of its agent, written on its node
-jobs/NAME/attempts/attempt-N/replica-R.result    what its agent has left
+jobs/NAME/attempts/attempt-N/replica-R.result    the result of its agent
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def step_name(key: ReplicaKey) -> str:
 
 
 def read_step_name(name: str) -> ReplicaKey | None:
-    """Return the replica whose step has a name; None for a step of something else.
+    """Return the replica of a step by its name; None for other steps.
 
     Example:
         >>> read_step_name("char-lm.a2.r0"), read_step_name("bash")
@@ -54,7 +54,7 @@ class ReplicaFiles:
     """The files of one replica in the folder of its attempt."""
 
     base: Path
-    """What their names begin with."""
+    """The common prefix of their paths."""
 
     @classmethod
     def of(cls, state_dir: StateDir, key: ReplicaKey) -> ReplicaFiles:
@@ -73,12 +73,12 @@ class ReplicaFiles:
 
     @property
     def result(self) -> Path:
-        """What the agent has left."""
+        """The result of the agent."""
         return self.base.with_name(self.base.name + ".result")
 
     @property
     def signal(self) -> Path:
-        """What the step is told, besides signals."""
+        """The last signal to the step."""
         return self.base.with_name(self.base.name + ".signal")
 
     @property
@@ -87,7 +87,7 @@ class ReplicaFiles:
         return self.base.with_name(self.base.name + ".exit")
 
     def write_signal(self, what: str) -> None:
-        """Tell the step to "stop", or to "kill" itself.
+        """Write a signal to the step: "stop" or "kill".
 
         Raises:
             OSError: it cannot be written.
@@ -95,22 +95,22 @@ class ReplicaFiles:
         write_aside(self.signal, f"{what}\n".encode("ascii"), PRIVATE)
 
     def read_signal(self) -> str:
-        """Return what this scheduler or an earlier one has told the step; empty: nothing."""
+        """Return the signal of this or an earlier scheduler to the step; empty: none."""
         try:
             return self.signal.read_text(encoding="ascii").strip()
         except (OSError, ValueError):
             return ""
 
     def read_exit(self) -> int | None:
-        """Return the exit status of the agent; None if it has left none."""
+        """Return the exit status of the agent; None if there is none."""
         try:
-            os.listdir(self.base.parent)  # over NFS, a file that is new is seen only then
+            os.listdir(self.base.parent)  # over NFS, a new file becomes visible only after this
             return int(json.loads(self.exit.read_text(encoding="ascii"))["code"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def read_result(self) -> ReplicaResult:
-        """Return what the agent has left; an agent that was stopped early has left nothing."""
+        """Return the result of the agent; an agent that was stopped early has none."""
         result = ReplicaResult.read(self.result)
         return result._replace(asked=result.asked or self._was_asked())
 
@@ -139,7 +139,7 @@ class ReplicaRecord:
 
     @classmethod
     def read(cls, files: ReplicaFiles) -> ReplicaRecord | None:
-        """Read it; None where it is not there or is none."""
+        """Read it; None if it does not exist or is invalid."""
         try:
             data = json.loads(files.record.read_text(encoding="utf-8"))
             return cls(pool=int(data["pool"]), node=str(data["node"]))
@@ -148,7 +148,7 @@ class ReplicaRecord:
 
 
 def find_records(state_dir: StateDir) -> Iterator[tuple[ReplicaKey, ReplicaRecord]]:
-    """Find the replicas that this scheduler or an earlier one has started and not forgotten."""
+    """Yield the replicas that this scheduler or an earlier one has started and not forgotten."""
     for job in state_dir.job_names():
         for path in (state_dir.job(job) / "attempts").glob("attempt-*/replica-*.json"):
             attempt = path.parent.name.removeprefix("attempt-")

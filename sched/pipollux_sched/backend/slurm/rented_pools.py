@@ -1,12 +1,12 @@
-"""Allocations that the scheduler asks Slurm for itself: one batch job of one node each.
+"""Allocations that the scheduler requests from Slurm: one batch job of one node each.
 
-A replica never spans nodes, so nothing is gained by larger allocations, and a node can come, go, be
-renewed or be preempted without the others. The jobs are known by their name, which has an id of the
-state directory: a scheduler that is started again finds them.
+A replica never spans nodes, so larger allocations have no advantage, and each node can be added,
+released, renewed or preempted separately. The jobs are identified by their name, which contains an
+id of the state directory: the next scheduler finds them.
 
-Every allocation has a time limit. Before one is over another is asked for, and when that runs, or
-`renew_before` seconds before the limit at the latest, its node is marked as draining: jobs save and
-move on, and the empty node is given back.
+Every allocation has a time limit. Another one is requested before the limit, and when that runs, or
+`renew_before` seconds before the limit at the latest, the old node is marked as draining: jobs save
+and move, and the empty node is released.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ __all__ = ["PoolOptions", "RentedPools"]
 
 _LOG = logging.getLogger(__name__)
 SUBMIT_INTERVAL = 10.0
-"""Seconds between two requests for nodes that were not asked for by the autoscaler: where Slurm
-ends allocations as soon as they begin, not to ask all the time."""
+"""Seconds between two requests for nodes that the autoscaler did not make, in case Slurm ends
+allocations as soon as they begin."""
 REFUSED_INTERVAL = 60.0
-"""The same, after Slurm has refused one."""
+"""The same after a rejection by Slurm."""
 PENDING_PATIENCE = 15.0
-"""Seconds that Slurm has to begin an allocation before it is told why it does not."""
+"""Seconds that an allocation may be pending before Slurm's reason is logged."""
 _LIVE = frozenset(("RUNNING", "PENDING", "CONFIGURING", "SUSPENDED", "RESIZING", "REQUEUED"))
 _COMING = frozenset(("PENDING", "CONFIGURING", "REQUEUED"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolOptions:
-    """What allocations are asked for.
+    """Options of requested allocations.
 
     Example:
         >>> PoolOptions(name="pipollux-1f", num_nodes=2, partition="main").arguments()[-1]
@@ -51,12 +51,12 @@ class PoolOptions:
     name: str
     """Name of the jobs; no others of this user may have it."""
     num_nodes: int
-    """Nodes to begin with."""
+    """Initial number of nodes."""
     partition: str | None = None
     gres: str | None = None
-    """GPUs that a node must have, as in gpu:4; all that it has come with it. None: no matter."""
+    """GPUs that a node must have, such as gpu:4; the whole node is allocated. None: any."""
     time: str | None = None
-    """Time limit, as Slurm writes it; None: the partition's."""
+    """Time limit in Slurm's format; None: the partition's."""
     account: str | None = None
     qos: str | None = None
     constraint: str | None = None
@@ -66,7 +66,7 @@ class PoolOptions:
     renew_before: float = 600.0
     """Seconds before its time limit at which jobs leave a node; at most a quarter of the limit."""
     keep: bool = False
-    """Whether allocations stay when the scheduler is stopped."""
+    """Whether allocations outlive the scheduler."""
 
     def arguments(self) -> list[str]:
         """Return the options of sbatch."""
@@ -93,10 +93,10 @@ class PoolOptions:
 
 
 class RentedPools(Pools):
-    """Keeps as many nodes as are wanted, and renews them.
+    """Keeps the requested number of nodes, and renews them.
 
     Args:
-        options: what allocations are asked for.
+        options: of the requested allocations.
         clock: the monotonic clock.
     """
 
@@ -111,32 +111,32 @@ class RentedPools(Pools):
         self._draining: dict[int, str] = {}
         self._stuck: Mapping[int, str] = {}
         self._submitted: dict[int, float] = {}
-        """Jobs that a snapshot may not yet show, and when they were submitted."""
+        """Submission times of jobs that a snapshot may not contain yet."""
         self._waiting: dict[int, tuple[float, str]] = {}
-        """Since when allocations are awaited, and the reason that was told last."""
+        """Pending allocations: since when, and the last logged reason."""
         self._not_before = 0.0
         self._snapshot = SlurmSnapshot()
 
     @property
     def num_nodes(self) -> int:
-        """How many nodes there are now."""
+        """Present number of nodes."""
         with self._lock:
             return len(self._running(self._snapshot.jobs))
 
     def choose(self, jobs: Mapping[int, SlurmJob]) -> Iterable[int]:
-        """Return those of our name, but those that were given back."""
+        """Return the jobs with our name, except released ones."""
         with self._lock:
             return sorted(self._running(jobs))
 
     def request(self, num_nodes: int, release: Collection[str] = ()) -> None:
-        """Ask for a number of nodes, and give some back.
+        """Request a number of nodes, and release some.
 
         Args:
-            num_nodes: how many there should be, besides those that are given back.
-            release: names of the nodes to give back; no others are.
+            num_nodes: the desired number, without those that are released.
+            release: names of the nodes to release; no others are.
 
         Raises:
-            BackendError: Slurm refuses, in its words, or does not answer.
+            BackendError: Slurm rejects the request, or does not answer.
         """
         with self._lock:
             self._wanted = num_nodes
@@ -148,7 +148,7 @@ class RentedPools(Pools):
             self._fill(self._snapshot)
 
     def look(self, snapshot: SlurmSnapshot) -> None:
-        """Replace what has ended or ends soon, and give back what was left."""
+        """Replace allocations that have ended or end soon, and release drained ones."""
         with self._lock:
             self._snapshot = snapshot
             self._submitted = {
@@ -173,7 +173,7 @@ class RentedPools(Pools):
             except SlurmError as error:
                 if first:
                     raise
-                _LOG.warning("no more nodes can be asked for: %s", error)
+                _LOG.warning("no more nodes can be requested: %s", error)
                 self._not_before = self._clock() + REFUSED_INTERVAL
 
     def leaving(self, snapshot: SlurmSnapshot) -> Mapping[str, str]:
@@ -187,12 +187,12 @@ class RentedPools(Pools):
             }
 
     def replace(self, stuck: Mapping[int, str]) -> None:
-        """Leave allocations with a step that cannot be ended; others are asked for."""
+        """Replace allocations with a step that cannot be ended."""
         with self._lock:
             self._stuck = stuck
 
     def close(self, busy: Collection[int]) -> None:
-        """Give everything back but what replicas are in, unless it is to be kept."""
+        """Release all allocations without replicas, unless they are to be kept."""
         if self.options.keep:
             return
         with self._lock:
@@ -201,10 +201,10 @@ class RentedPools(Pools):
                 try:
                     self._release(number)
                 except BackendError as error:
-                    _LOG.warning("Slurm's allocation %s was not given back: %s", number, error)
+                    _LOG.warning("Slurm's allocation %s was not released: %s", number, error)
 
     def give_back(self, busy: Collection[int]) -> None:
-        """Give back draining nodes on which nothing runs any more."""
+        """Release draining nodes on which nothing runs."""
         with self._lock:
             left = self._draining.keys() - set(busy)
             if not left:
@@ -229,7 +229,7 @@ class RentedPools(Pools):
         return ends_within(job, self.options.renew_before, factor)
 
     def _lasting(self, jobs: Mapping[int, SlurmJob]) -> list[SlurmJob]:
-        """Return what is not about to be replaced: twice the time to drain is left of it."""
+        """Return the allocations with at least twice the drain time left."""
         counting = [job for job in jobs.values() if self._counts(job)]
         return [job for job in counting if job.state in _COMING or self._lasts(job)]
 
@@ -237,7 +237,7 @@ class RentedPools(Pools):
         return job.job not in self._stuck and not self._ends_soon(job, 2.0)
 
     def _fill(self, snapshot: SlurmSnapshot) -> None:
-        """Ask for the nodes that are missing, or take back requests for too many."""
+        """Request missing nodes, or cancel surplus requests."""
         lasting = self._lasting(snapshot.jobs)
         wanted = self._wanted or 0
         missing = wanted - len(lasting) - len(self._submitted)
@@ -248,7 +248,7 @@ class RentedPools(Pools):
             self._release(number)
 
     def _drain(self, snapshot: SlurmSnapshot) -> None:
-        """Mark the nodes that are to be left: their time is over, or there are others for them."""
+        """Mark nodes to drain: their time is over, or they have been replaced."""
         running = [job for job in snapshot.jobs.values() if self._is_running(job)]
         ending = [job for job in running if self._ends_soon(job, 2.0)]
         ending.sort(key=lambda job: job.seconds_left or 0.0)
@@ -262,7 +262,7 @@ class RentedPools(Pools):
         self._draining.update({number: self._stuck[number] for number in stuck})
 
     def _tell_what_waits(self, snapshot: SlurmSnapshot) -> None:
-        """Say once for which of Slurm's reasons nodes do not come."""
+        """Log each reason of Slurm for pending nodes once."""
         now = self._clock()
         pending = {
             job.job: job

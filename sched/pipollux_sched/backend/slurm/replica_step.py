@@ -1,4 +1,4 @@
-"""One replica as a step of Slurm's: its srun on this machine, its step on its node."""
+"""One replica as a step of Slurm: its srun on this machine, its step on its node."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from .snapshot import SlurmSnapshot
 __all__ = ["ReplicaStep", "signal_command"]
 
 EXIT_PATIENCE = 6.0
-"""Seconds that an exit status which was written on a node may take to be seen here, and that a step
-takes to end which Slurm no longer reaches: see `GONE`."""
+"""Seconds until an exit status written on a node is visible here, and for the end of a step that
+Slurm no longer reaches: see `GONE`."""
 GONE_PATIENCE = 10.0
-"""Seconds that srun has to end when its node or allocation is gone, or its replica was killed."""
+"""Seconds for srun to end after its node or allocation is gone, or its replica was killed."""
 COMPLETING_PATIENCE = 40.0
 """The same while Slurm still lists the step, which may be saving: its `KillWait`, by default 30 s,
 and some more."""
 LISTED_PATIENCE = 15.0
-"""Seconds for which Slurm may list a step whose exit status is there: where its controller has
-forgotten the end, it does so for ever."""
+"""Seconds for which Slurm may list a step with an exit status: a controller that has forgotten the
+end lists it forever."""
 GONE = "gone"
-"""What a step is told, by a file alone, when Slurm says that its node or allocation is gone: its
-processes may live on, for instance where only slurmd is dead, and others take their place."""
+"""Signal to a step, by a file alone, when Slurm reports its node or allocation as gone: its
+processes may still run, for example if only slurmd is dead, while others replace them."""
 KILL_PATIENCE = 5.0
-"""Seconds that the first process of a step has to kill the others, before Slurm kills all."""
+"""Seconds for the first process of a step to kill the others, before Slurm kills all."""
 SETTLE_TIME = 30.0
-"""Seconds after a start, a signal or an end for which the next snapshot is taken sooner."""
+"""Seconds after a start, a signal or an end for which snapshots are taken sooner."""
 
 
 class ReplicaStep:
     """A replica that this scheduler or an earlier one has started, until it is forgotten.
 
     Args:
-        key: which one.
+        key: identifies the replica.
         record: where it was started.
         files: its files in the folder of its attempt.
         log: file for its output.
@@ -89,7 +89,7 @@ class ReplicaStep:
 
         Raises:
             OSError: it cannot be started.
-            ValueError: an argument has a character that none may have.
+            ValueError: an argument contains an invalid character.
         """
         for folder in (log.parent, files.base.parent):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -100,7 +100,7 @@ class ReplicaStep:
             process = ReplicaProcess.start(
                 command, status=files.srun, log=log, environment=environment, directory=None
             )
-        except BaseException:  # no record of a step that was never started is left
+        except BaseException:  # leave no record of a step that was never started
             files.record.unlink(missing_ok=True)
             raise
         return cls(key, record, files, log, process)
@@ -115,11 +115,11 @@ class ReplicaStep:
         return found
 
     def step(self, snapshot: SlurmSnapshot) -> StepLine | None:
-        """Return its step, if Slurm has one."""
+        """Return its step, if Slurm lists it."""
         return snapshot.steps.get((self.record.pool, self.name))
 
     def look(self, snapshot: SlurmSnapshot) -> ReplicaState:
-        """Return its state, as far as a snapshot and its srun show it."""
+        """Return its state according to a snapshot and its srun."""
         step = self.step(snapshot)
         handle = step.step if step is not None else f"allocation {self.record.pool}"
         if self.ended is None:
@@ -132,7 +132,7 @@ class ReplicaStep:
 
     @property
     def unsettled(self) -> bool:
-        """Whether the next snapshot is awaited: the step is to begin, or is about to end."""
+        """Whether the next snapshot is needed soon: the step is starting or ending."""
         if self.ended is not None:
             return False
         if self._seen and self._told_at is None and self._over_at is None:
@@ -142,10 +142,10 @@ class ReplicaStep:
         return any(moment is not None and moment > recent for moment in moments)
 
     def tell(self, what: Signal, snapshot: SlurmSnapshot) -> Sequence[str] | None:
-        """Note a signal, and return the command that sends it to its step, if it has one.
+        """Record a signal, and return the command that sends it to its step, if it has one.
 
-        The wish is written into a file, too: for a step that has not yet begun, and for one on a
-        node whose slurmd is dead.
+        The signal is also written into a file: for a step that has not begun, and for one on a node
+        whose slurmd is dead.
         """
         before = self._told_at
         if self._told not in ("kill", GONE, what.value):
@@ -157,11 +157,11 @@ class ReplicaStep:
             since = 0.0 if self._told_at is None else time.monotonic() - self._told_at
             return signal_command(step.step, what, insist=since > KILL_PATIENCE)
         if before is not None and before < snapshot.begun and not self._seen:
-            self._process.signal(signal.SIGTERM)  # an srun that waits gives up
+            self._process.signal(signal.SIGTERM)  # a waiting srun gives up
         return None
 
     def end_srun(self) -> None:
-        """Kill its srun; its step does not notice."""
+        """Kill its srun, which does not affect its step."""
         self._process.kill(1.0)
 
     def _see(self, snapshot: SlurmSnapshot, step: StepLine | None) -> None:
@@ -191,7 +191,7 @@ class ReplicaStep:
         self.ended = how_ended(self.record, self._files, self._log, code, snapshot)
 
     def _may_run(self, snapshot: SlurmSnapshot, now: float) -> bool:
-        """Return whether a step that is listed, and has no srun any more, may have processes."""
+        """Return whether a step that is listed without an srun may still have processes."""
         over_at = self._over_at or now
         if self._files.read_exit() is not None:
             return now < over_at + LISTED_PATIENCE
@@ -200,12 +200,12 @@ class ReplicaStep:
         return now < max(self._told_at or now, over_at) + COMPLETING_PATIENCE
 
     def _fence(self, now: float) -> None:
-        """Tell the processes of a step that seems to be over to end, as they may live on."""
+        """Signal the processes of a step that seems to be over to end, as some may still run."""
         if self._fenced_at is not None:
             return
         self._fenced_at = now
         if self._told != "kill":
-            with suppress(OSError):  # nor could the step write anything there
+            with suppress(OSError):  # then the step could not write there either
                 self._files.write_signal(GONE)
             self._told = GONE
 
@@ -214,9 +214,9 @@ def signal_command(step: str, what: Signal, *, insist: bool = False) -> list[str
     """Return the command that signals the first process of a step: see `pipollux_agent.step_main`.
 
     Args:
-        step: such as 12.3.
+        step: id, such as 12.3.
         what: the signal.
-        insist: whether Slurm is to kill a step that did not kill itself.
+        insist: whether Slurm itself should kill a step that did not end.
 
     Example:
         >>> signal_command("12.3", Signal.STOP)

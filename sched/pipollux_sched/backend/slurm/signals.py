@@ -1,4 +1,4 @@
-"""Signals under way: commands that nobody waits for, as one to a dead node takes 11 s."""
+"""Background signal commands: one to a dead node takes 11 s."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from .commands import slurm_environment
 __all__ = ["SignalSender"]
 
 AT_ONCE = 32
-"""Commands that may run at the same time; whoever sends a signal repeats it."""
+"""Most concurrent commands; senders repeat their signals."""
 
 
 class SignalSender:
-    """Runs `scancel` in the background; what it prints says nothing, and is dropped.
+    """Runs `scancel` in the background, and ignores its output.
 
-    It reports an error for signals that have arrived, and none for some that have not.
+    `scancel` reports errors for signals that have arrived, and none for some that have not.
     """
 
     def __init__(self) -> None:
         self._under_way: dict[Hashable, subprocess.Popen[bytes]] = {}
 
     def send(self, what: Hashable, command: Sequence[str]) -> None:
-        """Run a command, unless one for the same thing is under way.
+        """Run a command, unless one for the same signal is running.
 
         Args:
-            what: whom it signals, and with what.
+            what: the target and the signal.
             command: program and arguments.
 
         Raises:
@@ -56,7 +56,7 @@ class SignalSender:
                 del self._under_way[what]
 
     def close(self) -> None:
-        """Kill those that have not ended."""
+        """Kill the running commands."""
         for process in self._under_way.values():
             process.kill()
             process.wait()

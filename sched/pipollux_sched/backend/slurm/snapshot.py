@@ -1,4 +1,4 @@
-"""What Slurm says at one moment: allocations, steps and nodes, asked for all at once."""
+"""Snapshots of Slurm: allocations, steps and nodes, read together."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ __all__ = ["SlurmAllocation", "SlurmReader", "SlurmSnapshot", "SlurmWatch"]
 
 _LOG = logging.getLogger(__name__)
 REFRESH_INTERVAL = 2.0
-"""Seconds between two snapshots, each of which takes three commands."""
+"""Seconds between two snapshots, each of which runs three commands."""
 HURRIED_INTERVAL = 1.0
-"""The same, where something has changed."""
+"""The same after a change."""
 ASKED_FOR_ALONE = 8
-"""Allocations that are asked for one by one; if more are new, Slurm is asked for all jobs."""
+"""Most new allocations that are queried one by one; for more, all jobs are queried."""
 NODES_AT_ONCE = 500
-"""Nodes whose state one command asks for; a command line has a limited length."""
+"""Most nodes per command, because command lines have a limited length."""
 
 
 @dataclass(frozen=True)
@@ -44,19 +44,19 @@ class SlurmAllocation:
 
     job: SlurmJob
     shares: Mapping[str, Share]
-    """What it holds of each of its nodes, by name."""
+    """Its share of each of its nodes, by name."""
 
 
 @dataclass(frozen=True)
 class SlurmSnapshot:
-    """What Slurm said at one moment."""
+    """The state of Slurm at one moment."""
 
     number: int = 0
     """Grows from one snapshot to the next; 0: none yet."""
     begun: float = 0.0
-    """When it was begun, by the monotonic clock: whatever happened before is in it."""
+    """When it was begun, by the monotonic clock: it contains everything before."""
     jobs: Mapping[int, SlurmJob] = field(default_factory=dict)
-    """All jobs of this user, including those that have ended a short time ago."""
+    """All jobs of this user, including recently ended ones."""
     steps: Mapping[tuple[int, str], StepLine] = field(default_factory=dict)
     """The steps of this user by allocation and name."""
     nodes: Mapping[str, NodeLine] = field(default_factory=dict)
@@ -65,24 +65,24 @@ class SlurmSnapshot:
 
 
 class SlurmReader:
-    """Asks Slurm for snapshots.
+    """Reads snapshots from Slurm.
 
     Args:
-        chosen: picks the allocations whose nodes are of interest.
+        chosen: selects the relevant allocations.
     """
 
     def __init__(self, chosen: Callable[[Mapping[int, SlurmJob]], Iterable[int]]) -> None:
         self._chosen = chosen
         self._number = 0
         self._shares: dict[tuple[int, str], dict[str, Share]] = {}
-        """By allocation and its list of nodes, which shrinks when a node of it fails."""
+        """Shares by allocation and its host list, which shrinks when a node fails."""
 
     def read(self) -> SlurmSnapshot:
-        """Ask Slurm.
+        """Read a snapshot.
 
         Raises:
-            ClusterUnavailableError: its controller does not answer.
-            BackendError: it refuses.
+            ClusterUnavailableError: the controller does not answer.
+            BackendError: Slurm rejects a command.
         """
         begun = time.monotonic()
         jobs = read_jobs(run(["squeue", "-h", "--me", "-t", "all", "-o", JOB_FORMAT]))
@@ -105,7 +105,7 @@ class SlurmReader:
         )
 
     def _shares_of(self, jobs: list[SlurmJob]) -> dict[tuple[int, str], dict[str, Share]]:
-        """Return what allocations hold of each of their nodes, asking for those that are new."""
+        """Return the shares of allocations on each of their nodes; new ones are queried."""
         keys = [(job.job, job.nodes) for job in jobs]
         new = [key for key in keys if key not in self._shares]
         command = ["scontrol", "show", "job", "-d", "-o"]
@@ -114,7 +114,7 @@ class SlurmReader:
             texts = split_jobs(run(command))
         for key in new:
             number, _ = key
-            # One that has ended in the meantime is not among all, and Slurm says so.
+            # An allocation that has just ended is missing here, and Slurm's error says so.
             text = texts.get(number) or run([*command, str(number)])
             self._shares[key] = {
                 name: share for share in read_shares(text) for name in host_names(share.nodes)
@@ -123,10 +123,10 @@ class SlurmReader:
 
 
 def host_names(hosts: str) -> list[str]:
-    """Return the names in one of Slurm's lists of hosts.
+    """Return the names in a Slurm host list.
 
     Raises:
-        BackendError: Slurm cannot read it.
+        BackendError: Slurm cannot parse it.
     """
     if not any(sign in hosts for sign in "[,"):
         return [hosts] if hosts else []
@@ -142,10 +142,10 @@ def _nodes(names: list[str]) -> dict[str, NodeLine]:
 
 
 class SlurmWatch:
-    """Keeps the latest snapshot, in a thread of its own: Slurm may take long to answer.
+    """Keeps the latest snapshot, in a separate thread, because Slurm may be slow.
 
     Args:
-        reader: asks Slurm.
+        reader: reads snapshots.
         interval: seconds between two snapshots.
         on_snapshot: called with each, in the thread.
     """
@@ -167,17 +167,17 @@ class SlurmWatch:
         self._error: BackendError | None = None
 
     def start(self) -> None:
-        """Take the first snapshot, and begin to take others.
+        """Take the first snapshot, and start the thread.
 
         Raises:
-            BackendError: Slurm does not answer, or refuses.
+            BackendError: Slurm does not answer, or rejects a command.
         """
         self.refresh()
         self._thread = threading.Thread(target=self._run, name="pipollux-slurm", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; a command that is under way has a while to end."""
+        """End the thread; wait a while for a running command."""
         self._ending.set()
         self._hurry.set()
         if self._thread is not None:
@@ -185,18 +185,18 @@ class SlurmWatch:
 
     @property
     def latest(self) -> SlurmSnapshot:
-        """The latest snapshot; what it says may be old while the controller is away."""
+        """The latest snapshot, which may be old while the controller does not answer."""
         return self._latest
 
     def hurry(self) -> None:
-        """Take the next snapshot soon: something has changed."""
+        """Take the next snapshot soon, after a change."""
         self._hurry.set()
 
     def check(self) -> None:
-        """Do nothing, if Slurm has answered the last time that it was asked.
+        """Check that the last query of Slurm succeeded.
 
         Raises:
-            ClusterUnavailableError: it has not.
+            ClusterUnavailableError: it did not.
         """
         if self._error is not None:
             raise ClusterUnavailableError(str(self._error)) from self._error
@@ -205,7 +205,7 @@ class SlurmWatch:
         """Take a snapshot now, and return it.
 
         Raises:
-            BackendError: Slurm does not answer, or refuses.
+            BackendError: Slurm does not answer, or rejects a command.
         """
         with self._reading:
             try:
@@ -227,5 +227,5 @@ class SlurmWatch:
                 self.refresh()
             except BackendError as error:
                 _LOG.debug("%s", error)
-            except Exception:  # what Slurm printed could not be read; the next time it may be
-                _LOG.exception("what Slurm said could not be read")
+            except Exception:  # Slurm's output could not be parsed; the next one may be
+                _LOG.exception("Slurm's output could not be parsed")

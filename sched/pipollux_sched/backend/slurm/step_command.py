@@ -22,7 +22,7 @@ _MIB = 2**20
 _SET_BY_SLURM = frozenset(
     ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 )
-"""Variables that are different on each node, and which the scheduler's own machine may have."""
+"""Variables that differ by node, and may be set on the scheduler's own machine."""
 
 
 def srun_command(
@@ -36,19 +36,19 @@ def srun_command(
     num_stages: int,
     base: Path,
 ) -> list[str]:
-    """Return the command that runs a replica as a step of its own on a node.
+    """Return the command that runs a replica as a separate step on a node.
 
-    Nothing secret may stand in it, as every user of the machine can read it.
+    It must contain no secrets, because every user of the machine can read it.
 
     Args:
         command: of the agent.
         pool: the allocation.
         node: one of the allocation's nodes.
         name: of the step.
-        share: what the allocation holds of the node.
-        program: what the replica runs.
+        share: the allocation's share of the node.
+        program: the program of the replica.
         num_stages: slots that it holds.
-        base: what the names of its files begin with.
+        base: prefix of its files.
     """
     slots = share.gpus or max(share.cpus, 1)
     cpus = program.cpus + program.cpus_per_stage * num_stages
@@ -67,7 +67,7 @@ def srun_command(
         "--ntasks=1",
         f"--cpus-per-task={cpus}",
         f"--gres=gpu:{num_stages}" if share.gpus else "--gres=none",
-        # 0 is all that there is: right where Slurm does not count memory, too much where it does.
+        # 0 means all memory: correct if Slurm does not count memory, too much if it does.
         f"--mem={-(-memory // _MIB)}M" if share.memory else "--mem=0",
         "--kill-on-bad-exit=0",
         "--mpi=none",
@@ -92,18 +92,18 @@ def step_environment(
     result: Path,
     pass_on: Collection[str] = (),
 ) -> dict[str, str]:
-    """Return the environment of srun, which hands all of it on to the replica.
+    """Return the environment of srun, which passes all of it on to the replica.
 
     Args:
-        program: what it runs.
+        program: the program of the replica.
         launch: its attempt.
-        replica: which of its replicas.
-        on_gpus: whether its slots are GPUs, which Slurm picks, or CPUs.
-        result: file for what its agent leaves.
+        replica: its id.
+        on_gpus: whether its slots are GPUs, which Slurm assigns, or CPUs.
+        result: file for the result of its agent.
         pass_on: variables of the scheduler passed in addition to those of `inherited`.
     """
     devices = (gpu_variables if on_gpus else cpu_variables)(launch.num_stages)
-    # Where the agent runs as another user, it may not enter the folder of the result.
+    # An agent of another user may not enter the folder of the result.
     agent = result.with_suffix(".agent")
     own_folder = {} if program.run_as else variables.AGENT_FOLDER.write(agent)
     passed = inherited(os.environ, pass_on)
