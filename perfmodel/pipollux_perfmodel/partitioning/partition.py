@@ -159,7 +159,7 @@ class _Run:
 
     @property
     def recomputes(self) -> bool:
-        """Whether any micro-batch is recomputed; `except_last` spares the only one."""
+        """Whether any micro-batch is recomputed; with one micro-batch `except_last` has none."""
         several = self.num_microbatches > 1
         return self.checkpoint == "always" or (self.checkpoint == "except_last" and several)
 
