@@ -350,9 +350,8 @@ def _check_count(
     if request.num_parts > most:
         tied = "; ".join(map(str, ties))
         raise ConfigurationError(
-            f"{request.wish}: {tied}, and have to be on one stage, so at most {most} "
-            "stages can be cut; ask for fewer, untie them, or give each stage a process of its own "
-            "(schedule=)"
+            f"{request.wish}: {tied}, and must be on one stage, so there can be at most {most} "
+            "stages; ask for fewer, untie them, or use a multi-process pipeline (schedule=)"
         )
 
 

@@ -69,8 +69,8 @@ def check_ties(ties: Sequence[TiedParameters], balance: Sequence[int]) -> None:
         if any(tie.first < end <= tie.last for end in ends):
             raise ConfigurationError(
                 f"balance={list(balance)}: {tie}, and would be on different stages: give a balance "
-                f"that keeps layers {tie.first} to {tie.last} in one stage, untie them, or give "
-                "each stage a process of its own (schedule=)"
+                f"that keeps layers {tie.first} to {tie.last} in one stage, untie them, or "
+                "use a multi-process pipeline (schedule=)"
             )
 
 
@@ -92,7 +92,7 @@ def check_chunks(ties: Sequence[TiedParameters], balance: Sequence[int], num_sta
             raise ConfigurationError(
                 f"balance={list(balance)}: {tie}, and would be in several chunks of one stage: "
                 "give a balance that keeps them in one chunk or in different stages (chunk q is "
-                f"in stage q mod {num_stages}), untie them, or say schedule='1f1b'"
+                f"in stage q mod {num_stages}), untie them, or use schedule='1f1b'"
             )
 
 

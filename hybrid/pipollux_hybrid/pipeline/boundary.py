@@ -114,7 +114,7 @@ def to_header(boundary: BoundaryLayout, what: str) -> tuple[Tensor, Tensor | Non
         structure = pytree.treespec_dumps(boundary.structure)
     except (NotImplementedError, TypeError) as error:
         raise ConfigurationError(
-            f"{what} cannot be told to the next stage, which has a process of its own: between "
+            f"{what} cannot be sent to the process of the next stage: between "
             f"stages pass tuples, named tuples, lists and dicts of tensors ({error})"
         ) from error
     leaves = [_encode(leaf) for leaf in boundary.leaves]

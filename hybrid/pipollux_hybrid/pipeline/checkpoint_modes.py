@@ -29,8 +29,8 @@ def choose_modes(
     if not stages_have_processes and num_stages > 1:
         raise ConfigurationError(
             f"activation_checkpoint={words}: one process drives all {num_stages} stages of this "
-            "job, which have one mode together: give 'always', 'except_last' or 'never', or give "
-            "each stage a process of its own (schedule=)"
+            "job, which have one mode together: give 'always', 'except_last' or 'never', or use a "
+            "multi-process pipeline (schedule=)"
         )
     if len(words) != num_stages:
         raise ConfigurationError(

@@ -280,10 +280,9 @@ class MicrobatchLoss:
             called = f"parameter {name!r}" if name else f"a tensor of shape {tuple(variable.shape)}"
             raise ConfigurationError(
                 f"the loss depends on {called} in another way than through the model's output: "
-                "where each stage has a process, a penalty on parameters would reach those of the "
-                "last stage only, and other tensors would be trained by no optimizer; use "
-                "weight_decay, return such terms as outputs of layers, or run all stages in one "
-                "process"
+                "in a multi-process pipeline, a penalty on parameters would only reach those of "
+                "the last stage, and no optimizer would train other tensors; use weight_decay, "
+                "return such terms as outputs of layers, or use a single-process pipeline"
             )
 
     def _joined_targets(self, index: int) -> PyTree:
@@ -322,9 +321,9 @@ class MicrobatchLoss:
                 f"the loss is not a mean over samples: for micro-batches {index - 1} and {index} "
                 f"together it is {found:.6g}, and the mean of both is {expected:.6g}, or their "
                 "gradients differ (padding or ignore_index, class weights, a loss that compares "
-                "samples, random numbers); return pipollux.WeightedLoss(sum, weight), or say "
-                "train_step(…, loss_scope='batch') to have it computed over the whole batch, or "
-                "loss_scope='microbatch' if the mean over micro-batches is meant"
+                "samples, random numbers); return pipollux.WeightedLoss(sum, weight), or pass "
+                "loss_scope='batch' to train_step to compute it over the whole batch, or "
+                "loss_scope='microbatch' if the mean over micro-batches is intended"
             )
 
 

@@ -99,10 +99,9 @@ class ProcessEngine:
             if stash != pop:
                 raise ConfigurationError(
                     f"the skip connection {name!r} goes from {self._part} {stash} to {self._part} "
-                    f"{pop}, and with schedule={schedule!r}, which runs stages in processes of "
-                    "their own, only outputs go from one to the next: pass the tensor on as a part "
-                    f"of the layers' outputs, give a balance that keeps both in one {self._part}, "
-                    "or leave schedule out"
+                    f"{pop}; with schedule={schedule!r}, a multi-process pipeline, only outputs "
+                    "are sent to the next stage: pass the tensor as a part of the layers' outputs, "
+                    f"give a balance that keeps both in one {self._part}, or leave schedule out"
                 )
         self.notes = StageNotes()
         """Records of this process's work in a timed step."""

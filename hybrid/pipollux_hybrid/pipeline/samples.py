@@ -203,7 +203,7 @@ class BatchCheck:
 
     def _refuse(self, path: str, like: str, num_samples: int) -> NoReturn:
         raise ConfigurationError(
-            f"{path} is {like}, and the batch has {num_samples} samples, so that it cannot be told "
+            f"{path} is {like}, and the batch has {num_samples} samples; it is ambiguous "
             f"whether micro-batches share it: {CHOICE}"
         )
 

@@ -91,7 +91,7 @@ def inherit(ctx: JobContext, profile: StepProfile) -> ModelTraits | None:
         rows = InheritedRows.model_validate(told)
     except (ValidationError, ValueError, LookupError, TypeError) as error:
         if ctx.env.leads:
-            LOG.warning("what other jobs measured cannot be read and is left out: %s", error)
+            LOG.warning("step times of related jobs cannot be read and are ignored: %s", error)
         return None
     profile.inherit({_configuration(row): _summary(row) for row in rows.rows})
     return ModelTraits.of(rows)
@@ -112,7 +112,7 @@ def _ask(env: JobEnvironment) -> bytes:
             response = client.get(url, params={"attempt": env.attempt})
     except (httpx.HTTPError, OSError) as error:
         LOG.warning(
-            "%s did not answer (%s): this job begins without what others measured", url, error
+            "%s did not answer (%s): this job starts without step times of related jobs", url, error
         )
         return b""
     return response.content if response.status_code == httpx.codes.OK else b""

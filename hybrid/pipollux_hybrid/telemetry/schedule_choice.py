@@ -155,7 +155,7 @@ class ScheduleComparison:
             link: Time of messages between stages; None: not measured.
         """
         if not self._has_basis or self._tuner.noise is None:
-            return self._before, "nothing was measured yet that tells another one to be better"
+            return self._before, "nothing was measured yet that favours another one"
         found = {order: self._best(order, link) for order in self._cuts}
         goodputs = {order: best.goodput for order, best in found.items() if best is not None}
         best = max(goodputs, key=goodputs.__getitem__, default=self._before)

@@ -154,7 +154,7 @@ def parse_rows(text: str, name: str) -> MeasurementRows:
 
     Example:
         >>> parse_rows('{"num_nodes": 0}', "a.jsonl").bad[0]
-        "a.jsonl:1: num_nodes: 0 is not allowed; it must be a whole number from 1 on"
+        'a.jsonl:1: num_nodes: 0 is not allowed; it must be a whole number from 1 on'
     """
     rows: list[MeasurementRow] = []
     bad: list[str] = []
