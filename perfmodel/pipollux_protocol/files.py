@@ -25,9 +25,9 @@ class _File(BaseModel):
 class StopMarker(_File):
     """A coordinated stop, recorded once its checkpoint is complete."""
 
-    attempt: int
+    attempt: Annotated[int, Field(title="attempt of the job")]
     step: Annotated[int, Field(title="optimizer step of the checkpoint")]
-    reason: str = "signal"
+    reason: Annotated[str, Field(title="reason of the stop")] = "signal"
 
 
 class ResultError(_File):
@@ -38,7 +38,7 @@ class ResultError(_File):
         tuple[str, ...], Field(title="class of the exception and its base classes")
     ] = ()
     loaded: Annotated[
-        bool, Field(title="whether the script had been loaded and compiled before")
+        bool, Field(title="whether the script had been loaded and compiled before the error")
     ] = True
 
 
@@ -46,7 +46,7 @@ class AgentResult(_File):
     """The outcome of a replica: the file that ``PIPOLLUX_RESULT_FILE`` names."""
 
     asked: Annotated[bool, Field(title="whether a stop of the replica was requested")] = False
-    error: ResultError | None = None
+    error: Annotated[ResultError | None, Field(title="exception that ended the script")] = None
     step: Annotated[int | None, Field(title="step of the stop marker of this attempt")] = None
     report: Annotated[
         dict[str, Any] | None, Field(title="undelivered report of this attempt, not validated")

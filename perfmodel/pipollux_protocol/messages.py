@@ -225,27 +225,29 @@ class _CamelRequest(_Request):
 class Point(_CamelRequest):
     """Progress at one optimizer step."""
 
-    time: Moment
+    time: Annotated[Moment, Field(title="time of the step")]
     step: Annotated[Count, Field(title="optimizer step")]
     epoch: Annotated[Count, Field(title="epoch")]
     samples: Annotated[Count, Field(title="samples processed by the job")]
     loss: Annotated[Number | None, Field(title="mean loss")] = None
     batch_size: Annotated[Positive, Field(title="global batch size")]
-    atomic_bsz: Annotated[Positive, Field(title="samples per replica and accumulation step")]
+    atomic_bsz: Annotated[Positive, Field(title="samples per replica in one forward and backward")]
     accum_steps: Annotated[Count, Field(title="accumulation steps per optimizer step")]
     num_replicas: Annotated[Positive, Field(title="number of replicas")]
-    step_time: Seconds
-    predicted_step_time: Amount | None = None
-    goodput: Amount | None = None
-    efficiency: Amount | None = None
+    step_time: Annotated[Seconds, Field(title="duration of the step")]
+    predicted_step_time: Annotated[
+        Amount | None, Field(title="predicted duration of the step, in seconds")
+    ] = None
+    goodput: Annotated[Amount | None, Field(title="goodput in samples per second")] = None
+    efficiency: Annotated[Amount | None, Field(title="statistical efficiency")] = None
 
 
 class StageTimeline(_CamelRequest):
     """Start and end times of each micro-batch in each stage during one optimizer step."""
 
-    step: Count
-    num_stages: Positive
-    num_microbatches: Positive
+    step: Annotated[Count, Field(title="optimizer step")]
+    num_stages: Annotated[Positive, Field(title="number of stages K")]
+    num_microbatches: Annotated[Positive, Field(title="number of micro-batches M")]
     schedule: Annotated[ScheduleName, Field(description='"gpipe", "1f1b" or "interleaved"')] = (
         "gpipe"
     )
@@ -261,10 +263,12 @@ class StageTimeline(_CamelRequest):
 class TrainingReport(_CamelRequest):
     """Progress since the last report, occasionally with a timeline: ``POST /jobs/NAME/reports``."""
 
-    attempt: Positive
-    num_epochs: Positive | None = None
-    points: Annotated[list[Point], Field(max_length=MAX_POINTS)] = []
-    timeline: StageTimeline | None = None
+    attempt: Annotated[Positive, Field(title="attempt of the job")]
+    num_epochs: Annotated[Positive | None, Field(title="number of epochs, if known")] = None
+    points: Annotated[
+        list[Point], Field(max_length=MAX_POINTS, title="progress since the last report")
+    ] = []
+    timeline: Annotated[StageTimeline | None, Field(title="timeline of a timed step")] = None
 
 
 class ReportAnswer(_Answer):

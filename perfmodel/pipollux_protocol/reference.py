@@ -130,9 +130,9 @@ def _lines() -> Iterator[str]:
     yield ""
     yield "## Requests"
     yield ""
-    yield "Jobs send JSON over HTTP, with the job's token in the header `Authorization: Bearer"
-    yield "TOKEN`. Unknown keys are errors in requests and ignored in answers. Requests of a"
-    yield "replaced attempt receive status 409; its replicas exit with status 75."
+    yield "Jobs send JSON over HTTP, with the header `Authorization: Bearer TOKEN`, where TOKEN is"
+    yield "the job's token. Unknown keys are errors in requests and ignored in answers. Requests of"
+    yield "a replaced attempt receive status 409; its replicas exit with status 75."
     for request in REQUESTS:
         yield ""
         yield f"### {request.method} {request.path}"

@@ -368,7 +368,7 @@ class ProcessStage(PipelineStage):
 
 @contextmanager
 def _in_layers() -> Iterator[None]:
-    """Mark errors of layers by an error with a cause, like torch: messages raise errors as well."""
+    """Wrap errors of layers in an error with a cause, like torch, unlike errors of messages."""
     try:
         yield
     except Exception as error:  # any error of the user's layers
