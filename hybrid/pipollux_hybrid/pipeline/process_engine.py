@@ -5,12 +5,12 @@ schedules (:mod:`torch.distributed.pipelining`) define the order of a stage's fo
 backwards; :mod:`.process_stage` allows micro-batches to change from step to step.
 
 * ``"gpipe"`` (Huang et al., NeurIPS'19): all forwards, then all backwards. A stage keeps the
-activations of M micro-batches.
+  activations of M micro-batches.
 * ``"1f1b"`` (PipeDream-Flush, Narayanan et al., ICML'21): alternating forwards and backwards, as
-soon as possible. Stage k keeps those of min(M, K - k). With fewer micro-batches than stages it
-equals GPipe.
+  soon as possible. Stage k keeps the activations of min(M, K - k). With fewer micro-batches than
+  stages it equals GPipe.
 * ``"interleaved"`` (Narayanan et al., SC'21): 1F1B with V chunks of layers in each process, chunk q
-in stage q mod K, so that other stages wait for a V-th of a stage (:mod:`.interleaved`).
+  in stage q mod K, so that other stages wait for a V-th of a stage (:mod:`.interleaved`).
 """
 
 from __future__ import annotations

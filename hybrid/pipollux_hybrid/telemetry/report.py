@@ -36,11 +36,10 @@ class TensorBoard(ScalarWriter):
 
         pipollux.TensorBoard("runs/my-model")   # then: tensorboard --logdir runs
 
-    The scalars are ``loss``, ``throughput`` and ``goodput`` (samples per second),
-    ``efficiency``, ``batch_size/global``, ``batch_size/atomic``, ``microbatches``, ``replicas``,
-    ``noise_scale`` (samples), ``learning_rate_factor``, ``step_time`` and
-    ``step_time_predicted`` (seconds), ``epoch``; the step is the optimizer step of the whole
-    training.
+    The scalars are ``loss``, ``throughput`` and ``goodput`` (samples per second), ``efficiency``,
+    ``batch_size/global``, ``batch_size/atomic``, ``microbatches``, ``replicas``, ``noise_scale``
+    (samples), ``learning_rate_factor``, ``step_time`` and ``step_time_predicted`` (seconds),
+    ``epoch``; the step is the optimizer step of the whole training.
 
     Args:
         log_dir: Directory of the run.

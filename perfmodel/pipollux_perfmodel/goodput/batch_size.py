@@ -7,10 +7,10 @@ that no geometric candidate fits, all are tried.
 The result equals that of evaluating all candidates, at a lower cost:
 
 * with many candidates, goodput is first estimated in single precision, and only candidates within
-the error of the best estimate are evaluated;
+  the error of the best estimate are evaluated;
 * duplicates of a candidate, or of the choice whose neighbours are tried, are skipped;
 * where a choice only counts if it is better by `_BETTER`, neighbours are skipped if a bound
-excludes that (`GoodputOf.most_nearby`).
+  excludes that (`GoodputOf.most_nearby`).
 
 A column is one allocation of a job; columns of several jobs are evaluated together.
 """

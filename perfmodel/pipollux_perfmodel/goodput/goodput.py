@@ -4,8 +4,8 @@
     throughput = R·a·(s + 1) / T_iter                            `step_time`
     efficiency = (var + sqr) / (var / scale + sqr) / scale       scale = batch size / initial one
 
-from Pollux (Qiao et al., OSDI'21, section 3); a is the atomic batch size, s the number
-of accumulation steps. With one stage and one micro-batch all numbers are AdaptDL's.
+from Pollux (Qiao et al., OSDI'21, section 3); a is the atomic batch size, s the number of
+accumulation steps. With one stage and one micro-batch all numbers are AdaptDL's.
 """
 
 from __future__ import annotations

@@ -274,7 +274,7 @@ def _grad_params(value: Any) -> GradParams | None:
 
 
 def _assumed(fit: Any) -> dict[int, tuple[str, ...]] | None:
-    """Return the parameters that rest on priors; None if the fit's report cannot be read."""
+    """Return the parameters that rest on priors; None without a report of the fit."""
     if fit is None:
         return None
     try:

@@ -12,8 +12,8 @@ h = d_model, s = 2048 tokens per sample and a vocabulary of V = 50257. Per sampl
 
 Parameters: 12·h² + 13·h of a block, V·h + s·h of the embedding, V·h of the head (a copy, as
 pipelines keep it). Mixed precision with Adam takes 16 bytes per parameter: 2 the parameter, 2 its
-gradient, 12 the optimizer's (a master copy and two moments; Rajbhandari et al., ZeRO, 2020).
-If a pipeline recomputes (`RECOMPUTING`), a stage keeps only its input of all micro-batches but the
+gradient, 12 the optimizer's (a master copy and two moments; Rajbhandari et al., ZeRO, 2020). If a
+pipeline recomputes (`RECOMPUTING`), a stage keeps only its input of all micro-batches but the
 current one, and its backward is longer by its forward, which `pipollux_perfmodel` computes. A
 layer's time is its flops over the achieved flops of the device, plus the launch of its kernels.
 """
