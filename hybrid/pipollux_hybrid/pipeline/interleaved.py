@@ -139,7 +139,6 @@ def _receive_late(actions: Sequence[_Action], rank: int, num_stages: int) -> lis
 
 
 def _needed(action: _Action) -> _Action:
-    """Return the receive that a forward or backward waits for."""
     kind = schedules.RECV_F if action.computation_type is schedules.FORWARD else schedules.RECV_B
     return _Action(action.stage_index, kind, action.microbatch_index)
 

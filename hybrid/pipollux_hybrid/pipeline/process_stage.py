@@ -353,7 +353,6 @@ class ProcessStage(PipelineStage):
         return int(self.stage_index_to_group_rank[stage])
 
     def _send(self, message: Tensor, stage: int) -> None:
-        """Start sending a header or flags."""
         self._sending.append((self.row.start_send(message, self._process_of(stage)), message))
 
     def _receive_header(self) -> BoundaryLayout:

@@ -278,7 +278,6 @@ def _row(events: Sequence[StageEvent], k: int) -> list[_Piece]:
 
 
 def _head(rank: int, row: int, title: str) -> list[dict[str, Any]]:
-    """Return a row's title and sort position."""
     order = _entry("thread_sort_index", "M", rank, row, args={"sort_index": row})
     return [_name(rank, row, "thread_name", title), order]
 

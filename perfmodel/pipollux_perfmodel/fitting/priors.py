@@ -113,7 +113,6 @@ def raise_unseen(params: PerfParams, profile: Profile) -> PerfParams:
 
 
 def _count_distinct(profile: Profile, chosen: Booleans) -> int:
-    """Return the number of distinct configurations among the chosen measurements."""
     return len(np.unique(np.stack(profile[:4])[:, chosen], axis=1).T)
 
 

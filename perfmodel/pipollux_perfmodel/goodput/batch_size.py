@@ -240,7 +240,6 @@ def _refine(
 
 
 def _take_better(choice: BatchChoice, columns: Integers, found: BatchChoice) -> None:
-    """Replace the choice in columns where the found candidate is better."""
     _store(choice, columns, found, found.goodput > choice.goodput[columns])
 
 

@@ -55,7 +55,6 @@ def _stage_seconds(value: Any) -> tuple[float, ...]:
 
 
 def _spell(value: Any) -> str:
-    """Spell a value as in JSON, or in words."""
     return "null" if value is None else spell_value(value)
 
 

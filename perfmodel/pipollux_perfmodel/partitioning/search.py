@@ -329,7 +329,6 @@ def _thin_out(order: Ints, group: Ints, columns: Sequence[Floats]) -> Ints:
 
 
 def _least_of_each(group: Ints, values: Floats) -> Ints:
-    """Return the index of the minimum of each group."""
     order = np.lexsort((values, group))
     return order[np.unique(group[order], return_index=True)[1]]
 

@@ -145,7 +145,6 @@ def _plans(model: GptModel, device: Device) -> Mapping[int, StagePlan]:
 
 @lru_cache(maxsize=256)
 def _keeping(plan: StagePlan, device: Device) -> StagePlan:
-    """Return the same cut without recomputation."""
     params = price(plan.profile, plan.balance, device, UNKNOWN, "never")
     return replace(plan, perf_params=params)
 

@@ -177,7 +177,6 @@ class PipelineJobModel:
         return float(function.efficiency(self._init_batch_size))
 
     def _fitting(self) -> Device:
-        """Return the first device that the job fits on."""
         return next(device for device in self._job.devices if self._job.plans(device))
 
     def _find_base(self) -> float:

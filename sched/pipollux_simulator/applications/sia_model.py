@@ -143,7 +143,6 @@ class SiaPipelineModel:
         return seconds, self._network(device), gradients, self._max_replicas
 
     def _slots(self, device: Device) -> int:
-        """Return (S - 1) + M."""
         return self._stages[device.name] - 1 + NUM_MICROBATCHES
 
     def _forward_seconds(self, device: Device) -> float:

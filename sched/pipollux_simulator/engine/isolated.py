@@ -128,7 +128,6 @@ def _ways(app: Application, lying: _Lying) -> list[RunningJob]:
 
 
 def _best(app: Application, ways: Sequence[RunningJob], epoch: int) -> _Pace:
-    """Return the fastest pace through an epoch."""
     return max(_Pace(_rate(app, way, epoch), way.batch_size) for way in ways)
 
 
