@@ -1,6 +1,6 @@
 """The model of a job: step time, goodput, speedup, and the hints that carry it to a scheduler.
 
-It knows neither torch nor a cluster; `docs/concepts/goodput.md` has the formulas and sources.
+It depends on neither torch nor a cluster; `docs/concepts/goodput.md` has the formulas and sources.
 """
 
 from importlib import import_module
@@ -154,7 +154,7 @@ _HOMES = {
         "perf_params_to_json",
     ),
 }
-"""Names by module, imported on first use: numpy, scipy, autograd and pydantic load slowly."""
+"""Names by module, imported on first use: numpy, scipy, autograd and pydantic import slowly."""
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}
 
 

@@ -1,22 +1,22 @@
-"""The root of what goes wrong in a way that a user can do something about.
+"""The root of errors that a user can act on.
 
 ::
 
     PipolluxError
-    ├── InputError (also ValueError)   what a user wrote cannot be used: files, options, parameters
+    ├── InputError (also ValueError)   invalid user input: files, options, parameters
     └── …                              `pipollux_hybrid.errors`, `pipollux_sched.errors`
 
-It is in the package that all others build on; it imports nothing, so that any of them may.
+This module imports nothing, so that every package may import it.
 """
 
 from __future__ import annotations
 
 
 class PipolluxError(Exception):
-    """What a user can do something about.
+    """An error that a user can act on.
 
     Args:
-        problems: sentences, each of which says what is wrong, and what to do.
+        problems: sentences, each with a problem and its remedy.
 
     Example:
         >>> str(PipolluxError("node-a: slots: 0 is not allowed; it must be at least 1"))
@@ -24,11 +24,11 @@ class PipolluxError(Exception):
     """
 
     exit_code = 1
-    """What a command ends with."""
+    """Exit status of a command after this error."""
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """One sentence each."""
+        """One sentence per problem."""
         return tuple(map(str, self.args))
 
     def __str__(self) -> str:
@@ -36,6 +36,6 @@ class PipolluxError(Exception):
 
 
 class InputError(PipolluxError, ValueError):
-    """What a user wrote cannot be used; a sentence names the place, the value and the remedy."""
+    """Invalid user input; a sentence names the location, the value and the remedy."""
 
     exit_code = 2

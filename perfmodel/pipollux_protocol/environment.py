@@ -52,17 +52,17 @@ SetBy = Literal["scheduler", "user", "scheduler or user", "agent", "torchrun"]
 
 
 class Kind(Protocol[T]):
-    """How values of a type are written in a variable, and read from it."""
+    """Conversion between values of a type and the text of a variable."""
 
     @property
     def allowed(self) -> str:
-        """What is allowed, as the end of a sentence."""
+        """The allowed values, as the end of an error message."""
 
     def parse(self, text: str) -> T:
-        """Return the value of a text that is not empty.
+        """Return the value of a non-empty text.
 
         Raises:
-            ValueError: The text is none of the allowed values.
+            ValueError: The text is not an allowed value.
         """
 
     def format(self, value: T) -> str:
@@ -179,11 +179,11 @@ class Variable(Generic[T]):
     """An environment variable.
 
     Attributes:
-        name: Its name.
-        kind: How its values are written.
-        set_by: Who sets it.
-        meaning: What it says, for the reference page.
-        default: What holds where it is not set, in words.
+        name: Name of the variable.
+        kind: Text format of its values.
+        set_by: The component that sets it.
+        meaning: Description for the reference page.
+        default: Description of the default.
     """
 
     name: str
@@ -193,10 +193,10 @@ class Variable(Generic[T]):
     default: str
 
     def read(self, environ: Mapping[str, str]) -> T | None:
-        """Return its value; None where it is not set, or empty.
+        """Return the value; None if the variable is unset or empty.
 
         Raises:
-            ValueError: The sentence names the variable, its value and what is allowed.
+            ValueError: The message names the variable, its value and the allowed values.
         """
         text = environ.get(self.name, "")
         if not text.strip():
@@ -209,7 +209,7 @@ class Variable(Generic[T]):
             ) from None
 
     def write(self, value: T) -> dict[str, str]:
-        """Return the variable with a value, for a process that is to be started."""
+        """Return the variable and its text, for the environment of a new process."""
         return {self.name: self.kind.format(value)}
 
 
@@ -218,64 +218,63 @@ ATTEMPT = Variable(
     "PIPOLLUX_ATTEMPT",
     Whole(0),
     "scheduler",
-    "number of this run of the job, from 1",
+    "number of this attempt of the job, from 1",
     "0: no scheduler",
 )
 REPLICA = Variable(
     "PIPOLLUX_REPLICA",
     Whole(0),
     "scheduler",
-    "number of this replica, which is never used twice in a run; its rank may change",
-    "its rank",
+    "id of this replica, unique within the attempt; its rank may change",
+    "the rank",
 )
 NUM_STAGES = Variable(
     "PIPOLLUX_NUM_STAGES",
     Whole(1),
     "scheduler or user",
-    "number K of stages of a replica; overrides the script's `num_stages`",
+    "number of pipeline stages K; overrides the script's `num_stages`",
     "the script's",
 )
 PROCESSES_PER_REPLICA = Variable(
     "PIPOLLUX_PROCESSES_PER_REPLICA",
     Whole(1),
     "scheduler or user",
-    "processes of a replica: 1, or one for each stage; overrides the script's "
-    "`processes_per_replica`",
+    "processes per replica: 1, or one per stage; overrides the script's `processes_per_replica`",
     "the script's, or 1",
 )
 NUM_NODES = Variable(
     "PIPOLLUX_NUM_NODES",
     Whole(1),
     "scheduler",
-    "number of nodes that the job's replicas are on",
+    "number of nodes that run the job's replicas",
     "from torchrun's local world size",
 )
 DEVICES = Variable(
     "PIPOLLUX_DEVICES",
     Names(),
     "scheduler or user",
-    "one device for each stage, separated by commas",
+    "device of each stage, separated by commas",
     "this replica's share of the node's GPUs, else the CPU",
 )
 CHECKPOINT_DIR = Variable(
     "PIPOLLUX_CHECKPOINT_DIR",
     PathKind(),
     "scheduler or user",
-    "where checkpoints are kept, on storage that all nodes see",
+    "checkpoint directory, on storage that all nodes share",
     "nothing is saved",
 )
 CHECKPOINT_INTERVAL = Variable(
     "PIPOLLUX_CHECKPOINT_INTERVAL",
     Seconds(),
     "scheduler or user",
-    "seconds between two periodic checkpoints",
+    "seconds between periodic checkpoints",
     "60",
 )
 CHECKPOINT_BACKGROUND = Variable(
     "PIPOLLUX_CHECKPOINT_BACKGROUND",
     Switch(),
     "user",
-    "1: a thread writes periodic checkpoints while training goes on",
+    "1: write periodic checkpoints in a background thread",
     "0",
 )
 SCHEDULER_URL = Variable(
@@ -286,127 +285,131 @@ SCHEDULER_URL = Variable(
     "none: progress is shown in the terminal",
 )
 TOKEN = Variable(
-    "PIPOLLUX_TOKEN", Text(), "scheduler", "the job's own token for that URL; secret", "none"
+    "PIPOLLUX_TOKEN",
+    Text(),
+    "scheduler",
+    "secret token of the job for requests to the scheduler",
+    "none",
 )
 CA_FILE = Variable(
     "PIPOLLUX_CA_FILE",
     PathKind(),
     "scheduler or user",
-    "certificates, in PEM format, of the authorities that vouch for that URL where it is https",
+    "CA certificates in PEM format, for a scheduler URL with https",
     "the system's",
 )
 HEARTBEAT_INTERVAL = Variable(
     "PIPOLLUX_HEARTBEAT_INTERVAL",
     Seconds(zero=True),
     "scheduler or user",
-    "seconds between two heartbeats of each replica; 0: none",
+    "seconds between heartbeats of each replica; 0: no heartbeats",
     "10",
 )
 HINTS_INTERVAL = Variable(
     "PIPOLLUX_HINTS_INTERVAL",
     Seconds(),
     "scheduler or user",
-    "seconds between two fits of the performance model",
+    "seconds between fits of the performance model",
     "30",
 )
 LIVE = Variable(
     "PIPOLLUX_ELASTIC",
     Switch(),
     "scheduler",
-    "1: replicas join and leave while the others train",
+    "1: elastic resizes; replicas join and leave without a restart",
     "0",
 )
 JOINS = Variable(
     "PIPOLLUX_JOINS",
     Switch(),
     "scheduler",
-    "1: this replica joins others that train",
+    "1: this replica joins a running job",
     "0",
 )
 ADDRESS = Variable(
     "PIPOLLUX_ADDRESS",
     Text(),
     "agent",
-    "address at which the other replicas reach this host",
+    "address of this host for the other replicas",
     "127.0.0.1",
 )
 RENDEZVOUS = Variable(
     "PIPOLLUX_RENDEZVOUS",
     PathKind(),
     "user",
-    "without a scheduler: a folder, on storage that all nodes see, in which replicas that join "
-    "later find the job; gloo only",
-    "replicas neither join nor leave",
+    "rendezvous folder for elastic resizes without a scheduler, on storage that all nodes share; "
+    "gloo only",
+    "no elastic resizes",
 )
 TIMEOUT = Variable(
     "PIPOLLUX_TIMEOUT",
     Seconds(),
     "user",
-    "seconds that replicas wait for a slow one; overrides the script's `timeout`",
+    "seconds that replicas wait for a slow replica; overrides the script's `timeout`",
     "the script's, or 1800",
 )
 HOST_TIMEOUT = Variable(
     "PIPOLLUX_HOST_TIMEOUT",
     Seconds(zero=True),
     "user",
-    "seconds after which a host that does not answer is lost; 0: not before `PIPOLLUX_TIMEOUT`",
+    "seconds until an unreachable host counts as lost; 0: `PIPOLLUX_TIMEOUT` applies",
     "60",
 )
 FROZEN_TIMEOUT = Variable(
     "PIPOLLUX_FROZEN_TIMEOUT",
     Seconds(zero=True),
     "scheduler or user",
-    "seconds after which a process that gives no sign of life is lost with its replica, with "
-    "`PIPOLLUX_RENDEZVOUS` and among the processes of a replica; 0: not before `PIPOLLUX_TIMEOUT`",
+    "seconds until an unresponsive process, and its replica, counts as lost; applies with "
+    "`PIPOLLUX_RENDEZVOUS` and between the processes of a replica; 0: `PIPOLLUX_TIMEOUT` applies",
     "60",
 )
 CHECK_REPLICAS = Variable(
     "PIPOLLUX_CHECK_REPLICAS",
     Whole(0),
     "user",
-    "optimizer steps between two comparisons of all parameters and buffers; 0: none",
+    "optimizer steps between comparisons of parameters and buffers across replicas; 0: none",
     "0",
 )
 PROGRESS = Variable(
     "PIPOLLUX_PROGRESS",
     Switch(),
     "user",
-    "0: no progress bar where no scheduler shows progress",
+    "0: no progress bar; a scheduler also disables it",
     "1",
 )
 TENSORBOARD_DIR = Variable(
     "PIPOLLUX_TENSORBOARD_DIR",
     PathKind(),
     "user",
-    "where scalars for TensorBoard are written",
-    "none are written",
+    "directory for TensorBoard scalars",
+    "no scalars",
 )
 TRACE_DIR = Variable(
-    "PIPOLLUX_TRACE_DIR", PathKind(), "user", "where traces of steps are written", "none"
+    "PIPOLLUX_TRACE_DIR", PathKind(), "user", "directory for step traces", "no traces"
 )
 RESULT_FILE = Variable(
     "PIPOLLUX_RESULT_FILE",
     PathKind(),
     "scheduler",
-    "where the agent writes the replica's result",
-    "it is not written",
+    "file to which the agent writes the replica's result",
+    "no result file",
 )
 RESULT_LIMIT = Variable(
     "PIPOLLUX_RESULT_LIMIT",
     Whole(1),
     "scheduler",
-    "largest size of that file, in bytes",
+    "maximum size of the result file in bytes",
     str(2**23),
 )
 AGENT_FOLDER = Variable(
     "PIPOLLUX_AGENT_FOLDER",
     PathKind(),
     "scheduler",
-    "where the agent keeps its own files and torch's",
-    "a folder for temporary files",
+    "directory for files of the agent and of torch",
+    "a temporary directory",
 )
 
 VARIABLES: tuple[Variable[Any], ...] = tuple(
     value for value in list(globals().values()) if isinstance(value, Variable)
 )
-"""All of them, in the order of the reference page."""
+"""All variables, in the order of the reference page."""

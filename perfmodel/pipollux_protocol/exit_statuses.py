@@ -18,14 +18,14 @@ __all__ = [
 
 
 class ExitStatus(NamedTuple):
-    """An exit status, and what the scheduler does about it."""
+    """An exit status and the reaction of the scheduler."""
 
     status: int
     meaning: str
     consequence: str
 
 
-FAILURE = "a failure: the job is restarted, at most `max_restarts` times"
+FAILURE = "failure: the scheduler restarts the job, at most `max_restarts` times"
 DONE = 0
 DAEMONISED = 70  # EX_SOFTWARE of sysexits.h
 CHECKPOINT_LOST = 73  # EX_CANTCREAT
@@ -35,32 +35,34 @@ KILLED = 137  # 128 + SIGKILL
 STOPPED = 143  # 128 + SIGTERM
 
 STATUSES = (
-    ExitStatus(DONE, "the script ended", "the job is complete when all replicas have ended"),
+    ExitStatus(DONE, "the script ended", "the job is complete once all replicas have ended"),
     ExitStatus(
         DAEMONISED,
-        "the script ended, but processes that it had forked still ran; the agent ended them",
+        "the script ended but left forked processes running; the agent terminated them",
         FAILURE,
     ),
     ExitStatus(
         CHECKPOINT_LOST,
-        "the script ended, or was asked to stop, and the last checkpoint was not written",
+        "the script ended or stopped without writing its last checkpoint",
         FAILURE,
     ),
     ExitStatus(
         REPLACED,
-        "the run is over for the scheduler, which has started another one",
-        "none: the scheduler has started others in its place",
+        "the scheduler has replaced this attempt with a newer one",
+        "none",
     ),
     ExitStatus(
         INTERRUPTED,
-        "the same as 143, after Ctrl-C",
-        "none: a script that is started by hand",
+        "as 143, after Ctrl-C",
+        "none: occurs only in scripts started by hand",
     ),
-    ExitStatus(KILLED, "the process was killed, often for want of memory", "the replica is lost"),
+    ExitStatus(
+        KILLED, "the process was killed, often because it ran out of memory", "the replica is lost"
+    ),
     ExitStatus(
         STOPPED,
-        "the replicas were asked to stop, agreed on a step and saved",
-        f"none, if it was asked for; else {FAILURE}",
+        "the replicas stopped on request, after a common step, and saved a checkpoint",
+        f"none if the scheduler requested the stop; otherwise {FAILURE}",
     ),
 )
-"""All that have a meaning; any other is a failure of the script."""
+"""All defined statuses; any other status is a failure of the script."""

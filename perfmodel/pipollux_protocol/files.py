@@ -1,7 +1,7 @@
-"""The files by which a job's processes and their agent leave word for the scheduler.
+"""The files that a job's processes and their agent leave for the scheduler.
 
-The job writes the first two beside its checkpoints. The agent that runs the script adds them to the
-result, which its engine brings to the scheduler, also one that starts later.
+The job writes the first two beside its checkpoints. The agent that runs the script adds them to its
+result, which the execution backend delivers to the scheduler, also after a scheduler restart.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ __all__ = ["STOP_MARKER", "UNSENT_REPORT", "AgentResult", "ResultError", "StopMa
 STOP_MARKER = "stopped.json"
 """Name of the file of a :class:`StopMarker`."""
 UNSENT_REPORT = "unsent_report.json"
-"""Name of the file of the :class:`~pipollux_protocol.messages.TrainingReport` that no scheduler
-took."""
+"""Name of the file of an undelivered :class:`~pipollux_protocol.messages.TrainingReport`."""
 
 
 class _File(BaseModel):
@@ -24,29 +23,31 @@ class _File(BaseModel):
 
 
 class StopMarker(_File):
-    """An agreed stop, written when its checkpoint is complete."""
+    """A coordinated stop, recorded once its checkpoint is complete."""
 
-    attempt: int
+    attempt: Annotated[int, Field(title="attempt of the job")]
     step: Annotated[int, Field(title="optimizer step of the checkpoint")]
-    reason: str = "signal"
+    reason: Annotated[str, Field(title="reason of the stop")] = "signal"
 
 
 class ResultError(_File):
     """The exception that ended a script."""
 
-    message: Annotated[str, Field(title="as Python prints it")]
-    types: Annotated[tuple[str, ...], Field(title="its class and the bases of that")] = ()
+    message: Annotated[str, Field(title="message, as Python prints it")]
+    types: Annotated[
+        tuple[str, ...], Field(title="class of the exception and its base classes")
+    ] = ()
     loaded: Annotated[
-        bool, Field(title="whether the script had been read and compiled before it")
+        bool, Field(title="whether the script had been loaded and compiled before the error")
     ] = True
 
 
 class AgentResult(_File):
-    """How a replica has ended: the file that ``PIPOLLUX_RESULT_FILE`` names."""
+    """The outcome of a replica: the file that ``PIPOLLUX_RESULT_FILE`` names."""
 
-    asked: Annotated[bool, Field(title="whether the agent was asked to stop")] = False
-    error: ResultError | None = None
-    step: Annotated[int | None, Field(title="of the stop marker of this run")] = None
+    asked: Annotated[bool, Field(title="whether a stop of the replica was requested")] = False
+    error: Annotated[ResultError | None, Field(title="exception that ended the script")] = None
+    step: Annotated[int | None, Field(title="step of the stop marker of this attempt")] = None
     report: Annotated[
-        dict[str, Any] | None, Field(title="the unsent report of this run, not validated")
+        dict[str, Any] | None, Field(title="undelivered report of this attempt, not validated")
     ] = None

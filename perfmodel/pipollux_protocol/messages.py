@@ -1,8 +1,8 @@
 """The messages between a job and the scheduler, as JSON over HTTP.
 
-Requests refuse keys that they do not know, so that a mistake is seen; answers ignore them, so that
-a newer scheduler may say more. Keys of reports are in camelCase, as those of hints are; all others
-are in snake_case.
+Unknown keys are errors in requests, which catches typing mistakes, and are ignored in answers, so
+that newer schedulers may add keys. Reports have keys in camelCase, like hints; all other messages
+have keys in snake_case.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ __all__ = [
 
 MOST_ATTEMPTS = 2**62
 MAX_POINTS = 1000
-"""Points in one report; jobs send at most four a second."""
+"""Most points per report; jobs send at most four per second."""
 MAX_TIMELINE = 20_000
-"""Entries of one timeline."""
+"""Most entries per timeline."""
 
 ScheduleName: TypeAlias = Literal["gpipe", "1f1b", "interleaved"]
 Count: TypeAlias = Annotated[int, Field(ge=0, le=2**62, description="a whole number of at least 0")]
@@ -62,12 +62,12 @@ class _Request(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True, strict=True)
 
     def to_json_object(self) -> dict[str, Any]:
-        """Return it as JSON can hold it, without keys that have their default."""
+        """Return a JSON-serializable dict without keys that have their default."""
         return self.model_dump(mode="json", exclude_defaults=True)
 
 
 class _Answer(BaseModel):
-    # Described as this scheduler sends it; a newer one may add keys.
+    # The schema describes this version; newer schedulers may add keys.
     model_config = ConfigDict(
         extra="ignore", frozen=True, json_schema_extra={"additionalProperties": False}
     )
@@ -77,101 +77,102 @@ class _Answer(BaseModel):
 
 
 class StoreAddress(_Request):
-    """The address at which the replicas of a membership find each other."""
+    """The address of the store at which the replicas of a membership connect."""
 
-    number: Count
+    number: Annotated[Count, Field(title="number of the membership")]
     host: Annotated[str, Field(max_length=255, description="a name or an address")]
     port: Annotated[int, Field(ge=1, le=65535, description="a port")]
 
 
 class LiveStatus(_Request):
-    """The status of a replica in elastic resizes."""
+    """The state of a replica of a job with elastic resizes."""
 
     membership: Annotated[
-        Count, Field(title="number of the membership that it takes part in; 0: it is to join")
+        Count, Field(title="number of the current membership; 0: not joined yet")
     ] = 0
     replicas: Annotated[
         tuple[Count, ...],
-        Field(max_length=65536, title="ids of its replicas, by rank", strict=False),
+        Field(max_length=65536, title="replica ids of the membership, by rank", strict=False),
     ] = ()
-    waiting_to_join: Annotated[bool, Field(title="whether it waits to join")] = False
-    epoch: Annotated[Count, Field(title="epoch that the script is in")] = 0
-    loop: Annotated[Count, Field(title="loops over loaders that were done in it")] = 0
+    waiting_to_join: Annotated[bool, Field(title="whether the replica is waiting to join")] = False
+    epoch: Annotated[Count, Field(title="current epoch")] = 0
+    loop: Annotated[Count, Field(title="completed data loader loops in the epoch")] = 0
     balance: Annotated[
         tuple[Count, ...],
-        Field(max_length=4096, title="layers of each stage, of replica 0", strict=False),
+        Field(max_length=4096, title="layers of each stage; sent by replica 0", strict=False),
     ] = ()
-    schedule: Annotated[str, Field(max_length=100, title="pipeline schedule, of replica 0")] = ""
+    schedule: Annotated[
+        str, Field(max_length=100, title="pipeline schedule; sent by replica 0")
+    ] = ""
     cannot: Annotated[
         str | None,
-        Field(max_length=1000, title="why replicas can neither join nor leave, of replica 0"),
+        Field(max_length=1000, title="why the job cannot be resized; sent by replica 0"),
     ] = None
     step: Annotated[
-        Count | None, Field(title="optimizer step at which it entered the membership")
+        Count | None, Field(title="optimizer step at which the replica entered the membership")
     ] = None
     seconds: Annotated[
-        float | None, Field(ge=0, title="seconds that no replica trained for then")
+        float | None, Field(ge=0, title="seconds for which the resize paused training")
     ] = None
-    refused: Annotated[Count, Field(title="number of a membership that failed; 0: none")] = 0
-    why: Annotated[Sentence, Field(title="why it failed")] = ""
-    for_good: Annotated[bool, Field(title="whether another attempt would fail, too")] = False
-    store: Annotated[StoreAddress | None, Field(title="where the others find it, of replica 0")] = (
-        None
-    )
+    refused: Annotated[Count, Field(title="number of a failed membership; 0: none")] = 0
+    why: Annotated[Sentence, Field(title="reason of the failure")] = ""
+    for_good: Annotated[bool, Field(title="whether a retry would fail as well")] = False
+    store: Annotated[
+        StoreAddress | None, Field(title="address of the store; sent by replica 0")
+    ] = None
 
 
 class Heartbeat(_Request):
-    """A sign of life of one replica: ``POST /jobs/NAME/heartbeats``."""
+    """A periodic status message of one replica: ``POST /jobs/NAME/heartbeats``."""
 
-    attempt: Positive
-    replica: Replica
-    step: Annotated[Count | None, Field(title="optimizer step; null: there has been none")] = None
+    attempt: Annotated[Positive, Field(title="attempt of the job")]
+    replica: Annotated[Replica, Field(title="id of the replica")]
+    step: Annotated[Count | None, Field(title="last optimizer step; null: no step yet")] = None
     finished: Annotated[
-        bool, Field(title="true if the replica's script has ended and no more are sent")
+        bool, Field(title="whether the script has ended and this is the last heartbeat")
     ] = False
-    live: LiveStatus | None = None
+    live: Annotated[LiveStatus | None, Field(title="state for elastic resizes")] = None
 
 
 class MembershipProposal(_Answer):
-    """The replicas that are to train together."""
+    """The replicas of a new membership."""
 
-    number: Annotated[int, Field(title="grows from one to the next")]
-    replicas: Annotated[tuple[str, ...], Field(title="ids in the order of ranks")]
-    num_nodes: Annotated[int, Field(title="nodes that they are on; 0: as many as hosts")] = 0
+    number: Annotated[int, Field(title="number of the membership; increasing")]
+    replicas: Annotated[tuple[str, ...], Field(title="replica ids, by rank")]
+    num_nodes: Annotated[int, Field(title="number of nodes; 0: the number of hosts")] = 0
 
 
 class JobAnnouncement(MembershipProposal):
-    """A running job, for a replica that is to join it."""
+    """The state of a running job, for a joining replica."""
 
     place: Annotated[
-        tuple[int, int], Field(title="epoch, and loops over loaders that were done in it")
+        tuple[int, int], Field(title="epoch, and completed data loader loops in the epoch")
     ]
     balance: Annotated[tuple[int, ...], Field(title="layers of each stage")] = ()
     schedule: Annotated[str, Field(title="pipeline schedule")] = ""
-    processes: Annotated[int, Field(title="processes of each replica")] = 1
+    processes: Annotated[int, Field(title="processes per replica")] = 1
 
 
 class HeartbeatAnswer(_Answer):
     """The answer to a heartbeat."""
 
     again: Annotated[
-        float | None, Field(title="seconds until the next one; null: the usual interval")
+        float | None, Field(title="seconds until the next heartbeat; null: the default interval")
     ] = None
-    proposal: Annotated[
-        MembershipProposal | None, Field(title="a membership that is to be formed")
-    ] = None
+    proposal: Annotated[MembershipProposal | None, Field(title="membership to form")] = None
     announcement: Annotated[
-        JobAnnouncement | None, Field(title="for a replica that is to join: the others")
+        JobAnnouncement | None,
+        Field(title="job announcement, for a replica that is waiting to join"),
     ] = None
     store: Annotated[
-        StoreAddress | None, Field(title="where the replicas of the proposal meet")
+        StoreAddress | None, Field(title="store at which the replicas of the proposal connect")
     ] = None
 
 
 class Stop(_Request):
-    """An agreed stop, once its checkpoint is written: ``POST /jobs/NAME/stops``."""
+    """A coordinated stop, reported once its checkpoint is written: ``POST /jobs/NAME/stops``."""
 
-    attempt: Positive
+    attempt: Annotated[Positive, Field(title="attempt of the job")]
     step: Annotated[Count, Field(title="optimizer step of the checkpoint")]
 
 
@@ -181,8 +182,8 @@ class Stop(_Request):
 class ReplicaRegistration(_Request):
     """The address of one replica: ``POST /jobs/NAME/replicas``."""
 
-    attempt: Positive
-    replica: Replica
+    attempt: Annotated[Positive, Field(title="attempt of the job")]
+    replica: Annotated[Replica, Field(title="id of the replica")]
     address: Annotated[
         str,
         Field(
@@ -196,17 +197,17 @@ class ReplicaRegistration(_Request):
 class ReplicaAddress(_Answer):
     """The address of one replica."""
 
-    replica: int
-    address: str
+    replica: Annotated[int, Field(title="id of the replica")]
+    address: Annotated[str, Field(title="host and port")]
 
 
 class ReplicaAddresses(_Answer):
-    """The replicas that have registered, in order: ``GET /jobs/NAME/replicas``."""
+    """The registered replicas, by rank: ``GET /jobs/NAME/replicas``."""
 
-    attempt: int
-    num_replicas: Annotated[int, Field(title="replicas that the run has in all")]
-    complete: Annotated[bool, Field(title="whether all have registered")]
-    replicas: list[ReplicaAddress]
+    attempt: Annotated[int, Field(title="attempt of the job")]
+    num_replicas: Annotated[int, Field(title="number of replicas of the attempt")]
+    complete: Annotated[bool, Field(title="whether all replicas have registered")]
+    replicas: Annotated[list[ReplicaAddress], Field(title="addresses of registered replicas")]
 
 
 # --- reports -----------------------------------------------------------------------------------
@@ -216,35 +217,37 @@ class _CamelRequest(_Request):
     model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, strict=False)
 
     def to_json_object(self) -> dict[str, Any]:
-        """Return it as JSON can hold it."""
-        # Jobs make reports without validation, so that an odd number does not end the training.
+        """Return a JSON-serializable dict."""
+        # Jobs build reports without validation: an invalid number must not end the training.
         return self.model_dump(mode="json", by_alias=True, warnings="none")
 
 
 class Point(_CamelRequest):
     """Progress at one optimizer step."""
 
-    time: Moment
-    step: Count
-    epoch: Count
-    samples: Count
-    loss: Number | None = None
-    batch_size: Positive
-    atomic_bsz: Positive
-    accum_steps: Count
-    num_replicas: Positive
-    step_time: Seconds
-    predicted_step_time: Amount | None = None
-    goodput: Amount | None = None
-    efficiency: Amount | None = None
+    time: Annotated[Moment, Field(title="time of the step")]
+    step: Annotated[Count, Field(title="optimizer step")]
+    epoch: Annotated[Count, Field(title="epoch")]
+    samples: Annotated[Count, Field(title="samples processed by the job")]
+    loss: Annotated[Number | None, Field(title="mean loss")] = None
+    batch_size: Annotated[Positive, Field(title="global batch size")]
+    atomic_bsz: Annotated[Positive, Field(title="samples per replica in one forward and backward")]
+    accum_steps: Annotated[Count, Field(title="accumulation steps per optimizer step")]
+    num_replicas: Annotated[Positive, Field(title="number of replicas")]
+    step_time: Annotated[Seconds, Field(title="duration of the step")]
+    predicted_step_time: Annotated[
+        Amount | None, Field(title="predicted duration of the step, in seconds")
+    ] = None
+    goodput: Annotated[Amount | None, Field(title="goodput in samples per second")] = None
+    efficiency: Annotated[Amount | None, Field(title="statistical efficiency")] = None
 
 
 class StageTimeline(_CamelRequest):
-    """When each stage worked on each micro-batch during one optimizer step."""
+    """Start and end times of each micro-batch in each stage during one optimizer step."""
 
-    step: Count
-    num_stages: Positive
-    num_microbatches: Positive
+    step: Annotated[Count, Field(title="optimizer step")]
+    num_stages: Annotated[Positive, Field(title="number of stages K")]
+    num_microbatches: Annotated[Positive, Field(title="number of micro-batches M")]
     schedule: Annotated[ScheduleName, Field(description='"gpipe", "1f1b" or "interleaved"')] = (
         "gpipe"
     )
@@ -258,28 +261,30 @@ class StageTimeline(_CamelRequest):
 
 
 class TrainingReport(_CamelRequest):
-    """Progress since the last report, and occasionally a timeline: ``POST /jobs/NAME/reports``."""
+    """Progress since the last report, occasionally with a timeline: ``POST /jobs/NAME/reports``."""
 
-    attempt: Positive
-    num_epochs: Positive | None = None
-    points: Annotated[list[Point], Field(max_length=MAX_POINTS)] = []
-    timeline: StageTimeline | None = None
+    attempt: Annotated[Positive, Field(title="attempt of the job")]
+    num_epochs: Annotated[Positive | None, Field(title="number of epochs, if known")] = None
+    points: Annotated[
+        list[Point], Field(max_length=MAX_POINTS, title="progress since the last report")
+    ] = []
+    timeline: Annotated[StageTimeline | None, Field(title="timeline of a timed step")] = None
 
 
 class ReportAnswer(_Answer):
     """The answer to a report."""
 
-    again: Annotated[float, Field(title="seconds until the next one")]
+    again: Annotated[float, Field(title="seconds until the next report")]
 
 
 class InheritanceAnswer(_Answer):
-    """Step times that a job begins with, of its family: ``GET /jobs/NAME/inheritance``."""
+    """Step times of related jobs, for a new job: ``GET /jobs/NAME/inheritance``."""
 
-    predecessor: Annotated[str | None, Field(title="the latest job of the family")] = None
+    predecessor: Annotated[str | None, Field(title="latest related job")] = None
     relatives: Annotated[
-        tuple[str, ...], Field(title="the jobs that measured them, the latest first")
+        tuple[str, ...], Field(title="jobs that measured the step times, latest first")
     ] = ()
     step_profile: Annotated[
         dict[str, Any] | None,
-        Field(title="rows as in the hints' `stepProfile`; null: there are none"),
+        Field(title="rows in the format of `stepProfile` in hints; null: no rows"),
     ] = None

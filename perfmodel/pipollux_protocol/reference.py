@@ -37,60 +37,65 @@ REQUESTS = (
         "/jobs/NAME/heartbeats",
         messages.Heartbeat,
         messages.HeartbeatAnswer,
-        "Sent by each replica, every `PIPOLLUX_HEARTBEAT_INTERVAL` seconds. Without them the "
-        "scheduler takes the replica for lost.",
+        "Sent by each replica every `PIPOLLUX_HEARTBEAT_INTERVAL` seconds. A replica without "
+        "heartbeats counts as lost.",
     ),
     Request(
         "POST",
         "/jobs/NAME/reports",
         messages.TrainingReport,
         messages.ReportAnswer,
-        "Sent by replica 0, as often as the answer to the last report allows.",
+        "Sent by replica 0 at the interval that the answer to the last report sets.",
     ),
     Request(
         "PUT",
         "/jobs/NAME/hints?attempt=NUMBER",
         None,
         None,
-        "Sent by replica 0 after each fit. The body has the [hints](rest.md#schedhints).",
+        "Sent by replica 0 after each fit of the performance model. The body contains the "
+        "[hints](rest.md#schedhints).",
     ),
     Request(
         "GET",
         "/jobs/NAME/inheritance?attempt=NUMBER",
         None,
         messages.InheritanceAnswer,
-        "Sent once by replica 0 of a job that has measured nothing.",
+        "Sent once by replica 0 of a job without measurements.",
     ),
     Request(
         "POST",
         "/jobs/NAME/stops",
         messages.Stop,
         None,
-        "Sent by replica 0 when all replicas have stopped and saved.",
+        "Sent by replica 0 once all replicas have stopped and the checkpoint is written.",
     ),
     Request(
         "POST",
         "/jobs/NAME/replicas",
         messages.ReplicaRegistration,
         None,
-        "Sent by the agent of each replica, where the scheduler does not assign addresses.",
+        "Sent by the agent of each replica if the scheduler does not assign addresses.",
     ),
     Request(
         "GET",
         "/jobs/NAME/replicas?attempt=NUMBER&wait=SECONDS",
         None,
         messages.ReplicaAddresses,
-        "Sent by these agents, until all have registered.",
+        "Sent by these agents until all replicas have registered.",
     ),
 )
 FILES = (
-    (files.STOP_MARKER, files.StopMarker, "In the checkpoint directory, by replica 0."),
+    (files.STOP_MARKER, files.StopMarker, "by replica 0, in the checkpoint directory"),
     (
         files.UNSENT_REPORT,
         messages.TrainingReport,
-        "In the checkpoint directory, by replica 0 if no scheduler took its last report.",
+        "by replica 0, in the checkpoint directory, if its last report could not be delivered",
     ),
-    ("`PIPOLLUX_RESULT_FILE`", files.AgentResult, "By the agent of each replica, at its end."),
+    (
+        "`PIPOLLUX_RESULT_FILE`",
+        files.AgentResult,
+        "by the agent of each replica, when the script ends",
+    ),
 )
 SOURCE = "perfmodel/pipollux_protocol"
 
@@ -105,14 +110,14 @@ def _lines() -> Iterator[str]:
     yield ""
     yield f"<!-- Generated from {SOURCE} by `python -m pipollux_protocol.reference`. -->"
     yield ""
-    yield "The scheduler starts an agent for each replica, and the agent starts the script. They"
-    yield "exchange environment variables, messages, files and exit statuses. Both sides take them"
-    yield "from the package `pipollux_protocol`."
+    yield "The scheduler starts one agent per replica, and the agent starts the training script."
+    yield "Scheduler and job communicate through environment variables, HTTP requests, files and"
+    yield "exit statuses, all defined in the package `pipollux_protocol`."
     yield ""
     yield "## Environment variables"
     yield ""
     yield from table(
-        ("variable", "set by", "meaning", "if it is not set"),
+        ("variable", "set by", "meaning", "default"),
         [(f"`{x.name}`", x.set_by, x.meaning, x.default) for x in VARIABLES],
     )
     yield ""
@@ -127,9 +132,9 @@ def _lines() -> Iterator[str]:
     yield ""
     yield "## Requests"
     yield ""
-    yield "Requests carry the job's token: `Authorization: Bearer TOKEN`. A request with an unknown"
-    yield "key is refused; unknown keys of answers are ignored. A replica of an earlier run is"
-    yield "answered with 409, and ends."
+    yield "Jobs send JSON over HTTP, with the header `Authorization: Bearer TOKEN`, where TOKEN is"
+    yield "the job's token. Unknown keys are errors in requests and ignored in answers. Requests of"
+    yield "a replaced attempt receive status 409; its replicas exit with status 75."
     for request in REQUESTS:
         yield ""
         yield f"### {request.method} {request.path}"
@@ -158,7 +163,7 @@ def _lines() -> Iterator[str]:
 
 
 def _models() -> list[type[BaseModel]]:
-    """Return all objects, each before the first that it holds."""
+    """Return all models, each followed by the models of its fields."""
     found: list[type[BaseModel]] = []
     waiting = [x for request in REQUESTS for x in (request.body, request.answer) if x is not None]
     waiting += [model for _, model, _ in FILES]

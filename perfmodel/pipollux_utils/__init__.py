@@ -1,1 +1,1 @@
-"""Helpers that all packages share and that know nothing of jobs: text, units, files."""
+"""Helpers shared by all packages and independent of jobs: text, units, files."""

@@ -11,7 +11,7 @@ PUBLIC, PRIVATE = 0o644, 0o600
 
 
 def write_aside(path: Path, content: bytes, mode: int = PUBLIC) -> None:
-    """Write a temporary file, and move it into place once it is on the disk.
+    """Write a temporary file, flush it to disk, and rename it to `path`.
 
     Args:
         path: the file, replaced atomically; its folder is created if missing.
@@ -19,7 +19,7 @@ def write_aside(path: Path, content: bytes, mode: int = PUBLIC) -> None:
         mode: permission bits.
 
     Raises:
-        OSError: it cannot be written; the previous file is kept.
+        OSError: the file cannot be written; the previous file is kept.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
@@ -32,29 +32,29 @@ def write_aside(path: Path, content: bytes, mode: int = PUBLIC) -> None:
             file.flush()
             os.fsync(handle)
         Path(aside).replace(path)
-    except BaseException:  # also on Ctrl-C, nothing is left behind
+    except BaseException:  # also on Ctrl-C: leave no temporary file
         Path(aside).unlink(missing_ok=True)
         raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)  # the new name, too
+        os.fsync(folder)  # makes the rename durable
     finally:
         os.close(folder)
 
 
 def write_output(path: Path, content: bytes) -> None:
-    """Write a result to a path that a user names, as a shell's redirection would.
+    """Write a result to a path given by a user, like a shell redirection.
 
-    A regular file is replaced atomically and keeps its permissions; a new one has those that the
-    umask leaves. A symbolic link stays, and its target is written. Devices, FIFOs and open files
-    (`/dev/stdout`, `/dev/fd/3`) are written into.
+    A regular file is replaced atomically and keeps its permissions; a new file gets the permissions
+    of the umask. A symbolic link stays, and its target is written. The content goes into devices,
+    FIFOs and open files (`/dev/stdout`, `/dev/fd/3`) directly.
 
     Args:
         path: the file; the folder of a new one is created if missing.
         content: the whole content.
 
     Raises:
-        OSError: it cannot be written; the previous content of a regular file is kept.
+        OSError: the file cannot be written; a regular file keeps its previous content.
     """
     try:
         mode = path.stat().st_mode
@@ -69,7 +69,7 @@ def write_output(path: Path, content: bytes) -> None:
     if stat.S_ISREG(mode) and opened is None:
         write_aside(Path(os.path.realpath(path)), content, stat.S_IMODE(mode))
         return
-    # A copy of an open file's descriptor goes on where the last output ended.
+    # A duplicate of an open descriptor keeps its position, and appends to the previous output.
     target = path if opened is None else os.dup(opened)
     with open(target, "wb", buffering=0) as file:
         rest = memoryview(content)

@@ -1,8 +1,8 @@
-"""Silence for what C libraries print on standard output.
+"""Suppression of standard output from C libraries.
 
-HiGHS 1.12 prints a line of its own now and then, whatever its options say. To redirect the file
-descriptor would take away what other threads print meanwhile; C's own stream, which Python does not
-use, can be exchanged for one that goes nowhere.
+HiGHS 1.12 occasionally prints a line regardless of its options. Redirecting the file descriptor
+would suppress the output of other threads as well. Python does not use C's `stdout` stream, so that
+stream is replaced instead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _KEPT: int | None = None
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """Return the GNU C library; None where there is another, whose stream may be a constant."""
+    """Return the GNU C library; None for other C libraries, whose stream may be a constant."""
     with suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)
         library.gnu_get_libc_version.restype = ctypes.c_char_p
@@ -34,14 +34,14 @@ def _library() -> ctypes.CDLL | None:
 
 @cache
 def _nowhere(library: ctypes.CDLL) -> int | None:
-    """Return a stream that goes nowhere; it stays open."""
+    """Return a stream to the null device; it stays open."""
     stream: int | None = library.fopen(os.devnull.encode(), b"w")
     return stream
 
 
 @contextmanager
 def silent_c_stdout() -> Iterator[None]:
-    """Drop what C libraries print meanwhile; Python's `print` works as usual in every thread.
+    """Discard the standard output of C libraries; Python's `print` works in every thread.
 
     Example:
         >>> with silent_c_stdout():

@@ -1,8 +1,8 @@
 """Formatting of numbers, times and names for pages and terminals.
 
 Names and messages come from users, so `clean` protects terminals and XML parsers: it removes
-control characters, lone surrogates and characters that reverse the direction of text.
-Pages group the thousands of a number (`grouped`, `amount`), terminals do not (`number`).
+control characters, lone surrogates and characters that reverse the direction of text. Pages group
+the thousands of a number (`grouped`, `amount`), terminals do not (`number`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BIDIRECTIONAL = set("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _NOTHING = 1e-7
-"""Seconds below which a step's time has no part; the model's own zero is 1e-8."""
+"""Seconds below which a step time counts as zero; the model's own zero is 1e-8."""
 
 
 def clean(text: object, limit: int | None = None) -> str:
@@ -49,12 +49,12 @@ def clean(text: object, limit: int | None = None) -> str:
 
 
 def first_line(text: str) -> str:
-    """Return a message without the lines of a log that may follow it."""
+    """Return the first line of a message, without log lines after it."""
     return text.partition("\n")[0]
 
 
 def number(value: float | None, digits: int = 3, separator: str = "") -> str:
-    """Return `value` with `digits` significant digits, and no exponent where it is not tiny.
+    """Return `value` with `digits` significant digits, with an exponent only for tiny values.
 
     >>> number(0.012345), number(3.14159), number(1234.5), number(None)
     ('0.0123', '3.14', '1234', '–')
@@ -129,7 +129,7 @@ def error_percent(error: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Return a moment of the run as minutes and seconds, with hours when there are any.
+    """Return a time since the start as minutes and seconds, with hours if there are any.
 
     >>> clock(5), clock(185), clock(3700)
     ('0:05', '3:05', '1:01:40')
@@ -141,7 +141,7 @@ def clock(seconds: float) -> str:
 
 
 def duration(seconds: float | None, digits: int = 2) -> str:
-    """Return a length of time with its unit; seconds below a minute have `digits` digits.
+    """Return a duration with its unit; seconds below a minute have `digits` digits.
 
     >>> duration(0.0123), duration(4.2), duration(185.0)
     ('12.3\u202fms', '4.2\u202fs', '3\u202fmin 5\u202fs')
@@ -198,7 +198,7 @@ def spell_age(age: float) -> str:
 
 
 def spell_moment(moment: float | None, now: float | None = None) -> str:
-    """Return a clock time, and how long ago (or ahead) it is."""
+    """Return a clock time and its distance from now."""
     if moment is None:
         return DASH
     apart = (time.time() if now is None else now) - moment
@@ -230,7 +230,7 @@ def spell_nodes(nodes: Sequence[str]) -> str:
 
 
 def placements(nodes: Sequence[str]) -> list[str]:
-    """Return the nodes of an allocation, each once, with how many replicas when more than one."""
+    """Return the nodes of an allocation, each once, with its replicas if there are several."""
     parts = []
     for node in dict.fromkeys(nodes):
         replicas = nodes.count(node)
@@ -239,7 +239,7 @@ def placements(nodes: Sequence[str]) -> list[str]:
 
 
 def placement(nodes: Sequence[str]) -> str:
-    """Return an allocation in words: each node once, with how many replicas when more than one.
+    """Return an allocation as text: each node once, with its replicas if there are several.
 
     >>> placement(["node-0", "node-1", "node-1"])
     'node-0, node-1 × 2'

@@ -9,7 +9,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGTP]i?)?B?")
 _POWERS = " KMGTP"
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])?")
 MOST_SECONDS = 7 * 86400.0
-"""Longest time between two of what a scheduler does again and again: a week."""
+"""Longest interval between periodic actions of a scheduler: a week."""
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -17,7 +17,7 @@ def parse_bytes(text: str | int) -> int:
     """Return a size in bytes: ``8GiB`` (2**33), ``500MB`` (5e8), ``8Gi``, or a plain number.
 
     Raises:
-        ValueError: it is no valid size.
+        ValueError: the text is not a valid size.
     """
     if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
         return text
@@ -36,7 +36,7 @@ def parse_duration(text: str | float | None) -> float | None:
     """Return a duration in seconds: ``90s``, ``45m``, ``36h``, ``2d``, or a plain number.
 
     Raises:
-        ValueError: it is no valid duration, not above 0, or longer than a century.
+        ValueError: the text is not a valid duration, not above 0, or longer than a century.
     """
     if text is None:
         return None
@@ -70,6 +70,6 @@ def check_seconds(**times: float) -> None:
 
 
 def _shown(value: object) -> str:
-    """Return a value as in its file, shortened to fit a sentence."""
+    """Return a value as written in its file, shortened to fit a sentence."""
     text = str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

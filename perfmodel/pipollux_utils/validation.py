@@ -1,7 +1,7 @@
-"""Pydantic's errors as actionable sentences.
+"""Pydantic errors as actionable sentences.
 
-Each sentence names the place (``nodes[1].slots``), its value, and what is allowed; for an unknown
-field also the closest known name.
+Each sentence names the location (``nodes[1].slots``), the value and the allowed values, and for an
+unknown field the closest known name.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Problem(NamedTuple):
     """One problem in some data."""
 
     place: Place
-    """Where, as a path of fields and indices."""
+    """Location as a path of fields and indices."""
     text: str
-    """What is wrong and what is allowed; without the place."""
+    """The error and the allowed values, without the location."""
 
     def sentence(self) -> str:
         """Return place and text as one sentence."""
@@ -35,7 +35,7 @@ class Problem(NamedTuple):
 
 
 def problem_at(place: Place, text: str) -> PydanticCustomError:
-    """Return an error for a validator to raise about a place nested inside the model."""
+    """Return an error about a nested location, for a validator to raise."""
     return PydanticCustomError("placed", "{text}", {"text": text, "place": place})
 
 
@@ -63,14 +63,14 @@ def problems(
 ) -> list[Problem]:
     """Return pydantic's errors about `model` as problems, in the order of the data.
 
-    A missing field that was evidently misspelt is left out: the unknown field covers it. Of a field
-    with ``repr=False``, whose values may be secret, no value is shown.
+    Omits a missing field that was evidently misspelt, which the unknown field covers. Hides the
+    values of fields with ``repr=False``, which may be secret.
 
     Args:
-        errors: of the validation.
-        model: what was validated.
-        written: returns the value at a place as its file has it; None: it is in no file, or not one
-            value.
+        errors: the validation errors.
+        model: the validated model.
+        written: returns the value at a location as written in its file; None: not in a file, or not
+            a single value.
     """
     found: list[Problem] = []
     missing: list[Problem] = []
@@ -127,7 +127,7 @@ def _shown(model: type[BaseModel], place: Place, value: Any) -> str:
 
 
 def _kind(value: Any) -> str:
-    """Return what kind of value one is, where it may be a secret."""
+    """Return the type of a possibly secret value as text."""
     if value is None:
         return "an empty value"
     kinds: tuple[tuple[Any, str], ...] = (
@@ -141,7 +141,7 @@ def _kind(value: Any) -> str:
 
 
 def _expected(model: type[BaseModel], place: Place, details: ErrorDetails) -> str:
-    """Return what is allowed at a place whose value has the wrong type or is out of bounds."""
+    """Return the allowed values at a location with a wrong type or a value out of bounds."""
     if details["type"] == "literal_error":
         return str(details["ctx"]["expected"])
     return _allowed(model, place)
@@ -166,7 +166,7 @@ def spell_value(value: Any) -> str:
 
 
 def _allowed(model: type[BaseModel], place: Place) -> str:
-    """Return what is allowed at a place: its field's `description`, else its bounds."""
+    """Return the allowed values at a location: its field's `description`, else its bounds."""
     field = _field(model, place)
     if field is None:
         return f"a mapping that begins with '{next(iter(model.model_fields))}:'"

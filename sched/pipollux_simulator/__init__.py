@@ -1,4 +1,4 @@
-"""Trace-driven simulator of a cluster: policies tried on workloads, in seconds instead of days."""
+"""Trace-driven simulator of a cluster, for evaluating policies on workloads in seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A simulation from names: a cluster, a workload and a policy, to an outcome in plain data."""
+"""Simulations by name: a cluster, a workload and a policy, to an outcome as plain data."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from pipollux_simulator.workload.arrivals import JobArrival
 
 @dataclass(frozen=True)
 class Workload:
-    """Jobs under a name."""
+    """Named jobs."""
 
     name: str
     jobs: tuple[JobArrival, ...]
     applications: Mapping[str, Application] = field(default_factory=dict)
-    """Those that are not found by name alone."""
+    """Applications that are not found by name."""
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A cluster to try workloads and policies on; two runs of one are the same.
+    """A cluster for evaluating workloads and policies; deterministic.
 
     Example:
         >>> experiment = Experiment(make_nodes({"": (2, 4)}))
@@ -52,19 +52,19 @@ class Experiment:
     nodes: Mapping[str, NodeInfo]
     options: Options = field(default_factory=Options)
     traces: Path | None = None
-    """Folder of the public traces, for applications of theirs."""
+    """Folder of the public traces, for their applications."""
     seed: int = 0
     """Of the policy."""
     fit: Fit = fit_perf_params
-    """How jobs of the traces fit their model to measured step times."""
+    """Fit of measured step times by jobs of the traces."""
     fairness: float | None = None
-    """What the policy "exact" promises (`CompletionTime.fairness`); None: nothing."""
+    """Fairness bound of the policy "exact" (`CompletionTime.fairness`); None: no bound."""
     scarcity: float | None = None
-    """What it charges for scarce types of GPU (`CompletionTime.scarcity`); None: the usual."""
+    """Its price of scarce types of GPU (`CompletionTime.scarcity`); None: the default."""
     tail: float | None = None
-    """How much more late jobs count with it (`CompletionTime.tail`); None: the usual."""
+    """Its weight of late jobs (`CompletionTime.tail`); None: the default."""
     rank_power: float | None = None
-    """How much more short jobs count with it (`CompletionTime.rank_power`); None: the usual."""
+    """Its weight of short jobs (`CompletionTime.rank_power`); None: the default."""
     _applications: dict[str, Application] = field(default_factory=dict, init=False, repr=False)
     _isolated: list[IsolatedTimes] = field(default_factory=list, init=False, repr=False)
 
@@ -72,8 +72,8 @@ class Experiment:
         """Return the applications of a workload; each is read once.
 
         Raises:
-            ValueError: one is not known, its traces are missing or wrong, or no node holds one of
-                its replicas.
+            ValueError: an application is unknown, its traces are missing or invalid, or no node has
+            room for one of its replicas.
         """
         own = workload.applications
         names = {job.application for job in workload.jobs} - own.keys()
@@ -100,12 +100,13 @@ class Experiment:
             workload: jobs.
             policy: name of one of `POLICIES`.
             watch: see `Cluster.run`.
-            experience: from jobs that completed before, to which this workload's are added; None:
-                the cluster is new.
+            experience: of previously completed jobs, extended by this workload's; None: the cluster
+            is new.
 
         Raises:
-            ValueError: an application or a policy is not known, or traces do not reach as far.
-            SimulationError: the policy broke a rule, or some job never gets to run.
+            ValueError: an application or a policy is unknown, or the traces do not cover a
+            configuration.
+            SimulationError: the policy broke a rule, or some job never runs.
         """
         applications = self.applications(workload)
         knobs = {name: getattr(self, name) for name in KNOBS} if policy == "exact" else {}
@@ -134,8 +135,8 @@ def make_nodes(
     """Return nodes by name.
 
     Args:
-        counts: by type of GPU (empty: unknown), how many nodes and how many GPUs each.
-        preemptible: they may be taken away.
+        counts: by type of GPU (empty: unknown), the number of nodes, and GPUs per node.
+        preemptible: whether the nodes may be preempted.
 
     Example:
         >>> list(make_nodes({"a100-40g": (2, 8)}))

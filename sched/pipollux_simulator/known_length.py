@@ -1,8 +1,8 @@
-"""What a policy knows of the remaining work of simulated jobs.
+"""A policy's knowledge of the remaining work of simulated jobs.
 
-A scheduler cannot measure it. A script that trains a fixed number of epochs knows it exactly, one
-that stops at a target can estimate it, and Pollux does without. Results depend on it, so every
-figure names it.
+A scheduler cannot measure it. Scripts with a fixed number of epochs know it exactly, scripts that
+stop at a target can estimate it, and Pollux works without it. Results depend on it, so every figure
+states it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class KnownLength:
-    """How well a policy knows the remaining work of jobs.
+    """Accuracy of the remaining work of jobs.
 
     Example:
         >>> KnownLength.parse("none").estimate("a", 100.0) is None
@@ -29,13 +29,13 @@ class KnownLength:
     """
 
     factor: float | None = 1.0
-    """Estimates are at most this many times too long or too short; 1: exact. None: unknown."""
+    """Maximum factor by which estimates are too long or too short; 1: exact. None: unknown."""
     seed: int = 0
     """Of the errors of the estimates."""
     learned: bool = False
-    """Whether it learns lengths from the jobs that have completed (`policy.lengths`)."""
+    """Whether lengths are estimated from completed jobs (`policy.lengths`)."""
     declared: bool = False
-    """Whether jobs that declare their length are believed, exactly."""
+    """Whether lengths declared by jobs are used, exactly."""
 
     def __post_init__(self) -> None:
         if self.factor is not None and not 1 <= self.factor < math.inf:
@@ -46,12 +46,12 @@ class KnownLength:
 
     @classmethod
     def parse(cls, text: str, seed: int = 0) -> KnownLength:
-        """Read `exact`, `none`, `learned`, `declared`, or a factor.
+        """Parse `exact`, `none`, `learned`, `declared`, or a factor.
 
-        `declared` is learned for the jobs that do not declare their length.
+        With `declared`, the lengths of jobs that do not declare theirs are estimated.
 
         Raises:
-            ValueError: it is none of them.
+            ValueError: the text is none of these.
         """
         if text in ("exact", "none", "learned", "declared"):
             learned, declared = text in ("learned", "declared"), text == "declared"
@@ -69,9 +69,9 @@ class KnownLength:
         """Return the policy's estimate of a job's remaining work.
 
         Args:
-            job: its name. Its error is one factor for all of its life, drawn log-uniformly between
-                ``1 / factor`` and ``factor``.
-            remaining: seconds that one replica would still train; None: unknown.
+            job: its name. Its error is one factor for its whole life, drawn log-uniformly between
+            ``1 / factor`` and ``factor``.
+            remaining: remaining seconds of one replica; None: unknown.
         """
         if self.factor is None or remaining is None:
             return None
@@ -82,7 +82,7 @@ class KnownLength:
         return remaining * math.exp(rng.uniform(-bound, bound))
 
     def __str__(self) -> str:
-        """Return the text that `parse` reads."""
+        """Return the text that `parse` accepts."""
         if self.factor is None:
             told = "declared" if self.declared else "learned"
             return told if self.learned else "none"

@@ -1,8 +1,8 @@
-"""Simulations in separate processes, several at a time; none is left behind.
+"""Simulations in separate processes, several at a time, without leaving processes behind.
 
 A child reports every round through a pipe. When the parent is interrupted it kills its children;
-when the parent is killed, a child finds the pipe broken at its next round, and ends. Ctrl-C reaches
-the parent alone: children start with the signal blocked.
+when the parent is killed, a child finds the pipe broken in its next round, and exits. Ctrl-C
+reaches only the parent: children start with the signal blocked.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .experiment import Experiment, Workload
 Pair = tuple[Workload, str]
 """A workload, and the name of a policy."""
 WatchPair = Callable[[int, float, int], None]
-"""Called with the pair's index, the time in its simulation, and its completed jobs."""
+"""Called with the pair's index, the simulated time, and the number of completed jobs."""
 
 
 class _Child(NamedTuple):
@@ -38,17 +38,17 @@ def run_pairs(
     """Simulate every pair, and return outcomes in the order of the pairs.
 
     Outcomes do not depend on the number of processes, except for the policies' wall-clock seconds,
-    which grow when there are more processes than idle cores.
+    which increase with more processes than idle cores.
 
     Args:
         experiment: the cluster.
-        pairs: what to run on it.
+        pairs: the simulations.
         watch: called after every round.
-        processes: the most at a time; 1: in this process.
+        processes: maximum at a time; 1: in this process.
 
     Raises:
         ValueError: see `Experiment.run`.
-        SimulationError: as there, or a process ended by itself.
+        SimulationError: as in `Experiment.run`, or if a process exits unexpectedly.
     """
     if processes < 2 or len(pairs) < 2:
         return [
@@ -79,12 +79,12 @@ def run_pairs(
 def _start(experiment: Experiment, index: int, pair: Pair) -> tuple[Connection, _Child]:
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    # A child reads applications itself: sending what was read here would take longer.
+    # A child reads applications itself, which is faster than sending them.
     arguments = sender, replace(experiment), pair
     process = context.Process(target=_work, args=arguments, daemon=True)
     with _blocked_interrupts():
         process.start()
-    # Only the child holds this end now, so that its death closes the pipe.
+    # Only the child holds this end, so that its death closes the pipe.
     sender.close()
     return receiver, _Child(index, process)
 
@@ -130,7 +130,7 @@ def _work(sender: Connection, experiment: Experiment, pair: Pair) -> None:
 @contextmanager
 def _blocked_interrupts() -> Iterator[None]:
     """Block Ctrl-C for processes started meanwhile; a Ctrl-C is delivered afterwards."""
-    # The first process that multiprocessing starts has a companion, whose start unblocks Ctrl-C.
+    # multiprocessing's first process starts a companion, whose start unblocks Ctrl-C.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

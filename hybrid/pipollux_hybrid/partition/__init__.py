@@ -1,1 +1,1 @@
-"""Which layers go to which stage, on which device."""
+"""Assignment of layers to stages, and of stages to devices."""

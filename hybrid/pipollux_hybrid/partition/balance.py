@@ -1,4 +1,4 @@
-"""Where to cut the layers into stages, and which devices the stages get."""
+"""Cut of the layers into stages, within the memory of the devices."""
 
 from __future__ import annotations
 
@@ -46,31 +46,32 @@ __all__ = [
 ]
 
 DEVICE_SHARE = 0.9
-"""Part of a GPU's memory that stages may plan with: the rest is the kernels' own, copies that
-cross a cut, and what the allocator loses to fragments."""
+"""Share of a GPU's memory available to stages; the rest is for kernels, copies that cross a cut,
+and fragmentation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionRequest:
-    """What the user wants of a cut."""
+    """The user's constraints on a cut."""
 
     num_stages: int
     balance: Sequence[int] | str | None
-    """Layers of each stage, or what to balance: ``"time"``, ``"memory"``, ``"parameters"``."""
+    """Layers of each stage, or the quantity to balance: ``"time"``, ``"memory"``,
+    ``"parameters"``."""
     example_inputs: Any = None
     num_microbatches: int = 1
     checkpoint: Checkpoints = "never"
-    """Which micro-batches are recomputed, in all stages or in each."""
+    """The recomputed micro-batches, for all stages or per stage."""
     schedule: ScheduleKind = "gpipe"
     ties_apart: bool = False
-    """Whether layers that share a parameter may be on different stages, as where each has a process
-    of its own."""
+    """Whether layers that share a parameter may be on different stages, as in a multi-process
+    pipeline."""
     chunks_per_stage: int = 1
-    """V; the layers are cut into K·V parts, of which part q is in stage q mod K."""
+    """V; the layers are cut into K·V parts, part q in stage q mod K."""
     memory_limit: float | None = None
-    """Bytes of each device; None: of a GPU its memory less a margin, of a CPU no limit."""
+    """Bytes of each device; None: a GPU's memory less a margin, no limit on a CPU."""
     shards_optimizer: bool = False
-    """Whether the replicas' processes of a stage divide its state of the optimizer."""
+    """Whether the processes of a stage in all replicas shard its optimizer state."""
 
     @property
     def num_parts(self) -> int:
@@ -79,13 +80,13 @@ class PartitionRequest:
 
     @property
     def wish(self) -> str:
-        """How many parts were asked for, for messages."""
+        """The requested number of parts, for messages."""
         more = f", chunks_per_stage={self.chunks_per_stage}" if self.chunks_per_stage > 1 else ""
         return f"num_stages={self.num_stages}{more}"
 
     @property
     def rule(self) -> str | None:
-        """What to balance; None where the balance is given."""
+        """The quantity to balance; None if the balance is given."""
         if isinstance(self.balance, str):
             return self.balance
         if self.balance is not None:
@@ -94,33 +95,33 @@ class PartitionRequest:
 
     @property
     def num_samples(self) -> int:
-        """Samples of the example inputs: what a replica works on at once."""
+        """Samples of the example inputs, processed by a replica at once."""
         return num_samples(self.example_inputs)
 
 
 class MeasuredLayers(NamedTuple):
-    """What is known of layers and devices before a cut is chosen."""
+    """Measurements of layers and devices before a cut is chosen."""
 
     profile: LayerProfile | None = None
-    """What the layers cost; None without example inputs."""
+    """Costs of the layers; None without example inputs."""
     memory_limit: float | None = None
-    """Bytes of a device that stages may need; None: not bounded, or without example inputs."""
+    """Bytes of a device available to stages; None: unbounded, or without example inputs."""
 
 
 class Partitioning(NamedTuple):
-    """How the layers are cut, and what that was decided by."""
+    """The cut of the layers, and its basis."""
 
     balance: list[int]
     """Number of layers of each stage, or of each chunk."""
     profile: LayerProfile | None
-    """What the layers cost; None without example inputs."""
+    """Costs of the layers; None without example inputs."""
     memory_limit: float | None
-    """Bytes of a device that stages may need; None: not bounded, or without example inputs."""
+    """Bytes of a device available to stages; None: unbounded, or without example inputs."""
     blocks: list[int]
-    """Number of layers of each block that has to stay in one stage."""
+    """Number of layers of each block that must stay in one stage."""
 
     def in_blocks(self) -> tuple[LayerProfile, tuple[int, ...]] | None:
-        """Return what the blocks cost, and how many each stage has; None without example inputs."""
+        """Return the blocks' costs, and their number per stage; None without example inputs."""
         if self.profile is None:
             return None
         ends = list(itertools.accumulate(self.blocks))
@@ -136,12 +137,12 @@ def measure_layers(
     device: torch.device,
     request: PartitionRequest,
 ) -> MeasuredLayers:
-    """Return the layers' profile if there are example inputs, and the limit of memory.
+    """Return the layers' profile if there are example inputs, and the memory limit.
 
-    All is the same on all replicas: rank 0 measures, the others take its word.
+    The result is the same on all replicas: rank 0 measures and distributes it.
 
     Raises:
-        ConfigurationError: The wishes contradict each other, or the layers cannot be measured.
+        ConfigurationError: The constraints are inconsistent, or the layers cannot be measured.
     """
     _check_limit(request)
     if request.example_inputs is None or ctx.joins is not None:
@@ -157,15 +158,15 @@ def choose_balance(
 ) -> Partitioning:
     """Return the layers of each stage; the same on all replicas.
 
-    A balance that is not given is the best contiguous cut (:func:`pipollux_perfmodel.partition`) by
-    the rule asked for, among those that keep tied layers together and fit the devices.
+    Without a given balance it is the best contiguous cut (:func:`pipollux_perfmodel.partition`) by
+    the requested quantity, among cuts that keep tied layers together and fit the devices.
 
     Raises:
-        ConfigurationError: The wishes contradict each other, the layers or the memory.
+        ConfigurationError: The constraints contradict each other, the layers or the memory.
     """
     ties, given = [] if request.ties_apart else find_ties(module), request.rule is None
     blocks = blocks_of(ties, len(module))
-    if ctx.joins is not None:  # the others have decided
+    if ctx.joins is not None:  # the surviving replicas have decided
         balance = _of_job(ctx.joins.balance, request, len(module))
         return Partitioning(balance, None, None, blocks)
     if given:
@@ -204,7 +205,7 @@ def _cut(
     try:
         if request.chunks_per_stage > 1:
             return _cut_chunks(merged, request, limit)
-        # Whatever is balanced, it has to fit.
+        # Every balance has to fit the memory.
         fastest = partition(merged, request.num_stages, microbatches, limit, **options)
         if request.rule == "time":
             return fastest
@@ -219,7 +220,7 @@ def _cut(
 
 
 def _cut_chunks(merged: LayerProfile, request: PartitionRequest, limit: float | None) -> list[int]:
-    """Return the number of blocks of each chunk: as equally slow as can be, if that fits."""
+    """Return the number of blocks of each chunk, as equally slow as possible within the memory."""
     samples = request.num_samples / request.num_microbatches
     most = keeps_most(request.checkpoint)
     options: dict[str, Any] = {"micro_bsz": samples, "checkpoint": most}
@@ -239,7 +240,7 @@ def _cut_chunks(merged: LayerProfile, request: PartitionRequest, limit: float | 
 def _memory(
     profile: LayerProfile, balance: Sequence[int], request: PartitionRequest
 ) -> NDArray[np.float64]:
-    """Return the bytes that the example batch needs on each stage's device, K entries."""
+    """Return the bytes of the example batch on each stage's device, K entries."""
     checkpoint = request.checkpoint
     microbatches, samples = request.num_microbatches, request.num_samples / request.num_microbatches
     if request.chunks_per_stage > 1:
@@ -259,7 +260,7 @@ def _check_memory(
     request: PartitionRequest,
     limit: float | None,
 ) -> None:
-    """Refuse a balance whose stages do not fit."""
+    """Reject a balance whose stages do not fit."""
     if profile is None or limit is None:
         return
     samples = request.num_samples / request.num_microbatches
@@ -292,7 +293,7 @@ def _check_limit(request: PartitionRequest) -> None:
 
 
 def _limit(ctx: JobContext, request: PartitionRequest, device: torch.device) -> float | None:
-    """Return the bytes of a device; of the smallest, where replicas differ."""
+    """Return the bytes of a device; of the smallest if replicas differ."""
     limit = math.inf if request.memory_limit is None else request.memory_limit
     if request.memory_limit is None and device.type == "cuda":
         limit = DEVICE_SHARE * float(torch.cuda.get_device_properties(device).total_memory)
@@ -308,14 +309,14 @@ def _agreed_profile(
     device: torch.device,
     example_inputs: Any,
 ) -> LayerProfile:
-    """Return rank 0's profile: times differ between replicas, and so would the cuts."""
+    """Return rank 0's profile: with different times, replicas would choose different cuts."""
     answer: dict[str, Any] = {}
     if ctx.env.leads:
         try:
             profile = profile_layers(module, example_inputs, optimizer=optimizer, device=device)
             answer = {"profile": profile.to_json_object()}
         except ConfigurationError as error:
-            answer = {"error": str(error)}  # the others wait, and are to know
+            answer = {"error": str(error)}  # the other ranks wait for an answer
     content = json.dumps(answer).encode()
     length = int(ctx.control.gather(torch.tensor([len(content)]))[0])
     padded = bytearray(content[:length].ljust(length))
@@ -327,7 +328,7 @@ def _agreed_profile(
 
 
 def _sizes(module: nn.Sequential) -> list[float]:
-    """Return the parameters of each layer, plus one, so that layers without any still spread."""
+    """Return the parameters of each layer plus one, which spreads layers without parameters."""
     return [1.0 + sum(p.numel() for p in layer.parameters()) for layer in module]
 
 
@@ -349,17 +350,16 @@ def _check_count(
     if request.num_parts > most:
         tied = "; ".join(map(str, ties))
         raise ConfigurationError(
-            f"{request.wish}: {tied}, and have to be on one stage, so at most {most} "
-            "stages can be cut; ask for fewer, untie them, or give each stage a process of its own "
-            "(schedule=)"
+            f"{request.wish}: {tied}, and must be on one stage, so there can be at most {most} "
+            "stages; ask for fewer, untie them, or use a multi-process pipeline (schedule=)"
         )
 
 
 def _of_job(theirs: Sequence[int], request: PartitionRequest, num_layers: int) -> list[int]:
-    """Return the balance of the job that this replica is about to join.
+    """Return the balance of the job that this replica joins.
 
     Raises:
-        ConfigurationError: This replica has other layers, or asks for other stages.
+        ConfigurationError: This replica has different layers, or requests different stages.
     """
     if sum(theirs) != num_layers:
         raise ConfigurationError(

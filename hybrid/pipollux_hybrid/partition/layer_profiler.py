@@ -1,11 +1,11 @@
-"""What each layer costs, measured on the device it will run on: the profile that stages are cut by.
+"""Measurement of each layer's costs on its device: the profile for cutting stages.
 
-Every layer runs alone, forward and backward, at several sizes b of a micro-batch. The least time of
-a few runs stands for a size, as whatever else runs on the machine can only add to it, and a line
-α + β·b is laid through the sizes (:class:`pipollux_perfmodel.Layer`). A backward is of what needs
-one: a frozen first part of a model has none. Layers are copied one at a time, so that neither
-parameters, gradients, running statistics nor random numbers change, and a model that fits on no
-single device can be profiled on one.
+Every layer runs alone, forward and backward, at several micro-batch sizes b. The minimum time of a
+few runs is used for each size, as other load on the machine only adds time, and a line α + β·b is
+fitted through the sizes (:class:`pipollux_perfmodel.Layer`). Backwards include only what needs a
+gradient: a frozen first part of a model has none. Layers are copied one at a time, so that
+parameters, gradients, running statistics and random numbers stay unchanged, and a model that fits
+on no single device can be profiled on one.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ ROUNDS = 7
 """Timed runs of a layer at each size."""
 FEWEST_ROUNDS = 3
 PATIENCE = 1.0
-"""Seconds after which a layer has been timed enough, once it had the fewest rounds."""
+"""Seconds after which the timing of a layer ends, once it had the minimum number of rounds."""
 SMALLEST_SAMPLE = 4
-"""A sample of fewer is repeated up to this, so that there are two sizes to lay a line through."""
+"""Smaller samples are repeated up to this size, so that there are two sizes for a line."""
 
 Skips = dict[Any, Tensor | None]
 
@@ -51,7 +51,7 @@ def profile_layers(
     device: torch.device | str | None = None,
     rounds: int = ROUNDS,
 ) -> LayerProfile:
-    """Measure what each layer of a model costs.
+    """Measure the costs of each layer of a model.
 
     Example::
 
@@ -59,21 +59,21 @@ def profile_layers(
         balance = pipollux_perfmodel.partition(profile, num_stages=4, num_microbatches=8)
 
     Args:
-        module: The layers, in the mode (training or evaluation) to measure. Skip connections
-            of torchgpipe's ``skippable`` are followed.
-        example_inputs: Inputs of the module, tensors of shape [batch, …]: ideally as many
-            samples as a replica works on at once; times are measured at a quarter, half and all
-            of them.
-        optimizer: Over the module's parameters; for the bytes of its state.
-        device: Where to measure; by default where the first parameter is, else the CPU.
+        module: The layers, in the mode (training or evaluation) to measure. Supports skip
+        connections of torchgpipe's ``skippable``.
+        example_inputs: Inputs of the module, tensors of shape [batch, …], ideally with as many
+        samples as a replica processes at once; times are measured at a quarter, half and all of
+        them.
+        optimizer: Optimizer of the module's parameters, for the bytes of its state.
+        device: Device for the measurement; by default that of the first parameter, else the CPU.
         rounds: Timed runs of each layer at each size.
 
     Returns:
-        Seconds and bytes by layer. ``parameter_bytes`` are those of parameters that are trained;
-        ``optimizer_bytes`` include frozen parameters and buffers, which have no gradients.
+        Seconds and bytes by layer. ``parameter_bytes`` counts trained parameters;
+        ``optimizer_bytes`` includes frozen parameters and buffers, which have no gradients.
 
     Raises:
-        ConfigurationError: A layer cannot be copied or fails on the inputs; it says which.
+        ConfigurationError: A layer cannot be copied or fails on the inputs; the message names it.
     """
     first = next(module.parameters(), None)
     where = torch.device(device if device is not None else "cpu" if first is None else first.device)
@@ -82,7 +82,7 @@ def profile_layers(
     )
     cuda = [where] if where.type == "cuda" else []
     with guard, torch.random.fork_rng(devices=cuda), torch.enable_grad():
-        # Of a thread of autograd's whose first kernel is its own, cuBLAS warns.
+        # cuBLAS warns if its kernel is the first one of an autograd thread.
         torch.ones((), device=where, requires_grad=True).mul(1.0).backward()
         flows = _flows(example_inputs, where)
         largest = flows[-1]
@@ -98,7 +98,7 @@ def profile_layers(
 
 @dataclass
 class _Flow:
-    """What arrives at the next layer for one size of a micro-batch."""
+    """Input of the next layer for one micro-batch size."""
 
     size: int
     batch: PyTree
@@ -107,7 +107,7 @@ class _Flow:
 
 @dataclass
 class _Measured:
-    """Seconds by size, least of all rounds, and what the largest size leaves behind."""
+    """Seconds by size, the minimum over all rounds, and the bytes kept at the largest size."""
 
     forward: list[float]
     backward: list[float]
@@ -115,7 +115,7 @@ class _Measured:
 
 
 class _Skips(SkipTracker):
-    """Skip connections of a layer that runs alone: what it pops is given, what it stashes kept."""
+    """Skip connections of a layer that runs alone: pops are provided, stashes are recorded."""
 
     def __init__(self, arriving: Skips) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class _Skips(SkipTracker):
 
 
 class _Clock:
-    """Moments on a device: events on a GPU, whose work must not be waited for in between."""
+    """Times on a device: events on a GPU, without synchronization in between."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -154,7 +154,7 @@ def _flows(sample: PyTree, device: torch.device) -> list[_Flow]:
     count = num_samples(sample)
     repeats = -(-SMALLEST_SAMPLE // count)
     count *= repeats
-    # Never one sample: batch normalisation refuses it.
+    # At least two samples: batch normalization rejects one.
     sizes = sorted({size for size in (count // 4, count // 2, count) if size > 1})
 
     def cut(leaf: Any, size: int) -> Any:
@@ -194,7 +194,7 @@ def _measure(
             f"on: {error}. Give example_inputs that the module takes, or balance=[…]"
         ) from error
     for flow, (_, after) in zip(flows, nexts, strict=True):
-        # A skip connection has one end; what was popped here is not needed again.
+        # A skip connection is popped once, so its tensor is not needed again.
         popped = set(getattr(layer, "poppable", tuple)())
         flow.skips = {k: t for k, t in flow.skips.items() if k not in popped} | after.skips
         flow.batch = after.batch
@@ -205,7 +205,7 @@ def _measure(
 def _rounds(
     worker: nn.Module, flows: Sequence[_Flow], device: torch.device, rounds: int
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Return seconds forward and backward, [round][size]; sizes in turn, as machines drift."""
+    """Return seconds forward and backward, [round][size]; sizes alternate, as machines drift."""
     began = time.perf_counter()
     forward: list[list[float]] = []
     backward: list[list[float]] = []
@@ -245,12 +245,12 @@ def _once(
 
 
 def _arrived(tensor: Tensor) -> Tensor:
-    """Return what a layer gets: a copy that it may write to, and not a leaf, as in the pipeline."""
+    """Return a layer's input: a writable copy that is not a leaf, as in the pipeline."""
     return tensor.detach().requires_grad_(tensor.requires_grad).clone()
 
 
 def _left(tensor: Tensor) -> Tensor:
-    """Return a layer's output without its graph; it requires gradients as before."""
+    """Return a layer's output without its graph; `requires_grad` stays unchanged."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
@@ -273,7 +273,7 @@ def _priced(
         + sum(x.nbytes for x in (*still, *layer.buffers())),
         activation_bytes=measured.saved.total / largest.size,
         output_bytes=kept_bytes(tensors_of(largest.batch)) / largest.size,
-        # Gradients are sent in float32 at least.
+        # Gradients are sent in at least float32.
         copy_bytes=float(sum(p.numel() * max(p.element_size(), 4) for p in trained)),
         name=name,
     )

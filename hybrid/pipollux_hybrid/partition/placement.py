@@ -16,14 +16,14 @@ BALANCE_RULES = ("time", "memory", "parameters")
 
 
 def find_devices(names: Sequence[torch.device | str], source: str) -> list[torch.device]:
-    """Return the devices of such names.
+    """Return devices by name.
 
     Args:
-        names: As PyTorch names them.
-        source: Where they come from, for the message.
+        names: In PyTorch's format.
+        source: Source of the names, for the message.
 
     Raises:
-        ConfigurationError: One of them is not there, or no device for stages.
+        ConfigurationError: A device does not exist, or does not support stages.
     """
     return [_find(name, source) for name in names]
 
@@ -63,13 +63,14 @@ def choose_num_stages(
     """Return the scheduler's number of stages, else the script's.
 
     Args:
-        env: What the scheduler says.
-        num_stages: What the script asks for.
-        balance: Number of layers of each stage, or chunk; or what to balance.
+        env: The environment with the scheduler's choice.
+        num_stages: The script's choice.
+        balance: Number of layers of each stage, or chunk; or the quantity to balance.
         chunks_per_stage: Number V of chunks of a stage.
 
     Raises:
-        ConfigurationError: It is no whole number of at least 1, or ``balance`` is no balance.
+        ConfigurationError: The number is not a whole number of at least 1, or ``balance`` is
+        invalid.
     """
     default = 1
     if isinstance(balance, str):
@@ -87,7 +88,7 @@ def choose_num_stages(
 
 
 def _place(env: JobEnvironment) -> str:
-    """Return which replica of its node this is, as whoever starts the processes can tell."""
+    """Return the position of this replica on its node, in the launcher's terms."""
     if env.processes_per_replica == 1:
         return f"LOCAL_RANK={env.local_rank}"
     first = env.local_rank * env.processes_per_replica
@@ -101,7 +102,7 @@ def choose_devices(
     """Return one device per stage.
 
     Raises:
-        ConfigurationError: There are fewer devices than stages, or one of them is not there.
+        ConfigurationError: There are fewer devices than stages, or a device does not exist.
     """
     chosen: Sequence[torch.device | str]
     if devices is not None:
@@ -124,9 +125,9 @@ def choose_devices(
 
 
 def make_current(device: torch.device) -> None:
-    """Have CUDA's calls that name no device mean this one, as NCCL does with what is on no GPU.
+    """Make the device the default of CUDA calls without a device, such as NCCL's.
 
-    They would mean the node's first GPU in every process else, which NCCL refuses.
+    Otherwise every process would use the node's first GPU, which NCCL rejects.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -1,6 +1,6 @@
-"""Tied parameters: layers that share one must share a stage, as a gradient has one home.
+"""Tied parameters: layers that share a parameter must be in one stage.
 
-Not where each stage has a process of its own: there each holds a copy
+In a multi-process pipeline each stage holds a copy instead
 (:mod:`pipollux_hybrid.sync.tied_copies`).
 """
 
@@ -20,15 +20,15 @@ __all__ = ["TiedParameters", "blocks_of", "check_ties", "find_ties", "merge_laye
 
 @dataclass(frozen=True)
 class TiedParameters:
-    """A parameter that several layers hold."""
+    """A parameter shared by several layers."""
 
     parameter: str
-    """The name under which the module lists it."""
+    """Name of the parameter in the module."""
     first: int
     last: int
-    """Positions of the first and the last layer that hold it."""
+    """Positions of the first and the last layer with the parameter."""
     layers: tuple[str, ...]
-    """Names of all that hold it."""
+    """Names of all layers with the parameter."""
     positions: tuple[int, ...] = ()
     """Their positions."""
 
@@ -39,7 +39,7 @@ class TiedParameters:
 
 
 def find_ties(module: nn.Sequential) -> list[TiedParameters]:
-    """Return the parameters that more than one layer holds, in the order of their first layer."""
+    """Return the parameters shared by several layers, in the order of their first layer."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     holders: dict[nn.Parameter, list[tuple[int, str]]] = {}
     for index, (name, layer) in enumerate(module.named_children()):
@@ -59,23 +59,23 @@ def find_ties(module: nn.Sequential) -> list[TiedParameters]:
 
 
 def check_ties(ties: Sequence[TiedParameters], balance: Sequence[int]) -> None:
-    """Refuse a balance that cuts between layers which share a parameter.
+    """Reject a balance that separates layers with a shared parameter.
 
     Raises:
-        ConfigurationError: Names the layers and the parameter.
+        ConfigurationError: With the layers and the parameter.
     """
     ends = list(itertools.accumulate(balance))
     for tie in ties:
         if any(tie.first < end <= tie.last for end in ends):
             raise ConfigurationError(
                 f"balance={list(balance)}: {tie}, and would be on different stages: give a balance "
-                f"that keeps layers {tie.first} to {tie.last} in one stage, untie them, or give "
-                "each stage a process of its own (schedule=)"
+                f"that keeps layers {tie.first} to {tie.last} in one stage, untie them, or "
+                "use a multi-process pipeline (schedule=)"
             )
 
 
 def check_chunks(ties: Sequence[TiedParameters], balance: Sequence[int], num_stages: int) -> None:
-    """Refuse chunks of one stage that share a parameter: each would give it a gradient.
+    """Reject chunks of one stage that share a parameter, as each would give it a gradient.
 
     Args:
         ties: Of the module.
@@ -83,7 +83,7 @@ def check_chunks(ties: Sequence[TiedParameters], balance: Sequence[int], num_sta
         num_stages: K.
 
     Raises:
-        ConfigurationError: Names the layers and the parameter.
+        ConfigurationError: With the layers and the parameter.
     """
     chunks = [q for q, count in enumerate(balance) for _ in range(count)]
     for tie in ties:
@@ -92,12 +92,12 @@ def check_chunks(ties: Sequence[TiedParameters], balance: Sequence[int], num_sta
             raise ConfigurationError(
                 f"balance={list(balance)}: {tie}, and would be in several chunks of one stage: "
                 "give a balance that keeps them in one chunk or in different stages (chunk q is "
-                f"in stage q mod {num_stages}), untie them, or say schedule='1f1b'"
+                f"in stage q mod {num_stages}), untie them, or use schedule='1f1b'"
             )
 
 
 def blocks_of(ties: Sequence[TiedParameters], num_layers: int) -> list[int]:
-    """Return the number of layers of each block that may not be cut, in order.
+    """Return the number of layers of each block that must not be cut, in order.
 
     Example:
         >>> blocks_of([TiedParameters("1.weight", 1, 3, ("1", "3"))], 6)
@@ -109,7 +109,7 @@ def blocks_of(ties: Sequence[TiedParameters], num_layers: int) -> list[int]:
 
 
 def merge_layers(profile: LayerProfile, blocks: Sequence[int]) -> LayerProfile:
-    """Return the profile of the blocks: each costs what its layers cost together."""
+    """Return the profile of blocks, with the summed costs of their layers."""
     merged, start = [], 0
     for count in blocks:
         layers = profile.layers[start : start + count]

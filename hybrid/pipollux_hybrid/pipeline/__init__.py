@@ -1,1 +1,1 @@
-"""One batch through K stages: micro-batches, their order, recomputation; knows no replicas."""
+"""One batch through K stages: micro-batches, order, recomputation; independent of replicas."""

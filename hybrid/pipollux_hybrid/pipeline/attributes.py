@@ -1,11 +1,11 @@
-"""Tensors that layers keep as attributes, which are no outputs of the model.
+"""Tensors that layers keep as attributes instead of returning them.
 
-A script may have a layer keep an auxiliary loss (``self.aux_loss = …``) and add it to its own. In a
-pipeline the attribute is of the last micro-batch only, and where that is recomputed it has no
-graph: the loss would be another one. So after the first forwards the script cannot compute with
-such tensors; layers can, and anybody may detach or show them. Where each stage has a process, the
-loss is refused if it reaches parameters past the output, and so is a layer of an earlier stage that
-keeps a scalar with a graph.
+A layer may keep an auxiliary loss (``self.aux_loss = …``) that the script adds to its loss. In a
+pipeline the attribute belongs to the last micro-batch only, and has no graph if that is recomputed,
+so the loss would be wrong. After the first forwards, scripts therefore cannot compute with such
+tensors; layers can, and scripts may detach or display them. In a multi-process pipeline, a loss
+that reaches parameters other than through the output is rejected, and so is a layer of an earlier
+stage that keeps a scalar with a graph.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .stage import in_pipeline
 __all__ = ["LayerAttributes"]
 
 CHECKED_FORWARDS = 64
-"""Forwards, from the first one of a stage on, after which attributes are looked at."""
+"""Forwards, from the first one of a stage on, after which attributes are checked."""
 HARMLESS = frozenset(
     (
         *("detach", "item", "tolist", "numpy", "size", "dim", "numel", "is_floating_point"),
@@ -33,12 +33,12 @@ HARMLESS = frozenset(
         *("__format__", "__hash__", "__deepcopy__", "__reduce_ex__"),
     )
 )
-"""Functions whose results no gradient follows, or which a layer is copied and saved by."""
+"""Functions whose results carry no gradient, or that copy or save a layer."""
 WHAT_TO_DO = "return it as an output of the layers, shape [batch], and add it to the loss"
 
 
 class KeptTensor(Tensor):
-    """A tensor that a layer keeps: outside of the pipeline nothing is computed with it."""
+    """A tensor kept by a layer; computing with it outside of the pipeline is an error."""
 
     place: str
 
@@ -50,7 +50,7 @@ class KeptTensor(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run a function on the plain tensors, if it may be run."""
+        """Run a function on the plain tensors, if it is allowed."""
         given = (args, dict(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             if torch.is_grad_enabled() and not in_pipeline() and func.__name__ not in HARMLESS:
@@ -68,7 +68,7 @@ class LayerAttributes:
     """The attributes of a stage's layers.
 
     Args:
-        layers: The stage; what is compiled in it is left alone.
+        layers: The stage; compiled layers are not checked.
     """
 
     def __init__(self, layers: nn.Module) -> None:
@@ -79,7 +79,7 @@ class LayerAttributes:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Run a forward within, and have the tensors that it keeps refuse to be computed with."""
+        """Context for a forward; computing with tensors that it keeps is an error afterwards."""
         with self._kept() as kept:
             yield
         for place, container, key in kept:
@@ -89,10 +89,10 @@ class LayerAttributes:
 
     @contextmanager
     def without_losses(self) -> Iterator[None]:
-        """Run a forward within, whose layers may keep no scalar with a graph.
+        """Context for a forward whose layers must not keep a scalar with a graph.
 
         Raises:
-            ConfigurationError: One does.
+            ConfigurationError: A layer keeps one.
         """
         with self._kept() as kept:
             yield
@@ -106,7 +106,7 @@ class LayerAttributes:
 
     @contextmanager
     def _kept(self) -> Iterator[list[tuple[str, Any, Any]]]:
-        """Fill a list with the places of tensors that the forward within has set."""
+        """Yield a list that receives the tensors kept during the context."""
         kept: list[tuple[str, Any, Any]] = []
         if self._forwards >= CHECKED_FORWARDS:
             yield kept
@@ -118,7 +118,7 @@ class LayerAttributes:
         kept += [x for x in self._places() if id(x[1][x[2]]) not in known]
 
     def _places(self) -> Iterator[tuple[str, Any, Any]]:
-        """Yield the tensors that layers keep: where, the container and the key in it."""
+        """Yield the tensors that layers keep: location, container and key."""
         for path, layer in self._layers:
             attributes = vars(layer)
             for name, value in list(attributes.items()):

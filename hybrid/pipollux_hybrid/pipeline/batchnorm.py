@@ -1,16 +1,16 @@
-"""Batch normalisation whose running statistics are those of the whole batch.
+"""Batch normalization whose running statistics are those of the whole batch.
 
-In a pipeline a batch normalisation layer normalises each micro-batch by that micro-batch's own mean
-and variance, as it does in GPipe: waiting for the others would undo the pipeline. Its RUNNING
-statistics, which evaluation uses, need not suffer from that. Over all samples of an iteration, of
-all micro-batches, accumulation steps and replicas,
+In a pipeline a batch normalization layer normalizes each micro-batch by that micro-batch's mean and
+variance, as in GPipe: waiting for the others would serialize the pipeline. The RUNNING statistics,
+which evaluation uses, do not have this restriction. Over all samples of an iteration, of all
+micro-batches, accumulation steps and replicas,
 
     n = Σ nᵢ      mean = Σ nᵢ·mᵢ / n      var = Σ nᵢ·(vᵢ + mᵢ²) / n − mean²
 
 with mᵢ and vᵢ the mean and (biased) variance over the nᵢ values of a channel in micro-batch i. They
-enter the running statistics once an iteration, the variance times n / (n − 1), as PyTorch does for
-a plain batch. Deferring them was torchgpipe's idea; it counts the micro-batches that were asked
-for, so a short batch leaks into the next one, and knows of no accumulation steps or replicas.
+update the running statistics once per iteration, the variance times n / (n − 1), as PyTorch does
+for a plain batch. Deferring them was torchgpipe's idea; torchgpipe counts requested micro-batches,
+so that a short batch leaks into the next one, and does not support accumulation steps or replicas.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ __all__ = [
 
 
 class _Deferred(nn.modules.batchnorm._BatchNorm):
-    """The base class of the three, which differ in the shapes they take."""
+    """Base class of the three layers, which differ in their input shapes."""
 
     _sums: Tensor | None = None
     """n, n·mean and n·(var + mean²) so far, float64, shape [1 + 2·channels]."""
     _counts = True
-    """Whether the samples of the forwards to come count."""
+    """Whether samples of the next forwards count."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # the base class's name for it
-        """Normalise a micro-batch, shape [micro-batch, channels, …].
+        """Normalize a micro-batch, shape [micro-batch, channels, …].
 
-        Outside of a pipeline, and in evaluation, exactly the plain layer.
+        Outside of a pipeline, and in evaluation, identical to the plain layer.
         """
         if not (self.training and in_pipeline()):
             return super().forward(input)
@@ -73,7 +73,7 @@ class _Deferred(nn.modules.batchnorm._BatchNorm):
         self._sums = sums if self._sums is None else self._sums + sums
 
     def combined_buffers(self) -> list[str]:
-        """Return the buffers that are combined over the replicas here, and by nobody else."""
+        """Return the buffers that this class combines over replicas."""
         return ["running_mean", "running_var", "num_batches_tracked"]
 
     def take_sums(self, device: torch.device | None = None) -> Tensor:
@@ -88,9 +88,9 @@ class _Deferred(nn.modules.batchnorm._BatchNorm):
         """Add an iteration to the running statistics.
 
         Args:
-            sums: Of all replicas; nothing changes if they are of no samples.
+            sums: Of all replicas; without samples nothing changes.
         """
-        assert self.running_mean is not None  # noqa: S101  # only such layers are deferred
+        assert self.running_mean is not None  # noqa: S101  # required for deferring
         assert self.running_var is not None  # noqa: S101  # as above
         assert self.num_batches_tracked is not None  # noqa: S101  # as above
         count = float(sums[0])
@@ -126,16 +126,16 @@ DEFERRED: dict[type[nn.Module], type[_Deferred]] = {
 
 
 def defer_statistics(module: nn.Module) -> list[_Deferred]:
-    """Make the batch normalisation layers of a module defer their running statistics.
+    """Make the batch normalization layers of a module defer their running statistics.
 
-    The layers stay the objects they are, with their names, parameters and buffers; only their class
-    changes, to a subclass of what it was. A script's own subclasses are left alone.
+    The layers stay the same objects, with their names, parameters and buffers; only their class
+    changes to a subclass. A script's own subclasses stay unchanged.
 
     Returns:
-        The layers that defer.
+        The deferring layers.
 
     Raises:
-        ConfigurationError: There is a SyncBatchNorm, which cannot work between stages.
+        ConfigurationError: There is a SyncBatchNorm, which does not work between stages.
     """
     for name, layer in module.named_modules():
         if isinstance(layer, nn.SyncBatchNorm):
@@ -158,11 +158,11 @@ def deferred_layers(module: nn.Module) -> list[_Deferred]:
 def sum_statistics(
     layers: Sequence[_Deferred], all_reduce_sum: Callable[[list[Tensor]], None]
 ) -> None:
-    """Add the sums of an iteration up over the replicas, all of which call it at the same time.
+    """Sum the statistics of an iteration over the replicas, all of which call it together.
 
     Args:
         layers: The same on every replica.
-        all_reduce_sum: Makes tensors their sums over the replicas, in place.
+        all_reduce_sum: Replaces tensors with their sums over the replicas, in place.
     """
     if not layers:
         return
@@ -174,20 +174,20 @@ def sum_statistics(
 
 
 def commit_statistics(layers: Sequence[_Deferred]) -> None:
-    """Add the sums of an iteration to running statistics."""
+    """Update the running statistics with the sums of an iteration."""
     for layer in layers:
         layer.commit(layer.take_sums())
 
 
 def drop_statistics(layers: Sequence[_Deferred]) -> None:
-    """Forget the forwards since the last commit: their iteration does not count."""
+    """Discard the forwards since the last commit: their iteration does not count."""
     for layer in layers:
         layer._sums = None
 
 
 @contextmanager
 def uncounted(layers: Sequence[_Deferred]) -> Iterator[None]:
-    """Exclude the forwards within from the statistics: their samples are another replica's."""
+    """Exclude forwards in this context from the statistics: their samples are another replica's."""
     for layer in layers:
         layer._counts = False
     try:

@@ -1,9 +1,9 @@
-"""The header that a stage sends the next one before the tensors of a micro-batch.
+"""The header that a stage sends to the next one before the tensors of a micro-batch.
 
-Stages in processes of their own do not know each other's layers. So every micro-batch is preceded
-by a few bytes: the structure of the stage's output, and the shape, type and
+The stages of a multi-process pipeline do not know each other's layers. Every micro-batch is
+therefore preceded by a header: the structure of the stage's output, and the shape, dtype and
 :attr:`~torch.Tensor.requires_grad` of each tensor in it. Micro-batches of one step may differ in
-all of these: the last one may be shorter, and a layer may leave out a mask where no row is padded.
+all of these: the last one may be shorter, and a layer may omit a mask if no row is padded.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 HEADER_BYTES = 4096
-"""Bytes of the message that comes first; what does not fit follows in a second one."""
+"""Bytes of the first message; longer headers continue in a second one."""
 LENGTH_BYTES = 8
 
 
@@ -47,18 +47,18 @@ class TensorKind:
     requires_grad: bool
 
     def empty(self, device: torch.device) -> Tensor:
-        """Return a tensor of this kind to be overwritten; nothing requires its gradient yet."""
+        """Return an uninitialized tensor of this kind that does not require a gradient."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True)
 class BoundaryLayout:
-    """What crosses from one stage to the next with a micro-batch."""
+    """The output of one stage for one micro-batch, as input of the next."""
 
     structure: Structure
-    """What the leaves hang on."""
+    """The PyTree without its leaves."""
     leaves: tuple[Any, ...]
-    """In the place of each tensor its :class:`TensorKind`, and plain values as they are."""
+    """A :class:`TensorKind` in the place of each tensor; plain values unchanged."""
 
     @property
     def kinds(self) -> list[TensorKind]:
@@ -67,22 +67,22 @@ class BoundaryLayout:
 
     @property
     def is_tensors(self) -> bool:
-        """Whether two that are equal look the same to layers: 1, 1.0 and True are equal, too."""
+        """Whether equal layouts look the same to layers: 1, 1.0 and True are equal as well."""
         return all(leaf is None or isinstance(leaf, TensorKind) for leaf in self.leaves)
 
     def value(self, tensors: Sequence[Tensor]) -> PyTree:
-        """Return the PyTree with these tensors in it."""
+        """Return the PyTree with the given tensors."""
         rest = iter(tensors)
         leaves = [next(rest) if isinstance(x, TensorKind) else x for x in self.leaves]
         return unflatten(leaves, self.structure)
 
 
 def describe(value: PyTree, what: str) -> tuple[BoundaryLayout, list[Tensor]]:
-    """Return what a PyTree looks like, and its tensors.
+    """Return the layout of a PyTree, and its tensors.
 
     Args:
         value: Of one micro-batch.
-        what: Whose it is, for the message.
+        what: Name of the value, for messages.
 
     Raises:
         ConfigurationError: A leaf is neither a tensor nor a plain value.
@@ -96,24 +96,25 @@ def describe(value: PyTree, what: str) -> tuple[BoundaryLayout, list[Tensor]]:
 
 
 def to_header(boundary: BoundaryLayout, what: str) -> tuple[Tensor, Tensor | None]:
-    """Return the messages that tell of a boundary: one, and another if that is too short.
+    """Return the messages that encode a layout: one, or two if the first one is too short.
 
     Args:
-        boundary: What is told of.
-        what: Whose it is, for the message.
+        boundary: The layout.
+        what: Name of the value, for messages.
 
     Returns:
         Tensors of uint8, the first of shape [:data:`HEADER_BYTES`].
 
     Raises:
-        ConfigurationError: The structure is none of tuples, lists, dicts and named tuples.
+        ConfigurationError: The structure contains other types than tuples, lists, dicts and named
+        tuples.
     """
     named = named_tuples.names_of(boundary.structure, what)
     try:
         structure = pytree.treespec_dumps(boundary.structure)
     except (NotImplementedError, TypeError) as error:
         raise ConfigurationError(
-            f"{what} cannot be told to the next stage, which has a process of its own: between "
+            f"{what} cannot be sent to the process of the next stage: between "
             f"stages pass tuples, named tuples, lists and dicts of tensors ({error})"
         ) from error
     leaves = [_encode(leaf) for leaf in boundary.leaves]
@@ -125,13 +126,13 @@ def to_header(boundary: BoundaryLayout, what: str) -> tuple[Tensor, Tensor | Non
 
 
 def rest_of_header(first: Tensor) -> int:
-    """Return the bytes that follow a first message."""
+    """Return the bytes that follow the first message."""
     length = int.from_bytes(first[:LENGTH_BYTES].numpy().tobytes(), "little")
     return max(length + LENGTH_BYTES - HEADER_BYTES, 0)
 
 
 def from_header(first: Tensor, rest: Tensor | None) -> BoundaryLayout:
-    """Return the boundary that messages tell of; see :func:`to_header`."""
+    """Return the layout that messages encode; see :func:`to_header`."""
     packed = first.numpy().tobytes() + (b"" if rest is None else rest.numpy().tobytes())
     length = int.from_bytes(packed[:LENGTH_BYTES], "little")
     told = json.loads(packed[LENGTH_BYTES : LENGTH_BYTES + length])
@@ -142,14 +143,14 @@ def from_header(first: Tensor, rest: Tensor | None) -> BoundaryLayout:
 
 
 class HeaderWriter:
-    """Encodes headers, most of which are those of the micro-batch before."""
+    """Encodes headers; repeated layouts are cached."""
 
     def __init__(self) -> None:
         self._last: BoundaryLayout | None = None
         self._messages: tuple[Tensor, ...] = ()
 
     def encode(self, boundary: BoundaryLayout, what: str) -> tuple[Tensor, ...]:
-        """Return the messages of a boundary; see :func:`to_header`."""
+        """Return the messages of a layout; see :func:`to_header`."""
         if not boundary.is_tensors or boundary != self._last:
             self._last = boundary
             self._messages = tuple(x for x in to_header(boundary, what) if x is not None)
@@ -157,18 +158,18 @@ class HeaderWriter:
 
 
 class HeaderReader:
-    """Decodes headers, most of which are those of the micro-batch before."""
+    """Decodes headers; repeated ones are cached."""
 
     def __init__(self) -> None:
         self._last = b""
         self._boundary: BoundaryLayout | None = None
 
     def decode(self, first: Tensor, receive: Callable[[int], Tensor]) -> BoundaryLayout:
-        """Return the boundary that a header describes.
+        """Return the layout that a header describes.
 
         Args:
             first: Its first message.
-            receive: Returns its second one, of so many bytes; called if there is one.
+            receive: Returns the second message of a given number of bytes; called if there is one.
         """
         count = rest_of_header(first)
         rest = receive(count) if count else None
@@ -183,7 +184,7 @@ def _bytes(content: bytes) -> Tensor:
 
 
 def _encode(leaf: Any) -> Any:
-    """Return a leaf as JSON can hold it; the kinds of plain values are those of ``PLAIN``."""
+    """Return a leaf in a form for JSON; the kinds of plain values are those of ``PLAIN``."""
     match leaf:
         case TensorKind(shape, dtype, requires_grad):
             return {"tensor": [list(shape), _name(dtype), requires_grad]}

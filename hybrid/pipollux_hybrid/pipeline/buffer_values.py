@@ -1,12 +1,12 @@
-"""Buffers as the first forward of a micro-batch saw them, for its recomputation.
+"""Values of buffers at the first forward of a micro-batch, for its recomputation.
 
-A layer that changes a buffer in its forward would change it again when it is recomputed, and would
-compute with other values than at first. So the values from before the first forward are kept, where
-it has changed them, and the recomputation runs on copies of these and leaves the buffers alone.
+A layer that changes a buffer in its forward would change it again in the recomputation, and would
+compute with different values. Therefore the values of changed buffers before the first forward are
+kept, and the recomputation runs on copies of them and leaves the buffers unchanged.
 
-The vectors of :func:`torch.nn.utils.spectral_norm` are changed once for each batch, as in the plain
-model: all micro-batches begin with the values that the first one began with, and only the first
-one's change stays. Other layers change their buffers once for each micro-batch.
+The vectors of :func:`torch.nn.utils.spectral_norm` change once per batch, as in the plain model:
+all micro-batches start with the values of the first one, and only the first one's change stays.
+Other layers change their buffers once per micro-batch.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from .batchnorm import deferred_layers
 __all__ = ["BufferValues", "Values"]
 
 SMALL_BYTES = 1 << 16
-"""Bytes of a buffer that is copied before every forward, whether it is known to change or not."""
+"""Maximum bytes of a buffer that is copied before every forward, without being known to change."""
 ABSENT = object()
 
 
 class Value(NamedTuple):
-    """What a layer's buffer was: a tensor of its own, None, or :data:`ABSENT`."""
+    """The value of a layer's buffer: a copy, None, or :data:`ABSENT`."""
 
     layer: nn.Module
     name: str
@@ -41,13 +41,13 @@ class Value(NamedTuple):
 
 Values = list[Value]
 BufferVersions: TypeAlias = dict[tuple[nn.Module, str], tuple[Any, int, Any]]
-"""By layer and name: the tensor, how often it was changed, and a copy, of some."""
+"""By layer and name: the tensor, its version, and for some buffers a copy."""
 
 
 class BufferValues:
     """The buffers of a stage.
 
-    Those of batch normalisation are left out: forwards do not change them in a pipeline.
+    Batch normalization is excluded: in a pipeline forwards do not change its buffers.
 
     Args:
         layers: The stage.
@@ -62,7 +62,7 @@ class BufferValues:
 
     @contextmanager
     def forward(self, microbatch: int) -> Iterator[None]:
-        """Run the first forward of a micro-batch of a batch within."""
+        """Context for the first forward of a micro-batch."""
         if not self._once:
             yield
         elif microbatch == 0:
@@ -74,19 +74,19 @@ class BufferValues:
 
     @contextmanager
     def kept(self) -> Iterator[Values]:
-        """Run a forward within that will be recomputed.
+        """Context for a forward that will be recomputed.
 
         Yields:
-            A list which is filled, at the end, with the values that the forward has changed.
+            A list that contains, after the context, the previous values of changed buffers.
 
         Raises:
-            ConfigurationError: A large buffer changed that has not changed before.
+            ConfigurationError: A large buffer changed for the first time.
         """
         changed: Values = []
         before = [self._before(layer, name) for layer, name in self._places()]
         try:
             yield changed
-        except Exception:  # whatever layers raise, which is raised on
+        except Exception:  # any error of the layers, re-raised
             _put([Value(x, n, y) for x, n, *_, y in before if y is not None])
             raise
         known = {(layer, name) for layer, name, *_ in before}
@@ -110,7 +110,7 @@ class BufferValues:
 
     @contextmanager
     def replaced(self, values: Values) -> Iterator[None]:
-        """Run a forward within on copies of these values, and leave the buffers as they are."""
+        """Context for a forward on copies of these values; the buffers stay unchanged."""
         now = [Value(x, name, x._buffers.get(name, ABSENT)) for x, name, _ in values]
         _put([Value(x, name, _copy(value)) for x, name, value in values])
         try:
@@ -119,11 +119,11 @@ class BufferValues:
             _put(now)
 
     def untouched(self) -> AbstractContextManager[None]:
-        """Run a forward within that leaves no trace."""
+        """Context for a forward without side effects on buffers."""
         return self.replaced([Value(x, name, x._buffers[name]) for x, name in self._places()])
 
     def versions(self) -> BufferVersions:
-        """Return how the buffers are now, but for those that change once for each batch."""
+        """Return the state of the buffers, except those that change once per batch."""
         once = set(self._once)
         return {
             (layer, name): self._before(layer, name)[2:]
@@ -154,7 +154,7 @@ class BufferValues:
 
 
 def _once_a_batch(layers: list[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
-    """Yield the buffers that change alike whatever the samples, and once for each batch."""
+    """Yield the buffers that change once per batch, independently of the samples."""
     for layer in layers:
         if isinstance(layer, _SpectralNorm):
             yield from ((layer, name) for name in layer._buffers)
@@ -172,7 +172,7 @@ def _put(values: Values) -> None:
 
 
 def _same(copy: Tensor, buffer: Tensor) -> bool:
-    """Return whether a copy is still as the buffer is, NaN included."""
+    """Return whether a copy equals the buffer, including NaN."""
     if torch.equal(copy, buffer):
         return True
     return copy.is_floating_point() and torch.allclose(copy, buffer, 0.0, 0.0, equal_nan=True)
@@ -183,5 +183,5 @@ def _copy(value: Any) -> Any:
 
 
 def _version(value: object) -> int:
-    """Return how often a tensor was changed in place; tensors of inference mode do not count."""
+    """Return how often a tensor was changed in place; 0 for inference tensors."""
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0

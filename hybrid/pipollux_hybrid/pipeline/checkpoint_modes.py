@@ -1,4 +1,4 @@
-"""When activations are recomputed: alike in all stages, or in each as its memory allows."""
+"""Checkpoint modes: the same in all stages, or one per stage as its memory allows."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def choose_modes(
     """Return the mode of each stage.
 
     Args:
-        asked: One mode for all stages, or one for each.
+        asked: One mode for all stages, or one per stage.
         num_stages: Number K of stages.
-        stages_have_processes: Whether each is in a process of its own.
+        stages_have_processes: Whether it is a multi-process pipeline.
 
     Raises:
-        ConfigurationError: There are not as many as stages, or stages cannot differ.
+        ConfigurationError: Their number differs from that of stages, or stages must not differ.
     """
     if isinstance(asked, str):
         return (_known(asked),) * num_stages
@@ -29,8 +29,8 @@ def choose_modes(
     if not stages_have_processes and num_stages > 1:
         raise ConfigurationError(
             f"activation_checkpoint={words}: one process drives all {num_stages} stages of this "
-            "job, which have one mode together: give 'always', 'except_last' or 'never', or give "
-            "each stage a process of its own (schedule=)"
+            "job, which have one mode together: give 'always', 'except_last' or 'never', or use a "
+            "multi-process pipeline (schedule=)"
         )
     if len(words) != num_stages:
         raise ConfigurationError(

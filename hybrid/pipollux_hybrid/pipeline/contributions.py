@@ -1,9 +1,9 @@
-"""How many micro-batches of a batch contribute to the gradient of each weight.
+"""Counts of the micro-batches that contribute to the gradient of each weight.
 
-All of them do, unless layers are conditional: an expert that some samples do not reach, a layer
-that is skipped at random. That is counted in the first steps, from the graphs of the stage's
-outputs, and logged where a weight is reached by some micro-batches only. It is how a script's
-author sees that a layer takes part in fewer micro-batches than meant.
+All contribute, except in conditional layers: an expert that some samples do not reach, or a layer
+that is skipped at random. The first steps are counted, using the graphs of the stage's outputs, and
+weights that only some micro-batches reach are logged, to reveal layers that take part in fewer
+micro-batches than intended.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Contributions:
         self._reached: Counter[int] = Counter()
 
     def begin(self, num_microbatches: int) -> None:
-        """Begin with a batch; what was counted of an unfinished one is dropped."""
+        """Start a batch; the counts of an unfinished one are discarded."""
         self._batches += 1
         self._wanted, self._graphs = num_microbatches, 0
         self._reached.clear()
 
     def add(self, value: PyTree, output: PyTree) -> None:
-        """Count a micro-batch, if there is a graph; log what all of a batch have come to.
+        """Count a micro-batch, if it has a graph; log the counts at the end of a batch.
 
         Args:
             value: Input of the stage.
@@ -64,7 +64,7 @@ class Contributions:
             self._report()
 
     def partial(self) -> dict[str, int]:
-        """Return the weights that some, but not all, micro-batches reach, and how many do."""
+        """Return the weights that some, but not all, micro-batches reach, with their counts."""
         counts = {name: self._reached[id(x)] for name, x in self._stage.named_parameters()}
         return {name: count for name, count in counts.items() if 0 < count < self._wanted}
 
@@ -80,11 +80,11 @@ class Contributions:
 
 
 def nodes_between(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Iterator[Any]:
-    """Yield the nodes of the graph of outputs, up to those that gave the inputs.
+    """Yield the nodes of the graph of outputs, up to those that produced the inputs.
 
     Args:
-        inputs: Where the walk ends.
-        outputs: Where it begins.
+        inputs: End of the traversal.
+        outputs: Start of the traversal.
     """
     ends = {id(x) for x in inputs if x.grad_fn is None}
     seen: set[Any] = {x.grad_fn for x in inputs if x.grad_fn is not None}

@@ -1,12 +1,11 @@
-"""The pipeline of one replica: GPipe over the devices of a process.
+"""The single-process pipeline of one replica: GPipe over the devices of a process.
 
-torchgpipe (Kim et al., 2020) has the schedule, the copies and the threads. What it lacks for
-batches that change from step to step is here and in the modules beside it: micro-batches are
-counted as they are (:mod:`.gpipe`), recomputation runs with the forward's thread-local state
-(:mod:`.thread_state`, :mod:`.recompute`), layers may pass any PyTree of tensors
-(:mod:`.microbatch`), stages leave their inputs alone and name the layer that fails
-(:mod:`.stage`), and skip connections (:mod:`.skip`) and batch normalisation (:mod:`.batchnorm`)
-behave as in the plain model.
+torchgpipe (Kim et al., 2020) provides the schedule, the copies and the threads. This module and its
+neighbours add support for batches that change from step to step: micro-batches are counted as they
+are (:mod:`.gpipe`), recomputation runs with the forward's thread-local state (:mod:`.thread_state`,
+:mod:`.recompute`), layers may pass any PyTree of tensors (:mod:`.microbatch`), stages do not change
+their inputs, and errors name the layer (:mod:`.stage`), and skip connections (:mod:`.skip`) and
+batch normalization (:mod:`.batchnorm`) behave as in the plain model.
 """
 
 from __future__ import annotations
@@ -50,11 +49,11 @@ class PipelineEngine:
         module: The layers; they are moved to their stage's device.
         balance: Number of layers of each stage, from first to last.
         devices: One device per stage.
-        checkpoint: When activations are recomputed: ``"always"``, ``"except_last"`` (all
-            micro-batches but the last) or ``"never"``.
+        checkpoint: Recomputed micro-batches: ``"always"``, ``"except_last"`` (all but the last) or
+        ``"never"``.
 
     Raises:
-        ConfigurationError: The module cannot be cut like that.
+        ConfigurationError: The module cannot be cut like this.
     """
 
     def __init__(
@@ -78,12 +77,12 @@ class PipelineEngine:
         self._copy_streams: list[list[AbstractStream]] = [[] for _ in self.stages]
 
     def named_parameters(self, module: nn.Module) -> list[list[tuple[str, nn.Parameter]]]:
-        """Return the parameters of each stage, by the names that they have in the whole module."""
+        """Return the parameters of each stage, with their names in the whole module."""
         names = {parameter: name for name, parameter in module.named_parameters()}
         return [[(names[p], p) for p in stage.parameters()] for stage in self.stages]
 
     def checkpointed(self, num_microbatches: int, *, training: bool) -> int:
-        """Return how many of the micro-batches are recomputed in the backward."""
+        """Return the number of recomputed micro-batches."""
         return num_recomputed(self.checkpoint, num_microbatches, training=training)
 
     def run(
@@ -94,12 +93,12 @@ class PipelineEngine:
         Args:
             inputs: PyTree of tensors of shape [batch, …], on the first device.
             sizes: Samples of each micro-batch (:func:`microbatch_sizes`).
-            training: Whether activations may be recomputed; only with gradients they are.
-            separately: Whether a parameter receives a gradient for each micro-batch also where
-                nothing is recomputed. Costs some of what stages do side by side.
+            training: Whether activations may be recomputed, which also requires gradients.
+            separately: Whether parameters receive one gradient per micro-batch even without
+            recomputation. Reduces the overlap of stages.
 
         Returns:
-            The PyTree that the last layer gives, of the whole batch, on the last device.
+            The output PyTree of the last layer, of the whole batch, on the last device.
         """
         recomputed = self.checkpointed(len(sizes), training=training and torch.is_grad_enabled())
         if len(self.stages) == len(sizes) == 1 and not recomputed:
@@ -134,14 +133,14 @@ class PipelineEngine:
         return output
 
     def _streams(self, num_microbatches: int) -> list[list[AbstractStream]]:
-        """Return a stream for each micro-batch and stage; they are kept, as they cost memory."""
+        """Return a stream per micro-batch and stage; cached, as streams take memory."""
         for device, streams in zip(self.devices, self._copy_streams, strict=True):
             streams += [new_stream(device) for _ in range(num_microbatches - len(streams))]
         return self._copy_streams
 
 
 def num_recomputed(checkpoint: str, num_microbatches: int, *, training: bool) -> int:
-    """Return how many of the micro-batches, from the first on, are recomputed in the backward."""
+    """Return the number of recomputed micro-batches, counted from the first."""
     if not training or checkpoint == "never":
         return 0
     return num_microbatches - (checkpoint == "except_last")
@@ -150,15 +149,15 @@ def num_recomputed(checkpoint: str, num_microbatches: int, *, training: bool) ->
 def cut_stages(
     module: nn.Sequential, balance: Sequence[int], num_stages: int | None = None
 ) -> list[Stage]:
-    """Return the layers of each stage, which stay where they are.
+    """Return the layers of each stage, without moving them.
 
     Args:
         module: The layers.
         balance: Number of layers of each stage, or of each chunk.
-        num_stages: Number K of stages, where these are chunks: chunk q is in stage q mod K.
+        num_stages: Number K of stages, if `balance` has chunks: chunk q is in stage q mod K.
 
     Raises:
-        ConfigurationError: A layer stands at two places.
+        ConfigurationError: A layer occurs twice.
     """
     layers = list(module._modules.items())
     _check_distinct(layers)
@@ -186,13 +185,13 @@ def _prepare_devices(devices: Sequence[torch.device]) -> None:
     for device in devices:
         make_phonies(device)
     with warnings.catch_warnings():
-        # torchgpipe's copies between GPUs use typed storages, of which torch warns once a process.
+        # torchgpipe's copies between GPUs use typed storages, for which torch warns once a process.
         warnings.simplefilter("ignore")
         torch.empty(0).storage()
 
 
 def with_index(device: torch.device) -> torch.device:
-    """Return a device by its number, also where it is the current one."""
+    """Return a device with its index, also for the current device."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

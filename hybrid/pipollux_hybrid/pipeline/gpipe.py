@@ -1,9 +1,9 @@
 """One forward of a batch through the stages, in GPipe's order.
 
 The clock, the copies between devices and the worker threads are torchgpipe's (Kim et al., 2020):
-micro-batch i is in stage j at tick i + j. What a stage computes is prepared here, so that whatever
-PyTree of tensors a layer gives reaches the next stage: tensors of floating point type go through
-torchgpipe's copies, which gradients follow back; all else goes beside them.
+micro-batch i is in stage j at tick i + j. This module prepares the work of stages so that any
+PyTree of tensors reaches the next stage: floating point tensors use torchgpipe's differentiable
+copies; other values are passed separately.
 
 ::
 
@@ -41,9 +41,9 @@ __all__ = ["PipelineRun"]
 
 
 class StageCall:
-    """What a stage does with one micro-batch, the first time and when recomputed.
+    """A stage's work on one micro-batch, in the first forward and in its recomputation.
 
-    Knows nothing of the run that it belongs to: the graph holds on to it, and the run to the graph.
+    Holds no reference to its run: the graph refers to it, and the run to the graph.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class StageCall:
         self._entering = entering
         self._tracker = tracker
         self._microbatch = microbatch
-        """Its number, where its forwards are checked."""
+        """Its number, if its forwards are checked."""
         self._first: list[Kept] = []
         self.leaving: Boundary | None = None
 
@@ -87,9 +87,9 @@ class StageCall:
 
 
 class Escape(Exception):  # noqa: N818  # not an error: it carries one out of a thread
-    """A SystemExit or KeyboardInterrupt of a layer, on its way out of a worker thread.
+    """A SystemExit or KeyboardInterrupt of a layer, passed through a worker thread.
 
-    torchgpipe's workers catch exceptions only; anything else ends them, and the script waits.
+    torchgpipe's workers only catch exceptions; other ones would end them, and block the script.
     """
 
     def __init__(self, reason: BaseException) -> None:
@@ -103,12 +103,12 @@ class PipelineRun(Pipeline):
     Args:
         stages: The stages, each on its device.
         microbatches: PyTrees of tensors of shape [micro-batch, …], on the first device.
-        num_recomputed: How many of them, counted from the first, are recomputed in the backward.
-        copy_streams: Per stage and micro-batch, the stream that copies run in.
-        layout: Where stashed tensors go.
-        outer: What surrounds the forward in the script.
+        num_recomputed: Number of recomputed micro-batches, counted from the first.
+        copy_streams: Per stage and micro-batch, the stream of its copies.
+        layout: Destinations of stashed tensors.
+        outer: The script's thread-local state around the forward.
         guards: Of each stage.
-        separate: Whether the backward of each micro-batch is to have nothing to do with the others.
+        separate: Whether the backward of each micro-batch must be independent of the others.
     """
 
     def __init__(
@@ -156,10 +156,10 @@ class PipelineRun(Pipeline):
         ]
 
     def _carry(self, tick: Sequence[tuple[int, int]]) -> None:
-        """Carry outputs to the next stage, as torchgpipe's fence does."""
+        """Pass outputs to the next stage, like torchgpipe's fence."""
         for i, j in tick:
             if i > 0 and not self._separate:
-                # The backward of this micro-batch comes before that of the one before it.
+                # The backward of this micro-batch precedes that of the previous one.
                 depend(self.batches[i - 1], self.batches[i])
             streams = [self.copy_streams[k][i] for k in range(j + 1)]
             for source, namespace, name in self.skip_layout.copy_policy(j):
@@ -190,7 +190,7 @@ class PipelineRun(Pipeline):
 
     def _task(self, i: int, j: int) -> tuple[StageCall, Task]:
         guards, is_cut = self._guards[j], len(self.batches) > 1
-        # A stash or pop beside the layers' output is not to be run twice.
+        # A stash or pop besides the layers' output must not run twice.
         checked = self._trains and is_cut and not self.skip_layout.by_ns_name
         call = StageCall(
             *(self._stages[j], self._boundaries[i], self._trackers[i], guards),
@@ -198,7 +198,7 @@ class PipelineRun(Pipeline):
         )
         inputs = tuple(self.batches[i])
         outer, buffers = self._outer, guards.buffers
-        # Of a single micro-batch that is not recomputed attributes are those of the plain model.
+        # With a single micro-batch without recomputation, attributes are those of the plain model.
         partial = self._trains and (is_cut or self.checkpoint_stop > 0)
         guarded = guards.attributes.guarded if partial else nullcontext
         if i >= self.checkpoint_stop:

@@ -1,9 +1,8 @@
 """Random numbers that layers draw from Python's and numpy's generators.
 
-A recomputed forward has to draw the numbers of the first one. torch's generators are restored by
-whatever recomputes; here the two generators of the host are, which torch leaves alone. Most layers
-never draw from them, so a stage that has not done so in its first forwards is not watched any
-longer.
+A recomputed forward must draw the same numbers as the first one. The recomputation restores torch's
+generators; this module restores the two generators of the host. Most layers never use them, so a
+stage that has not drawn in its first forwards is no longer monitored.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ import numpy as np
 __all__ = ["HostGenerators", "HostStates", "host_states", "seeded"]
 
 WATCHED_FORWARDS = 64
-"""Forwards, from the first one of a stage on, that show whether its layers draw."""
+"""Forwards, from the first one of a stage on, in which draws are detected."""
 HostStates: TypeAlias = list[Any]
-"""The states of both generators before a forward that has drawn from one; empty for others."""
+"""The states of both generators before a forward that drew numbers; empty for other forwards."""
 
 
 class HostGenerators:
-    """Python's and numpy's generators, as the layers of one stage use them."""
+    """Python's and numpy's generators, as used by the layers of one stage."""
 
     def __init__(self) -> None:
         self._forwards = 0
@@ -32,10 +31,11 @@ class HostGenerators:
 
     @contextmanager
     def kept(self) -> Iterator[HostStates]:
-        """Run a forward within that will be recomputed.
+        """Context for a forward that will be recomputed.
 
         Yields:
-            A list which is filled, at the end, with the states from before, if it has drawn.
+            A list that contains, after the context, the previous states if the forward drew
+            numbers.
         """
         states: HostStates = []
         if self._forwards >= WATCHED_FORWARDS and not self._drawn:
@@ -51,7 +51,7 @@ class HostGenerators:
     @staticmethod
     @contextmanager
     def replaced(states: HostStates) -> Iterator[None]:
-        """Run a forward within that draws the numbers of the first one, and leave no trace."""
+        """Context for a forward that draws the first one's numbers, without other side effects."""
         if not states:
             yield
             return
@@ -65,7 +65,7 @@ class HostGenerators:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Draw numbers of a seed within, and leave the generators as they are."""
+    """Context that draws the numbers of a seed, and restores the generators."""
     with HostGenerators.replaced([host_states()]):
         random.seed(seed)
         np.random.seed(seed % 2**32)

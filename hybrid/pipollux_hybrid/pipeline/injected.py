@@ -1,10 +1,10 @@
-"""Rejecting layers that add a gradient of their own in the backward.
+"""Rejection of layers that inject a gradient in the backward.
 
-A custom :class:`torch.autograd.Function` may pass its input on and give an auxiliary loss the
-gradient 1 in its backward, whatever the loss is. In a pipeline it would do so for each micro-batch:
-M times what the plain model gets. So where one of the first forwards of a stage has functions of
-the script, it is run once more, with zeros for the gradient of its output: those of parameters must
-be zero, too.
+A custom :class:`torch.autograd.Function` may pass its input through and give an auxiliary loss the
+gradient 1 in its backward, regardless of the loss. In a pipeline it would do so for each
+micro-batch, M times the plain model's gradient. If one of the first forwards of a stage contains
+functions of the script, it is therefore repeated with a zero gradient of its output, and gradients
+of parameters must be zero as well.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .stage import Stage
 __all__ = ["InjectionCheck"]
 
 CHECKED_FORWARDS = 32
-"""Forwards with a graph, from the first one of a stage on, that are looked at."""
+"""Forwards with a graph, from the first one of a stage on, that are checked."""
 KNOWN = ("torch", "torchgpipe", "pipollux_hybrid")
-"""Packages whose functions give no gradient without one."""
+"""Packages whose functions do not inject gradients."""
 
 
 class InjectionCheck:
@@ -46,14 +46,14 @@ class InjectionCheck:
         self._cleared: set[str] = set()
 
     def check(self, value: PyTree, output: PyTree) -> None:
-        """Check a forward, if it has a graph and is among the first that have.
+        """Check a forward, if it has a graph and is among the first ones.
 
         Args:
             value: Input of the layers.
-            output: What they have returned.
+            output: Output of the layers.
 
         Raises:
-            ConfigurationError: Parameters or the input get a gradient where the output has none.
+            ConfigurationError: Parameters or the input get a gradient although the output has none.
         """
         roots = [x for x in tensors_of(output) if x.requires_grad]
         if self._forwards >= CHECKED_FORWARDS or not roots or not torch.is_grad_enabled():
@@ -67,7 +67,7 @@ class InjectionCheck:
         with torch.random.fork_rng(devices), self._buffers.untouched(), enable_recomputing():
             inputs = map_tensors(lambda x: x.detach().requires_grad_(x.requires_grad), value)
             given = tensors_of(inputs)
-            # Past the hooks by which the stage's time is measured.
+            # Bypasses the hooks that measure the stage's time.
             again = [x for x in tensors_of(self._stage.forward(inputs)) if x.requires_grad]
         wanted = [x for x in (*self._stage.parameters(), *given) if x.requires_grad]
         if not wanted or not again:
@@ -94,5 +94,5 @@ def _custom_functions(roots: Sequence[Tensor], inputs: Sequence[Tensor]) -> Iter
 
 
 def _is_number(gradient: Tensor) -> bool:
-    """Return whether there is a finite number other than zero: zero times infinity is none."""
+    """Return whether there is a finite nonzero number; zero times infinity is NaN."""
     return bool((torch.isfinite(gradient) & (gradient != 0)).any())

@@ -1,10 +1,9 @@
-"""Interleaved 1F1B: several chunks of layers in each process, on torch's runtime.
+"""Interleaved 1F1B: several chunks of layers per process, on torch's runtime.
 
 The order of forwards and backwards is the performance model's
-(:mod:`pipollux_perfmodel.timing.device_order`), which is that of torch's
-``ScheduleInterleaved1F1B`` wherever torch has one; it also knows numbers of micro-batches that
-torch refuses, such as those of an epoch's last batch. torch's runtime adds what is sent and
-received, and runs it.
+(:mod:`pipollux_perfmodel.timing.device_order`), which equals torch's ``ScheduleInterleaved1F1B``
+where that is defined; it also supports numbers of micro-batches that torch rejects, such as those
+of an epoch's last batch. torch's runtime adds sends and receives, and executes the order.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ class Interleaved(_PipelineScheduleRuntime):
     """The schedule of the chunks of one process.
 
     Args:
-        chunks: Of this process, in order.
+        chunks: Chunks of this process, in order.
         num_microbatches: M.
-        loss_fn: Of a micro-batch; None: forwards alone.
-        forwards_first: Whether all forwards come before the first backward.
+        loss_fn: Of a micro-batch; None: forwards only.
+        forwards_first: Whether all forwards precede the first backward.
     """
 
     def __init__(
@@ -59,10 +58,10 @@ class Interleaved(_PipelineScheduleRuntime):
         }
 
     def _initialize_stages(self, *_: Any) -> None:
-        """Do nothing: chunks make their buffers as micro-batches come."""
+        """Do nothing: chunks allocate buffers per micro-batch."""
 
     def _step_microbatches(self, *args: Any, **options: Any) -> Any:
-        """Run a step; see torch's runtime, which prints the whole schedule where a layer fails."""
+        """Run a step; suppresses torch's output of the whole schedule after an error."""
         with _unsaid():
             return super()._step_microbatches(*args, **options)
 
@@ -76,7 +75,7 @@ def actions_of(
     trains: bool,
     forwards_first: bool = False,
 ) -> list[_Action]:
-    """Return what the process of a stage does, in its order.
+    """Return the actions of a stage's process, in order.
 
     Args:
         stage: k.
@@ -84,7 +83,7 @@ def actions_of(
         num_chunks: K·V.
         num_microbatches: M.
         trains: Whether there are backwards.
-        forwards_first: Whether all forwards come before the first backward.
+        forwards_first: Whether all forwards precede the first backward.
     """
     orders: dict[int, list[_Action]] = {}
     for k in range(num_stages):
@@ -95,7 +94,7 @@ def actions_of(
             )
             if trains or phase == "forward"
         ]
-        if forwards_first:  # sorting keeps the order of each
+        if forwards_first:  # a stable sort keeps the order of each kind
             order.sort(key=lambda action: action.computation_type is not schedules.FORWARD)
         orders[k] = order
     whole = schedules._add_send_recv(orders, lambda chunk: chunk % num_stages, num_chunks)
@@ -103,13 +102,13 @@ def actions_of(
 
 
 def _receive_late(actions: Sequence[_Action], rank: int, num_stages: int) -> list[_Action]:
-    """Return the actions with the receives of inputs as late as can be.
+    """Return the actions with receives of inputs as late as possible.
 
-    torch begins to receive as soon as a sender may have sent. Receiving an input begins by waiting
-    for its header (:mod:`.process_stage`), and work that could be done would wait, too. As messages
-    between two processes come in one order, those from the same process after it are put off with
-    it. NCCL also has sends wait for their receives: of two processes the first one receives what it
-    is to receive before it sends, as in torch's ``defer_pp_recv``.
+    torch starts to receive as soon as the sender may have sent. Receiving an input starts with
+    waiting for its header (:mod:`.process_stage`), which would delay work that is ready. As
+    messages between two processes are ordered, later receives from the same process are delayed as
+    well. With NCCL, sends also wait for their receives: of two processes the first one receives
+    before it sends, as in torch's ``defer_pp_recv``.
     """
     late: list[_Action] = []
     waiting: dict[int, list[_Action]] = {k: [] for k in range(num_stages)}
@@ -140,20 +139,19 @@ def _receive_late(actions: Sequence[_Action], rank: int, num_stages: int) -> lis
 
 
 def _needed(action: _Action) -> _Action:
-    """Return the receive that a forward or backward waits for."""
     kind = schedules.RECV_F if action.computation_type is schedules.FORWARD else schedules.RECV_B
     return _Action(action.stage_index, kind, action.microbatch_index)
 
 
 def _with_waits(actions: list[_Action]) -> list[_Action]:
-    """Return the actions with a wait for each send, which torch wants from 2.15 on."""
+    """Return the actions with a wait for each send, required by torch 2.15 and later."""
     add_waits = getattr(schedules, "_add_wait_send", None)
     return actions if add_waits is None else list(add_waits({0: actions})[0])
 
 
 @contextmanager
 def _unsaid() -> Iterator[None]:
-    """Keep torch's lines about an error to itself: the error says more, and is raised."""
+    """Suppress torch's output about an error, which is raised and more informative."""
     logger = logging.getLogger(schedules.__name__)
     before, logger.disabled = logger.disabled, True
     try:

@@ -1,8 +1,8 @@
-"""torchgpipe's nodes of the graph between stages, which pass on that there is no gradient.
+"""torchgpipe's graph nodes between stages, with support for missing gradients.
 
-PyTorch gives a node zeros in the place of gradients that do not exist, unless the node asks for
-None. torchgpipe's do not ask, so an output that no later layer uses came back with a gradient of
-zeros, and its parameters were decayed by the optimizer, which the plain model's are not.
+PyTorch passes zeros to a node in place of missing gradients, unless the node requests None.
+torchgpipe's nodes do not, so an output that no later layer uses would receive a zero gradient, and
+the optimizer would apply weight decay to its parameters, unlike in the plain model.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Gradients:
-        passed: Any = gradients  # which it hands on as they are
+        passed: Any = gradients  # passed on unchanged
         return gpipe_copy.Wait.backward(ctx, *passed)
 
 
@@ -74,7 +74,7 @@ class _Join(torch.autograd.Function):
 
 
 def fork(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a tensor, and a phony whose users come before the tensor's in the backward."""
+    """Return a tensor, and a phony whose users precede the tensor's in the backward."""
     if torch.is_grad_enabled() and tensor.requires_grad:
         apply: Any = _Fork.apply  # torch does not annotate it
         tensor, phony = apply(tensor)
@@ -83,7 +83,7 @@ def fork(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(tensor: Tensor, phony: Tensor) -> Tensor:
-    """Return a tensor whose backward comes before that of a phony."""
+    """Return a tensor whose backward precedes that of a phony."""
     if torch.is_grad_enabled() and (tensor.requires_grad or phony.requires_grad):
         apply: Any = _Join.apply  # as above
         joined: Tensor = apply(tensor, phony)
@@ -92,18 +92,18 @@ def join(tensor: Tensor, phony: Tensor) -> Tensor:
 
 
 def depend(first: Batch, then: Batch) -> None:
-    """Have the backward of a micro-batch wait for that of another one, which comes after it."""
+    """Make the backward of the first micro-batch wait for that of the second one."""
     first[0], phony = fork(first[0])
     then[0] = join(then[0], phony)
 
 
 def copy(batch: Batch, source: AbstractStream, target: AbstractStream) -> None:
-    """Copy a micro-batch to the device of a stream; its gradient comes back the same way."""
+    """Copy a micro-batch to the device of a stream; its gradient is copied back."""
     apply: Any = _Copy.apply  # as above
     batch[:] = apply(source, target, *batch)
 
 
 def wait(batch: Batch, source: AbstractStream, target: AbstractStream) -> None:
-    """Have a stream wait for another one; in the backward the other way round."""
+    """Make the target stream wait for the source; in the backward the other way round."""
     apply: Any = _Wait.apply  # as above
     batch[:] = apply(source, target, *batch)

@@ -1,19 +1,18 @@
 """The loss of one step: over the whole batch, or micro-batch by micro-batch.
 
-Where each stage has a process, the last one computes the loss of every micro-batch as soon as its
-forward is done, so that its backward may begin (``"microbatch"``). Their mean, weighted by samples,
-is the loss of the batch only if the loss is a mean over samples. Others are a sum and a weight
-(:class:`WeightedLoss`), or need all outputs at once (``"batch"``).
+In a multi-process pipeline, the last stage computes the loss of every micro-batch as soon as its
+forward is done, so that its backward may start (``"microbatch"``). Their mean, weighted by samples,
+is the loss of the batch only if the loss is a mean over samples. Other losses are a sum and a
+weight (:class:`WeightedLoss`), or need all outputs at once (``"batch"``).
 
-The graph is cut at the model's output: the loss gives the gradients of the outputs, and the
-backward of the layers begins with these::
+The graph is cut at the model's output: the loss computes the gradients of the outputs, and the
+backward of the layers starts with them::
 
     layers → output ┊ output, a leaf → loss_fn → loss
                     ┊ gradient of the leaf    ←
 
-So a loss that reaches the layers by another way than the output is found, and so is one that is
-no mean over samples: what it gives for two micro-batches together is compared with what it gives
-for each of them.
+This detects a loss that reaches the layers other than through the output, and a loss that is not a
+mean over samples: its value for two micro-batches together is compared with its values for each.
 """
 
 from __future__ import annotations
@@ -42,19 +41,20 @@ __all__ = [
 ]
 
 LossScope: TypeAlias = Literal["microbatch", "batch"]
-"""What a loss function is called with: each micro-batch, or the whole batch of a replica."""
+"""Input of the loss function: each micro-batch, or the whole batch of a replica."""
 CHECKED_STEPS = 10
-"""Steps at the start of a run in which every pair of neighbouring micro-batches is compared."""
+"""Steps at the start of an attempt in which every pair of neighbouring micro-batches is
+compared."""
 CHECK_INTERVAL = 50
-"""Every so many steps after these the first pair is."""
+"""Interval of later steps in which the first pair is compared."""
 
 
 class WeightedLoss(NamedTuple):
     """A loss as a sum and its weight, whose mean ``sum / weight`` is taken over the whole batch.
 
-    What :meth:`HybridParallel.train_step` takes where samples, or their tokens, count differently:
-    sums and weights add up over micro-batches, accumulation steps and replicas, and the gradient is
-    that of Σ sum / Σ weight.
+    Return it from the loss function of :meth:`HybridParallel.train_step` if samples, or their
+    tokens, have different weights: sums and weights are added over micro-batches, accumulation
+    steps and replicas, and the gradient is that of Σ sum / Σ weight.
 
     Example::
 
@@ -68,7 +68,7 @@ class WeightedLoss(NamedTuple):
     sum: Tensor
     """A scalar with a graph."""
     weight: Tensor | float
-    """A number that no gradient follows, such as the tokens that count."""
+    """A number without a gradient, such as the number of tokens that count."""
 
 
 LossFunction: TypeAlias = Callable[[PyTree, PyTree], Tensor | WeightedLoss]
@@ -77,19 +77,19 @@ LossFunction: TypeAlias = Callable[[PyTree, PyTree], Tensor | WeightedLoss]
 
 @dataclass(frozen=True)
 class LossValue:
-    """What a loss function returned: a sum over samples, and what it is to be divided by."""
+    """The result of a loss function: a sum over samples, and its divisor."""
 
     root: Tensor
-    """A scalar, with a graph: the mean, or the sum of a :class:`WeightedLoss`."""
+    """A scalar with a graph: the mean, or the sum of a :class:`WeightedLoss`."""
     weight: float | None
     """That of a :class:`WeightedLoss`; None for a mean."""
 
     def scaled(self, share: float, divisor: float) -> Tensor:
-        """Return a scalar whose gradients add up to those of the batch, up to its weight.
+        """Return a scalar whose gradients sum to those of the batch, up to its weight.
 
         Args:
-            share: Of the batch's samples.
-            divisor: What the sum of a :class:`WeightedLoss` is divided by.
+            share: Share of the batch's samples.
+            divisor: Divisor for the sum of a :class:`WeightedLoss`.
         """
         if self.weight is not None:
             return self.root / divisor
@@ -103,10 +103,10 @@ class LossValue:
 
 
 def check_scope(scope: object) -> LossScope | None:
-    """Return the scope that a script asks for.
+    """Return the scope, checked.
 
     Raises:
-        ConfigurationError: There is no such scope.
+        ConfigurationError: The scope is unknown.
     """
     if scope is None or scope in get_args(LossScope):
         return cast("LossScope | None", scope)
@@ -117,11 +117,11 @@ def check_scope(scope: object) -> LossScope | None:
 
 
 def loss_value(returned: object) -> LossValue:
-    """Return the loss that a script's function returned.
+    """Return the loss from the result of the script's function.
 
     Raises:
-        ConfigurationError: It is no scalar tensor and no :class:`WeightedLoss` of one, or its
-            weight is no finite number of at least 0.
+        ConfigurationError: It is neither a scalar tensor nor a :class:`WeightedLoss` of one, or its
+            weight is not a finite number of at least 0.
     """
     root, weight = returned, None
     if isinstance(returned, WeightedLoss):
@@ -141,7 +141,7 @@ def loss_value(returned: object) -> LossValue:
 
 
 class _Cut(NamedTuple):
-    """A micro-batch whose loss is known, kept to be compared with its neighbour."""
+    """A micro-batch with a computed loss, kept for the comparison with its neighbour."""
 
     output: PyTree
     """Detached from the layers; tensors with gradients are leaves."""
@@ -152,12 +152,12 @@ class MicrobatchLoss:
     """The loss of one step in the process of the last stage.
 
     Args:
-        loss_fn: The script's.
+        loss_fn: The script's loss function.
         sizes: Samples of each micro-batch.
         targets: Of the whole batch, with their marks.
-        scope: What the loss function is called with.
+        scope: Input of the loss function.
         samples: Samples of the batch that count; with 0 all gradients are zero.
-        step: Number of the step in this run, from 0; None: neighbours are not compared.
+        step: Number of the step in this attempt, from 0; None: neighbours are not compared.
         names: Names of the model's parameters.
     """
 
@@ -179,7 +179,7 @@ class MicrobatchLoss:
         first = step is not None and step < CHECKED_STEPS
         rarely = step is not None and step % CHECK_INTERVAL == 0
         self._compared = len(sizes) - 1 if first else int(rarely)
-        # Before the loss function changes them in place.
+        # Cloned before the loss function may change them in place.
         self._given = map_tensors(torch.clone, targets) if self._compared else targets
         self._before: _Cut | None = None
         self._outputs: list[PyTree] = []
@@ -188,19 +188,19 @@ class MicrobatchLoss:
         self._has_gradient = False
 
     def add(self, index: int, output: PyTree, target: PyTree) -> list[list[tuple[Tensor, Tensor]]]:
-        """Take the output of a micro-batch.
+        """Add the output of a micro-batch.
 
         Args:
             index: Of the micro-batch.
-            output: What the last layer gave, with its graph.
-            target: Of the micro-batch, where the scope is that.
+            output: Output of the last layer, with its graph.
+            target: Of the micro-batch, if that is the scope.
 
         Returns:
-            Where the backward of each micro-batch begins whose gradients are known now, in order:
+            Start of the backward of each micro-batch whose gradients are now known, in order:
             tensors of its output, and their gradients.
 
         Raises:
-            ConfigurationError: The loss is not what its scope requires.
+            ConfigurationError: The loss does not satisfy the requirements of its scope.
         """
         if self._scope == "batch":
             self._outputs.append(output)
@@ -223,7 +223,7 @@ class MicrobatchLoss:
 
         Raises:
             ConfigurationError: No gradient leads from the loss to the model, or the loss is a
-                :class:`WeightedLoss` for some micro-batches only.
+            :class:`WeightedLoss` for some micro-batches only.
         """
         if not self._has_gradient and self._counted:
             raise ConfigurationError(
@@ -271,7 +271,7 @@ class MicrobatchLoss:
         ]
 
     def _check_reach(self, root: Tensor, cut: PyTree) -> None:
-        """Refuse a loss that reaches parameters by another way than the model's output."""
+        """Reject a loss that reaches parameters other than through the model's output."""
         leaves = {id(leaf) for leaf in tensors_of(cut)}
         for variable in _reached(root):
             if id(variable) in leaves:
@@ -280,22 +280,21 @@ class MicrobatchLoss:
             called = f"parameter {name!r}" if name else f"a tensor of shape {tuple(variable.shape)}"
             raise ConfigurationError(
                 f"the loss depends on {called} in another way than through the model's output: "
-                "where each stage has a process, a penalty on parameters would reach those of the "
-                "last stage only, and other tensors would be trained by no optimizer; use "
-                "weight_decay, return such terms as outputs of layers, or run all stages in one "
-                "process"
+                "in a multi-process pipeline, a penalty on parameters would only reach those of "
+                "the last stage, and no optimizer would train other tensors; use weight_decay, "
+                "return such terms as outputs of layers, or use a single-process pipeline"
             )
 
     def _joined_targets(self, index: int) -> PyTree:
-        """Return the targets of a micro-batch and the one before it."""
+        """Return the targets of a micro-batch and the previous one."""
         sizes = list(self._sizes)
         sizes[index - 1 : index + 1] = [sum(sizes[index - 1 : index + 1])]
         return map_tensors(torch.clone, scatter(self._given, sizes)[index - 1])
 
     def _compare(self, index: int, cut: _Cut, gradients: Sequence[Tensor | None]) -> None:
-        """Refuse a loss that is other for two micro-batches together than for each of them."""
+        """Reject a loss that differs between two micro-batches together and each of them."""
         before = self._before
-        assert before is not None  # noqa: S101  # the caller has looked
+        assert before is not None  # noqa: S101  # the caller has checked
         sizes = self._sizes[index - 1 : index + 1]
         outputs = [map_tensors(Tensor.detach, one.output) for one in (before, cut)]
         joined = map_tensors(_leaf_like(cut.output), gather(outputs, sizes))
@@ -322,9 +321,9 @@ class MicrobatchLoss:
                 f"the loss is not a mean over samples: for micro-batches {index - 1} and {index} "
                 f"together it is {found:.6g}, and the mean of both is {expected:.6g}, or their "
                 "gradients differ (padding or ignore_index, class weights, a loss that compares "
-                "samples, random numbers); return pipollux.WeightedLoss(sum, weight), or say "
-                "train_step(…, loss_scope='batch') to have it computed over the whole batch, or "
-                "loss_scope='microbatch' if the mean over micro-batches is meant"
+                "samples, random numbers); return pipollux.WeightedLoss(sum, weight), or pass "
+                "loss_scope='batch' to train_step to compute it over the whole batch, or "
+                "loss_scope='microbatch' if the mean over micro-batches is intended"
             )
 
 
@@ -337,7 +336,7 @@ def _copy_of_leaf(tensor: Tensor) -> Tensor:
 
 
 class _Alias(torch.autograd.Function):
-    """Gives a tensor under another name, which may be changed in place where a leaf may not."""
+    """Identity whose result may be changed in place, unlike a leaf."""
 
     @staticmethod
     def forward(_ctx: Any, tensor: Tensor) -> Tensor:
@@ -349,7 +348,7 @@ class _Alias(torch.autograd.Function):
 
 
 def _changeable(tensor: Tensor) -> Tensor:
-    """Return a tensor that a loss function may change in place, as it may the plain model's."""
+    """Return a tensor that a loss function may change in place, as in the plain model."""
     if not tensor.requires_grad:
         return tensor
     apply: Any = _Alias.apply  # torch does not annotate it
@@ -358,13 +357,13 @@ def _changeable(tensor: Tensor) -> Tensor:
 
 
 def _leaf_like(output: PyTree) -> Callable[[Tensor], Tensor]:
-    """Return a function that has the tensors of a PyTree require gradients as those of another."""
+    """Return a function that copies `requires_grad` from the tensors of another PyTree."""
     wanted = iter([tensor.requires_grad for tensor in tensors_of(output)])
     return lambda tensor: tensor.detach().requires_grad_(next(wanted))
 
 
 def _gradients(root: Tensor, leaves: PyTree) -> list[Tensor | None]:
-    """Return the gradient of each tensor of a PyTree; None where there is none."""
+    """Return the gradient of each tensor of a PyTree; None without a gradient."""
     tensors = tensors_of(leaves)
     wanted = [tensor for tensor in tensors if tensor.requires_grad]
     if not wanted or not root.requires_grad:
@@ -389,28 +388,28 @@ def _reached(root: Tensor) -> Iterator[Tensor]:
 
 @contextmanager
 def _same_random_numbers(output: PyTree) -> Iterator[None]:
-    """Leave the random generators as they are."""
+    """Restore the random generators after the context."""
     devices = {x.device for x in tensors_of(output) if x.device.type == "cuda"}
     with torch.random.fork_rng(devices=[device.index for device in devices]):
         yield
 
 
 def _tolerance(output: PyTree, root: Tensor) -> float:
-    """Return how far two ways to compute the same may be apart, relative to what they give."""
+    """Return the relative tolerance between two computations of the same values."""
     kinds = [root.dtype, *(x.dtype for x in tensors_of(output) if x.is_floating_point())]
-    least = 3e-4 if root.is_cuda else 0.0  # where matrices may be multiplied in TF32
+    least = 3e-4 if root.is_cuda else 0.0  # matrix products may use TF32
     return max(least, *(0.3 * math.sqrt(torch.finfo(kind).eps) for kind in kinds))
 
 
 def _close(found: float, expected: float, tolerance: float) -> bool:
-    """Return whether numbers are close; one that is not finite is the script's to handle."""
+    """Return whether numbers are close; numbers that are not finite are left to the script."""
     if not (math.isfinite(found) and math.isfinite(expected)):
         return True
     return abs(found - expected) <= tolerance
 
 
 def _alike(mine: Tensor | None, both: Tensor | None, first: int, tolerance: float) -> bool:
-    """Return whether a gradient is that of two micro-batches together, from a row on."""
+    """Return whether a gradient equals that of two micro-batches together, from a row on."""
     if mine is None or both is None:
         return mine is None and (both is None or not both[first:].any())
     other = both[first:]

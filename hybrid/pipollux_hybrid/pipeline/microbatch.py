@@ -1,7 +1,7 @@
-"""PyTrees of tensors, scattered into micro-batches and gathered again.
+"""Scattering of PyTrees of tensors into micro-batches, and gathering.
 
-A PyTree is a tensor, or tuples, lists and dicts of PyTrees, with plain values (None, numbers,
-strings) between them. Every tensor of a batch has the samples in dimension 0, unless it is marked
+A PyTree is a tensor, or tuples, lists and dicts of PyTrees, mixed with plain values (None, numbers,
+strings). Every tensor of a batch has the samples in dimension 0, unless it is marked
 (:mod:`.samples`).
 """
 
@@ -32,20 +32,20 @@ __all__ = [
 ]
 
 PyTree: TypeAlias = Any
-"""A tensor, or tuples, lists and dicts of PyTrees; anything the type system cannot say better."""
+"""A tensor, or tuples, lists and dicts of PyTrees; types cannot express it more precisely."""
 Structure: TypeAlias = pytree.TreeSpec
 """A PyTree without its leaves."""
 
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-"""Values beside tensors that may stand in a PyTree: they mean the same on every device."""
+"""Types of values besides tensors in a PyTree: they mean the same on every device."""
 
 
 def flatten(value: PyTree, what: str) -> tuple[list[Any], Structure]:
-    """Return the leaves of a PyTree, and what they hang on.
+    """Return the leaves of a PyTree, and its structure.
 
     Args:
         value: The PyTree.
-        what: Whose PyTree it is, for the message.
+        what: Name of the PyTree, for messages.
 
     Raises:
         ConfigurationError: A leaf is neither a tensor nor a plain value.
@@ -61,13 +61,13 @@ def flatten(value: PyTree, what: str) -> tuple[list[Any], Structure]:
 
 
 def unflatten(leaves: Sequence[Any], structure: Structure) -> PyTree:
-    """Return the PyTree of such leaves."""
+    """Return the PyTree with these leaves."""
     return pytree.tree_unflatten(leaves, structure)
 
 
 def tensors_of(value: PyTree) -> list[Tensor]:
     """Return the tensors of a PyTree, in order."""
-    if isinstance(value, Tensor):  # by far the most frequent PyTree
+    if isinstance(value, Tensor):  # the most frequent PyTree
         return [value]
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
@@ -82,11 +82,11 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: PyTree) -> PyTree:
 def scatter(batch: PyTree, sizes: Sequence[int]) -> list[PyTree]:
     """Cut every tensor of a batch along dimension 0; plain values go into every micro-batch.
 
-    What is marked (:mod:`.samples`) is cut, or goes into every micro-batch, without its mark.
+    Marked values (:mod:`.samples`) are cut, or passed to every micro-batch, without their mark.
 
     Args:
         batch: A PyTree of tensors of shape [batch, …].
-        sizes: Samples of each micro-batch, together those of the batch.
+        sizes: Samples of each micro-batch; they sum to those of the batch.
 
     Example:
         >>> [x["ids"].tolist() for x in cut({"ids": torch.arange(3), "scale": 2}, [2, 1])]
@@ -99,7 +99,7 @@ def scatter(batch: PyTree, sizes: Sequence[int]) -> list[PyTree]:
 
 
 def unmarked(batch: PyTree) -> PyTree:
-    """Return a batch that is not cut, without marks."""
+    """Return an uncut batch, without marks."""
     return map_marked(lambda marked: marked.value, batch)
 
 
@@ -121,14 +121,14 @@ def _with_own_containers(value: PyTree) -> PyTree:
 
 
 def gather(outputs: Sequence[PyTree], sizes: Sequence[int]) -> PyTree:
-    """Put the outputs of micro-batches together along dimension 0.
+    """Concatenate the outputs of micro-batches along dimension 0.
 
     Args:
         outputs: PyTrees of the same structure.
-        sizes: Samples that each came from.
+        sizes: Samples of each micro-batch.
 
     Raises:
-        ConfigurationError: They do not go together; the message says why and what to return.
+        ConfigurationError: They cannot be concatenated; with the reason and the required output.
     """
     if len(outputs) == 1:
         return outputs[0]
@@ -167,7 +167,7 @@ def _join_leaf(column: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 
 def microbatch_sizes(batch_size: int, num_microbatches: int) -> list[int]:
-    """Return the samples of each micro-batch, as :meth:`torch.Tensor.chunk` cuts them.
+    """Return the samples of each micro-batch, cut like :meth:`torch.Tensor.chunk`.
 
     Example:
         >>> microbatch_sizes(5, 4)
@@ -182,7 +182,7 @@ def num_samples(inputs: PyTree) -> int:
     """Return the samples of a batch: the size of its tensors' first dimension.
 
     Raises:
-        ConfigurationError: There is none.
+        ConfigurationError: There is no such tensor.
     """
     leaves = pytree.tree_leaves(plain_batch(inputs), is_leaf=is_marked)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -198,11 +198,11 @@ def samples_of(batch: PyTree, what: str = "the inputs") -> int | None:
     """Return the samples of inputs or targets; None if nothing in them belongs to samples.
 
     Args:
-        batch: PyTree of tensors, of which some may be marked (:mod:`.samples`).
-        what: Whose it is, for the message.
+        batch: PyTree of tensors, some of which may be marked (:mod:`.samples`).
+        what: Name of the batch, for messages.
 
     Raises:
-        ConfigurationError: Dimension 0 has different sizes, or there is none.
+        ConfigurationError: Sizes of dimension 0 differ, or a tensor has no dimension.
     """
     leaves = pytree.tree_leaves(batch, is_leaf=is_marked)
     cut = [leaf for leaf in leaves if isinstance(leaf, (Tensor, PerSample))]
@@ -225,7 +225,7 @@ def samples_of(batch: PyTree, what: str = "the inputs") -> int | None:
 
 
 def batch_size_of(batch: PyTree) -> int:
-    """Return the samples of a batch: the size of dimension 0 of every tensor in it.
+    """Return the samples of a batch: the size of dimension 0 of all its tensors.
 
     Raises:
         ConfigurationError: There is no tensor, or the sizes differ.

@@ -1,9 +1,9 @@
-"""Backwards of micro-batches one after another, so that each one's gradients are known.
+"""Separate backwards of micro-batches, which give the gradients of each.
 
 Without recomputation the backwards of all micro-batches are one graph, and a parameter receives one
-gradient for all of them. What the gradient's noise is estimated from is the gradients of each; so
-at the iterations that measure it the graph is cut at the outputs, and each micro-batch's part is
-run by itself, the last one first, as when it is recomputed.
+gradient for all of them. Estimates of the gradient's noise need the gradients of each, so
+iterations that measure it cut the graph at the outputs, and each micro-batch's part runs by itself,
+the last one first, as with recomputation.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["separate"]
 
 
 def separate(outputs: Sequence[PyTree]) -> list[PyTree]:
-    """Return the outputs of micro-batches, cut off from graphs that have nothing in common.
+    """Return the outputs of micro-batches, detached from graphs that are independent.
 
     Args:
-        outputs: PyTrees of tensors, one for each micro-batch.
+        outputs: PyTrees of tensors, one per micro-batch.
     """
     flat = [flatten(output, "the output of the model") for output in outputs]
     places = [
@@ -39,7 +39,7 @@ def separate(outputs: Sequence[PyTree]) -> list[PyTree]:
         return list(outputs)
     tensors = [flat[i][0][n] for i, n in places]
     edges = [torch.autograd.graph.get_gradient_edge(tensor) for tensor in tensors]
-    # Something that requires a gradient, as what is cut off does not.
+    # Requires a gradient, unlike the detached tensors.
     phony = get_phony(tensors[0].device, requires_grad=True)
     apply: Any = _Separate.apply  # torch does not annotate it
     cut_off = apply(phony, [i for i, _ in places], edges, *(x.detach() for x in tensors))
@@ -60,7 +60,7 @@ class _Separate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        # Whether the script said retain_graph=True; PyTorch has no public way to ask.
+        # Whether the script passed retain_graph=True; PyTorch has no public API for it.
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         for i in sorted(set(ctx.owners), reverse=True):
             reached = [

@@ -1,6 +1,6 @@
-"""Classes of named tuples by name, as stages in processes of their own send them.
+"""Lookup of named tuple classes by name, for messages between stages of a multi-process pipeline.
 
-All processes of a replica run the same script, so a class is found again by its module and name.
+All processes of a replica run the same script, so a class is identified by its module and name.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ __all__ = ["names_of", "register"]
 
 
 def names_of(structure: Structure, what: str) -> list[str]:
-    """Return the names of the named tuples in a structure, which can be serialised then.
+    """Return the names of the named tuples in a structure, which makes it serializable.
 
     Args:
         structure: Of a PyTree.
-        what: Whose it is, for the message.
+        what: Name of the PyTree, for messages.
 
     Raises:
         ConfigurationError: A class cannot be found by its name.
@@ -43,7 +43,7 @@ def names_of(structure: Structure, what: str) -> list[str]:
 
 
 def register(names: Iterable[str]) -> None:
-    """Have structures with these named tuples serialised and read."""
+    """Register these named tuples for serialization of structures."""
     for name in names:
         kind = _find(name)
         if kind is not None and kind not in pytree.SUPPORTED_SERIALIZED_TYPES:

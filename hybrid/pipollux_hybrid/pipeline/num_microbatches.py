@@ -1,8 +1,9 @@
-"""How many micro-batches a batch is cut into, where the script leaves it open.
+"""The number of micro-batches of a batch, if the script does not set it.
 
-Fewer than stages leave devices idle; GPipe finds the bubble negligible from M = 4·K on (Huang et
-al., 2019, section 2.3), so that is where a job starts. From there M follows the goodput: many small
-micro-batches fill the pipeline and save memory, few large ones keep the devices busy.
+Fewer micro-batches than stages leave devices idle; GPipe finds the bubble negligible from M = 4·K
+on (Huang et al., 2019, section 2.3), which is the initial number of a job. From there M follows the
+goodput: many small micro-batches fill the pipeline and save memory, few large ones use the devices
+efficiently.
 """
 
 from __future__ import annotations
@@ -16,42 +17,42 @@ from .microbatch import microbatch_sizes
 __all__ = ["candidate_microbatches", "chosen_microbatches", "cut_sizes", "initial_microbatches"]
 
 FIRST_PER_STAGE = 4
-"""Micro-batches per stage to begin with."""
+"""Initial micro-batches per stage."""
 MOST_PER_STAGE = 16
-"""Micro-batches per stage beyond which the bubble is under 6 % and there is nothing to gain."""
+"""Maximum micro-batches per stage; beyond, the bubble is under 6 %."""
 
 
 FEWEST_NORMALISED = 8
-"""Samples that a micro-batch keeps, where M is chosen, if layers normalise over it: statistics of
-fewer are mostly noise."""
+"""Minimum samples of a chosen micro-batch if layers normalize over it: statistics of fewer are
+mostly noise."""
 COUNT = {
     "num_microbatches": at_least(
         1, "a whole number of at least 1, or None to have it chosen, is needed", whole=True
     )
 }
-"""What the number of micro-batches may be set to."""
+"""Allowed numbers of micro-batches."""
 
 
 def chosen_microbatches(value: int | None, num_stages: int) -> int:
-    """Return the micro-batches M that the script asks for; None: the initial number.
+    """Return the micro-batches M that the script sets; None: the initial number.
 
     Raises:
-        ConfigurationError: It is no number of micro-batches; the message says what is allowed.
+        ConfigurationError: The number is invalid; with the allowed values.
     """
     if value is None:
-        # A batch of fewer samples is cut into as many micro-batches as it has samples.
+        # A smaller batch is cut into as many micro-batches as it has samples.
         return initial_microbatches(num_stages, sys.maxsize)
     check_values(COUNT, {"num_microbatches": value})
     return value
 
 
 def cut_sizes(batch_size: int, num_microbatches: int, fewest: int = 1) -> list[int]:
-    """Return the sizes of the micro-batches: as many as asked for, if none is too small.
+    """Return the sizes of the micro-batches: the requested number, if none is too small.
 
     Args:
         batch_size: Samples of the batch.
-        num_microbatches: Micro-batches M asked for.
-        fewest: Samples that each has at least, if the batch has as many.
+        num_microbatches: Requested micro-batches M.
+        fewest: Minimum samples of each, if the batch has as many.
 
     Example:
         >>> cut_sizes(9, 8), cut_sizes(9, 8, fewest=2)
@@ -65,12 +66,12 @@ def cut_sizes(batch_size: int, num_microbatches: int, fewest: int = 1) -> list[i
 
 
 def initial_microbatches(num_stages: int, atomic_bsz: int, fewest: int = 1) -> int:
-    """Return the micro-batches M before anything was measured.
+    """Return the micro-batches M before any measurement.
 
     Args:
         num_stages: Number K of stages; one stage needs no micro-batches.
-        atomic_bsz: Samples to be cut.
-        fewest: Samples that each keeps.
+        atomic_bsz: Samples to cut.
+        fewest: Minimum samples of each.
 
     Example:
         >>> initial_microbatches(2, 64), initial_microbatches(2, 10), initial_microbatches(1, 64)
@@ -81,7 +82,7 @@ def initial_microbatches(num_stages: int, atomic_bsz: int, fewest: int = 1) -> i
 
 
 def possible_microbatches(wanted: int, atomic_bsz: int, fewest: int = 1) -> int:
-    """Return how many micro-batches there really are when ``wanted`` are asked for.
+    """Return the actual number of micro-batches when ``wanted`` are requested.
 
     Example:
         >>> possible_microbatches(4, 5)
@@ -93,7 +94,7 @@ def possible_microbatches(wanted: int, atomic_bsz: int, fewest: int = 1) -> int:
 def candidate_microbatches(
     num_stages: int, largest_atomic_bsz: int, fewest: int = 1
 ) -> tuple[int, ...]:
-    """Return powers of two to choose M from, with at least ``fewest`` samples each.
+    """Return powers of two as candidates of M, with at least ``fewest`` samples each.
 
     Example:
         >>> candidate_microbatches(1, 100), candidate_microbatches(2, 6)

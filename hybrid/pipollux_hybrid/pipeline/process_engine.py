@@ -1,16 +1,16 @@
-"""The pipeline of one replica with a process for each stage.
+"""The multi-process pipeline of one replica, with one process per stage.
 
-Every process of the replica runs the same script, and holds the layers of its own stage only.
-torch's schedules (:mod:`torch.distributed.pipelining`) say when a stage works on which micro-batch,
-forward and back; :mod:`.process_stage` lets these change from step to step.
+Every process of the replica runs the same script, and holds the layers of its stage only. torch's
+schedules (:mod:`torch.distributed.pipelining`) define the order of a stage's forwards and
+backwards; :mod:`.process_stage` allows micro-batches to change from step to step.
 
 * ``"gpipe"`` (Huang et al., NeurIPS'19): all forwards, then all backwards. A stage keeps the
   activations of M micro-batches.
-* ``"1f1b"`` (PipeDream-Flush, Narayanan et al., ICML'21): one forward and one backward in turn, as
-  soon as that can be. Stage k keeps those of min(M, K - k). With fewer micro-batches than stages
-  the two are the same.
-* ``"interleaved"`` (Narayanan et al., SC'21): the same with V chunks of layers in each process,
-  chunk q in stage q mod K, so that others wait for a V-th of a stage (:mod:`.interleaved`).
+* ``"1f1b"`` (PipeDream-Flush, Narayanan et al., ICML'21): alternating forwards and backwards, as
+  soon as possible. Stage k keeps the activations of min(M, K - k). With fewer micro-batches than
+  stages it equals GPipe.
+* ``"interleaved"`` (Narayanan et al., SC'21): 1F1B with V chunks of layers in each process, chunk q
+  in stage q mod K, so that other stages wait for a V-th of a stage (:mod:`.interleaved`).
 """
 
 from __future__ import annotations
@@ -44,35 +44,35 @@ __all__ = ["ProcessEngine"]
 
 class _GPipe(ScheduleGPipe):
     def _initialize_stage(self, *_: Any) -> None:
-        """Do nothing: the stage makes its buffers as micro-batches come."""
+        """Do nothing: the stage allocates buffers per micro-batch."""
 
 
 class _OneForwardOneBackward(Schedule1F1B):
     def _initialize_stage(self, *_: Any) -> None:
-        """Do nothing: the stage makes its buffers as micro-batches come."""
+        """Do nothing: the stage allocates buffers per micro-batch."""
 
 
 _NO_LOSS = torch.zeros(())
-"""What torch's schedules keep in the place of losses: stages know where their backward begins."""
+"""Placeholder for losses in torch's schedules: stages know the start of their backward."""
 _Schedule: TypeAlias = _GPipe | _OneForwardOneBackward | Interleaved
 
 
 class ProcessEngine:
-    """Stage k of a sequential module, as this process runs it.
+    """Stage k of a sequential module, run by this process.
 
     Args:
-        module: The layers; this stage's are moved to its device, the others are left alone.
+        module: The layers; this stage's are moved to its device, the others stay unchanged.
         balance: Number of layers of each stage, or of each of K·V chunks, from first to last.
-        device: This stage's.
-        checkpoint: When activations are recomputed.
+        device: Device of this stage.
+        checkpoint: Recomputed micro-batches.
         schedule: ``"gpipe"``, ``"1f1b"`` or ``"interleaved"``.
         group: The K processes of the replica, in the order of stages.
         row: The same processes, for tensors on the CPU.
-        carrier: Where tensors of this stage have to be for the group to send them.
-        check_peers: Raises a RuntimeError if what was received on a GPU may be of one that is gone.
+        carrier: Device from which the group sends tensors of this stage.
+        check_peers: Raises a RuntimeError if data received on a GPU may be from a lost process.
 
     Raises:
-        ConfigurationError: The module cannot be cut like that.
+        ConfigurationError: The module cannot be cut like this.
     """
 
     def __init__(
@@ -93,27 +93,26 @@ class ProcessEngine:
         self.device = with_index(device)
         self._carrier = carrier
         self.stages = cut_stages(module, balance, self.num_stages)
-        """The layers of each stage, or chunk; this process's are where they run."""
+        """The layers of each stage, or chunk; only those of this process are used."""
         layout = layout_of(module, self.stages)
         for (_, name), (stash, pop) in layout.by_ns_name.items():
             if stash != pop:
                 raise ConfigurationError(
                     f"the skip connection {name!r} goes from {self._part} {stash} to {self._part} "
-                    f"{pop}, and with schedule={schedule!r}, which runs stages in processes of "
-                    "their own, only outputs go from one to the next: pass the tensor on as a part "
-                    f"of the layers' outputs, give a balance that keeps both in one {self._part}, "
-                    "or leave schedule out"
+                    f"{pop}; with schedule={schedule!r}, a multi-process pipeline, only outputs "
+                    "are sent to the next stage: pass the tensor as a part of the layers' outputs, "
+                    f"give a balance that keeps both in one {self._part}, or leave schedule out"
                 )
         self.notes = StageNotes()
-        """Taken of what this process does in a step that is timed."""
+        """Records of this process's work in a timed step."""
         surroundings = len(balance), group, row, layout, self.notes, carrier
         self.chunks = [
             ProcessStage(self.stages[q].place(self.device), q, *surroundings)
             for q in range(self.index, len(balance), self.num_stages)
         ]
-        """What torch's schedules drive: this stage, or its chunks."""
+        """The stages driven by torch's schedules: this stage, or its chunks."""
         self._schedules: dict[tuple[int, bool, bool], _Schedule] = {}
-        # Other stages' parameters are about to be freed, unless the script holds them.
+        # Weak keys: other stages' parameters will be freed, unless the script holds them.
         self._names: MutableMapping[Any, str] = WeakIdKeyDictionary()
         self._names.update((parameter, name) for name, parameter in module.named_parameters())
         self._loss: MicrobatchLoss | None = None
@@ -121,7 +120,7 @@ class ProcessEngine:
         self._failure: Exception | None = None
 
     def rejoin(self, group: dist.ProcessGroup, row: HostGroup) -> None:
-        """Go on with the same processes in another group, between two batches.
+        """Continue with the same processes in another group, between two batches.
 
         Args:
             group: The K processes of the replica, in the order of stages.
@@ -133,11 +132,11 @@ class ProcessEngine:
 
     @property
     def devices(self) -> list[torch.device]:
-        """The device of this process for each stage: what it is given has to be there."""
+        """The device of this process for each stage, for its inputs."""
         return [self.device] * self.num_stages
 
     def named_parameters(self, module: nn.Module) -> list[list[tuple[str, nn.Parameter]]]:
-        """Return the parameters of each stage, of which this process has its own's only."""
+        """Return the parameters of each stage; only those of this process's stage are present."""
         names = {parameter: name for name, parameter in module.named_parameters()}
         here = self.stages[self.index :: self.num_stages]
         mine = [(names[p], p) for chunk in here for p in chunk.parameters()]
@@ -150,16 +149,16 @@ class ProcessEngine:
 
     @property
     def _last(self) -> ProcessStage:
-        """What gives the outputs, where this process has them."""
+        """The part that computes the outputs, in the process that has them."""
         return self.chunks[-1]
 
     @property
     def _part(self) -> str:
-        """What messages call what the layers are cut into."""
+        """Name of the parts of the layers in messages."""
         return "stage" if len(self.stages) == self.num_stages else "chunk"
 
     def checkpointed(self, num_microbatches: int, *, training: bool) -> int:
-        """Return how many of the micro-batches are recomputed in the backward."""
+        """Return the number of recomputed micro-batches."""
         return num_recomputed(self.checkpoint, num_microbatches, training=training)
 
     def train(
@@ -176,13 +175,13 @@ class ProcessEngine:
         """Run forward and backward of one batch; gradients are added to the parameters'.
 
         Args:
-            inputs: PyTree of tensors of shape [batch, …]; the first stage reads it.
-            targets: The same; the last stage reads it. Any value if the scope is the batch.
+            inputs: PyTree of tensors of shape [batch, …]; used by the first stage.
+            targets: The same; used by the last stage. Any value if the scope is the batch.
             sizes: Samples of each micro-batch.
             loss_fn: Of the model's output and the targets.
-            scope: What the loss function is called with; None: each micro-batch, and it is checked
-                at the start of a run, and then from time to time, that this is right.
-            training: Whether the model is in training mode, where activations are recomputed.
+            scope: Input of the loss function; None: each micro-batch, and the validity of that is
+            checked at the start of an attempt and periodically.
+            training: Whether the model is in training mode, in which activations are recomputed.
             samples: Samples of the batch that count; with 0 all gradients are zero.
 
         Returns:
@@ -191,9 +190,9 @@ class ProcessEngine:
             of a :class:`WeightedLoss` divided by the samples.
 
         Raises:
-            ConfigurationError: Inputs and targets do not go together, or the loss function does not
-                go with its scope.
-            BrokenPipelineError: Another stage is gone.
+            ConfigurationError: Inputs and targets do not match, or the loss function does not match
+            its scope.
+            BrokenPipelineError: Another stage is lost.
         """
         whole = scope == "batch"
         total = sum(sizes)
@@ -225,14 +224,14 @@ class ProcessEngine:
         """Run the forward of one batch without gradients.
 
         Args:
-            inputs: PyTree of tensors of shape [batch, …]; the first stage reads it.
+            inputs: PyTree of tensors of shape [batch, …]; used by the first stage.
             sizes: Samples of each micro-batch.
 
         Returns:
-            The PyTree that the last layer gives, of the whole batch, in every process.
+            The output PyTree of the last layer, of the whole batch, in every process.
 
         Raises:
-            BrokenPipelineError: Another stage is gone.
+            BrokenPipelineError: Another stage is lost.
         """
         for chunk in self.chunks:
             chunk.begin(len(sizes), recomputed=0, has_backward=False)
@@ -248,7 +247,7 @@ class ProcessEngine:
         trains: bool,
         forwards_first: bool = False,
     ) -> list[PyTree]:
-        """Run the schedule; return the last stage's outputs of each micro-batch, if evaluating."""
+        """Run the schedule; return the last stage's outputs per micro-batch, if evaluating."""
         batches: list[tuple[PyTree, ...]] = [()] * len(sizes)
         if self.chunks[0].is_first:
             batches = [(x,) for x in scatter(map_tensors(self._here, inputs), sizes)]
@@ -264,7 +263,7 @@ class ProcessEngine:
                     return_outputs=not trains,
                 )
             self.notes.idle()
-        except Exception as error:  # goes on, with what it means if that is known
+        except Exception as error:  # re-raised, with its cause if that is known
             schedule._internal_losses.clear()
             told = self._told(error)
             if told is error:
@@ -301,9 +300,9 @@ class ProcessEngine:
         return _GPipe(self.chunks[0], num_microbatches, loss_fn=loss, scale_grads=False)
 
     def _compute_loss(self, tensors: tuple[Tensor, ...], target: tuple[int, PyTree]) -> Tensor:
-        """Note where the backward of a micro-batch begins; torch's schedules keep what it returns.
+        """Store the start of a micro-batch's backward; torch's schedules keep the returned value.
 
-        With a loss over the whole batch that is known for all micro-batches at the last one.
+        With a loss over the whole batch, all starts are known at the last micro-batch.
         """
         index, labels = target
         assert self._loss is not None  # noqa: S101  # a step has begun
@@ -322,10 +321,10 @@ class ProcessEngine:
         return _NO_LOSS
 
     def _told(self, error: Exception) -> Exception:
-        """Return what went wrong: torch wraps what layers raise, and what carries messages fails.
+        """Return the original error: torch wraps errors of layers and of the transport.
 
         Args:
-            error: What a schedule raised.
+            error: Error of a schedule.
         """
         if error is self._failure or isinstance(error, ConfigurationError):
             return error
@@ -337,10 +336,11 @@ class ProcessEngine:
 
     @contextmanager
     def _own_random_numbers(self) -> Iterator[None]:
-        """Have layers draw numbers of their own, and leave the script's generator as it is.
+        """Context in which layers draw independent numbers; the script's generator is restored.
 
-        The processes of a replica run the same script, which draws the same numbers in each, as it
-        must where inputs and targets are turned or cropped alike. Layers are different ones.
+        The processes of a replica run the same script, which must draw the same numbers in each,
+        for example to augment inputs and targets equally. Their layers are different, and need
+        different numbers.
         """
         if self.num_stages == 1:
             yield
@@ -362,10 +362,10 @@ class ProcessEngine:
         """Return the last stage's loss and its weight in every process.
 
         Args:
-            summary: In the last stage's.
+            summary: In the last stage's process.
         """
         loss, weight = summary or (torch.zeros((), dtype=torch.float64), None)
-        # The host needs the weight; with a loss on a GPU it need not wait for it.
+        # The host needs the weight, without waiting for a loss on a GPU.
         told = torch.tensor([math.nan if weight is None else weight, 0.0], dtype=torch.float64)
         on_host = self._carrier.type == "cpu"
         if on_host:
@@ -376,7 +376,7 @@ class ProcessEngine:
         return loss, None if math.isnan(weight) else weight
 
     def _row_broadcast(self, tensor: Tensor) -> None:
-        """Send a tensor on the CPU from the last stage to all."""
+        """Broadcast a tensor on the CPU from the last stage."""
         if self.num_stages > 1:
             try:
                 self._row.broadcast(tensor, self.num_stages - 1)

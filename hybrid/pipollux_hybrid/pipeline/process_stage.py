@@ -1,20 +1,20 @@
-"""A stage in a process of its own, as torch's pipeline schedules drive it.
+"""A stage of a multi-process pipeline, driven by torch's pipeline schedules.
 
 :class:`torch.distributed.pipelining.PipelineStage` fixes the number and the shapes of micro-batches
-when it is made, and infers them by a forward of its own. Here they change from step to step, and
-the last micro-batch of a batch may be a shorter one. So buffers are made for each micro-batch as
-it comes, from the header that the stage before sends with it (:mod:`.boundary`).
+at construction, and infers them by a forward. Here they change from step to step, and the last
+micro-batch of a batch may be shorter. Buffers are therefore allocated per micro-batch, from the
+header that the previous stage sends with it (:mod:`.boundary`).
 
-A stage waits for that header where the schedule has it receive the micro-batch. The stage before
-sends it as soon as it has computed, before it waits for anything, so neither keeps the other
-waiting: 1F1B has computed a micro-batch before it waits for the gradient of an earlier one. With
-the gradients goes a byte for each tensor that may have one, which says whether it has::
+A stage waits for that header when the schedule receives the micro-batch. The previous stage sends
+it as soon as it has computed, before it waits for anything, so there is no deadlock: 1F1B has
+computed a micro-batch before it waits for the gradient of an earlier one. Gradients are preceded by
+a byte for each tensor that may have one, which states whether it does::
 
     stage k                            stage k + 1
     forward i    header, tensors  →    waits for the header, receives
                  ←  flags, gradients   backward i
 
-Headers and flags travel over gloo, also beside NCCL: the host reads them, and waits for no GPU.
+Headers and flags always use gloo, also with NCCL: the host reads them without waiting for a GPU.
 """
 
 from __future__ import annotations
@@ -45,43 +45,43 @@ from .stage_notes import StageNotes
 __all__ = ["HostGroup", "LossOfMicrobatch", "ProcessStage", "Roots"]
 
 LossOfMicrobatch: TypeAlias = Callable[[tuple[Tensor, ...], Any], Tensor]
-"""What schedules call with the last stage's tensors of a micro-batch and its targets."""
+"""Called by schedules with the last stage's tensors of a micro-batch and its targets."""
 Roots: TypeAlias = list[tuple[Tensor, Tensor]]
-"""Where a backward begins: tensors, and their gradients."""
+"""Start of a backward: tensors, and their gradients."""
 
 
 class HostGroup(Protocol):
-    """Messages between processes on tensors on the CPU; ranks are in the order of stages."""
+    """Messages between processes on CPU tensors; ranks are in the order of stages."""
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        """Overwrite a tensor by that of one process."""
+        """Overwrite a tensor with that of the root."""
 
     def start_send(self, tensor: Tensor, rank: int) -> Any:
-        """Begin to send a contiguous tensor."""
+        """Start sending a contiguous tensor."""
 
     def start_receive(self, tensor: Tensor, rank: int) -> Any:
-        """Begin to overwrite a contiguous tensor by what a process sends."""
+        """Start receiving into a contiguous tensor."""
 
     def wait(self, work: Any) -> None:
-        """Return when something that was begun is done."""
+        """Wait for the end of a send or receive."""
 
 
 class ArrivingGradients(NamedTuple):
-    """Gradients that the next stage sends of one micro-batch."""
+    """Gradients of one micro-batch from the next stage."""
 
     work: Any
-    """Of the flags; None where no gradient can come."""
+    """The receive of the flags; None if no gradient can come."""
     flags: Tensor
-    """Which of the buffers are gradients; the others are zeros in their place."""
+    """Which of the buffers are gradients; the others contain zeros."""
     buffers: list[Tensor]
 
 
 class _Layers(nn.Module):
-    """The layers of a stage, between the plain tensors that schedules carry.
+    """The layers of a stage, between the plain tensors of schedules.
 
     Args:
         stage: The layers.
-        layout: Where stashed tensors go to.
+        layout: Destinations of stashed tensors.
     """
 
     def __init__(self, stage: Stage, layout: SkipLayout) -> None:
@@ -90,13 +90,13 @@ class _Layers(nn.Module):
         self.guards = StageGuards(stage)
         self._layout = layout
         self.arriving: BoundaryLayout | None = None
-        """Layout of the coming forward's input; None for the first stage."""
+        """Layout of the next forward's input; None for the first stage."""
         self.leaving: BoundaryLayout | None = None
         """Layout of the last forward's output."""
         self.recomputes = False
-        """Whether the coming forward keeps its input only."""
+        """Whether the next forward keeps only its input."""
         self.microbatch: int | None = None
-        """Number of the coming forward's, where forwards are checked."""
+        """Number of the next forward's micro-batch, if forwards are checked."""
 
     def forward(self, *inputs: Any) -> tuple[Tensor, ...]:
         value = inputs[0] if self.arriving is None else self.arriving.value(inputs)
@@ -108,7 +108,7 @@ class _Layers(nn.Module):
 
     @property
     def has_skips(self) -> bool:
-        """Whether tensors go beside the layers' outputs."""
+        """Whether tensors bypass the layers' outputs."""
         return bool(self._layout.by_ns_name)
 
     def _run(self, value: PyTree) -> PyTree:
@@ -129,7 +129,7 @@ class _Layers(nn.Module):
                 same.compare(kept, tensors_of(output))
             return output
 
-        # A recomputation that stops when the backward has all it needs gives no output.
+        # A recomputation that stops early returns no output.
         with set_checkpoint_early_stop(False) if same.is_on else nullcontext():
             output = checkpoint(run, value, use_reentrant=False, context_fn=around.both)
         kept += same.keep(tensors_of(output))
@@ -139,7 +139,7 @@ class _Layers(nn.Module):
         """Run the backward of a micro-batch.
 
         Raises:
-            ConfigurationError: The layers computed something else when recomputed.
+            ConfigurationError: The recomputation differs from the first forward.
         """
         try:
             torch.autograd.backward([x for x, _ in roots], [g for _, g in roots])
@@ -148,7 +148,7 @@ class _Layers(nn.Module):
 
 
 class ProcessStage(PipelineStage):
-    """Stage k of K, for micro-batches of any sizes; or chunk q of K·V, in the process q mod K.
+    """Stage k of K, for micro-batches of any size; or chunk q of K·V, in the process q mod K.
 
     Args:
         stage: Its layers, on their device.
@@ -156,9 +156,9 @@ class ProcessStage(PipelineStage):
         num_stages: K, or K·V.
         group: The K processes of the pipeline, in the order of stages.
         row: The same processes, for tensors on the CPU.
-        layout: Where stashed tensors go to.
-        notes: Of this process.
-        carrier: Where tensors have to be for the group to send them.
+        layout: Destinations of stashed tensors.
+        notes: Records of this process.
+        carrier: Device from which the group sends tensors.
     """
 
     def __init__(
@@ -182,13 +182,13 @@ class ProcessStage(PipelineStage):
         self._outputs: dict[int, tuple[Tensor, ...]] = {}
         self._gradients: dict[int, ArrivingGradients] = {}
         self.roots: dict[int, Roots] = {}
-        """Of the last stage: where the backward of each micro-batch begins."""
+        """Of the last stage: start of the backward of each micro-batch."""
         self.layouts: list[BoundaryLayout] = []
         """Of the last stage: the layout of each of :attr:`output_chunks`."""
         self._sending: list[Any] = []
-        """Headers and flags on their way, which have arrived when the step has ended."""
+        """Pending sends of headers and flags, which are complete at the end of the step."""
         self.notes, self._row = notes, stage.index
-        """Told of what the stage does, for time lines."""
+        """Records of the stage's work, for timelines."""
 
     @property
     def leaving(self) -> BoundaryLayout:
@@ -197,11 +197,11 @@ class ProcessStage(PipelineStage):
         return self._layers.leaving
 
     def begin(self, num_microbatches: int, *, recomputed: int, has_backward: bool) -> None:
-        """Begin a step.
+        """Start a step.
 
         Args:
             num_microbatches: M.
-            recomputed: How many micro-batches, from the first on, keep their input only.
+            recomputed: Number of micro-batches, from the first on, that keep only their input.
             has_backward: Whether gradients come back.
         """
         for kept in (self._arriving, self._inputs, self._outputs, self._gradients, self.roots):
@@ -216,7 +216,7 @@ class ProcessStage(PipelineStage):
     # --- forwards ----------------------------------------------------------------------------
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return what receives a micro-batch; see :class:`PipelineStage`."""
+        """Return the receives of a micro-batch; see :class:`PipelineStage`."""
         if self.is_first:
             self.notes.idle()
             return []
@@ -251,7 +251,7 @@ class ProcessStage(PipelineStage):
         return output
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return what sends a micro-batch on; see :class:`PipelineStage`."""
+        """Return the sends of a micro-batch; see :class:`PipelineStage`."""
         if self.is_last:
             return []
         self.notes.sending(self._row, fwd_chunk_id, "send_output")
@@ -262,10 +262,10 @@ class ProcessStage(PipelineStage):
         return [self._op(dist.isend, self._carried(x.detach()), to) for x in outputs]
 
     def release_fwd_send_outputs(self, fwd_chunk_id: int) -> None:
-        """Do nothing: what was sent goes with the step; torch from 2.15 on asks for it."""
+        """Do nothing: sent tensors are released at the end of the step. Called by torch >= 2.15."""
 
     def _arrived(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
-        """Return the input of a micro-batch, which has been received."""
+        """Return the received input of a micro-batch."""
         arriving = self._layers.arriving = self._arriving[fwd_chunk_id]
         wanted = self.has_backward and torch.is_grad_enabled()
         arrived = self._inputs[fwd_chunk_id] = [
@@ -277,7 +277,7 @@ class ProcessStage(PipelineStage):
     # --- backwards ---------------------------------------------------------------------------
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return what receives the gradients of a micro-batch; see :class:`PipelineStage`."""
+        """Return the receives of the gradients of a micro-batch; see :class:`PipelineStage`."""
         if self.is_last or not self.has_backward:
             self.notes.idle()
             return []
@@ -311,7 +311,7 @@ class ProcessStage(PipelineStage):
                 self._layers.backward(roots)
 
     def _received_roots(self, chunk: int, outputs: tuple[Tensor, ...]) -> Roots:
-        """Return the outputs that the next stage has gradients of, with these."""
+        """Return the outputs for which the next stage has gradients, and the gradients."""
         work, flags, buffers = self._gradients.pop(chunk)
         if work is None:
             return []
@@ -320,7 +320,7 @@ class ProcessStage(PipelineStage):
         return [(x, gradient.to(self.device)) for x, gradient, has_one in roots if has_one]
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return what sends the gradients of a micro-batch back; see :class:`PipelineStage`."""
+        """Return the sends of the gradients of a micro-batch; see :class:`PipelineStage`."""
         if self.is_first or not self.has_backward:
             return []
         self.notes.sending(self._row, bwd_chunk_id, "send_gradient")
@@ -330,7 +330,7 @@ class ProcessStage(PipelineStage):
         if wanted:
             flags = [x.grad is not None for x in wanted]
             self._send(torch.tensor(flags, dtype=torch.uint8), to)
-        # Buffers are there, so zeros go where there is no gradient; the flag says so.
+        # The receiver has buffers, so missing gradients are sent as zeros; flags mark them.
         gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in wanted]
         return [self._op(dist.isend, self._carried(x), to) for x in gradients]
 
@@ -340,20 +340,19 @@ class ProcessStage(PipelineStage):
         return dist.P2POp(operation, tensor, self._rank_of(stage), self.group)
 
     def _carried(self, tensor: Tensor) -> Tensor:
-        """Return a tensor as the group can send it."""
+        """Return a tensor in a form that the group can send."""
         return tensor.contiguous().to(self._carrier)
 
     def _rank_of(self, stage: int) -> int:
-        """Return the rank among all processes of the one that has a stage, or chunk."""
-        assert self.group is not None  # noqa: S101  # it is told at the beginning
+        """Return the global rank of the process with a stage, or chunk."""
+        assert self.group is not None  # noqa: S101  # set by the constructor
         return dist.get_global_rank(self.group, self._process_of(stage))
 
     def _process_of(self, stage: int) -> int:
-        """Return the rank among the replica's processes of the one that has a stage, or chunk."""
+        """Return the rank within the replica of the process with a stage, or chunk."""
         return int(self.stage_index_to_group_rank[stage])
 
     def _send(self, message: Tensor, stage: int) -> None:
-        """Begin to send a header or flags."""
         self._sending.append((self.row.start_send(message, self._process_of(stage)), message))
 
     def _receive_header(self) -> BoundaryLayout:
@@ -368,15 +367,15 @@ class ProcessStage(PipelineStage):
 
 @contextmanager
 def _in_layers() -> Iterator[None]:
-    """Make what layers raise the cause of an error, as torch does: messages raise errors, too."""
+    """Wrap errors of layers in an error with a cause, like torch, unlike errors of messages."""
     try:
         yield
-    except Exception as error:  # whatever the user's layers raise
+    except Exception as error:  # any error of the user's layers
         raise RuntimeError(f"a layer failed: {error}") from error
 
 
 class _AroundForwards:
-    """What is around the first forward of a micro-batch, and around each recomputation of it.
+    """Contexts of the first forward of a micro-batch, and of each recomputation.
 
     Args:
         guards: Of the stage.
@@ -388,7 +387,7 @@ class _AroundForwards:
         self._entered: list[ExitStack] = []
 
     def both(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Return the two; the second may be entered any number of times."""
+        """Return both contexts; the second is reusable."""
         return self._first(), self
 
     @contextmanager

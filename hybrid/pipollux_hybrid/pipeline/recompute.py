@@ -1,11 +1,11 @@
-"""Activation checkpointing with the recomputation apart from the backward.
+"""Activation checkpointing with recomputation separate from the backward.
 
-GPipe recomputes a micro-batch in a stage while the gradient that its backward waits for is still
-being computed in the next one. So recomputation (:class:`Recompute`) and backward
-(:class:`Checkpoint`) are two nodes of the graph, as in torchgpipe (Kim et al., 2020, section 3.2),
-whose switches :func:`torchgpipe.is_checkpointing` and :func:`torchgpipe.is_recomputing` work here
-too. Other than torchgpipe's nodes, these let outputs pass that need no gradient, and recompute
-under what surrounded the forward (autocast and the like).
+GPipe recomputes a micro-batch in a stage while the next stage still computes the gradient for its
+backward. Recomputation (:class:`Recompute`) and backward (:class:`Checkpoint`) are therefore two
+nodes of the graph, as in torchgpipe (Kim et al., 2020, section 3.2), whose functions
+:func:`torchgpipe.is_checkpointing` and :func:`torchgpipe.is_recomputing` work here as well. Unlike
+torchgpipe's nodes, these support outputs that need no gradient, and recompute with the forward's
+thread-local state (such as autocast).
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ __all__ = ["Recomputation", "check_whole_backward", "make_phonies"]
 
 Tensors: TypeAlias = tuple[Tensor, ...]
 NO_GRAPH = ("does not require grad and does not have a grad_fn", "register a hook on a tensor")
-"""What PyTorch says where :func:`torch.autograd.grad` or ``register_hook`` lacks a graph."""
+"""PyTorch's messages if :func:`torch.autograd.grad` or ``register_hook`` lacks a graph."""
 
 
 class Recomputation:
-    """One micro-batch in one stage, computed without activations first and with them later.
+    """One micro-batch in one stage, computed first without and later with activations.
 
     Args:
-        function: Takes and gives tensors of floating point or complex type.
-        stage: Whose layers it runs.
-        outer: What surrounded the forward.
+        function: Maps tensors of floating point or complex type.
+        stage: The stage of the layers.
+        outer: The script's thread-local state around the forward.
         guards: Of the stage.
     """
 
@@ -63,28 +63,28 @@ class Recomputation:
         self._before = BeforeForward([], [])
         self._rng_states: deque[Any] = deque(maxlen=1)
         self._recomputed: tuple[Tensors, Tensors] | None = None
-        """Outputs with their graph, and the leaves that it begins with."""
+        """Outputs with their graph, and its leaves."""
 
     def forward(self, inputs: Tensors) -> Tensors:
-        """Compute the outputs without a graph; to be called where the stage computes."""
-        # Something that requires a gradient, so that the engine comes back even if no input does.
+        """Compute the outputs without a graph; called where the stage computes."""
+        # Requires a gradient, so that there is a backward even if no input requires one.
         phony = get_phony(inputs[0].device, requires_grad=True)
         apply: Any = Checkpoint.apply  # torch does not annotate it
         return cast("Tensors", apply(phony, self, *inputs))
 
     def schedule(self, batch: Batch, inputs: Tensors) -> None:
-        """Schedule the recomputation for when the backward is about to reach these outputs.
+        """Schedule the recomputation shortly before the backward reaches these outputs.
 
         Args:
-            batch: The outputs; the first is replaced.
-            inputs: What :meth:`forward` got.
+            batch: The outputs; the first one is replaced.
+            inputs: The inputs of :meth:`forward`.
         """
         batch[0], phony = fork(batch[0])
         apply: Any = Recompute.apply  # as above
         batch[0] = join(batch[0], apply(phony, self, *inputs))
 
     def run_first(self, inputs: Tensors) -> Tensors:
-        """Run the first forward, and remember the state of the random generators."""
+        """Run the first forward, and store the state of the random generators."""
         save_rng_states(inputs[0].device, self._rng_states)
         if not self._stage.differentiates:
             try:
@@ -101,15 +101,15 @@ class Recomputation:
         self, inputs: Tensors, mode: Callable[[], AbstractContextManager[None]] = torch.no_grad
     ) -> Tensors:
         with mode(), enable_checkpointing(), self._guards.kept() as self._before:
-            # What a layer hands out may be its own buffer, which is not to get into a graph.
+            # A layer may return its own buffer, which must not become part of a graph.
             return tuple(output.detach() for output in self._function(inputs))
 
     def run_again(self, inputs: Tensors) -> None:
-        """Run the same forward again, this time with a graph."""
+        """Run the same forward again, with a graph."""
         leaves = tuple(x.detach().requires_grad_(x.requires_grad) for x in inputs)
         with (
             self._outer.entered(),
-            # A copy, as it takes the state out, and a graph that is retained comes here again.
+            # A copy, as restoring consumes the state, and a retained graph comes here again.
             restore_rng_states(inputs[0].device, self._rng_states.copy()),
             torch.enable_grad(),
             enable_recomputing(),
@@ -118,7 +118,7 @@ class Recomputation:
             self._recomputed = (self._function(leaves), leaves)
 
     def take(self, inputs: Callable[[], Tensors]) -> tuple[Tensors, Tensors]:
-        """Return what was recomputed; recompute now if the engine has not done so."""
+        """Return the recomputed tensors; recompute now if that has not been done."""
         if self._recomputed is None:
             self.run_again(inputs())
         assert self._recomputed is not None  # noqa: S101  # run_again has just set it
@@ -127,10 +127,10 @@ class Recomputation:
 
 
 def check_whole_backward() -> None:
-    """Refuse a backward for some tensors only, where gradients of parameters are a side effect.
+    """Reject a backward for some tensors only, as gradients of parameters are a side effect.
 
     Raises:
-        SynchronizationError: The engine runs for torch.autograd.grad, or backward(inputs=…).
+        SynchronizationError: The backward runs in torch.autograd.grad, or backward(inputs=…).
     """
     if not torch.autograd._is_checkpoint_valid():
         raise SynchronizationError(
@@ -144,7 +144,7 @@ class Checkpoint(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, _phony: Tensor, recomputation: Recomputation, *inputs: Tensor) -> Tensors:
-        """Compute the outputs, keeping nothing but the inputs."""
+        """Compute the outputs, and keep only the inputs."""
         ctx.recomputation = recomputation
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
@@ -153,7 +153,7 @@ class Checkpoint(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the inputs; those of parameters are accumulated on the way."""
+        """Return the gradients of the inputs; those of parameters are accumulated."""
         check_whole_backward()
         outputs, leaves = ctx.recomputation.take(lambda: ctx.saved_tensors)
         reached = [
@@ -167,11 +167,11 @@ class Checkpoint(torch.autograd.Function):
 
 
 class Recompute(torch.autograd.Function):
-    """Passes its first argument on; its backward is the recomputation."""
+    """Identity of its first argument; its backward is the recomputation."""
 
     @staticmethod
     def forward(ctx: Any, phony: Tensor, recomputation: Recomputation, *inputs: Tensor) -> Tensor:
-        """Keep what the recomputation needs."""
+        """Keep the inputs of the recomputation."""
         ctx.recomputation = recomputation
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
@@ -179,16 +179,16 @@ class Recompute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _gradient: Tensor | None) -> tuple[None, ...]:
-        """Recompute; there is no gradient to give."""
+        """Recompute; there is no gradient to return."""
         ctx.recomputation.run_again(ctx.saved_tensors)
         return (None, None, *(None for _ in ctx.saved_tensors))
 
 
 def make_phonies(device: torch.device) -> None:
-    """Make the tensors without elements that order the backward on a device.
+    """Create the tensors without elements that order the backward on a device.
 
-    torchgpipe keeps those of its first forward, which would be of no use to any backward if that
-    forward was under :func:`torch.inference_mode`.
+    torchgpipe caches those of its first forward, which no backward could use if that forward ran
+    under :func:`torch.inference_mode`.
     """
     with torch.inference_mode(mode=False):
         for requires_grad in (False, True):

@@ -1,9 +1,9 @@
-"""What in a batch belongs to its samples, and is cut into micro-batches, and what does not.
+"""Marks of a batch's parts that are cut into micro-batches, or not.
 
-Of inputs and targets, dimension 0 of every tensor is the batch, and numbers, strings and None are
-the same for all samples. Whatever else is meant is said with :func:`whole` and :func:`per_sample`.
-Some mistakes are seen: a list with as many items as there are samples, a causal mask or positions
-as long as the batch, a tensor that comes again with the next samples.
+In inputs and targets, dimension 0 of every tensor is the batch, and numbers, strings and None are
+the same for all samples. Exceptions are marked with :func:`whole` and :func:`per_sample`. Some
+missing marks are detected: a list with as many items as samples, a causal mask or positions as long
+as the batch, and a tensor that is reused for the next samples.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 CHECKED_BATCHES = 10
-"""Batches, from the first on, whose tensors are looked at."""
+"""Batches, from the first on, whose tensors are checked."""
 CHOICE = (
     "pass pipollux.whole(…) if every micro-batch gets all of it, or pipollux.per_sample(…) if it "
     "has an entry for each sample"
@@ -39,10 +39,10 @@ CHOICE = (
 
 
 class Marked:
-    """A part of a batch of which the script says how it is cut.
+    """A part of a batch with an explicit rule for cutting.
 
-    A node of PyTrees, so that what goes over the tensors of a batch, such as moving them, goes over
-    those in here, too.
+    It is a PyTree node, so that functions of a batch's tensors, such as moving them, also apply to
+    tensors in it.
     """
 
     def __init__(self, value: Any) -> None:
@@ -50,11 +50,11 @@ class Marked:
 
 
 class Whole(Marked):
-    """A value that every micro-batch gets whole; see :func:`whole`."""
+    """A value passed whole to every micro-batch; see :func:`whole`."""
 
 
 class PerSample(Marked):
-    """A sequence or tensor with an entry for each sample; see :func:`per_sample`."""
+    """A sequence or tensor with one entry per sample; see :func:`per_sample`."""
 
     @property
     def size(self) -> int:
@@ -63,10 +63,10 @@ class PerSample(Marked):
 
 
 def whole(value: Any) -> Any:
-    """Mark a part of inputs or targets that every micro-batch gets as it is.
+    """Mark a part of inputs or targets that every micro-batch gets unchanged.
 
     For tensors whose dimension 0 is not the batch (a causal mask, positions, class weights), and
-    lists that have nothing to do with samples. Layers and the loss function get the value itself.
+    lists that are unrelated to samples. Layers and the loss function get the value itself.
 
     Example::
 
@@ -80,11 +80,11 @@ def whole(value: Any) -> Any:
 
 
 def per_sample(value: Any) -> Any:
-    """Mark a part of inputs or targets that has one entry for each sample.
+    """Mark a part of inputs or targets with one entry per sample.
 
-    For lists and tuples, such as a collate function makes of strings, or of tensors of different
-    shapes. Layers and the loss function get the entries of their micro-batch, as a list or tuple.
-    Dimension 0 of a tensor is the batch without a mark, too.
+    For lists and tuples, such as strings, or tensors of different shapes, from a collate function.
+    Layers and the loss function get the entries of their micro-batch, as a list or tuple. For
+    tensors dimension 0 is the batch even without a mark.
 
     Example::
 
@@ -94,7 +94,7 @@ def per_sample(value: Any) -> Any:
         value: A list, tuple or tensor.
 
     Raises:
-        ConfigurationError: It is none of these.
+        ConfigurationError: The value is neither of these.
     """
     if not isinstance(value, (list, tuple, Tensor)) or (
         isinstance(value, Tensor) and not value.dim()
@@ -107,7 +107,7 @@ def per_sample(value: Any) -> Any:
 
 
 def is_marked(value: object) -> bool:
-    """Return whether a value bears the mark of :func:`whole` or :func:`per_sample`."""
+    """Return whether a value is marked by :func:`whole` or :func:`per_sample`."""
     return isinstance(value, Marked)
 
 
@@ -140,7 +140,7 @@ for _kind in (Whole, PerSample):
 
 
 def plain_batch(batch: Any) -> Any:
-    """Return a batch with dicts in the place of other mappings, such as a ``BatchEncoding``."""
+    """Return a batch with other mappings, such as a ``BatchEncoding``, replaced by dicts."""
     if isinstance(batch, Tensor):
         return batch
     return pytree.tree_map_only(
@@ -149,7 +149,7 @@ def plain_batch(batch: Any) -> Any:
 
 
 class BatchCheck:
-    """Refuses what would be cut, or not be cut, by mistake.
+    """Rejects values that would be cut, or not be cut, by mistake.
 
     Args:
         what: ``"inputs"`` or ``"targets"``.
@@ -159,11 +159,11 @@ class BatchCheck:
         self._what = what
         self._batches = 0
         self._others: set[str] = set()
-        """Lists that had another length than the batch once."""
+        """Lists that once had another length than the batch."""
         self._last: dict[str, Callable[[], Tensor | None]] = {}
 
     def check(self, batch: Any, num_samples: int, num_microbatches: int) -> None:
-        """Check a batch that is about to be cut.
+        """Check a batch before it is cut.
 
         Args:
             batch: PyTree of tensors.
@@ -171,8 +171,8 @@ class BatchCheck:
             num_microbatches: M; with one nothing is cut.
 
         Raises:
-            ConfigurationError: Something in it is not what it is taken for, or may not be; the
-                message says where it is, and how to say what is meant.
+            ConfigurationError: A value is ambiguous or unsuitable; the message has its path and the
+                mark to use.
         """
         if isinstance(batch, Tensor) or num_microbatches == 1 or num_samples == 1:
             return
@@ -203,13 +203,13 @@ class BatchCheck:
 
     def _refuse(self, path: str, like: str, num_samples: int) -> NoReturn:
         raise ConfigurationError(
-            f"{path} is {like}, and the batch has {num_samples} samples, so that it cannot be told "
+            f"{path} is {like}, and the batch has {num_samples} samples; it is ambiguous "
             f"whether micro-batches share it: {CHOICE}"
         )
 
 
 def _lists(value: Any, path: str) -> Iterator[tuple[str, Sequence[Any]]]:
-    """Yield the lists and tuples in a PyTree that have items and no tensor in them."""
+    """Yield the lists and tuples in a PyTree that have items and contain no tensor."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _lists(item, f"{path}[{key!r}]")
@@ -225,7 +225,7 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def _is_causal(tensor: Tensor) -> bool:
-    """Return whether a tensor is a mask of what comes later, in any of the usual forms."""
+    """Return whether a tensor is a causal mask, in any of the usual forms."""
     if tensor.dim() != 2 or tensor.shape[0] != tensor.shape[1] or tensor.shape[0] < 3:
         return False
     later = torch.ones_like(tensor, dtype=torch.bool).triu(1)

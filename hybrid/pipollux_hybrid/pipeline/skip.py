@@ -1,9 +1,9 @@
-"""Skip connections: layers that hand tensors to a later layer, past those between.
+"""Skip connections: layers that pass tensors to a later layer, bypassing those in between.
 
 The interface is torchgpipe's: ``@skippable(stash=[…], pop=[…])`` on a layer's class whose
-``forward`` is a generator that says ``yield stash(name, x)`` and ``x = yield pop(name)``. In a
-pipeline the tensor goes straight from the one stage to the other. What is added: such layers
-pickle, integer and boolean tensors may be stashed, and so may tensors that nothing differentiates.
+``forward`` is a generator with ``yield stash(name, x)`` and ``x = yield pop(name)``. In a pipeline
+the tensor goes directly from one stage to the other. Additions to torchgpipe: such layers can be
+pickled, and integer, boolean and non-differentiable tensors may be stashed.
 """
 
 from __future__ import annotations
@@ -50,12 +50,11 @@ def skippable(
             def forward(self, x):
                 return x + (yield pop("long"))
 
-    Two pairs of the same name are distinguished by :meth:`~Skippable.isolate` with a
-    :class:`Namespace` each.
+    Use :meth:`~Skippable.isolate` with a :class:`Namespace` to distinguish pairs of the same name.
 
     Args:
         stash: Names of tensors that ``forward`` stashes.
-        pop: Names of tensors that it pops.
+        pop: Names of tensors that ``forward`` pops.
     """
     names = (tuple(sorted(stash)), tuple(sorted(pop)))
 
@@ -69,7 +68,7 @@ _wrappers: dict[Any, type[Skippable]] = {}
 
 
 def _wrap(layer: type[nn.Module], *names: tuple[str, ...]) -> type[Skippable]:
-    """Return the skippable class of a layer; the same one whenever it is asked for."""
+    """Return the skippable class of a layer; cached."""
     key = (layer, *names)
     if key not in _wrappers:
         _wrappers[key] = _new_wrapper(layer, *names)
@@ -83,10 +82,10 @@ def _new_wrapper(
     wrapper.__module__, wrapper.__doc__ = layer.__module__, layer.__doc__
     wrapper.__qualname__ = layer.__qualname__
     if getattr(sys.modules.get(layer.__module__), layer.__qualname__, None) is layer:
-        # Called as a function: the layer keeps its name, and the wrapper has none to be found by.
+        # Called as a function: the layer keeps its name, under which the wrapper cannot be found.
         setattr(wrapper, "__reduce_ex__", _reduce)  # noqa: B010  # mypy refuses to assign methods
     else:
-        # The decorator takes the layer's name away; pickle finds it as the wrapper's attribute.
+        # The decorator replaces the layer's name; pickle finds it as the wrapper's attribute.
         layer.__qualname__ = f"{layer.__qualname__}.module_cls"
     return wrapper
 
@@ -102,10 +101,10 @@ def _revive(layer: type[nn.Module], *names: tuple[str, ...]) -> Skippable:
 
 
 def layout_of(module: nn.Sequential, stages: Sequence[nn.Sequential]) -> SkipLayout:
-    """Return which stage each stashed tensor goes to.
+    """Return the destination stage of each stashed tensor.
 
     Raises:
-        ConfigurationError: A stash has no pop, or the other way round.
+        ConfigurationError: A stash has no pop, or vice versa.
     """
     try:
         verify_skippables(module)
@@ -116,10 +115,10 @@ def layout_of(module: nn.Sequential, stages: Sequence[nn.Sequential]) -> SkipLay
 
 
 class SkipTracker(SkipTrackerThroughPotals):
-    """The stashed tensors of one micro-batch on their way from stage to stage.
+    """The stashed tensors of one micro-batch between stages.
 
     Args:
-        layout: Which stage each goes to.
+        layout: Destination stage of each.
     """
 
     def __init__(self, layout: SkipLayout) -> None:
@@ -127,12 +126,12 @@ class SkipTracker(SkipTrackerThroughPotals):
         self._parcels: dict[tuple[Namespace, str], Parcel] = {}
 
     def save(self, batch: Batch, ns: Namespace, name: str, tensor: Tensor | None) -> None:
-        """Save a tensor that a layer stashed."""
+        """Save a tensor stashed by a layer."""
         key = (ns, name)
         if not self.skip_layout.requires_copy(ns, name):
             self.tensors[key] = tensor
         elif tensor is None or not _differentiable(tensor):
-            # Sent as it is: what autograd does not follow needs no way back.
+            # Sent directly: without a gradient there is no way back.
             self._parcels[key] = Parcel.of(tensor)
         else:
             _check_carrier(batch, name)
@@ -152,26 +151,26 @@ class SkipTracker(SkipTrackerThroughPotals):
     def copy(
         self, batch: Batch, prev_stream: Any, next_stream: Any, ns: Namespace, name: str
     ) -> None:
-        """Copy a tensor between two stages to the device where it is popped."""
+        """Copy a tensor between two stages to the device of its pop."""
         if (ns, name) not in self._parcels:
             super().copy(batch, prev_stream, next_stream, ns, name)
 
     def _portal(self, key: tuple[Namespace, str], tensor: Tensor) -> Portal:
         portal = self.portals.get(key)
         if portal is not None:
-            # Stashed once more by the recomputation; the tensor itself is not needed again.
+            # Stashed again by the recomputation; the tensor itself is not needed again.
             portal.put_tensor(tensor, 1)
             return portal
-        # Uses of the tensor: by the stash, by the pop, and by the pop when it is recomputed.
+        # Uses of the tensor: by the stash, by the pop, and by the recomputed pop.
         portal = ForgivingPortal(tensor, 3 if is_checkpointing() else 2)
         self.portals[key] = portal
         return portal
 
 
 class ForgivingPortal(Portal):
-    """A portal whose gradient is zero where the popped tensor was used without one.
+    """A portal whose gradient is zero if the popped tensor was used without one.
 
-    torchgpipe's fails there: a mask, or a tensor that is only compared, gets no gradient.
+    torchgpipe's portal fails then: a mask, or a tensor that is only compared, gets no gradient.
     """
 
     def put_tensor(self, tensor: Tensor | None, tensor_life: int) -> None:
@@ -183,7 +182,7 @@ class ForgivingPortal(Portal):
 
     @property
     def grad(self) -> Tensor:
-        """The gradient that came back, or zeros of its shape."""
+        """The received gradient, or zeros of its shape."""
         if self._gradient is None:
             return self._like.new_zeros(self._shape)
         return self._gradient

@@ -1,4 +1,4 @@
-"""A stage: consecutive layers of the user's; errors name the layer, inputs stay unchanged."""
+"""A stage: contiguous layers of the user's model; errors name the layer, inputs stay unchanged."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ _thread = _Thread()
 
 
 def in_pipeline() -> bool:
-    """Return whether the caller is a layer that runs within a pipeline (recomputation included)."""
+    """Return whether the caller is a layer running in a pipeline (including recomputation)."""
     return _thread.in_pipeline
 
 
 class Stage(nn.Sequential):
-    """Layers of one stage, under the names that they have in the whole module.
+    """Layers of one stage, with their names in the whole module.
 
-    Two things differ from :class:`torch.nn.Sequential`. What a layer raises begins with the stage's
-    and the layer's name. And the input stays as it is, as the script or the recomputation needs it
-    again: layers get dicts and lists of their own, which they may change, and tensors on which they
-    may register hooks. A first layer that works in place (``nn.ReLU(inplace=True)``) gets copies.
+    There are two differences from :class:`torch.nn.Sequential`. Errors of layers are prefixed with
+    the names of the stage and the layer. And the input stays unchanged for the script or the
+    recomputation: layers get their own dicts and lists, which they may change, and their own
+    tensors, on which they may register hooks. A first layer that works in place
+    (``nn.ReLU(inplace=True)``) gets copies.
 
     Args:
         layers: The layers by name.
@@ -46,11 +47,12 @@ class Stage(nn.Sequential):
             self.add_module(name, layer)
         self.index = index
         self.device = torch.device("cpu")
-        """Where they run."""
+        """Device of the layers."""
         self.output_name = f"the output of stage {index}, layer {next(reversed(layers), None)!r},"
-        """What messages call it."""
+        """Name of the output in messages."""
         self.differentiates = False
-        """Whether a layer calls :func:`torch.autograd.grad`, which needs a graph in any forward."""
+        """Whether a layer calls :func:`torch.autograd.grad`, which needs a graph in every
+        forward."""
         self._in_place: dict[bool, bool] = {}
         """In training and in evaluation: whether the first layers change their input."""
 
@@ -74,7 +76,7 @@ class Stage(nn.Sequential):
             _thread.in_pipeline = before
 
     def _run_on_copy(self, value: PyTree) -> PyTree:
-        """Run the layers on a copy of their input, and see whether they change it."""
+        """Run the layers on a copy of their input, and detect whether they change it."""
         copied = map_tensors(_copy, value)
         tensors = tensors_of(copied)
         before = _versions(tensors)
@@ -85,7 +87,7 @@ class Stage(nn.Sequential):
         return output
 
     def _checked_run(self, value: PyTree) -> PyTree:
-        """Run the layers on the values of their input, in containers and tensors of their own."""
+        """Run the layers on their input's values, in separate containers and tensors."""
         tensors = tensors_of(value)
         before = _versions(tensors)
         output = self._run(map_tensors(_alias, value))
@@ -99,10 +101,10 @@ class Stage(nn.Sequential):
 
     def _run(self, value: PyTree) -> PyTree:
         for name, layer in self._modules.items():
-            assert layer is not None  # noqa: S101  # none was added
+            assert layer is not None  # noqa: S101  # the constructor adds no None
             try:
                 value = layer(value)
-            except Exception as error:  # named by its place and raised on
+            except Exception as error:  # prefixed with its location, and re-raised
                 name_place(
                     error,
                     f"stage {self.index} ({self.device}), layer {name!r} ({type(layer).__name__})",
@@ -111,7 +113,7 @@ class Stage(nn.Sequential):
         return value
 
     def _trains(self) -> bool:
-        # The stage's own flag is nobody's to set: its layers are children of the user's module.
+        # The stage's own flag is not set: its layers are children of the user's module.
         return any(layer.training for layer in self._modules.values() if layer is not None)
 
 
@@ -121,9 +123,9 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """Return a tensor with the same values, for one forward.
+    """Return an alias of a tensor for one forward.
 
-    A hook that a layer registers on its input (``x.register_hook``) would otherwise stay there, and
+    A hook that a layer registers on its input (``x.register_hook``) would otherwise persist, and
     the forward and its recomputation, which get the same input, would register it twice.
     """
     if not tensor.requires_grad or tensor.layout is not torch.strided:
@@ -134,10 +136,10 @@ def _alias(tensor: Tensor) -> Tensor:
 
 
 def name_place(error: Exception, place: str) -> None:
-    """Prefix an exception's message with its place, whatever the exception's type."""
+    """Prefix an exception's message with its location, for any type of exception."""
     if getattr(error, "_place_named", False):
         return
-    error._place_named = True  # type: ignore[attr-defined]  # so that outer places are not added
+    error._place_named = True  # type: ignore[attr-defined]  # so that outer locations are not added
     plain = type(error).__str__ in (Exception.__str__, BaseException.__str__)
     if plain and error.args and isinstance(error.args[0], str):
         error.args = (f"{place}: {error.args[0]}", *error.args[1:])
@@ -146,14 +148,14 @@ def name_place(error: Exception, place: str) -> None:
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int] | None:
-    """Return how often each tensor was changed in place; None where PyTorch does not count."""
+    """Return how often each tensor was changed in place; None if PyTorch does not count."""
     if any(tensor.is_inference() for tensor in tensors):
         return None
     return [tensor._version for tensor in tensors]
 
 
 def _equal(copies: Sequence[Tensor], originals: Sequence[Tensor]) -> bool:
-    """Return whether copies are still as they were: changes through ``x.data`` are not counted."""
+    """Return whether copies equal the originals: changes through ``x.data`` are not counted."""
     return all(
         torch.equal(copy, original)
         for copy, original in zip(copies, originals, strict=True)

@@ -1,10 +1,10 @@
-"""What a stage in a process of its own does when: it computes, waits for its input, or sends.
+"""Timeline of a stage in a multi-process pipeline: computing, waiting for inputs, sending.
 
-Schedules of :mod:`torch.distributed.pipelining` ask a stage what to receive, wait for it, have the
-stage compute, and ask what to send. So the time from asking to computing is the wait for an input
-or a gradient, and that from having computed to the next question what sending took. 1F1B hands over
-what it sends and asks for what comes next in one breath, and waits for both together; that counts
-as receiving.
+Schedules of :mod:`torch.distributed.pipelining` request receives from a stage, wait for them, let
+the stage compute, and request sends. The time from the request of receives to computing is the wait
+for an input or a gradient, and the time from the end of computing to the next request that of
+sending. 1F1B starts sends and the next receives together, and waits for both; that counts as
+receiving.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Work = Literal[
 
 
 class StageSpan(NamedTuple):
-    """Something that a stage did with a micro-batch; seconds by the process's clock."""
+    """Work of a stage on a micro-batch; in seconds on the process's clock."""
 
     stage: int
     microbatch: int
@@ -37,7 +37,7 @@ class StageSpan(NamedTuple):
 
 
 class StageNotes:
-    """Notes of one process; none are taken, nor is the clock read, unless they are asked for."""
+    """Records of one process; unless started, nothing is recorded and the clock is not read."""
 
     def __init__(self) -> None:
         self._clock: Callable[[], float] = time.perf_counter
@@ -47,25 +47,25 @@ class StageNotes:
 
     @property
     def running(self) -> bool:
-        """Whether notes are taken."""
+        """Whether records are made."""
         return self._spans is not None
 
     def begin(self, clock: Callable[[], float]) -> None:
-        """Begin to take notes.
+        """Start recording.
 
         Args:
-            clock: Tells the seconds.
+            clock: Returns the time in seconds.
         """
         self._clock, self._spans, self._open = clock, [], None
 
     def end(self) -> list[StageSpan]:
-        """Take no more notes; return those there are."""
+        """Stop recording; return the records."""
         spans, self._spans = self._spans or [], None
         return spans
 
     @contextmanager
     def computing(self, stage: int, microbatch: int, work: Work) -> Iterator[None]:
-        """Note what runs within."""
+        """Record the work in this context."""
         if self._spans is None:
             yield
             return
@@ -76,23 +76,23 @@ class StageNotes:
             self._spans.append(StageSpan(stage, microbatch, work, start, self._computed))
 
     def receiving(self, stage: int, microbatch: int, work: Work) -> None:
-        """Note that the stage can go on with nothing but what it asks for now."""
+        """Record that the stage waits for the data that it requests now."""
         if self._spans is not None:
             start = self._close()
             self._open = StageSpan(stage, microbatch, work, start, start)
 
     def sending(self, stage: int, microbatch: int, work: Work) -> None:
-        """Note that what was computed last is handed over."""
+        """Record that the last result is being sent."""
         if self._spans is not None:
             self._open = StageSpan(stage, microbatch, work, self._computed, self._computed)
 
     def idle(self) -> None:
-        """Note that the stage neither sends nor receives any more."""
+        """Record that the stage neither sends nor receives."""
         if self._spans is not None:
             self._close()
 
     def _close(self) -> float:
-        """End what is open; return the seconds now."""
+        """Close the open span; return the current time."""
         now = self._clock()
         if self._open is not None and self._spans is not None:
             self._spans.append(self._open._replace(end=now))

@@ -1,7 +1,7 @@
 """The script's thread-local state around a forward, restored in the threads that run stages.
 
-Stages run in worker threads, and again in the autograd engine when they are recomputed. Neither
-sees what the script has entered around its forward, as PyTorch keeps that per thread: without this
+Stages run in worker threads, and again in autograd threads when they are recomputed. PyTorch keeps
+contexts per thread, so these threads do not have those entered around the forward: without this
 module a forward under ``torch.autocast`` would run in float32 and be recomputed in bfloat16.
 """
 
@@ -19,7 +19,7 @@ __all__ = ["ThreadLocalState"]
 
 @dataclass(frozen=True)
 class ThreadLocalState:
-    """Contexts that were entered where a forward began.
+    """Contexts entered at the start of a forward.
 
     Example::
 
@@ -31,9 +31,9 @@ class ThreadLocalState:
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     """Device type, whether autocast is on, and its dtype."""
     inference: bool
-    """Whether under :func:`torch.inference_mode`."""
+    """Whether :func:`torch.inference_mode` is on."""
     device: torch.device
-    """Where factory functions make tensors by default."""
+    """Default device of factory functions."""
     saved_tensors: tuple[Any, Any] | None
     """Innermost pair of :class:`torch.autograd.graph.saved_tensors_hooks`."""
 
@@ -58,8 +58,8 @@ class ThreadLocalState:
             for kind, enabled, dtype in self.autocast:
                 now = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
                 if now != (enabled, dtype):
-                    # Its cache of cast weights must not outlive a forward without gradients: what
-                    # is recomputed later with gradients would take weights that have none.
+                    # Without the cache of cast weights, which must not outlive a forward without
+                    # gradients: a later recomputation would use weights without gradients.
                     stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
             if self.inference and not torch.is_inference_mode_enabled():
                 stack.enter_context(torch.inference_mode())
@@ -71,6 +71,6 @@ class ThreadLocalState:
 
 
 def _innermost_hooks() -> tuple[Any, Any] | None:
-    # PyTorch itself uses the innermost pair only, and has no public way to ask for it.
+    # PyTorch itself only uses the innermost pair, and has no public API for it.
     hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks

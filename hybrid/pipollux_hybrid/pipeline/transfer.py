@@ -1,4 +1,4 @@
-"""What a micro-batch carries from stage to stage, with and without gradients."""
+"""Transfer of a micro-batch between stages, with and without gradients."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Tensors: TypeAlias = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Parcel:
-    """A tensor or plain value, and the moment from which it may be read.
+    """A tensor or plain value, and the event after which it may be read.
 
-    Stages on CUDA devices run ahead of their results; the event says when this one is there.
+    Stages on CUDA devices run ahead of their results; the event marks the result as ready.
     """
 
     content: Any
@@ -29,7 +29,7 @@ class Parcel:
 
     @classmethod
     def of(cls, content: Any) -> Parcel:
-        """Wrap what the present stream has just been told to compute."""
+        """Wrap a value whose computation is queued in the current stream."""
         if not (isinstance(content, Tensor) and content.is_cuda):
             return cls(content, None)
         event = torch.cuda.Event()
@@ -37,14 +37,14 @@ class Parcel:
         return cls(content, event)
 
     def open(self, device: torch.device) -> Any:
-        """Return the content on a device, for use in its present stream."""
+        """Return the content on a device, for use in its current stream."""
         if not isinstance(self.content, Tensor):
             return self.content
-        # Another tensor over the same memory: a layer may hand it on as its output, which would
-        # then become part of one graph, and be found there by the next that opens the parcel.
+        # Another tensor over the same memory: a layer may return it as its output, which would then
+        # become part of one graph, and appear there for other readers of the parcel.
         content = self.content.detach()
         if self.ready is not None:
-            # A copy between devices runs in the source's present stream of this thread.
+            # A copy between devices runs in the source's current stream of this thread.
             source = torch.cuda.current_stream(self.content.device)
             source.wait_event(self.ready)
             if device.type == "cuda":
@@ -55,26 +55,27 @@ class Parcel:
 
 @dataclass(frozen=True)
 class Boundary:
-    """What one micro-batch carries from stage to stage without gradients."""
+    """The parts of one micro-batch that pass between stages without gradients."""
 
     structure: Structure
     parcels: dict[int, Parcel]
-    """By place among the leaves: tensors that no gradient follows, and plain values."""
+    """By position among the leaves: tensors without gradients, and plain values."""
     places: tuple[int, ...]
-    """Where among the leaves the others belong."""
+    """Positions of the other leaves."""
 
     @classmethod
     def of(cls, value: PyTree, what: str, *, is_input: bool = False) -> Boundary:
-        """Take a PyTree apart.
+        """Split a PyTree.
 
         Args:
             value: The PyTree.
-            what: Whose it is, for the message.
-            is_input: Whether it comes from the script. Then only what the script wants a gradient
-                of is followed, or the first layer would compute one of data for nothing.
+            what: Name of the PyTree, for messages.
+            is_input: Whether it comes from the script. Then only tensors that require a gradient
+                are differentiated; otherwise the first layer would compute unneeded gradients of
+                data.
 
         Raises:
-            ConfigurationError: It holds something that no pipeline carries.
+            ConfigurationError: It contains a value that pipelines do not support.
         """
         leaves, structure = flatten(value, what)
         floating = [
@@ -82,16 +83,16 @@ class Boundary:
             for n, leaf in enumerate(leaves)
             if _floating(leaf) and (leaf.requires_grad or not is_input)
         ]
-        # The first tensor carries the order of the backward, so it should be one that has one.
+        # The first tensor carries the order of the backward, so it should require a gradient.
         floating.sort(key=lambda n: not leaves[n].requires_grad)
         rest = {n: Parcel.of(leaf) for n, leaf in enumerate(leaves) if n not in floating}
         return cls(structure, rest, tuple(floating))
 
     def floating(self, value: PyTree, device: torch.device, what: str) -> Tensors:
-        """Return the tensors of a PyTree that gradients follow; an empty one if there are none.
+        """Return the differentiable tensors of a PyTree; an empty tensor if there are none.
 
         Raises:
-            ConfigurationError: The PyTree is not like the one that this boundary was made of.
+            ConfigurationError: The PyTree differs from that of this boundary.
         """
         leaves, structure = flatten(value, what)
         if structure != self.structure:
@@ -102,9 +103,9 @@ class Boundary:
         return tuple(leaves[n] for n in self.places) or (torch.empty(0, device=device),)
 
     def restore(self, tensors: Tensors, device: torch.device) -> PyTree:
-        """Return the PyTree again, all of it on a device."""
+        """Return the PyTree, with all of it on a device."""
         leaves: list[Any] = [None] * (len(self.places) + len(self.parcels))
-        for n, tensor in zip(self.places, tensors, strict=False):  # without places: one for none
+        for n, tensor in zip(self.places, tensors, strict=False):  # without places: an empty tensor
             leaves[n] = tensor
         for n, parcel in self.parcels.items():
             leaves[n] = parcel.open(device)

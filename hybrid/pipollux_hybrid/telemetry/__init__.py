@@ -1,1 +1,1 @@
-"""Step times measured, fitted, shown to users, sent to the scheduler."""
+"""Measurement of step times, fits, progress display, and reports to the scheduler."""

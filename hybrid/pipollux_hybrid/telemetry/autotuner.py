@@ -1,4 +1,4 @@
-"""The performance model of the running job: fitted to measurements, asked for batch shapes."""
+"""The performance model of the running job: fitted to measurements, used to choose batch shapes."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ __all__ = ["Autotuner"]
 
 LOG = logging.getLogger(__name__)
 RETUNE_GAIN = 1.02
-"""A new batch size must promise this much more goodput, or sizes would jitter. AdaptDL has 1.05, as
-it compares what its model says: ours compares what was measured (`SizeCorrections`)."""
+"""Minimum gain in goodput of a new batch size, which avoids oscillation. AdaptDL uses 1.05, as it
+compares predictions only; here measurements correct the predictions (`SizeCorrections`)."""
 
 
 class Autotuner:
-    """Step times, noise and limits of one job, and what follows from them.
+    """Step times, noise and limits of one job, and the decisions based on them.
 
-    The training thread measures, another one fits.
+    The training thread measures, another thread fits.
 
     Args:
         ctx: The job's context.
@@ -53,26 +53,26 @@ class Autotuner:
         self._lock = threading.Lock()
         self.profile = StepProfile()
         self.traits: ModelTraits | None = None
-        """Of the model that the profile is of, until it is wrapped that of what was inherited."""
+        """Of the profile's model; before wrapping, of the inherited measurements' model."""
         self._noise = ctx.component(MeasuredNoise)
         self.perf_params: PerfParams | None = None
         self.step_ratios: tuple[StepRatio, ...] = ()
-        """What they leave over of the measured steps."""
+        """Residuals of the fit on the measured steps."""
         self.shape_chosen = False
-        """Whether this run has chosen the batch size it starts with."""
+        """Whether this attempt has chosen its initial batch size."""
         self.cut: Partitioning | None = None
-        """How the layers are cut; None before a model was made."""
+        """The cut of the layers; None before the model is wrapped."""
         self.overlap: float | None = None
-        """How far stages ran side by side when the job last had several; None: it never had."""
+        """Overlap of stages when the job last had several; None: it never had."""
         self.samples_left: float | None = None
-        """Samples to the end of the last epoch; None where the script does not say which that is.
+        """Samples to the end of the last epoch; None if the number of epochs is unknown.
         """
         self.order_before: PipelineSchedule | None = None
-        """By which schedule stages of the last run worked; None: none had a process of its own."""
+        """Schedule of the last attempt's stages; None: it was not a multi-process pipeline."""
         self.limits_before: BatchSizeLimits | None = None
-        """Bounds of the last run's batch size, which scripts name after they have wrapped."""
+        """Bounds of the last attempt's batch size, until the script sets them after wrapping."""
         self.progress = 0.0
-        """Steps of the initial batch size that all steps so far are worth."""
+        """Progress in steps at the initial batch size."""
         self._training_shape: BatchShape | None = None
         self._proposal = (0, 0, 0)
 
@@ -83,33 +83,33 @@ class Autotuner:
 
     @property
     def order(self) -> PipelineSchedule | None:
-        """By which schedule stages work, or did when each last had a process; None: never."""
+        """Schedule of the stages, or of the last multi-process pipeline; None: never."""
         ctx = self._context
         return ctx.pipeline.order if ctx.mesh is not None else self.order_before
 
     @property
     def limits(self) -> BatchSizeLimits | None:
-        """Bounds of the batch size, until the script names them the last run's."""
+        """Bounds of the batch size; the last attempt's until the script sets them."""
         return self._context.batch.limits or self.limits_before
 
     @property
     def noise(self) -> GradientNoiseScale | None:
-        """What is known about the gradient's noise; None until it was measured."""
+        """The gradient's noise; None until it is measured."""
         return self._noise.scale
 
     @property
     def gain(self) -> float:
-        """Steps of the initial batch size that a step of the present one is worth (AdaScale)."""
+        """Steps at the initial batch size equivalent to a current step (AdaScale)."""
         return self.noise.gain(self._context.batch.scale) if self.noise is not None else 1.0
 
     def rejoin(self) -> None:
-        """Choose the batch size anew, as after a restart: there are other replicas now."""
+        """Choose the batch size again, as after a restart: the number of replicas has changed."""
         with self._lock:
             self._proposal = (0, 0, 0)
         self.shape_chosen, self._training_shape = False, None
 
     def restore_noise(self, scale: GradientNoiseScale) -> None:
-        """Restore what an earlier run measured."""
+        """Restore the measurements of an earlier attempt."""
         self._noise.scale = scale
 
     def take_proposal(self) -> tuple[int, int, int]:
@@ -119,7 +119,7 @@ class Autotuner:
         return proposal
 
     def fit(self) -> None:
-        """Fit the performance model to all measurements, and propose a batch shape by it."""
+        """Fit the performance model to all measurements, and propose a batch shape."""
         why = contradiction(self.profile, self._context.pipeline.checkpoint_mode)
         if why is not None:
             self._drop_inherited(why)
@@ -132,7 +132,7 @@ class Autotuner:
         if self.num_stages > 1:
             self.overlap = params.overlap
         elif self.overlap is not None:
-            # One stage overlaps with none: what was seen of several tells what they would be worth.
+            # One stage has no overlap: the last measured one predicts that of several stages.
             params = params._replace(overlap=self.overlap)
         self.perf_params = params
         proposal = self._better_shape()
@@ -140,7 +140,7 @@ class Autotuner:
             self._proposal = proposal
 
     def configuration(self, atomic_bsz: int) -> StepConfiguration:
-        """Return what the job runs as now, at an atomic batch size."""
+        """Return the current configuration of the job, for an atomic batch size."""
         env = self._context.env
         return StepConfiguration(
             self.num_stages,
@@ -153,7 +153,7 @@ class Autotuner:
         )
 
     def fitted(self, order: PipelineSchedule) -> PerfParams | None:
-        """Return the fit to the steps of as many stages by a schedule; None: there were none."""
+        """Return the fit to steps with the same stages by a schedule; None: no such steps."""
         data = self._fit_data(order)
         return None if data is None else fit(data, order)
 
@@ -162,7 +162,7 @@ class Autotuner:
         return self.profile.fit_data(self.num_stages, pipeline.checkpoint_mode, processes, order)
 
     def wrap(self, traits: ModelTraits) -> None:
-        """Note what is trained; drop what was inherited if it is of another model."""
+        """Record the model's traits; drop inherited step times of a different model."""
         before, self.traits = self.traits, traits
         if before is None or before == traits:
             return
@@ -174,7 +174,7 @@ class Autotuner:
         self._drop_inherited(f"they are of another model, with {' and '.join(differences)}")
 
     def _drop_inherited(self, why: str) -> None:
-        """Drop all step times that other jobs measured, with one line that says why."""
+        """Drop all inherited step times, and log the reason."""
         if not self.profile.inherited:
             return
         self.profile.inherit({})
@@ -182,12 +182,12 @@ class Autotuner:
             LOG.warning("step times of other jobs of the family are dropped: %s", why)
 
     def fit_and_hint(self) -> SchedHints | None:
-        """Fit, and return what the scheduler is to know; None: nothing yet."""
+        """Fit, and return the hints for the scheduler; None: nothing to report yet."""
         self.fit()
         return self.hints()
 
     def goodput_function(self) -> GoodputFunction | None:
-        """Return the goodput of this job, None until step times and noise were measured."""
+        """Return the goodput of this job; None until step times and noise are measured."""
         grad_params = self.noise.grad_params if self.noise else None
         if self.perf_params is None or grad_params is None or self.noise is None:
             return None
@@ -198,7 +198,7 @@ class Autotuner:
     def best_shape(self) -> tuple[int, int, int] | None:
         """Return atomic batch size, accumulation steps and micro-batches of the highest goodput.
 
-        None if the goodput is not known yet; 0 micro-batches where the script decides on them.
+        None if the goodput is unknown; 0 micro-batches if the script sets their number.
         """
         goodput_fn, limits = self.goodput_function(), self._context.batch.limits
         if goodput_fn is None or limits is None:
@@ -211,7 +211,7 @@ class Autotuner:
         return int(best.atomic_bsz), int(best.accum_steps), num_microbatches
 
     def _size_corrections(self) -> SizeCorrections | None:
-        """Return what was measured beyond the model, by batch size, on the present replicas."""
+        """Return the corrections by batch size measured on the current replicas."""
         if self.perf_params is None:
             return None
         return left_over_by_size(self.perf_params, self.profile, self.configuration(0))
@@ -223,13 +223,13 @@ class Autotuner:
         cut: Partitioning | None,
         corrections: SizeCorrections | None = None,
     ) -> Optimum:
-        """Return the best batch shape of a goodput within limits, and a cut's memory if known.
+        """Return the best batch shape within limits and the memory of a cut, if known.
 
         Args:
             goodput_fn: Of the pipeline.
-            limits: Of the batch size; None: it is the initial one.
+            limits: Of the batch size; None: the initial batch size.
             cut: Of the layers.
-            corrections: What was measured beyond the goodput, on the present replicas.
+            corrections: Corrections by measurements on the current replicas.
         """
         from pipollux_perfmodel import StagePlan
 
@@ -268,10 +268,10 @@ class Autotuner:
         if self.perf_params is None or self.noise is None:
             return None
         if self.perf_params.num_stages != self.num_stages:
-            return None  # what was measured before a restart in another number of stages
+            return None  # measured before a restart with another number of stages
         limits, cut = self._context.batch.limits, self.cut
         if self._context.pipeline.chunks_per_stage > 1:
-            cut = None  # a scheduler's cuts are of consecutive layers
+            cut = None  # a scheduler's cuts are contiguous layers
         layers, balance = (cut.in_blocks() if cut else None) or (None, None)
         if layers is not None and layers.num_layers > MAX_LAYERS:
             layers = balance = None
@@ -297,7 +297,7 @@ class Autotuner:
         )
 
     def _remaining_samples(self) -> float | None:
-        """Return the samples left to train, each worth one at the initial batch size."""
+        """Return the remaining samples, in units of samples at the initial batch size."""
         if self.samples_left is None or self.noise is None:
             return None
         scale = self._context.batch.scale
@@ -326,7 +326,7 @@ class Autotuner:
         return best if then > RETUNE_GAIN * now else (0, 0, 0)
 
     def noise_scale(self) -> float | None:
-        """Return the batch size at which the gradient is half noise; None if not known yet."""
+        """Return the batch size at which the gradient is half noise; None if unknown."""
         grad_params = self.noise.grad_params if self.noise else None
         if self.noise is None or grad_params is None or grad_params.sqr <= 0.0:
             return None

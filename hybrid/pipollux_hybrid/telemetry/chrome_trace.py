@@ -1,10 +1,10 @@
-"""The time line of a step as a file for Perfetto (https://ui.perfetto.dev) or chrome://tracing.
+"""Timelines of steps as files for Perfetto (https://ui.perfetto.dev) or chrome://tracing.
 
-One row per stage; the gaps in a row are the bubble. Below them, where each stage has a process, are
-rows of its messages to other stages, of its gradients' all-reduces, and of the exchange of those
-that it shares with other stages. The format is the Trace Event Format's JSON object: complete
-events (``"ph": "X"``), times in microseconds, and flows from each forward to the next stage's and
-from each backward to the one before (``"ph": "s"``, ``"f"``).
+One row per stage; the gaps in a row are the bubble. In a multi-process pipeline, rows below show
+each stage's messages to other stages, all-reduces of its gradients, and the exchange of gradients
+of shared parameters. The format is the Trace Event Format's JSON object: complete events (``"ph":
+"X"``), times in microseconds, and flows from each forward to the next stage's and from each
+backward to the previous one's (``"ph": "s"``, ``"f"``).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ __all__ = ["TraceSpan", "Tracer", "bubble", "trace_events"]
 
 LOG = logging.getLogger(__name__)
 TRACE_INTERVAL = 30.0
-"""Seconds between two traces in ``PIPOLLUX_TRACE_DIR``."""
+"""Seconds between traces in ``PIPOLLUX_TRACE_DIR``."""
 KEPT = 20
-"""Traces of a replica kept there."""
+"""Most traces of a replica in that directory."""
 RECOMPUTATION = "recomputation"
 COLORS = (
     "thread_state_running",
@@ -43,28 +43,28 @@ COLORS = (
     "vsync_highlight_color",
     "thread_state_uninterruptible",
 )
-"""Names that chrome://tracing has colours for, one per micro-batch in turn; Perfetto goes by the
+"""Names with predefined colours in chrome://tracing, one per micro-batch in turn; Perfetto uses the
 events' names."""
 
 
 class TraceSpan(NamedTuple):
-    """Something that a stage did apart from forwards and backwards; seconds on their time line."""
+    """Work of a stage other than forwards and backwards; in seconds on their timeline."""
 
     stage: int
     row: str
-    """Which of the stage's rows it is in."""
+    """The row of the stage."""
     name: str
     start: float
     end: float
     args: dict[str, int]
-    """Shown with it."""
+    """Arguments shown with the span."""
 
 
 class Tracer:
-    """Writes time lines to the requested files.
+    """Writes timelines to the requested files.
 
     Args:
-        ctx: The job's context; its environment has the directory and this replica's rank.
+        ctx: The job's context, with the trace directory and this replica's rank.
     """
 
     def __init__(self, ctx: JobContext) -> None:
@@ -74,11 +74,11 @@ class Tracer:
 
     @property
     def wanted(self) -> bool:
-        """Whether the coming step is to be timed, even out of turn."""
+        """Whether the next step must be timed, even out of turn."""
         return self._path is not None
 
     def request(self, path: str | os.PathLike[str]) -> None:
-        """Write the next time line to a file."""
+        """Write the next timeline to a file."""
         self._path = Path(path)
 
     def take(
@@ -88,13 +88,13 @@ class Tracer:
         devices: Sequence[torch.device],
         others: Sequence[TraceSpan] = (),
     ) -> None:
-        """Take a timed step. A file that cannot be written causes a warning, no error.
+        """Write the trace of a timed step if one is due; log a warning if it cannot be written.
 
         Args:
             step: Its number.
             events: Its forwards and backwards.
             devices: The device of each stage.
-            others: What else stages did.
+            others: Other work of the stages.
         """
         rank, directory = self._context.env.rank, self._context.env.trace_dir
         if self._path is not None:
@@ -135,7 +135,7 @@ def write_trace(
     schedule: ScheduleKind = "gpipe",
     others: Sequence[TraceSpan] = (),
 ) -> None:
-    """Write a time line to a file, atomically.
+    """Write a timeline to a file, atomically.
 
     Raises:
         OSError: The file cannot be written.
@@ -164,13 +164,13 @@ def trace_events(
     rank: int = 0,
     others: Sequence[TraceSpan] = (),
 ) -> list[dict[str, Any]]:
-    """Return the entries of ``traceEvents``; in a row none overlaps another.
+    """Return the entries of ``traceEvents``; entries of one row do not overlap.
 
     Args:
-        events: The time line, times in seconds.
+        events: The timeline, in seconds.
         devices: The device of each stage.
         rank: This replica's rank, which is the process of the trace.
-        others: What else stages did, which has rows of its own below theirs.
+        others: Other work of the stages, in separate rows below.
     """
     entries = [_name(rank, None, "process_name", f"replica {rank}")]
     pieces: list[_Piece] = []
@@ -192,7 +192,7 @@ def trace_events(
 
 
 def _lanes(others: Sequence[TraceSpan]) -> list[tuple[str, list[TraceSpan]]]:
-    """Return rows as (title, spans): as many of a kind as there are spans at once."""
+    """Return rows as (title, spans), with as many rows of a kind as there are concurrent spans."""
     lanes: list[tuple[str, list[TraceSpan]]] = []
     for stage, kind in sorted({(span.stage, span.row) for span in others}):
         ours: list[list[TraceSpan]] = []
@@ -211,7 +211,7 @@ def _lanes(others: Sequence[TraceSpan]) -> list[tuple[str, list[TraceSpan]]]:
 
 
 def _flows(pieces: Sequence[_Piece], num_stages: int, rank: int) -> list[dict[str, Any]]:
-    """Return arrows from what gives a stage its input or gradient to what needs that."""
+    """Return arrows from the source of each stage's input or gradient to its use."""
     places = {
         (piece.event.phase, piece.chunk * num_stages + piece.event.stage, piece.event.microbatch): (
             piece
@@ -234,7 +234,7 @@ def _flows(pieces: Sequence[_Piece], num_stages: int, rank: int) -> list[dict[st
 def bubble(events: Sequence[StageEvent], num_stages: int) -> float:
     """Return the share of the stages' time in which they wait, in [0, 1].
 
-    With K equally fast stages that all run side by side it is (K - 1) / (M + K - 1), GPipe's own.
+    For K equally fast, fully overlapping stages it is GPipe's (K - 1) / (M + K - 1).
     """
     rows = [piece.event for k in range(num_stages) for piece in _row(events, k)]
     if not rows:
@@ -249,15 +249,15 @@ class _Piece(NamedTuple):
 
     name: str
     chunk: int
-    """Which of the stage's chunks of layers: where schedules interleave it has several."""
+    """The chunk of layers; interleaved stages have several."""
     event: StageEvent
 
 
 def _row(events: Sequence[StageEvent], k: int) -> list[_Piece]:
-    """Return a stage's events in order, each ended where the next begins.
+    """Return a stage's events in order, each truncated at the start of the next.
 
-    What precedes the gradient in a backward is recomputation, and noted as a backward of its own;
-    but where a micro-batch has several forwards, they and its backwards are of several chunks.
+    Recomputation before the gradient arrives is a separate backward event. If a micro-batch has
+    several forwards, they and its backwards are of several chunks.
     """
     ordered = sorted((e for e in events if e.stage == k), key=lambda event: event.start)
     count = Counter((event.phase, event.microbatch) for event in ordered)
@@ -278,7 +278,6 @@ def _row(events: Sequence[StageEvent], k: int) -> list[_Piece]:
 
 
 def _head(rank: int, row: int, title: str) -> list[dict[str, Any]]:
-    """Return a row's title and its place among the others."""
     order = _entry("thread_sort_index", "M", rank, row, args={"sort_index": row})
     return [_name(rank, row, "thread_name", title), order]
 

@@ -1,12 +1,12 @@
-"""Step times that a job begins with: those that jobs of its family have measured.
+"""Inheritance of step times measured by related jobs.
 
-Processes that a scheduler starts ask it for them once, before the model is wrapped, as long as the
-job has measured nothing itself. The leader asks, for a moment at most, and tells the others. What
-was inherited takes part in fits and in the largest number of replicas that was measured. It is
-dropped as a whole when it turns out to be of another model or other hardware: at wrapping, if the
-layers or parameters are others, and at a fit, if own measurements contradict it.
+Processes started by a scheduler request them once, before the model is wrapped, if the job has no
+measurements. The leader sends the request, with a short timeout, and distributes the result.
+Inherited step times are used in fits and for the largest measured number of replicas. All are
+dropped if they turn out to be of a different model or hardware: at wrapping, if layers or
+parameters differ, and at a fit, if the job's measurements contradict them.
 
-A job hands down what it measured itself and, a few times, what it inherited.
+A job passes on its own measurements and, a limited number of times, inherited ones.
 """
 
 from __future__ import annotations
@@ -35,43 +35,43 @@ __all__ = ["ModelTraits", "contradiction", "fit", "inherit", "rows_to_pass_on"]
 
 LOG = logging.getLogger(__name__)
 PATIENCE = 2.0
-"""Seconds that the start of a job waits for the scheduler's answer."""
+"""Timeout of the request at the start of a job, in seconds."""
 SURE = 5
-"""Optimizer steps from which on an own measurement may contradict what was inherited, or the model.
+"""Optimizer steps from which on a measurement may contradict an inherited one, or the model.
 """
 CONTRADICTION = 1.25
-"""How many times the one may be the other: more is another model, or other hardware."""
+"""Ratio of step times that counts as a contradiction, from a different model or hardware."""
 
 
 class ModelTraits(NamedTuple):
-    """By what a model is known to be another one."""
+    """Properties that identify a model."""
 
     num_layers: int
     num_parameters: int
-    """Elements of all of its parameters."""
+    """Elements of all parameters."""
     checkpoint: Checkpoints
-    """Which micro-batches are recomputed, in all stages or in each."""
+    """The recomputed micro-batches, for all stages or per stage."""
 
     @classmethod
     def from_json(cls, content: Sequence[Any]) -> ModelTraits:
-        """Return what JSON has made of traits."""
+        """Return traits decoded from JSON."""
         num_layers, num_parameters, checkpoint = content
         several = isinstance(checkpoint, list)
         return cls(num_layers, num_parameters, tuple(checkpoint) if several else checkpoint)
 
     @classmethod
     def of(cls, rows: StepRows) -> ModelTraits:
-        """Return those of the model that rows were measured with."""
+        """Return the traits of the model of measured rows."""
         return cls(rows.num_layers, rows.num_parameters, rows.checkpoint)
 
 
 def inherit(ctx: JobContext, profile: StepProfile) -> ModelTraits | None:
-    """Let a job that has measured nothing begin with what others of its family measured.
+    """Load step times of related jobs into the profile of a job without measurements.
 
-    All processes call it at the same place. Whatever goes wrong, the job begins without.
+    All processes call it at the same point. After any error the job starts without them.
 
     Returns:
-        The traits of the model that this is of; None: nothing was inherited.
+        The traits of their model; None: nothing was inherited.
     """
     if not ctx.env.attempt or ctx.joins is not None or profile.summaries():
         return None
@@ -91,17 +91,17 @@ def inherit(ctx: JobContext, profile: StepProfile) -> ModelTraits | None:
         rows = InheritedRows.model_validate(told)
     except (ValidationError, ValueError, LookupError, TypeError) as error:
         if ctx.env.leads:
-            LOG.warning("what other jobs measured cannot be read and is left out: %s", error)
+            LOG.warning("step times of related jobs cannot be read and are ignored: %s", error)
         return None
     profile.inherit({_configuration(row): _summary(row) for row in rows.rows})
     return ModelTraits.of(rows)
 
 
 def _ask(env: JobEnvironment) -> bytes:
-    """Return the scheduler's answer, JSON; empty: there is nothing, or nobody answers."""
+    """Return the scheduler's answer as JSON; empty: no step times, or no answer."""
     if env.scheduler_url is None or env.job_id is None:
         return b""
-    # A third of a second that other jobs need not wait for.
+    # Takes a third of a second to import, which other jobs need not wait for.
     import httpx
 
     from pipollux_hybrid.job.supervisor_client import supervisor_client
@@ -112,16 +112,16 @@ def _ask(env: JobEnvironment) -> bytes:
             response = client.get(url, params={"attempt": env.attempt})
     except (httpx.HTTPError, OSError) as error:
         LOG.warning(
-            "%s did not answer (%s): this job begins without what others measured", url, error
+            "%s did not answer (%s): this job starts without step times of related jobs", url, error
         )
         return b""
     return response.content if response.status_code == httpx.codes.OK else b""
 
 
 def rows_to_pass_on(profile: StepProfile, traits: ModelTraits | None) -> StepRows | None:
-    """Return what other jobs of the family are to begin with; None: nothing yet.
+    """Return the step times for related jobs; None: none yet.
 
-    The latest of its own go first; of what was inherited, what was handed down least.
+    The latest own measurements come first, then inherited ones by how often they were passed on.
     """
     from pipollux_perfmodel.hints.step_rows import MAX_PASSED_ON, MAX_ROWS, StepRows
 
@@ -135,14 +135,15 @@ def rows_to_pass_on(profile: StepProfile, traits: ModelTraits | None) -> StepRow
 
 
 def contradiction(profile: StepProfile, checkpoint: Checkpoints) -> str | None:
-    """Return how own measurements contradict what was inherited, in words; None: they do not.
+    """Return a description of how own measurements contradict inherited ones; None: they do not.
 
-    An own measurement is held against the inherited one of the same configuration or, within the
-    range that these cover, against what a fit to them predicts. What agrees is replaced by it.
+    Compares an own measurement with the inherited one of the same configuration or, within the
+    inherited range, with the prediction of a fit to it. A confirmed inherited one is replaced by
+    the own measurement.
 
     Args:
         profile: All measurements.
-        checkpoint: Which micro-batches are recomputed.
+        checkpoint: The recomputed micro-batches.
     """
     inherited = profile.inherited
     if not inherited:
@@ -189,11 +190,11 @@ def fit(data: FitData, order: PipelineSchedule) -> PerfParams:
 
 
 def left_over(params: PerfParams, data: FitData) -> tuple[StepRatio, ...]:
-    """Return what a fit leaves over of the optimizer steps that it was made to."""
+    """Return the residuals of a fit on its optimizer steps."""
     from pipollux_perfmodel.goodput.corrections import step_ratios
 
     return step_ratios(
-        params._replace(tied_exchange=0.0),  # the measured times are without that
+        params._replace(tied_exchange=0.0),  # the measured times do not include it
         data.num_nodes,
         data.num_replicas,
         data.atomic_bsz,
@@ -205,12 +206,12 @@ def left_over(params: PerfParams, data: FitData) -> tuple[StepRatio, ...]:
 def left_over_by_size(
     params: PerfParams, profile: StepProfile, present: StepConfiguration
 ) -> SizeCorrections | None:
-    """Return what a fit leaves over, by batch size; None: nothing is known for sure.
+    """Return the residuals of a fit by batch size; None: no reliable measurements.
 
     Args:
         params: The fit.
         profile: All measurements.
-        present: The replicas, stages and schedule of which it is wanted, at any batch size.
+        present: The replicas, stages and schedule to select, for any batch size.
     """
     from pipollux_perfmodel.goodput.size_corrections import size_corrections
 
@@ -223,7 +224,7 @@ def left_over_by_size(
     if not rows:
         return None
     return size_corrections(
-        params._replace(tied_exchange=0.0),  # the times are without that
+        params._replace(tied_exchange=0.0),  # the times do not include it
         present.num_nodes,
         present.num_replicas,
         [c.atomic_bsz for c, _, _ in rows],
@@ -238,7 +239,7 @@ def _predicted(
     inherited: Mapping[StepConfiguration, StepSummary],
     checkpoint: Checkpoints,
 ) -> float | None:
-    """Return the time of an optimizer step by what was inherited; None: it is outside of that."""
+    """Return the optimizer step time by inherited measurements; None: outside their range."""
     alike = {
         c: s
         for c, s in inherited.items()

@@ -1,4 +1,4 @@
-"""A loss that is NaN or infinite, reported once; training goes on."""
+"""Report of a loss that is NaN or infinite, once; training continues."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ __all__ = ["LossWatch"]
 
 
 class LossWatch:
-    """Prints a line when the reported loss stops being finite, and one when it is again."""
+    """Prints a line when the reported loss stops being finite, and one when it recovers."""
 
     def __init__(self) -> None:
         self._since: int | None = None
 
     def note(self, step: int, loss: float | None) -> None:
-        """Look at the loss of an optimizer step; None where the script reported none."""
+        """Check the loss of an optimizer step; None if the script reported none."""
         if loss is None or math.isfinite(loss) == (self._since is None):
             return
         if self._since is None:

@@ -1,7 +1,7 @@
 """Progress and measurements of the running job.
 
-Everything here outlives restarts, so a job that comes back with other replicas predicts its goodput
-from all that it has ever measured.
+All of it is part of checkpoints, so that a job restarted with other replicas predicts its goodput
+from all previous measurements.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["Metrics", "StepRecord"]
 
 
 class DoneStep(NamedTuple):
-    """What is noted of every optimizer step, to make a point of it if one is due."""
+    """Values recorded for every optimizer step, from which a point is made if one is due."""
 
     time: float
     step: int
@@ -51,7 +51,7 @@ class DoneStep(NamedTuple):
 
 
 class MetricsState(State):
-    """The part of :class:`Metrics` that a checkpoint holds."""
+    """The part of :class:`Metrics` in checkpoints."""
 
     def __init__(self, metrics: Metrics) -> None:
         super().__init__("metrics.json")
@@ -102,7 +102,7 @@ class MetricsState(State):
 
 
 class Metrics(Autotuner):
-    """Progress and measurements of one job, as one replica sees them.
+    """Progress and measurements of one job, from the view of one replica.
 
     Args:
         ctx: The job's context.
@@ -114,13 +114,13 @@ class Metrics(Autotuner):
         self._reporter: Reporter | None = None
         self.step = 0
         self.samples = 0
-        """Samples trained on, over all replicas."""
+        """Samples trained on by all replicas."""
         self.rate_factor = 1.0
-        """What the learning rate of the last step was multiplied by."""
+        """Factor of the learning rate in the last step."""
         self.epoch_size = 0
-        """Samples (of text: tokens) of the loader in use, over all replicas."""
+        """Samples (of text: tokens) of the current loader, over all replicas."""
         self.sample_length = 1
-        """What one sample counts of them."""
+        """Length of one sample in that unit."""
         self._shape: BatchShape | None = None
         self._part: BatchSlice | None = None
         self._part_started = 0.0
@@ -148,7 +148,7 @@ class Metrics(Autotuner):
 
     @property
     def reporter(self) -> Reporter:
-        """Shows and sends what rank 0 knows; made at its first use."""
+        """The reporter of progress and hints, created on first use."""
         if self._reporter is None:
             from .reporter import Reporter  # imports httpx
 
@@ -157,22 +157,22 @@ class Metrics(Autotuner):
         return self._reporter
 
     def pause_progress(self) -> None:
-        """Pause the progress bar, as a loop over a loader ended."""
+        """Pause the progress bar at the end of a loop over a loader."""
         if self._reporter is not None:
             self._reporter.pause_progress()
 
     def finish_progress(self) -> None:
-        """Finish the progress bar, as a loop over epochs ended."""
+        """Finish the progress bar at the end of a loop over epochs."""
         if self._reporter is not None:
             self._reporter.finish_progress()
 
     # --- the training thread -----------------------------------------------------------------
 
     def start_step(self, shape: BatchShape, part: BatchSlice) -> None:
-        """Start a step: the loop body is about to work on a part of an iteration.
+        """Start a step: the loop body is about to process a part of an iteration.
 
-        A part lasts from the end of the one before, as the loader and the step boundary are in
-        every iteration; from now, if it is the first or something else came in between.
+        The step's time begins at the end of the previous part, as it includes the loader and the
+        step boundary; for the first part, or after an interruption, it begins now.
         """
         self._shape = shape
         self._waited = None
@@ -182,20 +182,20 @@ class Metrics(Autotuner):
         self._part = part
 
     def begin_segment(self, epoch_size: int, sample_length: int = 1) -> None:
-        """Begin iterations of one batch shape in an epoch of ``epoch_size`` samples or tokens."""
+        """Start iterations of one batch shape in an epoch of ``epoch_size`` samples or tokens."""
         self.epoch_size, self.sample_length = epoch_size, sample_length
         self.interrupt_steps()
 
     def interrupt_steps(self) -> None:
-        """Exclude the time from the last step to the next, as of a save, from step times."""
+        """Exclude the time from the last step to the next, such as a save, from step times."""
         self._part_ended = None
 
     def note_forward(self, *, disturbed: bool) -> None:
-        """Note a forward, and whether it measures the noise or times the stages."""
+        """Record a forward, and whether it also measures the noise or times the stages."""
         self._disturbed |= disturbed
 
     def note_timed(self) -> None:
-        """Note that the stages of the current step were timed; :meth:`add_timeline` follows."""
+        """Record that the stages of the current step were timed; :meth:`add_timeline` follows."""
         full = self._shape is not None and self._part is not None and self._part.is_full
         loops = self._context.batch.micro_step is not None
         self._timed = (
@@ -205,21 +205,21 @@ class Metrics(Autotuner):
         )
 
     def note_backward(self, result: SyncResult | None) -> None:
-        """Note a backward's end, and what it waited for if it averaged the gradients."""
+        """Record the end of a backward, and its waiting time if it averaged the gradients."""
         self._waited = (result.sync_time, result.exchange_time) if result else (0.0, 0.0)
 
     def note_step(self, batch_size: int, scale: float) -> None:
-        """Note an optimizer step and its batch size."""
+        """Record an optimizer step and its batch size."""
         self.step += 1
         self.samples += batch_size
         self.progress += self.noise.gain(scale) if self.noise else 1.0
 
     def scaling_state(self, last_batch_size: int) -> ScalingState:
-        """Return what the learning rate of the coming step follows.
+        """Return the input of the learning rate rule for the next step.
 
         Args:
-            last_batch_size: Samples of the iteration that ended, which count as the initial batch
-                size where nothing says what that is.
+            last_batch_size: Samples of the last iteration, used as the initial batch size if that
+                is not set.
         """
         batch = self._context.batch
         return ScalingState(
@@ -233,12 +233,12 @@ class Metrics(Autotuner):
         )
 
     def note_loss(self, loss: Any) -> None:
-        """Note the mean loss that the script reported."""
+        """Record the mean loss that the script reported."""
         micro_step = self._context.batch.micro_step
         self._losses.append((loss, micro_step.num_samples if micro_step else 1))
 
     def commit_step(self, part: BatchSlice, epoch: int, num_epochs: int | None) -> None:
-        """Commit the step: the loop body has finished its part."""
+        """Commit the step: the loop body has processed its part."""
         now = time.perf_counter()
         elapsed, self._step_time = (
             now - self._part_started,
@@ -247,7 +247,7 @@ class Metrics(Autotuner):
         self._part_ended = now
         assert self._shape is not None  # noqa: S101  # start_step came before
         if self._waited is None:
-            self._step_time = 0.0  # no backward: a loop that evaluates
+            self._step_time = 0.0  # no backward: an evaluation loop
             return
         self._training_shape = self._shape
         if part.is_full:
@@ -278,10 +278,10 @@ class Metrics(Autotuner):
             )
 
     def take_loss(self) -> tuple[float, int]:
-        """Return the share of this replica in the loss since the last time, and its samples."""
+        """Return this replica's share of the loss since the last call, and its samples."""
         losses, self._losses = self._losses, []
         if self._context.env.stage > 0:
-            losses = []  # the replica's first process tells the same
+            losses = []  # the replica's first process reports the same
         self._launched, self._done = self._done, None
         return (
             sum(float(loss) * samples for loss, samples in losses),
@@ -294,17 +294,17 @@ class Metrics(Autotuner):
         if agreed is None or done is None or not self._context.env.leads:
             return
         loss = agreed.loss_sum / agreed.loss_samples if agreed.loss_samples > 0 else None
-        # Most points are never shown, and predictions take longer than a small step.
+        # Made lazily: most points are never shown, and predictions take longer than a small step.
         reporter = self.reporter
         reporter.note_loss(done.step, loss)
         reporter.add_point(done.time, partial(self._make_point, done, loss))
 
     def drop_losses(self) -> None:
-        """Forget the losses of a void iteration."""
+        """Discard the losses of a void iteration."""
         self._losses, self._launched, self._step_time = [], None, 0.0
 
     def flush(self) -> None:
-        """Bring in what is under way; every replica calls it at the same boundary."""
+        """Exchange pending losses; every replica calls it at the same boundary."""
         control = self._context.control
         self.record_agreed(control.collect())
         loss_sum, loss_samples = self.take_loss()
@@ -312,7 +312,7 @@ class Metrics(Autotuner):
         self.record_agreed(control.exchange(message))
 
     def checkpoint_due(self) -> bool:
-        """Return whether a periodic checkpoint is due; True counts as having saved."""
+        """Return whether a periodic checkpoint is due; True restarts the interval."""
         saving, now = self._checkpoints.saver, time.monotonic()
         if saving.busy:
             return False
@@ -345,7 +345,7 @@ class Metrics(Autotuner):
         )
 
     def _make_point(self, done: DoneStep, loss: float | None) -> StepRecord:
-        """Return the record of a step, with the prediction of the present model."""
+        """Return the record of a step, with the prediction of the current model."""
         shape, env, is_full = done.shape, self._context.env, done.part.is_full
         predicted = goodput = efficiency = None
         goodput_fn = self.goodput_function()

@@ -1,8 +1,8 @@
-"""The measured time line of one step where each stage has a process of its own.
+"""The measured timeline of one step in a multi-process pipeline.
 
-Every process notes what its stage does when, and at the end of the step those of a replica tell
-each other. They are on one host, whose clock they share. On a CUDA device a timed step waits for
-the device at each note, which is why few steps are timed.
+Every process records the times of its stage, and at the end of the step the processes of a replica
+exchange them. They run on one host, so they share a clock. On CUDA devices every record of a timed
+step synchronizes with the device, so few steps are timed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ __all__ = ["GatheredTimes", "ProcessStageTimer"]
 
 
 class GatheredTimes:
-    """A step that was timed; all times by one clock.
+    """A timed step; all times are on one clock.
 
     Args:
-        spans: What the stages did.
-        gradients: When their gradients were on their way.
+        spans: Work of the stages.
+        gradients: Transfer times of their gradients.
     """
 
     def __init__(self, spans: Sequence[StageSpan], gradients: Sequence[GradientTime]) -> None:
@@ -44,7 +44,7 @@ class GatheredTimes:
         return True
 
     def events(self) -> list[StageEvent]:
-        """Return the time line, in seconds from when the first stage was ready, sorted by start."""
+        """Return the timeline, in seconds from the first stage's start, sorted by start."""
         events = [
             StageEvent(
                 span.stage,
@@ -58,7 +58,7 @@ class GatheredTimes:
         return sorted(events, key=lambda event: event.start)
 
     def others(self) -> list[TraceSpan]:
-        """Return what stages did apart from that, on the same time line."""
+        """Return the other work of the stages, on the same timeline."""
         messages = [
             TraceSpan(
                 span.stage,
@@ -92,7 +92,7 @@ class ProcessStageTimer:
 
     Args:
         mesh: The groups of this process.
-        engine: Which runs its stage.
+        engine: Runs the stage of this process.
     """
 
     def __init__(self, mesh: ProcessMesh, engine: ProcessEngine) -> None:
@@ -105,17 +105,17 @@ class ProcessStageTimer:
         return self._notes.running
 
     def start(self, _num_recomputed: int) -> None:
-        """Time the coming forwards and backwards."""
+        """Time the next forwards and backwards."""
         self._notes.begin(self._clock)
 
     def gradient_arrived(self, k: int) -> None:
-        """Do nothing: forwards and backwards have ends here."""
+        """Do nothing: forwards and backwards have explicit ends here."""
 
     def stop(self, gradients: Sequence[GradientTime] = ()) -> GatheredTimes | None:
-        """End the step and return its timing; all processes of the replica do.
+        """End the step and return its timing; called by all processes of the replica.
 
         Args:
-            gradients: When this stage's gradients were on their way.
+            gradients: Transfer times of this stage's gradients.
         """
         mine = json.dumps([self._notes.end(), [*gradients]])
         told = [json.loads(x) for x in self._mesh.gather_from_stages(mine.encode())]
@@ -124,7 +124,7 @@ class ProcessStageTimer:
         return GatheredTimes(spans, sums) if any(map(_computes, spans)) else None
 
     def cancel(self) -> None:
-        """Forget the step being timed."""
+        """Discard the step being timed."""
         self._notes.end()
 
     def _clock(self) -> float:

@@ -16,17 +16,17 @@ from .step_record import StepRecord
 __all__ = ["ProgressDisplay"]
 
 SAY_INTERVAL = 5.0
-"""Seconds between two lines in a log."""
+"""Seconds between lines in a log."""
 
 
 class ProgressDisplay:
-    """Shows points on the standard error, which a script's own output does not share.
+    """Shows points on standard error, separate from the script's standard output.
 
-    On a terminal it keeps a bar at the bottom and whatever the script prints goes above it; into a
-    pipe or a file it prints a line every few seconds.
+    On a terminal it keeps a bar at the bottom, below the script's output; in a pipe or a file it
+    prints a line every few seconds.
 
     Args:
-        console: Where to show it; by default the standard error.
+        console: Output; standard error by default.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -40,7 +40,7 @@ class ProgressDisplay:
         self._paused = 0.0
 
     def on_step(self, point: StepRecord) -> None:
-        """Show a point, unless it is older than the last pause; the reporting thread calls it."""
+        """Show a point, unless it is older than the last pause; called by the reporting thread."""
         with self._lock:
             self._latest = point
             if point.time <= self._paused:
@@ -51,15 +51,15 @@ class ProgressDisplay:
                 self._say(point)
 
     def pause(self) -> None:
-        """Stop showing earlier steps, as the script prints its own output now."""
+        """Stop showing earlier steps, as the script is about to print its own output."""
         with self._lock:
             self._paused = time.time()
 
     def finish(self, last: StepRecord | None) -> None:
-        """Show where training ended; the bar stays as it is, above what the script prints next.
+        """Show the final state; the bar stays above the script's later output.
 
         Args:
-            last: The last point that was not handed to :meth:`on_step` yet; None if there is none.
+            last: The last point that was not passed to :meth:`on_step`, if any.
         """
         with self._lock:
             self._paused = time.time()
@@ -69,7 +69,7 @@ class ProgressDisplay:
             self._stop_bar()
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """Leave the bar unchanged."""
         with self._lock:
             self._stop_bar()
 
@@ -92,7 +92,7 @@ class ProgressDisplay:
                 TextColumn("{task.completed:.0f}/{task.total:.0f}"),
                 TextColumn("{task.fields[figures]}", table_column=Column(no_wrap=True)),
                 console=self._console,
-                # Output that does not go to the terminal is none of the bar's business.
+                # Redirect standard output only if it goes to the terminal.
                 redirect_stdout=sys.stdout.isatty(),
                 redirect_stderr=sys.stderr.isatty(),
                 refresh_per_second=4,
@@ -123,7 +123,7 @@ def describe(point: StepRecord) -> str:
 
 
 def figures(point: StepRecord) -> str:
-    """Return the text after the bar; the batch is samples × accumulation × replicas."""
+    """Return the text after the bar, with the batch as samples × accumulation × replicas."""
     parts = [] if point.loss is None else [f"loss {point.loss:.4f}"]
     parts.append(f"{point.throughput:.0f} samples/s")
     if point.goodput is not None:
@@ -139,7 +139,7 @@ def figures(point: StepRecord) -> str:
 
 
 def seconds_left(point: StepRecord) -> float | None:
-    """Return the seconds to the end of the training, or of the epoch if that is not known."""
+    """Return the seconds to the end of the training, or of the epoch if that is unknown."""
     if point.throughput <= 0.0 or point.epoch_size == 0:
         return None
     epochs = 0 if point.num_epochs is None else point.num_epochs - point.epoch - 1

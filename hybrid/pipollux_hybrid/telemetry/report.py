@@ -1,4 +1,4 @@
-"""What a script reports about itself: its loss, and TensorBoard's folder."""
+"""Reports of the script: its loss, and the TensorBoard directory."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["TensorBoard", "report"]
 
 
 def report(*, loss: Tensor | float) -> None:
-    """Report the mean loss of the batch at hand.
+    """Report the mean loss of the current batch.
 
-    The replicas' losses are averaged by their samples once a step, and shown by the scheduler.
+    The losses of replicas are averaged by samples once per step, and shown by the scheduler.
 
     Args:
-        loss: The mean loss of this replica's batch; its graph is released at once.
+        loss: The mean loss of this replica's batch; its graph is released immediately.
     """
     context().component(Metrics).note_loss(
         loss.detach() if isinstance(loss, Tensor) else float(loss)
@@ -28,19 +28,18 @@ def report(*, loss: Tensor | float) -> None:
 
 
 class TensorBoard(ScalarWriter):
-    """Writes scalars of this job's steps, on rank 0; the others do nothing.
+    """Writes scalars of this job's steps on rank 0; other ranks do nothing.
 
-    ``PIPOLLUX_TENSORBOARD_DIR`` does the same without a line in the script.
+    ``PIPOLLUX_TENSORBOARD_DIR`` does the same without a change of the script.
 
     Example::
 
         pipollux.TensorBoard("runs/my-model")   # then: tensorboard --logdir runs
 
-    The scalars are ``loss``, ``throughput`` and ``goodput`` (samples per second),
-    ``efficiency``, ``batch_size/global``, ``batch_size/atomic``, ``microbatches``, ``replicas``,
-    ``noise_scale`` (samples), ``learning_rate_factor``, ``step_time`` and
-    ``step_time_predicted`` (seconds), ``epoch``; the step is the optimizer step of the whole
-    training.
+    The scalars are ``loss``, ``throughput`` and ``goodput`` (samples per second), ``efficiency``,
+    ``batch_size/global``, ``batch_size/atomic``, ``microbatches``, ``replicas``, ``noise_scale``
+    (samples), ``learning_rate_factor``, ``step_time`` and ``step_time_predicted`` (seconds),
+    ``epoch``; the step is the optimizer step of the whole training.
 
     Args:
         log_dir: Directory of the run.

@@ -1,11 +1,10 @@
-"""Reporting to the scheduler and to listeners, without ever delaying training.
+"""Reports to the scheduler and to listeners, without delaying training.
 
-On rank 0 a thread has the performance model fitted every hints interval (30 s by default), sends
-hints and, about once a second, the latest points of progress; a scheduler of many jobs asks for
-them less often, and gets fewer. It also hands points to the progress bar and to TensorBoard.
-Requests have a timeout; when the scheduler is away the thread backs off, keeps a bounded number of
-points and the latest hints, and training goes on. One that has too much to do says when to come
-again.
+A thread on rank 0 runs a fit of the performance model in every hints interval (30 s by default),
+sends hints and, about once per second, the latest points of progress; a scheduler with many jobs
+requests a lower rate. It also passes points to the progress bar and to TensorBoard. Requests have a
+timeout; if the scheduler is unreachable the thread backs off, keeps a bounded number of points and
+the latest hints, and training continues. An overloaded scheduler sets the time of the next request.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ __all__ = ["Reporter"]
 
 LOG = logging.getLogger(__name__)
 POINTS_PER_SECOND = 4.0
-"""Points are thinned to this rate."""
+"""Maximum rate of points."""
 MAX_POINTS = 1000
-"""Points kept while the scheduler is away; the oldest go first."""
+"""Points kept while the scheduler is unreachable; the oldest are dropped first."""
 REPORT_INTERVAL = 1.0
 REQUEST_TIMEOUT = 5.0
 MAX_BACKOFF = 60.0
 REFUSED = (401, 403)
-"""Answers that no repetition changes: the token is not, or no longer, this job's."""
+"""Permanent errors: the token does not, or no longer, belong to this job."""
 FIRST_HINTS = 0.2
-"""The first fit comes after this share of the interval, so that a new job is soon judged by its own
-numbers rather than by guesses."""
+"""Part of the interval after which the first fit runs, so that a new job is soon scheduled by its
+own measurements."""
 
 
 class Reporter:
@@ -71,46 +70,46 @@ class Reporter:
         self._retry_at = 0.0
         self._backoff = REPORT_INTERVAL
         self._pace = REPORT_INTERVAL
-        """Seconds between two reports, as the scheduler wants it."""
+        """Seconds between reports, set by the scheduler."""
         self._next_report = 0.0
         self._senders = deque([self._send_hints, self._send_report])
         env = ctx.env
         self._next_hints = time.monotonic() + FIRST_HINTS * env.hints_interval
         self._url = f"{env.scheduler_url}/jobs/{env.job_id}" if env.scheduler_url else None
-        # A scheduler shows progress itself.
+        # With a scheduler, its own display shows the progress.
         self._display = ProgressDisplay() if env.progress and self._url is None else None
         self._listeners: list[StepListener] = [self._display] if self._display else []
         self._losses = LossWatch()
         self._fault = ""
         self._hints_of: Callable[[], SchedHints | None] = lambda: None
         if env.tensorboard_dir is not None:
-            # Whoever is rank 0 opens it: that changes when the first replica leaves.
+            # Opened by rank 0, which changes when the first replica leaves.
             self._listeners.append(ScalarWriter(env.tensorboard_dir))
         ctx.closers.append(self.close)
 
     def listen(self, listener: StepListener) -> None:
-        """Hand points to one more listener."""
+        """Pass points to one more listener."""
         with self._lock:
             self._listeners.append(listener)
 
     def send_hints_of(self, fit: Callable[[], SchedHints | None]) -> None:
-        """Send what this gives, every hints interval.
+        """Send the hints that a function returns, in every hints interval.
 
         Args:
-            fit: Called by the reporting thread; None: there is nothing to be known yet.
+            fit: Called by the reporting thread; returns None if there are no hints yet.
         """
         self._hints_of = fit
 
     def note_loss(self, step: int, loss: float | None) -> None:
-        """Look at the loss of every optimizer step, also of one whose point is not reported."""
+        """Check the loss of every optimizer step, including steps without a reported point."""
         self._losses.note(step, loss)
 
     def add_point(self, when: float, make: Callable[[], StepRecord]) -> None:
-        """Report an optimizer step; of steps in quick succession the latest is kept.
+        """Report an optimizer step; of steps in quick succession only the latest is kept.
 
         Args:
-            when: Seconds since 1970 at which it was done.
-            make: Makes its point, which is only asked for if the point is reported.
+            when: Seconds since 1970 at its end.
+            make: Creates its point; only called if the point is reported.
         """
         with self._lock:
             if when - self._last_point < 1.0 / POINTS_PER_SECOND:
@@ -124,7 +123,7 @@ class Reporter:
     def add_timeline(
         self, step: int, num_stages: int, num_microbatches: int, events: list[StageEvent]
     ) -> None:
-        """Report the measured time line of a step; the latest is sent."""
+        """Report the measured timeline of a step; the latest is sent."""
         with self._lock:
             self._timeline = StageTimeline.model_construct(
                 step=step,
@@ -135,12 +134,12 @@ class Reporter:
             )
 
     def pause_progress(self) -> None:
-        """Pause the progress bar after a loop, so that no line of it follows the script's own."""
+        """Pause the progress bar after a loop, so that it does not follow the script's output."""
         if self._display is not None and not self._call(self._display, self._display.pause):
             self._display = None
 
     def finish_progress(self) -> None:
-        """Show the last step when the epochs are over, before the script's later output."""
+        """Show the last step at the end of the epochs, before the script's later output."""
         with self._lock:
             if self._held is not None:
                 self._queue(self._held())
@@ -150,7 +149,7 @@ class Reporter:
             self._display = None
 
     def close(self) -> None:
-        """Send what is left and end the thread."""
+        """Send the remaining reports and end the thread."""
         self._stop.set()
         if self._thread is None:
             return
@@ -160,7 +159,7 @@ class Reporter:
         self._thread = None
 
     def _queue(self, point: StepRecord) -> None:
-        """Queue a point for its receivers; the caller holds the lock."""
+        """Queue a point for the listeners; the caller holds the lock."""
         self._last_point, self._held = point.time, None
         self._unshown.append(point)
         if self._url is not None:
@@ -173,7 +172,7 @@ class Reporter:
 
     def _run(self) -> None:
         with supervisor_client(self._context.env, timeout=REQUEST_TIMEOUT) as client:
-            # The first point goes out at once: the scheduler waits to see the job train.
+            # The first point is sent immediately: the scheduler waits for the start of training.
             while not self._stop.is_set():
                 self._safely(self._turn, client)
                 self._stop.wait(REPORT_INTERVAL)
@@ -183,7 +182,7 @@ class Reporter:
         """Run a turn; log an error once and keep the thread alive."""
         try:
             turn(client)
-        except Exception as error:  # a thread that ends silently takes all reports with it
+        except Exception as error:  # if the thread ended, all reports would stop
             if repr(error) != self._fault:
                 LOG.exception("reporting failed; it is tried again, and training goes on")
             self._fault = repr(error)
@@ -196,7 +195,7 @@ class Reporter:
         for listener in self._listeners:
             self._call(listener, listener.close)
         self._retry_at = self._next_report = 0.0
-        # Each by itself: hints that fail must not take the last report with them.
+        # Independently: failing hints must not prevent the last report.
         self._safely(lambda _: self._fit(), client)
         self._safely(self._send_hints, client)
         self._safely(self._send_report, client)
@@ -220,10 +219,10 @@ class Reporter:
                     break
 
     def _call(self, listener: StepListener, method: Any, *arguments: Any) -> bool:
-        """Call a listener; drop one that fails, so that reports continue."""
+        """Call a listener; remove one that fails, so that reports continue."""
         try:
             method(*arguments)
-        except Exception:  # a full disk, a closed terminal: whatever it is, training goes on
+        except Exception:  # a full disk, a closed terminal: training must continue
             LOG.exception("%s failed and is switched off", type(listener).__name__)
             with self._lock:
                 self._listeners = [x for x in self._listeners if x is not listener]
@@ -234,14 +233,14 @@ class Reporter:
         try:
             hints = self._hints_of()
         except (ValueError, ArithmeticError):
-            # A fit that fails costs a better batch size, not the training.
+            # Without a fit the batch size may be worse, but training continues.
             LOG.exception("the performance model could not be fitted")
             return
         if hints is not None:
             self._hints = hints.model_dump(mode="json", by_alias=True)
 
     def _send_hints(self, client: httpx.Client) -> None:
-        """Send the latest hints, if the scheduler does not have them yet."""
+        """Send the latest hints, unless the scheduler has them."""
         if self._hints is None or time.monotonic() < self._retry_at:
             return
         attempt = self._context.env.attempt
@@ -256,20 +255,20 @@ class Reporter:
         body = self._body(_thinned(points, self._pace), timeline)
         if self._send(client, "POST", "reports", body, take=self._take_pace):
             with self._lock:
-                # Meanwhile the oldest may have made room for new ones.
+                # The oldest points may have been dropped in the meantime.
                 while self._points and self._points[0].step <= points[-1].step:
                     self._points.popleft()
                 if self._timeline is timeline:
                     self._timeline = None
 
     def _take_pace(self, answer: httpx.Response) -> None:
-        """Note how soon the scheduler wants the next report."""
+        """Record the interval that the scheduler sets for reports."""
         try:
             wanted = ReportAnswer.model_validate_json(answer.content).again
-        except ValueError:  # an earlier version has no such wish
+        except ValueError:  # sent by an earlier version
             wanted = REPORT_INTERVAL
         self._pace = min(wanted, MAX_BACKOFF) if wanted > REPORT_INTERVAL else REPORT_INTERVAL
-        # The next turn is one interval away in any case.
+        # The next turn is at least one interval away.
         self._next_report = time.monotonic() + self._pace - REPORT_INTERVAL
 
     def _body(self, points: list[StepRecord], timeline: StageTimeline | None) -> dict[str, Any]:
@@ -281,7 +280,7 @@ class Reporter:
         ).to_json_object()
 
     def _keep_unsent(self) -> None:
-        """Leave on the disk what nobody has taken: the end of a job must not be lost."""
+        """Save undelivered points to disk, so that the end of a job is not lost."""
         with self._lock:
             points, timeline = list(self._points), self._timeline
         if points:
@@ -297,13 +296,13 @@ class Reporter:
         take: Callable[[httpx.Response], object] = lambda _: None,
         **query: int,
     ) -> bool:
-        """Send a request; return whether it is done with, accepted or refused for good."""
+        """Send a request; return whether it is complete, accepted or permanently refused."""
         if self._url is None:
             return True
         try:
             response = client.request(method, f"{self._url}/{what}", json=body, params=query)
             later = retry_after(response)
-            if later is not None:  # no fault: it has more to do than it can at the moment
+            if later is not None:  # not an error: the scheduler is overloaded
                 self._retry_at = time.monotonic() + min(later, MAX_BACKOFF)
                 return False
             response.raise_for_status()
@@ -317,7 +316,7 @@ class Reporter:
             self._back_off(what, error)
             return False
         except (ValueError, TypeError) as error:
-            # What JSON cannot say would stand in the way of all that comes after it.
+            # Data without a JSON form would block all later reports.
             LOG.warning("%s cannot be sent (%s) and are left out; training goes on", what, error)
             return True
         self._backoff = REPORT_INTERVAL
@@ -337,7 +336,7 @@ class Reporter:
 
     def _back_off(self, what: str, error: httpx.HTTPError) -> None:
         self._retry_at = time.monotonic() + self._backoff
-        self._senders.rotate()  # one that always fails must not keep the other from being tried
+        self._senders.rotate()  # a failing sender must not block the other
         LOG.warning(
             "%s to %s failed: %s; training goes on, the next attempt is in %.0f s",
             what,
@@ -349,9 +348,7 @@ class Reporter:
 
 
 def _thinned(points: list[StepRecord], pace: float) -> list[StepRecord]:
-    """Return as many points as are sent in `REPORT_INTERVAL`, of one of `pace` seconds: the last is
-    among them.
-    """
+    """Return the points to send, thinned to the rate of `pace`, including the last point."""
     if pace <= REPORT_INTERVAL:
         return points
     gap, kept = pace / (POINTS_PER_SECOND * REPORT_INTERVAL), points[-1:]

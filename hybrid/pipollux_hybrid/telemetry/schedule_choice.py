@@ -1,10 +1,11 @@
-"""The schedule of a run whose script leaves it open (``schedule="auto"``), and the cut for it.
+"""Choice of the schedule for scripts with ``schedule="auto"``, and the cut for it.
 
-It is chosen when the model is wrapped, by what earlier runs measured: each schedule's goodput at
-its own best batch, within the memory limit where layers were profiled. A schedule that ran with as
-many stages is judged by its own steps, another one by those of one that did
-(:func:`pipollux_perfmodel.reschedule`). Engines are made anew in each run, and checkpoints are
-keyed by layer, so that a change between runs costs nothing; within a run the schedule stays.
+The schedule is chosen when the model is wrapped, from measurements of earlier attempts: by each
+schedule's goodput at its best batch, within the memory limit if layers were profiled. A schedule
+that ran with the same number of stages is evaluated by its own steps, others by predictions from
+one that ran (:func:`pipollux_perfmodel.reschedule`). Each attempt creates new engines, and
+checkpoints are keyed by layer, so a change between attempts costs nothing; within an attempt the
+schedule is fixed.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["ScheduleComparison", "choose_cut"]
 
 _GAIN = 1.05
-"""Times as much goodput that another schedule must promise: it is predicted, and a start away."""
+"""Minimum factor in goodput of a different schedule, which is only predicted."""
 
 
 def choose_cut(
@@ -49,20 +50,20 @@ def choose_cut(
     request: PartitionRequest,
     orders: Sequence[PipelineSchedule],
 ) -> Partitioning:
-    """Choose one of the schedules, note it in the pipeline's specification, and return its cut.
+    """Choose a schedule, store it in the pipeline's specification, and return its cut.
 
-    All processes call it at the same place; the leader chooses.
+    All processes call it at the same point; the leader chooses.
 
     Args:
         ctx: The job's context.
-        tuner: What earlier runs have measured.
+        tuner: Measurements of earlier attempts.
         module: The layers.
         optimizer: Their optimizer.
-        request: What the user wants of a cut, whatever the schedule.
-        orders: Those that the script allows, the usual one first.
+        request: The user's constraints on the cut, for any schedule.
+        orders: Schedules that the script allows, the default one first.
 
     Raises:
-        ConfigurationError: No cut meets the wishes by any of them; the message is the usual one's.
+        ConfigurationError: No cut satisfies the constraints; with the default schedule's message.
     """
     ctx.pipeline.shards_optimizer = request.shards_optimizer
     counts = len(module), sum(parameter.numel() for parameter in module.parameters())
@@ -96,7 +97,7 @@ def _agreed_choice(
     request: PartitionRequest,
     cuts: Mapping[PipelineSchedule, Partitioning],
 ) -> tuple[PipelineSchedule, str]:
-    """Return what the leader chooses, after messages were measured if it needs to know, and why."""
+    """Return the leader's choice and its reason, after measuring messages if necessary."""
     leads = ctx.env.leads
     comparison = ScheduleComparison(ctx, tuner, cuts) if leads else None
     wanted = comparison.message_bytes(request) if comparison is not None else 0
@@ -113,12 +114,12 @@ def _agreed_choice(
 
 
 class ScheduleComparison:
-    """The schedules that layers allow, by what was measured.
+    """Comparison by measurements of the schedules that the layers allow.
 
     Args:
         ctx: The job's context.
-        tuner: What earlier runs have measured.
-        cuts: The cut of the layers for each schedule, the usual one first.
+        tuner: Measurements of earlier attempts.
+        cuts: The cut of the layers for each schedule, the default one first.
     """
 
     def __init__(
@@ -133,10 +134,10 @@ class ScheduleComparison:
         self._elsewhere = self._of_other_stages()
 
     def message_bytes(self, request: PartitionRequest) -> int:
-        """Return the bytes of a message between stages, if it has to be known what they take; or 0.
+        """Return the size of a message between stages, if its time must be measured; else 0.
 
         Args:
-            request: Tells the samples of a micro-batch.
+            request: Contains the samples of a micro-batch.
         """
         for order, cut in self._cuts.items():
             unknown = order.chunks_per_stage > 1 and order not in self._measured
@@ -146,20 +147,20 @@ class ScheduleComparison:
         return 0
 
     def choose(self, link: Link | None) -> tuple[PipelineSchedule, str]:
-        """Return the best schedule, and why in a few words.
+        """Return the best schedule, and a short reason.
 
-        One that did not run has to promise 5 % more than the one that did.
+        A schedule that did not run has to promise 5 % more than the last one.
 
         Args:
-            link: What messages between stages take; None: not measured.
+            link: Time of messages between stages; None: not measured.
         """
         if not self._has_basis or self._tuner.noise is None:
-            return self._before, "nothing was measured yet that tells another one to be better"
+            return self._before, "nothing was measured yet that favours another one"
         found = {order: self._best(order, link) for order in self._cuts}
         goodputs = {order: best.goodput for order, best in found.items() if best is not None}
         best = max(goodputs, key=goodputs.__getitem__, default=self._before)
         before = goodputs.get(self._before, 0.0)
-        # What ran last stays unless another promises enough more.
+        # The last schedule stays unless another one promises sufficiently more.
         chosen = best if goodputs.get(best, 0.0) > _GAIN * before else self._before
         return chosen, "; ".join(_spell(order, found[order]) for order in found)
 
@@ -168,7 +169,7 @@ class ScheduleComparison:
         return bool(self._measured) or self._elsewhere is not None
 
     def _best(self, order: PipelineSchedule, link: Link | None) -> Optimum | None:
-        """Return the best batch by a schedule; None: it is not known what it takes."""
+        """Return the best batch with a schedule; None: its times are unknown."""
         params, noise = self._params(order, link), self._tuner.noise
         if params is None or noise is None or noise.grad_params is None:
             return None
@@ -185,7 +186,7 @@ class ScheduleComparison:
             return self._measured[order]
         profile, balance = self._cuts[order].profile, self._cuts[order].balance
         if order.chunks_per_stage > 1 and (profile is None or link is None):
-            return None  # what it sends more may cost more than it gains
+            return None  # its additional messages may cost more than it gains
         num_stages = self._tuner.num_stages
         if self._measured:
             usual = next(iter(self._measured.values()))
@@ -209,10 +210,10 @@ class ScheduleComparison:
         )
 
     def _of_other_stages(self) -> PerfParams | None:
-        """Return what was fitted with another number of stages, which tells network and γ."""
+        """Return the fit with another number of stages, which contains network and γ."""
         params = self._tuner.perf_params
         if params is None or params.num_stages == self._tuner.num_stages:
-            return None  # as many stages in one process say nothing of these
+            return None  # a single-process pipeline does not determine them
         overlap = self._tuner.overlap
         return params if overlap is None else params._replace(overlap=overlap)
 

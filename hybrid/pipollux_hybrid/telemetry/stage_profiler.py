@@ -1,4 +1,4 @@
-"""The choice of steps whose stages are timed, and the receivers of their time lines."""
+"""Selection of steps whose stages are timed, and delivery of their timelines."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 __all__ = ["StageProfiler"]
 
 TIMED_EVERY = 10
-"""Every so many iterations the stages of one backward are timed."""
+"""Iterations between timed backwards."""
 FIRST_TIMED = 3
-"""The first iterations warm up."""
+"""First timed iteration, after a warm-up."""
 PATIENCE = 4
-"""Iterations that measure the noise for which a timing is put off."""
+"""Maximum noise-measuring iterations by which a timing is delayed."""
 
 
 class StageProfiler:
     """Times the stages of some steps.
 
-    On GPUs a time line is read when the devices are done with it, a step later or two, so nothing
-    waits for it.
+    On GPUs a timeline is read once the devices are done with it, one or two steps later, so that
+    nothing waits for it.
 
     Args:
-        ctx: The job's context, whose metrics and tracer get the time lines.
-        engine: Whose stages they are.
+        ctx: The job's context, whose metrics and tracer receive the timelines.
+        engine: The engine of the stages.
     """
 
     def __init__(self, ctx: JobContext, engine: PipelineEngine | ProcessEngine) -> None:
@@ -48,14 +48,14 @@ class StageProfiler:
             self._timer = ProcessStageTimer(ctx.mesh, engine)
         else:
             self._timer = StageTimer(engine.stages, engine.devices)
-        # Processes of a replica time the same steps: one may be asked for a trace alone.
+        # Processes of a replica time the same steps, but a trace may be requested in one only.
         self._out_of_turn = ctx.mesh is None
         self._countdown = FIRST_TIMED
         self._recording: Recording | GatheredTimes | None = None
         self._step = 0
 
     def gradient_arrived(self, stage: int) -> None:
-        """Note that a parameter of the stage received its gradient."""
+        """Record that a parameter of the stage received its gradient."""
         self._timer.gradient_arrived(stage)
 
     def cancel(self) -> None:
@@ -63,11 +63,11 @@ class StageProfiler:
         self._timer.cancel()
 
     def begin(self, num_recomputed: int, *, measures_noise: bool) -> bool:
-        """Begin the last forward of an iteration; return whether it is timed.
+        """Start the last forward of an iteration; return whether it is timed.
 
         Args:
-            num_recomputed: Micro-batches that are recomputed.
-            measures_noise: Whether the noise is measured at the same time, which takes time.
+            num_recomputed: Number of recomputed micro-batches.
+            measures_noise: Whether the iteration also measures the noise, which takes time.
 
         Returns:
             Whether it is timed.
@@ -81,7 +81,7 @@ class StageProfiler:
         """End the iteration's last backward.
 
         Args:
-            gradients: When its gradients were on their way.
+            gradients: Transfer times of its gradients.
         """
         if self._timer.running:
             if isinstance(self._timer, ProcessStageTimer):
@@ -92,7 +92,7 @@ class StageProfiler:
             self._metrics.note_timed()
 
     def read(self) -> None:
-        """Hand on the step that was timed last, once its devices are done with it."""
+        """Deliver the last timed step, once its devices are done with it."""
         if self._recording is None or not self._recording.done():
             return
         recording, self._recording = self._recording, None
@@ -106,7 +106,7 @@ class StageProfiler:
         self._countdown -= 1
         if self._out_of_turn and self._tracer.wanted and self._recording is None:
             return True
-        # Rather not while the noise is measured; but where it always is, the wait has an end.
+        # Avoids iterations that measure the noise, but with a limited delay.
         measuring = measures_noise and self._countdown > -PATIENCE
         if self._countdown > 0 or measuring or self._recording is not None:
             return False

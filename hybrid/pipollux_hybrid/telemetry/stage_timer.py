@@ -1,9 +1,9 @@
-"""When each stage computes which micro-batch: the measured time line of one step.
+"""The measured timeline of one step: when each stage computes which micro-batch.
 
-On a sampled step, hooks on every stage note when its forward begins and ends, and hooks on the
-tensors at its borders when the gradient comes in and goes out. On CUDA devices the notes are events
-on the stage's stream, read some steps later when they are complete, so that nothing waits for
-them; elsewhere they are the clock.
+In a sampled step, hooks on every stage record the start and end of its forward, and hooks on its
+boundary tensors record when gradients enter and leave. On CUDA devices the records are events on
+the stage's stream, read some steps later when they are complete, so that nothing waits for them; on
+other devices they are clock times.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Span:
 
 @dataclass
 class _Counts:
-    """Micro-batches of a stage seen so far."""
+    """Micro-batches of a stage so far."""
 
     forward: int = 0
     recomputed: int = 0
@@ -46,10 +46,10 @@ class _Counts:
 
 
 class Recording:
-    """A step that was timed, to be read when its devices are done with it.
+    """A timed step, to be read when its devices are done with it.
 
     Args:
-        spans: What was noted, each with an end.
+        spans: The recorded spans, each with an end.
         devices: The stages' devices.
     """
 
@@ -63,11 +63,11 @@ class Recording:
         return all(mark.query() for mark in marks if isinstance(mark, torch.cuda.Event))
 
     def events(self) -> list[StageEvent]:
-        """Return the time line, in seconds from its first event, sorted by start."""
+        """Return the timeline, in seconds from its first event, sorted by start."""
         origins: dict[torch.device, Mark] = {}
         events = []
         for span in self._spans:
-            # Only events of one device can be compared with each other.
+            # Only events of one device can be compared.
             origin = origins.setdefault(self._devices[span.stage], span.start)
             start, end = _seconds(origin, span.start), _seconds(origin, span.end)
             events.append(StageEvent(span.stage, span.microbatch, span.phase, start, end))
@@ -84,7 +84,7 @@ class StageTimer:
     Args:
         stages: The stages' modules.
         devices: Their devices.
-        clock: Tells the seconds on devices that keep no time of their own.
+        clock: Clock in seconds for devices without timing events.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class StageTimer:
         return bool(self._handles)
 
     def start(self, num_recomputed: int) -> None:
-        """Time the coming forward and backward, of which so many micro-batches are recomputed."""
+        """Time the next forward and backward, with this number of recomputed micro-batches."""
         self.cancel()
         self._num_recomputed = num_recomputed
         self._counts = [_Counts() for _ in self._stages]
@@ -116,9 +116,9 @@ class StageTimer:
             self._handles.append(stage.register_forward_hook(self._after(k)))
 
     def gradient_arrived(self, k: int) -> None:
-        """Note a gradient of stage ``k``: its backward lasted at least until now.
+        """Record a gradient of stage ``k``: its backward lasted at least until now.
 
-        The first stage's input needs no gradient, so this is how its backward is seen to end.
+        The first stage's input needs no gradient, so this determines the end of its backward.
         """
         if self._handles and k == 0 and self._counts[0].open:
             self._counts[0].open[-1].end = self._mark(0)
@@ -130,7 +130,7 @@ class StageTimer:
         return Recording(spans, self._devices) if spans else None
 
     def cancel(self) -> None:
-        """Forget the step being timed."""
+        """Discard the step being timed."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -189,10 +189,10 @@ class StageTimer:
             carrier.register_hook(lambda _: self._end_backward(k, microbatch))
 
     def _close_with_first_nodes(self, output: Tensor, microbatch: int) -> None:
-        """End a backward of the first stage with its last node, where no input needs a gradient.
+        """End a backward of the first stage at its last node, if no input needs a gradient.
 
-        Parameters cannot tell: without recomputation they receive one gradient for all
-        micro-batches together.
+        Gradients of parameters do not determine the end: without recomputation they receive one
+        gradient for all micro-batches together.
         """
         for node in _first_nodes(output):
             node.register_hook(lambda *_: self._end_backward(0, microbatch))
@@ -207,13 +207,13 @@ class StageTimer:
 
 
 def _carrier(args: tuple[Any, ...]) -> Tensor | None:
-    """Return the first input of a stage that a gradient comes back to, if any."""
+    """Return the first input of a stage that receives a gradient, if any."""
     inputs = args[0] if isinstance(args[0], tuple) else args[:1]
     return next((x for x in inputs if isinstance(x, Tensor) and x.requires_grad), None)
 
 
 def _first_nodes(output: Tensor) -> list[Node]:
-    """Return the nodes of a graph that nothing but leaves come before."""
+    """Return the nodes of a graph whose inputs are leaves only."""
     found, seen = [], set()
     todo = [output.grad_fn] if output.grad_fn is not None else []
     while todo:
@@ -245,15 +245,15 @@ def stage_times(
 
 
 def align(events: Sequence[StageEvent], devices: Sequence[torch.device]) -> list[StageEvent]:
-    """Bring events of several devices, each with a clock of its own, onto one.
+    """Align events of several devices, each with its own clock, to one clock.
 
-    A stage cannot begin a micro-batch before the stage before has ended it. Over all micro-batches
-    this says by how much a device's clock is ahead at least; the largest of these bounds is taken,
-    for which the tightest of the hand-overs takes no time. Devices need not be made to wait for
-    each other, as they would for a common origin.
+    A stage cannot start a micro-batch before the previous stage has ended it. Over all
+    micro-batches this gives lower bounds for the offset of a device's clock; the largest one is
+    used, for which the tightest handover takes no time. Unlike a common origin, this requires no
+    synchronization of devices.
 
     Args:
-        events: By the clock of their stage's device.
+        events: On the clock of their stage's device.
         devices: The device of each stage.
     """
     shifts = {devices[0]: 0.0}

@@ -1,9 +1,9 @@
 """Measured times of steps and stages, by configuration.
 
-These measurements are what the performance model is fitted to. Times are kept as the latest few
-samples and summed up by their median, so that a straggling step (a page fault, a neighbour's burst)
-does not bend the fit. The first steps of a run are left out: they pay for warming up. So are steps
-that were slowed down by measuring, as soon as there are others.
+The performance model is fitted to these measurements. The latest few samples are kept and
+summarized by their median, so that slow steps (a page fault, a neighbour's burst) do not distort
+the fit. The first steps of an attempt are excluded as warm-up. Steps slowed down by measurements
+are excluded as well, once there are others.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ GPIPE = PipelineSchedule("gpipe")
 WINDOW = 64
 """Latest samples kept per configuration and kind."""
 WARMUP = 2
-"""Steps left out at the beginning of a run and after a change of batch size."""
+"""Steps excluded at the start of an attempt and after a change of the batch size."""
 ENOUGH = 3
-"""Undisturbed samples from which on disturbed ones are not looked at."""
+"""Undisturbed samples from which on disturbed ones are ignored."""
 STEADY = 20
-"""Optimizer steps from which on a batch size counts as measured: fewer are off by what else the
-machine does, and sizes would jitter by that."""
+"""Optimizer steps from which on a batch size counts as measured: with fewer, other load on the
+machine would make batch sizes oscillate."""
 NORMAL = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
 
@@ -51,14 +51,14 @@ class StepTimes:
         (self._disturbed if disturbed else self._quiet).append(seconds)
 
     def median(self) -> float:
-        """Return the median of the undisturbed steps, of all where hardly any was undisturbed."""
+        """Return the median of the undisturbed steps, or of all if there are too few."""
         return statistics.median(self._counted())
 
     def scatter(self) -> float:
-        """Return how far they are from that, as a part of it: as a standard deviation.
+        """Return the relative deviation from the median, as a standard deviation.
 
-        It is that of a normal distribution with as large a median deviation: stragglers do not
-        count.
+        It is that of a normal distribution with the same median deviation, which ignores
+        stragglers.
         """
         middle = self.median()
         deviation = statistics.median(abs(x - middle) for x in self._counted())
@@ -73,7 +73,7 @@ class StepTimes:
         return [list(self._quiet), list(self._disturbed)]
 
     def load_json(self, content: Sequence[Any]) -> None:
-        """Restore what :meth:`to_json` returned; the first release wrote one list."""
+        """Restore :meth:`to_json`'s result; the first release wrote one list."""
         quiet, disturbed = content if content and isinstance(content[0], list) else (content, [])
         self._quiet.extend(map(float, quiet))
         self._disturbed.extend(map(float, disturbed))
@@ -86,26 +86,26 @@ class Measurements:
     accum: StepTimes = field(default_factory=StepTimes)
     """Accumulation steps."""
     alone: StepTimes = field(default_factory=StepTimes)
-    """Optimizer steps less the time waited for peers and that of the exchange."""
+    """Optimizer steps without the waiting time for peers and the exchange."""
     optim: StepTimes = field(default_factory=StepTimes)
     """Optimizer steps."""
     exchange: StepTimes = field(default_factory=StepTimes)
-    """What stages took of these to add up gradients of what they share."""
+    """Time within these steps for adding gradients of parameters that stages share."""
     forward: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     """Per stage, the forward of one micro-batch."""
     backward: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    """Per stage, the backward of one micro-batch, recomputation included."""
+    """Per stage, the backward of one micro-batch, including recomputation."""
 
     def accum_step_time(self) -> float:
-        """Return what the fit takes for an accumulation step.
+        """Return the accumulation step time for the fit.
 
-        Without any, an optimizer step that nobody was waited for is the nearest thing; it is a
-        little longer, by the optimizer's own work.
+        Without accumulation steps, an optimizer step without waiting is the best approximation; it
+        includes the optimizer's update.
         """
         return (self.accum or self.alone).median()
 
     def summary(self) -> StepSummary:
-        """Return what the fit takes; there must be an optimizer step."""
+        """Return the input of the fit; requires at least one optimizer step."""
         return StepSummary(
             self.accum_step_time(),
             self.optim.median(),
@@ -117,11 +117,10 @@ class Measurements:
 
 
 class StepProfile:
-    """Measurements of all configurations that the job has run in, and those that it inherited.
+    """Measurements of all configurations of the job, and inherited ones.
 
-    Where it has measured a configuration itself, that counts, and not what it inherited of it.
-
-    Written by the training thread and read by the thread that fits; a lock keeps them apart.
+    Own measurements of a configuration take precedence over inherited ones. A lock synchronizes the
+    training thread, which writes, and the thread that fits.
     """
 
     def __init__(self) -> None:
@@ -145,12 +144,12 @@ class StepProfile:
         """Add one accumulation or optimizer step.
 
         Args:
-            configuration: What the step ran as.
+            configuration: Configuration of the step.
             step_time: Seconds from one step boundary to the next.
-            sync_time: Of those, seconds waited for the other replicas' gradients.
-            exchange_time: Of those, seconds of adding up what several stages share.
+            sync_time: Seconds of it waiting for the other replicas' gradients.
+            exchange_time: Seconds of it adding gradients of parameters that stages share.
             optimizer: Whether it was an optimizer step.
-            disturbed: Whether it was slowed down by measuring the noise or its stages.
+            disturbed: Whether measuring the noise or the stages slowed it down.
         """
         with self._lock:
             if configuration != self._latest:
@@ -184,43 +183,43 @@ class StepProfile:
 
     @property
     def max_replicas(self) -> int:
-        """Largest number of replicas that was measured, 0 before the first measurement."""
+        """Largest measured number of replicas, 0 without measurements."""
         return max((c.num_replicas for c in self.summaries()), default=0)
 
     @property
     def inherited(self) -> dict[StepConfiguration, StepSummary]:
-        """What other jobs of the family measured, of configurations old and new."""
+        """Inherited measurements of all configurations."""
         with self._lock:
             return dict(self._inherited)
 
     def inherit(self, rows: Mapping[StepConfiguration, StepSummary]) -> None:
-        """Take what other jobs of the family measured in place of what was inherited before."""
+        """Replace the inherited measurements."""
         with self._lock:
             self._inherited = dict(rows)
 
     def settle(self, configurations: Iterable[StepConfiguration]) -> None:
-        """Forget what was inherited of configurations whose own measurements agree with it."""
+        """Drop inherited measurements of configurations whose own measurements agree with them."""
         with self._lock:
             for configuration in configurations:
                 self._inherited.pop(configuration, None)
                 self._settled.add(configuration)
 
     def unsettled(self, least: int) -> dict[StepConfiguration, StepSummary]:
-        """Return those of :meth:`own` that were not held against what was inherited yet."""
+        """Return measurements of :meth:`own` that have not been compared with inherited ones."""
         with self._lock:
             return {c: s for c, s in self._own(least).items() if c not in self._settled}
 
     def own(self, least: int = 1) -> dict[StepConfiguration, StepSummary]:
-        """Return what the job measured itself, by configuration, the latest last.
+        """Return the job's own measurements by configuration, the latest last.
 
         Args:
-            least: Optimizer steps that a configuration must have been measured by.
+            least: Minimum measured optimizer steps of a configuration.
         """
         with self._lock:
             return self._own(least)
 
     def summaries(self) -> dict[StepConfiguration, StepSummary]:
-        """Return what was inherited and what the job measured itself, which goes first."""
+        """Return inherited and own measurements; own ones take precedence."""
         with self._lock:
             return {**self._inherited, **self._own()}
 
@@ -231,7 +230,7 @@ class StepProfile:
         }
 
     def orders(self, num_stages: int, processes: int) -> tuple[PipelineSchedule, ...]:
-        """Return the schedules that so many stages were measured by, in so many processes."""
+        """Return the schedules measured with these numbers of stages and processes."""
         known = (num_stages, processes)
         found = (c.order for c in self.summaries() if (c.num_stages, c.processes) == known)
         return tuple(dict.fromkeys(found))
@@ -243,13 +242,13 @@ class StepProfile:
         processes: int = 1,
         order: PipelineSchedule = GPIPE,
     ) -> FitData | None:
-        """Return what there is to fit for pipelines of ``num_stages``; None before the first step.
+        """Return the input of a fit for pipelines of ``num_stages``; None before the first step.
 
         Args:
             num_stages: Number K of stages.
-            checkpoint: Which micro-batches are recomputed.
-            processes: Processes of a replica; what the other engine took says nothing of this one.
-            order: The schedule; steps by another one are not fitted by its formula.
+            checkpoint: The recomputed micro-batches.
+            processes: Processes per replica; the engines' times are not comparable.
+            order: The schedule; steps with other schedules are excluded.
         """
         wanted = (num_stages, processes, order)
         found = {
@@ -260,11 +259,11 @@ class StepProfile:
         return fit_data(found, num_stages, checkpoint) if found else None
 
     def inherited_to_json(self) -> list[dict[str, Any]]:
-        """Return what was inherited as plain numbers, for a checkpoint."""
+        """Return the inherited measurements as plain numbers, for a checkpoint."""
         return [{**c._asdict(), **s._asdict()} for c, s in self.inherited.items()]
 
     def load_inherited(self, content: Iterable[Mapping[str, Any]]) -> None:
-        """Restore what :meth:`inherited_to_json` returned."""
+        """Restore :meth:`inherited_to_json`'s result."""
         self.inherit(
             {StepConfiguration.from_json(row): StepSummary.from_json(row) for row in content}
         )
@@ -286,12 +285,12 @@ class StepProfile:
             ]
 
     def load_json(self, content: Iterable[Mapping[str, Any]]) -> None:
-        """Restore what :meth:`to_json` returned."""
+        """Restore :meth:`to_json`'s result."""
         with self._lock:
             for row in content:
                 key = StepConfiguration.from_json(row)
                 entry = self._measurements.setdefault(key, Measurements())
-                # The first release kept both kinds of steps in the list of accumulation steps.
+                # The first release stored both kinds of steps as accumulation steps.
                 entry.alone.load_json(row.get("alone", row["accum"]))
                 entry.accum.load_json(row["accum"] if "alone" in row else [])
                 entry.optim.load_json(row["optim"])

@@ -1,4 +1,4 @@
-"""One optimizer step as it is reported: to the scheduler, to TensorBoard, on the terminal."""
+"""One optimizer step in reports: to the scheduler, to TensorBoard, on the terminal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StepRecord:
     step: int
     epoch: int
     samples: int
-    """Samples trained on since the training began."""
+    """Samples processed since the start of the training."""
     loss: float | None
     batch_size: int
     atomic_bsz: int
@@ -34,16 +34,16 @@ class StepRecord:
     efficiency: float | None
     num_microbatches: int = 1
     schedule: str = ""
-    """By which the processes of a replica work on micro-batches; empty: there is one."""
+    """Schedule of a multi-process pipeline; empty otherwise."""
     epoch_samples: int = 0
-    """Samples of the epoch taken so far."""
+    """Samples of the epoch processed so far."""
     epoch_size: int = 0
-    """Samples of an epoch; 0 where not known."""
+    """Samples of an epoch; 0 if unknown."""
     num_epochs: int | None = None
     noise_scale: float | None = None
     """Batch size at which the gradient is half noise: initial batch size · var / sqr, samples."""
     rate_factor: float = 1.0
-    """What the learning rate was multiplied by to follow the batch size."""
+    """Factor by which the learning rate follows the batch size."""
 
     @property
     def throughput(self) -> float:
@@ -51,23 +51,23 @@ class StepRecord:
         return self.batch_size / self.step_time if self.step_time > 0.0 else 0.0
 
     def point(self) -> Point:
-        """Return the fields that the scheduler takes; what is no finite number is left out."""
+        """Return the fields for the scheduler; numbers that are not finite become None."""
         from pipollux_protocol.messages import Point
 
-        # Not validated: a number that the scheduler would refuse is not to end the training.
+        # Not validated: an invalid number must not end the training.
         return Point.model_construct(
             **{name: _finite(getattr(self, name)) for name in Point.model_fields}
         )
 
 
 class StepListener(Protocol):
-    """Something that shows or records points; called by the reporting thread of rank 0 only."""
+    """Shows or records points; called only by the reporting thread of rank 0."""
 
     def on_step(self, point: StepRecord) -> None:
-        """Take the record of a step; of steps in quick succession only some are passed on."""
+        """Process the record of a step; steps in quick succession are thinned."""
 
     def close(self) -> None:
-        """End: no more points follow."""
+        """Close: no more points follow."""
 
 
 def _finite(value: Any) -> Any:

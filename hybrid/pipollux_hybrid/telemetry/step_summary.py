@@ -1,4 +1,4 @@
-"""What the fit takes of measured steps: one row for each configuration."""
+"""Measured steps as input of the fit: one row per configuration."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MicrobatchTimes: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 class StepConfiguration(NamedTuple):
-    """What the time of a step depends on."""
+    """The properties that determine the time of a step."""
 
     num_stages: int
     num_nodes: int
@@ -31,9 +31,9 @@ class StepConfiguration(NamedTuple):
     atomic_bsz: int
     num_microbatches: int
     processes: int = 1
-    """Of a replica: one for each stage, or one for all."""
+    """Processes per replica: one per stage, or one for all."""
     schedule: ScheduleKind = "gpipe"
-    """In which order stages worked on micro-batches."""
+    """Order of the stages' work on micro-batches."""
     chunks_per_stage: int = 1
     """V; 1 unless interleaved."""
 
@@ -44,10 +44,10 @@ class StepConfiguration(NamedTuple):
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> StepConfiguration:
-        """Return it of a checkpoint's row; one that names no schedule ran by the usual one.
+        """Return the configuration of a checkpoint's row; the schedule defaults to GPipe.
 
         Raises:
-            KeyError, TypeError, ValueError: It is none.
+            KeyError, TypeError, ValueError: The row is invalid.
         """
         numbers = {
             name: int(row[name]) for name in cls._fields if name in row and name != "schedule"
@@ -59,7 +59,7 @@ class StepConfiguration(NamedTuple):
 
 
 class StepSummary(NamedTuple):
-    """What the fit takes of one configuration, in seconds."""
+    """Input of the fit for one configuration, in seconds."""
 
     accum: float
     """An accumulation step."""
@@ -68,20 +68,20 @@ class StepSummary(NamedTuple):
     forward: tuple[float, ...] = ()
     """Per stage, the forward of one micro-batch; empty: not measured."""
     backward: tuple[float, ...] = ()
-    """Per stage, its backward, recomputation included."""
+    """Per stage, its backward, including recomputation."""
     passed_on: int = 0
-    """How many jobs handed it down; 0: this one measured it itself."""
+    """How often it was passed on; 0: measured by this job."""
     exchange: float = 0.0
-    """Of an optimizer step: adding up gradients of what several stages share."""
+    """Part of an optimizer step that adds gradients of parameters that stages share."""
     scatter: float | None = None
-    """Standard deviation of optimizer steps over their median; None: too few steps to tell."""
+    """Standard deviation of optimizer steps over their median; None: too few steps."""
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> StepSummary:
-        """Return it of a checkpoint's row.
+        """Return the summary of a checkpoint's row.
 
         Raises:
-            KeyError, TypeError, ValueError: It is none.
+            KeyError, TypeError, ValueError: The row is invalid.
         """
         forward, backward = (tuple(map(float, row[name])) for name in ("forward", "backward"))
         times = (float(row["accum"]), float(row["optim"]))
@@ -94,8 +94,8 @@ class StepSummary(NamedTuple):
 class FitData(NamedTuple):
     """The arguments of :func:`pipollux_perfmodel.fit_perf_params`, one entry per configuration.
 
-    Optimizer steps are without the exchange of what stages share: the network, which would have to
-    explain it, costs nothing on one replica.
+    Optimizer steps exclude the exchange of shared parameters' gradients, which the network cannot
+    explain: it costs nothing on one replica.
     """
 
     num_nodes: list[int]
@@ -109,13 +109,13 @@ class FitData(NamedTuple):
     backward_shares: tuple[float, ...]
     checkpoint: Checkpoints
     exchange: float
-    """Seconds of that exchange, which depends on no configuration."""
+    """Seconds of that exchange, independent of the configuration."""
 
 
 def fit_data(
     rows: Mapping[StepConfiguration, StepSummary], num_stages: int, checkpoint: Checkpoints
 ) -> FitData:
-    """Return what is fitted of rows that have the same stages, processes and schedule."""
+    """Return the input of the fit for rows with the same stages, processes and schedule."""
     checkpoint = modes_of_cut(checkpoint, num_stages)
     stages = [_stage_times(c, s, checkpoint) for c, s in rows.items()]
     forward, backward = _shares(num_stages, stages)
@@ -140,7 +140,7 @@ def _stage_times(
     """Return forward and backward times of one micro-batch in each stage; empty if unknown.
 
     The mean backward is over all micro-batches. Under ``except_last`` the last of M is not
-    recomputed and lacks a forward, so a recomputed one takes 1/M of a forward more than the mean.
+    recomputed, so a recomputed one takes 1/M of a forward more than the mean.
     """
     forward, backward = summary.forward, summary.backward
     if not forward:
@@ -163,6 +163,6 @@ def _shares(
                 total[k] += seconds
     whole = sum(forward) + sum(backward)
     if whole <= 0.0:
-        # Equal stages until the timers have spoken.
+        # Equal stages until stages have been timed.
         return even_shares(num_stages)
     return tuple(t / whole for t in forward), tuple(t / whole for t in backward)

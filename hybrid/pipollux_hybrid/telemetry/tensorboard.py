@@ -1,8 +1,8 @@
-"""Scalars for TensorBoard: how loss, goodput and batch size go, over all restarts of a job.
+"""Scalars for TensorBoard: loss, goodput and batch size over all restarts of a job.
 
-Points are written by the reporting thread, about four a second at most, so training pays for none
-of it. A job that comes back goes on in the same run: steps that a crash has it do again replace
-those that were recorded before.
+The reporting thread writes at most about four points per second, without delaying training. A
+restarted job continues the same run: steps that it repeats after a crash replace the earlier
+records.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ScalarWriter:
             self._writer = None
 
     def _open(self, step: int) -> SummaryWriter:
-        # A second or so, which is the thread's and not the script's.
+        # Importing takes about a second, which the reporting thread spends.
         from torch.utils.tensorboard import SummaryWriter
 
         return SummaryWriter(str(self._log_dir), purge_step=step, flush_secs=FLUSH_SECONDS)

@@ -1,7 +1,7 @@
-"""The last report of a job, kept on the disk if no scheduler received it.
+"""The last report of a job, saved to disk if no scheduler received it.
 
-``unsent_report.json`` lies beside the checkpoints, as the marker of a stop does. A scheduler reads
-it once the attempt has ended: without it, what a job did while no scheduler ran is never known.
+``unsent_report.json`` is stored beside the checkpoints, like the marker of a stop. A scheduler
+reads it once the attempt has ended, to include progress made while no scheduler was running.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ LOG = logging.getLogger(__name__)
 
 
 def keep(directory: Path | None, report: Mapping[str, Any]) -> None:
-    """Write a report down; where the disk does not take it, training has not failed for that.
+    """Save a report; an error is logged, as training has not failed.
 
     Args:
-        directory: That of the checkpoints; None: there is none, and nothing is kept.
-        report: The body that the scheduler would have been sent.
+        directory: The checkpoint directory; None: there is none, and nothing is saved.
+        report: The body of the report.
     """
     if directory is None:
         return

@@ -1,1 +1,1 @@
-"""Fits: parameters of step times, from a job's measurements."""
+"""Fits of step time parameters to a job's measurements."""

@@ -1,11 +1,11 @@
-"""AdaptDL's own fit, for comparison and migration: its loss, its start, its search.
+"""AdaptDL's fit, for comparison and migration: its loss, starting point and search.
 
     rmse(log T_accum) + rmse(log T_optim)
       + 1e-3·(γ - 1)² + 1e-2·((beta_n / alpha_n)² + (beta_r / alpha_r)²)
 
 over the seven parameters of one stage (Qiao et al., OSDI'21, section 4.1; AdaptDL 0.2.11), by
-L-BFGS-B from a fixed start with gradients by autograd. `fit_perf_params` finds a smaller loss in
-less time, with a model that predicts better; this one gives AdaptDL's numbers.
+L-BFGS-B from a fixed start with gradients from autograd. `fit_perf_params` finds a smaller loss in
+less time, with a more accurate model; this fit reproduces AdaptDL's numbers.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def fit_like_adaptdl(
     """Return the parameters that AdaptDL 0.2.11 fits to the same measurements.
 
     Args:
-        num_nodes: nodes that the replicas lay on, shape (points,) like all that follow.
+        num_nodes: nodes of the allocation, shape (points,) like all following arguments.
         num_replicas: R.
         atomic_bsz: samples per replica in one forward and backward.
         accum_step_time: seconds of an accumulation step.
-        optim_step_time: seconds of an optimizer step, its synchronisation included.
+        optim_step_time: seconds of an optimizer step, including synchronization.
 
     Raises:
-        ValueError: naming the argument that is empty, of another length, or out of range.
+        ValueError: an argument is empty, of the wrong length, or out of range.
 
     Example:
         >>> params = fit_like_adaptdl([1, 1], [1, 2], [8, 16], [0.18, 0.26], [0.18, 0.31])
@@ -64,7 +64,7 @@ def fit_like_adaptdl(
     differentiated = autograd.grad(_loss)
 
     def gradient(values: Any, *args: Any) -> Any:
-        # At a perfect fit the rmse has no derivative; AdaptDL's search ends there, too.
+        # At a perfect fit the rmse has no derivative; AdaptDL's search ends there as well.
         with _AUTOGRAD_LOCK, np.errstate(divide="ignore", invalid="ignore"):
             return differentiated(values, *args)
 
@@ -102,7 +102,7 @@ def _bounds(profile: Profile) -> tuple[list[float], list[float], list[float]]:
 
 
 def _loss(values: Numbers, profile: Profile) -> Numbers:
-    # Term by term as AdaptDL has it: the search is so long that a rounding error would show.
+    # The same order of terms as AdaptDL: rounding errors accumulate over the long search.
     params = PerfParams(*values)
     nodes, replicas = profile.num_nodes, profile.num_replicas
     accum = params.alpha_c + params.beta_c * profile.micro_bsz

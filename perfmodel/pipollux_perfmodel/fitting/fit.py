@@ -1,11 +1,11 @@
-"""Fit of the step time parameters to measured step times, as Pollux does while a job trains.
+"""Fit of the step time parameters to measured step times, as in Pollux during training.
 
-The loss is in `loss`, what is assumed of what was not measured in `priors`. The search differs from
-AdaptDL's: it starts from straight lines through the data, and runs twice, for a well rounded tip of
-the rmse first (its cone has no gradient where a fit is perfect), and it is SLSQP, with the same
-bounds: since SciPy 1.15 L-BFGS-B waits for the threads of OpenBLAS at every step, and takes twenty
-times as long on a machine that is busy training (scipy/scipy#22438). AdaptDL's own search, L-BFGS-B
-from its start on its loss, is `fit_like_adaptdl` in `adaptdl`.
+`loss` defines the loss, `priors` the assumptions about unmeasured regimes. The search differs from
+AdaptDL's: it starts from straight lines through the data and runs twice, first with a strongly
+rounded tip of the rmse, whose cone has no gradient at a perfect fit. It uses SLSQP with the same
+bounds instead of L-BFGS-B, which since SciPy 1.15 waits for the threads of OpenBLAS in every step
+and takes twenty times as long on a machine that is busy training (scipy/scipy#22438). `adaptdl` has
+AdaptDL's search.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .measurements import Floats, Profile, make_profile, merge, stage_shares
 from .priors import StartingPoint, raise_unseen, start
 from .report import FitReport, make_report
 
-_LONGEST = 1e8  # seconds, an upper bound that only keeps the search from overflowing
+_LONGEST = 1e8  # seconds, an upper bound that keeps the search from overflowing
 _LIMITS = {
     "gamma": (1.0, 10.0),
     "overlap": (0.0, 1.0),
@@ -58,22 +58,22 @@ class _Pass(NamedTuple):
     """One of the searches."""
 
     rounding: float
-    """Relative error below which the rmse is rounded off."""
+    """Relative error below which the rmse is smoothed."""
     tolerance: float
     """Change of the loss at which the search ends."""
     by_logarithm: bool
-    """Whether times vary by their logarithms. Steps of ratios go far along the valley between
-    gamma and the network times, but creep towards zero."""
+    """Whether times are varied by their logarithms. Multiplicative steps move fast along the valley
+    between gamma and the network times, but slowly towards zero."""
 
 
 _PASSES = (_Pass(1e-2, 1e-6, by_logarithm=False), _Pass(1e-4, 1e-9, by_logarithm=True))
 _POLISH = (_Pass(1e-6, 1e-13, by_logarithm=True), _Pass(1e-9, 1e-16, by_logarithm=True))
 _ROUNDING = _PASSES[-1].rounding
 _MAX_ITERATIONS = 150
-# Relative error of AdaptDL's seven numbers below which nothing more is needed. A measured cluster
-# is nowhere near it; a formula is.
+# Relative error of AdaptDL's seven parameters below which additional ones are not needed. Formulas
+# reach it, measured clusters do not.
 _PLAIN_ENOUGH = 2e-3
-_NEARLY = 2e-2  # and below which a finer search may get there
+_NEARLY = 2e-2  # below this a finer search may reach it
 _EXTRAS = ("gamma_c", "contention", "growth_n", "two_node_penalty", "overhead")
 
 
@@ -82,7 +82,7 @@ class FitResult(NamedTuple):
 
     perf_params: PerfParams
     report: FitReport
-    """How far to trust it."""
+    """Errors and assumptions of the fit."""
 
 
 def fit_perf_params(
@@ -104,26 +104,26 @@ def fit_perf_params(
 
     Each measurement is a step, or the mean over the steps of one configuration; all arrays have
     shape (points,). Parameters that the data do not determine follow `priors`. The overlap of
-    stages is fitted when there are several, and either compute times or more than one number of
-    micro-batches were measured; else it is 1.
+    stages is fitted with several stages and either compute times or several numbers of
+    micro-batches; otherwise it is 1.
 
     Args:
-        num_nodes: nodes that the replicas lay on.
+        num_nodes: nodes of the allocation.
         num_replicas: R.
         atomic_bsz: samples per replica in one forward and backward.
         accum_step_time: seconds of an accumulation step.
-        optim_step_time: seconds of an optimizer step, its synchronisation included.
+        optim_step_time: seconds of an optimizer step, including synchronization.
         num_microbatches: M; None: 1 everywhere.
         forward_shares: share of compute time in each stage's forward; None: one stage.
         backward_shares: share of compute time in each stage's backward; None: one stage.
-        compute_time: seconds of one micro-batch summed over stages, forward and backward, not a
-            number where not measured; None: never measured. Not used with one stage.
-        checkpoint: which micro-batches were recomputed, in all stages or in each.
-        schedule: "gpipe", "1f1b" or "interleaved", in which order the stages worked.
+        compute_time: seconds of one micro-batch summed over stages, forward and backward, nan if
+        not measured; None: never measured. Not used with one stage.
+        checkpoint: the recomputed micro-batches, for all stages or per stage.
+        schedule: "gpipe", "1f1b" or "interleaved", the order of the stages' work.
         chunks_per_stage: V of "interleaved".
 
     Raises:
-        ValueError: naming the argument that is empty, of another length, or out of range.
+        ValueError: an argument is empty, of the wrong length, or out of range.
 
     Example:
         >>> params = fit_perf_params([1, 1], [1, 1], [8, 16], [0.18, 0.26], [0.18, 0.26])
@@ -161,26 +161,26 @@ def fit_measurements(
 ) -> FitResult:
     """Fit step time parameters to measurements, and report their errors.
 
-    As `fit_perf_params`, but stages come as their times, where they were measured. Without any they
-    count as equally slow, and the pipeline's gain is identifiable from steps of several M only.
+    Like `fit_perf_params`, but takes stage times. Without stage times, stages count as equally
+    slow, and the pipeline's gain can only be determined from steps with several M.
 
     Args:
-        num_nodes: nodes that the replicas lay on, shape (points,) like all that follow.
+        num_nodes: nodes of the allocation, shape (points,) like all following arguments.
         num_replicas: R.
         atomic_bsz: samples per replica in one forward and backward.
         accum_step_time: seconds of an accumulation step.
         optim_step_time: seconds of an optimizer step.
         num_microbatches: M; None: 1 everywhere.
-        forward: seconds of one micro-batch's forward in each stage, shape (points, num_stages),
-            not a number where not measured; None: never measured.
-        backward: the same for the backward, recomputation included.
+        forward: seconds of one micro-batch's forward in each stage, shape (points, num_stages), nan
+        if not measured; None: never measured.
+        backward: the same for the backward, including recomputation.
         num_stages: K.
-        checkpoint: which micro-batches were recomputed, in all stages or in each.
-        schedule: "gpipe", "1f1b" or "interleaved", in which order the stages worked.
+        checkpoint: the recomputed micro-batches, for all stages or per stage.
+        schedule: "gpipe", "1f1b" or "interleaved", the order of the stages' work.
         chunks_per_stage: V of "interleaved".
 
     Raises:
-        ValueError: naming the argument that is empty, of another shape, or out of range.
+        ValueError: an argument is empty, of the wrong shape, or out of range.
     """
     forward_shares, backward_shares = even_shares(num_stages)
     compute: ArrayLike | None = None
@@ -213,14 +213,14 @@ def _fit(profile: Profile, shape: PerfParams) -> PerfParams:
     if rmse(found.values, rows) < _NEARLY:
         found = _search_all(rows, found, _POLISH)
     if rmse(found.values, rows) >= _PLAIN_ENOUGH:
-        # More numbers explain more, unless their search gets stuck, as it sometimes does.
+        # Additional parameters reduce the error, unless their search gets stuck.
         more = _search_all(rows, begin, _PASSES)
         found = min(more, found, key=lambda x: loss_and_gradient(x.values, rows, _ROUNDING)[0])
     return raise_unseen(with_values(shape, found.values.tolist()), merged)
 
 
 def _without_extras(begin: StartingPoint) -> StartingPoint:
-    """Return the start of a search for AdaptDL's seven numbers and the overlap of stages."""
+    """Return the starting point for AdaptDL's seven parameters and the overlap of stages."""
     extra = np.isin(NAMES, _EXTRAS)
     return StartingPoint(np.where(extra, NEUTRAL, begin.values), begin.free & ~extra)
 
@@ -238,7 +238,7 @@ def _shape(
     schedule: ScheduleKind,
     chunks_per_stage: int,
 ) -> PerfParams:
-    """Return parameters with nothing but the shares, the checkpoint mode and the schedule."""
+    """Return parameters with only the shares, the checkpoint mode and the schedule set."""
     if (forward is None) != (backward is None):
         missing = "forward_shares" if forward is None else "backward_shares"
         raise ValueError(f"{missing} is missing; give both or none")
@@ -257,10 +257,10 @@ def _shape(
 
 
 def _search(rows: Rows, begin: StartingPoint, search: _Pass) -> Floats:
-    """Return the numbers of `NAMES` that minimise the loss, from `begin`.
+    """Return the values of `NAMES` that minimize the loss, starting from `begin`.
 
-    The variables are the free times relative to where they begin (or the logarithms of that), then
-    the other free numbers as they are.
+    The variables are the free times relative to their start (or the logarithms of that), then the
+    other free values unchanged.
     """
     times_free, others_free = (np.flatnonzero(begin.free & kind) for kind in (IS_TIME, ~IS_TIME))
     free, num_times = np.append(times_free, others_free), len(times_free)

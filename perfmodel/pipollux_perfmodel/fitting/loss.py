@@ -4,11 +4,11 @@
       + 1e-3·(γ - 1)² + 1e-2·((beta_n / alpha_n)² + (beta_r / alpha_r)²)            as AdaptDL
       + 1e-3·((ω - 1)² + (gamma_c - 1)² + κ² + δ²) + 1e-2·p²
 
-The rmse is robust: an error e counts as 2·D²·(√(1 + (e/D)²) - 1), its square up to about D = 10 %
-and its magnitude beyond, so that stragglers do not bend the fit. A fit evaluates this dozens of
-times while a job trains, so the gradient is written out below by the chain rule through logarithms
-(x = log of the fixed cost, and so on). It takes a fifteenth of autograd's time; the tests compare
-both.
+The rmse is robust: an error e counts as 2·D²·(√(1 + (e/D)²) - 1), which is quadratic up to about D
+= 10 % and linear beyond, so that stragglers do not distort the fit. As a fit evaluates the loss
+dozens of times during training, the gradient is computed explicitly by the chain rule through
+logarithms (x = log of the fixed cost, and so on), which takes a fifteenth of autograd's time; tests
+compare both.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ NAMES = (
     "overhead",
 )
 NEUTRAL = (EPSILON,) * 6 + (1.0, 1.0, 1.0, 0.0, 1.0, 0.0) + (0.0,)
-"""The value of each number where no measurement determines it."""
-_COMPUTE_WEIGHT = 0.1  # step times decide the predictions; compute times only split them up
+"""The value of each number that no measurement determines."""
+_COMPUTE_WEIGHT = 0.1  # step times determine predictions; compute times only split them
 _ROBUST = 0.1  # D, a relative error
-# Of gamma, overlap, gamma_c, contention, growth_n, two_node_penalty: pulled to where, how strongly.
+# Regularization of gamma, overlap, gamma_c, contention, growth_n, two_node_penalty.
 _PULL_TO = np.array([1.0, 1.0, 1.0, 0.0, 0.0, 0.0])
 _PULL = np.array([1e-3, 1e-3, 1e-3, 1e-3, 1e-2, 1e-3])
 _PULLED = slice(6, 12)
 IS_TIME = np.array([True] * 6 + [False] * 6 + [True])
-"""Which of `NAMES` are in seconds."""
+"""Whether each of `NAMES` is in seconds."""
 _RETROGRESSION = 1e-2
 _SMALL_POWER = 1e-4
 
 
 def with_values(shape: PerfParams, values: Any) -> PerfParams:
-    """Return the parameters with the numbers of `NAMES` in place."""
+    """Return the parameters with the values of `NAMES` replaced."""
     return shape._replace(**dict(zip(NAMES, values, strict=True)))
 
 
@@ -81,7 +81,7 @@ class Rows(NamedTuple):
     weight: Floats
     """Sums to 1."""
     log_compute: Floats
-    """Of those rows where it was measured."""
+    """Of rows with measured compute times."""
     compute_rows: NDArray[np.intp]
     compute_weight: Floats
 
@@ -118,7 +118,7 @@ def loss_and_gradient(values: Floats, rows: Rows, rounding: float) -> tuple[floa
     Args:
         values: the numbers of `NAMES`.
         rows: the measurements.
-        rounding: relative error below which the rmse is rounded off.
+        rounding: relative error below which the rmse is smoothed.
     """
     named = dict(zip(NAMES, values.tolist(), strict=True))
     compute, accum, optim = _log_times(named, rows)
@@ -148,7 +148,7 @@ def loss_and_gradient(values: Floats, rows: Rows, rounding: float) -> tuple[floa
 
 
 def rmse(values: Floats, rows: Rows) -> float:
-    """Return the rmse of logarithms of step times, the larger of accumulation and optimizer's."""
+    """Return the rmse of log step times, the larger one of accumulation and optimizer steps."""
     _, accum, optim = _log_times(dict(zip(NAMES, values.tolist(), strict=True)), rows)
     squares = [
         float(rows.weight @ (accum.value - rows.log_accum) ** 2),

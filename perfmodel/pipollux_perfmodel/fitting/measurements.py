@@ -13,7 +13,7 @@ Floats = NDArray[np.float64]
 
 
 class Profile(NamedTuple):
-    """Step times by configuration; arrays of shape (points,), floats all."""
+    """Step times by configuration; float arrays of shape (points,)."""
 
     num_nodes: Floats
     num_replicas: Floats
@@ -25,9 +25,9 @@ class Profile(NamedTuple):
     optim_time: Floats
     """Measured T_optim."""
     compute_time: Floats
-    """Measured C(b); not a number where not measured."""
+    """Measured C(b); nan if not measured."""
     weight: Floats
-    """Number of measurements behind each."""
+    """Number of measurements of each configuration."""
 
 
 def merge(profile: Profile) -> Profile:
@@ -62,7 +62,7 @@ def make_profile(
     """Check measurements and put them in arrays of one length.
 
     Raises:
-        ValueError: naming the argument that is empty, of another length, or out of range.
+        ValueError: an argument is empty, of the wrong length, or out of range.
     """
     given: dict[str, Any] = {
         "num_nodes": num_nodes,
@@ -106,20 +106,20 @@ class StageShares(NamedTuple):
     backward_shares: tuple[float, ...]
     """ψ_k over all measurements."""
     compute_time: Floats
-    """C(b) of each measurement, not a number where not measured; shape (points,)."""
+    """C(b) of each measurement, nan if not measured; shape (points,)."""
 
 
 def stage_shares(forward: ArrayLike, backward: ArrayLike, num_stages: int) -> StageShares:
-    """Return the shares of C(b) that stages take.
+    """Return the stages' shares of C(b).
 
     Args:
-        forward: seconds of one micro-batch in each stage, shape (points, num_stages), not a number
-            where not measured.
+        forward: seconds of one micro-batch in each stage, shape (points, num_stages), nan if not
+        measured.
         backward: the same for the backward.
         num_stages: K.
 
     Raises:
-        ValueError: when an array has another shape, or a time is negative.
+        ValueError: an array has the wrong shape, or a time is negative.
     """
     arrays = []
     for name, given in (("forward", forward), ("backward", backward)):
@@ -134,11 +134,11 @@ def stage_shares(forward: ArrayLike, backward: ArrayLike, num_stages: int) -> St
         arrays.append(times)
     both = np.concatenate(arrays, axis=1)
     compute = both.sum(axis=1)
-    measured = compute > 0  # False for not a number
+    measured = compute > 0  # False for nan
     if not measured.any():
         shares = np.repeat((FORWARD_SHARE, BACKWARD_SHARE), num_stages) / num_stages
     else:
-        # Medians: one slow micro-batch says nothing about the stage that it hit.
+        # Medians are robust against single slow micro-batches.
         found = both[measured] / compute[measured, None]
         shares = np.median(found, axis=0)
         if not shares.any():  # each stage was idle in most points

@@ -1,7 +1,7 @@
-"""Priors of a fit, for what was not measured, and where its search starts.
+"""Priors of a fit for unmeasured regimes, and the starting point of its search.
 
-The priors are AdaptDL's. They keep unexplored regimes optimistic: a job seen on one replica only
-must not be priced out of two. What a parameter needs, and its value otherwise:
+The priors are AdaptDL's. They keep unexplored regimes optimistic, so that a job measured on one
+replica only is still tried on two. Data needed for each parameter, and its value otherwise:
 
     parameter         needs                                        else
     alpha_c           two micro-batch sizes                        half of C(b) of T_pipe
@@ -17,8 +17,8 @@ must not be priced out of two. What a parameter needs, and its value otherwise:
     contention        two numbers of replicas a node               0
     overhead          two M and two micro-batch sizes, four pairs  0 (in alpha_c)
 
-gamma_c, contention, growth_n, two_node_penalty and overhead are neutral also where the others
-explain everything (`fit`).
+gamma_c, contention, growth_n, two_node_penalty and overhead are also neutral if the other
+parameters explain the measurements (`fit`).
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from pipollux_perfmodel.timing.step_time import EPSILON, pipeline_factor
 from .loss import NAMES, NEUTRAL
 from .measurements import Floats, Profile
 
-_GAMMA = 1.5  # where the search starts; AdaptDL's own fits end at 1.2 to 2.5
+_GAMMA = 1.5  # starting point; AdaptDL's fits end at 1.2 to 2.5
 _GAMMA_C = 1.2
 _LOGARITHMIC = 0.0
 _OVERLAPS = np.linspace(0.0, 1.0, 11)
 _INTER_NODE_FACTOR = 1.1
-_REPEATS = 5  # of reweighting a line
+_REPEATS = 5  # reweightings of a line
 
 Booleans = NDArray[np.bool_]
 
 
 class StartingPoint(NamedTuple):
-    """Where the search starts, in the order of `NAMES`; shape (13,)."""
+    """Starting point of the search, in the order of `NAMES`; shape (13,)."""
 
     values: Floats
     free: Booleans
-    """Whether a number is fitted or stays as it is."""
+    """Whether a value is fitted or fixed."""
 
 
 def start(profile: Profile, shape: PerfParams) -> StartingPoint:
@@ -58,7 +58,7 @@ def start(profile: Profile, shape: PerfParams) -> StartingPoint:
 
     Args:
         profile: the measurements.
-        shape: its shares, checkpoint mode and schedule are those of the job.
+        shape: contains shares, checkpoint mode and schedule of the job.
     """
     known = identifiable(profile, shape)
     values = dict(zip(NAMES, NEUTRAL, strict=True))
@@ -80,7 +80,7 @@ def start(profile: Profile, shape: PerfParams) -> StartingPoint:
 
 
 def identifiable(profile: Profile, shape: PerfParams) -> dict[str, bool]:
-    """Return which numbers of `NAMES` the measurements determine."""
+    """Return whether the measurements determine each of `NAMES`."""
     replicas, nodes = profile.num_replicas, profile.num_nodes
     many, across = replicas > 1, nodes > 1
     inside, beyond_two = many & ~across, replicas > 2
@@ -103,7 +103,7 @@ def identifiable(profile: Profile, shape: PerfParams) -> dict[str, bool]:
 
 
 def raise_unseen(params: PerfParams, profile: Profile) -> PerfParams:
-    """Keep the network between nodes no faster than the one inside, if it was not measured."""
+    """Keep the network between nodes no faster than inside a node, if it was not measured."""
     if np.any(profile.num_nodes > 1):
         return params
     return params._replace(
@@ -113,12 +113,11 @@ def raise_unseen(params: PerfParams, profile: Profile) -> PerfParams:
 
 
 def _count_distinct(profile: Profile, chosen: Booleans) -> int:
-    """Return the number of different configurations among the chosen measurements."""
     return len(np.unique(np.stack(profile[:4])[:, chosen], axis=1).T)
 
 
 def _determines_overlap(profile: Profile, shape: PerfParams) -> bool:
-    """Return whether overlap changes predictions in another way than alpha_c and beta_c do."""
+    """Return whether overlap can be distinguished from alpha_c and beta_c."""
     serial, ideal = (
         pipeline_factor(shape._replace(overlap=overlap), profile.num_microbatches)
         for overlap in (0.0, 1.0)
@@ -131,7 +130,7 @@ def _determines_overlap(profile: Profile, shape: PerfParams) -> bool:
 
 
 def _determines_overhead(profile: Profile) -> bool:
-    """Return whether a step's fixed cost can be told from that of every micro-batch."""
+    """Return whether a step's fixed cost can be distinguished from that of a micro-batch."""
     sizes, counts = profile.micro_bsz, profile.num_microbatches
     num_distinct = len(np.unique(np.stack((sizes, counts)), axis=1).T)
     return min(len(np.unique(sizes)), len(np.unique(counts))) > 1 and num_distinct > 3
@@ -140,14 +139,14 @@ def _determines_overhead(profile: Profile) -> bool:
 def _guess_compute(profile: Profile, shape: PerfParams, known: dict[str, bool]) -> dict[str, float]:
     """Return alpha_c, beta_c, overhead and overlap that explain accumulation steps best.
 
-    Given the overlap they are lines, so a few overlaps are tried.
+    They are linear for a given overlap, so several overlaps are tried.
     """
     guesses = []
     for overlap in _OVERLAPS if known["overlap"] else (1.0,):
         overlapping = shape._replace(overlap=float(overlap))
         factor = pipeline_factor(overlapping, profile.num_microbatches)
         values, error = _fit_steps(profile, factor * np.ones_like(profile.micro_bsz), known)
-        # Of equally good ones the most overlap: the loss has the same term.
+        # If tied, the larger overlap: the loss has the same term.
         guesses.append((error + 1e-3 * (overlap - 1) ** 2, float(overlap), values))
     _, overlap, values = min(guesses, key=lambda guess: guess[0])
     return {**values, "overlap": overlap}
@@ -158,8 +157,8 @@ def _fit_steps(
 ) -> tuple[dict[str, float], float]:
     """Return alpha_c, beta_c and overhead of T_pipe = overhead + C(b)·F(M), and their error."""
     if not known["alpha_c"]:
-        # By the whole step, not by the stages' timers: the cost of a step beside its stages
-        # (launching them, the loss) is the same for any batch size, and belongs to alpha_c.
+        # Uses the whole step, not the stages' timers: the cost of a step outside its stages
+        # (launching, the loss) does not depend on the batch size, and belongs to alpha_c.
         implied = profile.accum_time / factor
         half = float(np.average(implied, weights=profile.weight)) / 2
         found = {"alpha_c": half, "beta_c": half / float(profile.micro_bsz[0])}
@@ -183,13 +182,13 @@ def _guess_network(
 ) -> tuple[float, float]:
     """Return alpha and beta from the excess of optimizer steps over accumulation steps."""
     accum, optim = profile.accum_time[seen], profile.optim_time[seen]
-    # In units of the step, so that no power overflows.
+    # Relative to the step, so that no power overflows.
     rest = optim * np.maximum(1 - (accum / optim) ** gamma, 0.0) ** (1 / gamma)
     network = np.maximum(rest, 0.05 * accum)
     replicas = profile.num_replicas[seen]
     beyond = np.log(replicas - 1) if logarithmic else replicas - 2
     alpha, beta = _fit_line(np.maximum(beyond, EPSILON), network)
-    # Away from the lower bounds, where a search by logarithms would be stuck.
+    # Away from the lower bounds, where a search by logarithms would get stuck.
     alpha = max(alpha, 0.1 * float(network.min()))
     return alpha, max(beta, 1e-3 * alpha)
 
@@ -204,7 +203,7 @@ def _fit_line(x: Floats, y: Floats) -> tuple[float, float]:
 def _least_errors(columns: Floats, y: Floats) -> tuple[Floats, float]:
     """Return coefficients >= 0 of y ≈ columns·coefficients by relative errors, and their mean.
 
-    Errors count by magnitude, not by square, so that a straggler does not turn the line.
+    Uses absolute errors, which are robust against stragglers.
     """
     columns = columns / y[:, None]
     weights = np.ones_like(y)

@@ -33,7 +33,7 @@ _REASONS = {
     "overhead": "one number of micro-batches, or too few sizes with it; taken to be in alpha_c",
     "two_node_penalty": "two nodes and more than two were not compared; taken to be alike",
 }
-# An outlier is off by this many times the usual error, and by at least this much.
+# An outlier is off by this factor of the usual error, and by at least this much.
 _OUTLIER_FACTOR = 6.0
 _LEAST_OUTLIER = 0.3
 _MAD_TO_SIGMA = 1.4826
@@ -45,9 +45,9 @@ class RegimeError(NamedTuple):
     name: str
     num_measurements: int
     mean_error: float
-    """Mean of |predicted / measured - 1|, outliers left out."""
+    """Mean of |predicted / measured - 1|, without outliers."""
     worst_error: float
-    """Largest of them."""
+    """Largest of these errors."""
 
 
 class Assumption(NamedTuple):
@@ -62,19 +62,19 @@ class FitReport(NamedTuple):
     """Errors and assumptions of a fit."""
 
     regimes: tuple[RegimeError, ...]
-    """Accumulation steps, then optimizer steps by allocation; only those that were measured."""
+    """Accumulation steps, then optimizer steps by allocation; only measured regimes."""
     assumed: tuple[Assumption, ...]
     """Parameters that the measurements do not determine."""
     outliers: tuple[int, ...]
-    """Rows far off while the others are not; they should not be held against the fit."""
+    """Rows with large errors while the others have small ones."""
 
 
 def make_report(params: PerfParams, profile: Profile, shape: PerfParams) -> FitReport:
-    """Return the errors of a fit on its measurements, and what it assumes.
+    """Return the errors of a fit on its measurements, and its assumptions.
 
     Args:
-        params: what was fitted.
-        profile: what it was fitted to.
+        params: the fitted parameters.
+        profile: the measurements.
         shape: shares, checkpoint mode and schedule of the job.
     """
     accum, optim = _errors(params, profile)

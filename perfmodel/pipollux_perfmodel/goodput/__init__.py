@@ -1,1 +1,1 @@
-"""Goodput: training progress per second, and the configuration with the most of it."""
+"""Goodput: training progress per second, and the configuration that maximizes it."""

@@ -1,7 +1,7 @@
-"""Bounds of batch sizes: of one job, and of columns that belong to several jobs.
+"""Bounds of batch sizes, for one job and for columns of several jobs.
 
-A column is one allocation of one job. Where all jobs of some columns have the same bound it stays a
-number, else it is an array with an entry for each column.
+A column is one allocation of one job. A bound that is equal for all columns is a number, else an
+array with one entry per column.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Integers = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 TOLERANCE = 1e-8
-"""Of floor and ceil, as AdaptDL's."""
+"""Tolerance of floor and ceil, as in AdaptDL."""
 
 
 class BatchBounds(NamedTuple):
@@ -39,18 +39,18 @@ class BatchBounds(NamedTuple):
     """Whether a single replica must accumulate above the initial batch size: gradient noise is
     measured between atomic batches, and without micro-batches there is only one."""
     rounds_up: bool = False
-    """Whether the largest batch size may be passed by less than one sample per replica (and step,
-    in as few steps as the largest atomic batch size allows), so that a batch is not refused because
-    replicas do not divide it."""
+    """Whether the batch may exceed the largest batch size by less than one sample per replica (and
+    step, in as few steps as the largest atomic batch size allows), so that a batch is not rejected
+    because replicas do not divide it."""
 
     @property
     def rules(self) -> tuple[bool, bool, bool]:
-        """What columns that are looked at together must have in common."""
+        """Properties that columns evaluated together must have in common."""
         return self.accumulation, self.needs_two_batches, self.rounds_up
 
 
 class ColumnBounds(NamedTuple):
-    """Bounds of columns, field by field those of `BatchBounds`."""
+    """Bounds of columns, with the fields of `BatchBounds`."""
 
     init_batch_size: Numbers
     max_batch_size: Numbers
@@ -60,14 +60,14 @@ class ColumnBounds(NamedTuple):
     needs_two_batches: bool
     rounds_up: bool
     jobs: tuple[BatchBounds, ...]
-    """The bounds of every job."""
+    """The bounds of each job."""
     owner: Integers
     """(columns,): index into `jobs`."""
 
     def at(self, columns: NDArray[np.intp]) -> ColumnBounds:
         """Return the bounds of some columns, by index."""
         if len(columns) == len(self.owner) and bool((np.diff(columns) > 0).all()):
-            return self  # all of them
+            return self  # all columns
         return self._replace(
             init_batch_size=take(self.init_batch_size, columns),
             max_batch_size=take(self.max_batch_size, columns),
@@ -77,7 +77,7 @@ class ColumnBounds(NamedTuple):
         )
 
     def distinct(self, num_replicas: Integers) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        """Return the first column of each bounds and R, and which of these every column is like."""
+        """Return the first column of each distinct (bounds, R), and the index of each column's."""
         numbers = {bounds: number for number, bounds in enumerate(dict.fromkeys(self.jobs))}
         of_job = np.array([numbers[bounds] for bounds in self.jobs])
         codes = of_job[self.owner] * (int(num_replicas.max(initial=0)) + 1) + num_replicas
@@ -85,7 +85,7 @@ class ColumnBounds(NamedTuple):
         return first, inverse
 
     def allow(self, num_replicas: Integers, atomic_bsz: Integers, accum_steps: Integers) -> Bools:
-        """Return which candidates are within all bounds: (candidates, columns)."""
+        """Return whether candidates are within all bounds, (candidates, columns)."""
         batch_size = num_replicas * atomic_bsz * (accum_steps + 1)
         within = batch_size <= self.max_batch_size
         if self.rounds_up:
@@ -98,7 +98,7 @@ class ColumnBounds(NamedTuple):
         return allowed
 
     def leave_room(self, num_replicas: Integers) -> Bools:
-        """Return which numbers of replicas allow any batch size: (columns,)."""
+        """Return whether numbers of replicas allow any batch size, (columns,)."""
         room = self.min_atomic_bsz * num_replicas <= self.max_batch_size
         if self.rounds_up:
             room |= (self.min_atomic_bsz - 1) * num_replicas < self.max_batch_size
@@ -108,14 +108,14 @@ class ColumnBounds(NamedTuple):
         return allowed
 
     def allow_atomic(self, atomic_bsz: Integers) -> Bools:
-        """Return which atomic batch sizes are within theirs."""
+        """Return whether atomic batch sizes are within their bounds."""
         allowed: Bools = (self.min_atomic_bsz <= atomic_bsz) & (atomic_bsz <= self.max_atomic_bsz)
         return allowed
 
     def _is_rounded(
         self, num_replicas: Integers, atomic_bsz: Integers, accum_steps: Integers
     ) -> Bools:
-        """Return which candidates are the largest batch size, rounded up no more than needed."""
+        """Return whether candidates are the largest batch size, minimally rounded up."""
         steps = accum_steps + 1
         fewest = np.ceil(self.max_batch_size / (num_replicas * self.max_atomic_bsz) - TOLERANCE)
         unit = num_replicas * np.where(steps <= fewest, steps, 1)
@@ -127,7 +127,7 @@ def stack_bounds(jobs: Sequence[BatchBounds], num_columns: Sequence[int]) -> Col
     """Return the bounds of all columns of some jobs, one job after the other.
 
     Args:
-        jobs: the bounds of each, with the same `rules`.
+        jobs: the bounds of each job, with the same `rules`.
         num_columns: of each job.
     """
     return ColumnBounds(

@@ -1,18 +1,18 @@
-"""The best batch size of each column, among the candidates that bounds propose (`candidates`).
+"""The best batch size of each column, among the candidates within its bounds (`candidates`).
 
-The geometric candidates come first, as in Pollux and AdaptDL. The neighbours of the best are tried
-after that, in a and in s. Where there are few candidates in all, or bounds so tight that none of
-the geometric ones fits, every one is tried.
+As in Pollux and AdaptDL, the geometric candidates come first. Then the neighbours of the best
+candidate are tried, in a and in s. If there are few candidates in total, or the bounds are so tight
+that no geometric candidate fits, all are tried.
 
-The choice is that of evaluating them all, at a part of its cost:
+The result equals that of evaluating all candidates, at a lower cost:
 
-* of many candidates the goodput is first estimated in single precision, and only those are
-  evaluated that are the best by that, or as good to within its error;
-* what is equal to another candidate, or to the choice whose neighbour it is, is passed over;
-* where only a choice that is better by `_BETTER` counts, neighbours are tried only where a bound
-  does not rule that out (`GoodputOf.most_nearby`).
+* with many candidates, goodput is first estimated in single precision, and only candidates within
+  the error of the best estimate are evaluated;
+* duplicates of a candidate, or of the choice whose neighbours are tried, are skipped;
+* where a choice only counts if it is better by `_BETTER`, neighbours are skipped if a bound
+  excludes that (`GoodputOf.most_nearby`).
 
-A column is one allocation of a job, and may stand beside those of other jobs.
+A column is one allocation of a job; columns of several jobs are evaluated together.
 """
 
 from __future__ import annotations
@@ -41,51 +41,51 @@ class GoodputOf(Protocol):
     """Goodput of candidates; columns are indices, shape (columns,)."""
 
     def __call__(self, columns: Integers, atomic_bsz: Integers, accum_steps: Integers) -> Floats:
-        """Return it in shape (candidates, columns); the others have that, or (candidates, 1)."""
+        """Return goodput, (candidates, columns); the sizes have that shape or (candidates, 1)."""
 
     def of_pairs(self, columns: Integers, atomic_bsz: Integers, accum_steps: Integers) -> Floats:
-        """Return that of candidates of any columns, all of shape (pairs,)."""
+        """Return goodput of candidates of any columns, all of shape (pairs,)."""
 
     def estimate(
         self, columns: Integers, atomic_bsz: Integers, accum_steps: Integers
     ) -> NDArray[np.float32] | None:
-        """Return an estimate of the shape of a call's answer; None: there is none.
+        """Return an estimate of the shape of a call's result; None: no estimate.
 
-        Of two candidates of one column whose estimates differ by more than `ESTIMATE_ERROR` of the
-        larger one, that is also the better by its goodput. No unit is common to two columns.
+        If the estimates of two candidates of one column differ by more than `ESTIMATE_ERROR` of the
+        larger one, goodput has the same order. Units differ between columns.
         """
 
     def most_nearby(
         self, columns: Integers, atomic_bsz: Integers, accum_steps: Integers, nearby: Nearby
     ) -> NDArray[np.float32] | None:
-        """Return a bound on the goodput of all candidates nearby, (columns,); None: there is none.
+        """Return a bound on the goodput of all candidates nearby, (columns,); None: no bound.
 
-        It is relative to that of the candidate given, and within `ESTIMATE_ERROR`.
+        It is relative to the goodput of the given candidate, and accurate to `ESTIMATE_ERROR`.
         """
 
 
 class Nearby(NamedTuple):
-    """For each of some numbers of steps, a range of samples of one replica; (numbers, columns)."""
+    """A range of samples of one replica for each number of steps; (numbers, columns)."""
 
     more_steps: Integers
-    """Accumulation steps beyond those of a candidate, at least 0: (numbers, 1)."""
+    """Additional accumulation steps compared with a candidate, at least 0: (numbers, 1)."""
     least: Floats
     most: Floats
-    """Below `least` where the number of steps is not possible."""
+    """Below `least` if the number of steps is impossible."""
 
 
-_ROUNDS = 2  # of trying the neighbours of the best
+_ROUNDS = 2  # of trying neighbours of the best candidate
 _NEIGHBOUR_STEPS = np.array([-1, 0, 1, 2, 3])
 _NEIGHBOUR_BLOCKS = np.array([-1, 0, 1, 2])
-_BETTER = 1.003  # how much better a choice must be than AdaptDL's to be taken in its place
+_BETTER = 1.003  # how much better a choice must be to replace AdaptDL's
 _FEW_TO_ESTIMATE = 4096  # candidates of all columns up to which all are evaluated at once
-_CHUNK = 1024  # columns that are looked at together: a few arrays of their candidates fit a cache
+_CHUNK = 1024  # columns evaluated together: a few arrays of their candidates fit a cache
 ESTIMATE_ERROR = 1e-4
-"""Fifty times what single precision errs by."""
+"""Fifty times the error of single precision."""
 
 
 class BatchChoice(NamedTuple):
-    """The best candidate of each column; arrays of shape (columns,), 0 where none is allowed."""
+    """The best candidate of each column; arrays of shape (columns,), 0 if none is allowed."""
 
     goodput: Floats
     atomic_bsz: Integers
@@ -101,16 +101,16 @@ def choose(
 ) -> BatchChoice:
     """Return the candidate with the highest goodput for each column.
 
-    Atomic batch sizes that are a multiple of `num_microbatches` come first; others are looked at
-    only in columns where no multiple is allowed.
+    Atomic batch sizes that are a multiple of `num_microbatches` come first; others are only tried
+    in columns where no multiple is allowed.
 
     Args:
-        bounds: what to keep to; of several jobs only where all or none `has_few`.
+        bounds: the bounds; with several jobs, `has_few` must be equal for all.
         num_replicas: R of each column, shape (columns,).
         num_microbatches: M.
         goodput_of: goodput of candidates.
-        measured: atomic batch sizes, at least one, that are looked at whatever is proposed: by
-            what was measured one may be far better than all about it; of one column only.
+        measured: atomic batch sizes, at least one, that are always tried: by measurements one may
+            be much better than its neighbours; for a single column only.
     """
     columns = num_replicas.shape
     choice = BatchChoice(np.zeros(columns), np.zeros(columns, int), np.zeros(columns, int))
@@ -154,14 +154,14 @@ def _choose_geometric(
     columns: Integers,
 ) -> None:
     replicas, bounds = num_replicas[columns], bounds.at(columns)
-    # They follow from bounds and R alone, which jobs often have in common.
+    # They depend on bounds and R only, which jobs often have in common.
     first, kinds = bounds.distinct(replicas)
     own, count = bounds.at(first), replicas[first]
     proposal = propose(own, count, multiple)
     if bounds.needs_two_batches:
         up = proposal.up
         up = up._replace(allowed=up.allowed & own.allow_atomic(up.atomic_bsz))
-        # AdaptDL's choice, which ignores the largest batch size, wherever that is allowed.
+        # AdaptDL's choice, which ignores the largest batch size, if that is allowed.
         theirs = _best(goodput_of, columns, compact(up), kinds)
         allowed = bounds.allow(replicas, theirs.atomic_bsz, theirs.accum_steps)
         _store(choice, columns, theirs, allowed)
@@ -182,11 +182,11 @@ def _may_gain(
     goodput_of: GoodputOf,
     columns: Integers,
 ) -> Bools:
-    """Tell where `_refine` may find what is better by `_BETTER`, by a bound on all it can reach.
+    """Return where `_refine` may find an improvement by `_BETTER`, from a bound on its range.
 
-    In two rounds, by at most `up` steps more in each, s + t steps are reached from at most
-    s + min(t + 1, up) steps, and in each round what one replica trains changes by less than two
-    blocks in every step.
+    In two rounds of at most `up` additional steps each, s + t steps are reached from at most s +
+    min(t + 1, up) steps, and in each round the samples of one replica change by less than two
+    blocks per step.
     """
     replicas, bounds = num_replicas[columns], bounds.at(columns)
     sizes, steps = choice.atomic_bsz[columns], choice.accum_steps[columns]
@@ -195,7 +195,7 @@ def _may_gain(
     more = np.arange(_ROUNDS * up + 1)[:, None]
     reach = 2 * multiple * (2 * (steps + 1) + more + np.minimum(more + 1, up))
     most = samples + reach
-    # Fewer steps cannot be bounded by more of them: none of those may be possible.
+    # Fewer steps cannot be bounded by more steps: none of those may be possible.
     fewer = (steps > 0) & (samples - reach[0] <= bounds.max_atomic_bsz * steps)
     most = np.where(bounds.min_atomic_bsz * (steps + more + 1) <= most, most, 0)
     if not bounds.rounds_up:
@@ -228,19 +228,18 @@ def _refine(
         atomic_bsz = np.maximum(sizes, multiple).reshape(-1, len(columns))
         accum_steps = np.repeat(accum_steps, len(_NEIGHBOUR_BLOCKS), axis=0)
         allowed = bounds.at(columns).allow(num_replicas[columns], atomic_bsz, accum_steps)
-        # There are no fewer steps than none.
+        # Steps cannot be negative.
         allowed &= np.repeat(steps + changes >= 0, len(_NEIGHBOUR_BLOCKS), axis=0)
         itself = (atomic_bsz == before) & (accum_steps == steps)
         candidates = Candidates(atomic_bsz, accum_steps, allowed)
         near = _best(goodput_of, columns, candidates, known=itself)
         better = near.goodput > choice.goodput[columns]
         _store(choice, columns, near, better)
-        # The neighbours of the same choice would be the same again.
+        # Neighbours of an unchanged choice have been tried.
         columns = columns[better]
 
 
 def _take_better(choice: BatchChoice, columns: Integers, found: BatchChoice) -> None:
-    """Take what was found in columns where it is better than the choice."""
     _store(choice, columns, found, found.goodput > choice.goodput[columns])
 
 
@@ -256,18 +255,18 @@ def _best(
     kinds: Integers | None = None,
     known: Bools | None = None,
 ) -> BatchChoice:
-    """Return the best of the allowed candidates of each column, the first of equal ones.
+    """Return the best allowed candidate of each column, the first one of equal candidates.
 
     Args:
         goodput_of: goodput of candidates.
         columns: by index.
         candidates: of each column or, with `kinds`, of each kind of columns.
         kinds: the kind of each column.
-        known: candidates of each column that are not to be found, however good they are.
+        known: candidates of each column to exclude.
 
     Returns:
-        The best of each column; a goodput of -1.0 where there is none, or none that may be better
-        than what is known.
+        The best of each column; with goodput -1.0 if there is none, or none that may be better than
+        the known candidates.
     """
     best = BatchChoice(np.full(len(columns), -1.0), *np.zeros((2, len(columns)), np.int64))
     many = len(candidates.allowed) * len(columns) > _FEW_TO_ESTIMATE
@@ -303,7 +302,7 @@ class _Here(NamedTuple):
     kinds: Integers | slice
 
     def of(self, part: NDArray[Any]) -> NDArray[Any]:
-        """Return theirs in an array of all."""
+        """Return their entries in an array of all columns."""
         if isinstance(self.kinds, slice):
             return part[: self.rows, self.kinds]
         return part[: self.rows].take(self.kinds, axis=1)
@@ -312,7 +311,7 @@ class _Here(NamedTuple):
 def _chunks(
     candidates: Candidates, kinds: Integers | None, num_columns: int
 ) -> Iterator[tuple[Integers, _Here]]:
-    """Yield some columns at a time, by their places, and where their candidates are."""
+    """Yield groups of columns, by position, and the location of their candidates."""
     if not candidates.allowed.size:
         return
     if kinds is None:
@@ -320,7 +319,7 @@ def _chunks(
             places = np.arange(first, min(first + _CHUNK, num_columns))
             yield places, _Here(len(candidates.allowed), slice(first, first + _CHUNK))
         return
-    # Columns with as many candidates as each other leave no gaps.
+    # Columns with equally many candidates leave no gaps.
     counts = np.count_nonzero(candidates.allowed, axis=0)[kinds]
     order = np.argsort(counts, kind="stable")
     for first in range(int(np.count_nonzero(counts == 0)), num_columns, _CHUNK):
@@ -329,7 +328,7 @@ def _chunks(
 
 
 def _nearly_best(estimate: NDArray[np.float32] | None, allowed: Bools) -> Bools | None:
-    """Return which candidates may be the best of their column; None: it cannot be told."""
+    """Return which candidates may be the best of their column; None: unknown."""
     if estimate is None:
         return None
     if not allowed.all():
@@ -349,14 +348,14 @@ def _best_of_few(
     sizes: Integers,
     steps: Integers,
 ) -> None:
-    """Write the best candidate of each place, of candidates in the order of places and rows."""
+    """Write the best candidate of each place; candidates are ordered by places and rows."""
     order = np.argsort(places, kind="stable")
     places, sizes, steps = places[order], sizes[order], steps[order]
     found = goodput_of.of_pairs(columns[places], sizes, steps)
     first = np.flatnonzero(np.diff(places, prepend=-1))
     if first.size:
         best.goodput[places[first]] = np.maximum.reduceat(found, first)
-    # In reverse, so that the first of equal ones is written last.
+    # In reverse, so that the first of equal candidates is written last.
     equal = np.flatnonzero(found == best.goodput[places])[::-1]
     best.atomic_bsz[places[equal]] = sizes[equal]
     best.accum_steps[places[equal]] = steps[equal]

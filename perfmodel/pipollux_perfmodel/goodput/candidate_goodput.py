@@ -1,4 +1,4 @@
-"""Goodput of many batch sizes on many allocations: what `batch_size` chooses by.
+"""Goodput of many batch sizes on many allocations, for the choice in `batch_size`.
 
 An allocation is a column, and the columns may belong to several jobs (`stack_params`).
 """
@@ -30,7 +30,7 @@ from .batch_size import Floats, Nearby
 
 
 class _Columns(NamedTuple):
-    """What goodput depends on besides the batch size; numbers, or arrays (columns,)."""
+    """Quantities that goodput depends on besides the batch size; numbers, or arrays (columns,)."""
 
     params: PerfParams
     sqr: Numbers
@@ -39,7 +39,7 @@ class _Columns(NamedTuple):
     nodes: Integers
     replicas: Integers
     factor: Numbers
-    """T_pipe without overhead over C(b), where that is one number."""
+    """T_pipe without overhead over C(b), if that is one number."""
     network: Numbers
     """T_net."""
     slow: Numbers
@@ -47,10 +47,10 @@ class _Columns(NamedTuple):
 
 
 class _Estimate(NamedTuple):
-    """What an estimate depends on besides the batch size, in single precision; as `_Columns`.
+    """Quantities that an estimate depends on besides the batch size, in single precision.
 
-    T_pipe is (fixed, slope · a)_line + overhead. Efficiency times batch size is, but for a factor
-    of the column, batch size / (signal · batch size + noise).
+    T_pipe is (fixed, slope · a)_line + overhead. Up to a factor of the column, efficiency times
+    batch size is batch size / (signal · batch size + noise).
     """
 
     fixed: Singles
@@ -67,16 +67,16 @@ class _Estimate(NamedTuple):
 
 Singles = NDArray[np.float32]
 _PLAIN = 1e-12, 1e15
-"""Between these, and where it is 0, a number is neither lost nor infinite in single precision."""
+"""Range of numbers, besides 0, that single precision represents without loss."""
 
 
 class CandidateGoodput:
-    """Goodput of candidates in columns; what depends on columns only is computed once.
+    """Goodput of candidates in columns; quantities of columns are computed once.
 
     Args:
         all_params: step times of each job; of several jobs with one `stack_key`.
         all_gradients: size and noise of each job's gradient.
-        init_batch_sizes: what the efficiency of each job is relative to.
+        init_batch_sizes: the batch size of each job that its efficiency is relative to.
         num_columns: of each job.
         num_nodes: n of each column, (columns,).
         num_replicas: R of each column, (columns,).
@@ -95,7 +95,7 @@ class CandidateGoodput:
     ) -> None:
         params = stack_params(all_params, num_columns)
         self._simple = is_simple(params)
-        # Without gradient and noise, so unknown, a larger batch is assumed to gain nothing.
+        # Without gradient and noise, a larger batch is assumed to gain nothing.
         self._is_known = all(gradient.sqr > 0 or gradient.var > 0 for gradient in all_gradients)
         self._num_microbatches = num_microbatches
         factors: list[Numbers] = [1.0]
@@ -126,13 +126,13 @@ class CandidateGoodput:
     def estimate(
         self, columns: Integers, atomic_bsz: Integers, accum_steps: Integers
     ) -> Singles | None:
-        """Return goodput in a unit of each column's own, in single precision: see `GoodputOf`."""
+        """Return goodput in a separate unit per column, in single precision: see `GoodputOf`."""
         if self._in_single is None:
             return None
         at = _Estimate(*(take(values, columns) for values in self._in_single))
         size = atomic_bsz.astype(np.float32, copy=False)
         steps = accum_steps.astype(np.float32, copy=False)
-        with np.errstate(divide="ignore", invalid="ignore"):  # whoever asks looks at the outcome
+        with np.errstate(divide="ignore", invalid="ignore"):  # callers check the result
             accum = self._accum(at, size)
             total = _norm(accum, at.network, at.gamma)
             accum *= steps
@@ -156,15 +156,15 @@ class CandidateGoodput:
             T_iter   = s · T_pipe + (T_pipe, T_net)_γ + T_tie
 
         the first factor is concave in A, and T_iter convex, so both are bounded by their tangents.
-        And t steps more take t · fixed seconds more at least, for they leave less to hide T_net
-        behind. The quotient of two straight lines is greatest at an end of a range.
+        t additional steps take at least t · fixed additional seconds, as they hide less of T_net.
+        The quotient of two linear functions is maximal at an end of a range.
         """
         if self._in_single is None or not self._is_line or np.any(self._all.params.gamma < 1):
             return None
         at = _Estimate(*(take(values, columns) for values in self._in_single))
         size, steps = atomic_bsz.astype(np.float32), accum_steps.astype(np.float32)
         samples = size * (steps + 1)
-        with np.errstate(all="ignore"):  # whoever asks looks at the outcome
+        with np.errstate(all="ignore"):  # callers check the result
             accum = self._accum(at, size)
             optim = _norm(accum, at.network, at.gamma)
             total = steps * accum + optim + at.tied
@@ -190,13 +190,13 @@ class CandidateGoodput:
 
     @property
     def _is_line(self) -> bool:
-        """Whether fixed and other cost of a micro-batch just add."""
+        """Whether the fixed and per-sample costs of a micro-batch add up."""
         power = self._all.params.gamma_c
         return isinstance(power, float) and power == 1.0
 
     @cached_property
     def _in_single(self) -> _Estimate | None:
-        """The columns for `estimate`; None where formulas or numbers do not allow it."""
+        """The columns for `estimate`; None if formulas or numbers do not allow it."""
         everywhere = self._all
         params = everywhere.params
         if not (self._simple and self._is_known):
@@ -252,10 +252,10 @@ class CandidateGoodput:
 
 
 def _norm(x: Singles, y: Singles, power: Singles) -> Singles:
-    """Return (x^power + y^power)^(1/power) in single precision, not a number where both are 0."""
+    """Return (x^power + y^power)^(1/power) in single precision; nan where both are 0."""
     larger, ratio = np.maximum(x, y), np.minimum(x, y)
     ratio /= larger
-    # Logarithm and exponential of single precision take a fifth of the time of a power.
+    # Logarithm and exponential in single precision take a fifth of the time of a power.
     np.log(ratio, out=ratio)
     ratio *= power
     np.exp(ratio, out=ratio)

@@ -1,13 +1,13 @@
-"""Candidates of (atomic batch size, accumulation steps) that bounds propose.
+"""Candidates of (atomic batch size, accumulation steps) within bounds.
 
 A candidate splits a batch of B samples over R replicas into s accumulation steps and the optimizer
 step, with the atomic batch size a = ⌈B / (R·(s + 1))⌉. As in Pollux (section 4.1) and AdaptDL, B
-runs over a geometric range and s is the least that keeps a within its bounds. Rounding up may carry
-R·a·(s + 1) past the largest batch size; the same B rounded down then stands beside it. Where there
-are few atomic batch sizes and accumulation steps in all, every one is listed.
+has values in a geometric range, and s is the least number that keeps a within its bounds. Rounding
+up may make R·a·(s + 1) exceed the largest batch size, so the same B rounded down is a candidate as
+well. If there are few atomic batch sizes and accumulation steps in total, all are candidates.
 
-What is proposed follows from bounds and R alone, which columns often have in common: such columns
-are of one *kind*.
+Candidates depend on bounds and R only, which columns often have in common: such columns are of one
+*kind*.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from .batch_bounds import TOLERANCE, BatchBounds, Bools, ColumnBounds, Integers
 
-_NUM_CANDIDATES = 50  # as AdaptDL's
-_FEW = 300  # (atomic batch size, accumulation steps) that are all tried
+_NUM_CANDIDATES = 50  # as in AdaptDL
+_FEW = 300  # (atomic batch size, accumulation steps) up to which all are tried
 
 
 class Candidates(NamedTuple):
@@ -31,7 +31,7 @@ class Candidates(NamedTuple):
     atomic_bsz: Integers
     accum_steps: Integers
     allowed: Bools
-    """The others are not looked at."""
+    """Other entries are ignored."""
 
 
 class Proposal(NamedTuple):
@@ -40,11 +40,11 @@ class Proposal(NamedTuple):
     up: Candidates
     """a rounded up."""
     down: Candidates
-    """a rounded down. Of both, of equal ones only the first is allowed."""
+    """a rounded down. Of equal candidates in both, only the first is allowed."""
 
     @property
     def both(self) -> Candidates:
-        """All of them, those rounded up first."""
+        """All candidates, those rounded up first."""
         up, down = self
         return Candidates(
             np.concatenate((up.atomic_bsz, down.atomic_bsz)),
@@ -56,7 +56,7 @@ class Proposal(NamedTuple):
 def propose(bounds: ColumnBounds, num_replicas: Integers, multiple: int) -> Proposal:
     """Return the geometric candidates; atomic batch sizes are multiples of a number.
 
-    Whether they are within bounds has not been looked at.
+    The candidates are not checked against the bounds.
     """
     least = np.maximum(bounds.init_batch_size, bounds.min_atomic_bsz * num_replicas)
     batch_size = np.geomspace(least, bounds.max_batch_size, _NUM_CANDIDATES)
@@ -67,7 +67,7 @@ def propose(bounds: ColumnBounds, num_replicas: Integers, multiple: int) -> Prop
     down = np.maximum(np.floor(blocks + TOLERANCE), 1).astype(np.int64) * multiple
     if bounds.needs_two_batches and not bounds.accumulation:
         up = down = np.where(num_replicas == 1, np.asarray(bounds.init_batch_size, np.int64), up)
-    # Both ascend with the batch size: what is equal to an earlier one is equal to its neighbour.
+    # Both ascend with the batch size, so equal candidates are neighbours.
     new_up, new_down = np.ones(up.shape, bool), down != up
     same_steps = steps[1:] == steps[:-1]
     new_up[1:] = ~(same_steps & (up[1:] == up[:-1]))
@@ -87,14 +87,14 @@ def compact(candidates: Candidates) -> Candidates:
 
 
 def has_few(bounds: BatchBounds, multiple: int) -> bool:
-    """Tell whether atomic batch sizes and accumulation steps are so few that all are tried."""
+    """Return whether atomic batch sizes and accumulation steps are so few that all are tried."""
     return _all_candidates(bounds, multiple) is not None
 
 
 def list_all(bounds: ColumnBounds, num_replicas: Integers, multiple: int) -> Candidates:
-    """Return every candidate of each column, where they are few (`has_few`).
+    """Return every candidate of each column, if they are few (`has_few`).
 
-    Of a job with fewer than others the first stands again in their place.
+    Jobs with fewer candidates repeat their first one.
     """
     found = [_all_candidates(job, multiple) for job in bounds.jobs]
     every = [candidates for candidates in found if candidates is not None]
@@ -133,7 +133,7 @@ def list_measured(
 ) -> Candidates:
     """Return atomic batch sizes in one column, each with up to `_NUM_CANDIDATES` numbers of steps.
 
-    Those of them that are multiples; `sizes` has at least one.
+    Sizes that are not multiples are omitted; `sizes` must not be empty.
     """
     job, replicas = bounds.jobs[bounds.owner[0]], int(num_replicas[0])
     most = job.max_batch_size / (replicas * int(sizes.min())) if job.accumulation else 1.0
@@ -154,13 +154,13 @@ def _within(
 
 @lru_cache(maxsize=1024)
 def _all_candidates(bounds: BatchBounds, multiple: int) -> tuple[Integers, Integers] | None:
-    """Return every atomic batch size with every number of steps, if they are few, else None."""
+    """Return every atomic batch size with every number of steps if they are few, else None."""
     least = max(-(-bounds.min_atomic_bsz // multiple), 1) * multiple
     most = min(bounds.max_atomic_bsz, math.ceil(bounds.max_batch_size))
     if most - least > _FEW * multiple:
         return None
     sizes = np.arange(least, most + 1, multiple, dtype=np.int64)
-    # Of one replica; the most that a batch may be rounded up is a step.
+    # Of one replica; a batch may be rounded up by at most a step.
     num_steps = np.ceil(bounds.max_batch_size / sizes).astype(np.int64)
     if not bounds.accumulation:
         num_steps = np.ones_like(sizes)

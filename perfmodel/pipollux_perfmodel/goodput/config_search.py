@@ -1,11 +1,11 @@
 """The best configuration of a job on each of many allocations.
 
-For every way to cut the model and every number of micro-batches the best batch size is chosen
-(`batch_size`); the best of those is kept. Memory grows with the micro-batch, so a memory limit is a
+For every cut of the model and every number of micro-batches, `batch_size` chooses the best batch
+size, and the best combination is kept. Memory grows with the micro-batch, so a memory limit is a
 largest atomic batch size.
 
-Allocations that the model does not tell apart are looked at once: with nothing that depends on how
-replicas are spread over nodes, all that matters is R, and whether there are one, two or more nodes.
+Allocations that the model does not distinguish are evaluated once: if no parameter depends on the
+spread of replicas over nodes, only R matters, and whether there are one, two or more nodes.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from .stacks import ColumnSearch, search_columns
 
 
 class PricedCut(Protocol):
-    """A way to cut a model into stages, as `plan_stages` makes it."""
+    """A cut of a model into stages, made by `plan_stages`."""
 
     @property
     def perf_params(self) -> PerfParams:
-        """Step times of that cut."""
+        """Step times of the cut."""
 
     @property
     def shards_optimizer(self) -> bool:
         """Whether memory depends on the number of replicas."""
 
     def for_replicas(self, num_replicas: int) -> PricedCut:
-        """Return the same cut with the memory that it takes on so many replicas."""
+        """Return the same cut with its memory for a number of replicas."""
 
     def largest_micro_bsz(self, memory_limit: float, num_microbatches: int) -> Numbers:
-        """Return the most samples per micro-batch that fit every stage."""
+        """Return the maximum samples per micro-batch that fit every stage."""
 
 
 class _Three(NamedTuple):
@@ -52,9 +52,9 @@ class _Three(NamedTuple):
 
 
 class Optimum(_Three):
-    """The best configuration of an allocation, or arrays of those.
+    """The best configuration of an allocation, or arrays of them.
 
-    A tuple (goodput, atomic_bsz, accum_steps), as AdaptDL returns it, with three attributes more.
+    A tuple (goodput, atomic_bsz, accum_steps), as in AdaptDL, with three additional attributes.
     """
 
     num_microbatches: Numbers
@@ -62,7 +62,7 @@ class Optimum(_Three):
     num_stages: Numbers
     """K of the best configuration."""
     plan: Numbers
-    """Which of the plans it runs, the first being 0; also 0 without plans."""
+    """Index of the plan; 0 without plans."""
 
     def __new__(
         cls,
@@ -73,7 +73,7 @@ class Optimum(_Three):
         num_stages: Numbers = 1,
         plan: Numbers = 0,
     ) -> Self:
-        """Make one of all six."""
+        """Create an optimum from all six fields."""
         made = super().__new__(cls, goodput, atomic_bsz, accum_steps)
         made.num_microbatches = num_microbatches
         made.num_stages = num_stages
@@ -104,26 +104,26 @@ class ConfigSearch(NamedTuple):
     num_replicas: Integers
     """R, the same shape."""
     bounds: BatchBounds
-    """What the batch size must keep to; efficiency is relative to its initial one."""
+    """Bounds of the batch size; efficiency is relative to its initial batch size."""
     num_microbatches: tuple[int, ...]
     """Numbers of micro-batches to choose from."""
     plans: Sequence[PricedCut | None] = (None,)
-    """Ways to cut the model to choose from."""
+    """Cuts of the model to choose from."""
     memory_limit: float | None = None
     """Bytes of a stage's device; None: unbounded."""
     sizes: SizeCorrections | None = None
-    """What was measured beyond the model of the one allocation that is asked for."""
+    """Corrections of the model by measurements, for a single allocation."""
 
 
 def search_all(searches: Sequence[ConfigSearch]) -> list[Optimum]:
-    """Return the best configurations of several jobs, as if each were searched for alone.
+    """Return the best configurations of several jobs, equal to searching for each job separately.
 
-    Jobs whose models are of one form are evaluated together, in parts of bounded size: a search is
-    many times as fast among others as alone.
+    Jobs with models of the same form are evaluated together, in parts of bounded size, which is
+    many times as fast as separate searches.
 
     Returns:
-        For each search arrays of the shape of its allocations. Where nothing is within bounds
-        goodput is 0.0, and the atomic batch size the nearest within its own range.
+        For each search, arrays of the shape of its allocations. If nothing is within bounds,
+        goodput is 0.0 and the atomic batch size is the nearest within its own range.
     """
     jobs = _search_parts(searches)
     for job in jobs:
@@ -132,7 +132,7 @@ def search_all(searches: Sequence[ConfigSearch]) -> list[Optimum]:
 
 
 def best_goodputs(searches: Sequence[ConfigSearch]) -> list[Floats]:
-    """Return the goodput alone of what `search_all` finds, flat, at a part of its cost."""
+    """Return only the goodput of `search_all`, flat, at a lower cost."""
     return [job.goodput() for job in _search_parts(searches)]
 
 
@@ -146,7 +146,7 @@ def _search_parts(searches: Sequence[ConfigSearch]) -> list[_JobSearch]:
 
 
 class _Part(NamedTuple):
-    """One way to run a job on some of its distinct allocations."""
+    """One cut and number of micro-batches, on a subset of the distinct allocations."""
 
     plan: int
     allocations: Bools | slice
@@ -159,12 +159,12 @@ class _JobSearch:
     def __init__(self, search: ConfigSearch, known: dict[tuple[int, int, int], _Distinct]) -> None:
         self._search = search
         self.answers: Sequence[BatchChoice] = ()
-        """Of every part."""
+        """One entry per part."""
         self._all_params = [
             search.perf_params if plan is None else check_params(PerfParams(*plan.perf_params))
             for plan in search.plans
         ]
-        # Jobs are often asked for the same allocations, in the very same arrays.
+        # Jobs often share allocations, in the same arrays.
         most = _most_nodes(self._all_params)
         key = id(search.num_nodes), id(search.num_replicas), most
         if key not in known:
@@ -173,7 +173,7 @@ class _JobSearch:
         self.parts = list(self._ways())
 
     def _ways(self) -> Iterator[_Part]:
-        """Yield what is to be looked at, in the order in which equal ones are preferred."""
+        """Yield the parts to evaluate; of equal optima, earlier parts are preferred."""
         search = self._search
         for index, (plan, params) in enumerate(zip(search.plans, self._all_params, strict=True)):
             for count in search.num_microbatches:
@@ -185,14 +185,14 @@ class _JobSearch:
                     yield _Part(index, chosen, columns)
 
     def goodput(self) -> Floats:
-        """Return the best goodput alone."""
+        """Return only the best goodput."""
         best = np.zeros(self._replicas.shape)
         for part, choice in zip(self.parts, self.answers, strict=True):
             best[part.allocations] = np.fmax(best[part.allocations], choice.goodput)
         return best[self._inverse]
 
     def take_best(self) -> None:
-        """Keep the best of the parts for every allocation, the first of equal ones."""
+        """Keep the best part for every allocation, the first of equal ones."""
         search, replicas = self._search, self._replicas
         bounds = search.bounds
         nearest = np.ceil(bounds.init_batch_size / replicas - EPSILON).astype(np.int64)
@@ -216,7 +216,7 @@ class _JobSearch:
                 best.plan[chosen] = part.plan
 
     def optimum(self) -> Optimum:
-        """Return the best that was kept, for the allocations as they were asked for."""
+        """Return the stored optimum, in the shape of the requested allocations."""
         shape = self._search.num_nodes.shape
         return Optimum(*(values[self._inverse].reshape(shape) for values in self._best))
 
@@ -228,7 +228,7 @@ def _limited(
     num_microbatches: int,
     num_replicas: Integers,
 ) -> Iterator[tuple[Bools | slice, BatchBounds]]:
-    """Yield allocations, and their bounds within memory; none where no sample fits."""
+    """Yield allocations and their bounds within memory; nothing if no sample fits."""
     if plan is None or memory_limit is None or not plan.shards_optimizer:
         limited = _within_memory(bounds, plan, memory_limit, num_microbatches)
         if limited is not None:
@@ -247,11 +247,11 @@ def _limited(
 def _within_memory(
     bounds: BatchBounds, plan: PricedCut | None, memory_limit: float | None, num_microbatches: int
 ) -> BatchBounds | None:
-    """Return the bounds within memory, None if not one sample fits."""
+    """Return the bounds within memory; None if not a single sample fits."""
     two = num_microbatches == 1
     least, most = bounds.min_atomic_bsz, bounds.max_atomic_bsz
     if plan is not None and memory_limit is not None:
-        # Memory is counted in whole samples, so each micro-batch has at least one.
+        # Memory counts whole samples, so each micro-batch has at least one.
         least = max(least, num_microbatches)
         room = float(plan.largest_micro_bsz(memory_limit, num_microbatches)) * num_microbatches
         most = int(min(most, room))
@@ -266,11 +266,11 @@ class _Distinct(NamedTuple):
     num_nodes: Integers
     num_replicas: Integers
     inverse: NDArray[np.intp] | slice
-    """Which of them each allocation is."""
+    """Index of each allocation among the distinct ones."""
 
 
 def _most_nodes(all_params: Sequence[PerfParams]) -> int:
-    """Return the number of nodes from which on the model does not tell them apart."""
+    """Return the number of nodes from which on the model does not distinguish more nodes."""
     if any(params.contention for params in all_params):
         return sys.maxsize
     # One node, several, or one, two, more; as many as there are replicas, to be possible.

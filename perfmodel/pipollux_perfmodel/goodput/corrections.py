@@ -1,16 +1,16 @@
-"""What measured steps say about allocations beyond the model of their times.
+"""Corrections of goodput by allocation, from measured steps.
 
-The model of step times has few parameters, so of what it is fitted to it leaves some over: a second
-node may cost more than the network's two numbers say, eight replicas may lie worse than six. What
-is left over at a measured allocation is known, and it is likely at those like it:
+The model of step times has few parameters, so a fit leaves residuals: a second node may cost more
+than the network's two parameters predict, or eight replicas more than six. The residual of a
+measured allocation is known, and similar allocations are likely to have similar residuals:
 
     e_i = log(measured_i / predicted_i)           of allocation i, by its optimizer steps
     e   = the e_i of the allocation itself                        where it was measured
         = Σ w_i · e_i / (Σ w_i + w_0)     w_i = exp(−(log2 R_i − log2 R)² / (2 σ²))   elsewhere
 
 with the i on one node for one node, and on several for several, and |e| <= 1. This is kernel
-regression (Nadaraya; Watson; 1964) with a prior that the model is right. Goodput is exp(−e) times
-what the model says. Which batch size is best is left to the model.
+regression (Nadaraya; Watson; 1964) with the prior that the model is right. The corrected goodput is
+exp(−e) times that of the model. The choice of the batch size does not change.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from pipollux_perfmodel.timing.params import PerfParams
 from pipollux_perfmodel.timing.step_time import step_time
 
 MAX_RATIOS = 64
-"""The most allocations that are told apart."""
+"""Most distinct allocations."""
 _WIDTH = 0.35
 """σ: in doublings of the number of replicas."""
 _PRIOR = 0.3
-"""w_0: what it weighs that the model is right, in measured allocations of the same R."""
+"""w_0: weight of the prior, in measured allocations of the same R."""
 _MOST = 1.0
-"""|e| at most: what is further off was measured in other conditions."""
+"""Maximum |e|: larger residuals are from different conditions."""
 _DIGITS = 4
 
 
 class StepRatio(NamedTuple):
-    """How long steps of one allocation took, over what the model says."""
+    """Measured step time of an allocation over the predicted one."""
 
     num_nodes: int
     num_replicas: int
@@ -52,11 +52,12 @@ def step_ratios(
     optim_step_time: ArrayLike,
     num_microbatches: ArrayLike = 1,
 ) -> tuple[StepRatio, ...]:
-    """Return what a model leaves over of measured optimizer steps, by allocation.
+    """Return the residuals of a model on measured optimizer steps, by allocation.
 
     Args:
         params: of the model.
-        num_nodes: of each configuration, as all that follow.
+        num_nodes: of each configuration, like all following arguments.
+        num_replicas: R.
         num_replicas: R.
         atomic_bsz: samples of a replica.
         optim_step_time: seconds.
@@ -102,9 +103,9 @@ class StepCorrections:
         self._errors = np.array([np.mean(those) for those in errors.values()])
 
     def factors(self, num_nodes: ArrayLike, num_replicas: ArrayLike) -> NDArray[np.float64]:
-        """Return the factor for every allocation; 1.0 where nothing like it was measured."""
+        """Return the factor for every allocation; 1.0 without similar measurements."""
         nodes, replicas = np.broadcast_arrays(num_nodes, num_replicas)
-        # No replicas are worth nothing, whatever their factor.
+        # Avoids the logarithm of 0; the factor of no replicas does not matter.
         away = np.log2(np.maximum(replicas, 1))[..., None] - self._doublings
         alike = (nodes > 1)[..., None] == self._spread
         weights = alike * np.exp(-((away / _WIDTH) ** 2) / 2)

@@ -4,8 +4,8 @@
     throughput = R·a·(s + 1) / T_iter                            `step_time`
     efficiency = (var + sqr) / (var / scale + sqr) / scale       scale = batch size / initial one
 
-from Pollux (Qiao et al., OSDI'21, section 3); a is the atomic batch size, s the number
-of accumulation steps. With one stage and one micro-batch all numbers are AdaptDL's.
+from Pollux (Qiao et al., OSDI'21, section 3); a is the atomic batch size, s the number of
+accumulation steps. With one stage and one micro-batch all numbers are AdaptDL's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .config_search import ConfigSearch, Optimum, PricedCut, search_all
 from .size_corrections import SizeCorrections
 
 AtomicBszRange = Sequence[int | None]
-"""Least and largest atomic batch size; None (or 0): unbounded."""
+"""Minimum and maximum atomic batch size; None (or 0): unbounded."""
 
 
 class GoodputFunction:
@@ -35,11 +35,11 @@ class GoodputFunction:
     Args:
         perf_params: step time parameters; seven numbers mean one stage.
         grad_params: (sqr, var) of the gradient at the initial batch size.
-        init_batch_size: the batch size that efficiency is relative to, and the least one.
+        init_batch_size: minimum batch size, which efficiency is relative to.
 
     Raises:
-        ValueError: for parameters that describe no pipeline (`check_params`), or an initial batch
-            size below 1.
+        ValueError: the parameters describe no pipeline (`check_params`), or the initial batch size
+        is below 1.
 
     Example:
         >>> goodput_fn = GoodputFunction((0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5), (1.0, 8.0), 32)
@@ -84,10 +84,10 @@ class GoodputFunction:
         accum_steps: Numbers,
         num_microbatches: Numbers = 1,
     ) -> Numbers:
-        """Return goodput in samples (of the initial batch size's worth) per second.
+        """Return goodput in samples (in units of the initial batch size) per second.
 
         Raises:
-            ValueError: when a batch size is below the initial one, where efficiency is undefined.
+            ValueError: a batch size is below the initial one, where efficiency is undefined.
         """
         smallest = np.min(_batch_size(num_replicas, atomic_bsz, accum_steps))
         if smallest < self._init_batch_size:
@@ -115,12 +115,12 @@ class GoodputFunction:
     def efficiency(self, batch_size: Numbers) -> Numbers:
         """Return progress per sample relative to the initial batch size.
 
-        In (0, 1] from the initial batch size on, and falling; above 1 below it.
+        In (0, 1] and decreasing from the initial batch size on; above 1 below it.
         """
         sqr, var = self._grad_params
         scale = np.asarray(batch_size) / self._init_batch_size
         noise = var / scale + sqr
-        # No gradient and no noise: unknown, so a larger batch is assumed to gain nothing.
+        # Without gradient and noise, a larger batch is assumed to gain nothing.
         gain = np.where(noise > 0, (var + sqr) / np.where(noise > 0, noise, 1.0), 1.0)
         return _plain(gain / scale)
 
@@ -158,36 +158,36 @@ class GoodputFunction:
     ) -> Optimum:
         """Return the best batch size, number of micro-batches and number of stages within bounds.
 
-        The atomic batch size is a multiple of M wherever bounds allow it. With one micro-batch the
-        choice is AdaptDL's, unless another is 0.3 % better: one replica above the initial batch
-        size takes at least one accumulation step (without accumulation it stays at the initial
-        batch size), since gradient noise is measured between atomic batches. With more, it is
-        measured between micro-batches, and one replica is free.
+        The atomic batch size is a multiple of M if bounds allow it. With one micro-batch the choice
+        equals AdaptDL's, unless another is 0.3 % better: one replica above the initial batch size
+        takes at least one accumulation step (without accumulation it stays at the initial batch
+        size), as gradient noise is measured between atomic batches. With several micro-batches,
+        noise is measured between them, and one replica has no such constraint.
 
         Args:
-            num_nodes: nodes that the replicas lie on, scalar or array.
+            num_nodes: number of nodes of the allocation, scalar or array.
             num_replicas: R, scalar or array.
-            max_batch_size: largest batch size; None: the initial batch size, rounded up to what R
-                replicas can share.
-            atomic_bsz_range: least and largest atomic batch size; None: unbounded.
+            max_batch_size: maximum batch size; None: the initial batch size, rounded up to a
+            multiple of R.
+            atomic_bsz_range: minimum and maximum atomic batch size; None: unbounded.
             accumulation: whether accumulation steps are allowed.
             num_microbatches: M, or several to choose from.
-            plans: ways to cut the model into stages to choose from, as one per number of stages and
-                schedule (`plan_stages`); none: the stages of `perf_params`.
+            plans: cuts of the model into stages to choose from, for example one per number of
+            stages and schedule (`plan_stages`); empty: the stages of `perf_params`.
             memory_limit: bytes of a stage's device, which bound the micro-batches of each plan;
-                None: unbounded. Needs `plans`, which know what a sample takes. With a limit a
-                micro-batch has at least one whole sample.
-            corrections: what was measured beyond the model of the one allocation that is asked for;
-                None: nothing, as of several.
+            None: unbounded. Requires `plans`, which contain the memory of a sample. With a limit a
+            micro-batch has at least one whole sample.
+            corrections: corrections of the model by measurements, for a single allocation; None: no
+            corrections.
 
         Returns:
-            (goodput, atomic_bsz, accum_steps) as AdaptDL, and as attributes besides
+            (goodput, atomic_bsz, accum_steps) as in AdaptDL, with the attributes
             `num_microbatches`, `num_stages` and `plan`, the index of the plan; scalars, or arrays
-            of the broadcast shape. Where no batch size is within bounds goodput is 0.0.
+            of the broadcast shape. If no batch size is within bounds, goodput is 0.0.
 
         Raises:
-            ValueError: unless 1 <= num_nodes <= num_replicas and num_microbatches >= 1, or when
-                there is a memory limit but no plan, or are corrections and several allocations.
+            ValueError: unless 1 <= num_nodes <= num_replicas and num_microbatches >= 1; or for a
+            memory limit without plans, or corrections with several allocations.
 
         Example:
             >>> goodput_fn = GoodputFunction((0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5), (1, 8), 32)
@@ -223,7 +223,7 @@ class GoodputFunction:
         memory_limit: float | None = None,
         corrections: SizeCorrections | None = None,
     ) -> ConfigSearch:
-        """Return what `optimize` with these arguments looks for, to `search_all` jobs together.
+        """Return the search that `optimize` runs, to run it together with others in `search_all`.
 
         Raises:
             ValueError: as `optimize`.
@@ -261,7 +261,7 @@ class GoodputFunction:
         )
 
     def with_params(self, perf_params: PerfParams) -> GoodputFunction:
-        """Return the goodput of the same job with other step times, as of another pipeline."""
+        """Return the goodput of the same job with different step time parameters."""
         return GoodputFunction(perf_params, self._grad_params, self._init_batch_size)
 
     def _goodput(self, num_nodes: Numbers, num_replicas: Numbers, *sizes: Numbers) -> Numbers:

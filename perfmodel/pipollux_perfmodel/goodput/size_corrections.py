@@ -1,23 +1,23 @@
-"""What measured steps of one allocation say about its batch sizes, beyond the model.
+"""Corrections of goodput by batch size, from measured steps of one allocation.
 
-By the model a step takes longer by the same for every sample more. Measured steps do not, so that
-the batch size that is best by the model may be some per cent worse than another. At the atomic
-batch sizes a_i that an allocation was measured with it is known what the model leaves over:
+In the model, every additional sample adds the same time to a step. Measured steps deviate, so that
+the model's best batch size may be some per cent worse than another. At the atomic batch sizes a_i
+measured on an allocation the residual of the model is known:
 
     s_i  standard deviation of optimizer steps over their median
     e_i  = log(measured_i / predicted_i) · `TRIAL`² / (`TRIAL`² + s_i²)
                                               of their median, the mean of several with a_i
-    e(a) = e_i at a_i, on a line in log a between two of them, and as at the last one beyond
+    e(a) = e_i at a_i, linear in log a between two of them, constant beyond the last
     t(a) = `TRIAL` · min(1, d / `APART`)      d = min over i of |log a − log a_i|
 
-What else a machine does slows many steps on end, so that the median of more of them is no surer. A
-difference counts by how large it may be by that: as the mean of a normal distribution of width s_i
-with a prior of width `TRIAL`. Where s_i is large the model counts, which is of all steps.
+Other load on a machine slows down many consecutive steps, so the median of more steps is no more
+accurate. A residual is therefore weighted as the mean of a normal distribution of width s_i with a
+prior of width `TRIAL`. With a large s_i the model dominates, which covers all steps.
 
-Goodput is exp(t(a) − e(a)) times what the model says. Without t, a size that the model undervalues
-would never be measured. With it, one that promises no less than exp(−`TRIAL`) of the best that is
-known is measured once, and counts by that from then on: optimism in the face of uncertainty (Lai &
-Robbins, *Asymptotically efficient adaptive allocation rules*, 1985).
+Corrected goodput is exp(t(a) − e(a)) times that of the model. Without t, a size that the model
+underestimates would never be measured. With t, a size that promises at least exp(−`TRIAL`) of the
+best known goodput is measured once, and then counts by its measurement: optimism in the face of
+uncertainty (Lai & Robbins, *Asymptotically efficient adaptive allocation rules*, 1985).
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from .batch_bounds import Integers
 from .batch_size import Floats, Nearby
 
 TRIAL = 0.05
-"""How much better a size may be than the model says, as a logarithm: what fits err by."""
+"""Possible underestimation of a size by the model, as a logarithm: the typical error of fits."""
 APART = 0.15
-"""Logarithm of the ratio of two sizes from which on one says nothing of the other."""
+"""Log ratio of two sizes from which on their residuals are independent."""
 
 
 class SizeCorrections:
     """Factors on the goodput of one allocation by atomic batch size.
 
     Args:
-        atomic_bsz: a_i, at least one, each at least 1; the same may stand there several times.
+        atomic_bsz: a_i, at least one, each at least 1; may contain duplicates.
         errors: e_i.
 
     Raises:
-        ValueError: there is no size, one is below 1, or there is not one error for each.
+        ValueError: there is no size, a size is below 1, or the numbers of sizes and errors differ.
 
     Example:
         >>> corrections = SizeCorrections([16, 64], np.log([1.25, 1.0]))
@@ -64,12 +64,12 @@ class SizeCorrections:
             )
         distinct, place, counts = np.unique(sizes, return_inverse=True, return_counts=True)
         self.atomic_bsz: Integers = distinct.astype(np.int64)
-        """Those that were measured, each once, in ascending order."""
+        """Measured sizes, without duplicates, in ascending order."""
         self._sizes = np.log(distinct)
         self._errors = np.bincount(place, left_over) / counts
 
     def factors(self, atomic_bsz: ArrayLike) -> NDArray[np.float64]:
-        """Return the factor of every size, which is at least 1; the same shape."""
+        """Return the factor of every size, which must be at least 1; in the same shape."""
         sizes = np.log(np.asarray(atomic_bsz, float))
         right = np.clip(np.searchsorted(self._sizes, sizes), 1, max(len(self._sizes) - 1, 1))
         ends = self._sizes[np.minimum([right - 1, right], len(self._sizes) - 1)]
@@ -87,16 +87,16 @@ def size_corrections(
     num_microbatches: ArrayLike = 1,
     scatter: ArrayLike = 0.0,
 ) -> SizeCorrections:
-    """Return what a model leaves over of measured optimizer steps of one allocation.
+    """Return the residuals of a model on measured optimizer steps of one allocation.
 
     Args:
         params: of the model.
         num_nodes: n of the allocation.
         num_replicas: R of the allocation.
-        atomic_bsz: samples of a replica, of each configuration measured, as all that follow.
+        atomic_bsz: samples of a replica, of each measured configuration, like all following.
         optim_step_time: seconds.
         num_microbatches: M.
-        scatter: s of the steps.
+        scatter: s of the steps, relative to their median.
 
     Example:
         >>> params = PerfParams(0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5)
@@ -111,21 +111,21 @@ def size_corrections(
 
 
 class _Plain(Protocol):
-    """Goodput by the model (`CandidateGoodput`)."""
+    """Goodput of the model (`CandidateGoodput`)."""
 
     def __call__(self, columns: Integers, atomic_bsz: Integers, accum_steps: Integers) -> Floats:
-        """Return it in shape (candidates, columns)."""
+        """Return goodput in shape (candidates, columns)."""
 
     def of_pairs(self, columns: Integers, atomic_bsz: Integers, accum_steps: Integers) -> Floats:
-        """Return that of candidates of any columns."""
+        """Return goodput of candidates of any columns."""
 
 
 class CorrectedGoodput:
     """Goodput of candidates (`batch_size.GoodputOf`), corrected by their sizes.
 
     Args:
-        plain: by the model.
-        corrections: of all columns, which are one allocation.
+        plain: goodput of the model.
+        corrections: for all columns, which are one allocation.
     """
 
     def __init__(self, plain: _Plain, corrections: SizeCorrections) -> None:
@@ -145,4 +145,4 @@ class CorrectedGoodput:
     def most_nearby(
         self, columns: Integers, atomic_bsz: Integers, accum_steps: Integers, nearby: Nearby
     ) -> None:
-        """Return no bound: factors have none that is simple."""
+        """Return no bound: the factors have no simple one."""

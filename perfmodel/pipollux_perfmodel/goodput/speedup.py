@@ -1,12 +1,12 @@
 """Speedup of a job: its best goodput on an allocation over that on one replica.
 
-The scheduler asks for the same few allocations thousands of times, so answers are kept, by the
-number of nodes and of replicas as far as the model distinguishes them (`step_time`). Those of many
-jobs are found many times as fast together (`speedups_of`).
+The scheduler requests the same few allocations thousands of times, so results are cached, by the
+numbers of nodes and replicas that the model distinguishes (`step_time`). `speedups_of` computes the
+speedups of many jobs together, which is many times as fast.
 
-More replicas may do worse, when the batch size has reached its limit or nodes are slow. A policy
-that takes more for never worse can ask for a monotone speedup: that of the best number of replicas
-up to the one given, the others idle.
+More replicas may be slower, if the batch size has reached its limit or nodes are slow. For policies
+that assume that more replicas are never worse there is a monotone speedup: that of the best number
+of replicas up to the given one, with the others idle.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from .config_search import ConfigSearch, PricedCut, best_goodputs
 from .corrections import StepCorrections
 from .goodput import AtomicBszRange, GoodputFunction
 
-_BASE_SEARCH = 256  # numbers of replicas tried for one that bounds allow
+_BASE_SEARCH = 256  # numbers of replicas tried for one within bounds
 
 
 class Configuration(NamedTuple):
-    """How a job would run on an allocation, and its goodput."""
+    """The configuration of a job on an allocation, and its goodput."""
 
     num_stages: int
     """K."""
@@ -38,11 +38,11 @@ class Configuration(NamedTuple):
     num_microbatches: int
     """M."""
     atomic_bsz: int
-    """Samples per replica in one forward and backward; 0 when no batch size is within bounds."""
+    """Samples per replica in one forward and backward; 0 if no batch size is within bounds."""
     accum_steps: int
     """Accumulation steps before each optimizer step."""
     goodput: float
-    """Samples (of the initial batch size's worth) per second; 0.0 when none is within bounds."""
+    """Samples (in units of the initial batch size) per second; 0.0 if none is within bounds."""
     speedup: float
     """Goodput over that of one replica."""
 
@@ -60,25 +60,25 @@ class Configuration(NamedTuple):
 class SpeedupFunction:
     """Speedup as a function of (num_nodes, num_replicas), scalars or arrays.
 
-    Relative to one replica. A job whose bounds no single replica can satisfy is measured by the
-    fewest replicas r that can, which then have speedup r; when none can, speedup is 0 everywhere.
+    Relative to one replica. If no single replica can satisfy the bounds, relative to the minimum
+    number r of replicas that can, which have speedup r; if there is none, speedup is 0 everywhere.
 
     Args:
         goodput_fn: the job's goodput.
-        max_batch_size: largest batch size; None: the initial one.
-        atomic_bsz_range: least and largest atomic batch size; None: unbounded.
+        max_batch_size: maximum batch size; None: the initial one.
+        atomic_bsz_range: minimum and maximum atomic batch size; None: unbounded.
         accumulation: whether accumulation steps are allowed.
-        mem_size: initial size of the table of answers, in replicas; it grows on demand.
+        mem_size: initial size of the cache, in replicas; it grows on demand.
         num_microbatches: M, or several to choose from.
-        plans: ways to cut the model to choose from (`GoodputFunction.optimize`).
+        plans: cuts of the model to choose from (`GoodputFunction.optimize`).
         memory_limit: bytes of a stage's device, for those plans.
-        monotone: whether replicas that would do harm may stay idle, so that more are never worse.
-        base_goodput: goodput that has speedup 1, so that several ways to run one job (numbers of
-            stages, types of GPU) have one measure; None: that of one replica, as above.
-        corrections: what measured steps say beyond the model of their times; None: nothing.
+        monotone: whether replicas that reduce goodput may stay idle, so that more are never worse.
+        base_goodput: goodput with speedup 1, as a common base of several configurations of a job
+        (numbers of stages, types of GPU); None: that of one replica, as above.
+        corrections: corrections of the model by measured steps; None: no corrections.
 
     Raises:
-        ValueError: when `base_goodput` is not a finite number above 0.
+        ValueError: `base_goodput` is not a finite number above 0.
 
     Example:
         >>> goodput_fn = GoodputFunction((0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5), (1.0, 8.0), 32)
@@ -117,7 +117,7 @@ class SpeedupFunction:
         }
         self._monotone = monotone
         self._most_nodes = _count_distinguished(goodput_fn, plans)
-        # Row: nodes, column: replicas. Not a number: not computed yet.
+        # Rows: nodes, columns: replicas. NaN: not computed yet.
         self._known = np.full((1, max(mem_size, 1)), np.nan)
         self._known[0, 0] = 0.0
         self._base_goodput = base_goodput
@@ -141,15 +141,15 @@ class SpeedupFunction:
 
     @property
     def base_goodput(self) -> float:
-        """Goodput that has speedup 1; 0.0: no batch size is within bounds, all speedups are 0."""
+        """Goodput with speedup 1; 0.0: no batch size is within bounds, all speedups are 0."""
         if self._base_goodput is None:
             self._base_goodput = self._find_base(float(self._goodput(1, 1)))
         return self._base_goodput
 
     def configuration(self, num_nodes: int, num_replicas: int) -> Configuration:
-        """Return how the job would run on an allocation.
+        """Return the configuration of the job on an allocation.
 
-        With a monotone speedup it may have fewer replicas than were given.
+        With a monotone speedup it may have fewer replicas than the allocation.
 
         Raises:
             ValueError: unless 1 <= num_nodes <= num_replicas.
@@ -171,7 +171,7 @@ class SpeedupFunction:
         )
 
     def _fewest_as_good(self, num_nodes: int, num_replicas: int, speedup: float) -> int:
-        # Where the model distinguishes no more nodes, idle replicas may leave some.
+        # If the model does not distinguish more nodes, idle replicas may free some.
         nodes = min(num_nodes, self._most_nodes)
         replicas = np.arange(nodes, num_replicas + 1)
         row = np.full_like(replicas, nodes)
@@ -185,7 +185,7 @@ class SpeedupFunction:
         return self._look_up(cells.rows, cells.replicas)
 
     def _known_up_to(self, num_rows: int, num_columns: int) -> NDArray[np.float64]:
-        """Return the table with every possible allocation up to that size filled in."""
+        """Return the cache with every possible allocation up to that size computed."""
         rows, replicas = np.mgrid[:num_rows, :num_columns]
         possible = (rows <= replicas) & ((rows > 0) == (replicas > 0))
         self._look_up(rows[possible], replicas[possible])
@@ -201,7 +201,7 @@ class SpeedupFunction:
         return speedup
 
     def _find_base(self, goodput: float) -> float:
-        """Return the goodput that counts as speedup 1, given one replica's; 0.0: there is none."""
+        """Return the goodput with speedup 1, given one replica's; 0.0: there is none."""
         if goodput > 0:
             return goodput
         _, max_atomic_bsz = self._bounds["atomic_bsz_range"] or (None, None)
@@ -226,7 +226,7 @@ class SpeedupFunction:
         return goodput * self._corrections.factors(num_nodes, num_replicas)
 
     def _grown(self, num_rows: int, num_columns: int) -> NDArray[np.float64]:
-        """Return the table of answers, grown to hold so many rows and columns."""
+        """Return the cache, grown to at least this number of rows and columns."""
         known = self._known
         rows, columns = known.shape
         if num_rows > rows or num_columns > columns:
@@ -244,7 +244,7 @@ class SpeedupFunction:
     def _learn(
         self, known: NDArray[np.float64], rows: NDArray[np.int64], replicas: NDArray[np.int64]
     ) -> None:
-        """Compute the answers of these rows and columns of the table."""
+        """Compute these rows and columns of the cache."""
         codes = np.unique(rows * known.shape[1] + replicas)
         rows, replicas = np.divmod(codes, known.shape[1])
         if self.base_goodput > 0:
@@ -253,7 +253,7 @@ class SpeedupFunction:
             known[rows, replicas] = 0.0
 
     def _lesson(self, cells: _Cells, missing: NDArray[np.bool_]) -> _Lesson | None:
-        """Return the search for what is missing; None: the function is asked alone."""
+        """Return the search for missing entries; None: this function computes them itself."""
         if type(self._goodput_fn).optimize is not GoodputFunction.optimize:
             return None
         if self._base_goodput == 0:
@@ -272,17 +272,17 @@ class SpeedupFunction:
         if self._base_goodput is None:
             self._base_goodput = self._find_base(float(goodput[-1]))
         base = self._base_goodput
-        known = self._grown(2, 2)  # it holds the allocations that were asked for, and the base
+        known = self._grown(2, 2)  # contains the requested allocations and the base
         known[lesson.rows, lesson.replicas] = goodput / base if base > 0 else 0.0
 
 
 class _Cells(NamedTuple):
-    """Allocations as rows and columns of a table of answers."""
+    """Allocations as rows and columns of a cache."""
 
     rows: NDArray[np.int64]
     replicas: NDArray[np.int64]
     num_rows: int
-    """Of a table that holds them."""
+    """Rows of a cache that contains them."""
     num_columns: int
 
 
@@ -298,7 +298,7 @@ def _cells(num_nodes: Numbers, num_replicas: Numbers, most_nodes: int) -> _Cells
 
 
 class _Lesson(NamedTuple):
-    """What one function wants to know, by rows and columns of its table."""
+    """The missing entries of one function, by rows and columns of its cache."""
 
     speedup_fn: SpeedupFunction
     rows: NDArray[np.int64]
@@ -309,10 +309,10 @@ class _Lesson(NamedTuple):
 def speedups_of(
     asked: Iterable[tuple[SpeedupFunction, Numbers, Numbers]],
 ) -> list[NDArray[np.float64]]:
-    """Return the speedups of many jobs; those not known yet are computed together.
+    """Return the speedups of many jobs, and compute the missing ones together.
 
-    They are what each function answers. Jobs that are asked for the same allocations are fastest
-    with the very same arrays.
+    The results equal those of each function. Passing the same arrays for jobs with the same
+    allocations is fastest.
 
     Args:
         asked: functions, each with numbers of nodes and of replicas: integers, or arrays that
@@ -327,7 +327,7 @@ def speedups_of(
         >>> [len(found) for found in speedups_of((fn, 1, np.arange(1, 5)) for fn in functions)]
         [4, 4]
     """
-    asked = list(asked)  # so that no two of these arrays have the same id
+    asked = list(asked)  # keeps the arrays alive, so that their ids differ
     known: dict[tuple[int, int, int], _Cells] = {}
     places: list[tuple[SpeedupFunction, _Cells]] = []
     for speedup_fn, num_nodes, num_replicas in asked:
@@ -360,7 +360,7 @@ def speedups_of(
 
 
 def _count_distinguished(goodput_fn: GoodputFunction, plans: Sequence[PricedCut]) -> int:
-    """Return the number of nodes from which on more make no difference to the model."""
+    """Return the number of nodes from which on the model does not distinguish more nodes."""
     all_params = [plan.perf_params for plan in plans] or [goodput_fn.perf_params]
     if any(params.contention for params in all_params):
         return sys.maxsize

@@ -1,11 +1,10 @@
-"""Columns of many jobs, looked at together where their models are of one form.
+"""Joint evaluation of columns of many jobs with models of one form.
 
-What an evaluation costs beside its arithmetic is the same for one column and for a thousand. So
-columns of several jobs are put beside each other, up to a number that bounds the memory. What a
-column is given does not depend on its neighbours. Where there are more, some of these stacks are
-looked at at the same time, in threads: most of it is NumPy's arithmetic, which runs beside other
-threads. Few columns, as one job's own model mostly has, are looked at in the thread that asks,
-beside a training.
+The overhead of an evaluation is the same for one column and for a thousand, so columns of several
+jobs are concatenated into stacks, up to a number that bounds the memory. The result of a column
+does not depend on its neighbours. Several stacks are evaluated concurrently in threads, as most of
+the time is spent in NumPy, which releases the GIL. A few columns, as in a training job, are
+evaluated in the calling thread.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from .candidates import has_few
 from .size_corrections import CorrectedGoodput, SizeCorrections
 
 _MOST_COLUMNS = 8192
-"""Of one evaluation, unless one job has more."""
+"""Most columns of one evaluation, unless one job has more."""
 _KEPT_BYTES = 16 << 20
-"""After so much was allocated at one go and freed, glibc's malloc keeps as much of what is freed.
-Else it gives the arrays of each stack back to the system, and has them mapped anew for the next."""
+"""After one allocation of this size was freed, glibc's malloc keeps freed memory up to it;
+otherwise it would unmap the arrays of each stack and map them again for the next."""
 _MOST_THREADS = 4
-"""What is Python's own runs in one thread at a time, so that more would wait for each other."""
+"""The Python parts run in one thread at a time, so that more threads would wait for each other."""
 
 
 class ColumnSearch(NamedTuple):
-    """The search for the best batch sizes of one job, cut and run in one way."""
+    """The search for the best batch sizes of one job, for one cut and number of micro-batches."""
 
     params: PerfParams
     grad_params: GradParams
@@ -48,11 +47,11 @@ class ColumnSearch(NamedTuple):
     """R of every allocation, (columns,)."""
     num_microbatches: int
     sizes: SizeCorrections | None = None
-    """What was measured beyond the model, of the one allocation that all columns are."""
+    """Corrections by measurements, if all columns are one allocation."""
 
 
 def search_columns(searches: Sequence[ColumnSearch]) -> list[BatchChoice]:
-    """Return the best batch sizes of every search, as if each were asked for alone."""
+    """Return the best batch sizes of every search, equal to running each separately."""
     if len(searches) > 1:
         np.empty(_KEPT_BYTES, np.uint8)
     stacks = list(_stacks(searches))
@@ -64,7 +63,7 @@ def search_columns(searches: Sequence[ColumnSearch]) -> list[BatchChoice]:
 
 
 def _search_all(stacks: Sequence[Sequence[ColumnSearch]]) -> list[list[BatchChoice]]:
-    # Not all systems tell which processors this process may use.
+    # Not all systems report the processors that this process may use.
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = min(_MOST_THREADS, allowed or 1, len(stacks))
     columns = sum(len(part.num_replicas) for stack in stacks for part in stack)
@@ -72,7 +71,7 @@ def _search_all(stacks: Sequence[Sequence[ColumnSearch]]) -> list[list[BatchChoi
         with ThreadPoolExecutor(threads, thread_name_prefix="goodput") as pool:
             try:
                 found = [pool.submit(_search, stack) for stack in stacks]
-            except RuntimeError:  # a job's last fit: the interpreter ends, and begins no threads
+            except RuntimeError:  # during interpreter shutdown no threads can start
                 pool.shutdown(cancel_futures=True)
             else:
                 return [each.result() for each in found]
@@ -80,7 +79,7 @@ def _search_all(stacks: Sequence[Sequence[ColumnSearch]]) -> list[list[BatchChoi
 
 
 def _stacks(searches: Sequence[ColumnSearch]) -> Iterator[list[int]]:
-    """Yield the searches, by index, that are looked at together."""
+    """Yield the indices of searches that are evaluated together."""
     by_form: dict[Hashable, list[int]] = {}
     for index, search in enumerate(searches):
         key = stack_key(search.params)
@@ -101,7 +100,7 @@ def _stacks(searches: Sequence[ColumnSearch]) -> Iterator[list[int]]:
 
 
 def _rules(search: ColumnSearch) -> tuple[Hashable, ...]:
-    """Return what the bounds of searches that are looked at together must have in common."""
+    """Return the properties of bounds that searches evaluated together must have in common."""
     count, bounds = search.num_microbatches, search.bounds
     return count, bounds.rules, has_few(bounds, count), has_few(bounds, 1)
 
@@ -121,7 +120,7 @@ def _search(parts: Sequence[ColumnSearch]) -> list[BatchChoice]:
         count,
     )
     measured = None
-    if parts[0].sizes is not None:  # then it is the only one
+    if parts[0].sizes is not None:  # then it is the only part
         goodput_of = CorrectedGoodput(goodput_of, parts[0].sizes)
         measured = parts[0].sizes.atomic_bsz
     bounds = stack_bounds([part.bounds for part in parts], num_columns)

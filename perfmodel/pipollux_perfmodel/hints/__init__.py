@@ -1,1 +1,1 @@
-"""Hints: what a job tells the scheduler about itself, and the speedups computed from it."""
+"""Hints: the state that a job reports to the scheduler, and the speedups computed from it."""

@@ -1,8 +1,8 @@
-"""`PerfParams` and `GradParams` as JSON: keys, values, and messages about wrong ones.
+"""`PerfParams` and `GradParams` as JSON: keys, values and validation errors.
 
-Keys are the fields' names; `gradParams` is AdaptDL's {norm, var}. What AdaptDL writes is read as it
-is. An unknown key, or a number that is not finite or out of range, is refused by name. On its own
-an object carries its version; within hints the hints' version counts.
+Keys are the field names; `gradParams` is AdaptDL's {norm, var}. JSON written by AdaptDL is accepted
+unchanged. Unknown keys and numbers that are not finite or out of range are errors. A standalone
+object carries its version; inside hints the version of the hints applies.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _Model = TypeVar("_Model", bound=BaseModel)
 STRICT_KEYS = ConfigDict(extra="forbid", allow_inf_nan=False)
 VERSION = 1
 MAX_LAYERS = 2048
-"""The most layers of a profile in hints; more would be megabytes, every few seconds."""
+"""Most layers of a profile in hints; more would send megabytes every few seconds."""
 MAX_CHUNKS = 8
-"""The most chunks of layers to a stage: the order of their work is played."""
+"""Most chunks per stage: the order of their work is simulated."""
 
 _Seconds = Annotated[float, Field(ge=0)]
 _Share = Annotated[float, Field(ge=0, le=1)]
-# Always written; the others only where they are not neutral.
+# Always written; other fields only if they are not neutral.
 _ALWAYS = (*PerfParams._fields[:7], "forward_shares", "backward_shares", "overlap")
 
 
@@ -68,15 +68,15 @@ def _write_modes(value: Checkpoints) -> str | list[str]:
 CheckpointsField = Annotated[
     Checkpoints, PlainValidator(_read_modes), PlainSerializer(_write_modes, when_used="json")
 ]
-"""The mode of all stages, or a list with one for each."""
+"""One mode for all stages, or a list with one mode per stage."""
 
 
 class ParamsError(InputError):
-    """Invalid parameters; the text is one sentence that names key, value and remedy."""
+    """Invalid parameters; one sentence with key, value and remedy."""
 
 
 class PerfParamsObject(BaseModel):
-    """The JSON object of `PerfParams`; shares left out mean equally slow stages."""
+    """The JSON object of `PerfParams`; omitted shares mean equally slow stages."""
 
     model_config = STRICT_KEYS
 
@@ -146,10 +146,10 @@ def perf_params_to_json(params: PerfParams) -> dict[str, Any]:
 
 
 def perf_params_from_json(value: Mapping[str, Any]) -> PerfParams:
-    """Return step time parameters from decoded JSON, ours or AdaptDL's seven.
+    """Return step time parameters from decoded JSON, of Pipollux or of AdaptDL (seven numbers).
 
     Raises:
-        ParamsError: naming the first key that is wrong, its value and what is allowed.
+        ParamsError: with the first wrong key, its value and the allowed values.
     """
     checked = _validate(_VersionedPerfParams, "perf_params", value)
     params = _perf_params_from(checked)
@@ -162,26 +162,26 @@ def perf_params_from_json(value: Mapping[str, Any]) -> PerfParams:
 
 
 def grad_params_to_json(params: GradParams) -> dict[str, Any]:
-    """Return the gradient's size and noise as an object for `json.dumps`, keys norm and var."""
+    """Return size and noise of the gradient as an object for `json.dumps`, keys norm and var."""
     return {"version": VERSION, **_grad_params_to(params)}
 
 
 def grad_params_from_json(value: Mapping[str, Any]) -> GradParams:
-    """Return the gradient's size and noise from decoded JSON.
+    """Return size and noise of the gradient from decoded JSON.
 
     Raises:
-        ParamsError: naming the first key that is wrong, its value and what is allowed.
+        ParamsError: with the first wrong key, its value and the allowed values.
     """
     return _grad_params_from(_validate(_VersionedGradParams, "grad_params", value))
 
 
 def describe(error: ValidationError, what: str, known: Callable[[list[str]], list[str]]) -> str:
-    """Return one sentence on what is wrong: key, value, what is allowed.
+    """Return one sentence about an error: key, value, allowed values.
 
     Args:
-        error: what pydantic found.
+        error: pydantic's error.
         what: name of the whole object.
-        known: the allowed keys at a path in it.
+        known: returns the allowed keys at a path in the object.
     """
     details = error.errors(include_url=False)
     first = details[0]
@@ -215,7 +215,7 @@ def _validate(model: type[_Model], what: str, value: Any) -> _Model:
 
 def _perf_params_from(value: PerfParamsObject) -> PerfParams:
     fields = value.model_dump(exclude_none=True, exclude={"version"})
-    # No shares: zero stages for now, the caller knows how many there are.
+    # Without shares zero stages for now: the caller knows their number.
     fields.setdefault("forward_shares", ())
     fields.setdefault("backward_shares", ())
     return PerfParams(**fields)
@@ -249,7 +249,7 @@ def _plain(field: Any) -> Any:
 
 
 def _wire(model: type[BaseModel], tuple_type: type, decode: Any, encode: Any) -> Any:
-    """Give a NamedTuple the JSON form of `model`: its keys, its checks, its schema."""
+    """Return an annotation that gives a NamedTuple the keys, checks and schema of `model`."""
 
     def schema(_source: Any, handler: Any) -> core_schema.CoreSchema:
         inner = handler(model)
@@ -288,4 +288,4 @@ def _read_layers(value: Any) -> LayerProfile:
 LayersField = Annotated[
     LayerProfile, PlainValidator(_read_layers), PlainSerializer(LayerProfile.to_json_object)
 ]
-"""`LayerProfile` as a field of a pydantic model, read and written in its own wire form."""
+"""`LayerProfile` as a field of a pydantic model, in its own JSON format."""

@@ -1,11 +1,11 @@
-"""Hints: what a running job reports to the scheduler about itself.
+"""Hints: the state that a running job reports to the scheduler.
 
-The JSON is AdaptDL's (camelCase keys, `gradParams` as {norm, var}, `perfParams` as its seven
-numbers), accepted as it is, with more keys: `numStages`, `numMicrobatches`, `version`; in
-`perfParams` the numbers of a pipeline (`codec`); and, written only where they are known, `layers`,
-`balance`, `memoryLimit`, `shardedOptimizer`, `remainingSamples`, `trainedSamples`, `stepProfile`
-(`step_rows`) and `stepRatios`. Whatever else is in it is refused by name: a hint that is silently
-dropped is a job that is silently misjudged.
+The JSON extends AdaptDL's (camelCase keys, `gradParams` as {norm, var}, `perfParams` as its seven
+numbers), which is accepted unchanged. Additional keys are `numStages`, `numMicrobatches` and
+`version`; in `perfParams` the parameters of a pipeline (`codec`); and, written only if known,
+`layers`, `balance`, `memoryLimit`, `shardedOptimizer`, `remainingSamples`, `trainedSamples`,
+`stepProfile` (`step_rows`) and `stepRatios`. All other keys are errors: silently dropping a hint
+would silently misjudge the job.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .step_rows import StepRow, StepRows
 
 
 class HintsError(InputError):
-    """Invalid hints; the text is one sentence that names key, value and remedy."""
+    """Invalid hints; one sentence with key, value and remedy."""
 
 
 def _zero_is_unknown(value: Any) -> Any:
@@ -82,15 +82,15 @@ class SchedHints(BaseModel):
     )
 
     init_batch_size: _UnknownCount = None
-    """Batch size that the user chose for one replica; None (in JSON also 0): not known yet."""
+    """Batch size that the user chose for one replica; None (in JSON also 0): unknown."""
     local_bsz_bounds: tuple[_Count | None, _Count | None] | None = None
-    """Least and largest atomic batch size; None: unbounded."""
+    """Minimum and maximum atomic batch size; None: unbounded."""
     global_batch_size: _UnknownCount = None
-    """Batch size that the job runs with now."""
+    """Current batch size of the job."""
     max_batch_size: _UnknownCount = None
-    """Largest batch size; None: the initial batch size."""
+    """Maximum batch size; None: the initial batch size."""
     max_profiled_replicas: Annotated[int, Field(ge=0)] = 0
-    """Largest number of replicas that step times were measured on."""
+    """Largest number of replicas with measured step times."""
     gradient_accumulation: bool = False
     """Whether the job may take accumulation steps."""
     grad_params: GradParamsField | None = None
@@ -102,25 +102,23 @@ class SchedHints(BaseModel):
     num_microbatches: _Count = 1
     """M, the micro-batches of one forward and backward."""
     layers: LayersField | None = None
-    """What the layers cost, in the wire form of `LayerProfile`; from it other numbers of stages can
-    be priced (`stage_speedups`). None: not measured."""
+    """Costs of the layers, in the JSON format of `LayerProfile`, from which `stage_speedups`
+    predicts other numbers of stages. None: not measured."""
     balance: tuple[_Count, ...] | None = None
-    """Number of layers of each stage as the job runs now; None: the best cut of `layers`."""
+    """Current number of layers of each stage; None: the best cut of `layers`."""
     memory_limit: _Positive | None = None
-    """Bytes of a stage's device that stages may plan with; None: not bounded, or not known."""
+    """Bytes available to a stage on its device; None: unbounded or unknown."""
     sharded_optimizer: bool = False
-    """Whether replicas divide the optimizer's state of each stage among them."""
+    """Whether replicas shard the optimizer's state of each stage."""
     remaining_samples: Annotated[float, Field(ge=0)] | None = None
-    """Samples, each worth one of a batch of the initial size, that are left to train; None: the job
-    does not know."""
+    """Samples left to train, in units of samples at the initial batch size; None: unknown."""
     trained_samples: Annotated[float, Field(ge=0)] | None = None
-    """Such samples that the job has trained, with those before its restarts; None: it does not
-    say."""
+    """Trained samples in the same unit, including those before restarts; None: unknown."""
     step_profile: StepRows | None = None
-    """Step times that other jobs of the family begin with; None: there are none."""
+    """Step times for related jobs to start with; None: no step times."""
     step_ratios: Annotated[tuple[_StepRatio, ...], Field(max_length=MAX_RATIOS)] | None = None
-    """What `perf_params` leave over of measured steps, as `[nodes, replicas, measured time over
-    predicted]`; None: nothing."""
+    """Residuals of `perf_params` on measured steps, as `[nodes, replicas, measured time over
+    predicted]`; None: no residuals."""
     version: Literal[1] = 1
     """Version of this format."""
 
@@ -164,7 +162,7 @@ class SchedHints(BaseModel):
 
     @model_serializer(mode="wrap")
     def _leave_out_unknown(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out fields that earlier readers do not know, where they are neutral."""
+        """Omit neutral fields that earlier readers do not know."""
         written: dict[str, Any] = write(self)
         unknown = [name for name in _ONLY_KNOWN if getattr(self, name) is None]
         if not self.sharded_optimizer:
@@ -175,7 +173,7 @@ class SchedHints(BaseModel):
         return written
 
     def _settle_stages(self) -> None:
-        """Fill in omitted shares, and reject shares of another number of stages."""
+        """Fill in omitted shares, and reject shares of a different number of stages."""
         params = self.perf_params
         if params is None or params.num_stages == self.num_stages:
             return
@@ -193,7 +191,7 @@ class SchedHints(BaseModel):
         """Read hints from decoded JSON (or YAML).
 
         Raises:
-            HintsError: naming the first key that is wrong, its value and what is allowed.
+            HintsError: with the first wrong key, its value and the allowed values.
         """
         try:
             return cls.model_validate(value)
@@ -212,7 +210,7 @@ class SchedHints(BaseModel):
 
     @property
     def corrections(self) -> StepCorrections | None:
-        """What measured steps say beyond the step time parameters; None: nothing."""
+        """Residuals of the step time parameters on measured steps; None: no residuals."""
         if not self.step_ratios:
             return None
         return StepCorrections(StepRatio(*entry) for entry in self.step_ratios)
@@ -233,7 +231,7 @@ class SchedHints(BaseModel):
 
 
 def _known(path: list[str]) -> list[str]:
-    """Return the allowed keys at a place in the hints."""
+    """Return the allowed keys at a path in the hints."""
     if path == ["perfParams"]:
         return list(PerfParamsObject.model_fields)
     if path == ["gradParams"]:

@@ -1,10 +1,10 @@
-"""Speedups of one job with other numbers of stages than the one it runs with.
+"""Speedups of a job with numbers of stages other than its current one.
 
-The number of stages that runs is known by its own measurements. Any other is priced from the
-profile of the layers, which is first made as slow as the stages that run were measured to be
-(`correct_profile`); network, γ, ω and the schedule, which layers do not tell, are those of the run.
-What is optimistic about the model (a job of one stage has never seen ω) stays so until it has been
-tried.
+The current number of stages has its own measurements. Other numbers are predicted from the profile
+of the layers, scaled to the measured times of the current stages (`correct_profile`); network, γ, ω
+and the schedule, which a layer profile does not contain, are those of the current run. Optimistic
+assumptions of the model (a job of one stage cannot measure ω) remain until the number of stages has
+been tried.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .hints import SchedHints  # imports pydantic
 
 MOST_SHARDS = (1, 2, 4, 8, 16, 32, 64)
-"""Numbers of replicas that a cut is tried for where they divide the optimizer's state."""
+"""Numbers of replicas for which a cut is searched if replicas shard the optimizer's state."""
 FIRST_PER_STAGE = 4
 """Micro-batches per stage from which the bubble is small (Huang et al., 2019, section 2.3)."""
 
@@ -44,16 +44,15 @@ def stage_speedups(
     """Return the speedup of a job by number of stages, all relative to one base.
 
     Args:
-        hints: of the job; `hints.num_stages` is the number it was measured with.
-        num_stages: the job's own K, one replica of which has speedup 1.
-        choices: further K.
+        hints: of the job; `hints.num_stages` is the measured number of stages.
+        num_stages: K of the job; one replica with K stages has speedup 1.
+        choices: additional numbers of stages.
 
     Returns:
-        By K, the own one first: always the own K once the goodput is known at all, and the measured
-        one if it is among the choices; others where there is a layer profile that can be cut so,
-        and every batch that the job may choose fits the memory of the devices; none where each
-        stage has a checkpoint mode of its own, for the list fixes K. Empty: the goodput is not
-        known yet.
+        Speedups by number of stages, `num_stages` first, which is always included; the measured
+        number if it is a choice; other choices if the layer profile has such a cut and every
+        allowed batch fits the memory of the devices. A list of checkpoint modes, one per stage,
+        fixes K. Empty while the goodput is unknown.
 
     Example:
         >>> from pipollux_perfmodel import GradParams, Layer, SchedHints
@@ -82,19 +81,19 @@ def stage_speedups(
 
 @dataclass(frozen=True)
 class _DividedPlan(StagePlan):
-    """A cut that fits only where the optimizer's state is divided among enough replicas."""
+    """A cut that fits only if enough replicas shard the optimizer's state."""
 
     fewest: int = 1
-    """The least number of them."""
+    """Minimum number of replicas."""
     fits: bool = True
 
     def for_replicas(self, num_replicas: int) -> StagePlan:
-        """Return the plan with the memory that it takes on so many replicas, or with no room."""
+        """Return the plan with its memory for a number of replicas, or marked as not fitting."""
         fits = num_replicas >= self.fewest
         return replace(self, profile=self.profile.sharded(num_replicas), fits=fits)
 
     def largest_micro_bsz(self, memory_limit: float, num_microbatches: ArrayLike) -> Floats:
-        """Return the most whole samples per micro-batch that fit; none where there is no room."""
+        """Return the maximum whole samples per micro-batch; 0 if the cut does not fit."""
         found = super().largest_micro_bsz(memory_limit, num_microbatches)
         return found if self.fits else np.zeros_like(found)
 
@@ -108,12 +107,12 @@ class _Pricing:
     goodput_fn: GoodputFunction
 
     def plan(self, num_stages: int) -> StagePlan | None:
-        """Return the cut into K stages; None: measured, no profile, or there is no such cut."""
+        """Return the cut into K stages; None: measured, no profile, or no such cut."""
         profile, num_replicas = self._profile, 1
         if profile is None or num_stages == self.hints.num_stages:
             return None
         if not isinstance(self.measured.checkpoint, str):
-            return None  # the script has a mode for each stage, and refuses other numbers of them
+            return None  # the script has one mode per stage, which fixes their number
         counts = self._microbatches(num_stages)
         for num_replicas in MOST_SHARDS if self.hints.sharded_optimizer else (1,):
             plan = self._cut(profile.sharded(num_replicas), num_stages, counts[-1])
@@ -125,7 +124,7 @@ class _Pricing:
             cut = plan.balance, plan.perf_params, profile, True
             plan = _DividedPlan(*cut, fewest=num_replicas)
         if self.measured.num_stages > 1 and not self.measured.gradient_shares:
-            # The network was fitted as what the backward does not hide.
+            # The network was fitted as the part that the backward does not hide.
             return replace(plan, perf_params=plan.perf_params._replace(gradient_shares=()))
         return plan
 
@@ -145,11 +144,11 @@ class _Pricing:
                 checkpoint=keeps_most(self.measured.checkpoint),
             )
         except ValueError:
-            # The arguments are checked, so there are fewer layers than stages or too little memory.
+            # The arguments are valid: there are fewer layers than stages, or too little memory.
             return None
 
     def _fits(self, plan: StagePlan, num_microbatches: int) -> bool:
-        """Return whether every batch that the job may choose fits: then memory does not matter."""
+        """Return whether every allowed batch fits, so that memory does not matter."""
         limit = self.hints.memory_limit
         if limit is None:
             return True
@@ -159,7 +158,7 @@ class _Pricing:
     def speedup(
         self, num_stages: int, plan: StagePlan | None, base_goodput: float | None
     ) -> SpeedupFunction:
-        """Return the speedup with K stages; without a plan as measured, or as if cut evenly."""
+        """Return the speedup with K stages; without a plan as measured, or for an even cut."""
         params = plan.perf_params if plan else restage(self.measured, num_stages)
         hints = self.hints
         return SpeedupFunction(
@@ -175,7 +174,7 @@ class _Pricing:
         )
 
     def _microbatches(self, num_stages: int) -> tuple[int, ...]:
-        """Return M as it is, or the first M of a job that chooses it."""
+        """Return the current M, or the first M of a job that chooses M."""
         present = self.hints.num_microbatches
         if num_stages == self.hints.num_stages:
             return (present,)

@@ -1,7 +1,7 @@
-"""Measured step times in hints: what a job hands down to others of its family.
+"""Measured step times in hints, which a job passes on to related jobs.
 
-A row is what the fit takes of one configuration. Rows are few, and each is handed down a few times
-only, so that what was wrong once, or on other hardware, is forgotten.
+A row contains the input of the fit for one configuration. The number of rows is bounded, and each
+is passed on a limited number of times, so that errors and times of other hardware disappear.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ __all__ = [
 ]
 
 MAX_ROWS = 64
-"""The most rows that a job hands down."""
+"""Most rows that a job passes on."""
 MAX_PASSED_ON = 3
-"""How many times a row is handed down at most, from the job that measured it on."""
+"""How often a row is passed on, starting from the job that measured it."""
 MAX_RELATIVES = 16
-"""The most jobs whose rows one job begins with: the last that completed, and the latest others."""
+"""Most jobs whose rows a new job starts with: the last completed ones and the latest others."""
 RENEWED = 300.0
-"""Seconds between two looks at what a predecessor at work has reported."""
+"""Seconds between reads of the reports of a running predecessor."""
 MAX_INHERITED = 256
-"""The most rows that one job begins with."""
+"""Most rows that a job starts with."""
 _MAX_STAGES = 1024
 
 _Count = Annotated[int, Field(ge=1, le=2**31)]
@@ -56,7 +56,7 @@ class _Row(BaseModel):
 
 
 class StepRow(_Row):
-    """The step times of one configuration, in seconds: medians of what was measured.
+    """The step times of one configuration in seconds, medians of the measurements.
 
     Example:
         >>> row = StepRow(num_stages=1, num_nodes=1, num_replicas=2, atomic_bsz=32,
@@ -71,28 +71,28 @@ class StepRow(_Row):
     atomic_bsz: _Count
     num_microbatches: _Count
     processes: _Count = 1
-    """Of a replica."""
+    """Processes per replica."""
     schedule: ScheduleKind = "gpipe"
     chunks_per_stage: Annotated[int, Field(ge=1, le=MAX_CHUNKS)] = 1
     """V; 1 unless interleaved."""
     accum_step_time: _StepTime
-    """Of an accumulation step, or an optimizer step without waiting for peers."""
+    """Seconds of an accumulation step, or of an optimizer step without waiting for peers."""
     optim_step_time: _StepTime
-    """Of an optimizer step."""
+    """Seconds of an optimizer step."""
     forward: _StageTimes = ()
-    """Of one micro-batch in each stage; empty: not measured."""
+    """Seconds of one micro-batch's forward in each stage; empty: not measured."""
     backward: _StageTimes = ()
-    """The same, recomputation included."""
+    """The same for the backward, including recomputation."""
     exchange_time: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    """Of the optimizer step: adding up gradients of what stages share."""
+    """Seconds of the optimizer step for adding gradients of shared parameters."""
     scatter: Annotated[float, Field(ge=0, le=1e6)] | None = None
-    """Standard deviation of optimizer steps over their median; None: too few steps to tell."""
+    """Standard deviation of optimizer steps over their median; None: too few steps."""
     passed_on: Annotated[int, Field(ge=0, le=MAX_PASSED_ON - 1)] = 0
-    """How many times it was handed down before; 0: this job measured it itself."""
+    """How often the row was passed on before; 0: measured by this job."""
 
     @property
     def configuration(self) -> tuple[Any, ...]:
-        """What was measured: all but the times."""
+        """The measured configuration: all fields except the times."""
         replicas = self.num_nodes, self.num_replicas, self.processes
         batch = self.atomic_bsz, self.num_microbatches
         return (self.num_stages, *replicas, *batch, self.schedule, self.chunks_per_stage)
@@ -114,46 +114,47 @@ class StepRow(_Row):
 
 
 class StepRows(_Row):
-    """The step profile of a job: its rows, and of what model they are."""
+    """The step profile of a job: its rows, and the properties of its model."""
 
     checkpoint: CheckpointsField = "never"
-    """Which micro-batches are recomputed."""
+    """The recomputed micro-batches."""
     num_layers: _Count
-    """Of the model."""
+    """Layers of the model."""
     num_parameters: Annotated[int, Field(ge=0, le=2**62)]
     """Elements of all parameters of the model."""
     rows: Annotated[tuple[StepRow, ...], Field(min_length=1, max_length=MAX_ROWS)]
-    """One for each configuration."""
+    """One row per configuration."""
 
     @property
     def traits(self) -> dict[str, Any]:
-        """What rows of one model have in common, as fields."""
+        """Fields that rows of one model have in common."""
         return self.model_dump(include={"checkpoint", "num_layers", "num_parameters"})
 
     @property
     def max_replicas(self) -> int:
-        """Largest number of replicas that was measured."""
+        """Largest measured number of replicas."""
         return max(row.num_replicas for row in self.rows)
 
 
 class InheritedRows(StepRows):
-    """The rows that a job begins with: those of its relatives, together."""
+    """The combined rows of related jobs that a new job starts with."""
 
     rows: Annotated[tuple[StepRow, ...], Field(min_length=1, max_length=MAX_INHERITED)]
-    """One for each configuration, those that were handed down least first."""
+    """One row per configuration, ordered by how often it was passed on."""
 
     @classmethod
     def of(cls, relatives: Sequence[StepRows]) -> InheritedRows | None:
-        """Return what jobs hand down to another one.
+        """Combine the rows of related jobs.
 
-        Of a configuration that several have, the row that was handed down least counts, and of
-        equals the earlier job's. Rows of another model than the first job's are left out.
+        If several jobs have a configuration, the row that was passed on least often counts, then
+        the row of the earlier job in `relatives`. Rows of a different model than the first job's
+        are omitted.
 
         Args:
-            relatives: the rows of one job each, in order.
+            relatives: the rows of each job, in order.
 
         Returns:
-            What they measured themselves first; None: there are no jobs.
+            The rows, measured ones of the relatives first; None without jobs.
         """
         if not relatives:
             return None

@@ -1,15 +1,14 @@
-"""The performance model by hand: from measured steps to a fit, from a fit to predictions.
+"""The performance model on the command line: fits of measured steps, and predictions from fits.
 
-    arguments     values of the command line's options
+    arguments     values of command line options
     files         params.json and layers.json as text
-    measurements  rows of a JSONL file, each checked          `pipollux fit`
-    fitting       one fit for each number of stages
-    params_file   params.json, written by one command and read by the other
-    cutting       a cut of the layers for each number of stages
+    measurements  validated rows of a JSONL file              `pipollux fit`
+    fitting       one fit per number of stages
+    params_file   params.json, written by `fit` and read by `predict`
+    cutting       a cut of the layers per number of stages
     stage_model   a job with one number of stages
-    prediction    what a job would do on allocations          `pipollux predict`
-    plots         of both
+    prediction    predictions for allocations                 `pipollux predict`
+    plots         plots of fits and predictions
 
-The formulas are those of `pipollux_perfmodel`. Modules are imported one by one: the command line
-loads only what a command needs.
+`pipollux_perfmodel` has the formulas. Commands import only the modules that they need.
 """

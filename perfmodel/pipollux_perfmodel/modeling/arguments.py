@@ -1,4 +1,4 @@
-"""Values of a command line's options: whole numbers, sizes and links, names of pictures.
+"""Values of command line options: whole numbers, sizes, links, picture formats.
 
 Numbers are ``1:16``, ``1,2,4`` or ``1:16:2``; sizes ``40GiB``; links ``20GB/s`` or ``20GB/s,10us``.
 """
@@ -25,14 +25,14 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def parse_numbers(text: str, option: str) -> tuple[int, ...]:
-    """Read numbers from 1 on, and ranges of them with their last one included; each comes once.
+    """Read numbers from 1 on, and ranges that include their last number, without duplicates.
 
     Args:
         text: numbers ``7``, ranges ``low:high`` and ``low:high:step``, with commas between.
-        option: where it was given, for complaints.
+        option: the option, for messages.
 
     Raises:
-        ModelingError: naming the piece that is wrong, and how to write it.
+        ModelingError: with the wrong part, and the correct format.
 
     Example:
         >>> parse_numbers("1:7:2,16", "--replicas")
@@ -51,7 +51,7 @@ def parse_bounds(text: str, option: str) -> tuple[int | None, int | None]:
     """Read ``LO:HI``, of which either may be left out.
 
     Raises:
-        ModelingError: naming what is wrong, and how to write it.
+        ModelingError: with the problem, and the correct format.
 
     Example:
         >>> parse_bounds("8:", "--atomic-bsz")
@@ -73,7 +73,7 @@ def parse_size(text: str, option: str) -> int:
     """Read a number of bytes above 0, as in ``40GiB`` (2**30 bytes each) or ``40GB`` (1e9).
 
     Raises:
-        ModelingError: naming the option, its value, and how to write it.
+        ModelingError: with the option, its value, and the correct format.
 
     Example:
         >>> parse_size("1.5KiB", "--memory-limit")
@@ -91,7 +91,7 @@ def parse_link(text: str, option: str) -> Link:
     """Read ``BANDWIDTH/s`` or ``BANDWIDTH/s,LATENCY``; without a latency it is 0.
 
     Raises:
-        ModelingError: naming the option, its value, and how to write it.
+        ModelingError: with the option, its value, and the correct format.
 
     Example:
         >>> parse_link("20GB/s,2ms", "--link")
@@ -109,7 +109,7 @@ def parse_link(text: str, option: str) -> Link:
 
 
 def spell_size(num_bytes: float) -> str:
-    """Spell a size, rounded up, so that a limit which is spelled so is enough.
+    """Spell a size, rounded up, so that the spelled limit is sufficient.
 
     Example:
         >>> spell_size(1025), spell_size(40 * 2**30)
@@ -121,10 +121,10 @@ def spell_size(num_bytes: float) -> str:
 
 
 def picture_format(path: Path) -> str:
-    """Return the format that a picture's name asks for, one of `FORMATS`.
+    """Return the format given by a picture's name, one of `FORMATS`.
 
     Raises:
-        ModelingError: it is none of them.
+        ModelingError: the format is unknown.
     """
     suffix = path.suffix.lower().removeprefix(".")
     if suffix not in FORMATS:
@@ -147,7 +147,7 @@ def _piece(piece: str, option: str) -> range:
 
 
 def _number(part: str, whole: str, option: str) -> int:
-    # isdecimal alone would let other scripts' digits through.
+    # isdecimal alone would accept digits of other scripts.
     if not (part.isascii() and part.isdecimal()) or not 1 <= int(part[:20]) <= LARGEST:
         raise ModelingError(
             f"{option} '{whole}' is not allowed; write whole numbers from 1 to {LARGEST}, "

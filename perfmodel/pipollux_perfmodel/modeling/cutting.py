@@ -1,10 +1,10 @@
-"""The cut of a model's layers into stages on which a prediction rests.
+"""The cut of a model's layers into stages for a prediction.
 
-One cut serves all allocations of a number of stages, as it does in a job. It is made for the
-largest number of micro-batches M that may be chosen, and for micro-batches of b samples in the
-middle of what allocations use: the initial batch size on one replica (within the bounds of the
-atomic batch size) over M, rounded up. If no such cut fits into memory, b is halved; at last the
-least atomic batch size is tried with every M. What then does not fit, never does.
+As in a job, one cut serves all allocations of a number of stages. It is made for the largest
+allowed number of micro-batches M, and for micro-batches of b samples in the middle of the used
+range: the initial batch size on one replica (within the bounds of the atomic batch size) over M,
+rounded up. If no such cut fits into memory, b is halved; finally the least atomic batch size is
+tried with every M. If that does not fit, nothing does.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ class Layers:
     """The layers of a model, and the devices that they run on."""
 
     name: str
-    """Of the file, for notes and complaints."""
+    """Name of the file, for messages."""
     profile: LayerProfile
     link: Link | None = None
-    """What carries activations over a cut; None: copies are free."""
+    """The link that carries activations over a cut; None: copies are free."""
     memory_limit: int | None = None
     """Bytes of a stage's device; None: unlimited."""
 
 
 class ScheduleWish(NamedTuple):
-    """A schedule that is asked for."""
+    """A requested schedule."""
 
     kind: ScheduleKind
     chunks_per_stage: int = 1
     """V; 1 unless interleaved."""
 
     def __str__(self) -> str:
-        """Return its name, and its chunks if there are several."""
+        """Return its name, with its number of chunks if there are several."""
         several = self.chunks_per_stage > 1
         return f"{self.kind} of {self.chunks_per_stage} chunks" if several else self.kind
 
@@ -61,7 +61,7 @@ class Cut(NamedTuple):
     plan: StagePlan | None
     """None: no cut fits into memory."""
     least_memory: float
-    """Bytes of the fullest device with the smallest micro-batches in bounds; 0.0: not asked for."""
+    """Bytes of the fullest device with the smallest allowed micro-batches; 0.0: not computed."""
 
 
 class _Load(NamedTuple):
@@ -80,13 +80,13 @@ def cut_layers(
     """Return the fastest cut that fits, priced with the network, γ and ω of `base`.
 
     Args:
-        layers: what to cut, and what it must fit into.
+        layers: the layers to cut, with the memory limit.
         num_stages: K.
-        base: of the nearest number of stages that was measured; of K stages, if that was: then
-            they are the cut's step times, and the layers tell what it holds.
+        base: of the nearest measured number of stages; if K itself was measured, these are the
+        cut's step times, and the layers determine its memory.
         bounds: of the micro-batches and the atomic batch size.
         init_batch_size: of the job.
-        schedule: by which the stages work.
+        schedule: of the stages.
 
     Raises:
         ModelingError: there are fewer layers than stages, or they take no time.
@@ -121,7 +121,7 @@ def cut_layers(
 
 
 def _loads(bounds: Bounds, init_batch_size: int) -> Iterator[_Load]:
-    """Yield what to plan for, best first."""
+    """Yield the loads to plan for, best first."""
     counts = sorted(bounds.num_microbatches or (1,), reverse=True)
     low, high = bounds.atomic_bsz_range or (None, None)
     least = low or 1
@@ -156,7 +156,7 @@ def _plan(
         raise ModelingError(f"{layers.name}: {error}") from None
     if num_stages != base.num_stages:
         return plan
-    # A measured time is better than a predicted one.
+    # Measured times have precedence over predicted ones.
     copies = copy_costs(layers.profile, plan.balance, num_stages, layers.link)
     return replace(
         plan, perf_params=reschedule(base, *schedule, alpha_t=copies[0], beta_t=copies[1])

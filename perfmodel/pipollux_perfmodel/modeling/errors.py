@@ -6,4 +6,4 @@ from pipollux_perfmodel.errors import InputError
 
 
 class ModelingError(InputError):
-    """Data that cannot be used: one sentence a problem, with place, value, and what is allowed."""
+    """Invalid data: one sentence per problem, with location, value, and allowed values."""

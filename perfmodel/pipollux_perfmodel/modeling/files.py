@@ -1,6 +1,6 @@
-"""JSON files written by users, and readable errors.
+"""JSON files written by users, with readable errors.
 
-A key that occurs twice in one object is refused; the standard library would keep the last.
+Duplicate keys in an object are errors; the standard library would keep the last value.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def decode(text: str) -> Any:
     """Decode one JSON value.
 
     Raises:
-        ValueError: its text names the problem and its place.
+        ValueError: with the problem and its location.
     """
     try:
         return json.loads(text, object_pairs_hook=_object)
@@ -45,10 +45,10 @@ def read_text(path: str | Path) -> tuple[str, str]:
     """Read a file, or standard input for ``-``.
 
     Returns:
-        The text, and how to name where it came from.
+        The text, and the name of its source.
 
     Raises:
-        ModelingError: it is missing, cannot be read, or is not UTF-8.
+        ModelingError: the file is missing, cannot be read, or is not UTF-8.
     """
     if str(path) != STANDARD_INPUT:
         return read_text_file(Path(path), ModelingError), str(path)
@@ -63,7 +63,7 @@ def read_layers(path: str | Path) -> LayerProfile:
     """Read `layers.json`, the costs of a model's layers (`LayerProfile.to_json_object`).
 
     Raises:
-        ModelingError: naming the file, the key, its value and what is allowed.
+        ModelingError: with the file, the key, its value and the allowed values.
     """
     text, name = read_text(path)
     try:

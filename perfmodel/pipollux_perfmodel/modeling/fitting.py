@@ -1,7 +1,7 @@
-"""A fit of the performance model to measurements: one for each number of stages.
+"""Fits of the performance model to measurements: one per number of stages.
 
-Stages of another pipeline are other layers, so measurements with two stages say nothing exact
-about four. What can be said anyway is the business of `prediction`.
+Other numbers of stages consist of other layers, so measurements with two stages do not determine
+four. `prediction` extrapolates between numbers of stages.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class StageFit(NamedTuple):
     """The fit for one number of stages."""
 
     rows: tuple[MeasurementRow, ...]
-    """What it was fitted to."""
+    """The fitted rows."""
     perf_params: PerfParams
     report: FitReport
-    """How far to trust it; its outliers are indices into `rows`."""
+    """Errors and assumptions of the fit; its outliers are indices into `rows`."""
 
     @property
     def num_stages(self) -> int:
@@ -40,7 +40,7 @@ class StageFit(NamedTuple):
 
     @property
     def outliers(self) -> tuple[MeasurementRow, ...]:
-        """Rows that are far off while the others are not."""
+        """Rows with large errors while the others have small ones."""
         return tuple(self.rows[index] for index in self.report.outliers)
 
 
@@ -50,16 +50,16 @@ def fit_rows(
     schedule: ScheduleKind = "gpipe",
     chunks_per_stage: int = 1,
 ) -> tuple[StageFit, ...]:
-    """Fit the model to measurements; fits come in the order of their number of stages.
+    """Fit the model to measurements; fits are ordered by their number of stages.
 
     Args:
         rows: at least one.
-        checkpoint: which micro-batches were recomputed while measuring.
-        schedule: in which order the stages worked; of one stage there is only one.
-        chunks_per_stage: V, where they were interleaved.
+        checkpoint: the recomputed micro-batches during the measurements.
+        schedule: order of the stages' work; irrelevant for one stage.
+        chunks_per_stage: V, if interleaved.
 
     Raises:
-        ModelingError: the fit rejects the measurements; the text gives the reason.
+        ModelingError: the fit rejects the measurements; with the reason.
     """
     numbers = sorted({row.measurement.num_stages for row in rows})
     return tuple(
@@ -96,5 +96,5 @@ def _fit(rows: tuple[MeasurementRow, ...], **run: Any) -> StageFit:
 
 
 def _stages(times: Sequence[tuple[float, ...] | None], num_stages: int) -> NDArray[np.float64]:
-    """Return stage times of shape (rows, num_stages), not a number where not measured."""
+    """Return stage times of shape (rows, num_stages), nan if not measured."""
     return np.array([one or (np.nan,) * num_stages for one in times])

@@ -1,11 +1,11 @@
-"""Measured step times from a user: a file of JSON lines, one measurement a line.
+"""Measured step times of a user: a file of JSON lines, one measurement per line.
 
     {"num_nodes": 1, "num_replicas": 2, "atomic_bsz": 16, "num_microbatches": 4, "num_stages": 2,
      "accum_step_time": 0.081, "optim_step_time": 0.115,
      "forward": [0.0051, 0.0053], "backward": [0.0083, 0.0084]}          (on one line)
 
-Times are in seconds. A line that is wrong is never just left out: each is named with file and line,
-for a fit to fewer rows than the user believes is a fit to something else.
+Times are in seconds. Invalid lines are never skipped silently: each is reported with file and line,
+as a fit to fewer rows than the user expects is misleading.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _count(value: Any) -> int:
 
 def _seconds(value: Any, *, least: str = "above 0") -> float:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    # Compared as they are, for a whole number may be too large to be a float.
+    # Compared without conversion: a whole number may be too large for a float.
     if not number or not 0 <= value <= _LONGEST or (least == "above 0" and value == 0):
         raise ValueError(
             f"{_spell(value)} is not allowed; it must be a finite time {least}, in seconds"
@@ -55,7 +55,6 @@ def _stage_seconds(value: Any) -> tuple[float, ...]:
 
 
 def _spell(value: Any) -> str:
-    """Spell a value as in JSON, or in words."""
     return "null" if value is None else spell_value(value)
 
 
@@ -81,9 +80,9 @@ class Measurement(BaseModel):
     num_stages: _Count = 1
     """K, stages of a pipeline replica."""
     forward: _StageSeconds | None = None
-    """Seconds of one micro-batch's forward, one for each stage; None: not measured."""
+    """Seconds of one micro-batch's forward, one per stage; None: not measured."""
     backward: _StageSeconds | None = None
-    """The same for the backward, recomputation included."""
+    """The same for the backward, including recomputation."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -125,10 +124,10 @@ class Measurement(BaseModel):
 
 
 class MeasurementRow(NamedTuple):
-    """A measurement and its line."""
+    """A measurement and the location of its line."""
 
     place: str
-    """As in ``measurements.jsonl:3``."""
+    """For example ``measurements.jsonl:3``."""
     measurement: Measurement
 
 
@@ -137,29 +136,29 @@ class MeasurementRows(NamedTuple):
 
     rows: tuple[MeasurementRow, ...]
     bad: tuple[str, ...]
-    """What is wrong with the lines that hold no measurement, one sentence a problem."""
+    """Problems of invalid lines, one sentence per problem."""
     num_bad: int
-    """How many lines that are."""
+    """Number of invalid lines."""
 
 
 def parse_rows(text: str, name: str) -> MeasurementRows:
-    """Read measurements, one JSON object a line; empty lines are skipped.
+    """Read measurements, one JSON object per line; empty lines are skipped.
 
     Args:
         text: the lines.
-        name: of the file, for complaints.
+        name: of the file, for messages.
 
     Raises:
-        ModelingError: there is no line at all.
+        ModelingError: there is no line.
 
     Example:
         >>> parse_rows('{"num_nodes": 0}', "a.jsonl").bad[0]
-        "a.jsonl:1: num_nodes: 0 is not allowed; it must be a whole number from 1 on"
+        'a.jsonl:1: num_nodes: 0 is not allowed; it must be a whole number from 1 on'
     """
     rows: list[MeasurementRow] = []
     bad: list[str] = []
     num_bad = 0
-    # Not splitlines, which also splits at characters that JSON allows within a text.
+    # Not splitlines, which also splits at characters that JSON allows within strings.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue

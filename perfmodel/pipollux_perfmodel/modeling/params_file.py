@@ -1,13 +1,13 @@
 """`params.json`: the output of `pipollux fit`, and the input of `pipollux predict`.
 
     {"version": 1,
-     "perf_params": [{"num_stages": 2, "alpha_c": 0.02, …}],   one for each number of stages
+     "perf_params": [{"num_stages": 2, "alpha_c": 0.02, …}],   one per number of stages
      "init_batch_size": 32,                                    or null
      "grad_params": {"norm": 0.002, "var": 0.04},              or null
-     "fit": {…}}                                               how far to trust it; or left out
+     "fit": {…}}                                               errors and assumptions; optional
 
-The hints of a job (`SchedHints`, AdaptDL's JSON) are read in its place as they are. Whatever is not
-known is refused by name, for a key that is silently dropped is a job that is silently misjudged.
+The hints of a job (`SchedHints`, AdaptDL's JSON) are accepted instead. Unknown keys are errors:
+silently dropping a key would silently misjudge the job.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Bounds:
     """Numbers of micro-batches to choose from."""
 
     def or_else(self, other: Bounds) -> Bounds:
-        """Return these bounds, with those of `other` where none are given."""
+        """Return these bounds, with those of `other` for omitted ones."""
         said = {name: value for name, value in vars(self).items() if value is not None}
         return replace(other, **said)
 
@@ -65,26 +65,26 @@ NO_BOUNDS = Bounds()
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFile:
-    """What is known of a job."""
+    """The known properties of a job."""
 
     perf_params: tuple[PerfParams, ...]
-    """One for each number of stages that was measured, in that order."""
+    """One per measured number of stages, in increasing order."""
     init_batch_size: int | None = None
-    """Batch size that efficiency is relative to; None: not known."""
+    """Batch size that efficiency is relative to; None: unknown."""
     grad_params: GradParams | None = None
-    """Size and noise of the gradient; None: not known."""
+    """Size and noise of the gradient; None: unknown."""
     assumed: Mapping[int, tuple[str, ...]] | None = None
-    """By number of stages, the parameters that rest on priors; None: not known."""
+    """By number of stages, the parameters that rest on priors; None: unknown."""
     bounds: Bounds = NO_BOUNDS
-    """Those that hints tell."""
+    """Bounds contained in hints."""
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """The numbers of stages that were measured."""
+        """The measured numbers of stages."""
         return tuple(params.num_stages for params in self.perf_params)
 
     def nearest(self, num_stages: int) -> PerfParams:
-        """Return the measured parameters with the nearest number of stages, the larger of two."""
+        """Return the measured parameters with the nearest number of stages; the larger if tied."""
         return min(
             self.perf_params,
             key=lambda params: (abs(params.num_stages - num_stages), -params.num_stages),
@@ -92,13 +92,13 @@ class ModelFile:
 
 
 class FitSummary(NamedTuple):
-    """Where a fit comes from."""
+    """The source of a fit."""
 
     source: str
     """The file of measurements."""
     fits: tuple[StageFit, ...]
     num_skipped: int
-    """Bad rows that were left out."""
+    """Number of skipped invalid rows."""
 
 
 def to_json_object(
@@ -131,7 +131,7 @@ def read_model(path: str | Path) -> ModelFile:
     """Read a `params.json`, or the hints of a job.
 
     Raises:
-        ModelingError: naming the file, the key, its value and what is allowed.
+        ModelingError: with the file, the key, its value and the allowed values.
     """
     text, name = read_text(path)
     try:
@@ -145,7 +145,7 @@ def parse_model(data: Any) -> ModelFile:
     """Read the decoded JSON of a `params.json`, or of hints.
 
     Raises:
-        ModelingError: naming the key, its value and what is allowed.
+        ModelingError: with the key, its value and the allowed values.
     """
     if not isinstance(data, dict):
         raise ModelingError(
@@ -274,7 +274,7 @@ def _grad_params(value: Any) -> GradParams | None:
 
 
 def _assumed(fit: Any) -> dict[int, tuple[str, ...]] | None:
-    """Return the parameters that rest on priors; none for a fit whose report cannot be read."""
+    """Return the parameters that rest on priors; None without a report of the fit."""
     if fit is None:
         return None
     try:

@@ -1,8 +1,8 @@
-"""Plots of a fit and of predictions, drawn by matplotlib without a display.
+"""Plots of fits and predictions, rendered by matplotlib without a display.
 
-The same data give the same bytes: matplotlib's defaults whatever the user's settings, no dates, no
-random names. A fit's plot shows two points for every row, by regime: its accumulation step, and its
-optimizer step in the regime of its allocation.
+The same data give the same bytes: the plots use matplotlib's defaults regardless of the user's
+settings, and contain no dates or random names. A fit's plot shows two points per row, by regime:
+its accumulation step, and its optimizer step in the regime of its allocation.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from .stage_model import Prediction
 
 ACCUMULATION = "accumulation steps"
 REGIMES = (ACCUMULATION, "one replica", "one node", "two nodes", "three or more nodes")
-"""What was at work in a step's time, by the names of the fit's report."""
+"""Regimes of step times, with the names of the fit's report."""
 _MARKERS = dict(zip(REGIMES, ("o", "s", "^", "D", "P"), strict=True))
-# Okabe and Ito's colours, which people with any colour vision tell apart.
+# Okabe and Ito's colours, distinguishable with any colour vision.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 _MARGIN = 1.25
 _WITHIN = 0.1
@@ -47,11 +47,11 @@ class RegimePoint(NamedTuple):
     measured: float
     predicted: float
     outlier: bool
-    """Whether the fit counts its row as an outlier."""
+    """Whether the fit considers its row an outlier."""
 
 
 def points(fit: StageFit) -> list[RegimePoint]:
-    """Return the points of a fit, two for each of its rows, in their order."""
+    """Return the points of a fit, two per row, in the order of rows."""
     # Step times depend on neither the gradient nor the initial batch size.
     model = GoodputFunction(fit.perf_params, (0.0, 1.0), 1)
     outliers = set(fit.report.outliers)
@@ -72,7 +72,7 @@ def points(fit: StageFit) -> list[RegimePoint]:
 
 
 def draw_fit(fits: Sequence[StageFit], form: str = "png") -> bytes:
-    """Draw measured against predicted step times: a panel for each number of stages.
+    """Draw measured against predicted step times: one panel per number of stages.
 
     Shapes are the regimes, colours the samples of a micro-batch, and red circles the outliers.
 
@@ -244,7 +244,7 @@ def _powers(smallest: float, largest: float) -> list[float]:
 
 
 def _render(figure: Figure, form: str) -> bytes:
-    """Return the picture's bytes, without what differs between two runs."""
+    """Return the picture's bytes, without metadata that differs between runs."""
     nothing: dict[str, dict[str, Any]] = {
         "png": {"Software": None},
         "svg": {"Date": None},

@@ -1,9 +1,9 @@
 """Predictions for allocations of a job: step time, throughput, goodput, speedup of each.
 
-For each number of stages and replicas the job picks, as it does in training, the atomic batch size,
-accumulation steps and micro-batches with the best goodput within its bounds. Stages that were not
-measured are predicted from the nearest number of stages that was: from the layers of the model, if
-they are given (`cutting`), and else as if the same work were cut evenly (`restage`).
+For each number of stages and replicas the job chooses, as in training, the atomic batch size,
+accumulation steps and micro-batches with the best goodput within its bounds. Unmeasured numbers of
+stages are predicted from the nearest measured one: from the layers of the model if given
+(`cutting`), else as if the same work were cut evenly (`restage`).
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ Pipeline: TypeAlias = tuple[int, ScheduleWish]
 """Number of stages, and schedule."""
 
 DEFAULT_BOUNDS = Bounds(accumulation=False, num_microbatches=(1, 2, 4, 8))
-"""The largest batch size is the initial one."""
+"""The maximum batch size is the initial one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """How replicas lie on nodes: by one of the two."""
+    """Placement of replicas on nodes, by one of the two fields."""
 
     num_nodes: int | None = None
-    """The number of nodes; with fewer replicas, one node for each."""
+    """The number of nodes; with fewer replicas, one node per replica."""
     gpus_per_node: int = 8
-    """GPUs of a node, where replicas take as few nodes as possible; a replica lies on one."""
+    """GPUs per node; replicas use as few nodes as possible, and each lies on one node."""
 
     def nodes(self, num_stages: int, num_replicas: int) -> int:
-        """Return the number of nodes that replicas lie on.
+        """Return the number of nodes for a number of replicas.
 
         Raises:
             ModelingError: not even one replica fits on a node.
@@ -62,14 +62,14 @@ class Question:
 
     replicas: tuple[int, ...]
     stages: tuple[int, ...] | None = None
-    """None: the measured ones."""
+    """None: the measured numbers of stages."""
     bounds: Bounds = NO_BOUNDS
     """Omitted bounds are the model's, or else those of `DEFAULT_BOUNDS`."""
     placement: Placement
     layers: Layers | None = None
-    """The layers that unmeasured stages are cut from, with the memory limit; None: unknown."""
+    """Layers to cut unmeasured stages from, with the memory limit; None: unknown."""
     schedules: tuple[ScheduleWish, ...] = ()
-    """Those to predict; none: that of the measured stages."""
+    """Schedules to predict; empty: that of the measured stages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class Answer:
     max_batch_size: int
     predictions: tuple[Prediction, ...]
     notes: tuple[str, ...]
-    """Sentences on what was not measured, is not known, or is not possible."""
+    """Sentences about unmeasured, unknown or impossible results."""
     efficiency_known: bool
     schedules_asked: bool = False
     """Whether the question names schedules."""
@@ -91,15 +91,15 @@ class Answer:
 
 
 def predict(model: ModelFile, question: Question) -> Answer:
-    """Answer a question about a job.
+    """Predict the allocations of a question.
 
     Raises:
-        ModelingError: the initial batch size is not known, or the question contradicts itself.
+        ModelingError: the initial batch size is unknown, or the question is inconsistent.
     """
     init_batch_size = _init_batch_size(model)
     bounds = _bounds(model, question, init_batch_size)
     predictions: list[Prediction] = []
-    too_large: dict[Pipeline, float] = {}  # of those that no cut fits, the bytes it needs
+    too_large: dict[Pipeline, float] = {}  # bytes needed by pipelines that do not fit
     notes: list[str] = []
     for num_stages in question.stages or model.stages:
         for schedule in _schedules(question, num_stages, notes):
@@ -124,7 +124,7 @@ def predict(model: ModelFile, question: Question) -> Answer:
 def _schedules(
     question: Question, num_stages: int, notes: list[str]
 ) -> Sequence[ScheduleWish | None]:
-    """Return the schedules to predict; a note says why one of several is left out."""
+    """Return the schedules to predict; a note explains an omitted schedule."""
     if not question.schedules or num_stages == 1:  # one stage waits for none
         return (None,)
     layers = question.layers.profile.num_layers if question.layers else math.inf
@@ -139,7 +139,7 @@ def _schedules(
 
 
 def _marked(predictions: Sequence[Prediction]) -> list[Prediction]:
-    """Mark the best of each number of stages and replicas: of equally good ones the smallest."""
+    """Mark the best of each number of stages and replicas; the smallest if tied."""
     best: dict[tuple[int, int], Prediction] = {}
     for one in predictions:
         place = one.num_stages, one.num_replicas
@@ -150,7 +150,7 @@ def _marked(predictions: Sequence[Prediction]) -> list[Prediction]:
 
 
 def _worth(one: Prediction) -> tuple[float, float]:
-    """Return what is to be most; what differs by rounding is the same."""
+    """Return the key to maximize; values that differ only by rounding are equal."""
     rate = one.throughput if one.goodput is None else one.goodput
     return float(f"{rate:.9e}"), -(one.memory or 0.0)
 
@@ -188,9 +188,9 @@ def _all_notes(
     Args:
         model: the job's model.
         bounds: of its configurations.
-        question: what was asked.
+        question: the question.
         predictions: the predictions.
-        too_large: of pipelines that no cut fits into memory, the bytes they need at least.
+        too_large: minimum bytes of pipelines for which no cut fits into memory.
     """
     notes, layers = [], question.layers
     if model.grad_params is None:
@@ -243,7 +243,7 @@ def _unmeasured_notes(
 def _schedule_notes(
     model: ModelFile, layers: Layers | None, predictions: Sequence[Prediction]
 ) -> list[str]:
-    """Return what predictions by schedules that did not run rest on."""
+    """Return notes on the assumptions for schedules that did not run."""
     if all(one.schedule_measured for one in predictions):
         return []
     many = [x for x in model.perf_params if x.num_stages > 1] or model.perf_params
@@ -296,7 +296,7 @@ def _balances(predictions: Sequence[Prediction], *, from_layers: bool) -> str:
 
 
 def _network_notes(model: ModelFile, predictions: Sequence[Prediction]) -> list[str]:
-    """Return a sentence for each part of the network on whose assumptions predictions rest."""
+    """Return a sentence per part of the network for which predictions rest on assumptions."""
     across, inside = set[str](), set[str]()  # what predictions of each kind assume
     for one in predictions:
         source = model.nearest(one.num_stages).num_stages

@@ -19,7 +19,7 @@ from pipollux_perfmodel.timing.params import ScheduleKind
 from .cutting import Layers, ScheduleWish, cut_layers
 from .params_file import Bounds, ModelFile
 
-# Noise without a gradient: every sample is worth as much in any batch, so efficiency is 1.
+# Noise without a gradient: samples count equally in any batch, so efficiency is 1.
 _EFFICIENCY_ONE = GradParams(0.0, 1.0)
 
 
@@ -31,25 +31,25 @@ class Prediction:
     measured: bool
     """Whether this number of stages was measured."""
     from_layers: bool
-    """Whether it was not, and its step times are those of the layers."""
+    """Whether step times come from the layers, for an unmeasured number of stages."""
     balance: tuple[int, ...] | None
-    """Layers of each stage, where the layers tell step times or memory; None: they do not, or no
+    """Layers of each stage, if the layers determine step times or memory; None: they do not, or no
     cut fits into memory."""
     num_replicas: int
     num_nodes: int
     num_gpus: int
     schedule: ScheduleKind
-    """In which order stages work on micro-batches."""
+    """Order of the stages' work on micro-batches."""
     chunks_per_stage: int
     """V; 1 unless interleaved."""
     schedule_measured: bool
-    """Whether the stages that step times come from ran by this schedule."""
+    """Whether the measured stages ran with this schedule."""
     memory: float | None
-    """Bytes of the fullest device; None: the layers are not known or not asked about it, or nothing
-    is within bounds."""
+    """Bytes of the fullest device; None: layers or limit are unknown, or nothing is within
+    bounds."""
     num_microbatches: int
     atomic_bsz: int
-    """0: no batch size is within bounds; then the rest are 0 or None, too."""
+    """0: no batch size is within bounds; the remaining fields are then 0 or None."""
     accum_steps: int
     batch_size: int
     step_time: float | None
@@ -57,14 +57,13 @@ class Prediction:
     throughput: float
     """Samples per second."""
     efficiency: float | None
-    """Progress per sample, relative to the initial batch size; None: not known."""
+    """Progress per sample, relative to the initial batch size; None: unknown."""
     goodput: float | None
-    """Throughput times efficiency; None: not known."""
+    """Throughput times efficiency; None: unknown."""
     speedup: float
-    """Goodput (or throughput, where that is not known) over that of one replica of the same
-    stages."""
+    """Goodput (or throughput, if that is unknown) over that of one replica of the same stages."""
     best: bool = True
-    """Whether no other schedule that was asked for is better on as many stages and replicas."""
+    """Whether no other requested schedule is better on the same stages and replicas."""
 
     @property
     def feasible(self) -> bool:
@@ -76,15 +75,15 @@ class StageModel:
     """A job with one number of stages.
 
     Args:
-        model: what is known of the job.
-        layers: what unmeasured stages are cut from, and what bounds memory; None: not known.
-        bounds: what the configuration must keep to.
+        model: the known properties of the job.
+        layers: layers to cut unmeasured stages from, with the memory limit; None: unknown.
+        bounds: bounds of the configuration.
         init_batch_size: of the job.
         num_stages: K.
-        schedule: by which the stages work; None: that of the nearest number that was measured.
+        schedule: of the stages; None: that of the nearest measured number of stages.
 
     Raises:
-        ModelingError: the layers cannot be cut into so many stages.
+        ModelingError: the layers cannot be cut into this number of stages.
     """
 
     def __init__(
@@ -118,9 +117,9 @@ class StageModel:
             init_batch_size,
         )
         self.least_memory = cut.least_memory if cut else 0.0
-        """Bytes of the fullest device that any cut needs at least; 0.0: not known."""
+        """Minimum bytes of the fullest device over all cuts; 0.0: unknown."""
         self.fit = cut is None or cut.plan is not None
-        """Whether any cut fits into memory, as far as that is known."""
+        """Whether any cut fits into memory, as far as known."""
         self._speedup_fn = SpeedupFunction(
             self._goodput_fn,
             max_batch_size=bounds.max_batch_size,
@@ -133,7 +132,7 @@ class StageModel:
 
     @property
     def schedule(self) -> ScheduleWish:
-        """By which the stages work."""
+        """The schedule of the stages."""
         return self._schedule
 
     def predict(self, num_nodes: int, num_replicas: int) -> Prediction:
@@ -147,7 +146,7 @@ class StageModel:
         known = self._efficiency_known
         memory = None
         if feasible and self._plan:
-            # Of micro-batches that differ by a sample, the larger.
+            # Size of the larger micro-batches if they differ by a sample.
             micro_bsz = math.ceil(chosen.atomic_bsz / chosen.num_microbatches)
             memory = float(self._plan.memory(micro_bsz, chosen.num_microbatches).max())
         return Prediction(
@@ -180,7 +179,7 @@ class StageModel:
 
 
 def _schedule_of(base: PerfParams, num_stages: int, layers: Layers | None) -> ScheduleWish:
-    """Return the schedule of the stages that were measured, as far as others can have it."""
+    """Return the schedule of the measured stages, if other numbers of stages support it."""
     interleaved = base.schedule == "interleaved"
     if interleaved and layers is not None and num_stages != base.num_stages:
         return ScheduleWish("1f1b")

@@ -1,1 +1,1 @@
-"""Which layers go to which stage, and what each stage then takes in seconds and bytes."""
+"""Cuts of layers into stages, and the time and memory of each stage."""

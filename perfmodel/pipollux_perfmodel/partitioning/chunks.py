@@ -1,9 +1,10 @@
 """Cuts of the layers into the chunks of interleaved stages.
 
-K stages of V chunks each are K·V parts of the layers, part q in stage q mod K (Narayanan et al.,
-SC'21, section 2.2). Two cuts are looked at: that into the fastest pipeline of K·V parts, whose
-parts are about equally slow, and that whose fullest part needs least, for where memory is scarce.
-Neither is searched for by what stages hold together, so another cut may fit where these do not.
+K stages of V chunks are K·V contiguous parts of the layers, part q in stage q mod K (Narayanan et
+al., SC'21, section 2.2). There are two candidates: the fastest pipeline of K·V parts, whose parts
+take about equal time, and the cut that minimizes the memory of the largest part. The search does
+not consider the memory of a stage's chunks together, so another cut may fit where neither candidate
+does.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ def chunk_cuts(
     """Return the numbers of layers of K·V chunks: cut by time, and cut by memory.
 
     Args:
-        profile: what the layers cost.
+        profile: costs of the layers.
         chunks_per_stage: V.
         num_stages: K.
         num_microbatches: M.
         micro_bsz: b, samples per micro-batch.
-        checkpoint: which micro-batches are recomputed.
-        link: what carries activations over a cut; None: copies are free.
-        transfers_overlap: whether copies run beside compute.
+        checkpoint: the recomputed micro-batches.
+        link: link that carries activations over a cut; None: copies are free.
+        transfers_overlap: whether copies run concurrently with compute.
 
     Raises:
         ValueError: as `partition`, also when there are fewer layers than chunks.
@@ -74,15 +75,15 @@ def cut_chunks(
     """Return the first of `chunk_cuts` that fits.
 
     Args:
-        profile: what the layers cost.
+        profile: costs of the layers.
         chunks_per_stage: V.
         num_stages: K.
         num_microbatches: M.
         memory_limit: bytes of each stage's device; None: no limit.
         micro_bsz: b, samples per micro-batch.
-        checkpoint: which micro-batches are recomputed.
-        link: what carries activations over a cut; None: copies are free.
-        transfers_overlap: whether copies run beside compute.
+        checkpoint: the recomputed micro-batches.
+        link: link that carries activations over a cut; None: copies are free.
+        transfers_overlap: whether copies run concurrently with compute.
 
     Raises:
         ValueError: as `chunk_cuts`, or when neither fits the memory limit.
@@ -133,7 +134,7 @@ def least_interleaved_memory(
     micro_bsz: float = 1.0,
     checkpoint: Checkpoint = "never",
 ) -> float:
-    """Return the bytes of the fullest device by that of the `chunk_cuts` where it is least.
+    """Return the bytes of the fullest device in the more compact of the two `chunk_cuts`.
 
     Example:
         >>> from pipollux_perfmodel.partitioning.layer_profile import Layer

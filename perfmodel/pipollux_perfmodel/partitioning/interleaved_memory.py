@@ -1,9 +1,9 @@
-"""Bytes that each device holds where its stages are interleaved chunks of layers.
+"""Memory of each device with interleaved chunks of layers.
 
-Interleaved 1F1B has several stages on a device, which have their most at different times, and so
-no table as `memory` has: what each device does is followed. Without recomputation and with equal
-stages the first device holds the activations of K·V + K - 1 micro-batches in one stage, as much as
-1 + (K - 1)/(K·V) times 1F1B's (Korthikanti et al., MLSys'23).
+Interleaved 1F1B has several stages per device, which reach their maximum at different times, so
+there is no closed form as in `memory`: the order of work of each device is simulated. Without
+recomputation and with equal stages the first device holds the activations of K·V + K - 1
+micro-batches of one stage, 1 + (K - 1)/(K·V) times as much as 1F1B (Korthikanti et al., MLSys'23).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def interleaved_memory(
     *,
     checkpoint: Checkpoints = "never",
 ) -> Floats:
-    """Return the most bytes that each device holds at once with interleaved 1F1B.
+    """Return the maximum bytes of each device with interleaved 1F1B.
 
     Args:
         profile: the costs of the layers.
@@ -37,7 +37,7 @@ def interleaved_memory(
         num_devices: K.
         micro_bsz: b, samples per micro-batch; any shape.
         num_microbatches: M.
-        checkpoint: which micro-batches are recomputed, in all stages or in each.
+        checkpoint: the recomputed micro-batches, for all stages or per stage.
 
     Returns:
         Bytes, shape (K, *shape of b).
@@ -98,7 +98,7 @@ def _device_bytes(
     num_microbatches: int,
     checkpoint: Checkpoints,
 ) -> tuple[Floats, Floats]:
-    """Return interleaved devices' bytes whatever b is, and their bytes per sample, shape (K,)."""
+    """Return bytes independent of b, and bytes per sample, of each device, shape (K,)."""
     check_balance(balance, profile.num_layers)
     if num_devices < 1 or len(balance) % num_devices:
         raise ValueError(
@@ -127,7 +127,7 @@ def _most_kept(
     activations: Sequence[float],
     num_recomputed: int,
 ) -> float:
-    """Return the most bytes per sample that are kept at once, of the first so many only inputs."""
+    """Return the maximum bytes per sample; the first `num_recomputed` keep only their inputs."""
     kept = most = 0.0
     for phase, stage, microbatch in order:
         again = microbatch < num_recomputed

@@ -1,9 +1,9 @@
-"""The costs of a model's layers: the profile that prices any cut into stages.
+"""The costs of a model's layers, from which any cut into stages is predicted.
 
-One micro-batch of b samples takes a layer forward_alpha + forward_beta·b seconds forward, and
-backward_alpha + backward_beta·b backward without recomputation. A stage is a run of layers, so its
-times, too, are lines in b, and so is its memory. `partition` cuts the layers, `memory` says what
-the stages hold, and `stage_plan` makes `PerfParams` of a cut.
+One micro-batch of b samples takes forward_alpha + forward_beta·b seconds in a layer's forward, and
+backward_alpha + backward_beta·b seconds in its backward, without recomputation. A stage is a
+contiguous range of layers, so its times and memory are linear in b as well. `partition` cuts the
+layers, `memory` computes the memory of stages, and `stage_plan` converts a cut to `PerfParams`.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ class Layer(NamedTuple):
     """
 
     forward_alpha: float
-    """Seconds of the forward of a micro-batch, whatever its size."""
+    """Seconds of a micro-batch's forward, independent of its size."""
     forward_beta: float
     """Seconds of the forward per sample."""
     backward_alpha: float
-    """Seconds of the backward of a micro-batch, whatever its size, without recomputation."""
+    """Seconds of a micro-batch's backward, independent of its size, without recomputation."""
     backward_beta: float
     """Seconds of the backward per sample, without recomputation."""
     parameter_bytes: float = 0.0
-    """Bytes of the parameters; their gradients count as many again."""
+    """Bytes of the parameters; their gradients take the same amount."""
     optimizer_bytes: float = 0.0
-    """Bytes that the optimizer keeps beside the parameters (Adam: twice the parameters)."""
+    """Bytes of optimizer state (Adam: twice the parameters)."""
     activation_bytes: float = 0.0
-    """Bytes per sample that autograd keeps for the backward of the layer."""
+    """Bytes per sample that autograd keeps for the layer's backward."""
     output_bytes: float = 0.0
-    """Bytes per sample of the output: what crosses a cut after the layer."""
+    """Bytes per sample of the output, which crosses a cut after the layer."""
     copy_bytes: float = 0.0
-    """Bytes of a copy of the gradients: what is sent to other replicas, or compared with those of
-    the next step where there are none."""
+    """Bytes of a copy of the gradients, which is sent to other replicas, or without replicas
+    compared with the gradients of the next step."""
     name: str = ""
-    """The user's name for it; for messages only."""
+    """Name given by the user; only used in messages."""
 
 
 _NUMBERS = Layer._fields[:-1]
@@ -60,7 +60,7 @@ _NUMBERS = Layer._fields[:-1]
 
 @dataclass(frozen=True)
 class Link:
-    """The link that carries activations from a stage to the next, and gradients back.
+    """The link between consecutive stages, for activations and gradients.
 
     Example:
         >>> Link(latency=1e-5, bandwidth=1e10).seconds(1e8)
@@ -71,7 +71,7 @@ class Link:
     """
 
     latency: float
-    """Seconds of a copy, whatever its size."""
+    """Seconds of a copy, independent of its size."""
     bandwidth: float
     """Bytes per second."""
 
@@ -82,7 +82,7 @@ class Link:
             raise ValueError(f"bandwidth is {self.bandwidth}; give finite bytes per second > 0")
 
     def seconds(self, num_bytes: Any) -> Any:
-        """Return how long a copy takes; float or array, as `num_bytes` is."""
+        """Return the duration of a copy; float or array, like `num_bytes`."""
         return self.latency + num_bytes / self.bandwidth
 
 
@@ -98,16 +98,16 @@ class LayerProfile:
         True
 
     Raises:
-        ValueError: when there is no layer, or a number is negative or not finite; it names layer,
-            field and value.
+        ValueError: without layers, or if a number is negative or not finite; the message names
+        layer, field and value.
     """
 
     layers: tuple[Layer, ...]
     """At least one."""
     input_bytes: float = 0.0
-    """Bytes per sample of the model's input: what the first stage keeps to recompute from."""
+    """Bytes per sample of the model's input, which the first stage keeps for recomputation."""
     optimizer_shards: int = 1
-    """Replicas among which the optimizer's state of each stage is divided; not part of its JSON."""
+    """Replicas that shard the optimizer's state of each stage; not part of the JSON."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -120,7 +120,7 @@ class LayerProfile:
             raise ValueError(f"optimizer_shards is {self.optimizer_shards}; give at least 1")
 
     def sharded(self, num_replicas: int) -> LayerProfile:
-        """Return the same layers with the optimizer's state divided among so many replicas."""
+        """Return the same layers with the optimizer's state sharded among replicas."""
         return replace(self, optimizer_shards=num_replicas)
 
     @classmethod
@@ -167,7 +167,7 @@ class LayerProfile:
         """Read a profile from decoded JSON.
 
         Raises:
-            ValueError: naming the first key that is missing, unknown or wrong, and its value.
+            ValueError: with the first missing, unknown or wrong key, and its value.
         """
         _check_keys("the profile", value, ("version", "layers"), ("input_bytes",))
         version = value["version"]
@@ -181,7 +181,7 @@ class LayerProfile:
 
 
 def stage_ranges(balance: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the first layer of each stage and the one after its last.
+    """Return the first layer of each stage, and the index after its last layer.
 
     Example:
         >>> stage_ranges([2, 1, 3])
@@ -199,7 +199,7 @@ def check_balance(balance: Sequence[int], num_layers: int) -> None:
     """Reject a balance that does not cut these layers into stages.
 
     Raises:
-        ValueError: when a stage has no layer, or the stages have not `num_layers` together.
+        ValueError: a stage has no layer, or the balance does not sum to `num_layers`.
     """
     for stage, count in enumerate(balance):
         if count < 1:

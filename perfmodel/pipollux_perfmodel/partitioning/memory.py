@@ -1,37 +1,37 @@
-"""Bytes that each stage's device holds, and the largest micro-batch that fits.
+"""Memory of each stage's device, and the largest micro-batch that fits.
 
-A stage holds its parameters, as many bytes of gradients, a copy of these that is sent to other
-replicas, the optimizer's state, and the activations of the micro-batches that are in flight: those
-whose forward is done and whose backward is not. With M micro-batches, K stages, and stage k counted
-from 0:
+A stage holds its parameters, gradients of the same size, a copy of the gradients for other
+replicas, the optimizer's state, and the activations of micro-batches in flight, whose forward is
+done and whose backward is not. With M micro-batches, K stages, and stage k counted from 0, c
+micro-batches are in flight:
 
     GPipe   all forwards come before all backwards:              c = M
     1F1B    a stage goes back as soon as it can:                 c = min(M, K - k)
 
-Where replicas divide the optimizer's state (`LayerProfile.optimizer_shards`), it is the most that
-one of them may hold (`largest_share`), a layer's state counting as one parameter's.
+If replicas shard the optimizer's state (`LayerProfile.optimizer_shards`), it is the maximum that
+one replica may hold (`largest_share`), where a layer's state counts as that of one parameter.
 
-A = bytes per sample that autograd keeps for the stage, I = those of its input. Kept per sample:
+A = bytes per sample that autograd keeps for the stage, I = bytes per sample of its input. Kept per
+sample:
 
     never          c·A
-    always         c·I + A                        inputs, and the one that is recomputed
-    except_last    GPipe  (M - 1)·I + A           the last micro-batch has gone back, and freed its
-                                                  activations, before the first is recomputed
-                   1F1B   (c - 1)·I + A + max(A, I) for c > 1: the last micro-batch goes back last,
-                          so it and a recomputed one are there at once; I + A for c = 1
+    always         c·I + A                        all inputs, and the recomputed micro-batch
+    except_last    GPipe  (M - 1)·I + A           the last micro-batch frees its activations before
+                                                  the first recomputation
+                   1F1B   (c - 1)·I + A + max(A, I) for c > 1: the last backward is that of the last
+                          micro-batch, so it coexists with a recomputed one; I + A for c = 1
                    A for M = 1, as nothing is recomputed
 
-GPipe here is torchgpipe's order, last micro-batch back first. torch's own, with a process per
-stage, takes the last one back last, so under except_last it is there when others are recomputed,
-and the stage needs A more. 1F1B is PipeDream-Flush's (Narayanan et al., ICML'21). Left out: what a
-kernel needs while it runs, boundary buffers in flight, and what the allocator loses to fragments.
-Leave the limit some margin for them.
+GPipe here has torchgpipe's order, with the last micro-batch's backward first. torch's GPipe, in a
+multi-process pipeline, runs the last backward last, so under except_last it coexists with
+recomputed micro-batches, and the stage needs A more. 1F1B is PipeDream-Flush's (Narayanan et al.,
+ICML'21). Not included: workspace of kernels, boundary buffers in flight, and fragmentation of the
+allocator. Leave a margin for them in the limit.
 
-Each stage may have a mode of its own, as each keeps what is its own.
+Stages may have different checkpoint modes, as each keeps its own activations. Interleaved 1F1B has
+no such closed form (`interleaved_memory`).
 
-Interleaved 1F1B has no such table (`interleaved_memory`).
-
-Arguments broadcast, so that one call answers for many candidates.
+Arguments broadcast, so that one call computes many candidates.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ def stage_memory(
     checkpoint: Checkpoints = "never",
     schedule: ScheduleKind = "gpipe",
 ) -> Floats:
-    """Return the most bytes that each stage holds at once.
+    """Return the maximum bytes of each stage.
 
     Args:
         profile: the costs of the layers.
         balance: number of layers of each stage, K entries.
         micro_bsz: b, samples per micro-batch; any shape.
         num_microbatches: M; any shape that broadcasts with `micro_bsz`.
-        checkpoint: which micro-batches are recomputed, in all stages or in each.
+        checkpoint: the recomputed micro-batches, for all stages or per stage.
         schedule: "gpipe" or "1f1b".
 
     Returns:
@@ -114,11 +114,11 @@ def largest_micro_bsz(
         balance: number of layers of each stage, K entries.
         memory_limit: bytes of each stage's device.
         num_microbatches: M; any shape.
-        checkpoint: which micro-batches are recomputed, in all stages or in each.
+        checkpoint: the recomputed micro-batches, for all stages or per stage.
         schedule: "gpipe" or "1f1b".
 
     Returns:
-        Floats of the shape of M: 0 where no sample fits, infinity where samples take no memory.
+        Floats of the shape of M: 0 if no sample fits, infinity if samples take no memory.
 
     Raises:
         ValueError: as `stage_memory`, or when the limit is not above 0.
@@ -144,14 +144,14 @@ def kept_bytes(
     checkpoint: Checkpoint,
     schedule: ScheduleKind,
 ) -> Floats:
-    """Return bytes per sample that a stage keeps at once, by the table above; all broadcast.
+    """Return the maximum bytes per sample of a stage, by the table above; arguments broadcast.
 
     Args:
         input_bytes: I, bytes per sample of the stage's input.
         activation_bytes: A, bytes per sample that autograd keeps for the stage's backward.
         num_microbatches: M.
-        stages_left: K - k, the stage and those after it.
-        checkpoint: which micro-batches are recomputed.
+        stages_left: K - k, the number of stages from this one on.
+        checkpoint: the recomputed micro-batches.
         schedule: "gpipe" or "1f1b".
     """
     inputs, full, M = (np.asarray(x) for x in (input_bytes, activation_bytes, num_microbatches))
@@ -178,15 +178,15 @@ def _undivided_bytes(profile: LayerProfile) -> Floats:
 
 
 def largest_share(whole: Any, largest: Any, num_shards: int) -> Floats:
-    """Return the most that one replica may hold of an optimizer's state divided among several.
+    """Return the most that one replica may hold of an optimizer's state sharded among several.
 
-    Parameters are given out whole, the largest first, each to the replica that has least by then.
-    Whoever has most in the end had no more than the average of the others' when the last one came,
-    so it has no more than S/R + (1 - 1/R)·p (Graham, 1969): of all of S, and the largest p.
+    Parameters are assigned whole, the largest first, each to the replica with the least bytes.
+    Before its last parameter the fullest replica had at most the average of the others, so it holds
+    at most S/R + (1 - 1/R)·p (Graham, 1969): of all of S, and the largest p.
 
     Args:
-        whole: S, bytes of all of it.
-        largest: p, bytes of the largest parameter's, or more.
+        whole: S, bytes of the whole state.
+        largest: p, bytes for the largest parameter, or an upper bound.
         num_shards: R.
 
     Example:
@@ -198,10 +198,10 @@ def largest_share(whole: Any, largest: Any, num_shards: int) -> Floats:
 
 
 def range_state_bytes(profile: LayerProfile) -> Floats:
-    """Return bytes held whatever the batch by layers i to j - 1, shape (L + 1, L + 1).
+    """Return bytes of layers i to j - 1 independent of the batch, shape (L + 1, L + 1).
 
-    Of a state that is divided, the most that a replica may hold; what is below the diagonal means
-    nothing.
+    A sharded state counts as the most that a replica may hold. Values below the diagonal are
+    undefined.
     """
     optimizer = profile.column("optimizer_bytes")
     plain, whole = (
@@ -217,7 +217,7 @@ def range_state_bytes(profile: LayerProfile) -> Floats:
 
 
 def held_state(profile: LayerProfile, balance: Sequence[int], num_devices: int) -> Floats:
-    """Return bytes that each device holds whatever the batch, shape (num_devices,)."""
+    """Return bytes of each device independent of the batch, shape (num_devices,)."""
     starts = [start for start, _ in stage_ranges(balance)]
     optimizer = profile.column("optimizer_bytes")
     plain, whole = (
@@ -229,10 +229,10 @@ def held_state(profile: LayerProfile, balance: Sequence[int], num_devices: int) 
 
 
 def check_choices(checkpoint: str, schedule: str) -> None:
-    """Refuse unknown checkpoint modes and schedules.
+    """Reject unknown checkpoint modes and schedules.
 
     Raises:
-        ValueError: naming the field, its value and what is allowed.
+        ValueError: with the field, its value and the allowed values.
     """
     if checkpoint not in CHECKPOINTS:
         raise ValueError(f"checkpoint is {checkpoint!r}; give one of {CHECKPOINTS}")
@@ -245,20 +245,20 @@ def _check_schedule(schedule: str) -> None:
 
 
 def check_limit(memory_limit: float) -> None:
-    """Refuse a memory limit that is not a finite number of bytes above 0.
+    """Reject a memory limit that is not a finite number of bytes above 0.
 
     Raises:
-        ValueError: naming the value.
+        ValueError: with the value.
     """
     if not (math.isfinite(memory_limit) and memory_limit > 0):
         raise ValueError(f"memory_limit is {memory_limit}; give finite bytes > 0, or None")
 
 
 def checked_samples(samples: Floats) -> Floats:
-    """Return samples of micro-batches.
+    """Return samples per micro-batch, checked.
 
     Raises:
-        ValueError: when one is negative or not finite.
+        ValueError: a value is negative or not finite.
     """
     if not np.all(np.isfinite(samples) & (samples >= 0)):
         raise ValueError(f"micro_bsz is {samples}; give finite samples >= 0")
@@ -266,7 +266,7 @@ def checked_samples(samples: Floats) -> Floats:
 
 
 def most_samples(fixed: Floats, per_sample: Floats, memory_limit: float) -> Floats:
-    """Return the most whole samples that fit the fullest device; devices are the first index."""
+    """Return the most whole samples that fit the fullest device; devices are the first axis."""
     room = memory_limit - fixed
     positive = per_sample > 0
     samples = np.where(positive, room / np.where(positive, per_sample, 1.0), np.inf)
@@ -282,7 +282,7 @@ def _stage_bytes(
     checkpoint: Checkpoints,
     schedule: ScheduleKind,
 ) -> tuple[Floats, Floats]:
-    """Return bytes whatever b is, shape (K, 1, …), and bytes per sample, shape (K, *M's)."""
+    """Return bytes independent of b, shape (K, 1, …), and bytes per sample, shape (K, *M's)."""
     check_balance(balance, profile.num_layers)
     if not np.all(np.isfinite(num_microbatches) & (num_microbatches >= 1)):
         raise ValueError(f"num_microbatches is {num_microbatches}; give a finite number >= 1")

@@ -1,13 +1,13 @@
 """The best contiguous cut of layers into stages.
 
-A list of plain costs is cut so that the slowest stage is as fast as can be, by dynamic programming
-over prefixes:
+A list of plain costs is cut to minimize the time of the slowest stage, by dynamic programming over
+prefixes:
 
     best[k][j] = min over i < j of max(best[k-1][i], cost of layers i … j-1)
 
-in O(K·L²) for L layers. A `LayerProfile` is cut so that GPipe's T_pipe (`timing.gpipe`) is least,
-with forward and backward apart, copies at the cuts and a memory limit (`search`); for 1F1B that cut
-is then moved to where 1F1B is faster (`refine`).
+in O(K·L²) for L layers. A `LayerProfile` is cut to minimize GPipe's T_pipe (`timing.gpipe`), with
+separate forward and backward times, copies at the cuts and a memory limit (`search`). For 1F1B,
+`refine` then improves that cut.
 """
 
 from __future__ import annotations
@@ -45,26 +45,27 @@ def partition(
     """Cut layers into stages for the fastest pipeline.
 
     Args:
-        profile_or_costs: what the layers cost; or seconds of each layer (any unit will do), which
-            are cut so that the slowest stage is fastest, whatever M, and know no memory or copies.
+        profile_or_costs: costs of the layers; or seconds of each layer (in any unit), cut to
+        minimize the slowest stage for any M, without memory or copies.
         num_stages: number of stages; each gets at least one layer.
-        num_microbatches: M. With one micro-batch all cuts take the same time but for copies; of
-            those the best balanced one is chosen.
+        num_microbatches: M. With one micro-batch all cuts take the same time except for copies; the
+        best balanced one is chosen.
         memory_limit: bytes of each stage's device; None: no limit.
         micro_bsz: b, samples per micro-batch.
-        checkpoint: which micro-batches are recomputed.
+        checkpoint: the recomputed micro-batches.
         schedule: "gpipe" or "1f1b".
-        link: what carries activations over a cut; None: copies are free.
-        transfers_overlap: whether copies run beside compute, or occupy the device that receives.
+        link: link that carries activations over a cut; None: copies are free.
+        transfers_overlap: whether copies run concurrently with compute, or occupy the receiving
+        device.
 
     Returns:
-        The number of layers of each stage, in order (torchgpipe's `balance`). By GPipe it is
-        optimal: no other contiguous cut is faster by more than rounding. By 1F1B it is at least as
-        fast as GPipe's best, and mostly the best.
+        The number of layers of each stage, in order (torchgpipe's `balance`). For GPipe it is
+        optimal up to rounding. For 1F1B it is at least as fast as GPipe's best cut, and usually
+        optimal.
 
     Raises:
-        ValueError: when there are fewer layers than stages, an argument is out of range, plain
-            costs come with a limit or a link, or no cut fits the memory limit.
+        ValueError: there are fewer layers than stages, an argument is out of range, plain costs are
+        given with a limit or a link, or no cut fits the memory limit.
 
     Example:
         >>> partition([1, 1, 1, 3], 2)
@@ -114,16 +115,16 @@ def least_memory(
     checkpoint: Checkpoint = "never",
     schedule: ScheduleKind = "gpipe",
 ) -> float:
-    """Return the bytes that the largest stage needs in the cut where that is least.
+    """Return the bytes of the largest stage in the cut that minimizes them.
 
-    Given to `partition` as its memory limit, it makes the fastest of those cuts.
+    Passed to `partition` as the memory limit, it selects the fastest of those cuts.
 
     Args:
         profile: the costs of the layers.
         num_stages: number of stages; each gets at least one layer.
         num_microbatches: M.
         micro_bsz: b, samples per micro-batch.
-        checkpoint: which micro-batches are recomputed.
+        checkpoint: the recomputed micro-batches.
         schedule: "gpipe" or "1f1b".
 
     Raises:
@@ -148,7 +149,7 @@ def least_memory(
 
 @dataclass(frozen=True)
 class _Run:
-    """How the pipeline would run."""
+    """The execution of the pipeline."""
 
     num_stages: int
     num_microbatches: int
@@ -158,7 +159,7 @@ class _Run:
 
     @property
     def recomputes(self) -> bool:
-        """Whether any micro-batch is recomputed; `except_last` spares the only one."""
+        """Whether any micro-batch is recomputed; with one micro-batch `except_last` has none."""
         several = self.num_microbatches > 1
         return self.checkpoint == "always" or (self.checkpoint == "except_last" and several)
 
@@ -238,7 +239,7 @@ def _partition_costs(costs: Sequence[float], num_stages: int) -> list[int]:
 def _add_stage(
     best: NDArray[np.float64], prefix: NDArray[np.float64], stage: int
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Return, per prefix, the slowest of `stage` stages and where the last one begins."""
+    """Return, per prefix, the slowest of `stage` stages and the start of the last one."""
     longer = np.full_like(best, np.inf)
     cut = np.zeros(len(best), dtype=np.int64)
     for end in range(stage, len(best)):

@@ -1,9 +1,9 @@
-"""A cut made for GPipe, moved to where 1F1B is faster.
+"""Refinement of a GPipe cut for 1F1B.
 
-1F1B's T_pipe has no closed form that a search over prefixes could build on (`timing.one_f_one_b`).
-In the long run it costs max(f + g) a micro-batch where GPipe costs max f + max g, so the best cuts
-of both are alike, but not the same. From GPipe's best, runs of neighbouring cuts move together by
-one layer for as long as that is faster, all K·(K - 1) such moves played at once.
+1F1B's T_pipe has no closed form for a search over prefixes (`timing.one_f_one_b`). In the long run
+a micro-batch costs max(f + g) with 1F1B and max f + max g with GPipe, so the best cuts are similar.
+Starting from GPipe's best, ranges of neighbouring cuts move by one layer as long as that is faster;
+each iteration evaluates all K·(K - 1) moves at once.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from pipollux_perfmodel.timing.one_f_one_b import final_times
 from .layer_profile import Floats
 from .search import Bools, CutCosts, Ints
 
-_TOLERANCE = 1e-9  # what is faster by less is not worth a move
+_TOLERANCE = 1e-9  # smaller improvements do not justify a move
 _MOST_MOVES = 50
 
 
 def refine_cut(costs: CutCosts, allowed: Sequence[Bools], ends: Sequence[int]) -> list[int]:
-    """Return the ends of the stages of a cut that is as fast by 1F1B, or faster.
+    """Return the ends of the stages of a cut that is at least as fast with 1F1B.
 
     Args:
         costs: of the layers.
-        allowed: as for `find_cut`, which cuts may be made.
-        ends: of the stages of an allowed cut, 0 first.
+        allowed: allowed cuts, as for `find_cut`.
+        ends: ends of the stages of an allowed cut, starting with 0.
     """
     best: Ints = np.asarray(ends, np.int64)
     if len(best) <= 2:
@@ -50,7 +50,7 @@ def refine_cut(costs: CutCosts, allowed: Sequence[Bools], ends: Sequence[int]) -
 
 
 def _moves(num_ends: int) -> Ints:
-    """Return what is added to the ends, one move in each column."""
+    """Return the changes of the ends, one move per column."""
     inner = range(1, num_ends - 1)
     runs = [(first, last) for first in inner for last in inner if first <= last]
     moves = np.zeros((num_ends, 2 * len(runs)), np.int64)
@@ -61,7 +61,7 @@ def _moves(num_ends: int) -> Ints:
 
 
 def _possible(ends: Ints, allowed: Sequence[Bools]) -> NDArray[np.bool_]:
-    """Return which cuts are allowed; ends have one cut in each column."""
+    """Return the allowed cuts; ends have one cut per column."""
     possible = np.ones(ends.shape[1], bool)
     for left, stages in enumerate(reversed(allowed)):
         possible &= stages[ends[left], ends[left + 1]]
@@ -69,7 +69,7 @@ def _possible(ends: Ints, allowed: Sequence[Bools]) -> NDArray[np.bool_]:
 
 
 def _seconds(costs: CutCosts, ends: Ints) -> Floats:
-    """Return T_pipe by 1F1B of cuts, one in each column."""
+    """Return 1F1B's T_pipe of cuts, one per column."""
     forward, backward, last = (
         np.diff(np.concatenate(([0.0], np.cumsum(layers)))[ends], axis=0)
         for layers in (costs.forward, costs.backward, costs.last_backward)

@@ -1,4 +1,4 @@
-"""Step time parameters of another number of stages, for a job without a profile of its layers."""
+"""Step time parameters for a different number of stages, without a profile of the layers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pipollux_perfmodel.timing.params import PerfParams, modes_of_cut
 
 
 def restage(params: PerfParams, num_stages: int) -> PerfParams:
-    """Return parameters of another number of stages, for a job that has no profile of its layers.
+    """Return parameters for a different number of stages, without a profile of the layers.
 
-    Assumes that C(b) stays, with the same parts of it in forwards and backwards; that stages are
-    equally slow and hold equally many parameters; and that every copy takes what copies took on
-    average, or nothing if there were none. The same number of stages changes nothing. Real cuts are
-    less even, so this is what the best of cuts could do.
+    Assumes the same C(b) with the same forward and backward parts, equally slow stages with equally
+    many parameters, and the average measured time for every copy, or 0 without measured copies.
+    With the same number of stages the parameters stay unchanged. Real cuts are less even, so this
+    is an upper bound of their speed.
 
     Raises:
         ValueError: when `num_stages` is below 1.
@@ -27,7 +27,7 @@ def restage(params: PerfParams, num_stages: int) -> PerfParams:
         raise ValueError(f"num_stages is {num_stages}; give at least one stage")
     if num_stages == params.num_stages:
         return params
-    # () is all of T_net after the backward; of one stage that is the same as its own share.
+    # () means all of T_net after the backward, which for one stage equals its own share.
     synchronised_late = params.num_stages > 1 and not params.gradient_shares
     return params._replace(
         forward_shares=_evenly(params.forward_shares, num_stages),

@@ -1,12 +1,10 @@
-"""Which schedules of a pipeline fit the devices' memory, and which of those is fastest.
+"""Comparison of pipeline schedules by memory and speed.
 
-Two numbers decide, both of one cut: T_pipe (`timing.step_time`) and the bytes of the fullest device
-(`memory`). 1F1B keeps the activations of min(M, K - k) micro-batches where GPipe keeps those of M,
-so it runs batches that GPipe cannot; interleaved, stages wait less, keep more and send more. Over
-several batch sizes and numbers of micro-batches `GoodputFunction.optimize` chooses, given a plan of
-each.
-
-A run by one schedule tells what another would take: `reschedule`.
+Two numbers of a cut decide: T_pipe (`timing.step_time`) and the bytes of the fullest device
+(`memory`). 1F1B keeps the activations of min(M, K - k) micro-batches where GPipe keeps M, so it can
+run larger batches; interleaved stages wait less, but keep and send more. For a choice over several
+batch sizes and numbers of micro-batches, pass a plan of each schedule to
+`GoodputFunction.optimize`. `reschedule` predicts one schedule from a run with another.
 """
 
 from __future__ import annotations
@@ -28,16 +26,16 @@ _ROUNDING = 1e-12
 
 
 class ScheduleOption(NamedTuple):
-    """What a schedule makes of one batch."""
+    """The result of a schedule for one batch."""
 
     schedule: ScheduleKind
-    """In which order the stages work."""
+    """Order of the stages' work."""
     plan: StagePlan | None
-    """The best cut that fits; None: none does."""
+    """The best cut that fits; None: no cut fits."""
     seconds: float
-    """T_pipe of one replica; infinite where no cut fits."""
+    """T_pipe of one replica; infinite if no cut fits."""
     memory: float
-    """Bytes of the fullest device; where no cut fits, the least limit that one would fit."""
+    """Bytes of the fullest device; if no cut fits, the minimum limit for a cut."""
 
 
 def compare_schedules(
@@ -54,26 +52,26 @@ def compare_schedules(
     link: Link | None = None,
     transfers_overlap: bool = True,
 ) -> list[ScheduleOption]:
-    """Return what every schedule makes of one batch, the best one first.
+    """Return the result of every schedule for one batch, the best one first.
 
-    The best is the fastest that fits, and of equally fast ones the one that needs less memory.
-    Those that do not fit come last.
+    The best is the fastest schedule that fits, and of equally fast ones the one with less memory.
+    Schedules that do not fit come last.
 
     Args:
-        profile: what the layers cost.
+        profile: costs of the layers.
         num_stages: K.
         num_microbatches: M.
-        base: where network, γ, ω and overhead come from.
+        base: source of network, γ, ω and overhead.
         micro_bsz: b, samples per micro-batch.
         memory_limit: bytes of each stage's device; None: no limit.
-        checkpoint: which micro-batches are recomputed.
-        schedules: those to compare.
-        chunks_per_stage: V of "interleaved", if that is among them.
-        link: what carries activations over a cut; None: copies are free.
-        transfers_overlap: whether copies run beside compute.
+        checkpoint: the recomputed micro-batches.
+        schedules: the schedules to compare.
+        chunks_per_stage: V of "interleaved", if it is among them.
+        link: link that carries activations over a cut; None: copies are free.
+        transfers_overlap: whether copies run concurrently with compute.
 
     Raises:
-        ValueError: as `plan_stages`, but not for a lack of memory.
+        ValueError: as `plan_stages`, except for a lack of memory.
 
     Example:
         >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
@@ -129,7 +127,7 @@ def least_schedule_memory(
     schedule: ScheduleKind,
     chunks_per_stage: int = 2,
 ) -> float:
-    """Return the bytes that the fullest device needs in the cut where that is least.
+    """Return the bytes of the fullest device in the cut that minimizes them.
 
     Raises:
         ValueError: as `least_memory`.
@@ -156,19 +154,20 @@ def reschedule(
     alpha_t: Sequence[float] = (),
     beta_t: Sequence[float] = (),
 ) -> PerfParams:
-    """Return what a run by one schedule says of another one with the same stages.
+    """Predict another schedule with the same stages from a run with one schedule.
 
-    Forwards and backwards of a micro-batch take the same time in each stage by any schedule, and so
-    does the network; ω and the overhead, which hold what the formulas leave out, are taken to stay.
-    What was fitted holds the messages that the run sent. Interleaved stages of V chunks send
-    (K·V - 1)/(K - 1) times as many, and what is more has to be told.
+    Forwards and backwards of a micro-batch take the same time in each stage with any schedule, and
+    so does the network; ω and the overhead, which cover effects outside the formulas, are assumed
+    to stay the same. Fitted parameters include the messages of the run. Interleaved stages of V
+    chunks send (K·V - 1)/(K - 1) times as many, and the difference must be given.
 
     Args:
         params: of the run.
-        schedule: of the other.
-        chunks_per_stage: V, where that is interleaved.
-        alpha_t: seconds of the copy over each boundary of stages whatever its size, K - 1 entries,
-            where `params` are fitted and do not tell; empty: what is sent more is free.
+        schedule: the other schedule.
+        chunks_per_stage: V, if the other schedule is interleaved.
+        alpha_t: seconds of the copy over each boundary of stages independent of its size, K - 1
+            entries, if `params` are fitted and do not contain it; empty: additional messages are
+            free.
         beta_t: seconds per sample of the same copy.
 
     Example:
@@ -184,7 +183,7 @@ def reschedule(
         return other
     before, after = (params.num_stages * v - 1 for v in (params.chunks_per_stage, chunks))
     more = (after - before) / after
-    # torch's schedules wait for a message when its turn has come: the device that receives idles.
+    # torch's schedules wait for a message when its turn comes: the receiving device idles.
     return other._replace(
         alpha_t=tuple(seconds * more for seconds in alpha_t),
         beta_t=tuple(seconds * more for seconds in beta_t),
@@ -193,5 +192,5 @@ def reschedule(
 
 
 def _worth(option: ScheduleOption) -> tuple[float, float]:
-    """Return what is to be least; times that differ by rounding are the same."""
+    """Return the key to minimize; times that differ only by rounding are equal."""
     return float(f"{option.seconds:.9e}"), option.memory

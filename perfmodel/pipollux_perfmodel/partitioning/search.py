@@ -1,19 +1,18 @@
-"""The search for the contiguous cut with the shortest GPipe iteration; call it by `partition`.
+"""The search for the contiguous cut with the shortest GPipe iteration; called by `partition`.
 
-A cut of L layers into K stages takes, but for what is the same for every cut (M micro-batches,
-f_k and g_k forward and backward of stage k, t_k copy after it),
+Up to terms that are equal for all cuts, a cut of L layers into K stages takes (M micro-batches, f_k
+and g_k forward and backward of stage k, t_k copy after it)
 
     2·Σt + (M - 1)·(max f + max g)          f, g include or join the copies t
 
 Forward and backward have separate maxima, which may lie in different stages, so one number per
-prefix of the layers is not enough. A label is a prefix cut into stages, with (Σt, max f, max g).
-Stage by stage, labels grow by one more stage; a label is dropped when another one of the same
-prefix is no worse in every number (Pareto dominance), or when not even the best rest of the way,
-known from plain dynamic programs over suffixes, makes it better than the best cut known. What is
-left at the end is the optimum; what is dropped can never be.
+prefix of the layers is not enough. A label is a prefix cut into stages, with (Σt, max f, max g). In
+each round, labels grow by one stage. A label is dropped if another label of the same prefix is no
+worse in every number (Pareto dominance), or if even the best completion, known from dynamic
+programs over suffixes, does not make it better than the best known cut. Neither drops the optimum.
 
 Under `except_last` the last micro-batch, first in the backward, is not recomputed. The backward is
-then the longest path through a flow shop whose first job differs, which grows with the prefix too,
+then the longest path through a flow shop whose first job differs. It grows with the prefix as well,
 as a label's fourth number (h_k is g_k without recomputation, q runs over stages and copies):
 
     D_k = h_k + max(D_{k-1}, Σ_{q≤k} g_q + (M - 2)·max_{q≤k} g_q)
@@ -33,11 +32,11 @@ from .layer_profile import Floats
 Ints: TypeAlias = NDArray[np.int64]
 Bools: TypeAlias = NDArray[np.bool_]
 
-# Cuts that differ by less are equally good.
+# Cuts with smaller differences are equally good.
 _TOLERANCE = 1e-12
-# The weight of balance where a single micro-batch runs and gains nothing by it.
+# Weight of the balance with a single micro-batch, where balance gains nothing.
 _TIE_BREAK = 1e-9
-# Neighbours compared with a label; more would drop more labels, but take longer.
+# Neighbours compared with a label; more comparisons drop more labels but take longer.
 _NEIGHBOURS = 24
 
 
@@ -49,13 +48,13 @@ class CutCosts:
     backward: Floats
     """With recomputation."""
     last_backward: Floats
-    """Of the last micro-batch; `backward` unless `one_shorter`."""
+    """Backward of the last micro-batch; equal to `backward` unless `one_shorter`."""
     transfer: Floats
     """Shape (L + 1,), 0 at both ends."""
     overlapping: bool
     num_microbatches: int
     one_shorter: bool
-    """Whether the last micro-batch alone is not recomputed."""
+    """Whether only the last micro-batch is not recomputed."""
 
 
 class _Labels(NamedTuple):
@@ -66,18 +65,18 @@ class _Labels(NamedTuple):
     slowest_forward: Floats
     slowest_backward: Floats
     path: Floats
-    """D, if the last micro-batch is shorter; else 0."""
+    """D if the last micro-batch is shorter, else 0."""
 
 
 class _Table(NamedTuple):
-    """A cost of a stage, and the least of it for all remaining stages."""
+    """A cost of a stage, and its minimum over all remaining stages."""
 
     stage: Floats
     """Of layers i to j - 1 as one stage, shape (L + 1, L + 1)."""
     rest: list[Floats]
-    """[r][i]: of r more stages with the layers from i on; infinite where they cannot."""
+    """[r][i]: of r more stages with the layers from i on; infinite if impossible."""
     joined: np.ufunc
-    """How that of several stages is made: by their maximum or their sum."""
+    """How costs of stages combine: maximum or sum."""
 
 
 _Step: TypeAlias = tuple[Ints, Ints]
@@ -87,9 +86,9 @@ def least_rest(costs: Sequence[Floats], joined: np.ufunc = np.maximum) -> list[F
     """Return the least cost of every suffix of the layers, by number of stages.
 
     Args:
-        costs: costs[r - 1][i, j] of layers i to j - 1 as the stage with r stages left, itself
-            included; infinite where there is no such stage; shape (L + 1, L + 1).
-        joined: how the costs of stages make that of the suffix: `np.maximum` or `np.add`.
+        costs: costs[r - 1][i, j] of layers i to j - 1 as the stage with r stages left, including
+        itself; infinite if there is no such stage; shape (L + 1, L + 1).
+        joined: how costs of stages combine to that of the suffix: `np.maximum` or `np.add`.
 
     Returns:
         K + 1 arrays of shape (L + 1,): for r stages from layer i on.
@@ -104,12 +103,12 @@ def least_rest(costs: Sequence[Floats], joined: np.ufunc = np.maximum) -> list[F
 
 
 def find_cut(costs: CutCosts, allowed: Sequence[Bools]) -> list[int] | None:
-    """Return the ends of the stages of the best cut, 0 first; None when there is no cut.
+    """Return the ends of the stages of the best cut, starting with 0; None if there is no cut.
 
     Args:
         costs: of the layers.
         allowed: allowed[r - 1][i, j]: whether layers i to j - 1 may be the stage with r stages
-            left, itself included; shape (L + 1, L + 1), False for j <= i.
+        left, including itself; shape (L + 1, L + 1), False for j <= i.
     """
     return _Search(costs, allowed).run()
 
@@ -144,7 +143,7 @@ class _Search:
         return best
 
     def _stage_seconds(self) -> tuple[Floats, Floats]:
-        """Return f and g with their share of copies, shape (L + 1, L + 1)."""
+        """Return f and g including their share of copies, shape (L + 1, L + 1)."""
         total_forward = _running_sum(self.costs.forward)
         forward = total_forward - total_forward[:, None]
         backward = self.total_backward - self.total_backward[:, None]
@@ -156,7 +155,7 @@ class _Search:
     def _path_tables(self, backward: Floats) -> list[_Table]:
         """Return Σ_{q≥k} h_q + Σ_{q≤k} g_q of a stage k, without and with its own (M - 2)·g_k.
 
-        Copies apart. No path is shorter than the longest of them, for the best cut.
+        Without copies. For the best cut, no path is shorter than the longest of them.
         """
         leaving = self.last_left[:, None] + self.total_backward
         return [self._table(leaving), self._table(leaving + self.backward_weight * backward)]
@@ -169,7 +168,7 @@ class _Search:
         return _Table(stage, least_rest(costs, joined), joined)
 
     def _follow(self, table: _Table) -> tuple[list[int], float]:
-        """Return a cut that is best by one table, and what it costs."""
+        """Return the best cut by one table, and its cost."""
         labels, ends = self._start(), [0]
         for left, allowed in reversed(list(enumerate(self.allowed))):
             onward = table.joined(table.stage[ends[-1]], table.rest[left])
@@ -181,7 +180,7 @@ class _Search:
     def _sweep(self, bound: float, quick: bool) -> tuple[list[int], float] | None:
         """Return the best cut below the bound and its cost, or None.
 
-        Quick, it keeps the most promising label of each prefix alone and may miss the best cut.
+        With `quick`, keeps only the most promising label per prefix, and may miss the best cut.
         """
         labels = self._start()
         history: list[_Step] = []
@@ -205,7 +204,7 @@ class _Search:
         return _Labels(np.zeros(1, dtype=np.int64), zero, zero, zero, zero)
 
     def _candidates(self, labels: _Labels, left: int, bound: float) -> _Step:
-        """Return labels and where their next stage may end, with `left` stages to come after it."""
+        """Return labels and possible ends of their next stage, with `left` stages after it."""
         starts, row = np.unique(labels.end, return_inverse=True)
         stages = _Labels(
             np.arange(self.num_layers + 1),
@@ -250,7 +249,7 @@ class _Search:
         return np.asarray(copy + np.maximum(path, usual))
 
     def _bound(self, labels: _Labels, left: int) -> Floats:
-        """Return a lower bound on a label's final cost; its cost if no stages are left."""
+        """Return a lower bound on a label's final cost, which is exact if no stages are left."""
         end = labels.end
         forward = np.maximum(labels.slowest_forward, self.forward.rest[left][end])
         backward = np.maximum(labels.slowest_backward, self.backward.rest[left][end])
@@ -259,13 +258,13 @@ class _Search:
         if not self.costs.one_shorter:
             return np.asarray(copies + self.forward_weight * both)
         usual = forward + copies + self.total_backward[-1] + self.costs.last_backward[-1]
-        if self.backward_weight:  # nothing times infinity is no number
+        if self.backward_weight:  # 0 · infinity is not a number
             usual = usual + self.backward_weight * both
         path = labels.path + self.last_left[end] + copies - labels.copies
         return np.asarray(np.maximum(usual, path + self.forward_weight * forward))
 
     def _raised(self, labels: _Labels, left: int) -> _Labels:
-        """Raise numbers to what they reach in any case, so that more labels are equal."""
+        """Raise numbers to what they reach in any case, so that more labels become equal."""
         end = labels.end
         forward = np.maximum(labels.slowest_forward, self.forward.rest[left][end])
         if not self.costs.one_shorter:
@@ -273,7 +272,7 @@ class _Search:
             return labels._replace(slowest_forward=forward, slowest_backward=backward)
         if not left:
             return labels
-        # D takes the slowest so far, not the slowest in the end; so that one stays as it is.
+        # D depends on the slowest stage so far, not on the slowest at the end, so it is not raised.
         plain, own = (table.rest[left][end] for table in self.paths)
         onward = np.maximum(plain + self.backward_weight * labels.slowest_backward, own)
         path = np.maximum(labels.path, onward + labels.copies - self.last_left[end])
@@ -301,10 +300,10 @@ def _take(labels: _Labels, which: Ints) -> _Labels:
 
 
 def _falling(group: Ints, values: Floats) -> Bools:
-    """Return which values are below all earlier ones of their group; groups lie in order."""
+    """Return which values are below all earlier ones of their group; groups are contiguous."""
     number = np.unique(group, return_inverse=True)[1]
     rank = np.unique(values, return_inverse=True)[1]
-    # Every group starts below all of the groups before.
+    # Every group starts below all earlier groups.
     key = rank - number * (len(values) + 1)
     lowest = np.minimum.accumulate(key)
     falling = np.ones(len(key), dtype=bool)
@@ -330,13 +329,12 @@ def _thin_out(order: Ints, group: Ints, columns: Sequence[Floats]) -> Ints:
 
 
 def _least_of_each(group: Ints, values: Floats) -> Ints:
-    """Return the place of the least value of each group."""
     order = np.lexsort((values, group))
     return order[np.unique(group[order], return_index=True)[1]]
 
 
 def _trace(history: Sequence[_Step], last: int) -> list[int]:
-    """Return the ends of the stages of one label, 0 first."""
+    """Return the ends of the stages of one label, starting with 0."""
     ends = []
     for parents, positions in reversed(history):
         ends.append(int(positions[last]))

@@ -1,6 +1,6 @@
-"""From a cut of the layers to the `PerfParams` of a job that runs it, and back from measurements.
+"""Conversion of a cut of the layers to `PerfParams`, and correction of layers by measurements.
 
-A stage's times are the sums of its layers': lines in b, with
+A stage's times are the sums of its layers' times, linear in b, with
 
     C(b) = alpha_c + beta_c·b       alpha_c = Σ over layers of the forward's and backward's alpha,
                                     beta_c the same of beta; with recomputation, the forward twice
@@ -8,8 +8,8 @@ A stage's times are the sums of its layers': lines in b, with
     t_k(b)                          latency + bytes of the output at cut k · b / bandwidth
     ρ_k                             stage k's part of all parameter bytes
 
-so `step_time` gives of these parameters the T_pipe that the layers give (the tests compare to
-1e-12). What layers do not tell, network and γ and ω, comes from the parameters of a run.
+so that `step_time` computes the same T_pipe from these parameters as from the layers (tests compare
+to 1e-12). Network, γ and ω are not properties of layers, and come from the parameters of a run.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ class StagePlan:
     """A cut of a model's layers, with its times and its memory."""
 
     balance: tuple[int, ...]
-    """Number of layers of each stage, K entries; K·V of its chunks where they interleave."""
+    """Number of layers of each stage, K entries; with interleaving of each chunk, K·V entries."""
     perf_params: PerfParams
-    """Step time parameters of the cut; its checkpoint mode and its schedule are among them."""
+    """Step time parameters of the cut, including checkpoint mode and schedule."""
     profile: LayerProfile
     """The layers."""
     shards_optimizer: bool = False
-    """Whether replicas divide the optimizer's state, so that memory depends on their number."""
+    """Whether replicas shard the optimizer's state, so that memory depends on their number."""
 
     def for_replicas(self, num_replicas: int) -> StagePlan:
-        """Return the plan with the memory that it takes on so many replicas."""
+        """Return the plan with its memory for a number of replicas."""
         if not self.shards_optimizer:
             return self
         return replace(self, profile=self.profile.sharded(num_replicas))
@@ -68,7 +68,7 @@ class StagePlan:
         """Return bytes that each stage holds, shape (K, *broadcast shape of b and M).
 
         Raises:
-            ValueError: where stages interleave, when there are several M.
+            ValueError: stages are interleaved and there are several M.
         """
         if self.schedule == "interleaved":
             return interleaved_memory(
@@ -123,21 +123,21 @@ def plan_stages(
     link: Link | None = None,
     transfers_overlap: bool = True,
 ) -> StagePlan:
-    """Cut the layers as `partition` does, and price the cut as `price_stages` does.
+    """Cut the layers with `partition`, and predict its times with `price_stages`.
 
     Args:
-        profile: what the layers cost.
+        profile: costs of the layers.
         num_stages: K.
-        num_microbatches: M that the cut is made for.
-        base: where network, γ and ω come from, and the schedule where none is given.
-        micro_bsz: b that the cut is made for.
+        num_microbatches: M that the cut is optimized for.
+        base: source of network, γ and ω, and of the schedule if none is given.
+        micro_bsz: b that the cut is optimized for.
         memory_limit: bytes of each stage's device; None: no limit.
-        checkpoint: which micro-batches are recomputed, in all stages or in each. Where stages
-            differ, the cut is one that fits if all had the mode that keeps most.
-        schedule: None: that of `base`, and "1f1b" where that is interleaved.
-        chunks_per_stage: V, where interleaved; others have one.
-        link: what carries activations over a cut; None: copies are free.
-        transfers_overlap: whether copies run beside compute.
+        checkpoint: the recomputed micro-batches, for all stages or per stage. With different modes,
+            the cut fits even if all stages have the mode with the most memory.
+        schedule: None: that of `base`, or "1f1b" if that is interleaved.
+        chunks_per_stage: V if interleaved; other schedules have one chunk.
+        link: link that carries activations over a cut; None: copies are free.
+        transfers_overlap: whether copies run concurrently with compute.
 
     Raises:
         ValueError: as `partition`, `cut_chunks` and `price_stages`.
@@ -188,20 +188,21 @@ def price_stages(
     """Return the step time parameters of one cut.
 
     Args:
-        profile: what the layers cost.
-        balance: number of layers of each stage, K entries; K·V, of chunk q of stage q mod K.
-        base: where network, γ, ω, contention, overhead and T_tie come from; its C(b) is not
-            looked at.
-        checkpoint: which micro-batches are recomputed, in all stages or in each.
-        schedule: "gpipe", "1f1b" or "interleaved"; None: that of `base`, and "1f1b" where that is
-            interleaved.
+        profile: costs of the layers.
+        balance: number of layers of each stage, K entries; K·V for chunks, chunk q in stage q mod
+        K.
+        base: source of network, γ, ω, contention, overhead and T_tie; its C(b) is not used.
+        checkpoint: the recomputed micro-batches, for all stages or per stage.
+        schedule: "gpipe", "1f1b" or "interleaved"; None: that of `base`, or "1f1b" if that is
+        interleaved.
         chunks_per_stage: V; a stage's chunks count as equally slow, as do the copies after them.
-        link: what carries activations over a cut; None: copies are free.
-        transfers_overlap: whether copies run beside compute, or occupy the device that receives.
+        link: link that carries activations over a cut; None: copies are free.
+        transfers_overlap: whether copies run concurrently with compute, or occupy the receiving
+        device.
 
     Raises:
-        ValueError: when the balance does not fit the profile, no layer takes any time, or `base`,
-            `checkpoint` or `schedule` is out of range.
+        ValueError: the balance does not fit the profile, all layer times are 0, or `base`,
+        `checkpoint` or `schedule` is out of range.
 
     Example:
         >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2), Layer(0, 1, 0, 4)])
@@ -249,7 +250,7 @@ def price_stages(
 
 
 def _schedule_of(base: PerfParams) -> ScheduleKind:
-    """Return the schedule that cuts are priced by: interleaved stages are no consecutive layers."""
+    """Return the schedule for predicting cuts; interleaved stages are not contiguous layers."""
     return base.schedule if base.schedule in CUT_SCHEDULES else "1f1b"
 
 
@@ -258,20 +259,20 @@ def correct_profile(
 ) -> LayerProfile:
     """Return the profile with layers scaled to the measured times of their stages.
 
-    Forward and backward of each stage at b samples are compared with the profile's, and the layers
-    of the stage scaled by the ratio; recomputation is taken out of a measured backward first. Where
-    the profile has no time to scale, the layers of the stage share what was measured evenly, as a
-    fixed cost. Bytes stay.
+    Compares forward and backward of each stage at b samples with the profile, and scales the
+    stage's layers by the ratio, after subtracting recomputation from the measured backward. If the
+    profile has no time to scale, the stage's layers share the measured time evenly, as a fixed
+    cost. Bytes stay unchanged.
 
     Args:
-        profile: what the layers were thought to cost.
+        profile: the profile to correct.
         measured: of the run, with the shares of its stages and its checkpoint mode.
         balance: number of layers of each stage of that run.
         micro_bsz: b of that run.
 
     Raises:
-        ValueError: when balance, profile and measured parameters are not of the same stages, or b
-            is not above 0.
+        ValueError: balance, profile and measured parameters have different stages, or b is not
+        above 0.
 
     Example:
         >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2)] * 2)
@@ -303,13 +304,13 @@ def correct_profile(
 def copy_costs(
     profile: LayerProfile, balance: Sequence[int], num_stages: int, link: Link | None
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return alpha_t and beta_t, one per boundary of stages; of several chunks' copies the mean.
+    """Return alpha_t and beta_t per boundary of stages, averaged over the copies of chunks.
 
     Args:
-        profile: tells what crosses a cut.
+        profile: contains the bytes that cross a cut.
         balance: number of layers of each stage, or of each chunk.
         num_stages: K.
-        link: what carries it; None: copies are free.
+        link: link that carries the copies; None: copies are free.
 
     Example:
         >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2, output_bytes=8)] * 2)
@@ -342,14 +343,14 @@ def _stage_costs(
 
 
 def _shares(values: Sequence[float] | Floats, total: float) -> tuple[float, ...]:
-    """Return each value's part of the total; () when the total is 0."""
+    """Return each value's part of the total; () if the total is 0."""
     return tuple(float(value) / total for value in values) if total > 0 else ()
 
 
 def _scaled(
     layers: Sequence[Layer], phase: str, seconds: float, micro_bsz: float
 ) -> tuple[Layer, ...]:
-    """Return the layers of a stage, scaled to a time of its forward or backward."""
+    """Return the layers of a stage, scaled to a total forward or backward time."""
     alpha, beta = f"{phase}_alpha", f"{phase}_beta"
     predicted = math.fsum(getattr(x, alpha) + getattr(x, beta) * micro_bsz for x in layers)
     if predicted == 0:

@@ -1,17 +1,17 @@
-"""In which order a device works on micro-batches: GPipe, 1F1B, interleaved 1F1B.
+"""Order of a device's work on micro-batches: GPipe, 1F1B, interleaved 1F1B.
 
-`timeline` has pictures and times; `partitioning.memory` what a device holds meanwhile.
+`timeline` has diagrams and times, `partitioning.memory` the memory of devices.
 
-The first two have a device for each stage. Interleaved 1F1B (Narayanan et al., SC'21, section 2.2)
-has V stages on each of K devices, stage q on device q mod K, in the order of torch's
-`ScheduleInterleaved1F1B`. Micro-batches come in rounds, K of them in each where K divides M; else
-as few more as divide M. torch refuses M that max(1, M // K) rounds do not divide. Forwards go round
-by round, in it stage by stage, in it micro-batch by micro-batch; backwards the same with the last
-stage first. Device k does
+The first two have one device per stage. Interleaved 1F1B (Narayanan et al., SC'21, section 2.2) has
+V stages on each of K devices, stage q on device q mod K, in the order of torch's
+`ScheduleInterleaved1F1B`. Micro-batches come in rounds of K if K divides M, else of the next larger
+number that divides M. torch rejects M that max(1, M // K) rounds do not divide. Forwards are
+ordered by round, then stage, then micro-batch; backwards likewise with the last stage first. Device
+k runs
 
     w_k = min(M·V, (V - 1)·(micro-batches of a round) + 2·(K - 1 - k))
 
-forwards, then a forward and a backward in turn, then the backwards that are left.
+forwards, then alternates one forward and one backward, then runs the remaining backwards.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Work(NamedTuple):
 def device_order(
     kind: ScheduleKind, device: int, num_devices: int, num_stages: int, num_microbatches: int
 ) -> list[Work]:
-    """Return what a device does, in its order.
+    """Return the work of a device, in order.
 
     Args:
         kind: "gpipe", "1f1b" or "interleaved".
@@ -58,7 +58,7 @@ def device_order(
 
 
 def num_rounds(num_devices: int, num_microbatches: int) -> int:
-    """Return in how many rounds of equally many micro-batches, K or more, interleaved 1F1B goes.
+    """Return the number of equal rounds, of K or more micro-batches, of interleaved 1F1B.
 
     Example:
         >>> num_rounds(4, 8), num_rounds(4, 10), num_rounds(4, 11), num_rounds(4, 3)
@@ -90,7 +90,7 @@ def _interleaved(
 
 
 def _in_turn(forwards: list[Work], backwards: list[Work], warm_up: int) -> list[Work]:
-    """Return some forwards, then one forward and one backward in turn, then what is left."""
+    """Return the first forwards, then alternating forwards and backwards, then the rest."""
     warm_up = min(warm_up, len(forwards))
     order = forwards[:warm_up]
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):

@@ -1,4 +1,4 @@
-"""GPipe's closed forms: when the forwards are done, when each stage's gradients are final.
+"""GPipe's closed forms: the end of the forwards, and when each stage's gradients are final.
 
 GPipe (Huang et al., NeurIPS'19) runs M micro-batches forward through K stages, then back in the
 opposite order. Each way is a flow shop of identical jobs, so its length is known exactly:
@@ -16,18 +16,18 @@ opposite order. Each way is a flow shop of identical jobs, so its length is know
     fin_i      = T_f + Σu                                                       else, M = 1
     T_pipe     = fin_0
 
-A copy that overlaps with compute is a separate machine, as written. One that does not occupies
-the device that receives it: f_k + t_{k-1} and g_k + t_k take the place of f_k and g_k.
+A copy that overlaps with compute is a separate machine, as written. Otherwise it occupies the
+receiving device: f_k + t_{k-1} and g_k + t_k replace f_k and g_k.
 
-When stages take turns (one CPU thread drives them all) nothing overlaps, and T_pipe is the sum of
-everything.
+If stages run one at a time (one CPU thread drives all), nothing overlaps, and T_pipe is the sum of
+all times.
 
 The all-reduce of stage i, AR_i, begins when its gradients are final. Over separate links the
 last one ends at max_i(fin_i + AR_i); over one link, last stage first, at C_0 of
 C_i = max(C_{i+1}, fin_i) + AR_i, C_K = 0.
 
-`tests/perfmodel/simulator.py` plays the same by events. Times are in seconds, floats or arrays that
-broadcast.
+`tests/perfmodel/simulator.py` simulates the same events. Times are in seconds, floats or arrays
+that broadcast.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ Numbers: TypeAlias = Any
 
 
 class StageTimes(NamedTuple):
-    """Seconds of one micro-batch, by stage (first index)."""
+    """Seconds of one micro-batch, by stage (first axis)."""
 
     forward: Sequence[Numbers]
     """f_k, K entries."""
     backward: Sequence[Numbers]
     """g_k, K entries, recomputation included."""
     last_backward: Sequence[Numbers]
-    """l_k, K entries; those of `backward` unless the last micro-batch is not recomputed."""
+    """l_k, K entries; equal to `backward` unless the last micro-batch is not recomputed."""
     transfer: Sequence[Numbers]
-    """t_k from stage k to k + 1 and back, K - 1 entries."""
+    """t_k between stages k and k + 1, in both directions, K - 1 entries."""
 
 
 def forward_span(times: StageTimes, num_microbatches: Numbers, overlapping: bool) -> Any:
@@ -83,12 +83,12 @@ def final_times(
 
 
 def serial_final_times(times: StageTimes, num_microbatches: Numbers) -> tuple[Numbers, ...]:
-    """Return when every stage's gradients are final if stages take turns, K entries."""
+    """Return when every stage's gradients are final if stages run one at a time, K entries."""
     copies = _total(times.transfer) if len(times.transfer) else 0.0
     usual = _total(times.forward) + _total(times.backward) + 2 * copies
     last = _total(times.forward) + _total(times.last_backward) + 2 * copies
     end = (num_microbatches - 1) * usual + last
-    # Stages below i still have to take back the micro-batch that is last to come.
+    # Stages below i still have to run the backward of the first micro-batch.
     one = num_microbatches == 1
     final = [end]
     for stage in range(len(times.forward) - 1):
@@ -106,7 +106,7 @@ def network_end(
     Args:
         final: fin_i, K entries.
         all_reduce: AR_i, seconds to synchronise the gradients of stage i, K entries.
-        shared_link: whether all-reduces go over one link, last stage first, or over one each.
+        shared_link: whether all-reduces share one link, last stage first, or have one link each.
     """
     if not shared_link:
         return _largest([f + a for f, a in zip(final, all_reduce, strict=True)])

@@ -1,20 +1,20 @@
-"""Interleaved 1F1B's times: when each stage's gradients are final, by playing the order of work.
+"""Interleaved 1F1B's times: when each stage's gradients are final, by simulating the order of work.
 
-Interleaved 1F1B (Narayanan et al., SC'21): stage k of K has V chunks of layers, chunk q in stage
-q mod K, and works in the order that `device_order` gives. With f_k, g_k, t_k as in `gpipe`, each of
-a stage's chunks takes f_k/V there and g_k/V back. Chunks also hand on from the last stage to the
-first, for what copies take on average. Then
+Interleaved 1F1B (Narayanan et al., SC'21): stage k of K has V chunks of layers, chunk q in stage q
+mod K, and works in the order of `device_order`. With f_k, g_k, t_k as in `gpipe`, each chunk of a
+stage takes f_k/V forward and g_k/V backward. Chunks also send from the last stage to the first,
+which takes the average time of a copy. Then
 
-    S_j(q)  = max(end of the stage's work before, arrival of micro-batch j in chunk q)
+    S_j(q)  = max(end of the stage's previous work, arrival of micro-batch j in chunk q)
     fin_i   = end of the last backward of chunk i, the first one of stage i
 
-and likewise for the backwards, whose gradients arrive from chunk q + 1. A copy has a machine of its
-own for each boundary and direction, or occupies the device that receives it.
+and likewise for backwards, whose gradients arrive from chunk q + 1. A copy has a separate machine
+per boundary and direction, or occupies the receiving device.
 
-With equal stages, free copies and K dividing M this is M + (K - 1)/V slots of f + g. Up to
-`MOST_MICROBATCHES` the result is exact, as `timeline.Schedule` plays it; for more, the rate of
-the last half goes on, as if K divided M. Autograd does not see through it, and a fit does not need
-that: as with 1F1B T_pipe is C(b)·F(M).
+With equal stages, free copies and K dividing M this takes M + (K - 1)/V slots of f + g. Up to
+`MOST_MICROBATCHES` the result is exact and equals `timeline.Schedule`; beyond, the rate of the last
+half is extrapolated, as if K divided M. Autograd cannot differentiate it, and a fit does not need
+that: as with 1F1B, T_pipe is C(b)·F(M).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .gpipe import Numbers, StageTimes
 from .one_f_one_b import Floats, for_each_count
 
 MOST_MICROBATCHES = 64
-"""Micro-batches up to which the order is played, and two rounds of K at least."""
+"""Micro-batches up to which the order is simulated, and at least two rounds of K."""
 
 
 def final_times(
@@ -41,7 +41,7 @@ def final_times(
         times: of the stages; `transfer` has an entry for each boundary between them.
         chunks_per_stage: V.
         num_microbatches: M.
-        overlapping: whether copies run beside compute.
+        overlapping: whether copies run concurrently with compute.
     """
 
     def run(forward: Floats, backward: Floats, last: Floats, copy: Floats, count: int) -> Floats:
@@ -64,7 +64,7 @@ def final_times_of_one(
     chunks_per_stage: int,
     num_microbatches: int,
 ) -> tuple[float, ...]:
-    """Return fin_i of one pipeline whose copies are free; remembered, for searches ask often."""
+    """Return fin_i of one pipeline with free copies; cached, as searches request it often."""
     free = [0.0] * (len(forward) - 1)
     times = StageTimes(forward, backward, last_backward, free)
     final = final_times(times, chunks_per_stage, num_microbatches, overlapping=False)
@@ -74,14 +74,14 @@ def final_times_of_one(
 def serial_final_times(
     times: StageTimes, chunks_per_stage: int, num_microbatches: Numbers
 ) -> tuple[Numbers, ...]:
-    """Return when every stage's gradients are final if chunks take turns, K entries."""
+    """Return when every stage's gradients are final if chunks run one at a time, K entries."""
     several = chunks_per_stage
     copies = several * sum(times.transfer, 0.0) + (several - 1) * _around(times.transfer)
     there = sum(times.forward, 0.0) + copies
     usual = there + sum(times.backward, 0.0) + copies
     last = there + sum(times.last_backward, 0.0) + copies
     final = [(num_microbatches - 1) * usual + last]
-    # The first chunks of the stages below i still have to take back the last micro-batch.
+    # The first chunks of the stages below i still have to run the last micro-batch's backward.
     for back, copy in zip(times.last_backward, times.transfer, strict=False):
         final.append(final[-1] - back / several - copy)
     return tuple(final)
@@ -132,7 +132,7 @@ class _Line:
                 seconds = (self.last_backward if last else self.backward)[stage]
             else:
                 seconds = self.forward[stage]
-            if not self.overlapping and chunk != edge:  # what it receives occupies it
+            if not self.overlapping and chunk != edge:  # receiving occupies the device
                 seconds = seconds + self.copies[stage if back else stage - 1]
             ready = nothing if chunk == edge else arrived.pop(work)
             done = np.maximum(free[stage], ready) + seconds
@@ -151,7 +151,7 @@ class _Line:
 
 @lru_cache(maxsize=64)
 def _order(num_stages: int, num_chunks: int, num_microbatches: int) -> tuple[Work, ...]:
-    """Return the work of all stages so that what another one needs comes before it."""
+    """Return the work of all stages, with dependencies first."""
     waiting = [
         device_order("interleaved", k, num_stages, num_chunks, num_microbatches)[::-1]
         for k in range(num_stages)

@@ -1,8 +1,8 @@
 """1F1B's times: when each stage's gradients are final, by a recursion over micro-batches.
 
-1F1B (PipeDream-Flush, Narayanan et al., ICML'21): stage k of K does min(M, K - k) forwards, then a
-backward and a forward in turn, then the backwards that are left, micro-batches in the same order in
-both. With f_k, g_k, t_k as in `gpipe`, copies on machines of their own:
+1F1B (PipeDream-Flush, Narayanan et al., ICML'21): stage k of K runs min(M, K - k) forwards, then
+alternates one backward and one forward, then runs the remaining backwards, with micro-batches in
+the same order in both. With f_k, g_k, t_k as in `gpipe`, and copies on separate machines:
 
     F_j(k)    end of the forward of micro-batch j,   B_i(k)   of the backward of micro-batch i
     A_j(k)    when micro-batch j has been copied to stage k,   C_i(k)   its gradient
@@ -14,21 +14,22 @@ both. With f_k, g_k, t_k as in `gpipe`, copies on machines of their own:
     A_j(k)    = max(F_j(k - 1), A_{j-1}(k)) + t_{k-1}
     fin_i     = B_{M-1}(i)
 
-The last micro-batch goes back last, in l_k = g_k - f_k under `except_last`. A copy that does not
-overlap occupies the device that receives it, f_k + t_{k-1} and g_k + t_k in the place of f_k, g_k.
+The last micro-batch's backward is the last, and takes l_k = g_k - f_k under `except_last`. A copy
+that does not overlap occupies the receiving device: f_k + t_{k-1} and g_k + t_k replace f_k and
+g_k.
 
-With equal stages and free copies this is GPipe's M + K - 1 slots of f + g. With unequal stages
-there is no closed form that is simple: the longest path may wind back and forth between stages. A
-round of the recursion is one micro-batch: its backward through all stages is a running maximum, and
-the forwards that follow are of one micro-batch each per stage, so a round is a dozen operations on
-arrays over stages and candidates. The result is exact up to `MOST_ROUNDS` micro-batches; for
-more, the rate of the last rounds goes on.
+With equal stages and free copies this takes GPipe's M + K - 1 slots of f + g. With unequal stages
+there is no simple closed form: the longest path may go back and forth between stages. A round of
+the recursion is one micro-batch: its backward through all stages is a running maximum, and the
+forwards that follow are of one micro-batch per stage, so a round is a dozen operations on arrays
+over stages and candidates. The result is exact up to `MOST_ROUNDS` micro-batches; beyond, the rate
+of the last rounds is extrapolated.
 
-When stages take turns a micro-batch is followed there and back before the next, and T_pipe is the
-sum of everything.
+If stages run one at a time, each micro-batch runs forward and backward before the next, and T_pipe
+is the sum of all times.
 
-`tests/perfmodel/simulator.py` plays the same by events. The recursion is numpy's own; autograd does
-not see through it. A fit does not need that: T_pipe is C(b)·F(M), and F(M) a constant.
+`tests/perfmodel/simulator.py` simulates the same events. The recursion uses plain numpy, which
+autograd cannot differentiate. A fit does not need that: T_pipe is C(b)·F(M) with a constant F(M).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from .gpipe import Numbers, StageTimes
 Floats = NDArray[np.float64]
 
 MOST_ROUNDS = 512
-"""Micro-batches up to which the recursion runs; hints that name a billion take no longer."""
+"""Micro-batches up to which the recursion runs, which bounds its time for any input."""
 
 
 def final_times(
@@ -61,7 +62,7 @@ def final_times(
 def for_each_count(
     times: StageTimes, num_microbatches: Numbers, run: Callable[..., Floats]
 ) -> tuple[Numbers, ...]:
-    """Return what a function gives for each number of micro-batches, put together again.
+    """Apply a function for each number of micro-batches, and combine the results.
 
     Args:
         times: of the stages; all broadcast.
@@ -89,26 +90,26 @@ def final_times_of_one(
     last_backward: tuple[float, ...],
     num_microbatches: int,
 ) -> tuple[float, ...]:
-    """Return fin_i of one pipeline whose copies are free; remembered, for searches ask often."""
+    """Return fin_i of one pipeline with free copies; cached, as searches request it often."""
     free = [0.0] * (len(forward) - 1)
     times = StageTimes(forward, backward, last_backward, free)
     return tuple(map(float, final_times(times, num_microbatches, overlapping=False)))
 
 
 def serial_final_times(times: StageTimes, num_microbatches: Numbers) -> tuple[Numbers, ...]:
-    """Return when every stage's gradients are final if stages take turns, K entries."""
+    """Return when every stage's gradients are final if stages run one at a time, K entries."""
     copies = sum(times.transfer, 0.0)
     usual = sum(times.forward, 0.0) + sum(times.backward, 0.0) + 2 * copies
     last = sum(times.forward, 0.0) + sum(times.last_backward, 0.0) + 2 * copies
     final = [(num_microbatches - 1) * usual + last]
-    # Stages below i still have to take back the last micro-batch.
+    # Stages below i still have to run the last micro-batch's backward.
     for back, copy in zip(times.last_backward, times.transfer, strict=False):
         final.append(final[-1] - back - copy)
     return tuple(final)
 
 
 class _Machines:
-    """What micro-batches pass; rows from stage K - 1 to 0, columns are candidates."""
+    """The machines of a pipeline; rows are stages K - 1 to 0, columns are candidates."""
 
     def __init__(
         self,
@@ -133,11 +134,11 @@ class _Machines:
 
     @property
     def devices(self) -> slice:
-        """Which rows of `backward` are devices; the others are copies."""
+        """The rows of `backward` that are devices; the others are copies."""
         return slice(None, None, 2 if self.overlapping else 1)
 
     def first_forwards(self, num_microbatches: int) -> tuple[Floats, Floats]:
-        """Return F of the first forwards' last, (K, n), and A of the first after them, (K-1, n)."""
+        """Return F of the first forwards' last, (K, n), and A of the next forward, (K-1, n)."""
         passed = self._with_copies(self.forward)[::-1]
         total, slowest = np.cumsum(passed, 0), np.maximum.accumulate(passed, 0)
         total, slowest = total[::-1], slowest[::-1]
@@ -178,12 +179,12 @@ def _play(machines: _Machines, num_microbatches: int) -> Floats:
         free -= before
         np.maximum.accumulate(free, 0, out=free)
         free += spent
-        # Then one forward each, except where they have all been.
+        # Then one forward per stage, until all are done.
         busy = min(num_stages, num_microbatches - 1 - i)
         waiting = min(busy, num_stages - 1)
         np.maximum(ended[:waiting], arrived[:waiting], out=ended[:waiting])
         ended[:busy] += forward[:busy]
-        # It is on its way to the next stage, where it comes after that one's next backward.
+        # It arrives at the next stage, which runs it after its next backward.
         if machines.overlapping:
             np.maximum(ended[1:busy], arrived[: busy - 1], out=arrived[: busy - 1])
             arrived[: busy - 1] += machines.transfer[: busy - 1]

@@ -1,10 +1,9 @@
 """The numbers that describe a job: its step times (`PerfParams`) and its gradients (`GradParams`).
 
-The formulas they enter are in `step_time`, `gpipe` and `goodput`. The first seven fields of
-`PerfParams` are those of Pollux (Qiao et al., OSDI'21, section 3.2) and AdaptDL, in their order, so
-`PerfParams(*seven)` describes a job of one stage, and every number is AdaptDL's. The others
-describe a pipeline, and what AdaptDL's model leaves out of compute and network; each has a neutral
-default.
+`step_time`, `gpipe` and `goodput` have the formulas. The first seven fields of `PerfParams` are
+those of Pollux (Qiao et al., OSDI'21, section 3.2) and AdaptDL, in their order, so
+`PerfParams(*seven)` describes a job of one stage and equals AdaptDL's model. The other fields
+describe a pipeline and effects that AdaptDL's model omits; each has a neutral default.
 """
 
 from __future__ import annotations
@@ -22,24 +21,24 @@ _SHARE_TOLERANCE = 1e-6
 Checkpoint = Literal["never", "except_last", "always"]
 """Which micro-batches are recomputed in the backward (torchgpipe's names)."""
 CHECKPOINTS: tuple[Checkpoint, ...] = ("never", "except_last", "always")
-"""Those that keep more activations come first."""
+"""Checkpoint modes, in decreasing order of kept activations."""
 Checkpoints: TypeAlias = Checkpoint | tuple[Checkpoint, ...]
-"""One mode for all stages, or one for each."""
+"""One mode for all stages, or one per stage."""
 
 ScheduleKind = Literal["gpipe", "1f1b", "interleaved"]
-"""In which order a stage works on its micro-batches."""
+"""Order of a stage's work on its micro-batches."""
 SCHEDULES: tuple[ScheduleKind, ...] = ("gpipe", "1f1b", "interleaved")
 CUT_SCHEDULES: tuple[ScheduleKind, ...] = ("gpipe", "1f1b")
-"""Those whose stages are consecutive layers, for which cuts are searched and priced."""
+"""Schedules whose stages are contiguous layers, for which cuts are searched and predicted."""
 
 
 class PerfParams(NamedTuple):
     """Step time parameters of a job.
 
     One micro-batch of b samples takes C(b) = alpha_c + beta_c·b over all K stages, forward and
-    backward (with recomputation, where the job recomputes): `forward_shares[k]` of that in the
-    forward of stage k, `backward_shares[k]` in its backward. Whatever has K or K - 1 entries may
-    also be empty, which means its default; see each field.
+    backward (including recomputation): `forward_shares[k]` of that in the forward of stage k,
+    `backward_shares[k]` in its backward. Fields with K or K - 1 entries may be empty, which selects
+    their default; see each field.
 
     Example:
         >>> PerfParams(0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5).num_stages
@@ -47,7 +46,7 @@ class PerfParams(NamedTuple):
     """
 
     alpha_c: float
-    """Seconds a micro-batch costs whatever its size: C(b) = alpha_c + beta_c·b."""
+    """Seconds of a micro-batch independent of its size: C(b) = alpha_c + beta_c·b."""
     beta_c: float
     """Seconds per sample: C(b) = alpha_c + beta_c·b."""
     alpha_n: float
@@ -66,50 +65,50 @@ class PerfParams(NamedTuple):
     backward_shares: tuple[float, ...] = (BACKWARD_SHARE,)
     """ψ_k, one per stage: stage k's backward takes ψ_k·C(b). Σφ + Σψ = 1."""
     overlap: float = 1.0
-    """ω in [0, 1], how far stages run side by side: 0 not at all, 1 as an ideal GPipe pipeline."""
+    """ω in [0, 1], overlap of stages: 0 none, 1 an ideal pipeline."""
     forward_alpha_shares: tuple[float, ...] = ()
-    """φα_k, one per stage, where alpha_c is shared out differently from beta_c: stage k's forward
+    """φα_k, one per stage, if alpha_c is distributed differently from beta_c: stage k's forward
     takes φα_k·alpha_c + φ_k·beta_c·b. Empty: φ_k. Σφα + Σψα = 1."""
     backward_alpha_shares: tuple[float, ...] = ()
     """ψα_k, one per stage, the same for the backward. Empty: ψ_k."""
     alpha_t: tuple[float, ...] = ()
-    """Seconds of the copy from stage k to k + 1, and back, whatever its size:
-    t_k(b) = alpha_t[k] + beta_t[k]·b; K - 1 entries. Empty: 0."""
+    """Seconds of the copy from stage k to k + 1, and back, independent of its size: t_k(b) =
+    alpha_t[k] + beta_t[k]·b; K - 1 entries. Empty: 0."""
     beta_t: tuple[float, ...] = ()
     """Seconds per sample of the same copy; K - 1 entries. Empty: 0."""
     transfers_overlap: bool = True
-    """Whether copies run beside compute, or occupy the device that receives them."""
+    """Whether copies run concurrently with compute, or occupy the receiving device."""
     checkpoint: Checkpoints = "never"
-    """Which micro-batches are recomputed: in all stages, or an entry for each. The shares include
-    recomputation for "always" and "except_last"; under the latter the last micro-batch's backward
-    is shorter by its forward."""
+    """The recomputed micro-batches: for all stages, or one entry per stage. The shares include
+    recomputation for "always" and "except_last"; with the latter the last micro-batch's backward is
+    shorter by its forward."""
     gradient_shares: tuple[float, ...] = ()
-    """ρ_k, one per stage: ρ_k·T_net synchronises stage k's gradients, as soon as they are final.
-    Σρ = 1. Empty: all of T_net comes after the whole backward."""
+    """ρ_k, one per stage: ρ_k·T_net synchronizes stage k's gradients as soon as they are final. Σρ
+    = 1. Empty: all of T_net follows the whole backward."""
     shared_link: bool = True
-    """Whether the stages' all-reduces go over one link one after the other, or over one each."""
+    """Whether the stages' all-reduces share one link, one after another, or have one link each."""
     gamma_c: float = 1.0
-    """Overlap of a micro-batch's fixed and per-sample cost, from 1 (they add) on:
-    C(b) = (alpha_c^gamma_c + (beta_c·b)^gamma_c)^(1/gamma_c)."""
+    """Overlap of a micro-batch's fixed and per-sample cost, at least 1 (they add): C(b) =
+    (alpha_c^gamma_c + (beta_c·b)^gamma_c)^(1/gamma_c)."""
     contention: float = 0.0
-    """κ >= 0: replicas that share a node slow each other down, C(b)·(1 + κ·(R/n - 1))."""
+    """κ >= 0: contention of replicas that share a node, C(b)·(1 + κ·(R/n - 1))."""
     growth_n: float = 1.0
     """p: T_net across nodes grows as ((R - 1)^p - 1)/p; 1 by R - 2, 0 by log(R - 1)."""
     two_node_penalty: float = 0.0
     """δ >= 0: T_net across exactly two nodes is 1 + δ times what it is across more."""
     overhead: float = 0.0
-    """Seconds of a forward and backward beside its micro-batches (loading, the loss, launching),
-    whatever their number and size: T_pipe = overhead + …"""
+    """Seconds of a forward and backward besides its micro-batches (loading, the loss, launching),
+    independent of their number and size: T_pipe = overhead + …"""
     schedule: ScheduleKind = "gpipe"
-    """In which order a stage works: "gpipe", all forwards first, the last micro-batch back first;
-    "1f1b", backwards as soon as can be, which needs a process per stage; or "interleaved", the same
-    with stages of several chunks of layers."""
+    """Order of a stage's work: "gpipe", all forwards first, the last micro-batch's backward first;
+    "1f1b", backwards as soon as possible, in a multi-process pipeline; or "interleaved", 1F1B with
+    stages of several chunks of layers."""
     chunks_per_stage: int = 1
-    """V, chunks of layers of each stage, chunk q in stage q mod K; 1 unless interleaved. Those of a
+    """V, chunks of layers per stage, chunk q in stage q mod K; 1 unless interleaved. Chunks of a
     stage count as equally slow."""
     tied_exchange: float = 0.0
-    """T_tie: seconds in which stages add up the gradients of parameters that they share, once an
-    optimizer step and after all else. 0 where they share none, or one process has all stages."""
+    """T_tie: seconds in which stages add up the gradients of shared parameters, once per optimizer
+    step, after everything else. 0 without shared parameters, or in a single-process pipeline."""
 
     @property
     def num_stages(self) -> int:
@@ -138,11 +137,11 @@ def even_shares(num_stages: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def check_params(params: PerfParams) -> PerfParams:
-    """Return the parameters, if their pipeline fields describe one pipeline.
+    """Return the parameters, after checking that their pipeline fields are consistent.
 
     Raises:
-        ValueError: naming the field, when shares do not sum to 1, a field has another number of
-            entries than there are stages (or boundaries), or a number is out of its range.
+        ValueError: shares do not sum to 1, a field has the wrong number of entries for its stages
+        (or boundaries), or a number is out of range; the message names the field.
     """
     check_shares(params.forward_shares, params.backward_shares)
     if params.forward_alpha_shares or params.backward_alpha_shares:
@@ -175,14 +174,14 @@ def check_params(params: PerfParams) -> PerfParams:
 
 
 def stage_modes(checkpoint: Checkpoints, num_stages: int) -> tuple[Checkpoint, ...]:
-    """Return which micro-batches are recomputed in each stage.
+    """Return the checkpoint mode of each stage.
 
     Args:
-        checkpoint: of all stages, or an entry for each.
+        checkpoint: for all stages, or one entry per stage.
         num_stages: K.
 
     Raises:
-        ValueError: naming what is no mode, or the number of modes if it is another than K.
+        ValueError: for an unknown mode, or a number of modes other than K.
 
     Example:
         >>> stage_modes("always", 2), stage_modes(("always", "never"), 2)
@@ -201,12 +200,12 @@ def stage_modes(checkpoint: Checkpoints, num_stages: int) -> tuple[Checkpoint, .
 
 
 def joined_modes(modes: Sequence[Checkpoint]) -> Checkpoints:
-    """Return modes of stages as one, if all have the same."""
+    """Return the single mode if all stages have the same, else one per stage."""
     return modes[0] if len(set(modes)) == 1 else tuple(modes)
 
 
 def keeps_most(checkpoint: Checkpoints) -> Checkpoint:
-    """Return the mode that keeps most activations, of some stages' modes.
+    """Return the mode that keeps most activations, among modes of stages.
 
     Example:
         >>> keeps_most(("always", "except_last", "always"))
@@ -217,9 +216,9 @@ def keeps_most(checkpoint: Checkpoints) -> Checkpoint:
 
 
 def modes_of_cut(checkpoint: Checkpoints, num_stages: int) -> Checkpoints:
-    """Return the modes that a cut into K stages is taken to have: a list says it of its own K.
+    """Return the modes assumed for a cut into K stages; a list applies to its own K.
 
-    With other stages it is the one of the list that keeps most, so that memory is on the safe side.
+    For other K it is the mode of the list that keeps most, a conservative estimate of memory.
     """
     of_these = isinstance(checkpoint, str) or len(checkpoint) == num_stages
     return checkpoint if of_these else keeps_most(checkpoint)
@@ -230,11 +229,11 @@ def check_shares(
     backward_shares: tuple[float, ...],
     names: tuple[str, str] = ("forward_shares", "backward_shares"),
 ) -> None:
-    """Refuse shares that do not split C(b) over the stages.
+    """Reject shares that do not split C(b) over the stages.
 
     Raises:
-        ValueError: when the lengths differ or are zero, a share is negative or not finite, or the
-            shares do not sum to 1.
+        ValueError: the lengths differ or are zero, a share is negative or not finite, or the shares
+        do not sum to 1.
     """
     if not forward_shares or len(forward_shares) != len(backward_shares):
         raise ValueError(

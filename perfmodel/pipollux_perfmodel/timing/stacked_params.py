@@ -1,8 +1,8 @@
 """Step time parameters of many jobs in one `PerfParams`, so that one evaluation covers them all.
 
-The formulas of `step_time` broadcast over their parameters too. So a number that differs between
-jobs may be an array with an entry for each column, where a column is one allocation of one job, and
-a share of a stage likewise. What decides between formulas has to be the same for all (`stack_key`).
+The formulas of `step_time` broadcast over their parameters as well, so a number or share that
+differs between jobs may be an array with one entry per column, where a column is one allocation of
+one job. Properties that select a formula must be equal for all jobs (`stack_key`).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _OF_STAGES = (
     *("alpha_t", "beta_t", "gradient_shares"),
 )
 _OWN_POWERS = frozenset((0.5, 1.0, 2.0))
-"""Powers that numpy computes in another way where one number is the power of all."""
+"""Powers for which numpy uses a different algorithm if the exponent is a scalar."""
 
 
 def spread(values: Sequence[Numbers], num_columns: Sequence[int]) -> Numbers:
-    """Return a job's number for each of its columns; the number itself where all are the same.
+    """Return a job's number for each of its columns; the number itself if all are equal.
 
     Args:
-        values: a number of every job.
-        num_columns: of every job.
+        values: one number per job.
+        num_columns: of each job.
 
     Example:
         >>> spread([1, 1], [2, 1]), spread([1, 2], [2, 1])
@@ -48,14 +48,14 @@ def spread(values: Sequence[Numbers], num_columns: Sequence[int]) -> Numbers:
 
 
 def take(values: Numbers, columns: NDArray[np.intp]) -> Numbers:
-    """Return the numbers of some columns, by index; a plain number is that of all."""
+    """Return the numbers of some columns, by index; a plain number applies to all."""
     return values[columns] if isinstance(values, np.ndarray) and values.ndim else values
 
 
 def stack_key(params: PerfParams) -> Hashable | None:
-    """Return what jobs must have in common to be stacked; None: such a job cannot be.
+    """Return the properties that stacked jobs must have in common; None: cannot be stacked.
 
-    Those of schedules that are played step by step cannot, unless one number says all.
+    Simulated schedules cannot be stacked, unless one number describes all stages.
     """
     powers = _own_power(params.gamma), _own_power(params.gamma_c), _own_growth(params)
     if is_simple(params):
@@ -67,9 +67,9 @@ def stack_key(params: PerfParams) -> Hashable | None:
 
 
 def stack_params(all_params: Sequence[PerfParams], num_columns: Sequence[int]) -> PerfParams:
-    """Return the parameters of some jobs, of one `stack_key`, for each of their columns.
+    """Return the parameters of jobs with one `stack_key`, for each of their columns.
 
-    Of jobs whose stages come to one number, `pipeline_factor`, the stages are the first job's.
+    For jobs whose stages reduce to one number, `pipeline_factor`, the stages are the first job's.
     """
     first = all_params[0]
     if len(all_params) == 1:
@@ -93,13 +93,13 @@ def take_params(params: PerfParams, columns: NDArray[np.intp]) -> PerfParams:
 
 
 def _own_power(power: float) -> Hashable:
-    """Return a power that is stacked with equal ones only; None for all others."""
+    """Return a power that is only stacked with equal ones; None for all others."""
     special = power in _OWN_POWERS or 1 / power in _OWN_POWERS
     return (power, isinstance(power, float)) if special else None
 
 
 def _own_growth(params: PerfParams) -> Hashable:
-    """Return what `step_time` decides the growth of T_net by."""
+    """Return the key by which `step_time` selects the growth of T_net."""
     power = params.growth_n
     special = power == 1.0 or abs(power) < ZERO_POWER
     return (power, isinstance(power, float)) if special else None

@@ -1,8 +1,8 @@
 """Step time of a pipeline with data parallelism.
 
-The compute term is GPipe's (`gpipe`) or 1F1B's (`one_f_one_b`), the network term and the γ-norm
-that joins the two are Pollux's (Qiao et al., OSDI'21, section 3.2, as in AdaptDL), each with a few
-numbers more.
+The compute term is GPipe's (`gpipe`) or 1F1B's (`one_f_one_b`); the network term and the γ-norm
+that combines both are Pollux's (Qiao et al., OSDI'21, section 3.2, as in AdaptDL), each with
+additional parameters.
 
     K, R, M   stages, replicas, micro-batches          n   nodes that the replicas lie on
     b         samples per micro-batch                  s   accumulation steps
@@ -23,16 +23,16 @@ numbers more.
     T_optim   = H + (T_pipe - H, E)_γ + T_tie
     T_iter    = s·T_pipe + T_optim
 
-The γ-norm joins what compute and network do while the other is idle, so no second of compute hides
-two of the network. It follows that an iteration never takes longer because some of its work takes
-less. Without gradient shares, as in AdaptDL, E is T_net and H is 0. T_tie, which is 0 but where
-stages of several processes share parameters, follows the averages, so it hides behind nothing.
+The γ-norm combines the parts in which compute and network are not otherwise overlapped, so no
+second of compute hides two of the network, and an iteration never takes longer because part of its
+work takes less. Without gradient shares, as in AdaptDL, E is T_net and H is 0. T_tie, which is 0
+unless stages of several processes share parameters, follows the averages, so nothing hides it.
 
 Without alpha shares, copies or `except_last` the stages are one number, F(M) = fin_0 / C(b):
 
     F(M)      = (1 - ω)·M + ω·(1 + (M - 1)·(max φ + max ψ))                      by GPipe
 
-and with these alone every schedule is one number, for all its times grow in proportion to C(b).
+and then every schedule reduces to one number, as all its times are proportional to C(b).
 
 Every function broadcasts over its arguments.
 """
@@ -58,7 +58,7 @@ EPSILON = 1e-8
 ZERO_POWER = 1e-6
 """Below this, (x^p - 1)/p is log(x) to within rounding."""
 _LEAST = 1e-300  # so that the norm of two zeros is about zero
-_NOTHING = 1e-16  # seconds; a γ-norm with a plain zero has no derivative
+_NOTHING = 1e-16  # seconds; a γ-norm with zero has no derivative
 
 
 class StepTime(NamedTuple):
@@ -69,15 +69,14 @@ class StepTime(NamedTuple):
     network_time: Numbers
     """T_net, of one synchronisation of gradients."""
     optim_time: Numbers
-    """T_optim, of the optimizer step: its forward, backward and the synchronisation, T_tie
-    included."""
+    """T_optim, of the optimizer step: its forward, backward, synchronization and T_tie."""
     total: Numbers
     """T_iter = s·T_pipe + T_optim."""
 
 
 def norm(x: Numbers, y: Numbers, power: Numbers) -> Numbers:
-    """Return (x^power + y^power)^(1/power); never below either, x + y for power 1."""
-    # The larger one is taken out of the norm, so that no power overflows or vanishes.
+    """Return (x^power + y^power)^(1/power); never below either, and x + y for power 1."""
+    # Factors out the larger number, so that no power overflows or underflows.
     larger = np.maximum(x, y)
     if larger.size and larger.min() > _LEAST and larger.max() < np.inf:
         # One of both powers is 1.
@@ -92,7 +91,7 @@ def compute_time(params: PerfParams, micro_bsz: Numbers) -> Numbers:
 
 
 def slowdown(params: PerfParams, num_nodes: Numbers, num_replicas: Numbers) -> Numbers:
-    """Return 1 + κ·(R/n - 1), how much slower compute is for sharing nodes."""
+    """Return 1 + κ·(R/n - 1), the slowdown of compute on shared nodes."""
     return 1 + params.contention * (num_replicas / num_nodes - 1)
 
 
@@ -109,7 +108,7 @@ def stage_times(params: PerfParams, micro_bsz: Numbers) -> StageTimes:
 
 
 def pipeline_factor(params: PerfParams, num_microbatches: Numbers) -> Numbers:
-    """Return F(M) = fin_0 / C(b), where all stages have the same mix of fixed and other cost."""
+    """Return F(M) = fin_0 / C(b), if all stages have the same ratio of fixed to other cost."""
     if params.schedule != "gpipe" or "except_last" in params.checkpoint:  # a mode, or several
         return _unit_final_times(params, num_microbatches)[0]
     slowest = max(params.forward_shares) + max(params.backward_shares)
@@ -126,7 +125,7 @@ def pipeline_time(params: PerfParams, micro_bsz: Numbers, num_microbatches: Numb
 
 
 def network_time(params: PerfParams, num_nodes: Numbers, num_replicas: Numbers) -> Numbers:
-    """Return T_net: seconds to synchronise the gradients of all replicas."""
+    """Return T_net: seconds to synchronize the gradients of all replicas."""
     beyond_two = np.maximum(num_replicas - 2, EPSILON)
     growth = _growth(params.growth_n, num_replicas, beyond_two)
     penalty = 1 + params.two_node_penalty * (num_nodes == 2)
@@ -136,7 +135,7 @@ def network_time(params: PerfParams, num_nodes: Numbers, num_replicas: Numbers) 
 
 
 def optim_time(gamma: Numbers, accum: Numbers, network: Numbers) -> Numbers:
-    """Return T_optim where nothing is hidden: the γ-norm of T_pipe and T_net; below neither."""
+    """Return T_optim without hidden parts: the γ-norm of T_pipe and T_net; below neither."""
     return norm(accum, network, gamma)
 
 
@@ -164,17 +163,17 @@ def step_time(
 
 
 def is_uniform(params: PerfParams) -> bool:
-    """Whether every stage's time is a constant share of C(b), and copies are free."""
+    """Return whether every stage's time is a constant share of C(b), and copies are free."""
     return not (params.forward_alpha_shares or params.alpha_t or params.beta_t)
 
 
 def is_simple(params: PerfParams) -> bool:
-    """Whether T_pipe is a multiple of C(b), and all of T_net comes after it."""
+    """Return whether T_pipe is a multiple of C(b), and all of T_net follows it."""
     return is_uniform(params) and (not params.gradient_shares or params.num_stages == 1)
 
 
 def _line(offset: Numbers, slope: Numbers, power: Numbers) -> Numbers:
-    """Return the two costs joined by a norm; their plain sum for power 1, and where one is 0."""
+    """Return the norm of two costs; their plain sum for power 1, or if one is 0."""
     if isinstance(power, float) and power == 1.0:
         return offset + slope
     return norm(offset, slope, power)
@@ -221,7 +220,7 @@ def _last_backward(
 
 
 def _unit_final_times(params: PerfParams, num_microbatches: Numbers) -> list[Numbers]:
-    """Return fin_i in multiples of C(b), where copies are free."""
+    """Return fin_i in multiples of C(b), with free copies."""
     unit = _unit_times(params)
     if params.schedule == "gpipe":
         return _final_times(params, unit, num_microbatches)
@@ -244,7 +243,7 @@ def _ideal_of_one(
 
 
 def _final_times(params: PerfParams, times: StageTimes, num_microbatches: Numbers) -> list[Numbers]:
-    """Return fin_i of every stage, between stages taking turns and the schedule."""
+    """Return fin_i of every stage, interpolated by ω between serial stages and the schedule."""
     overlap = params.transfers_overlap
     if params.schedule == "gpipe":
         ideal = final_times(times, num_microbatches, overlap)
@@ -295,7 +294,7 @@ def _all_final_times(
 def _slowed_final_times(
     params: PerfParams, micro_bsz: Numbers, num_microbatches: Numbers, slow: Numbers
 ) -> list[Numbers]:
-    """Return fin_i of every stage where compute is slowed down and copies are not."""
+    """Return fin_i of every stage if compute is slowed down and copies are not."""
     times = stage_times(params, micro_bsz)
     same = times.last_backward is times.backward
     forward, backward, last = ([t * slow for t in part] for part in times[:3])
@@ -306,10 +305,10 @@ def _slowed_final_times(
 def _of_distinct(
     params: PerfParams, micro_bsz: Numbers, num_microbatches: Numbers, slow: Numbers
 ) -> list[Numbers]:
-    """Return the same, each pipeline looked at once: candidates of a search repeat a few b."""
+    """Return the same, evaluating each distinct pipeline once: candidates repeat a few b."""
     sizes, counts, slowed = np.broadcast_arrays(micro_bsz, num_microbatches, slow)
     keys = np.stack((sizes, counts, slowed)).reshape(3, -1)
-    # One column after the other, for unique rows take ten times as long to find.
+    # Column by column: finding unique rows would take ten times as long.
     code = np.zeros(keys.shape[1], np.int64)
     for key in keys:
         number = np.unique(key, return_inverse=True)[1]
@@ -320,14 +319,14 @@ def _of_distinct(
 
 
 def _overlapped_optim_time(params: PerfParams, final: list[Numbers], network: Numbers) -> Numbers:
-    """Return T_optim when each stage's all-reduce starts as its gradients are final."""
+    """Return T_optim if each stage's all-reduce starts as soon as its gradients are final."""
     if not params.gradient_shares:
         return optim_time(params.gamma, final[0], network)
     all_reduce = [share * network for share in params.gradient_shares]
     exposed = network_end(final, all_reduce, params.shared_link) - final[0]
     busy = network if params.shared_link else max(params.gradient_shares) * network
     hidden = busy - exposed
-    # Neither rest is below zero; they are kept from it by rounding.
+    # Neither rest is negative, except for rounding.
     rests = np.maximum(final[0] - hidden, _NOTHING), np.maximum(exposed, _NOTHING)
     return hidden + optim_time(params.gamma, *rests)
 

@@ -1,34 +1,34 @@
-"""Timelines of a pipeline: the work of each stage on each micro-batch, by three schedules.
+"""Timelines of a pipeline: the work of each stage on each micro-batch, for three schedules.
 
 GPipe (Huang et al., NeurIPS'19): micro-batch i enters stage k as soon as it has left stage k - 1
-and stage k is done with micro-batch i - 1. When the last stage has finished its last forward,
-backwards run through the stages in reverse, last micro-batch first. For K = 3 stages, M = 4
-micro-batches, equal times:
+and stage k is done with micro-batch i - 1. After the last stage's last forward, backwards run
+through the stages in reverse, last micro-batch first. For K = 3 stages, M = 4 micro-batches, equal
+times:
 
     stage 0   F0 F1 F2 F3 .. .. .. .. B3 B2 B1 B0
     stage 1   .. F0 F1 F2 F3 .. .. B3 B2 B1 B0 ..
     stage 2   .. .. F0 F1 F2 F3 B3 B2 B1 B0 .. ..
 
-The dots are the bubble, (K - 1)/(M + K - 1) of all. With stage times f_k and g_k the whole takes
-Σf + (M - 1)·max f + Σg + (M - 1)·max g, the `T_pipe` of `step_time` at ω = 1. This is torchgpipe's
-order. torch's own GPipe, with a process per stage, takes micro-batches back in the order in which
-they came; that takes exactly as long unless the last one is cheaper to take back.
+The dots are the bubble, (K - 1)/(M + K - 1) of the total. With stage times f_k and g_k the
+iteration takes Σf + (M - 1)·max f + Σg + (M - 1)·max g, the `T_pipe` of `step_time` at ω = 1. This
+is torchgpipe's order. torch's GPipe, in a multi-process pipeline, runs backwards in the order of
+the forwards, which takes equally long unless the last micro-batch's backward is cheaper.
 
-1F1B (PipeDream-Flush, Narayanan et al., ICML'21): stage k does min(M, K - 1 - k) forwards to warm
-up, then one forward and one backward in turn, then the backwards that are left, micro-batches in
-the same order in both. Stage k holds min(M, K - k) micro-batches at once where GPipe holds M:
+1F1B (PipeDream-Flush, Narayanan et al., ICML'21): stage k runs min(M, K - 1 - k) warm-up forwards,
+then alternates one forward and one backward, then runs the remaining backwards, with micro-batches
+in the same order in both. Stage k holds min(M, K - k) micro-batches at once, GPipe M:
 
     stage 0   F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3
     stage 1   .. F0 F1 .. B0 F2 B1 F3 B2 .. B3 ..
     stage 2   .. .. F0 B0 F1 B1 F2 B2 F3 B3 .. ..
 
-Interleaved 1F1B (Narayanan et al., SC'21) has V stages on each of K devices, stage q on device
-q mod K, in the order that `device_order` has. The bubble is V times shorter, (K - 1)/(V·M) of the
-ideal with equal stages and K dividing M; for it more copies are sent and more micro-batches held.
+Interleaved 1F1B (Narayanan et al., SC'21) has V stages on each of K devices, stage q on device q
+mod K, in the order of `device_order`. The bubble is V times shorter, (K - 1)/(V·M) of the ideal
+with equal stages and K dividing M; in exchange more copies are sent and more micro-batches held.
 
-A boundary copy takes what crosses from stage k to stage k + 1, and its gradient back. It is a
-separate machine, one for each direction, or it occupies the receiving device just before that
-device works on what it received.
+A boundary copy moves activations from stage k to stage k + 1, and their gradients back. It is a
+separate machine per direction, or occupies the receiving device immediately before that device
+works on the received data.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ TransferPhase = Literal["forward_transfer", "backward_transfer"]
 class StageEvent(NamedTuple):
     """One forward or backward of one micro-batch in one stage; times in seconds.
 
-    Or one boundary copy (of `Schedule.transfers` only): its stage is the one that receives.
+    In `Schedule.transfers`, a boundary copy, whose stage is the receiving one.
     """
 
     stage: int
@@ -71,22 +71,21 @@ class Schedule:
         StageEvent(stage=0, microbatch=0, phase='forward', start=0.0, end=1.0)
 
     Raises:
-        ValueError: when `kind` is unknown, a sequence has another length than its stages ask for, a
-            time is negative or not finite, there is no micro-batch, or the stages cannot be
-            interleaved.
+        ValueError: `kind` is unknown, a sequence has the wrong length for its stages, a time is
+        negative or not finite, there is no micro-batch, or the stages cannot be interleaved.
     """
 
     kind: ScheduleKind
-    """In which order a device works: "gpipe", "1f1b" or "interleaved"."""
+    """Order of a device's work: "gpipe", "1f1b" or "interleaved"."""
     forward: tuple[float, ...]
     """Seconds of one micro-batch's forward per stage; K entries, K·V if interleaved."""
     backward: tuple[float, ...]
-    """Seconds of one micro-batch's backward per stage, with its recomputation; as many."""
+    """Seconds of one micro-batch's backward per stage, including recomputation; as many."""
     num_microbatches: int
     """M."""
     last_backward: tuple[float, ...] = ()
-    """The same for the micro-batch that is last in forward order, which checkpointing
-    "except_last" does not recompute: GPipe's first backward, 1F1B's last. () = as `backward`."""
+    """Backward of the last micro-batch in forward order, which checkpointing "except_last" does not
+    recompute: GPipe's first backward, 1F1B's last. () = as `backward`."""
     transfer: tuple[float, ...] = ()
     """Seconds of the copy k → k + 1 and of its gradient back; one fewer, or () = free."""
     transfers_overlap: bool = True
@@ -118,7 +117,7 @@ class Schedule:
 
     @property
     def transfers(self) -> list[StageEvent]:
-        """The copies over every boundary, sorted by start; of zero seconds where copies are free.
+        """The copies over every boundary, sorted by start; of zero seconds if copies are free.
 
         Their phase is "forward_transfer" or "backward_transfer".
         """
@@ -131,13 +130,13 @@ class Schedule:
 
     @property
     def bubble_fraction(self) -> float:
-        """The share of the devices' time in which they compute nothing; copies compute nothing."""
+        """The share of the devices' time without compute; copies are not compute."""
         events = (e._replace(stage=e.stage % self.num_devices) for e in self._time_line[0])
         return bubble_fraction(events, self.num_devices)
 
     @cached_property
     def final_times(self) -> tuple[float, ...]:
-        """Seconds after which the gradients of each stage are final; its last backward's end."""
+        """Seconds until the gradients of each stage are final: the end of its last backward."""
         final = [0.0] * self.num_stages
         for event in self._time_line[0]:
             final[event.stage] = max(final[event.stage], event.end)
@@ -145,10 +144,10 @@ class Schedule:
 
     @property
     def max_in_flight(self) -> tuple[int, ...]:
-        """Most micro-batches that each stage holds at once, from forward's start to backward's end.
+        """Maximum micro-batches that each stage holds, from forward's start to backward's end.
 
-        GPipe M, 1F1B min(M, K - k): what a stage's activation memory grows with. Of several stages
-        on one device each has its most at another time (`partitioning.memory`).
+        GPipe M, 1F1B min(M, K - k), which determines a stage's activation memory. Several stages on
+        one device reach their maxima at different times (`partitioning.memory`).
         """
         most = [0] * self.num_stages
         for device in range(self.num_devices):
@@ -159,7 +158,7 @@ class Schedule:
         return tuple(most)
 
     def order(self, device: int) -> list[Work]:
-        """Return what a device does, in its order."""
+        """Return the work of a device, in order."""
         return device_order(
             self.kind, device, self.num_devices, self.num_stages, self.num_microbatches
         )
@@ -183,8 +182,8 @@ def gpipe_schedule(
         2·K·M events; the first starts at 0.
 
     Raises:
-        ValueError: when the two have different lengths or none, a time is negative or not finite,
-            or there is no micro-batch.
+        ValueError: the lengths differ or are 0, a time is negative or not finite, or there is no
+        micro-batch.
     """
     return Schedule("gpipe", tuple(forward), tuple(backward), num_microbatches).events
 
@@ -192,7 +191,7 @@ def gpipe_schedule(
 def one_f_one_b_schedule(
     forward: Sequence[float], backward: Sequence[float], num_microbatches: int
 ) -> list[StageEvent]:
-    """Return the ideal 1F1B timeline; as `gpipe_schedule` in all else.
+    """Return the ideal 1F1B timeline; otherwise as `gpipe_schedule`.
 
     Example:
         >>> [f"{e.phase[0]}{e.microbatch}" for e in one_f_one_b_schedule([1.0], [2.0], 2)]
@@ -204,10 +203,10 @@ def one_f_one_b_schedule(
 def bubble_fraction(events: Iterable[StageEvent], num_stages: int) -> float:
     """Return the idle share of `num_stages` devices between the first start and the last end.
 
-    0.0 when there is no event, or none that takes time. A device that only copies is idle.
+    0.0 without events, or if none takes time. A device that only copies is idle.
 
     Raises:
-        ValueError: when an event names a stage outside of `num_stages`.
+        ValueError: an event has a stage outside of `num_stages`.
     """
     events = list(events)
     for event in events:
@@ -228,10 +227,10 @@ def bubble_fraction(events: Iterable[StageEvent], num_stages: int) -> float:
 def ideal_schedule(
     kind: ScheduleKind, events: Iterable[StageEvent], num_stages: int
 ) -> Schedule | None:
-    """Return a schedule's own timeline of the work that was measured: only idle times differ.
+    """Return the ideal timeline of measured work: the same work without additional idle times.
 
-    Its stage times are the measured means over micro-batches; recomputation, which may be an event
-    of its own, counts as backward.
+    Its stage times are the measured means over micro-batches; recomputation, possibly a separate
+    event, counts as backward.
 
     Args:
         kind: "gpipe", "1f1b" or "interleaved".
@@ -239,7 +238,7 @@ def ideal_schedule(
         num_stages: K.
 
     Returns:
-        None when a stage lacks a forward or a backward.
+        None if a stage lacks a forward or a backward.
 
     Example:
         >>> forward = StageEvent(0, 0, "forward", start=5.0, end=6.0)
@@ -268,7 +267,7 @@ def ideal_schedule(
 
 
 class _Run:
-    """Run the devices' orders, each piece as early as its input and its device allow."""
+    """Runs the devices' orders, each piece as early as its input and its device allow."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
@@ -276,11 +275,11 @@ class _Run:
         self._copied: list[StageEvent] = []
         self._device_free = [0.0] * schedule.num_devices
         self._link_free: dict[tuple[Phase, int], float] = {}
-        """Until when the copy of a phase into a stage is in use."""
+        """End of the last copy of a phase into a stage."""
         self._arrival: dict[tuple[Phase, int, int], float] = {
             ("forward", 0, microbatch): 0.0 for microbatch in range(schedule.num_microbatches)
         }
-        """When the input of (phase, stage, micro-batch) is there, or may be fetched."""
+        """When the input of (phase, stage, micro-batch) is available, or may be copied."""
 
     def finish(self) -> tuple[tuple[StageEvent, ...], tuple[StageEvent, ...]]:
         waiting = [deque(self._schedule.order(k)) for k in range(self._schedule.num_devices)]
@@ -291,7 +290,7 @@ class _Run:
         return _by_start(self._computed), _by_start(self._copied)
 
     def _work(self, work: Work) -> bool:
-        """Run one forward or backward, and send its output; False while its input is not ready."""
+        """Run one forward or backward, and send its output; False if its input is not ready."""
         phase, stage, microbatch = work
         device = stage % self._schedule.num_devices
         arrival = self._arrival.get((phase, stage, microbatch))
@@ -309,7 +308,7 @@ class _Run:
     def _send(self, stage: int, phase: Phase, microbatch: int, now: float) -> None:
         target = stage + (1 if phase == "forward" else -1)
         if target == self._schedule.num_stages:
-            # The last stage turns round: no copy.
+            # The last stage starts its backward: no copy.
             phase, target = "backward", stage
         elif target >= 0 and self._schedule.transfers_overlap:
             link = phase, target
@@ -318,7 +317,7 @@ class _Run:
         self._arrival[phase, target, microbatch] = now
 
     def _copy(self, target: int, phase: Phase, microbatch: int, start: float) -> float:
-        """Copy to the target stage and return the end; at once where no copy is needed."""
+        """Copy to the target stage and return the end; immediately if no copy is needed."""
         boundary = target - 1 if phase == "forward" else target
         if not 0 <= boundary < len(self._schedule.transfer):
             return start

@@ -1,1 +1,1 @@
-"""Applications of simulated jobs: what they train, and how fast."""
+"""Applications of simulated jobs: their models, and how fast they train."""

@@ -1,9 +1,9 @@
-"""Interfaces of an application: how its jobs really train, and what they know of it.
+"""Interfaces of an application: the true training of its jobs, and their knowledge of it.
 
-An `Application` is the truth: how long an iteration takes on a placement, how noisy gradients are,
-how far a job has to train. A `JobModel` is what ONE job has learnt: it sees the step times of the
-configurations that the job ran in, and its gradients, and predicts the rest. Policies see only the
-model, as in a real cluster.
+An `Application` is the truth: the duration of an iteration on a placement, the noise of gradients,
+and the length of a job. A `JobModel` is the knowledge of ONE job: it observes the step times of
+configurations in which the job ran, and its gradients, and predicts the rest. As in a real cluster,
+policies only use the model.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _TOLERANCE = 0.04
 
 @dataclass(frozen=True)
 class RunningJob:
-    """How a job runs: where its replicas lie, and the sizes it chose."""
+    """The configuration of a running job: the placement of its replicas, and its batch shape."""
 
     placement: tuple[int, ...]
-    """Number of replicas on each of its nodes, none of them 0."""
+    """Number of replicas on each of its nodes, at least 1."""
     num_stages: int = 1
     """K."""
     num_microbatches: int = 1
@@ -56,18 +56,18 @@ class TrueStepTimes(NamedTuple):
     """True times of one forward and backward, in seconds."""
 
     optim_step: float
-    """With synchronisation and the optimizer's step."""
+    """Seconds including synchronization and the optimizer's step."""
     accum_step: float
-    """Without."""
+    """Seconds without them."""
 
     def differ(self, predicted: StepTime) -> bool:
-        """Return whether either is more than 4 % off its prediction: then a model is refitted."""
+        """Return whether either is more than 4 % off its prediction, which causes a new fit."""
         pairs = (predicted.optim_time, self.optim_step), (predicted.accum_time, self.accum_step)
         return any(abs(math.log(guess / seen)) > _TOLERANCE for guess, seen in pairs)
 
 
 class JobModel(Protocol):
-    """What one job has learnt of itself, and reports to the scheduler."""
+    """The knowledge of one job about itself, which it reports to the scheduler."""
 
     @property
     def max_profiled_replicas(self) -> int:
@@ -77,15 +77,15 @@ class JobModel(Protocol):
         """Record the times of an iteration, and the gradients' size and noise."""
 
     def inherit(self, relatives: Sequence[JobModel]) -> None:
-        """Begin with what jobs of the same application have measured.
+        """Start with the measurements of jobs of the same application.
 
         Args:
-            relatives: one at least. The first one's gradients count, as they were at its start.
-                It may be asked again, as they measure more, until the job starts.
+            relatives: at least one. The gradients are those of the first one at its start. May be
+                called again with newer measurements until the job starts.
         """
 
     def shapes(self) -> tuple[ReplicaShape, ...]:
-        """Return the ways a replica may run, with their speedups; the job's own shape first."""
+        """Return the possible replica shapes, with their speedups; the job's own shape first."""
 
     def configure(
         self, shape: ReplicaShape, placement: Sequence[int], gpu_type: str = ""
@@ -93,20 +93,20 @@ class JobModel(Protocol):
         """Choose micro-batches, atomic batch size and accumulation steps for an allocation."""
 
     def goodput(self, running: RunningJob) -> float:
-        """Predict samples (of the initial batch size's worth) per second as the job runs."""
+        """Predict samples (in units of the initial batch size) per second."""
 
     def base_goodput(self) -> float:
-        """Predict the goodput that counts as speedup 1; 0.0: nothing is known yet."""
+        """Predict the goodput that counts as speedup 1; 0.0: unknown."""
 
 
 class Application(Protocol):
-    """How jobs of one kind really train."""
+    """The true training of jobs of one kind."""
 
     name: str
     init_batch_size: int
     max_batch_size: int
     max_epochs: int
-    """An upper bound on the epochs; jobs end when `completion_epoch` is passed."""
+    """Maximum epochs; jobs end after `completion_epoch`."""
 
     def step_times(self, running: RunningJob) -> TrueStepTimes:
         """Return the true step times."""
@@ -118,10 +118,10 @@ class Application(Protocol):
         """Return the progress at the end of `epoch` epochs, in iterations at the initial batch."""
 
     def completion_epoch(self, batch_size: int) -> int:
-        """Return the epoch after whose end a job is done."""
+        """Return the last epoch of a job."""
 
     def max_replicas(self, batch_size: int | None = None) -> int:
-        """Return the most replicas that can share a batch; None: the largest batch."""
+        """Return the maximum replicas that can share a batch; None: the largest batch."""
 
     def new_model(self, batch_size: int | None = None) -> JobModel:
-        """Return what a new job knows; `batch_size`: fixed by its user, else it adapts."""
+        """Return the model of a new job; `batch_size`: fixed by its user, None: adaptive."""

@@ -1,10 +1,10 @@
-"""Types of GPU that simulated pipeline jobs run on, and the nodes that hold eight of them.
+"""Types of GPU for simulated pipeline jobs, in nodes of eight.
 
-Every number is an assumption of the simulation. Peaks, memories and links are the makers' and the
-rented nodes' data sheets (NVIDIA A100 and V100; AWS p4d.24xlarge and p3.16xlarge, 8 GPUs each); the
-reached part of a peak is what was published for GPT-like models: 137 of 312 Tflop/s for 1.7 billion
-parameters on A100 (Narayanan et al., SC'21, table 1), 39 of 125 for 1.2 billion on V100 (Shoeybi et
-al., Megatron-LM, 2019, section 5.1).
+All numbers are assumptions of the simulation. Peaks, memories and links are from data sheets
+(NVIDIA A100 and V100; AWS p4d.24xlarge and p3.16xlarge, 8 GPUs each); the achieved share of the
+peak is that published for GPT-like models: 137 of 312 Tflop/s for 1.7 billion parameters on A100
+(Narayanan et al., SC'21, table 1), 39 of 125 for 1.2 billion on V100 (Shoeybi et al., Megatron-LM,
+2019, section 5.1).
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from pipollux_perfmodel import Link
 
 @dataclass(frozen=True)
 class Device:
-    """A type of GPU, in nodes of its kind."""
+    """A type of GPU, and its nodes."""
 
     name: str
-    """As `NodeInfo.gpu_type` has it."""
+    """As in `NodeInfo.gpu_type`."""
     peak_flops: float
     """Floating point operations per second at half precision."""
     efficiency: float
-    """Part of the peak that a layer reaches."""
+    """Share of the peak that a layer achieves."""
     memory_bytes: float
     """Memory of one GPU."""
     memory_bandwidth: float
-    """Bytes per second that the optimizer's step reads and writes."""
+    """Bytes per second of the optimizer's step, reads and writes."""
     link: Link
-    """From one GPU to another of the node: boundary copies, and all-reduces inside the node."""
+    """Between GPUs of a node: boundary copies, and all-reduces inside the node."""
     network: Link
-    """From node to node, shared by all GPUs of a node."""
+    """Between nodes, shared by all GPUs of a node."""
     launch_seconds: float = 2e-4
-    """What starting the kernels of one layer's forward takes, whatever the micro-batch; its
-    backward takes twice that."""
+    """Launch time of the kernels of one layer's forward, independent of the micro-batch; twice that
+    for its backward."""
     usable_memory: float = 0.94
-    """Part of the memory that a stage may fill; the rest is the context, buffers and fragments."""
+    """Share of the memory available to a stage; the rest is for context, buffers, fragmentation."""
 
     @property
     def flops(self) -> float:
-        """Floating point operations per second that a layer reaches."""
+        """Floating point operations per second that a layer achieves."""
         return self.peak_flops * self.efficiency
 
     @property
     def memory_limit(self) -> float:
-        """Bytes that a stage may hold."""
+        """Bytes available to a stage."""
         return self.memory_bytes * self.usable_memory
 
 
@@ -58,7 +58,7 @@ A100_40G = Device(
     link=Link(latency=2e-5, bandwidth=240e9),
     network=Link(latency=5e-5, bandwidth=40e9),
 )
-"""NVLink 300 GB/s and a network of 400 Gbit/s each way, of which four fifths are reached."""
+"""NVLink 300 GB/s and a network of 400 Gbit/s per direction, of which 80 % are achieved."""
 
 V100_16G = Device(
     name="v100-16g",
@@ -69,7 +69,7 @@ V100_16G = Device(
     link=Link(latency=2e-5, bandwidth=120e9),
     network=Link(latency=5e-5, bandwidth=2.5e9),
 )
-"""NVLink 150 GB/s and a network of 25 Gbit/s each way, of which four fifths are reached."""
+"""NVLink 150 GB/s and a network of 25 Gbit/s per direction, of which 80 % are achieved."""
 
 DEVICES = (A100_40G, V100_16G)
-"""All of them."""
+"""All devices."""

@@ -1,4 +1,4 @@
-"""Layer profiles of GPT-like models of 1.3 to 13 billion parameters: assumptions, from formulas.
+"""Layer profiles of GPT-like models of 1.3 to 13 billion parameters, computed from formulas.
 
 Shapes are GPT-3's (Brown et al., 2020, table 2.1; the 5140 of 13B is printed there so), with
 h = d_model, s = 2048 tokens per sample and a vocabulary of V = 50257. Per sample:
@@ -12,10 +12,10 @@ h = d_model, s = 2048 tokens per sample and a vocabulary of V = 50257. Per sampl
 
 Parameters: 12·h² + 13·h of a block, V·h + s·h of the embedding, V·h of the head (a copy, as
 pipelines keep it). Mixed precision with Adam takes 16 bytes per parameter: 2 the parameter, 2 its
-gradient, 12 the optimizer's (a master copy and two moments; Rajbhandari et al., ZeRO, 2020).
-Where a pipeline recomputes (`RECOMPUTING`), a stage keeps only its input of all but the micro-batch
-in work, and its backward is longer by its forward; `pipollux_perfmodel` does that sum.
-A layer's time is its flops over what the device reaches, plus the launch of its kernels.
+gradient, 12 the optimizer's (a master copy and two moments; Rajbhandari et al., ZeRO, 2020). If a
+pipeline recomputes (`RECOMPUTING`), a stage keeps only its input of all micro-batches but the
+current one, and its backward is longer by its forward, which `pipollux_perfmodel` computes. A
+layer's time is its flops over the achieved flops of the device, plus the launch of its kernels.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ class GptModel:
     hidden: int
     """h, d_model."""
     init_batch_size: int
-    """Samples; where a job starts."""
+    """Samples; initial batch size of a job."""
     max_batch_size: int
     """Samples: the batch that GPT-3 of this size was trained with (table 2.1), over 2048 tokens."""
     iterations: int
-    """Iterations at the initial batch size: a training that is continued for a while, not one from
-    the start, which takes months."""
+    """Iterations at the initial batch size: a part of a training, as a whole training takes
+    months."""
     trained_steps: int = 500
-    """Iterations, at an infinite batch, that were done before the job: where its loss begins."""
+    """Iterations, at an infinite batch, before the job, which determine its initial loss."""
 
     @cached_property
     def num_parameters(self) -> int:
-        """All parameters, with those of embedding and head."""
+        """All parameters, including embedding and head."""
         h = self.hidden
         return self.num_blocks * _block_parameters(h) + (2 * VOCABULARY + SEQUENCE_LENGTH) * h
 
@@ -78,8 +78,8 @@ class GptModel:
     def noise_scale(self, iteration: float) -> float:
         """Return the noise scale in samples, which grows as the loss falls.
 
-        The critical batch 2.1e8 tokens / L^(1/0.21) (Kaplan, eq. 1.4), taken for the noise scale
-        (McCandlish et al., 2018, who derive one from the other).
+        The critical batch 2.1e8 tokens / L^(1/0.21) (Kaplan, eq. 1.4), used as the noise scale
+        (McCandlish et al., 2018, derive one from the other).
         """
         tokens = _TOKENS_AT_LOSS_ONE / self.loss(iteration) ** (1 / _LOSS_POWER)
         return float(tokens / SEQUENCE_LENGTH)
@@ -99,7 +99,7 @@ GPT_MODELS = {
 
 @lru_cache(maxsize=64)
 def gpt_profile(model: GptModel, device: Device) -> LayerProfile:
-    """Return what the layers of a model cost on a device: embedding, blocks, head.
+    """Return the costs of a model's layers on a device: embedding, blocks, head.
 
     Example:
         >>> from pipollux_simulator.applications.devices import A100_40G
@@ -123,7 +123,7 @@ def gpt_profile(model: GptModel, device: Device) -> LayerProfile:
 def _layer(
     device: Device, forward: float, backward: float, parameters: int, kept: float, hidden: int
 ) -> Layer:
-    """Return a layer by its flops and kept bytes per sample."""
+    """Return a layer from its flops and kept bytes per sample."""
     return Layer(
         forward_alpha=device.launch_seconds,
         forward_beta=forward / device.flops,

@@ -1,8 +1,8 @@
-"""Simulated jobs that train a GPT-like model in a pipeline: the truth, as `Application` asks for.
+"""The truth of simulated jobs that train a GPT-like model in a pipeline; an `Application`.
 
-Times are `PipelineTruth`'s, gradients those of `GptModel.noise_scale`. An epoch is a twentieth of
-the iterations; a job is done after the last. Which `JobModel` its jobs have is chosen here, so that
-models are compared on one truth.
+Times are from `PipelineTruth`, gradients from `GptModel.noise_scale`. An epoch is a twentieth of
+the iterations; a job is done after the last. The `JobModel` of its jobs is a parameter, so that
+models can be compared on the same truth.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _LEAST_SCALING, _MOST_SCALING = 0.5, 0.8
 _SLOTS_PER_NODE, _MOST_SLOTS = 8, 32
 
 ModelMaker: TypeAlias = Callable[[PipelineJob, int | None], JobModel]
-"""What a new job knows, from its layers and the batch size its user fixed, if any."""
+"""Creates the model of a new job from its layers and the batch size fixed by its user, if any."""
 
 
 class PipelineApplication:
     """Jobs that train one model of `GPT_MODELS`.
 
     Args:
-        model: which, by name or itself.
-        devices: types of GPU it may run on; the first is that of nodes which do not tell.
-        seed: of all that deviates from the layer profile.
-        fixed_stages: the only number of stages that jobs are cut into; None: they choose.
-        new_model: what jobs learn with; `PipelineJobModel` or `SiaPipelineModel`.
+        model: the model or its name.
+        devices: allowed types of GPU; the first is that of nodes without a type.
+        seed: of all deviations from the layer profile.
+        fixed_stages: the only number of stages of jobs; None: they choose.
+        new_model: the model of jobs; `PipelineJobModel` or `SiaPipelineModel`.
 
     Raises:
         ValueError: for an unknown model, or one that does not fit.
@@ -74,7 +74,7 @@ class PipelineApplication:
         """Return the true step times.
 
         Raises:
-            ValueError: when the job cannot run so: wrong stages, GPUs, or too little memory.
+            ValueError: the job cannot run with these stages, GPUs, or memory.
         """
         if running not in self._times:
             device = self.job.device(running.gpu_type)
@@ -95,20 +95,20 @@ class PipelineApplication:
         return NUM_EPOCHS - 1
 
     def max_replicas(self, batch_size: int | None = None) -> int:
-        """Return the most replicas that a batch can be shared by; None: the largest batch."""
+        """Return the maximum replicas that can share a batch; None: the largest batch."""
         most = self.job.max_replicas
         return most if batch_size is None else max(min(most, batch_size // MIN_SAMPLES), 1)
 
     def new_model(self, batch_size: int | None = None) -> JobModel:
-        """Return what a new job knows; `batch_size`: fixed by its user, else it adapts.
+        """Return the model of a new job; `batch_size`: fixed by its user, None: adaptive.
 
         Raises:
-            ValueError: when the batch size is below the initial or above the largest one.
+            ValueError: the batch size is below the initial or above the maximum one.
         """
         return self._make_model(self.job, batch_size)
 
     def requests(self, rng: np.random.Generator) -> tuple[int, int]:
-        """Draw replicas and batch size that an informed user might ask for, as `JobArrival` has."""
+        """Draw (num_replicas, batch_size) of an informed user, as in `JobArrival`."""
         if self._configurations is None:
             self._configurations = self.configurations()
         return self._configurations[int(rng.integers(len(self._configurations)))]
@@ -116,10 +116,10 @@ class PipelineApplication:
     def configurations(self) -> tuple[tuple[int, int], ...]:
         """Return (num_replicas, batch_size) pairs that scale, but not perfectly.
 
-        Replicas of the job's own shape, on nodes of 8 GPUs and up to 32 in all. For each number of
-        replicas the batch size, a power of two times the initial one, with which the job is done
-        first, by true times midway. As in the Pollux artifact, numbers that run at 50 to 80 % of
-        perfect scaling; the largest that runs at more if there are none.
+        Replicas have the job's own shape, on nodes of 8 GPUs and up to 32 in total. Each number of
+        replicas has the batch size, a power of two times the initial one, with the shortest
+        training by true times midway. As in the Pollux artifact, only numbers with 50 to 80 % of
+        perfect scaling are included; without any, the largest number with more.
         """
         shape = PipelineJobModel(self.job).shapes()[0]
         scaling: dict[int, float] = {}

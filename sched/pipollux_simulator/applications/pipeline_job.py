@@ -1,9 +1,9 @@
-"""What the owner of a pipeline job knows before it runs: layers, memory, batch sizes, cuts.
+"""Properties of a pipeline job that are known before it runs: layers, memory, batch sizes, cuts.
 
-Both the truth (`PipelineApplication`) and what a job learns (`PipelineJobModel`) start from it. The
-layers are cut once for every number of stages and type of GPU, as `plan_stages` does within the
-memory of the device; a number of stages that does not fit is not there. A job recomputes only in
-configurations that do not fit the memory otherwise, so more stages may save recomputation.
+Both the truth (`PipelineApplication`) and the model of a job (`PipelineJobModel`) start from them.
+The layers are cut once per number of stages and type of GPU, with `plan_stages` within the device's
+memory; numbers of stages that do not fit are omitted. A job recomputes only in configurations that
+would not fit otherwise, so more stages may avoid recomputation.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from .devices import Device
 from .gpt import GptModel, gpt_profile
 
 STAGE_COUNTS = (1, 2, 4, 8)
-"""K that a job may be cut into."""
+"""Possible K of a job."""
 RECOMPUTING: Checkpoint = "except_last"
-"""Which micro-batches are recomputed where memory needs it; torchgpipe's default."""
+"""Checkpoint mode if memory requires it; torchgpipe's default."""
 MICROBATCH_COUNTS = (4, 8, 16, 32)
-"""M that a job of several stages chooses from. One of one stage has M = 1, where nothing is
-recomputed, and accumulates instead."""
+"""Possible M of a job with several stages. With one stage M = 1, without recomputation, and the job
+accumulates instead."""
 MIN_SAMPLES = 4
-"""Fewest samples per replica and iteration: with less, pipelines are nearly all bubble."""
+"""Minimum samples per replica and iteration: with fewer, pipelines are mostly bubble."""
 UNKNOWN = PerfParams(EPSILON, EPSILON, EPSILON, EPSILON, EPSILON, EPSILON, 1.0)
-"""Parameters of a job whose network was never measured: free, as in Pollux."""
-_ROUNDING = 1e-12  # as `largest_micro_bsz` has it
-_CUT_FOR = 8  # micro-batches of one sample that have to fit, and that the cut is made for
+"""Parameters of a job without measurements of the network: free, as in Pollux."""
+_ROUNDING = 1e-12  # as in `largest_micro_bsz`
+_CUT_FOR = 8  # micro-batches of one sample that must fit, and for which the cut is optimized
 
 
 @dataclass(frozen=True)
 class PipelineJob:
-    """Layers of a model, and the ways to cut them.
+    """Layers of a model, and its cuts.
 
     Raises:
-        ValueError: when the model fits on no device in any allowed number of stages.
+        ValueError: the model does not fit on any device in any allowed number of stages.
     """
 
     model: GptModel
     devices: tuple[Device, ...]
-    """Types of GPU it may run on; with one, also nodes without a type."""
+    """Allowed types of GPU; with a single one, also nodes without a type."""
     fixed_stages: int | None = None
-    """The only K it may be cut into; None: any of `STAGE_COUNTS` that fits."""
+    """The only allowed K; None: any of `STAGE_COUNTS` that fits."""
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -64,7 +64,7 @@ class PipelineJob:
         """Return a device by name; the empty name is the first.
 
         Raises:
-            ValueError: when the job does not run on such GPUs.
+            ValueError: the job does not run on such GPUs.
         """
         if not gpu_type:
             return self.devices[0]
@@ -87,7 +87,7 @@ class PipelineJob:
         """Return the cut into K stages.
 
         Raises:
-            ValueError: when that does not fit, or K is not to be chosen.
+            ValueError: K does not fit, or is not allowed.
         """
         plans = self.plans(device)
         if num_stages not in plans:
@@ -98,19 +98,19 @@ class PipelineJob:
         return plans[num_stages]
 
     def ways(self, num_stages: int, device: Device) -> tuple[StagePlan, ...]:
-        """Return the cut into K stages without recomputation and with it, where these differ.
+        """Return the cut into K stages without and with recomputation, if these differ.
 
         Raises:
-            ValueError: when that does not fit, or K is not to be chosen.
+            ValueError: K does not fit, or is not allowed.
         """
         plan = self.plan(num_stages, device)
         return (_keeping(plan, device), plan) if num_stages > 1 else (plan,)
 
     def way(self, running: RunningJob) -> StagePlan:
-        """Return the cut as a job runs it: with recomputation if it does not fit without.
+        """Return the cut of a running job: with recomputation if it does not fit without.
 
         Raises:
-            ValueError: when the job cannot be cut so.
+            ValueError: the job has no such cut.
         """
         device = self.device(running.gpu_type)
         *keeping, recomputing = self.ways(running.num_stages, device)
@@ -122,12 +122,12 @@ class PipelineJob:
         return recomputing
 
     def microbatch_counts(self, num_stages: int) -> tuple[int, ...]:
-        """Return what M is chosen from."""
+        """Return the possible M."""
         return MICROBATCH_COUNTS if num_stages > 1 else (1,)
 
     @property
     def max_replicas(self) -> int:
-        """Most replicas: each has at least `MIN_SAMPLES` of the largest batch."""
+        """Maximum replicas: each has at least `MIN_SAMPLES` of the largest batch."""
         return self.model.max_batch_size // MIN_SAMPLES
 
 
@@ -145,7 +145,6 @@ def _plans(model: GptModel, device: Device) -> Mapping[int, StagePlan]:
 
 @lru_cache(maxsize=256)
 def _keeping(plan: StagePlan, device: Device) -> StagePlan:
-    """Return the same cut without recomputation."""
     params = price(plan.profile, plan.balance, device, UNKNOWN, "never")
     return replace(plan, perf_params=params)
 
@@ -159,7 +158,7 @@ def price(
 ) -> PerfParams:
     """Return the step time parameters of a cut, with network and γ of `network`."""
     params = price_stages(profile, balance, network, checkpoint=checkpoint, link=device.link)
-    # What was fitted is the part of T_net that the backward did not hide.
+    # The fitted network is the part of T_net that the backward did not hide.
     return params._replace(gradient_shares=())
 
 
@@ -177,5 +176,5 @@ def _cut(profile: LayerProfile, device: Device, num_stages: int) -> tuple[int, .
             )
         )
     except ValueError:
-        # The arguments are valid, so the error is about memory.
+        # The arguments are valid, so memory is insufficient.
         return None

@@ -1,12 +1,12 @@
-"""What a pipeline job learns from step times it has seen: parameters of any cut, at any time.
+"""Estimation of step time parameters of a pipeline job from observed step times, for any cut.
 
-Layers are known beforehand, so T_pipe of every cut is priced from them; what was seen corrects it
-by one ratio per cut, the mean of log(seen / priced), and cuts that never ran take the mean of those
-that ran on the same type of GPU. The network is not known beforehand. It is fitted as Pollux
-does (`fit_perf_params`), over all cuts together: T_pipe of each point is known, as it was seen, so
-the fit is given it as the size of the point and has only network and γ left to find. What was never
-seen stays free, so that more replicas are tried. A fit is made when parameters are asked for after
-something was seen that they would have missed by more than 4 %.
+Layers are known beforehand, so T_pipe of every cut is predicted from them and corrected by one
+ratio per cut, the mean of log(observed / predicted); cuts that never ran use the mean of those that
+ran on the same type of GPU. The network is unknown beforehand. It is fitted as in Pollux
+(`fit_perf_params`), over all cuts together: the observed T_pipe of each point is passed to the fit
+as the size of the point, so that only network and γ remain to be found. Unobserved regimes stay
+free, so that more replicas are tried. Parameters are fitted on request, if observations since the
+last fit deviate from it by more than 4 %.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from pipollux_perfmodel.timing.step_time import step_time
 from .base import RunningJob, TrueStepTimes
 from .pipeline_job import UNKNOWN, PipelineJob, price
 
-_UNIT = 1e6  # of the sizes that stand for seconds in the network's fit: well above the least, 1
-_MAX_POINTS = 48  # the latest; a fit of more takes longer and finds the same
+_UNIT = 1e6  # of the sizes that represent seconds in the network's fit: well above the minimum, 1
+_MAX_POINTS = 48  # latest points; a fit of more takes longer without a different result
 
 
 @dataclass
 class _Seen:
-    """Step times on one type of GPU, by configuration, in the order they were first seen."""
+    """Step times on one type of GPU, by configuration, in order of their first observation."""
 
     points: dict[RunningJob, TrueStepTimes] = field(default_factory=dict)
     network: PerfParams | None = None
-    """Of the last fit; None: to be fitted again."""
+    """Of the last fit; None: needs a new fit."""
 
 
 class StepTimeLearner:
-    """Step time parameters of a job's cuts, from its layers and what was seen of them.
+    """Step time parameters of a job's cuts, from its layers and observed step times.
 
     Args:
         job: its layers and cuts.
@@ -50,7 +50,7 @@ class StepTimeLearner:
         self._known: dict[tuple[int, str, Checkpoints], PerfParams] = {}
 
     def inherit(self, others: Sequence[StepTimeLearner]) -> bool:
-        """Take in what others have seen; tell whether anything of it is new."""
+        """Add the observations of others; return whether any of them is new."""
         new = False
         for other in others:
             for name, theirs in other._seen.items():
@@ -64,15 +64,15 @@ class StepTimeLearner:
         return new
 
     def observe(self, running: RunningJob, times: TrueStepTimes) -> bool:
-        """Note step times; tell whether parameters given out so far would have missed them.
+        """Record step times; return whether previously returned parameters deviate from them.
 
         Raises:
-            ValueError: when a time is not above 0, or the job cannot run so.
+            ValueError: a time is not above 0, or the job cannot run with this configuration.
         """
         if not (times.accum_step > 0 and times.optim_step > 0):
             raise ValueError(f"times: {times} must be above 0 s")
         device = self._job.device(running.gpu_type)
-        # Neither accumulation nor the order of nodes changes what one step takes.
+        # Neither accumulation nor the order of nodes changes the time of a step.
         running = replace(running, placement=tuple(sorted(running.placement)), accum_steps=0)
         seen = self._seen.setdefault(device.name, _Seen())
         if seen.points.get(running) == times:
@@ -100,7 +100,7 @@ class StepTimeLearner:
         return self._known[key]
 
     def _ratio(self, num_stages: int, gpu_type: str) -> float:
-        """Return how much slower than priced the cut is, or others are if it never ran."""
+        """Return the slowdown of a cut over its prediction; of other cuts if it never ran."""
         logs: dict[int, list[float]] = {}
         seen = self._seen.get(gpu_type, _Seen())
         for running, times in seen.points.items():
@@ -113,7 +113,7 @@ class StepTimeLearner:
         return math.exp(math.fsum(means.values()) / len(means)) if means else 1.0
 
     def _network(self, gpu_type: str) -> PerfParams:
-        """Return network and γ on a type of GPU; of another if nothing was seen on this one."""
+        """Return network and γ on a type of GPU; of another type without observations on it."""
         seen = self._seen.get(gpu_type, _Seen())
         if not _several(seen):
             seen = next(filter(_several, self._seen.values()), _Seen())
@@ -127,10 +127,10 @@ class StepTimeLearner:
 def fit_network(points: dict[RunningJob, TrueStepTimes]) -> PerfParams:
     """Return network and γ that explain optimizer steps, given the accumulation steps.
 
-    Compute, overlap and contention of the parameters are neutral.
+    The parameters have neutral compute, overlap and contention.
 
     Args:
-        points: what was seen, in order; the latest count.
+        points: observations in order; the latest ones are used.
     """
     latest = list(points.items())[-_MAX_POINTS:]
     accum = np.array([times.accum_step for _, times in latest])
@@ -139,7 +139,7 @@ def fit_network(points: dict[RunningJob, TrueStepTimes]) -> PerfParams:
         [running.num_replicas for running, _ in latest],
         np.maximum(accum * _UNIT, 1.0),
         accum,
-        # Never below the accumulation step: noise must not make a negative network.
+        # Never below the accumulation step: noise must not result in a negative network time.
         np.maximum([times.optim_step for _, times in latest], accum),
     )
     return UNKNOWN._replace(

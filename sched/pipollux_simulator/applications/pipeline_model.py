@@ -1,9 +1,10 @@
-"""What one pipeline job knows of itself and reports to the scheduler: the speedups of every K.
+"""The model of a pipeline job, which reports the speedups of every K to the scheduler.
 
-Step times come from `StepTimeLearner`, the noise of gradients from the job's last step (as large as
-the gradient itself until one was made), the best M, batch size and accumulation for an allocation
-from `GoodputFunction.optimize` within the memory of the device. All shapes have one base: one
-replica of the first shape, the fewest stages that fit the first type of GPU.
+Step times come from `StepTimeLearner`, and the noise of gradients from the job's last step (before
+the first one it is assumed to be as large as the gradient). `GoodputFunction.optimize` chooses the
+best M, batch size and accumulation of an allocation within the memory of the device. The speedups
+of all shapes are relative to one replica of the first shape, with the fewest stages that fit the
+first type of GPU.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from .pipeline_job import MIN_SAMPLES, UNKNOWN, PipelineJob
 from .pipeline_learning import StepTimeLearner
 
 UNSEEN_GRADIENTS = GradParams(1.0, 1.0)
-"""Noise as large as the gradient, before any step was made."""
-_NOISE_TOLERANCE = 0.1  # of a noise scale, within which choices and speedups stay as they are
+"""Noise as large as the gradient, before the first step."""
+_NOISE_TOLERANCE = 0.1  # relative change of the noise scale without effect on choices and speedups
 
 
 class PipelineJobModel:
-    """Online model of a job that knows its layers; a `JobModel`.
+    """Online model of a job with known layers; a `JobModel`.
 
     Args:
         job: its layers and cuts.
         batch_size: fixed by the user; None: the job adapts it.
 
     Raises:
-        ValueError: when the batch size is not between the model's initial and largest one.
+        ValueError: the batch size is not between the model's initial and maximum one.
 
     Example:
         >>> from pipollux_simulator.applications.devices import A100_40G
@@ -57,10 +58,10 @@ class PipelineJobModel:
         self._base_goodput = 0.0
 
     def observe(self, running: RunningJob, times: TrueStepTimes, gradients: GradParams) -> None:
-        """Note what an iteration took, and the gradients' size and noise.
+        """Record the times of an iteration, and the gradients' size and noise.
 
         Raises:
-            ValueError: when a time is not above 0, or the job cannot run so.
+            ValueError: a time is not above 0, or the job cannot run with this configuration.
         """
         missed = self._learner.observe(running, times)
         self.max_profiled_replicas = max(self.max_profiled_replicas, running.num_replicas)
@@ -71,7 +72,7 @@ class PipelineJobModel:
             self._chosen.clear()
 
     def inherit(self, relatives: Sequence[JobModel]) -> None:
-        """Begin with the jobs' step times, and with the gradients that the first one began with."""
+        """Start with the jobs' step times, and with the initial gradients of the first one."""
         alike = [model for model in relatives if isinstance(model, PipelineJobModel)]
         if not alike:
             return
@@ -102,7 +103,7 @@ class PipelineJobModel:
         """Choose M, atomic batch size and accumulation steps for an allocation.
 
         Raises:
-            ValueError: when the job has no such shape on such GPUs, or no batch size is in bounds.
+            ValueError: the job has no such shape on such GPUs, or no batch size is within bounds.
         """
         best = self._best(
             shape.num_stages, self._job.device(gpu_type), len(placement), sum(placement)
@@ -123,10 +124,10 @@ class PipelineJobModel:
         )
 
     def goodput(self, running: RunningJob) -> float:
-        """Predict samples (of the initial batch size's worth) per second as the job runs.
+        """Predict samples (in units of the initial batch size) per second.
 
         Raises:
-            ValueError: when the job cannot run so, or its batch is below the initial one.
+            ValueError: the job cannot run with this configuration, or its batch is too small.
         """
         params = self._learner.params(self._job.way(running), running.gpu_type)
         function = GoodputFunction(params, self._gradients, self._job.model.init_batch_size)
@@ -151,32 +152,31 @@ class PipelineJobModel:
 
     @property
     def _max_batch_size(self) -> int | None:
-        # None: the initial one, rounded up to what replicas can share.
+        # None: the initial batch size, rounded up to a multiple of the replicas.
         return self._job.model.max_batch_size if self._batch_size is None else None
 
     @property
     def _max_replicas(self) -> int:
-        """Return the most replicas that each have `MIN_SAMPLES` of the largest batch."""
+        """Return the maximum replicas with `MIN_SAMPLES` each of the largest batch."""
         return (self._batch_size or self._job.model.max_batch_size) // MIN_SAMPLES
 
     def _plans(self, num_stages: int, device: Device) -> tuple[StagePlan, ...]:
-        """Return the cut without recomputation and with it, with step times as learnt."""
+        """Return the cut without and with recomputation, with estimated step times."""
         return tuple(
             replace(plan, perf_params=self._learner.params(plan, device.name))
             for plan in self._job.ways(num_stages, device)
         )
 
     def _function(self, plans: Sequence[StagePlan]) -> GoodputFunction:
-        """Return the goodput to be optimised; with a fixed batch, relative to that batch."""
+        """Return the goodput to maximize; with a fixed batch, relative to that batch."""
         return GoodputFunction(plans[0].perf_params, self._gradients, self._init_batch_size)
 
     def _efficiency(self) -> float:
-        """Return what a sample of the fixed batch is worth; 1 for a batch that adapts."""
+        """Return the efficiency of the fixed batch; 1 for an adaptive batch."""
         function = GoodputFunction(UNKNOWN, self._gradients, self._job.model.init_batch_size)
         return float(function.efficiency(self._init_batch_size))
 
     def _fitting(self) -> Device:
-        """Return the first device that the job fits on."""
         return next(device for device in self._job.devices if self._job.plans(device))
 
     def _find_base(self) -> float:
@@ -185,7 +185,7 @@ class PipelineJobModel:
         return float(best.goodput) * self._efficiency()
 
     def _best(self, num_stages: int, device: Device, num_nodes: int, num_replicas: int) -> Optimum:
-        """Return the best configuration of an allocation, looked for once until more is known."""
+        """Return the best configuration of an allocation, cached until measurements change."""
         key = num_stages, device.name, num_nodes, num_replicas
         if key not in self._chosen:
             plans = self._plans(num_stages, device)
@@ -195,7 +195,7 @@ class PipelineJobModel:
         return self._chosen[key]
 
     def _bounds(self, plans: tuple[StagePlan, ...], device: Device) -> dict[str, Any]:
-        """Return what a configuration has to keep to."""
+        """Return the bounds of a configuration."""
         return {
             "max_batch_size": self._max_batch_size,
             "accumulation": True,
@@ -221,10 +221,10 @@ class PipelineJobModel:
 
 
 def check_batch_size(job: PipelineJob, batch_size: int | None) -> None:
-    """Refuse a batch size that the model cannot be trained with.
+    """Reject a batch size that the model does not support.
 
     Raises:
-        ValueError: naming the batch size and what is allowed.
+        ValueError: with the batch size and the allowed values.
     """
     model = job.model
     if batch_size is not None and not model.init_batch_size <= batch_size <= model.max_batch_size:
@@ -235,6 +235,6 @@ def check_batch_size(job: PipelineJob, batch_size: int | None) -> None:
 
 
 def noise_differs(one: GradParams, other: GradParams) -> bool:
-    """Tell whether two noise scales are further apart than speedups need to follow."""
+    """Return whether two noise scales differ enough to affect speedups."""
     cross = one.var * other.sqr, other.var * one.sqr
     return abs(cross[0] - cross[1]) > _NOISE_TOLERANCE * max(cross)

@@ -1,23 +1,24 @@
-"""How long an iteration of a pipeline job really takes: GPipe played, stage by stage.
+"""True duration of an iteration of a pipeline job: a simulation of GPipe, stage by stage.
 
-The layers' times are the job's own profile, and what the profile does not know comes on top:
+The layers' times are those of the job's profile, modified by effects that the profile does not
+contain:
 
-    e     a device reaches another part of its peak for this model   ±8 %, by job and device
-    i_k   a stage is slower or faster than its layers                ±5 %, by job, device, K, k
-    o     each further stage receives and sends                      `HANDOVER` s per micro-batch
-    d     whatever else differs from run to run                      ±3 %, by configuration
+    e     efficiency of a device for this model                      ±8 %, by job and device
+    i_k   deviation of a stage from the sum of its layers            ±5 %, by job, device, K, k
+    o     receiving and sending of each further stage                `HANDOVER` s per micro-batch
+    d     remaining differences between runs                         ±3 %, by configuration
 
     f_k = e·i_k·(Σ forward of its layers) + o[k > 0]     g_k alike, with recomputation
 
-`Schedule` plays these with the boundary copies; fin_k is when stage k's gradients are final. Stage
-k's gradients, 2 bytes per parameter, are then reduced by a ring inside each node (r replicas on the
-fullest), and by one across the n nodes:
+`Schedule` simulates these with the boundary copies; fin_k is when stage k's gradients are final.
+Then a ring inside each node (r replicas on the fullest) and one across the n nodes reduce stage k's
+gradients, 2 bytes per parameter:
 
     AR_k = 2·(r-1)/r·bytes/link + 2·(n-1)/n·bytes/network + latencies
 
-Inside one node each stage has links of its own; across nodes all stages share the node's network,
-last stage first. The optimizer then reads and writes a stage's state once. Deviations are hashes of
-what they depend on and of a seed, so that the truth is a function of the configuration.
+Inside a node each stage has its own links; across nodes all stages share the node's network, last
+stage first. The optimizer then reads and writes a stage's state once. Deviations are hashes of
+their inputs and a seed, so that the truth is a function of the configuration.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from .base import RunningJob, TrueStepTimes
 from .devices import Device
 
 HANDOVER = 1e-3
-"""Seconds that each stage but the first loses per micro-batch, forward and backward each."""
+"""Seconds per micro-batch of each stage but the first, in forward and backward each."""
 _EFFICIENCY, _IMBALANCE, _RUN_TO_RUN = 0.08, 0.05, 0.03
 
 
@@ -50,10 +51,10 @@ class PipelineTruth:
     device: Device
     seed: int = 0
     deviates: bool = True
-    """False: no deviation by hash at all, as in tests against closed forms."""
+    """False: no deviations, as in tests against closed forms."""
 
     def schedule(self, micro_bsz: float, num_microbatches: int) -> Schedule:
-        """Return the time line of one forward and backward of M micro-batches of b samples."""
+        """Return the timeline of one forward and backward of M micro-batches of b samples."""
         profile, balance = self.plan.profile, self.plan.balance
         alpha, beta = (
             {
@@ -83,7 +84,7 @@ class PipelineTruth:
         """Return the true times of an accumulation and an optimizer step.
 
         Raises:
-            ValueError: when the sizes do not fit the devices' memory, or are below 1.
+            ValueError: the sizes do not fit the devices' memory, or are below 1.
         """
         self._check(running)
         micro_bsz = running.atomic_bsz / running.num_microbatches
@@ -124,7 +125,7 @@ class PipelineTruth:
         return whole * (1 + _IMBALANCE * np.array(stages))
 
     def _deviation(self, *what: object) -> float:
-        """Return a fixed number in [-1, 1] for a seed, an application, a device and `what`."""
+        """Return a number in [-1, 1], a hash of seed, application, device and `what`."""
         if not self.deviates:
             return 0.0
         cut = self.plan.balance if what[0] == "run" else ()

@@ -32,15 +32,15 @@ def load_applications(
     """Return applications by name.
 
     Args:
-        names: which.
-        traces: holds a folder for each application of the public traces; only requested ones are
-            read.
-        devices: types of GPU that pipelines may run on.
-        fit: how jobs of the traces fit their model.
+        names: the applications.
+        traces: contains a folder per application of the public traces; only requested ones are
+        read.
+        devices: types of GPU for pipelines.
+        fit: fit of step times by jobs of the traces.
 
     Raises:
-        ValueError: a name is not known, traces are missing or wrong, or a pipeline fits on none of
-            the devices.
+        ValueError: a name is unknown, traces are missing or invalid, or a pipeline fits on none of
+        the devices.
 
     Example:
         >>> load_applications(["gpt-1.3b"])["gpt-1.3b"].max_batch_size
@@ -75,7 +75,7 @@ def devices_of(gpu_types: Iterable[str]) -> tuple[Device, ...]:
 
 
 def fits(application: Application, nodes: Mapping[str, NodeInfo]) -> bool:
-    """Tell whether some node holds a replica of some shape of an application."""
+    """Return whether some node has room for a replica of some shape of an application."""
     shapes = application.new_model().shapes()
     return any(node.num_fitting(shape) for shape in shapes for node in nodes.values())
 
@@ -84,7 +84,7 @@ def check_room(application: Application, nodes: Mapping[str, NodeInfo]) -> None:
     """Check that an application can run at all.
 
     Raises:
-        ValueError: no node holds a replica of it, or a node has more GPUs than its traces cover.
+        ValueError: no node has room for a replica, or a node has more GPUs than its traces cover.
     """
     sizes = [node.resources.get("slots", 0) for node in nodes.values()]
     most = max(sizes, default=0)
@@ -104,17 +104,17 @@ def check_room(application: Application, nodes: Mapping[str, NodeInfo]) -> None:
 def requests_for(
     mix: Mix, nodes: Mapping[str, NodeInfo], traces: Path | None = None
 ) -> dict[str, Request]:
-    """Return users' requests by application of a mix, without applications that fit on no node.
+    """Return users' requests by application of a mix, omitting applications that fit on no node.
 
-    No request exceeds the replicas that the nodes hold.
+    No request exceeds the replicas that fit on the nodes.
 
     Args:
         mix: see `generate`.
         nodes: of the cluster.
-        traces: folder of the public traces; none are needed for pipelines.
+        traces: folder of the public traces; not needed for pipelines.
 
     Raises:
-        ValueError: traces are missing or wrong, or a type of GPU is not known.
+        ValueError: traces are missing or invalid, or a type of GPU is unknown.
     """
     parts: tuple[Mix, ...] = ("pollux", "pipelines") if mix == "mixed" else (mix,)
     names = [n for kind in CATEGORIES for part in parts for n in kind.applications.get(part, ())]
@@ -124,7 +124,7 @@ def requests_for(
         if name in GPT_MODELS:
             try:
                 application = PipelineApplication(name, devices)
-            except ValueError:  # its stages fit on none of the devices
+            except ValueError:  # fits on none of the devices
                 continue
             if fits(application, nodes):
                 found[name] = _capped(application, nodes)
@@ -136,7 +136,7 @@ def requests_for(
 def _capped(
     application: PipelineApplication | TraceApplication, nodes: Mapping[str, NodeInfo]
 ) -> Request:
-    """Return the requests of users who know the size of the cluster."""
+    """Return the requests of users, limited to the size of the cluster."""
     shape = application.new_model().shapes()[0]
     most = sum(node.num_fitting(shape) for node in nodes.values())
 

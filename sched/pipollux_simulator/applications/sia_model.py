@@ -1,14 +1,14 @@
-"""Sia's model of a pipeline job (Jayaram Subramanya et al., SOSP'23, section 3.5), to compare with.
+"""Sia's model of a pipeline job (Jayaram Subramanya et al., SOSP'23, section 3.5), for comparison.
 
-Sia is the only published scheduler that scales jobs of pipeline and data parallelism. Its model, as
-its released simulator has it:
+Sia is the only published scheduler that scales jobs with pipeline and data parallelism. The model
+of its released simulator is
 
     T = 3·((S - 1) + M)·fwd + T_net        one plan of S stages per type of GPU, M = 48
 
-with micro-batches of one sample, equal stages, free copies, no accumulation and no choice of batch
-size: R replicas train with 48·R samples. The plan is the fewest stages that fit. fwd is half a
-backward; here it is learnt from accumulation steps, and priced from the layers before any was seen.
-T_net is learnt as for `PipelineJobModel`, for the released code leaves it out.
+with micro-batches of one sample, equal stages, free copies, and neither accumulation nor a choice
+of the batch size: R replicas train with 48·R samples. The plan has the fewest stages that fit. fwd
+is half a backward; here it is estimated from accumulation steps, and before the first one from the
+layers. T_net is estimated as in `PipelineJobModel`, as the released code omits it.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class SiaPipelineModel:
 
     Args:
         job: its layers and cuts.
-        batch_size: None; Sia's pipeline jobs take 48 samples a replica.
+        batch_size: None; Sia's pipeline jobs take 48 samples per replica.
 
     Raises:
-        ValueError: when a batch size is given, one replica has fewer samples than the initial batch
-            size, or a micro-batch each of 48 does not fit.
+        ValueError: a batch size is given, one replica has fewer samples than the initial batch
+        size, or 48 micro-batches of one sample do not fit.
     """
 
     def __init__(self, job: PipelineJob, batch_size: int | None = None) -> None:
@@ -70,7 +70,7 @@ class SiaPipelineModel:
             )
 
     def observe(self, running: RunningJob, times: TrueStepTimes, gradients: GradParams) -> None:
-        """Note what an iteration took, and the gradients' size and noise."""
+        """Record the times of an iteration, and the gradients' size and noise."""
         device = self._job.device(running.gpu_type)
         points = self._points.setdefault(device.name, {})
         running = replace(running, placement=tuple(sorted(running.placement)))
@@ -97,7 +97,7 @@ class SiaPipelineModel:
     def configure(
         self, shape: ReplicaShape, placement: Sequence[int], gpu_type: str = ""
     ) -> RunningJob:
-        """Return how the job runs on an allocation; there is nothing to choose."""
+        """Return the configuration on an allocation; there is no choice."""
         return RunningJob(
             placement=tuple(placement),
             num_stages=shape.num_stages,
@@ -107,7 +107,7 @@ class SiaPipelineModel:
         )
 
     def goodput(self, running: RunningJob) -> float:
-        """Predict samples (of the initial batch size's worth) per second as the job runs."""
+        """Predict samples (in units of the initial batch size) per second."""
         device = self._job.device(running.gpu_type)
         return float(self._goodput(device, running.num_nodes, running.num_replicas))
 
@@ -122,7 +122,7 @@ class SiaPipelineModel:
 
     def _speedup_fn(self, device: Device) -> Any:
         base = self.base_goodput()
-        # What is learnt later must not change a function that was handed out.
+        # Later measurements must not change a returned function.
         constants = self._constants(device)
 
         def speedup(num_nodes: Any, num_replicas: Any) -> Any:
@@ -137,13 +137,12 @@ class SiaPipelineModel:
         return _goodput(self._constants(device), np.asarray(num_nodes), np.asarray(num_replicas))
 
     def _constants(self, device: Device) -> tuple[float, PerfParams, GoodputFunction, int]:
-        """Return pipeline seconds, network, efficiency and the most replicas."""
+        """Return pipeline seconds, network, efficiency and the maximum replicas."""
         gradients = GoodputFunction(UNKNOWN, self._gradients, self._job.model.init_batch_size)
         seconds = 3 * self._slots(device) * self._forward_seconds(device)
         return seconds, self._network(device), gradients, self._max_replicas
 
     def _slots(self, device: Device) -> int:
-        """Return (S - 1) + M."""
         return self._stages[device.name] - 1 + NUM_MICROBATCHES
 
     def _forward_seconds(self, device: Device) -> float:
@@ -168,7 +167,7 @@ class SiaPipelineModel:
 def _goodput(
     constants: tuple[float, PerfParams, GoodputFunction, int], num_nodes: Any, num_replicas: Any
 ) -> Any:
-    """Return 48·R / T · efficiency(48·R), 0.0 above the largest batch size."""
+    """Return 48·R / T · efficiency(48·R), 0.0 above the maximum batch size."""
     seconds, network, gradients, most = constants
     batch_size = NUM_MICROBATCHES * num_replicas
     total = seconds + network_time(network, num_nodes, num_replicas)
@@ -177,7 +176,7 @@ def _goodput(
 
 
 def _plan(job: PipelineJob, device: Device) -> int:
-    """Return the fewest stages that hold 48 micro-batches of one sample; 0: none do."""
+    """Return the fewest stages that hold 48 micro-batches of one sample; 0: none."""
     for num_stages, plan in job.plans(device).items():
         if float(plan.largest_micro_bsz(device.memory_limit, NUM_MICROBATCHES)) >= 1:
             return num_stages

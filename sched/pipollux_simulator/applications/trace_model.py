@@ -1,11 +1,10 @@
-"""What a job of a traced application knows of itself.
+"""Models of jobs of a traced application.
 
-`TraceJobModel` learns as Pollux's agent does: every configuration that ran gives a row of its
-profile, the step time model is fitted to the profile, and the batch size follows the goodput. With
-our own fit it corrects speedups and batch sizes by what that leaves over (`StepCorrections`,
-`SizeCorrections`), as our jobs do.
-`FixedBatchModel` is for jobs whose user fixed the batch size; it knows the true step times, as the
-oracle does that Optimus was given in Pollux's comparison.
+`TraceJobModel` works as Pollux's agent: each configuration that ran adds a row to its profile, the
+step time model is fitted to the profile, and the batch size maximizes goodput. With Pipollux's fit,
+residuals of the fit correct speedups and batch sizes (`StepCorrections`, `SizeCorrections`), as in
+real jobs. `FixedBatchModel` is for jobs with a fixed batch size; it knows the true step times, like
+the oracle for Optimus in Pollux's comparison.
 """
 
 from __future__ import annotations
@@ -37,50 +36,50 @@ _Row: TypeAlias = tuple[int, int, int]
 
 
 Fit: TypeAlias = Callable[..., PerfParams]
-"""How a job fits its model to its step times: `fit_perf_params`, or one with its first five
-arguments, as `fit_like_adaptdl`."""
+"""Fit of step times: `fit_perf_params`, or a function with its first five arguments, such as
+`fit_like_adaptdl`."""
 
 
 class BatchSizes(Protocol):
-    """What both models need from their application."""
+    """The interface that both models need from their application."""
 
     init_batch_size: int
     max_batch_size: int
     min_local_bsz: int
     max_local_bsz: int
     fits: dict[frozenset[tuple[int, int, int]], PerfParams]
-    """Fits by the configurations seen: their times are the same for every job."""
+    """Fits by observed configurations: their times are the same for every job."""
     fit: Fit
-    """How they are made."""
+    """The function for these fits."""
 
     def step_times(self, running: RunningJob) -> TrueStepTimes:
         """Return the true step times."""
 
 
 def linear_speedup(num_nodes: Any, num_replicas: Any) -> Any:  # noqa: ARG001  # as every speedup function
-    """Return the speedup of a job that knows nothing of itself yet."""
+    """Return the speedup of a job without measurements."""
     return np.asarray(num_replicas, dtype=float)
 
 
 def split_batch(app: BatchSizes, batch_size: int, num_replicas: int) -> tuple[int, int]:
-    """Share a batch among replicas; returns the atomic batch size and the accumulation steps."""
+    """Split a batch among replicas; return the atomic batch size and the accumulation steps."""
     local_bsz = math.ceil(batch_size / num_replicas)
     accum_steps = math.ceil(local_bsz / app.max_local_bsz) - 1
     if num_replicas == 1 and batch_size > app.init_batch_size:
-        accum_steps = max(1, accum_steps)  # one replica needs two batches to tell their noise
+        accum_steps = max(1, accum_steps)  # one replica needs two batches to measure their noise
     atomic_bsz = math.ceil(local_bsz / (accum_steps + 1))
-    # Rounding up must not exceed the largest batch of the application.
+    # Rounding up must not exceed the maximum batch of the application.
     return min(atomic_bsz, app.max_batch_size // (num_replicas * (accum_steps + 1))), accum_steps
 
 
 class TraceJobModel:
-    """Learns step times online, and chooses batch sizes by goodput."""
+    """Estimates step times online, and chooses batch sizes by goodput."""
 
     def __init__(self, app: BatchSizes) -> None:
         self._app = app
         self._profile: dict[_Row, TrueStepTimes] = {}
         self._passed_on: dict[_Row, int] = {}
-        """How many times each row was handed down; the latest to be seen last."""
+        """How often each row was passed on; in order of the last observation."""
         self._gradients: GradParams | None = None
         self._first_gradients: GradParams | None = None
         self._goodput: GoodputFunction | None = None
@@ -92,7 +91,7 @@ class TraceJobModel:
         self.max_profiled_replicas = 0
 
     def observe(self, running: RunningJob, times: TrueStepTimes, gradients: GradParams) -> None:
-        """Note what an iteration took; a configuration that was seen before adds nothing."""
+        """Record the times of an iteration; a known configuration adds nothing."""
         key = running.num_nodes, running.num_replicas, running.atomic_bsz
         if key not in self._profile:
             self._profile[key] = times
@@ -108,9 +107,9 @@ class TraceJobModel:
             self._speedup = None
 
     def inherit(self, relatives: Sequence[JobModel]) -> None:
-        """Begin with the jobs' profiles, and with the gradients that the first one began with.
+        """Start with the jobs' profiles, and with the initial gradients of the first one.
 
-        As many rows are handed down as jobs hand down, and as often (`InheritedRows`).
+        Limits the number of rows, and how often each is passed on, as in jobs (`InheritedRows`).
         """
         alike = [model for model in relatives if isinstance(model, TraceJobModel)]
         rows = [entry for model in alike for entry in model._handed_down()]
@@ -127,12 +126,12 @@ class TraceJobModel:
             self._gradients = self._first_gradients = gradients
 
     def _handed_down(self) -> list[tuple[_Row, int]]:
-        """Return which rows it hands down, and how many times each was before: own ones first."""
+        """Return the rows to pass on, and how often each was passed on before: own ones first."""
         latest = [entry for entry in reversed(self._passed_on.items()) if entry[1] < MAX_PASSED_ON]
         return sorted(latest, key=lambda entry: entry[1])[:MAX_ROWS]
 
     def shapes(self) -> tuple[ReplicaShape, ...]:
-        """Return the one shape of a model that fits on one GPU."""
+        """Return the single shape of a model that fits on one GPU."""
         speedup = self._speedup_function()
         return (ReplicaShape(1, _SLOT, speedup or linear_speedup),)
 
@@ -142,7 +141,7 @@ class TraceJobModel:
         placement: Sequence[int],
         gpu_type: str = "",
     ) -> RunningJob:
-        """Choose the batch size of the greatest goodput; the initial one while nothing is known."""
+        """Choose the batch size with the highest goodput; the initial one without measurements."""
         speedup = self._speedup_function()
         placement = tuple(placement)
         replicas = sum(placement)
@@ -170,7 +169,7 @@ class TraceJobModel:
         return self._base
 
     def _choose(self, speedup: SpeedupFunction, nodes: int, replicas: int) -> tuple[int, int]:
-        """Return the atomic batch size and the accumulation steps of the greatest goodput."""
+        """Return the atomic batch size and the accumulation steps with the highest goodput."""
         known = self._chosen.get((nodes, replicas))
         if known is None:
             known = self._choose_by_measurements(nodes, replicas)
@@ -181,7 +180,7 @@ class TraceJobModel:
         return known
 
     def _choose_by_measurements(self, nodes: int, replicas: int) -> tuple[int, int] | None:
-        """Return the same with what our fit leaves over there; None: nothing was measured there."""
+        """Return the same with corrections by measurements there; None: no measurements there."""
         goodput, app = self._goodput, self._app
         rows = [(a, row) for (n, r, a), row in self._profile.items() if (n, r) == (nodes, replicas)]
         if goodput is None or app.fit is not fit_perf_params or not rows:
@@ -218,7 +217,7 @@ class TraceJobModel:
         return self._speedup
 
     def _corrections(self, params: PerfParams) -> StepCorrections | None:
-        """Return what the profile says beyond our fit, as jobs report it; AdaptDL's do not."""
+        """Return the residuals of Pipollux's fit, as jobs report them; AdaptDL has none."""
         if self._app.fit is not fit_perf_params:
             return None
         nodes, replicas, sizes = map(np.array, zip(*self._profile, strict=True))
@@ -226,10 +225,11 @@ class TraceJobModel:
         return StepCorrections(step_ratios(params, nodes, replicas, sizes, optim))
 
     def _surprised(self, goodput: GoodputFunction) -> bool:
-        """Whether what was seen since the last fit asks for another.
+        """Whether observations since the last fit require a new one.
 
-        A fit takes longer than all else of a simulation, and one more row that is as predicted
-        changes little. More nodes or replicas than ever do: what they cost was only assumed.
+        Fits dominate the time of a simulation, and an additional row that agrees with the
+        prediction changes little. More nodes or replicas than before require a fit: their costs
+        were assumed.
         """
         rows = list(self._profile.items())
         old, new = rows[: self._fitted], rows[self._fitted :]
@@ -244,7 +244,7 @@ class TraceJobModel:
 
     def _fit(self, gradients: GradParams) -> GoodputFunction:
         self._fitted = len(self._profile)
-        # Sorted: which job fits first, and shares the fit, must not matter.
+        # Sorted, so that the shared fit does not depend on which job fits first.
         rows = sorted(self._profile.items())
         nodes, replicas, sizes = (
             np.array(column) for column in zip(*(r[0] for r in rows), strict=True)
@@ -258,11 +258,11 @@ class TraceJobModel:
 
 
 class FixedBatchModel:
-    """Keeps to its user's batch size, and knows the true step times.
+    """Keeps its user's batch size, and knows the true step times.
 
     Args:
         app: the application.
-        batch_size: of the whole job, on however many replicas.
+        batch_size: of the whole job, for any number of replicas.
     """
 
     def __init__(self, app: BatchSizes, batch_size: int) -> None:
@@ -272,7 +272,7 @@ class FixedBatchModel:
         self.max_profiled_replicas = 0
 
     def observe(self, running: RunningJob, times: TrueStepTimes, gradients: GradParams) -> None:  # noqa: ARG002  # it knows the times
-        """Note the gradients; times are known."""
+        """Record the gradients; times are known."""
         self.max_profiled_replicas = max(self.max_profiled_replicas, running.num_replicas)
         self._gradients = gradients
 
@@ -280,7 +280,7 @@ class FixedBatchModel:
         """Inherit nothing: times are known."""
 
     def shapes(self) -> tuple[ReplicaShape, ...]:
-        """Return the one shape of a model that fits on one GPU."""
+        """Return the single shape of a model that fits on one GPU."""
         return (ReplicaShape(1, _SLOT, self._speedup),)
 
     def configure(
@@ -289,7 +289,7 @@ class FixedBatchModel:
         placement: Sequence[int],
         gpu_type: str = "",
     ) -> RunningJob:
-        """Share the batch among the replicas."""
+        """Split the batch among the replicas."""
         placement = tuple(placement)
         atomic_bsz, accum_steps = split_batch(self._app, self._batch_size, sum(placement))
         return RunningJob(placement, 1, 1, atomic_bsz, accum_steps, gpu_type)
@@ -305,7 +305,7 @@ class FixedBatchModel:
         return self._app.init_batch_size * gain / (optim + running.accum_steps * accum)
 
     def base_goodput(self) -> float:
-        """Return the true goodput of one replica; 0.0 before the gradients were ever seen."""
+        """Return the true goodput of one replica; 0.0 before gradients were observed."""
         return self.goodput(self._running(1, 1))
 
     def _speedup(self, num_nodes: Any, num_replicas: Any) -> Any:
@@ -316,7 +316,7 @@ class FixedBatchModel:
         return np.array(values).reshape(nodes.shape)
 
     def _ratio(self, num_nodes: int, num_replicas: int) -> float:
-        """Return by how much faster an iteration is than on one replica."""
+        """Return the speedup of an iteration over one replica."""
         least = self._app.min_local_bsz
         if num_replicas == 0 or self._batch_size / num_replicas < least:
             return 0.0
@@ -329,7 +329,7 @@ class FixedBatchModel:
         return optim + running.accum_steps * accum
 
     def _running(self, num_nodes: int, num_replicas: int) -> RunningJob:
-        """Choose sizes for replicas that are spread evenly over their nodes."""
+        """Choose sizes for replicas spread evenly over their nodes."""
         per_node, more = divmod(num_replicas, num_nodes)
         placement = tuple(per_node + (i < more) for i in range(num_nodes))
         return self.configure(self.shapes()[0], placement)

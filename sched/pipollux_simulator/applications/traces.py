@@ -1,10 +1,10 @@
-"""Applications read from Pollux's public traces (OSDI'21 artifact, Apache-2.0), as they are.
+"""Applications from Pollux's public traces (OSDI'21 artifact, Apache-2.0), read unchanged.
 
-A folder per application holds `placements.csv` (step and synchronisation times on up to 4 nodes of
-4 GPUs, by placement and local batch size), `scalability.csv` (the same on up to 16 nodes), and
+A folder per application contains `placements.csv` (step and synchronization times on up to 4 nodes
+of 4 GPUs, by placement and local batch size), `scalability.csv` (the same on up to 16 nodes), and
 `validation-B.csv` (progress and gradient statistics at the end of every epoch at batch size B).
-Between what was measured, times are interpolated linearly, as the artifact does: over the batch
-size where the placement was measured, else over nodes, replicas and batch size.
+Between measurements, times are interpolated linearly as in the artifact: over the batch size if the
+placement was measured, else over nodes, replicas and batch size.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from .trace_model import Fit, FixedBatchModel, TraceJobModel, split_batch
 _MOST_NODES = 16  # of scalability.csv
 _MOST_REPLICAS = 64
 SLOTS_PER_NODE = 4
-"""Of the nodes that were measured."""
+"""Of the measured nodes."""
 _REQUESTED = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48)
 _LEAST_SCALING, _MOST_SCALING = 0.5, 0.8
 
 
 @dataclass(frozen=True)
 class Constants:
-    """Constants of an application in the artifact, beside its traces."""
+    """Constants of an application that the artifact defines outside its traces."""
 
     max_epochs: int
-    """Epochs that a job trains, in statistical epochs."""
+    """Statistical epochs of a job."""
     max_local_bsz: int | None = None
-    """Largest local batch size; None: the largest that was measured."""
+    """Maximum local batch size; None: the largest measured one."""
     fixed_batch_size: int | None = None
-    """Batch size of every job, whose number of replicas is then 1; None: jobs adapt."""
+    """Batch size of every job, with one replica; None: jobs adapt."""
 
 
 CONSTANTS: Mapping[str, Constants] = {
@@ -59,7 +59,7 @@ CONSTANTS: Mapping[str, Constants] = {
 
 
 class TraceError(InputError):
-    """A missing or unreadable trace; the text names file, row and remedy."""
+    """A missing or unreadable trace; with file, row and remedy."""
 
 
 class _Validation:
@@ -82,12 +82,12 @@ class TraceApplication:
     """An application whose truth is one folder of the public traces.
 
     Args:
-        folder: holds the three kinds of CSV files; its name is the application's.
+        folder: contains the three kinds of CSV files; its name is the application's.
         constants: None: those of `CONSTANTS`.
-        fit: how its jobs fit their model to the step times they saw.
+        fit: fit of step times by its jobs.
 
     Raises:
-        TraceError: a file is missing or wrong.
+        TraceError: a file is missing or invalid.
     """
 
     def __init__(
@@ -123,9 +123,9 @@ class TraceApplication:
         """Return the measured, or between measurements interpolated, step times.
 
         Raises:
-            TraceError: neither trace reaches as far as this configuration.
+            TraceError: neither trace covers this configuration.
         """
-        # Placements were measured once for all rotations: the smallest represents them.
+        # Placements were measured once for all permutations: the sorted one represents them.
         placement = running.placement
         key = min(placement[i:] + placement[:i] for i in range(len(placement)))
         known = self._times.get((key, running.atomic_bsz))
@@ -138,7 +138,7 @@ class TraceApplication:
         """Return the statistics of an epoch, interpolated linearly over the batch size.
 
         Raises:
-            TraceError: the batch size lies outside those that were validated.
+            TraceError: the batch size is outside the validated range.
         """
         if not self.init_batch_size <= batch_size <= self.max_batch_size:
             raise TraceError(
@@ -156,27 +156,27 @@ class TraceApplication:
         )
 
     def progress(self, epoch: int) -> float:
-        """Return the least progress that any validated batch size had made by then."""
+        """Return the minimum progress over the validated batch sizes at that epoch."""
         if epoch == 0:
             return 0.0
         return float(min(v.progress[epoch - 1] for v in self._validations))
 
     def completion_epoch(self, batch_size: int) -> int:  # noqa: ARG002  # the protocol's
-        """Return the last epoch: jobs train for as long as their user said."""
+        """Return the last epoch: jobs train for a fixed number of epochs."""
         return self.max_epochs - 1
 
     def max_replicas(self, batch_size: int | None = None) -> int:
-        """Return the most replicas that the bounds of the batch size and the traces allow."""
+        """Return the maximum replicas within the bounds of the batch size and the traces."""
         if self.constants.fixed_batch_size is not None:
             return 1
         shared = self.max_batch_size if batch_size is None else batch_size
         return max(min(shared // self.min_local_bsz, _MOST_REPLICAS), 1)
 
     def new_model(self, batch_size: int | None = None) -> JobModel:
-        """Return a model that adapts the batch size, or one for a batch size that is fixed.
+        """Return a model with an adaptive or a fixed batch size.
 
         Raises:
-            ValueError: the batch size lies outside those that were validated.
+            ValueError: the batch size is outside the validated range.
         """
         fixed = self.constants.fixed_batch_size or batch_size
         if fixed is None:
@@ -189,16 +189,16 @@ class TraceApplication:
         return FixedBatchModel(self, fixed)
 
     def requests(self, rng: np.random.Generator) -> tuple[int, int]:
-        """Draw replicas and batch size that an informed user might ask for, as `JobArrival` has."""
+        """Draw (num_replicas, batch_size) of an informed user, as in `JobArrival`."""
         return self.configurations[int(rng.integers(len(self.configurations)))]
 
     @cached_property
     def configurations(self) -> tuple[tuple[int, int], ...]:
         """(num_replicas, batch_size) pairs that scale, but not perfectly, on nodes of 4 GPUs.
 
-        For each number of replicas the validated batch size with which a job is done first. As in
-        the artifact, numbers that run at 50 to 80 % of perfect scaling; one replica if there are
-        none.
+        Each number of replicas has the validated batch size with the shortest training. As in the
+        artifact, only numbers with 50 to 80 % of perfect scaling are included; one replica if there
+        are none.
         """
         if self.constants.fixed_batch_size is not None:
             return ((1, self.constants.fixed_batch_size),)
@@ -266,10 +266,10 @@ class TraceApplication:
 
 
 def read_applications(folder: Path) -> dict[str, TraceApplication]:
-    """Read every application of `CONSTANTS` that a folder of traces holds, by name.
+    """Read every application of `CONSTANTS` in a folder of traces, by name.
 
     Raises:
-        TraceError: the folder holds none, or a file in it is wrong.
+        TraceError: the folder contains none, or one of its files is invalid.
     """
     there = [name for name in CONSTANTS if (folder / name).is_dir()]
     found = {name: TraceApplication(folder / name) for name in there}

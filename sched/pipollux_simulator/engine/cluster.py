@@ -1,9 +1,9 @@
-"""The simulated cluster: jobs arrive, a policy decides in every round, nodes come and go.
+"""The simulated cluster: jobs arrive, a policy allocates in every round, nodes come and go.
 
-Between two decisions, every job trains by itself, exactly (`job`). The policy sees what it would
-see in a real cluster: `JobInfo` from what jobs measured, `NodeInfo`, the current allocations. Its
-answer is checked by `policy.violations`; a broken rule ends the simulation, so that no policy can
-win by cheating.
+Between two decisions every job trains independently, exactly (`job`). The policy has the same input
+as in a real cluster: `JobInfo` from measurements of jobs, `NodeInfo`, and the current allocations.
+`policy.violations` checks its answer; a broken rule ends the simulation, so that no policy gains by
+breaking rules.
 """
 
 from __future__ import annotations
@@ -44,43 +44,43 @@ Watch: TypeAlias = Callable[[float, int], None]
 DecidesAt: TypeAlias = Literal["rounds", "arrivals", "changes"]
 
 _MOMENT = 1e-6
-"""Seconds that pass at least between two looks at the jobs."""
+"""Minimum simulated seconds between two updates of the jobs."""
 
 
 class SimulationError(PipolluxError):
-    """A policy broke a rule, or a job cannot run; the text says which, when, and what to do."""
+    """A policy broke a rule, or a job cannot run; with rule, time and remedy."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """How the cluster behaves; the defaults are the artifact's."""
+    """Behaviour of the cluster; the defaults are those of the Pollux artifact."""
 
     interval: float = 60.0
-    """Seconds between two rounds of the policy."""
+    """Seconds between rounds of the policy."""
     restart_seconds: float = 30.0
-    """Time that a replica takes to start; a job does not train in that of a start or restart."""
+    """Start time of a replica; a job does not train during a start or restart."""
     rescale_seconds: float | None = None
-    """Time for which the surviving replicas pause in an elastic resize; None: every change
-    of a job's allocation is a restart."""
+    """Pause of the surviving replicas in an elastic resize; None: every change of an allocation is
+    a restart."""
     interference: float = 0.0
     """The slowdown of distributed jobs that share a node, 0 to 1; with 0, sharing is forbidden
     (rule 4 of docs/concepts/policies.md)."""
     checkpoint_seconds: float = 600.0
-    """Training time after which jobs save; it matters where nodes are lost."""
+    """Training time between checkpoints; matters if nodes are lost."""
     node_events: tuple[NodeEvent, ...] = ()
     """Nodes that drain, are lost and come back."""
     known_length: KnownLength = EXACT_LENGTHS
-    """What the policy knows of the remaining work of jobs."""
+    """The policy's knowledge of the remaining work of jobs."""
     inherit_models: bool = False
-    """Whether a job is planned for by what earlier ones of its family measured (`Experience`)."""
+    """Whether a new job uses measurements of related jobs (`Experience`)."""
     decides_at: DecidesAt = "rounds"
-    """When the policy is asked: in every round; in rounds and at "arrivals"; at "changes", that is
-    whenever a job arrives or completes, and a node comes or goes, or an interval later, where jobs
-    that start are left alone until they train, as a scheduler does."""
+    """When the policy runs: in every round; in rounds and at "arrivals"; or at "changes", as in a
+    scheduler: whenever a job arrives or completes or a node comes or goes, or an interval later,
+    where starting jobs keep their allocation until they train."""
     teams: TeamMembership | None = None
-    """Quotas around the policy; None: there are no teams."""
+    """Quotas of teams, applied to the policy; None: no teams."""
     most_days: float = 60.0
-    """A simulation that takes longer is stopped: some job will never run."""
+    """Limit of simulated days: beyond it some job will never run."""
 
     def __post_init__(self) -> None:
         for name in ("interval", "checkpoint_seconds", "most_days"):
@@ -105,9 +105,9 @@ class Result:
     jobs: tuple[SimulatedJob, ...]
     nodes: Mapping[str, NodeInfo]
     policy_seconds: tuple[float, ...]
-    """Wall-clock seconds of every call of the policy."""
+    """Wall-clock seconds of each call of the policy."""
     active: tuple[tuple[float, int], ...]
-    """(seconds, number of unfinished jobs) whenever that number changed."""
+    """(seconds, number of unfinished jobs) at each change of that number."""
 
     @property
     def makespan(self) -> float:
@@ -120,15 +120,15 @@ class Cluster:
     """A cluster under simulation.
 
     Args:
-        workload: what arrives when.
+        workload: arrivals of jobs.
         applications: by name, the truth of every application of the workload.
         nodes: by name.
-        policy: decides; with `adapts_batch_size = False` jobs keep their user's batch size.
-        options: how the cluster behaves.
-        experience: from jobs that completed before; those that complete are added.
+        policy: the policy; with `adapts_batch_size = False` jobs keep their user's batch size.
+        options: behaviour of the cluster.
+        experience: of previously completed jobs; completed jobs are added.
 
     Raises:
-        SimulationError: the workload names an application that is not there.
+        SimulationError: the workload has an unknown application.
     """
 
     workload: Sequence[JobArrival]
@@ -148,7 +148,7 @@ class Cluster:
         if not self.workload or not self.nodes:
             raise SimulationError("there is nothing to simulate; give jobs and nodes")
         self._warm_starts: set[str] = set()
-        """Jobs that began with what others had measured."""
+        """Jobs that started with measurements of related jobs."""
         self._at_changes = self.options.decides_at == "changes"
         self._fixed = not getattr(self.policy, "adapts_batch_size", True)
         self._all_nodes, self.nodes = dict(self.nodes), dict(self.nodes)
@@ -192,12 +192,12 @@ class Cluster:
         if self._at_changes:
             self._now = max(self._now, self._waiting[0].time)
             return
-        # The round that takes the next arrival in is the first at or after it.
+        # The first round at or after the next arrival.
         rounds = math.ceil(self._waiting[0].time / self.options.interval) - 1
         self._now = max(self._now, rounds * self.options.interval)
 
     def _advance_to_round(self) -> None:
-        """Let time pass until the policy is to be asked again."""
+        """Advance time until the next call of the policy."""
         interval = self.options.interval
         end = self._now + interval
         if not self._at_changes:
@@ -211,7 +211,7 @@ class Cluster:
         end = max(min([end, *moments]), self._now)
         num_done = len(self._done)
         while self._now < end and len(self._done) == num_done:
-            # Time must not stand still where a job's change is as good as now.
+            # Time must advance even if a job's next change is immediate.
             self._advance_to(min(end, max(self._next_change(), self._now + _MOMENT)))
         self._advance_to(self._now)
 
@@ -226,7 +226,7 @@ class Cluster:
         )
 
     def _advance_to(self, until: float) -> None:
-        """Let time pass; nodes come and go at their exact times."""
+        """Advance time; nodes come and go at their exact times."""
         while self._events and self._events[0].time <= until:
             event = self._events.pop(0)
             self._train(max(event.time, self._now))
@@ -243,7 +243,7 @@ class Cluster:
         self._now = until
 
     def _slowed(self) -> set[str]:
-        """Return the distributed jobs that share a node with another one."""
+        """Return the distributed jobs that share a node with another distributed job."""
         if not self.options.interference:
             return set()
         members = {job.name: set(job.members) for job in self._active.values()}
@@ -278,14 +278,14 @@ class Cluster:
             self._active[row.name] = self._job(row, app, model)
 
     def _bequeath(self) -> None:
-        """Let jobs that wait for their first start begin with what their families know by now."""
+        """Update the inherited measurements of jobs that wait for their first start."""
         if self.options.inherit_models:
             for name, job in self._active.items():
                 if self._is_new(name) and self.experience.bequeath(job):
                     self._warm_starts.add(name)
 
     def _job(self, row: JobArrival, app: Application, model: JobModel) -> SimulatedJob:
-        """Return a job that has arrived, with its own prices of changes where it has them."""
+        """Return a new job, with its own start and restart times if it has them."""
         options, terms = self.options, row.terms
         restart, rescale = terms.restart_seconds, terms.rescale_seconds
         return SimulatedJob(
@@ -323,7 +323,7 @@ class Cluster:
         begin = time.perf_counter()
         answer = self._ask(infos, base)
         self._policy_seconds.append(time.perf_counter() - begin)
-        # Where sharing a node has a price, the policy may choose to pay it.
+        # If sharing a node only slows jobs down, the policy may choose it.
         crowding = self.options.interference > 0
         broken = violations(infos, self.nodes, base, answer, crowding=crowding)
         if broken:
@@ -349,7 +349,7 @@ class Cluster:
     def _ask(
         self, infos: Mapping[str, JobInfo], base: Mapping[str, Allocation]
     ) -> Mapping[str, Sequence[str]]:
-        """Return the policy's answer, within the quotas of teams if there are any."""
+        """Return the policy's answer, within the quotas of teams."""
         template = self.nodes[min(self.nodes)]
         if self._teams is None:
             return self.policy.optimize(infos, self.nodes, base, template)[0]
@@ -378,7 +378,7 @@ class Cluster:
         return self._active[name].started is None
 
     def _mean_jobs(self) -> dict[str, float]:
-        """Return how many jobs were unfinished, averaged over the life of each active one."""
+        """Return the mean number of unfinished jobs over the life of each active job."""
         ends = [(job.arrival.time, job.completed or self._now) for job in self._done]
         ends += [(job.arrival.time, self._now) for job in self._active.values()]
         arrivals = {name: job.arrival.time for name, job in self._active.items()}
@@ -393,7 +393,7 @@ class Cluster:
 
 
 def _activity(jobs: Sequence[SimulatedJob]) -> tuple[tuple[float, int], ...]:
-    """Return how many jobs were unfinished, and since when."""
+    """Return the numbers of unfinished jobs, and since when."""
     changes = [(job.arrival.time, 1) for job in jobs]
     changes += [(job.completed, -1) for job in jobs if job.completed is not None]
     return tuple(_running_total(sorted(changes)))

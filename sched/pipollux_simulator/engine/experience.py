@@ -1,4 +1,4 @@
-"""What a cluster has learnt from its jobs, as a scheduler's store has it."""
+"""Measurements and lengths that a cluster accumulates from its jobs, as in a scheduler's store."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .job import SimulatedJob
 
 @dataclass
 class _Family:
-    """Jobs that are alike: each begins with what the others have measured."""
+    """Related jobs: each starts with the measurements of the others."""
 
     completed: deque[JobModel] = field(default_factory=lambda: deque(maxlen=MAX_RELATIVES))
     active: dict[str, SimulatedJob] = field(default_factory=dict)
-    """Those that have not completed, by name, the latest to arrive last."""
+    """Unfinished jobs by name, in order of arrival."""
 
     def relatives(self) -> list[JobModel]:
-        """Return who hands down what it measured: the last that completed goes first."""
+        """Return the jobs that pass on measurements, the last completed one first."""
         started = [job.model for job in self.active.values() if job.started is not None]
         measured = [model for model in started if model.max_profiled_replicas > 0]
         latest = [*self.completed]
@@ -31,15 +31,15 @@ class _Family:
 
 @dataclass
 class Experience:
-    """Lengths of completed jobs, and models of all, by family (`policy.family_of`)."""
+    """Lengths of completed jobs and models of all jobs, by family (`policy.family_of`)."""
 
     lengths: LengthHistory = field(default_factory=LengthHistory)
     _families: dict[Any, _Family] = field(default_factory=lambda: defaultdict(_Family))
     _looked: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    """At which relatives jobs that wait have looked, and when."""
+    """State of the relatives at the last inheritance of each waiting job."""
 
     def add(self, job: SimulatedJob) -> None:
-        """Take in a completed job."""
+        """Add a completed job."""
         goodput = job.model.base_goodput()
         trained = job.progress * job.app.init_batch_size
         if goodput > 0 and trained > 0:
@@ -50,7 +50,7 @@ class Experience:
         family.completed.append(job.model)
 
     def bequeath(self, job: SimulatedJob) -> bool:
-        """Let a job that has not started inherit from its family; tell whether it could."""
+        """Pass its family's measurements to a job before its start; return whether any exist."""
         family = self._families[job.arrival.lineage]
         family.active[job.name] = job
         relatives = family.relatives()

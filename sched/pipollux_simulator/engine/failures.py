@@ -1,9 +1,9 @@
-"""What happens to nodes while jobs run: failures, spot preemptions, and nodes that come back.
+"""Events of nodes while jobs run: failures, spot preemptions, and recoveries.
 
-A node is up for an exponentially distributed time, as nodes that do not age are, then fails and is
-repaired; a spot node is besides taken away by its provider, with a notice or without one, and comes
-back when there is capacity again. Each node draws from its own generator, of the seed and the
-node's name, so other nodes and their order change nothing.
+Uptimes are exponentially distributed, as for nodes that do not age; then a node fails and is
+repaired. Spot nodes are also preempted by their provider, with or without notice, and return when
+capacity is available. Each node has a separate generator, seeded by the seed and the node's name,
+so its events do not depend on other nodes.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ EventKind = Literal["drain", "lost", "back"]
 
 
 class NodeEvent(NamedTuple):
-    """What happens to one node."""
+    """An event of one node."""
 
     time: float
     """Seconds after the simulation's start."""
     node: str
     """Name of the node."""
     kind: EventKind
-    """drain: it goes soon, nothing new may start there; lost: it is gone, with all that ran there;
-    back: it is there again, empty."""
+    """drain: the node goes soon, no new starts on it; lost: the node is gone, with all replicas on
+    it; back: it is available again, empty."""
 
 
 @dataclass(frozen=True)
 class Outages:
-    """How often nodes go, and for how long.
+    """Frequency and duration of outages.
 
     Example:
         >>> Outages(mean_uptime=30 * 86400, mean_downtime=3600).notice
         0.0
 
     Raises:
-        ValueError: when a time is out of range; it names the field.
+        ValueError: a time is out of range; the message names the field.
     """
 
     mean_uptime: float
-    """Seconds from being there to going, on average (a failure's MTBF)."""
+    """Mean seconds of availability (a failure's MTBF)."""
     mean_downtime: float
-    """Seconds from going to being back, on average."""
+    """Mean seconds of an outage."""
     notice: float = 0.0
-    """Seconds between a node's drain and its end; 0: it is lost without a notice."""
+    """Seconds between a node's drain and its end; 0: no notice."""
     least_downtime: float = 0.0
-    """Seconds that each outage takes at least, as a node's start does; part of the mean."""
+    """Minimum seconds of an outage, such as a node's start; included in the mean."""
 
     def __post_init__(self) -> None:
         for field in ("mean_uptime", "mean_downtime"):
@@ -67,25 +67,26 @@ class Outages:
 
 FAILURES = Outages(mean_uptime=75 * 86400.0, mean_downtime=6 * 3600.0, least_downtime=600.0)
 """Node failures: training OPT-175B cycled over 100 of its 124 hosts of eight GPUs in two months
-(Zhang et al., 2022, section 2.5), so one in 75 days per node. The repair time is an assumption."""
+(Zhang et al., 2022, section 2.5), one failure in 75 days per node. The repair time is an
+assumption."""
 
 SPOT = Outages(mean_uptime=6 * 3600.0, mean_downtime=1800.0, notice=120.0, least_downtime=120.0)
-"""Spot preemptions with two minutes of notice, as AWS gives it; how often is an assumption."""
+"""Spot preemptions with AWS's notice of two minutes; the frequency is an assumption."""
 
 
 def outages(nodes: Sequence[str], duration: float, outage: Outages, seed: int) -> list[NodeEvent]:
     """Return the events of all nodes before `duration` seconds, sorted by time.
 
-    A node that drains before the end may be lost after it; that loss is not an event.
+    If a node drains before the end and is lost after it, the loss is not included.
 
     Args:
         nodes: names, each once.
         duration: seconds.
-        outage: how often and how long.
+        outage: frequency and duration.
         seed: of the generators.
 
     Raises:
-        ValueError: when a name comes twice, or duration is not finite and >= 0.
+        ValueError: names are not unique, or duration is not finite and >= 0.
 
     Example:
         >>> events = outages(["n0", "n1"], 86400.0, SPOT, seed=1)
@@ -105,8 +106,8 @@ def outages(nodes: Sequence[str], duration: float, outage: Outages, seed: int) -
 def merge_events(*streams: Sequence[NodeEvent]) -> list[NodeEvent]:
     """Return the events of several streams as one, sorted by time and consistent for each node.
 
-    A node that one stream took away stays away until all that took it give it back; what happens to
-    it meanwhile is left out.
+    A node that several streams take away returns when all of them give it back; events in between
+    are omitted.
 
     Example:
         >>> failure = [NodeEvent(5.0, "n0", "lost"), NodeEvent(9.0, "n0", "back")]
@@ -124,13 +125,13 @@ def merge_events(*streams: Sequence[NodeEvent]) -> list[NodeEvent]:
         if _is_news(event, index, gone, drains):
             merged.append(event)
             if event.kind == "back" and drains:
-                # It comes back only to go again.
+                # It returns, and drains at once for another stream.
                 merged.append(event._replace(kind="drain"))
     return merged
 
 
 def _is_news(event: NodeEvent, index: int, gone: set[int], drains: set[int]) -> bool:
-    """Note an event of stream `index`; tell whether the node changes by it."""
+    """Record an event of stream `index`; return whether it changes the node's state."""
     if event.kind == "drain":
         news = not gone and not drains
         drains.add(index)
@@ -145,7 +146,7 @@ def _is_news(event: NodeEvent, index: int, gone: set[int], drains: set[int]) -> 
 
 
 def _of_node(node: str, outage: Outages, rng: np.random.Generator) -> Iterator[NodeEvent]:
-    """Yield the events of one node, without end."""
+    """Yield an infinite stream of events of one node."""
     now = 0.0
     spare = outage.mean_downtime - outage.least_downtime
     while True:

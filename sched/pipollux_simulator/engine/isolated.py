@@ -1,10 +1,10 @@
-"""How long a job would take alone on its equal share of the cluster: what fairness is measured by.
+"""Duration of a job alone on its equal share of the cluster, the baseline of fairness.
 
-Finish-time fairness (Themis, NSDI'20) is rho = JCT / that time. The share is the cluster's slots
-over the number of jobs that were unfinished in the job's lifetime, averaged over time; between two
-numbers of replicas it is the greater for a part of the time. Alone on it, a job starts once, at its
-arrival, and trains every epoch at the best of its batch sizes, which it knows from the start. The
-same yardstick is held to every policy, those that leave batch sizes alone included.
+Finish-time fairness (Themis, NSDI'20) is rho = JCT / that duration. The share is the cluster's
+slots over the number of unfinished jobs, averaged over the job's lifetime; a share between two
+numbers of replicas is the larger number for part of the time. Alone, a job starts once, at its
+arrival, and trains every epoch at the best of its batch sizes, known from the start. The baseline
+is the same for all policies, including those with fixed batch sizes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pipollux_policies import NodeInfo, ReplicaShape
 from pipollux_simulator.applications.base import Application, RunningJob
 
 _BATCH_STEP = 2.0**0.25
-"""Ratio of neighbouring batch sizes that are tried."""
+"""Ratio of neighbouring candidate batch sizes."""
 
 
 class _Lying(NamedTuple):
-    """What a job has of the cluster."""
+    """A placement on the cluster."""
 
     shape: ReplicaShape
     placement: tuple[int, ...]
@@ -30,7 +30,7 @@ class _Lying(NamedTuple):
 
 
 class _Pace(NamedTuple):
-    """How fast a job trains through an epoch."""
+    """Training speed of a job in an epoch."""
 
     rate: float
     """Progress per second."""
@@ -38,11 +38,11 @@ class _Pace(NamedTuple):
 
 
 class IsolatedTimes:
-    """Times of jobs alone on a share of a cluster; each whole number is looked at once.
+    """Durations of jobs alone on a share of a cluster, cached per whole number of replicas.
 
     Args:
         nodes: of the cluster.
-        restart_seconds: what the one start takes.
+        restart_seconds: duration of the single start.
     """
 
     def __init__(self, nodes: Mapping[str, NodeInfo], restart_seconds: float) -> None:
@@ -56,10 +56,10 @@ class IsolatedTimes:
         return sum(node.resources.get("slots", 0) for node in self._nodes.values())
 
     def seconds(self, app: Application, share: float) -> float:
-        """Return how long a job takes alone on a number of slots.
+        """Return the duration of a job alone on a number of slots.
 
-        Replicas are of the job's own shape, as close together as they can be, and no more than the
-        job can use. A share of less than one replica is one for a part of the time.
+        Replicas have the job's own shape, are packed as closely as possible, and are no more than
+        the job can use. A share of less than one replica is one replica for part of the time.
         """
         seconds = self._restart_seconds
         epoch, last = 0, 0
@@ -72,7 +72,7 @@ class IsolatedTimes:
         return seconds
 
     def rates(self, app: Application, share: float) -> list[float]:
-        """Return the progress per second in each epoch, alone on a number of slots as above."""
+        """Return the progress per second in each epoch, alone on a number of slots."""
         return [pace.rate for pace in self._paces(app, share)]
 
     def _paces(self, app: Application, share: float) -> list[_Pace]:
@@ -80,9 +80,9 @@ class IsolatedTimes:
         shape = app.new_model().shapes()[0]
         most = min(app.max_replicas(), sum(self._rooms(shape)[0]), shape.max_replicas or math.inf)
         width = shape.resources.get("slots", shape.num_stages)
-        # One replica at least, also where no node holds it: then nothing else ran there either.
+        # At least one replica, even if no node has room: then nothing else ran there either.
         replicas = min(share / width, max(most, 1))
-        # Slightly more, so that a third of 48 slots is 16.
+        # With a tolerance, so that a third of 48 slots is 16.
         below = math.floor(replicas + 1e-9)
         part = max(replicas - below, 0.0)
         if not below:
@@ -103,7 +103,7 @@ class IsolatedTimes:
         return self._known[key]
 
     def _rooms(self, shape: ReplicaShape) -> tuple[list[int], str]:
-        """Return how many replicas nodes hold, on the type of GPU that holds most, and the type."""
+        """Return the replicas that fit each node of the best type of GPU, and that type."""
         rooms: dict[str, list[int]] = defaultdict(list)
         for node in self._nodes.values():
             if shape.runs_on(node):
@@ -115,7 +115,7 @@ class IsolatedTimes:
 
 
 def _ways(app: Application, lying: _Lying) -> list[RunningJob]:
-    """Return how a job may run on a placement, by batch size."""
+    """Return the configurations of a job on a placement, by batch size."""
     shape, placement, gpu_type = lying
     sizes = {app.init_batch_size, app.max_batch_size}
     steps = math.log(app.max_batch_size / app.init_batch_size, _BATCH_STEP)
@@ -128,12 +128,11 @@ def _ways(app: Application, lying: _Lying) -> list[RunningJob]:
 
 
 def _best(app: Application, ways: Sequence[RunningJob], epoch: int) -> _Pace:
-    """Return the fastest pace through an epoch."""
     return max(_Pace(_rate(app, way, epoch), way.batch_size) for way in ways)
 
 
 def _rate(app: Application, way: RunningJob, epoch: int) -> float:
-    """Return the progress per second, as simulated jobs make it."""
+    """Return the progress per second, as in simulated jobs."""
     optim, accum = app.step_times(way)
     sqr, var = app.gradients(way.batch_size, epoch)
     gain = (var + sqr) / (var * app.init_batch_size / way.batch_size + sqr)
@@ -141,11 +140,11 @@ def _rate(app: Application, way: RunningJob, epoch: int) -> float:
 
 
 def _packed(replicas: int, rooms: Sequence[int]) -> tuple[int, ...]:
-    """Return replicas on each node, on as few nodes as there can be."""
+    """Return the replicas on each node, on as few nodes as possible."""
     placement = []
     left = replicas
     for room in rooms:
         placement.append(min(room, left))
         left -= placement[-1]
-    # One replica at least, also where no node holds it: then nothing else ran there either.
+    # At least one replica, even if no node has room: then nothing else ran there either.
     return tuple(n for n in placement if n) or (replicas,)

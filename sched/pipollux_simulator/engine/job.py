@@ -1,13 +1,13 @@
 """One simulated job: exact progress between events, from the truth of its application.
 
-Progress is counted as Pollux counts it, in iterations that the initial batch size would have taken:
-per second, gain / step time, where gain = (var + sqr) / (var / scale + sqr). An epoch ends when
-progress has reached the application's for it; gradients then change, and the job chooses its batch
-size again. Nothing is rounded to whole seconds.
+Progress is measured as in Pollux, in iterations at the initial batch size: per second, gain / step
+time, where gain = (var + sqr) / (var / scale + sqr). An epoch ends when progress reaches the
+application's progress at its end; then gradients change, and the job chooses its batch size again.
+Nothing is rounded to whole seconds.
 
-A change that a replica survives (`policy.change_cost`) is live, if the job can be resized.
-Replicas that leave go at once, and the others pause. Replicas that come take a start's time, while
-the others train on as they are; then all of them pause, and train together.
+A change of the allocation is an elastic resize if a replica survives it (`policy.change_cost`) and
+the job supports it. Leaving replicas go at once, and the others pause. Joining replicas take the
+time of a start, while the others continue to train; then all pause, and train together.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from pipollux_simulator.applications.base import Application, JobModel, RunningJ
 from pipollux_simulator.workload.arrivals import JobArrival
 
 _SLACK = 1e-9
-"""Progress this close to the end of an epoch, relatively, has reached it."""
+"""Relative tolerance at which progress has reached the end of an epoch."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A period in which a job held the same nodes."""
+    """A period of a job with the same nodes."""
 
     start: float
-    """Seconds since the workload's begin."""
+    """Seconds since the start of the workload."""
     end: float
     nodes: tuple[Any, ...]
     num_stages: int
@@ -52,13 +52,13 @@ class SimulatedJob:
     Args:
         arrival: its row of the workload.
         app: the truth.
-        model: what the job knows.
-        restart_seconds: time that a replica takes to start; nothing trains in that of a restart.
-        rescale_seconds: time for which surviving replicas pause in an elastic resize; None: every
-            change is a restart.
-        checkpoint_seconds: training time after which it saves; what came later is lost with a node.
+        model: the job's own model.
+        restart_seconds: start time of a replica; the job does not train during a restart.
+        rescale_seconds: pause of surviving replicas in an elastic resize; None: every change is a
+        restart.
+        checkpoint_seconds: training time between checkpoints; later progress is lost with a node.
         clock: the time up to which it has been simulated.
-        start_seconds: what a start from nothing takes; None: as much as a restart.
+        start_seconds: duration of a start from nothing; None: as a restart.
     """
 
     arrival: JobArrival
@@ -72,16 +72,16 @@ class SimulatedJob:
     progress: float = 0.0
     epoch: int = 0
     nodes: tuple[Any, ...] = ()
-    """What it holds."""
+    """Allocated nodes, one entry per replica."""
     members: tuple[Any, ...] = ()
-    """Nodes of the replicas that train together; the others of `nodes` are starting."""
+    """Nodes of the training replicas; the others of `nodes` are starting."""
     shape: ReplicaShape | None = None
     running: RunningJob | None = None
     started: float | None = None
     completed: float | None = None
     num_starts: int = 0
     num_moves: int = 0
-    """Restarts that went straight from one allocation to another, as which a price is measured."""
+    """Restarts directly from one allocation to another, which determine the measured cost."""
     num_rescales: int = 0
     """Elastic resizes."""
     attained_service: float = 0.0
@@ -92,10 +92,10 @@ class SimulatedJob:
     """Progress lost with nodes, in iterations at the initial batch size."""
     _delay: float = 0.0
     _join_at: float = math.inf
-    """When the replicas that are starting join the others."""
+    """When the starting replicas join the others."""
     _since: float = 0.0
     _live: bool = False
-    """Whether what it holds began with an elastic resize."""
+    """Whether the current allocation began with an elastic resize."""
     _saved: tuple[float, int] = (0.0, 0)
     _unsaved_seconds: float = 0.0
 
@@ -111,7 +111,7 @@ class SimulatedJob:
 
     @property
     def starting(self) -> bool:
-        """Whether it holds slots and does not train yet, or replicas are to join it."""
+        """Whether it has slots and does not train yet, or replicas are about to join."""
         return bool(self.nodes) and (self._delay > 0 or self._join_at < math.inf)
 
     @property
@@ -120,20 +120,20 @@ class SimulatedJob:
 
     @property
     def last_epoch(self) -> int:
-        """Number of epochs after which it is done."""
+        """Number of epochs of the whole job."""
         batch_size = self.running.batch_size if self.running else self.app.init_batch_size
         return min(self.app.completion_epoch(batch_size) + 1, self.app.max_epochs)
 
     def reallocate(
         self, now: float, nodes: Sequence[Any], shape: ReplicaShape | None, info: JobInfo
     ) -> None:
-        """Change what it holds, live if a replica that trains survives that.
+        """Change the allocation, by an elastic resize if a training replica survives.
 
         Args:
-            now: seconds since the workload's begin.
-            nodes: one for each replica.
+            now: seconds since the start of the workload.
+            nodes: one entry per replica.
             shape: of its replicas.
-            info: of the job, which says whether it can be resized.
+            info: of the job; contains whether it supports elastic resizes.
         """
         old, new = Allocation(self.members, self.shape), Allocation(nodes, shape)
         if change_kind(info, old, new) is ChangeKind.RESTART:
@@ -142,7 +142,7 @@ class SimulatedJob:
             self._rescale(now, nodes)
 
     def _restart(self, now: float, nodes: Sequence[Any], shape: ReplicaShape | None) -> None:
-        """Stop, and if there are nodes start on them; the time of a restart begins."""
+        """Stop, and start on the new nodes, if any."""
         self._close_interval(now)
         self._live, moves = False, bool(self.nodes)
         self.nodes, self.shape = tuple(nodes), shape if nodes else None
@@ -159,7 +159,7 @@ class SimulatedJob:
         self._delay = self.restart_seconds if moves else self._start_seconds
 
     def _rescale(self, now: float, nodes: Sequence[Any]) -> None:
-        """Let replicas leave at once, and others start, while the surviving replicas go on."""
+        """Remove leaving replicas at once and start joining ones, while the others continue."""
         self._close_interval(now)
         self._live = True
         self.num_rescales += 1
@@ -176,7 +176,7 @@ class SimulatedJob:
         self.nodes = tuple(nodes)
 
     def _join(self) -> None:
-        """Let the replicas that were starting train with the others."""
+        """Add the replicas that were starting to the training ones."""
         self.members, self._join_at = self.nodes, math.inf
         self._pause()
 
@@ -184,7 +184,7 @@ class SimulatedJob:
         self._delay += self.rescale_seconds or 0.0
 
     def lose_node(self, now: float, node: Any) -> None:
-        """Go on without what was starting on a node; stop if replicas trained there."""
+        """Drop replicas that were starting on a node; stop if replicas trained there."""
         if node in self.members:
             self._lose_all(now)
         elif node in self.nodes:
@@ -194,14 +194,14 @@ class SimulatedJob:
                 self._join_at = math.inf
 
     def _lose_all(self, now: float) -> None:
-        """Stop without saving: what was not saved is trained again."""
+        """Stop without a checkpoint: progress since the last one is repeated."""
         self.lost_progress += self.progress - self._saved[0]
         self.progress, self.epoch = self._saved
         self._unsaved_seconds = 0.0
         self._restart(now, (), None)
 
     def next_change(self, pace: float, gpu_type: str) -> float:
-        """Return when it will start to train, gain a replica or end its epoch, if let alone.
+        """Return when it starts to train, gains a replica or ends its epoch, without other events.
 
         Args:
             pace: as in `advance`.
@@ -217,11 +217,11 @@ class SimulatedJob:
         return min(self.clock + left / rate, self._join_at)
 
     def advance(self, until: float, pace: float, gpu_type: str) -> None:
-        """Train up to a moment, or to the end if that comes first.
+        """Train until a given time, or until completion if that comes first.
 
         Args:
-            until: seconds since the workload's begin.
-            pace: 1, or less where another distributed job interferes.
+            until: seconds since the start of the workload.
+            pace: 1, or less if another distributed job interferes.
             gpu_type: of the nodes.
         """
         if self.shape is None:
@@ -234,18 +234,18 @@ class SimulatedJob:
         self._advance_as_is(until, pace, gpu_type)
 
     def _advance_as_is(self, until: float, pace: float, gpu_type: str) -> None:
-        """Train up to a moment with the same replicas."""
+        """Train until a given time with the same replicas."""
         if self.completed is not None:
             return
         placement = tuple(Counter(self.members).values())
         self._pass(min(self._delay, until - self.clock), waiting=True)
-        # A sum may round to less than `until`: a job that still starts does not train then.
+        # The sum may round to less than `until`: a starting job does not train then.
         while self._delay <= 0 < until - self.clock and self.completed is None:
             self._train(until, placement, pace, gpu_type)
         self.clock = until if self.completed is None else self.clock
 
     def _train(self, until: float, placement: Sequence[int], pace: float, gpu_type: str) -> None:
-        """Train to the end of the epoch, the next save, or `until`, whichever comes first."""
+        """Train to the end of the epoch, the next checkpoint, or `until`, whichever is first."""
         assert self.shape is not None  # noqa: S101  # advance() has looked
         running = self.model.configure(self.shape, placement, gpu_type)
         self._look(running)
@@ -268,7 +268,7 @@ class SimulatedJob:
             self._save()
 
     def _look(self, running: RunningJob) -> None:
-        """Show the model the current time of an iteration."""
+        """Pass the current time of an iteration to the model."""
         gradients = self.app.gradients(running.batch_size, self.epoch)
         self.model.observe(running, self.app.step_times(running), gradients)
         self.running = running

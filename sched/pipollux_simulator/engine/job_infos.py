@@ -1,4 +1,4 @@
-"""What a policy may know of simulated jobs: `JobInfo`, as a scheduler would have it."""
+"""`JobInfo` of simulated jobs, as a scheduler would provide it to a policy."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def simulated_info(
     mean_jobs: float | None = None,
     relatives: Sequence[float] = (),
 ) -> JobInfo:
-    """Return what a policy may know of a simulated job.
+    """Return the policy's information about a simulated job.
 
     Args:
         job: the job.
-        now: seconds since the workload's begin.
-        known_length: what the policy knows of its remaining work.
+        now: seconds since the start of the workload.
+        known_length: the policy's knowledge of its remaining work.
         history: the lengths of completed jobs.
-        fixed: whether the policy leaves the user's batch size alone.
-        teams: say its team and priority; None: there are no teams.
-        mean_jobs: that were unfinished, averaged over its life; None: it has just arrived.
-        relatives: how many samples others of its family declare (`declared_lengths`).
+        fixed: whether the policy keeps the user's batch size.
+        teams: provide its team and priority; None: no teams.
+        mean_jobs: mean number of unfinished jobs over its life; None: it has just arrived.
+        relatives: total samples that related jobs declare (`declared_lengths`).
     """
     own, *others = job.model.shapes()
     terms, most = job.arrival.terms, _most_replicas(job, fixed=fixed)
@@ -67,12 +67,12 @@ def simulated_info(
 
 
 def _told(seconds: float, times: int, assumed: float | None) -> float:
-    """Return what a policy knows of a price: what is assumed until it was paid once."""
+    """Return the cost known to a policy: the assumed one until the first occurrence."""
     return seconds if times or assumed is None else assumed
 
 
 def _most_replicas(job: SimulatedJob, *, fixed: bool) -> int:
-    """Return the most replicas it may have: `MEASURED_REACH` times those measured, unless fixed."""
+    """Return the maximum replicas: `MEASURED_REACH` times the measured ones, unless fixed."""
     terms = job.arrival.terms
     if fixed and terms.max_replicas is None:
         most = job.app.max_replicas(job.arrival.batch_size)
@@ -83,14 +83,14 @@ def _most_replicas(job: SimulatedJob, *, fixed: bool) -> int:
 
 
 def _allowed_replicas(job: SimulatedJob, *, fixed: bool) -> int:
-    """Return the most replicas it may have once it has been measured on them."""
+    """Return the maximum replicas once it has been measured on them."""
     most = job.app.max_replicas(job.arrival.batch_size) if fixed else job.app.max_replicas()
     own = job.arrival.terms.max_replicas
     return max(most if own is None else min(most, own), 1)
 
 
 def declared_lengths(jobs: Iterable[SimulatedJob]) -> dict[str, tuple[float, ...]]:
-    """Return how many samples jobs that have trained say that they train in all, by family."""
+    """Return the total samples declared by jobs that have trained, by family."""
     found: dict[str, list[float]] = {}
     for job in jobs:
         if _declares(job):
@@ -100,14 +100,14 @@ def declared_lengths(jobs: Iterable[SimulatedJob]) -> dict[str, tuple[float, ...
 
 
 def _declares(job: SimulatedJob) -> bool:
-    """Tell whether it says how long it trains: what it inherits says nothing of that."""
+    """Return whether it declares its length; inherited measurements do not contain it."""
     return job.arrival.terms.declares_length and job.progress > 0
 
 
 def _length(
     job: SimulatedJob, known: KnownLength, history: LengthHistory, relatives: Sequence[float]
 ) -> dict[str, Any]:
-    """Return what a policy is told of its length, as fields of `JobInfo`."""
+    """Return the policy's knowledge of its length, as fields of `JobInfo`."""
     left = _remaining_work(job)
     if known.declared and _declares(job):
         return {"remaining_work": left}
@@ -121,7 +121,7 @@ def _length(
 def _learned_length(
     job: SimulatedJob, history: LengthHistory, relatives: Sequence[float]
 ) -> dict[str, Any]:
-    """Return what is known of its length, as fields of `JobInfo`."""
+    """Return the estimated length, as fields of `JobInfo`."""
     family, goodput = job.arrival.family, job.model.base_goodput()
     trained = job.progress * job.app.init_batch_size
     left = history.work_left(family, trained, goodput, relatives=relatives)
@@ -129,13 +129,13 @@ def _learned_length(
 
 
 def _work_done(job: SimulatedJob) -> float:
-    """Return the seconds that one replica would have trained at the efficiency of this moment."""
+    """Return the seconds that one replica would have trained at the current efficiency."""
     base = job.model.base_goodput()
     return job.progress * job.app.init_batch_size / base if base > 0 else 0.0
 
 
 def _remaining_work(job: SimulatedJob) -> float | None:
-    """Return the seconds that one replica would still train at the efficiency of this moment."""
+    """Return the remaining seconds of one replica at the current efficiency."""
     base = job.model.base_goodput()
     if base <= 0:
         return None

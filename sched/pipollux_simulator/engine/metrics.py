@@ -1,4 +1,4 @@
-"""Metrics of a simulation: completion times, restarts, use, fairness, the policy's time."""
+"""Metrics of a simulation: completion times, restarts, utilization, fairness, policy runtime."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .outcome import SimulationOutcome
 
 @dataclass(frozen=True)
 class SimulationMetrics:
-    """One line of the table; every comparison needs the first nine."""
+    """One row of the table; the first nine are needed in every comparison."""
 
     workload: str
     policy: str
@@ -27,19 +27,19 @@ class SimulationMetrics:
     """Starts after the first, on average."""
     gpu_utilization: float
     """Share of the slot-seconds of all nodes, between first arrival and last completion, that jobs
-    held. Starting counts as held; slots of nodes that were away count, too."""
+    were allocated, including starts; slots of unavailable nodes count as well."""
     policy_seconds: float
-    """Wall-clock seconds in `optimize`, of all calls together."""
+    """Wall-clock seconds in `optimize`, summed over all calls."""
     policy_calls: int
     policy_seconds_median: float
     policy_seconds_max: float
-    """Of single calls."""
+    """Of the longest call."""
     finish_time_fairness: float
-    """rho, JCT over the time alone on an equal share (`isolated`), on average."""
+    """Mean rho, JCT over the time alone on an equal share (`isolated`)."""
     finish_time_fairness_p99: float
     finish_time_fairness_worst: float
     unfair_share: float
-    """Share of jobs with rho > 1, which an equal split would have served better."""
+    """Share of jobs with rho > 1, for which an equal split would have been better."""
     rescales_per_job: float
     """Elastic resizes, on average."""
     avg_wait_s: float
@@ -50,7 +50,7 @@ class SimulationMetrics:
     gpus: int
     seed: int
     known_length: str
-    """What the policy knew of the remaining work of jobs: exact, none, or a factor."""
+    """The policy's knowledge of remaining work: exact, none, or an error factor."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields by name, in their order."""
@@ -76,7 +76,7 @@ def measure(outcome: SimulationOutcome) -> SimulationMetrics:
         gpu_utilization=held / (gpus * makespan),
         policy_seconds=float(calls.sum()),
         policy_calls=len(calls),
-        # What really happened was decided elsewhere.
+        # The outcome of a real run has no calls of the policy.
         policy_seconds_median=float(np.median(calls)) if calls.size else 0.0,
         policy_seconds_max=float(calls.max(initial=0.0)),
         finish_time_fairness=float(fairness.mean()),
@@ -98,11 +98,11 @@ JOB_COLUMNS = (
     *("jct_s", "restarts", "slot_seconds", "lost_progress", "isolated_s", "finish_time_fairness"),
     "resizes",
 )
-"""Of `job_rows`."""
+"""Columns of `job_rows`."""
 
 
 def job_rows(outcome: SimulationOutcome) -> list[tuple[str | float, ...]]:
-    """Return a row for every job, in order of arrival: `JOB_COLUMNS`."""
+    """Return one row per job, in order of arrival: `JOB_COLUMNS`."""
     return [
         (
             *(outcome.workload, outcome.policy, job.name, job.application),

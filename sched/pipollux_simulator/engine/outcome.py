@@ -1,4 +1,4 @@
-"""The outcome of a simulation in plain data, for metrics, plots and other processes."""
+"""The outcome of a simulation as plain data, for metrics, plots and other processes."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ class JobOutcome:
 
     name: str
     application: str
-    """Of a job of a history its family."""
+    """For a job of a scheduler's history, its family."""
     arrived: float
     started: float
     """First start."""
     completed: float
     num_restarts: int
-    """Starts after the first, those after lost nodes included."""
+    """Starts after the first, including those after lost nodes."""
     num_rescales: int
     """Elastic resizes."""
     slot_seconds: float
-    """Slots held, times seconds."""
+    """Allocated slots times seconds."""
     lost_progress: float
-    """Progress lost with nodes and trained again, in iterations at the initial batch size."""
+    """Progress lost with nodes and repeated, in iterations at the initial batch size."""
     isolated: float
-    """Seconds that it would have taken alone on its equal share (`isolated`)."""
+    """Seconds of the job alone on its equal share (`isolated`)."""
     history: tuple[Interval, ...]
-    """Its allocations over time."""
+    """Allocations over time."""
     team: str = ""
-    """That it counts to; empty: there are no teams."""
+    """Team of the job; empty: no teams."""
 
     @property
     def jct(self) -> float:
@@ -64,9 +64,9 @@ class SimulationOutcome:
     slots: Mapping[str, int]
     """By node."""
     policy_seconds: tuple[float, ...]
-    """Wall-clock seconds of every call of the policy."""
+    """Wall-clock seconds of each call of the policy."""
     known_length: KnownLength = EXACT_LENGTHS
-    """What the policy knew of the remaining work of jobs."""
+    """The policy's knowledge of the remaining work of jobs."""
 
     @property
     def begin(self) -> float:
@@ -90,17 +90,17 @@ def outcome(
     known_length: KnownLength = EXACT_LENGTHS,
     teams: TeamMembership | None = None,
 ) -> SimulationOutcome:
-    """Return what a result comes to, with how long each job would have taken alone.
+    """Convert a result to an outcome, including the time of each job alone.
 
     Args:
         result: of the engine.
-        applications: those that it ran with, by name.
-        isolated: for the same nodes and restarts; keeps what it works out.
+        applications: applications of the simulation, by name.
+        isolated: for the same nodes and restarts; caches its results.
         workload: name.
         policy: name.
         seed: of the simulation.
-        known_length: what the policy knew of the remaining work of jobs.
-        teams: say which team a job counts to; None: there are none.
+        known_length: the policy's knowledge of the remaining work of jobs.
+        teams: the teams of jobs; None: no teams.
     """
     contention = Contention([(job.arrival.time, _completed(job)) for job in result.jobs])
 

@@ -1,4 +1,4 @@
-"""What a simulation came to for each team: how soon its jobs were done, and what they held."""
+"""Metrics of a simulation by team: completion times and allocated slots."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .outcome import JobOutcome, SimulationOutcome
 
 @dataclass(frozen=True)
 class TeamMetrics:
-    """A team's part of a simulation."""
+    """Metrics of one team."""
 
     team: str
     jobs: int
     avg_jct_s: float
     """Seconds from a job's arrival to its completion, on average."""
     slot_hours: float
-    """Held by its jobs together."""
+    """Slot-hours of all its jobs."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields by name, in their order."""
@@ -27,7 +27,7 @@ class TeamMetrics:
 
 
 def measure_teams(outcome: SimulationOutcome) -> list[TeamMetrics]:
-    """Return the metrics of the teams that had jobs, by name; none: there are no teams."""
+    """Return the metrics of the teams that had jobs, by name; empty without teams."""
     jobs: defaultdict[str, list[JobOutcome]] = defaultdict(list)
     for job in outcome.jobs:
         if job.team:

@@ -1,7 +1,8 @@
 """Workloads: arrival times of jobs, and their users' requests; read and written as CSV.
 
-The columns are those of the public Pollux workloads (`name,time,application,num_replicas,
-batch_size`), so these can be read unchanged. `team`, `user` and `priority` may follow.
+The columns are those of the public Pollux workloads
+(`name,time,application,num_replicas,batch_size`), which can be read unchanged. `team`, `user` and
+`priority` are optional columns.
 """
 
 from __future__ import annotations
@@ -29,27 +30,27 @@ class JobArrival:
         6
 
     Raises:
-        ValueError: when a number is out of range; it names the field.
+        ValueError: a number is out of range; the message names the field.
     """
 
     name: str
-    """Different from the names of all other jobs of the workload."""
+    """Unique within the workload."""
     time: float
     """Seconds after the workload's start."""
     application: str
     """Name of the `Application`."""
     num_replicas: int
-    """The user's request where sizes are fixed."""
+    """The user's request, used if sizes are fixed."""
     batch_size: int
-    """The user's batch size where it is fixed."""
+    """The user's batch size, used if it is fixed."""
     team: str | None = None
-    """The team whose quota it counts to; None: its user's, else the default one."""
+    """The team whose quota applies; None: its user's team, else the default one."""
     user: str | None = None
-    """Whose job it is."""
+    """Owner of the job."""
     priority: str | None = None
-    """Name of its class of priority; None: the priority 0."""
+    """Name of its priority class; None: priority 0."""
     terms: JobTerms = field(default_factory=JobTerms)
-    """What else is known of it."""
+    """Additional terms of the job."""
 
     def __post_init__(self) -> None:
         for key in ("name", "application"):
@@ -63,28 +64,28 @@ class JobArrival:
 
     @property
     def family(self) -> str:
-        """The family whose jobs are about as long."""
+        """The family of jobs with similar lengths."""
         return self.terms.family or family_of(self.name)
 
     @property
     def lineage(self) -> Any:
-        """What jobs share of which each begins with what the last one measured."""
+        """The key of jobs that start with each other's measurements."""
         return self.terms.lineage or family_of(self.name)
 
 
 COLUMNS = ("name", "time", "application", "num_replicas", "batch_size")
-"""That a workload has."""
+"""Required columns of a workload."""
 OWNER_COLUMNS = ("team", "user", "priority")
-"""That it may have."""
+"""Optional columns of a workload."""
 
 
 def read_workload(path: Path | str) -> tuple[JobArrival, ...]:
-    """Return the jobs of a CSV file in order of arrival; jobs of one time in the file's order.
+    """Return the jobs of a CSV file in order of arrival; with equal times, in the file's order.
 
     Raises:
-        ValueError: when a column is missing, a value is wrong or a name comes twice; it names file,
-            row (the header is row 1) and column.
-        OSError: when the file cannot be read.
+        ValueError: a column is missing, a value is invalid or a name occurs twice; with file, row
+            (the header is row 1) and column.
+        OSError: the file cannot be read.
     """
     path = Path(path)
     rows: dict[str, int] = {}
@@ -108,10 +109,10 @@ def read_workload(path: Path | str) -> tuple[JobArrival, ...]:
 
 
 def write_workload(path: Path | str, jobs: Iterable[JobArrival]) -> None:
-    """Write jobs as a CSV file that `read_workload` reads to the same.
+    """Write jobs as a CSV file for `read_workload`.
 
     Raises:
-        OSError: when the file cannot be written.
+        OSError: the file cannot be written.
     """
     table = io.StringIO(newline="")
     writer = csv.writer(table, lineterminator="\n")
@@ -158,23 +159,23 @@ def _read_row(path: Path, row: int, entry: dict[str, str | None]) -> JobArrival:
         sizes = counts[0], counts[1]
         return JobArrival(text["name"], time, text["application"], *sizes, team, user, priority)
     except ValueError as error:
-        # The message begins with the field, which is the column.
+        # The message begins with the field, which is the column's name.
         raise ValueError(f"{path}, row {row}, column {error}") from None
 
 
 def scale_load(jobs: Sequence[JobArrival], load: float) -> tuple[JobArrival, ...]:
     """Return `load` times as many jobs in the same time.
 
-    A fraction keeps jobs at even distances in the order of arrival: 0.5 is every second one. A
-    whole number makes copies, interleaved: those of a job arrive one after another until the next
-    job's arrival, so that no two arrive at once and bursts do not grow sharper.
+    A fraction keeps jobs at even distances in the order of arrival: 0.5 keeps every second one. A
+    whole number makes interleaved copies: copies of a job arrive between it and the next job, so
+    that no two arrive at once and bursts do not become sharper.
 
     Args:
         jobs: in order of arrival.
         load: above 0.
 
     Raises:
-        ValueError: `load` is out of range, or leaves no job.
+        ValueError: `load` is out of range, or no job is left.
 
     Example:
         >>> jobs = [JobArrival(f"job-{i}", 60.0 * i, "bert", 6, 384) for i in range(3)]
@@ -202,8 +203,8 @@ def scale_load(jobs: Sequence[JobArrival], load: float) -> tuple[JobArrival, ...
 
 
 def _keeps(index: int, part: float) -> bool:
-    """Tell whether a job is kept, so that a running count stays at `part` of all."""
-    # Slightly more, so that ten times 0.1 is one.
+    """Return whether a job is kept, so that a running count stays at `part` of all jobs."""
+    # With a tolerance, so that ten times 0.1 is one.
     return math.floor((index + 1) * part + 1e-9) > math.floor(index * part + 1e-9)
 
 

@@ -1,9 +1,9 @@
-"""Workloads drawn at random: when jobs come, which applications they are, what they ask for.
+"""Random workloads: arrival times, applications, and requests of jobs.
 
-Both follow the Philly trace (Jeon et al., ATC'19) as the Pollux artifact samples it: of the jobs
-that ran for a minute or more and used less than 1000 GPU-hours, those of some hours of the day. The
-hour and the GPU time of a job come from the trace if it is given, else from the shares that were
-counted in it: `HOURLY` and `CATEGORIES`. The category of its GPU time decides the application.
+Arrivals and applications follow the Philly trace (Jeon et al., ATC'19), sampled as in the Pollux
+artifact: jobs that ran for a minute or more and used less than 1000 GPU-hours, within some hours of
+the day. The hour and the GPU time of a job are sampled from the trace if given, else from shares
+counted in it: `HOURLY` and `CATEGORIES`. The category of its GPU time determines the application.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _PHILLY_COLUMNS = ("timestamp", "duration", "gpu_time")
 
 
 class Category(NamedTuple):
-    """Jobs of like GPU time."""
+    """Jobs of similar GPU time."""
 
     below: float
-    """GPU-seconds that its jobs use less than."""
+    """Upper bound of the GPU-seconds of its jobs."""
     share: float
-    """Part of all jobs of Philly that are of it."""
+    """Share of all jobs of Philly."""
     applications: Mapping[Mix, Sequence[str]]
-    """What its jobs are, each as likely, by mix; none: the mix has no such jobs."""
+    """Applications by mix, with equal probabilities; absent: the mix has no such jobs."""
 
 
 CATEGORIES = (
@@ -55,12 +55,12 @@ CATEGORIES = (
     Category(math.inf, 0.021, {"pollux": ("imagenet",), "pipelines": ("gpt-13b",)}),
 )
 """The Pollux artifact's categories and applications; pipelines are in those of their GPU time. A
-mix that has no application in a category takes only jobs of the others. "mixed" takes either mix's
-with the same chance where both have some."""
+mix without applications in a category has only jobs of the other categories. "mixed" uses either
+mix's applications with equal probability if both have some."""
 
 
 class _Sample(NamedTuple):
-    """One job of the trace, or drawn as if."""
+    """One sampled or drawn job."""
 
     time: float
     """Seconds since the workload's start."""
@@ -86,26 +86,26 @@ def generate(
     start_hour: float = 2.0,
     philly: Path | str | None = None,
 ) -> tuple[JobArrival, ...]:
-    """Draw a workload; the same for the same arguments.
+    """Draw a workload; deterministic for given arguments.
 
     Args:
         num_jobs: jobs at load 1; Pollux has 160.
-        hours: length of the time in which they arrive; Pollux has 8.
+        hours: duration of the arrivals; Pollux has 8.
         seed: of the generator.
         mix: "pollux" (its six applications), "pipelines" (GPT-like models) or "mixed".
-        requests: by application, what a user asks for; applications that are not there do not come.
-        load: how many times as many jobs arrive in the same time.
+        requests: by application, requests of users; other applications are not drawn.
+        load: factor of the number of jobs in the same time.
         start_hour: hour of the day in UTC at which the workload starts; Pollux has 2.
         philly: CSV file with the columns timestamp, duration and gpu_time, in seconds, to sample
-            hours and GPU times from, each job at most once while there are enough; None: `HOURLY`
-            and `CATEGORIES`.
+        hours and GPU times from, each job at most once while there are enough; None: `HOURLY` and
+        `CATEGORIES`.
 
     Returns:
         Jobs in order of arrival, named by application and index.
 
     Raises:
-        ValueError: when an argument is out of range, the mix has no application in `requests`, or
-            the file is not such a trace.
+        ValueError: an argument is out of range, the mix has no application in `requests`, or the
+        file is not such a trace.
 
     Example:
         >>> jobs = generate(4, 1.0, 0, "pipelines", {"gpt-1.3b": lambda rng: (2, 64)})
@@ -135,7 +135,7 @@ def _read_philly(path: Path | str) -> _Philly:
     """Return hours and categories of the jobs that the Pollux artifact samples from.
 
     Raises:
-        ValueError: naming file, row and column of what is missing or wrong.
+        ValueError: with file, row and column of a missing or invalid value.
         OSError: when the file cannot be read.
     """
     path = Path(path)
@@ -167,7 +167,7 @@ def _drawn(
     start_hour: float,
     categories: Sequence[int],
 ) -> list[_Sample]:
-    """Draw by the stated shares, times to the second."""
+    """Draw from the counted shares, with times in whole seconds."""
     edges = _hour_edges(hours, start_hour)
     weights = np.array([HOURLY[math.floor(start_hour + edge) % 24] for edge in edges[:-1]])
     weights *= np.diff(edges)
@@ -183,7 +183,7 @@ def _drawn(
 
 
 def _hour_edges(hours: float, start_hour: float) -> NDArray[np.float64]:
-    """Return where pieces of the workload that lie in one hour of the day begin and end, hours."""
+    """Return the edges, in hours, of the pieces of the workload within each hour of the day."""
     first = math.floor(start_hour) + 1 - start_hour
     whole = np.arange(first, hours, 1.0)
     return np.concatenate(([0.0], whole, [hours]))
@@ -197,7 +197,7 @@ def _sampled(
     categories: Sequence[int],
     philly: _Philly,
 ) -> list[_Sample]:
-    """Draw jobs of the trace that came in these hours of the day."""
+    """Draw jobs of the trace that arrived in these hours of the day."""
     if hours > 24:
         raise ValueError(
             f"hours: {hours} must be at most 24 with a Philly trace, of which only the time of day "
@@ -215,7 +215,7 @@ def _sampled(
 
 
 def _choices(mix: Mix, requests: Mapping[str, Request]) -> dict[int, list[list[str]]]:
-    """Return, by category that has any, the groups of applications to draw from."""
+    """Return the groups of applications to draw from, by category that has any."""
     groups_of: dict[str, tuple[Mix, ...]] = {
         "pollux": ("pollux",),
         "pipelines": ("pipelines",),

@@ -1,7 +1,7 @@
-"""What is known of a job besides its row of a workload: bounds, family, and what changes cost it.
+"""Terms of a job beyond its row of a workload: bounds, family, and costs of changes.
 
-A row of a CSV file has none of it; a job of a scheduler's history has it from its specification and
-from what was measured.
+CSV files do not contain them; for jobs of a scheduler's history they come from the specification
+and from measurements.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class JobTerms:
-    """Terms that a job runs on; the defaults leave everything to the simulation's options.
+    """Terms of a job; the defaults select the simulation's options.
 
     Example:
         >>> JobTerms(min_replicas=2, preemptible=False).max_replicas is None
@@ -20,26 +20,26 @@ class JobTerms:
     """
 
     min_replicas: int = 0
-    """It runs on at least so many, or not at all."""
+    """Minimum replicas of a running job."""
     max_replicas: int | None = None
-    """None: as many as its application can use."""
+    """Maximum replicas; None: as many as its application can use."""
     unmeasured_replicas: int = 1
-    """So many it may have before any were measured."""
+    """Maximum replicas before any measurement."""
     preemptible: bool = True
-    """False: once it runs, its allocation stays as it is."""
+    """False: its allocation stays unchanged once it runs."""
     family: str | None = None
-    """Jobs that are about as long as it; None: by its name."""
+    """Family of jobs with similar lengths; None: by its name."""
     lineage: Any = None
-    """Jobs of which each begins with what the last one measured; None: by its name."""
+    """Key of jobs that start with each other's measurements; None: by its name."""
     declares_length: bool = False
-    """Whether it says how much it still trains."""
+    """Whether it declares its remaining length."""
     start_seconds: float | None = None
-    """Seconds without training when it starts from nothing; None: as for a restart."""
+    """Seconds without training at a start from nothing; None: as for a restart."""
     restart_seconds: float | None = None
-    """Seconds without training when it is moved; None: as the options say."""
+    """Seconds without training at a restart; None: from the options."""
     assumed_restart_seconds: float | None = None
-    """What the policy takes a restart to cost before the job has had one; None: it knows."""
+    """Cost of a restart that the policy assumes before the first one; None: the true cost."""
     assumed_rescale_seconds: float | None = None
-    """What it takes an elastic resize to cost before the job has had one; None: it knows."""
+    """Cost of an elastic resize that the policy assumes before the first; None: the true cost."""
     rescale_seconds: float | None = None
-    """Seconds for which surviving replicas pause in an elastic resize; None: as the options say."""
+    """Pause of surviving replicas in an elastic resize, in seconds; None: from the options."""
