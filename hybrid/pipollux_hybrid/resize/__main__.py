@@ -1,7 +1,7 @@
-"""Shows who takes part in a job that meets in a folder, and has replicas leave.
+"""Lists the replicas of a job with a rendezvous folder, and makes replicas leave.
 
 python -m pipollux_hybrid.resize FOLDER             lists the replicas
-python -m pipollux_hybrid.resize FOLDER leave ID    has one leave at the next step
+python -m pipollux_hybrid.resize FOLDER leave ID    makes one leave at the next step
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ USAGE = 2
 
 
 def main(arguments: list[str]) -> int:
-    """List the replicas of the job that meets in a folder, or have one leave."""
+    """List the replicas of the job with a rendezvous folder, or make one leave."""
     folder, *rest = arguments or [""]
     if not Path(folder).is_dir() or (rest and (rest[0] != "leave" or len(rest) != 2)):
         print(__doc__.strip(), file=sys.stderr)

@@ -1,4 +1,4 @@
-"""How the replicas of a membership find each other at the boundary where they change."""
+"""Compares the positions of the replicas of a pending membership at a step boundary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Alignment", "compare", "in_common", "position"]
 
 
 class Alignment(enum.Enum):
-    """What the replicas of a membership find when they compare where they are."""
+    """Result of the comparison."""
 
     TOGETHER = "all are at one place"
     BEHIND = "some have yet to come"
@@ -25,7 +25,7 @@ class Alignment(enum.Enum):
 
 
 def compare(found: Sequence[torch.Tensor], here: torch.Tensor) -> Alignment:
-    """Compare (epoch, loop, checksum) of all replicas with those of one who trains."""
+    """Compare (epoch, loop, checksum) of all replicas with those of a surviving replica."""
     if all(torch.equal(theirs, here) for theirs in found):
         return Alignment.TOGETHER
     *place, _ = here.tolist()
@@ -37,11 +37,11 @@ def compare(found: Sequence[torch.Tensor], here: torch.Tensor) -> Alignment:
 
 
 def in_common(ctx: JobContext, description: str) -> dict[str, str | None]:
-    """Return what a replica must have in common with the others, by name.
+    """Return the settings and states that all replicas must have in common, by name.
 
     Args:
         ctx: The job's context.
-        description: Of the loop that it is in.
+        description: Of the current loop.
     """
     states = ctx.component(States)
     described = {name: state.common for name, state in states.items() if state.common}
@@ -50,11 +50,11 @@ def in_common(ctx: JobContext, description: str) -> dict[str, str | None]:
 
 
 def position(place: JobPlace, common: Mapping[str, str | None]) -> torch.Tensor:
-    """Return where a replica is, and a checksum of what all must have in common, shape [3].
+    """Return a replica's position and a checksum of its common settings, shape [3].
 
     Args:
-        place: Where in its script the replica is.
-        common: Of :func:`in_common`.
+        place: The replica's position in its script.
+        common: The result of :func:`in_common`.
     """
     content = json.dumps(common, sort_keys=True).encode()
     return torch.tensor([*place, zlib.crc32(content)])

@@ -1,4 +1,4 @@
-"""Whether a job can change who takes part while it trains."""
+"""Whether a job supports elastic resizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def why_not_live(ctx: JobContext, *, joins: bool = True) -> str | None:
 
     Args:
         ctx: The job's context.
-        joins: Whether some are to join; else some only leave.
+        joins: Whether replicas join; else they only leave.
 
     Returns:
         A sentence that names the state; None: they can.
