@@ -1,10 +1,10 @@
-"""A checkpoint that several processes write while training goes on, each the layers of its stage.
+"""A checkpoint that several processes write during training, each the layers of its stage.
 
-At the step boundary all copy what they have, and agree on a folder: so all parts are of one step.
-Then a thread of each process of replica 0 writes its part. Collectives belong to the training, so
-each of them tells the first one over a connection of its own when it is done; a process that dies
-ends it. The first one makes a checkpoint of the folder when all have written. Until then, whatever
-happens, the checkpoint before is the newest.
+At the step boundary all processes copy their states, and agree on a folder, so all parts are of one
+step. Then a thread of each process of replica 0 writes its part. Collectives belong to the
+training, so each process reports to the first one over a separate connection when it is done; the
+connection closes if the process dies. The first one commits the checkpoint when all have written.
+Until then the previous checkpoint is the newest.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ __all__ = ["start_saving_in_parts"]
 
 Writers: TypeAlias = Mapping[str, Callable[[BinaryIO], None]]
 CONNECTS_WITHIN = 60.0
-"""Seconds that a process waits for the first one, which connects before it writes anything."""
+"""Seconds that a process waits for the connection of the first one, which connects before it
+writes."""
 
 
 def start_saving_in_parts(
@@ -44,14 +45,13 @@ def start_saving_in_parts(
 
     Args:
         ctx: The job's context.
-        root: The folder of checkpoints.
-        states: What is saved.
-        saver: Writes this process's part. The checkpoint is there when that of the process that
-            leads is done.
-        keep_also: As of :func:`pipollux_hybrid.checkpoint.storage.prune`.
+        root: The directory of checkpoints.
+        states: The states to save.
+        saver: Writes this process's part. The leader's saver commits the checkpoint.
+        keep_also: See :func:`pipollux_hybrid.checkpoint.storage.prune`.
 
     Raises:
-        CheckpointError: It cannot be begun; raised by the process that leads.
+        CheckpointError: It cannot be begun; raised by the leader.
     """
     if ctx.env.leads:
         _lead(ctx, root, states, saver, keep_also)
@@ -75,7 +75,7 @@ def _lead(
             copies = {name: snapshot_of(state) for name, state in states.items()}
             aside = ending.enter_context(files.new_checkpoint(root))
             told = {"folder": str(aside)}
-        finally:  # the others wait, whatever happens here
+        finally:  # the others wait for it, also after an error
             answers = tell(ctx, told)[1 : ctx.env.processes_per_replica]
         check_answers(root, answers)
         stages = [ending.enter_context(_connected(x["address"])) for x in answers]
@@ -113,11 +113,11 @@ def _finish(
     stages: Sequence[socket.socket],
     attempt: int,
 ) -> Path:
-    """Write the first process's part, wait for the others, and make a checkpoint of the folder."""
+    """Write the first process's part, wait for the others, and commit the checkpoint."""
     with ending:
         try:
             written = files.write_states(aside, copies)
-        finally:  # nothing is removed while others write
+        finally:  # others may still write into the folder
             answers = [_answer(stage) for stage in stages]
         return files.commit(aside, written | check_answers(aside.parent, answers), attempt)
 
@@ -129,7 +129,7 @@ def _write_and_prune(write: Callable[[], Path], root: Path, keep_also: Path | No
 
 
 def _write_part(ending: ExitStack, listener: socket.socket, folder: Path, copies: Writers) -> Path:
-    """Write another process's part, and tell the first one."""
+    """Write another process's part, and report to the first one."""
     with ending:
         try:
             connection, _ = listener.accept()
@@ -146,12 +146,12 @@ def _write_part(ending: ExitStack, listener: socket.socket, folder: Path, copies
     finally:
         with connection, suppress(OSError):  # without the first one there is no checkpoint
             connection.sendall(json.dumps(told).encode())
-            connection.shutdown(socket.SHUT_RDWR)  # forked workers of loaders hold it, too
+            connection.shutdown(socket.SHUT_RDWR)  # forked workers of loaders hold it open
     return folder
 
 
 def _answer(stage: socket.socket) -> dict[str, Any]:
-    """Return what another process tells when it has written; it may take long, or die."""
+    """Return another process's report; it may take long, or the process may die."""
     try:
         with stage.makefile("rb") as stream:
             answer: dict[str, Any] = json.loads(stream.read())
@@ -164,7 +164,7 @@ def _answer(stage: socket.socket) -> dict[str, Any]:
 
 @contextmanager
 def _listening() -> Iterator[tuple[socket.socket, str]]:
-    """Listen in a folder that is this user's alone; the processes of a replica are on one host."""
+    """Listen in a folder of this user; the processes of a replica are on one host."""
     with (
         tempfile.TemporaryDirectory(prefix="pipollux-") as folder,
         socket.socket(socket.AF_UNIX) as listener,

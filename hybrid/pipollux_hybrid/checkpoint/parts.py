@@ -1,7 +1,7 @@
 """A checkpoint that several processes write, each the layers of its stage.
 
-Nothing is gathered: the processes of replica 0 write into one folder, beside each other. Its first
-one makes the folder, and makes a checkpoint of it when all have written.
+Nothing is gathered: the processes of replica 0 write into one folder in parallel. The first one
+creates the folder, and commits it as a checkpoint when all have written.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ def save_in_parts(
 
     Args:
         ctx: The job's context.
-        root: The folder of checkpoints.
-        states: What is saved.
-        saver: Which may still write the one before.
+        root: The directory of checkpoints.
+        states: The states to save.
+        saver: May still be writing the previous checkpoint.
 
     Returns:
-        The checkpoint, on the process that leads.
+        The checkpoint, on the leader.
 
     Raises:
-        CheckpointError: It cannot be written; raised by the process that leads.
+        CheckpointError: It cannot be written; raised by the leader.
     """
     if not ctx.env.leads:
         _write_part(ctx, states, saver)
@@ -49,7 +49,7 @@ def save_in_parts(
             tell(ctx, {"folder": str(aside)})
             try:
                 written = files.write_states(aside, {n: s.save for n, s in states.items()})
-            finally:  # the others wait, whatever happens here
+            finally:  # the others wait for it, also after an error
                 answers = tell(ctx, {})[1 : ctx.env.processes_per_replica]
             return files.commit(aside, written | check_answers(root, answers), ctx.env.attempt)
     finally:
@@ -77,14 +77,14 @@ def _write_part(ctx: JobContext, states: Mapping[str, State], saver: AsyncSaver)
 
 
 def check_answers(root: Path, answers: Sequence[Mapping[str, Any]]) -> dict[str, files.Written]:
-    """Return what the manifest says of files that other processes have written.
+    """Return the manifest's entries for files that other processes have written.
 
     Args:
-        root: The folder of checkpoints, for the message.
-        answers: Of the stages after the first: what each has written, if anything yet.
+        root: The directory of checkpoints, for the message.
+        answers: Reports of the stages after the first.
 
     Raises:
-        CheckpointError: One could not.
+        CheckpointError: A report has an error.
     """
     failures = [f"stage {k}: {x['error']}" for k, x in enumerate(answers, 1) if "error" in x]
     if failures:
@@ -97,5 +97,5 @@ def check_answers(root: Path, answers: Sequence[Mapping[str, Any]]) -> dict[str,
 
 
 def tell(ctx: JobContext, answer: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Exchange a few words among all processes."""
+    """Exchange a JSON object among all processes."""
     return [json.loads(x) for x in ctx.control.gather_bytes(json.dumps(answer).encode())]

@@ -173,7 +173,7 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
             yield part, batch
 
     def _description(self) -> str:
-        """Return a description of the loop, with a digest of data in memory, equal on all replicas."""
+        """Return the loop's description, equal on all replicas, with a digest of data in memory."""
         made = self.__dict__.get("_batches") is not None
         content = content_of(self.dataset) if made and self._stream is None else None
         known = "" if content is None else f", of content {content:08x}"

@@ -175,7 +175,7 @@ class MembershipWatch:
         self._suspended = False
 
     def _ends_alone(self) -> bool:
-        """Return whether this replica alone ends, as its script or one of its processes has failed."""
+        """Return whether this replica ends alone: its script or one of its processes has failed."""
         env, peers = self._context.env, self._context.watch
         failure = getattr(sys, "last_value", None)
         gone = {rank // env.processes_per_replica for rank in peers.gone()} if peers else set()
