@@ -87,7 +87,7 @@ class AdaptiveOptimizer:
         self._patch_zero_grad()
         self._expect_scalers()
         # A second HybridParallel over the optimizer, as in a notebook, replaces this entry.
-        _adaptive[optimizer] = weakref.ref(self)  # weak, as self and optimizer form a cycle
+        _adaptive[optimizer] = weakref.ref(self)  # weak, as self references the key
 
     @property
     def may_zero(self) -> bool:

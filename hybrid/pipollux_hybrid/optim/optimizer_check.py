@@ -37,10 +37,10 @@ class OptimizerCheck:
         self._steps = 0
         self._values: list[Any] = []
         self._present = self._used = 0
-        """Digests of the hyperparameters as they are now, and as the last step used them."""
+        """Digests of the current hyperparameters, and of those of the last step."""
         self._words: dict[str, str] = {}
         self._used_words: dict[str, str] = {}
-        """The hyperparameters of the last step as text."""
+        """The same as text."""
 
     def stepped(self) -> None:
         """Record a step of the optimizer."""
