@@ -118,7 +118,7 @@ def kill_step(base: Path) -> None:
 
 
 def leave(base: Path, code: int, *, asked: bool) -> int:
-    """Write an exit status, negative for a signal, for the scheduler; return it as of a shell.
+    """Record an exit status, negative for a signal, for the scheduler; return that of a shell.
 
     Args:
         base: Prefix of the names of the step's files.

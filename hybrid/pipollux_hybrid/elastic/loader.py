@@ -48,7 +48,7 @@ LOADER = {
         "a data set is needed, map-style or a torch.utils.data.IterableDataset: of a DataLoader "
         "its .dataset (give options such as collate_fn here again), of a dict of splits one split",
     ),
-    # None is what torch.utils.data.DataLoader has for False.
+    # torch.utils.data.DataLoader's default is None, for False.
     "shuffle": Allowed(
         lambda value: value is None or isinstance(value, bool), "True or False is needed"
     ),

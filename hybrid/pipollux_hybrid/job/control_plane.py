@@ -247,7 +247,7 @@ class ControlPlane:
             try:
                 vector = self._sum(vector, self._timeout)
             except SynchronizationError:
-                raise  # which says what it is already
+                raise  # has a message already
             except RuntimeError as error:
                 raise lost_peers("at a step boundary", error) from error
             self._agreed, _ = self._read(vector)
@@ -280,7 +280,7 @@ class ControlPlane:
         try:
             vector = self._sum(vector)
         except SynchronizationError:
-            raise  # which says what it is already
+            raise  # has a message already
         except RuntimeError as error:
             raise lost_peers("while comparing what all must have in common", error) from error
         self._read(vector)

@@ -56,7 +56,7 @@ def reset() -> None:
     _requested = _on_request = None
     if threading.current_thread() is threading.main_thread():
         for number, handler in _previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal() returned
+            signal.signal(number, handler)  # type: ignore[arg-type]  # a result of signal()
     _previous.clear()
 
 

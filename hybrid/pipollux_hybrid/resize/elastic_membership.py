@@ -192,7 +192,7 @@ class ElasticMembership:
     def _joining(self, pending: PendingMembership) -> range:
         """Return the ranks of the joining replicas, which follow the surviving replicas."""
         before = self._watch.membership
-        assert before is not None  # noqa: S101  # who takes part has one
+        assert before is not None  # noqa: S101  # every member has one
         replicas = pending.membership.replicas
         return range(len(set(replicas) & set(before.replicas)), len(replicas))
 

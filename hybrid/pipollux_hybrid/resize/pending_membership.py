@@ -181,7 +181,7 @@ class PendingMembership:
             store.set(COMMON, json.dumps(self._common()))
         if self.rank == 0:
             told = self._outline() if self._outline is not None else b""
-            store.set(name, told)  # type: ignore[arg-type]  # torch takes bytes, too
+            store.set(name, told)  # type: ignore[arg-type]  # torch also accepts bytes
         elif self._prepare is not None and (told := store.get(name)):
             self.spare = self._prepare(told)
         self.ready = [prepare(len(self.membership.replicas)) for prepare in self._prepares]

@@ -115,7 +115,7 @@ class Recovery:
             PeerLostError: They cannot continue; the message has the reason.
         """
         ctx, lost, step = self._context, self._watch.membership, self._context.step
-        assert lost is not None  # noqa: S101  # who takes part has one
+        assert lost is not None  # noqa: S101  # every member has one
         self._watch.suspend()
         me = self._about_me()
         if ctx.mesh is not None:
@@ -196,7 +196,7 @@ class Recovery:
             f"{error} The replicas that are left cannot go on without a restart: {reason}"
         ) from (cause or error)
 
-    # --- who goes on -------------------------------------------------------------------------
+    # --- the next membership -----------------------------------------------------------------
 
     def _form(
         self, lost: Membership, me: dict[str, Any]

@@ -304,7 +304,7 @@ def _tell(
             if other != leader:
                 flow.send(content, other)
         flow.finish()
-        assert header is not None  # noqa: S101  # who leads has one
+        assert header is not None  # noqa: S101  # the leader has one
         return header
     content = torch.empty(length, dtype=torch.uint8)
     control.wait(control.start_receive(content, leader), PATIENCE)
