@@ -55,13 +55,13 @@ def choose_chunks(ctx: JobContext, schedule: str | None, chunks_per_stage: int |
     if given is not None and schedule not in ("interleaved", AUTO):
         raise ConfigurationError(
             f"chunks_per_stage={given!r} with schedule={schedule!r}: only schedule='interleaved' "
-            "gives a stage several chunks of layers, and 'auto' may; say one of these, or leave "
-            "chunks_per_stage out"
+            "gives a stage several chunks of layers, and 'auto' may; set one of these, or omit "
+            "chunks_per_stage"
         )
     if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 2):
         raise ConfigurationError(
-            f"chunks_per_stage={given!r}: a whole number of at least 2 is needed; with one chunk "
-            "to a stage say schedule='1f1b'"
+            f"chunks_per_stage={given!r}: a whole number of at least 2 is needed; for one chunk "
+            "per stage set schedule='1f1b'"
         )
     if schedule != "interleaved" or ctx.env.processes_per_replica == 1:
         return 1
@@ -105,12 +105,12 @@ def _choose_schedule(ctx: JobContext, schedule: str | None, num_stages: int) -> 
     if processes > 1 and num_stages != processes:
         raise ConfigurationError(
             f"num_stages={num_stages}: a replica of this job has {processes} processes "
-            f"(PIPOLLUX_PROCESSES_PER_REPLICA), one for each stage; say num_stages={processes}"
+            f"(PIPOLLUX_PROCESSES_PER_REPLICA), one for each stage; set num_stages={processes}"
         )
     if processes == 1 and num_stages > 1 and schedule is not None:
         raise ConfigurationError(
-            f"schedule={schedule!r}: it runs each of the {num_stages} stages in a process of its "
-            f"own, and a replica of this job has one; call init_process_group(…, "
+            f"schedule={schedule!r}: it runs each of the {num_stages} stages in its own process, "
+            f"and a replica of this job has one process; call init_process_group(…, "
             f"processes_per_replica={num_stages}) and start the script with torchrun "
             f"--nproc-per-node={num_stages}, or a multiple of that"
         )
@@ -163,8 +163,8 @@ def refuse_plain_loop() -> NoReturn:
         ConfigurationError: Always; the message has the alternative.
     """
     raise ConfigurationError(
-        "the model was called with gradients enabled, and each stage has a process of its own, in "
-        "which forwards and backwards alternate: write loss = model.train_step(inputs, targets, "
-        "loss_fn) in the place of loss = loss_fn(model(inputs), targets) and loss.backward(); to "
-        "evaluate, call the model under torch.no_grad()"
+        "the model was called with gradients enabled in a multi-process pipeline, whose forwards "
+        "and backwards alternate: write loss = model.train_step(inputs, targets, loss_fn) instead "
+        "of loss = loss_fn(model(inputs), targets) and loss.backward(); to evaluate, call the "
+        "model under torch.no_grad()"
     )

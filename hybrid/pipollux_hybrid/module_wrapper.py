@@ -94,8 +94,8 @@ class ModuleWrapper(nn.Module):
 
 def _refuse_to_move() -> NoReturn:
     raise ConfigurationError(
-        "a pipeline's layers cannot be moved, as each stage has a device of its own: say "
-        "HybridParallel(…, devices=[…]), one for each stage, and leave the call out"
+        "a pipeline's layers cannot be moved, as each stage has its own device: pass "
+        "HybridParallel(…, devices=[…]), one for each stage, and remove the call"
     )
 
 
@@ -124,8 +124,8 @@ OPTIONS = {
             value in CHECKPOINT_MODES
             or (is_sequence(value) and all(mode in CHECKPOINT_MODES for mode in value))
         ),
-        f"{', '.join(map(repr, CHECKPOINT_MODES))} are allowed, or where each stage has a process "
-        "of its own a list with one of them for each",
+        f"{', '.join(map(repr, CHECKPOINT_MODES))} are allowed, or in a multi-process pipeline a "
+        "list with one of them for each stage",
     ),
     "balance": Allowed(
         _or_none(lambda value: isinstance(value, str) or is_sequence(value)),
@@ -207,8 +207,8 @@ def check_arguments(
         )
     if type(module).forward is not nn.Sequential.forward:
         raise ConfigurationError(
-            f"module is a {type(module).__name__} with a forward of its own, which stages would "
-            "not run: move what it does into layers of a plain nn.Sequential"
+            f"module is a {type(module).__name__} with its own forward, which stages would not "
+            "run: move its code into layers of a plain nn.Sequential"
         )
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
         raise ConfigurationError(

@@ -46,7 +46,7 @@ class RemoteLayer(nn.Module):
         except AttributeError as error:
             raise AttributeError(
                 f"layer {self.name!r} is in the process of stage {self.stage}, and its attribute "
-                f"{name!r} with it: what the loss needs of it, return as an output of the layers"
+                f"{name!r} with it: if the loss needs it, return it as an output of the layers"
             ) from error
 
     def extra_repr(self) -> str:

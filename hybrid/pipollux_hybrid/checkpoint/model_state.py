@@ -170,8 +170,8 @@ class ModelState(State):
         states = context().component(States).values()
         if scheduled and not any(state.may_hold_schedule for state in states):
             LOG.warning(
-                "a learning-rate scheduler is over the optimizer, and it is in no checkpoint: a "
-                "restart begins it anew, with other learning rates; pass it as "
+                "the optimizer's learning-rate scheduler is not saved in checkpoints: a restart "
+                "resets it, with other learning rates; pass it as "
                 "HybridParallel(…, lr_scheduler=scheduler), or call "
                 'pipollux.register_for_checkpointing("lr_scheduler", scheduler)'
             )

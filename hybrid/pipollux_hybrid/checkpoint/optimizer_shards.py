@@ -31,7 +31,7 @@ PARCEL = 16 * 2**20
 """Bytes of tensors that are sent in one message; a larger tensor is sent alone."""
 LOST = (
     "each replica held the optimizer's state of its own parameters only (shard_optimizer=True), "
-    "and that of the lost replica cannot be had again"
+    "and that of the lost replica cannot be recovered"
 )
 EACH_ALONE = (
     *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam"),

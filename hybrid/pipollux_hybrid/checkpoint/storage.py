@@ -244,10 +244,10 @@ def fault_of(directory: Path, *, sizes_only: bool = False) -> str | None:
         for name, size in manifest.get("size", {}).items():
             found = (directory / name).stat().st_size
             if found != size:
-                return f"{name} is not what was written: it has {found} bytes of {size}"
+                return f"{name} is damaged: it has {found} bytes of {size}"
         for name, checksum in manifest["sha256"].items():
             if not sizes_only and checksum_of(directory / name) != checksum:
-                return f"{name} is not what was written"
+                return f"{name} is damaged: its checksum differs"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{type(error).__name__}: {error}"
     return None

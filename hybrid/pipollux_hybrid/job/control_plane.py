@@ -282,7 +282,7 @@ class ControlPlane:
         except SynchronizationError:
             raise  # has a message already
         except RuntimeError as error:
-            raise lost_peers("while comparing what all must have in common", error) from error
+            raise lost_peers("while comparing common settings", error) from error
         self._read(vector)
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -416,7 +416,7 @@ class ControlPlane:
             (others,) = self.mesh.sum_over_stages([float(failure is not None)])
         if failure is not None or others > 0.0:
             cause = failure or RuntimeError("another process of this replica lost them")
-            raise lost_peers("while comparing what all must have in common", cause) from failure
+            raise lost_peers("while comparing common settings", cause) from failure
 
     @property
     def _is_shared(self) -> bool:

@@ -221,4 +221,4 @@ def _reaching(lost: Callable[[str, BaseException], PeerLostError]) -> Iterator[N
     try:
         yield
     except RuntimeError as error:
-        raise lost("while telling other stages and replicas of the step", error) from error
+        raise lost("while exchanging results with other stages and replicas", error) from error

@@ -196,14 +196,14 @@ class PeerWatch:
             names = self._names(self._lost)
             verb, its = ("has", "its host") if len(self._lost) == 1 else ("have", "their hosts")
             return (
-                f"{names} {verb} not been heard of for {max(self._lost.values()):.0f} s: {its}, or "
-                f"the network there, must be down. {self._advice()}"
+                f"{names} {verb} sent nothing for {max(self._lost.values()):.0f} s: {its} or the "
+                f"network there must be down. {self._advice()}"
             )
         if self._frozen:
             gave = "has given" if len(self._frozen) == 1 else "have given"
             return (
                 f"{self._names(self._frozen)} {gave} no sign of life for "
-                f"{max(self._frozen.values()):.0f} s: stopped, or on a machine that gets nowhere"
+                f"{max(self._frozen.values()):.0f} s: stopped, or on a machine without progress"
             )
         if self._ended and (seconds := self._standstill.seconds()):
             return (
@@ -222,9 +222,9 @@ class PeerWatch:
         )
 
     def _advice(self) -> str:
-        again = "Start the job again on the hosts that are left: it"
+        again = "Restart the job on the remaining hosts: it"
         if self._env.checkpoint_dir is None:
-            return f"{again} begins anew, as PIPOLLUX_CHECKPOINT_DIR is not set"
+            return f"{again} starts from scratch, as PIPOLLUX_CHECKPOINT_DIR is not set"
         return f"{again} resumes from the newest checkpoint in {self._env.checkpoint_dir}"
 
     def _names(self, ranks: Iterable[int]) -> str:
@@ -350,7 +350,7 @@ def check_peers() -> None:
         RuntimeError: A process is gone.
     """
     if _watch is not None and _watch.gone():
-        raise RuntimeError("NCCL was told to wait no longer")
+        raise RuntimeError("NCCL was aborted, as a process is gone")
 
 
 def lost_peers(when: str, error: BaseException) -> PeerLostError:

@@ -39,4 +39,4 @@ def tell_stop(env: JobEnvironment, step: int) -> None:
             answer = client.post(f"{env.scheduler_url}/jobs/{env.job_id}/stops", json=body)
             answer.raise_for_status()
     except httpx.HTTPError as error:
-        LOG.debug("the scheduler was not told of the stop at step %d: %s", step, error)
+        LOG.debug("reporting the stop at step %d to the scheduler failed: %s", step, error)

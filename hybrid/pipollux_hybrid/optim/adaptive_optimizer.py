@@ -193,8 +193,8 @@ class AdaptiveOptimizer:
     def _refuse_foreign_scaler(self) -> None:
         if getattr(self.optimizer, "found_inf", None) is not None:
             raise ConfigurationError(
-                "scaler is a torch.amp.GradScaler, which knows nothing of accumulation steps and "
-                "whose scale would be taken for the gradient's noise: use "
+                "scaler is a torch.amp.GradScaler, which does not support accumulation steps and "
+                "whose scale would be mistaken for the gradient's noise: use "
                 "pipollux.GradScaler, with the same arguments"
             )
 

@@ -53,9 +53,9 @@ class GradScaler(torch.amp.GradScaler):
         job = contexts.current()
         if job is not None and job.mesh is not None and self._enabled:
             raise ConfigurationError(
-                "GradScaler scales a loss before its backward, and where each stage has a process "
-                "of its own train_step does both: train in bfloat16, which needs no scaling, or "
-                "with one process per replica"
+                "GradScaler scales a loss before its backward, and in a multi-process pipeline "
+                "train_step computes both: train in bfloat16, which needs no scaling, or with one "
+                "process per replica"
             )
 
     def scale(self, outputs: Tensor | Iterable[Tensor]) -> Any:

@@ -50,7 +50,7 @@ class KeptGradients:
                 "gradients were changed on an accumulation step, between backward() and "
                 "optimizer.step(), before those of the whole batch were complete: clip with "
                 "model.clip_grad_norm_(max_norm) instead of torch.nn.utils.clip_grad_norm_, and "
-                "forget them with optimizer.zero_grad() instead of the module's",
+                "reset them with optimizer.zero_grad() instead of the module's",
                 stacklevel=3,
             )
 

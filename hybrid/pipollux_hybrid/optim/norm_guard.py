@@ -41,8 +41,8 @@ def refuse_stage_norms(module: nn.Module) -> Callable[[], None]:
             if any(id(tensor) in gradients for tensor in tensors[0]):
                 raise ConfigurationError(
                     "torch.nn.utils.clip_grad_norm_ or get_total_norm was called with gradients of "
-                    "a model whose stages have processes, each with the gradients of its own stage "
-                    "only: write model.clip_grad_norm_(max_norm), which takes the norm over all "
+                    "a multi-process pipeline, where each process only has those of its stage: "
+                    "write model.clip_grad_norm_(max_norm), which takes the norm over all "
                     "stages and returns it; torch.nn.utils.clip_grad_value_ needs no norm"
                 )
         # A stage may have no parameters, which torch does not expect.

@@ -90,7 +90,7 @@ class OptimizerCheck:
                     f"the optimizers of the {word}s differ: {'; '.join(differences[:NAMED])}{more}"
                     ": set hyperparameters alike in all processes, and give a scheduler such as "
                     "ReduceLROnPlateau a value that all share, such as a total of a "
-                    "pipollux.Accumulator, and not a loss of its own"
+                    "pipollux.Accumulator, and not a local loss"
                 )
 
     def _digest(self) -> int:

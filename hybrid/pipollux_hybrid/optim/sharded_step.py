@@ -97,7 +97,7 @@ class ShardedStep:
             try:
                 group.all_reduce(told)
             except RuntimeError as error:
-                raise _lost("while telling of the weights of squares", error) from error
+                raise _lost("while exchanging the weights of squares", error) from error
         found: list[float] = told.tolist()
         return found
 
@@ -169,7 +169,7 @@ def _broadcast(tensor: Tensor, owner: int, group: dist.ProcessGroup | None) -> d
 
 
 def _lost(when: str, error: RuntimeError) -> PeerLostError:
-    why = f"The replicas that are left cannot go on without a restart: {LOST}"
+    why = f"The surviving replicas cannot continue without a restart: {LOST}"
     return PeerLostError(f"{lost_peers(when, error)} {why}")
 
 

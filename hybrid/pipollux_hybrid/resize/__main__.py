@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> int:
     rendezvous = RendezvousFolder(Path(folder))
     announcement = rendezvous.announcement()
     if announcement is None:
-        print(f"no job meets in {folder}", file=sys.stderr)
+        print(f"no job runs in {folder}", file=sys.stderr)
         return NO_JOB
     members = announcement.membership.replicas
     if rest:

@@ -136,7 +136,8 @@ class PendingMembership:
         except Exception as error:  # in a thread that nobody joins
             self.failure = error
             _LOG.warning(
-                "the groups of %s replicas were not formed, and training goes on without: %s: %s",
+                "the groups of %s replicas were not formed, training continues without them: "
+                "%s: %s",
                 *(len(self.membership.replicas), type(error).__name__, error),
             )
         else:

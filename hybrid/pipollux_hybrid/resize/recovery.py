@@ -126,7 +126,7 @@ class Recovery:
         try:
             pending, everyone = self._form(lost, me)
         except OSError as error:
-            self._give_up(f"the place where they meet cannot be reached ({error})")
+            self._give_up(f"the rendezvous cannot be reached ({error})")
         reason = next((x["reason"] for x in everyone if x["reason"]), "")
         everyone = everyone[ctx.env.stage :: ctx.env.processes_per_replica]
         furthest = max(x["exchanges"] for x in everyone)
@@ -193,7 +193,7 @@ class Recovery:
     def _give_up(self, reason: str, cause: Exception | None = None) -> NoReturn:
         error = self._losses.error
         raise PeerLostError(
-            f"{error} The replicas that are left cannot go on without a restart: {reason}"
+            f"{error} The surviving replicas cannot continue without a restart: {reason}"
         ) from (cause or error)
 
     # --- the next membership -----------------------------------------------------------------
@@ -210,7 +210,7 @@ class Recovery:
             newest = max(newest, successor.number)
             if successor.rank(self._watch.replica) is None:
                 self._watch.leave()
-                self._give_up("the others have gone on without this one, which they took for lost")
+                self._give_up("the others have continued without this one, which they saw as lost")
             rendezvous, timeout = self._watch.rendezvous, self._watch.timeout
             mesh = self._context.mesh
             pending = PendingMembership(successor, self._watch.replica, rendezvous, timeout, mesh)
@@ -218,7 +218,7 @@ class Recovery:
             if arbiter.conclude(successor, enters=everyone is not None):
                 if everyone is None:
                     self._watch.leave()
-                    self._give_up("the others have gone on without this one, which was too slow")
+                    self._give_up("the others have continued without this one, which was too slow")
                 else:
                     return pending, everyone
             self._watch.abandon(pending)
@@ -252,7 +252,7 @@ class Recovery:
             if newer and announcement is not None and announcement.membership.rank(me) is None:
                 return announcement.membership
             if waited > patience + PATIENCE:
-                self._give_up("the others were not heard of")
+                self._give_up("the other replicas did not report")
             time.sleep(POLL_INTERVAL)
         return decision
 
@@ -355,8 +355,8 @@ class Recovery:
 
 
 PENDING = (
-    "an Accumulator holds amounts that were not synchronized, and those of the lost replica cannot "
-    "be had again (call synchronized() in every step, or pipollux.report(loss=...) instead)"
+    "an Accumulator holds amounts that were not synchronized, and those of the lost replica are "
+    "lost (call synchronized() in every step, or pipollux.report(loss=...) instead)"
 )
 
 

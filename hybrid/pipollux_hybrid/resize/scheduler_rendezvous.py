@@ -79,14 +79,14 @@ class SchedulerRendezvous:
         heartbeat = Heartbeat.start(self._env, lambda: None, self)
         if heartbeat is None:
             raise ConfigurationError(
-                "PIPOLLUX_JOINS is 1, and there is no scheduler to tell which job: it needs "
-                "PIPOLLUX_ATTEMPT, PIPOLLUX_SCHEDULER_URL, PIPOLLUX_JOB_ID and a "
-                "PIPOLLUX_HEARTBEAT_INTERVAL that is not 0"
+                "PIPOLLUX_JOINS is 1, but the job to join is unknown: set PIPOLLUX_ATTEMPT, "
+                "PIPOLLUX_SCHEDULER_URL, PIPOLLUX_JOB_ID and a PIPOLLUX_HEARTBEAT_INTERVAL that "
+                "is not 0"
             )
         while (announcement := self.announcement()) is None or not announcement.balance:
             if not heartbeat.alive:
                 raise ConfigurationError(
-                    "the scheduler at PIPOLLUX_SCHEDULER_URL does not take this replica's "
+                    "the scheduler at PIPOLLUX_SCHEDULER_URL does not accept this replica's "
                     "heartbeats: PIPOLLUX_TOKEN must be the token that it gave to this job"
                 )
             self._answered.wait(WAITS)
