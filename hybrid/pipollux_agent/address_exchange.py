@@ -35,9 +35,9 @@ def own_address() -> str:
 
     It is PIPOLLUX_ADDRESS, else the address of the interface to the scheduler.
     """
-    told = os.environ.get(variables.ADDRESS.name)
-    if told:
-        return told
+    given = os.environ.get(variables.ADDRESS.name)
+    if given:
+        return given
     host = urllib.parse.urlsplit(_url()).hostname or "127.0.0.1"
     family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -116,10 +116,10 @@ def _ask(
                 return read(answer.read())
         except urllib.error.HTTPError as error:
             with error:
-                said = error.read(1000).decode("utf-8", "replace")
+                text = error.read(1000).decode("utf-8", "replace")
             if error.code < 500 and error.code != 429:
-                _give_up(f"{url} answers {error.code}: {said}")
-            failure = f"it answers {error.code}: {said}"
+                _give_up(f"{url} answers {error.code}: {text}")
+            failure = f"it answers {error.code}: {text}"
         except (OSError, ValueError) as error:
             failure = str(error)
         if time.monotonic() >= deadline:

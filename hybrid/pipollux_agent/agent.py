@@ -65,9 +65,9 @@ def main() -> int:
         result = result_of(error_file, os.environ)
         left = _left_behind(process) if status == 0 else []
         if left:
-            status, said = DAEMONISED, _DAEMONISED.format(", ".join(map(str, left)))
-            print(said, file=sys.stderr, flush=True)
-            result = result.model_copy(update={"error": ResultError(message=said)})
+            status, message = DAEMONISED, _DAEMONISED.format(", ".join(map(str, left)))
+            print(message, file=sys.stderr, flush=True)
+            result = result.model_copy(update={"error": ResultError(message=message)})
         _leave_result(result)
     return status
 
@@ -195,8 +195,8 @@ def result_of(error_file: Path, environment: Mapping[str, str]) -> AgentResult:
     found = _read(error_file)
     if found is not None:
         with suppress(KeyError, TypeError, ValidationError):
-            told = {"message": found["message"]["message"], "types": tuple(found["types"])}
-            error = ResultError(**told, loaded=found["loaded"])
+            fields = {"message": found["message"]["message"], "types": tuple(found["types"])}
+            error = ResultError(**fields, loaded=found["loaded"])
     checkpoints = variables.CHECKPOINT_DIR.read(environment) or Path("/nowhere")
     attempt = environment.get(variables.ATTEMPT.name)
     step = None

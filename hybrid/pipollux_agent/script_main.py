@@ -75,10 +75,10 @@ def keep(error: BaseException, *, loaded: bool) -> None:
     if not path:
         return
     about = traceback.TracebackException.from_exception(error)
-    said = "".join(about.format_exception_only()).strip()
+    message = "".join(about.format_exception_only()).strip()
     kept = {
         "message": {
-            "message": said[-TEXT_LIMIT:],
+            "message": message[-TEXT_LIMIT:],
             "extraInfo": {
                 "py_callstack": "".join(about.format())[-TEXT_LIMIT:],
                 "timestamp": str(int(time.time())),

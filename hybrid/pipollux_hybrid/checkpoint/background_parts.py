@@ -68,15 +68,15 @@ def _lead(
     saver: AsyncSaver,
     keep_also: Path | None,
 ) -> None:
-    told: dict[str, Any] = {"folder": None}
+    message: dict[str, Any] = {"folder": None}
     with ExitStack() as ending:
         try:
             saver.wait()
             copies = {name: snapshot_of(state) for name, state in states.items()}
             aside = ending.enter_context(files.new_checkpoint(root))
-            told = {"folder": str(aside)}
+            message = {"folder": str(aside)}
         finally:  # the others wait for it, also after an error
-            answers = tell(ctx, told)[1 : ctx.env.processes_per_replica]
+            answers = tell(ctx, message)[1 : ctx.env.processes_per_replica]
         check_answers(root, answers)
         stages = [ending.enter_context(_connected(x["address"])) for x in answers]
         write = partial(_finish, ending.pop_all(), aside, copies, stages, ctx.env.attempt)
@@ -84,7 +84,7 @@ def _lead(
 
 
 def _follow(ctx: JobContext, states: Mapping[str, State], saver: AsyncSaver) -> None:
-    told: dict[str, Any] = {"error": "it did not come so far"}
+    message: dict[str, Any] = {"error": "it did not come so far"}
     with ExitStack() as ending:
         try:
             saver.wait()
@@ -94,11 +94,11 @@ def _follow(ctx: JobContext, states: Mapping[str, State], saver: AsyncSaver) -> 
                 if state.in_parts
             }
             listener, address = ending.enter_context(_listening())
-            told = {"address": address}
+            message = {"address": address}
         except (CheckpointError, OSError) as error:
-            told = {"error": str(error)}
+            message = {"error": str(error)}
         finally:
-            answers = tell(ctx, told)[: ctx.env.processes_per_replica]
+            answers = tell(ctx, message)[: ctx.env.processes_per_replica]
         folder = answers[0]["folder"]
         if folder is None or any("error" in answer for answer in answers):
             return
@@ -138,14 +138,14 @@ def _write_part(ending: ExitStack, listener: socket.socket, folder: Path, copies
                 f"a part of {folder} was not written, as the first process of the replica did not "
                 f"connect within {CONNECTS_WITHIN:.0f} s: {error}"
             ) from error
-    told: dict[str, Any] = {"error": "it was interrupted"}
+    message: dict[str, Any] = {"error": "it was interrupted"}
     try:
-        told = {"written": files.write_states(folder, copies)}
+        message = {"written": files.write_states(folder, copies)}
     except (OSError, files.StateError) as error:
-        told = {"error": str(error)}
+        message = {"error": str(error)}
     finally:
         with connection, suppress(OSError):  # without the first one there is no checkpoint
-            connection.sendall(json.dumps(told).encode())
+            connection.sendall(json.dumps(message).encode())
             connection.shutdown(socket.SHUT_RDWR)  # forked workers of loaders hold it open
     return folder
 

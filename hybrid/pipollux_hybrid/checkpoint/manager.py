@@ -140,8 +140,8 @@ def shared_failure(ctx: JobContext, failure: CheckpointError | None) -> Checkpoi
         ctx: The job's context.
         failure: The failure on this replica; None: there is none.
     """
-    told = ctx.control.gather_bytes(("" if failure is None else str(failure)).encode())
-    reasons = [reason.decode() for reason in told if reason]
+    failures = ctx.control.gather_bytes(("" if failure is None else str(failure)).encode())
+    reasons = [reason.decode() for reason in failures if reason]
     return CheckpointError(reasons[0]) if reasons else None
 
 

@@ -150,9 +150,9 @@ class OptimizerShards:
         if not self.divided or group is None:
             return
         self.drop()
-        told, ours = self._describe()
+        description, ours = self._describe()
         content = io.BytesIO()
-        torch.save(told, content)
+        torch.save(description, content)
         with _reaching_peers():
             found = group.all_gather_bytes(content.getvalue())
         everyone: list[Told] = [torch.load(io.BytesIO(x), weights_only=True) for x in found]
@@ -170,7 +170,7 @@ class OptimizerShards:
 
     def _describe(self) -> tuple[Told, list[Tensor]]:
         """Return a description of this replica's state, and its tensors in host memory."""
-        told: Told = []
+        description: Told = []
         tensors: list[Tensor] = []
         for number, parameter in enumerate(self._parameters):
             if parameter not in self._optimizer.state:
@@ -183,14 +183,14 @@ class OptimizerShards:
                     values.append((name, (True, tuple(kind))))
                 else:
                     values.append((name, (False, value)))
-            told.append((number, values))
-        return told, tensors
+            description.append((number, values))
+        return description, tensors
 
     def _put_together(self, everyone: Sequence[Told], tensors: Sequence[Sequence[Tensor]]) -> None:
         found: dict[int, dict[str, Any]] = {}
-        for told, given in zip(everyone, tensors, strict=True):
+        for description, given in zip(everyone, tensors, strict=True):
             remaining = iter(given)
-            for number, values in told:
+            for number, values in description:
                 found[number] = {
                     name: next(remaining) if is_tensor else value
                     for name, (is_tensor, value) in values

@@ -178,9 +178,9 @@ def _expect(optimizer: torch.optim.Optimizer, made: list[set[Any]]) -> None:
 def foreign_parameter(parameter: object) -> ConfigurationError:
     """Return the error for an optimizer's parameter that the model does not have."""
     shape = tuple(parameter.shape) if isinstance(parameter, torch.Tensor) else None
-    what = f"a parameter of shape {shape}" if shape is not None else f"a {type(parameter).__name__}"
+    item = f"a parameter of shape {shape}" if shape is not None else f"a {type(parameter).__name__}"
     return ConfigurationError(
-        f"the optimizer was given {what} that is not in the wrapped module, so it would neither be "
+        f"the optimizer was given {item} that is not in the wrapped module, so it would neither be "
         "synchronised nor saved: give it parameters of the module only, and have all layers in the "
         "module before HybridParallel(…)"
     )

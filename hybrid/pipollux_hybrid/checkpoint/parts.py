@@ -41,11 +41,11 @@ def save_in_parts(
     if not ctx.env.leads:
         _write_part(ctx, states, saver)
         return None
-    told = False
+    sent = False
     try:
         saver.wait()
         with files.new_checkpoint(root) as aside:
-            told = True
+            sent = True
             tell(ctx, {"folder": str(aside)})
             try:
                 written = files.write_states(aside, {n: s.save for n, s in states.items()})
@@ -53,7 +53,7 @@ def save_in_parts(
                 answers = tell(ctx, {})[1 : ctx.env.processes_per_replica]
             return files.commit(aside, written | check_answers(root, answers), ctx.env.attempt)
     finally:
-        if not told:
+        if not sent:
             tell(ctx, {"folder": None})
 
 

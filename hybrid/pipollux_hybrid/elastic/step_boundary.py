@@ -289,10 +289,10 @@ def _mark(ctx: JobContext) -> CheckpointError | None:
 
 
 def _farewell(ctx: JobContext, failure: CheckpointError | None) -> str:
-    said = f"stopped at step {ctx.step or 0} as asked"
+    text = f"stopped at step {ctx.step or 0} as asked"
     if failure is not None:
-        return f"{said}, without a checkpoint of it: {failure}"
-    return said if ctx.env.checkpoint_dir else f"{said}; set PIPOLLUX_CHECKPOINT_DIR to go on later"
+        return f"{text}, without a checkpoint of it: {failure}"
+    return text if ctx.env.checkpoint_dir else f"{text}; set PIPOLLUX_CHECKPOINT_DIR to go on later"
 
 
 def _say(sentence: str) -> None:

@@ -228,8 +228,8 @@ def _threads(env: Mapping[str, str]) -> int | None:
     levels = [level.strip() for level in text.split(",")]
     if not all(level.isascii() and level.isdecimal() and int(level) > 0 for level in levels):
         raise ConfigurationError(
-            f"environment variable OMP_NUM_THREADS={text!r}: a whole number of at least 1 is "
-            "needed, or several separated by commas, of which the first is used"
+            f"environment variable OMP_NUM_THREADS={text!r}: a whole number of at least 1, or "
+            "several separated by commas, of which the first is used, is needed"
         )
     return int(levels[0])
 

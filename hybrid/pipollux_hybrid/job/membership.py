@@ -95,9 +95,9 @@ class Announcement:
         """Return the announcement as a JSON object."""
         balance = list(self.balance)
         place = list(self.place)
-        told = {"place": place, "balance": balance, "processes": self.processes}
-        told["schedule"] = self.schedule
-        return {**self.membership.to_json_object(), **told}
+        fields = {"place": place, "balance": balance, "processes": self.processes}
+        fields["schedule"] = self.schedule
+        return {**self.membership.to_json_object(), **fields}
 
     @classmethod
     def from_json_object(cls, data: dict[str, Any]) -> Announcement:

@@ -139,9 +139,9 @@ class ReplicaCalls:
         given = [other.batch for other in calls]
         counts = {(batch.samples, batch.microbatches) for batch in given}
         differing = [
-            what
-            for what in ("inputs", "targets")
-            if len({getattr(batch, what) for batch in given} - {0}) > 1
+            argument
+            for argument in ("inputs", "targets")
+            if len({getattr(batch, argument) for batch in given} - {0}) > 1
         ]
         if len(counts) > 1 or differing:
             raise SynchronizationError(self._other_batches(call, given, differing))
@@ -159,7 +159,7 @@ class ReplicaCalls:
     def _other_batches(
         self, call: _Call, given: Sequence[BatchDigest], differing: Sequence[str]
     ) -> str:
-        what = ", ".join(differing) or "numbers of samples"
+        names = ", ".join(differing) or "numbers of samples"
         sizes = [
             f"{batch.samples} samples in {batch.microbatches} micro-batches" for batch in given
         ]
@@ -170,7 +170,7 @@ class ReplicaCalls:
         if "targets" in differing:
             changed = "; a loss_fn that changes targets in place has to clone them first"
         return (
-            f"the processes of replica {self._replica} were given different {what} in "
+            f"the processes of replica {self._replica} were given different {names} in "
             f"{call.name}{found}: the first stage reads the inputs and the last one the targets, "
             "so every process of a replica must load the same batches: use "
             "pipollux.AdaptiveDataLoader, or shard and seed by pipollux.replica_rank() and not by "

@@ -59,8 +59,8 @@ class OptimizerCheck:
     def content(self) -> bytes:
         """Return both as JSON."""
         self._digest()
-        told = {"steps": self._steps, "used": self._used_words, "now": self._words}
-        return json.dumps(told).encode()
+        fields = {"steps": self._steps, "used": self._used_words, "now": self._words}
+        return json.dumps(fields).encode()
 
     def compare(self, contents: Sequence[bytes], word: str) -> None:
         """Refuse processes whose optimizers differ.
@@ -73,7 +73,7 @@ class OptimizerCheck:
             SynchronizationError: They differ; the message names the difference and a remedy.
         """
         everyone = [json.loads(content) for content in contents]
-        steps = [told["steps"] for told in everyone]
+        steps = [fields["steps"] for fields in everyone]
         if len(set(steps)) > 1:
             raise SynchronizationError(
                 f"optimizer.step() did not run on all {word}s alike (steps taken: "
@@ -83,7 +83,7 @@ class OptimizerCheck:
                 "(pipollux.all_reduce_sum)"
             )
         for when in ("now", "used"):
-            differences = _differences([told[when] for told in everyone], word)
+            differences = _differences([fields[when] for fields in everyone], word)
             if differences:
                 more = f"; and {len(differences) - NAMED} more" if len(differences) > NAMED else ""
                 raise SynchronizationError(

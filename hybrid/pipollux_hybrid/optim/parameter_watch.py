@@ -99,16 +99,16 @@ class ParameterWatch:
     def _refuse_layer(self) -> None:
         now, count = dict(self._module._modules), len(self._layers)
         if len(now) != count:
-            what = f"the module had {count} layers when it was wrapped and has {len(now)} now"
+            change = f"the module had {count} layers when it was wrapped and has {len(now)} now"
         else:
             pairs = zip(now.items(), self._layers, strict=True)
             name, new, old = next((n, new, old) for (n, new), old in pairs if new is not old)
-            what = (
+            change = (
                 f"layer {name!r} was a {type(old).__name__} when the module was wrapped and is "
                 f"another {type(new).__name__} now"
             )
         raise ConfigurationError(
-            f"{what}: the pipeline and the optimizer keep the layers they were made with, so "
+            f"{change}: the pipeline and the optimizer keep the layers they were made with, so "
             "change the module before HybridParallel(…), or copy new values into the layer it has"
         )
 

@@ -83,22 +83,22 @@ class ShardedStep:
         """
         asked = [p for p in self._parameters() if p not in known]
         made = {p: x for p in asked if self._shards.is_own(p) and (x := make(p)) is not None}
-        told = torch.tensor([p in made for p in asked], dtype=torch.float32)
-        anywhere = self._any(told)
+        flags = torch.tensor([p in made for p in asked], dtype=torch.float32)
+        anywhere = self._any(flags)
         there = [p for p, found in zip(asked, anywhere, strict=True) if found]
         tensors = {p: made[p] if p in made else torch.empty_like(_real(p)) for p in there}
         self._send([(tensors[p], self._shards.owner(p)) for p in there])
         return tensors
 
-    def _any(self, told: Tensor) -> list[float]:
+    def _any(self, flags: Tensor) -> list[float]:
         """Return for each number whether it is above 0 on any replica."""
         group = self._shards.group
-        if group is not None and len(told):
+        if group is not None and len(flags):
             try:
-                group.all_reduce(told)
+                group.all_reduce(flags)
             except RuntimeError as error:
                 raise _lost("while exchanging the weights of squares", error) from error
-        found: list[float] = told.tolist()
+        found: list[float] = flags.tolist()
         return found
 
     def _parameters(self) -> list[nn.Parameter]:

@@ -33,8 +33,8 @@ def main(arguments: list[str]) -> int:
     for rank, replica in enumerate(members):
         print(f"{replica}  replica {rank}")
     for joining_replica in rendezvous.joining():
-        what = "waits to join" if joining_replica.waiting_to_join else "starts"
-        print(f"{joining_replica.replica}  {what}, on {joining_replica.host}")
+        status = "waits to join" if joining_replica.waiting_to_join else "starts"
+        print(f"{joining_replica.replica}  {status}, on {joining_replica.host}")
     return 0
 
 

@@ -295,7 +295,7 @@ def find_job(rendezvous: RendezvousFolder, env: JobEnvironment) -> Announcement 
         ConfigurationError: This attempt has several replicas, or another number of processes per
             replica than an existing job.
     """
-    began_at, told = time.monotonic(), False
+    began_at, logged = time.monotonic(), False
     while True:
         claim, announcement = rendezvous.last_claim(), rendezvous.announcement()
         # Until the job has a model its announcement is incomplete.
@@ -309,9 +309,9 @@ def find_job(rendezvous: RendezvousFolder, env: JobEnvironment) -> Announcement 
         )
         if not starts and rendezvous.job_is_silent() and rendezvous.claim(claim):
             return None
-        if not told and time.monotonic() > began_at + TELLS_AFTER:
+        if not logged and time.monotonic() > began_at + TELLS_AFTER:
             say(f"waits to see whether the job in {rendezvous.folder} is alive, and has its model")
-            told = True
+            logged = True
         time.sleep(INTERVAL)
 
 

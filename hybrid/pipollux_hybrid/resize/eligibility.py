@@ -20,11 +20,11 @@ def why_not_live(ctx: JobContext, *, joins: bool = True) -> str | None:
     """
     for name, state in ctx.component(States).items():
         if not state.live and (joins or not state.shrinks):
-            what = "join" if joins else "leave"
+            action = "join" if joins else "leave"
             allowed = " (replicas may leave)" if state.shrinks else ""
             return (
-                f"replicas cannot {what} while others train, as {type(state).__name__} sets live = "
-                f"False for the state {name}{allowed}: stop the job, and start it again with "
-                "another number of replicas"
+                f"replicas cannot {action} while others train, as {type(state).__name__} sets "
+                f"live = False for the state {name}{allowed}: stop the job, and start it again "
+                "with another number of replicas"
             )
     return None

@@ -136,10 +136,10 @@ class Joining:
                 theirs = pending.common()
                 self._watch.give_up(pending)
                 if found[0].tolist()[:2] == here.tolist()[:2] and not torch.equal(found[0], here):
-                    what = differences_of_joining(theirs, self._common)
+                    differences = differences_of_joining(theirs, self._common)
                     raise ConfigurationError(
-                        f"this replica cannot join the job: {what}; start it with the same script, "
-                        "arguments and environment"
+                        f"this replica cannot join the job: {differences}; start it with the same "
+                        "script, arguments and environment"
                     )
                 return state
             if found[0].tolist()[:2] > here.tolist()[:2]:

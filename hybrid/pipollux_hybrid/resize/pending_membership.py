@@ -169,11 +169,11 @@ class PendingMembership:
             # A process may have formed all of its groups, and another one not.
             self._wait_for_all(store, "formed", time.monotonic() + PATIENCE)
 
-    def _wait_for_all(self, store: Store, what: str, deadline: float) -> None:
+    def _wait_for_all(self, store: Store, key: str, deadline: float) -> None:
         """Set a key in the store, and wait until all processes have set it."""
-        store.set(f"{what}-{self.process}", "1")
+        store.set(f"{key}-{self.process}", "1")
         left = timedelta(seconds=max(deadline - time.monotonic(), 1.0))
-        store.wait([f"{what}-{rank}" for rank in range(self.num_processes)], left)
+        store.wait([f"{key}-{rank}" for rank in range(self.num_processes)], left)
 
     def _make_room(self, store: Store) -> None:
         """Allocate memory in advance."""
@@ -181,10 +181,10 @@ class PendingMembership:
         if self.process == 0 and self._common is not None:
             store.set(COMMON, json.dumps(self._common()))
         if self.rank == 0:
-            told = self._outline() if self._outline is not None else b""
-            store.set(name, told)  # type: ignore[arg-type]  # torch also accepts bytes
-        elif self._prepare is not None and (told := store.get(name)):
-            self.spare = self._prepare(told)
+            outline = self._outline() if self._outline is not None else b""
+            store.set(name, outline)  # type: ignore[arg-type]  # torch also accepts bytes
+        elif self._prepare is not None and (outline := store.get(name)):
+            self.spare = self._prepare(outline)
         self.ready = [prepare(len(self.membership.replicas)) for prepare in self._prepares]
 
     def _meet(self, number: int, deadline: float) -> Store:

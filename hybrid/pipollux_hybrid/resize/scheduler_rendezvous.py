@@ -130,8 +130,8 @@ class SchedulerRendezvous:
         """Send the job announcement."""
         epoch, loop = announcement.place
         cannot, balance = announcement.cannot, list(announcement.balance)
-        told = {"balance": balance, "cannot": cannot, "schedule": announcement.schedule}
-        self._say(epoch=epoch, loop=loop, **told)
+        fields = {"balance": balance, "cannot": cannot, "schedule": announcement.schedule}
+        self._say(epoch=epoch, loop=loop, **fields)
 
     def retract(self) -> None:
         """Remove the folder; the last heartbeat reports the end of the script."""
@@ -140,8 +140,8 @@ class SchedulerRendezvous:
 
     def announcement(self) -> Announcement | None:
         """Return the last job announcement."""
-        told = self._answer.announcement
-        return None if told is None else Announcement.from_json_object(told.model_dump())
+        found = self._answer.announcement
+        return None if found is None else Announcement.from_json_object(found.model_dump())
 
     def job_is_silent(self) -> bool:
         """Return False: if there is no job to join, the answer to a heartbeat ends this replica."""
@@ -194,8 +194,8 @@ class SchedulerRendezvous:
 
     def proposal(self) -> Membership | None:
         """Return the membership that the scheduler proposes."""
-        told = self._answer.proposal
-        return None if told is None else Membership.from_json_object(told.model_dump())
+        found = self._answer.proposal
+        return None if found is None else Membership.from_json_object(found.model_dump())
 
     def refresh(self) -> None:
         """Send a heartbeat now."""
@@ -230,12 +230,12 @@ class SchedulerRendezvous:
 
     def find_store(self, number: int) -> tuple[str, int] | None:
         """Return the address of a membership's store."""
-        told = self._answer.store
-        if told is None and self.folder is not None:
+        found = self._answer.store
+        if found is None and self.folder is not None:
             with suppress(OSError, ValueError):
                 text = (self.folder / f"store-{number}").read_text()
-                told = StoreAddress.model_validate_json(text)
-        return None if told is None or told.number != number else (told.host, told.port)
+                found = StoreAddress.model_validate_json(text)
+        return None if found is None or found.number != number else (found.host, found.port)
 
     def remove_store(self, number: int) -> None:
         """Remove the file with the address; `entered` removes it from heartbeats."""

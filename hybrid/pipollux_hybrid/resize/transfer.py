@@ -158,15 +158,15 @@ def outline(states: Mapping[str, State]) -> bytes:
     Args:
         states: By name; only those that are equal on all are included.
     """
-    told = io.BytesIO()
+    buffer = io.BytesIO()
     try:
         sent = pack(states, leads=False)
         kinds = [tuple(Kind.of(tensor)) for tensor in sent.tensors]
-        torch.save({"states": sent.states, "kinds": kinds}, told)
+        torch.save({"states": sent.states, "kinds": kinds}, buffer)
     except Exception as error:  # the optimizer's state may be created at this moment
         _LOG.debug("nobody can make room for the states: %s", error)
         return b""
-    return told.getvalue()
+    return buffer.getvalue()
 
 
 def prepare(told: bytes, states: Mapping[str, State], seconds: float) -> Spare:

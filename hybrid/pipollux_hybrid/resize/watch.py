@@ -278,8 +278,8 @@ class MembershipWatch:
         balance = tuple(cut.balance) if cut is not None else ()
         cannot = why_not_live(self._context, joins=True)
         processes = self._context.env.processes_per_replica
-        told = balance, cannot, processes, self._context.pipeline.schedule
-        self.rendezvous.post(Announcement(current, self.place, *told))
+        fields = balance, cannot, processes, self._context.pipeline.schedule
+        self.rendezvous.post(Announcement(current, self.place, *fields))
         self.totals.restore()
         if cut is None or not self.rendezvous.self_governed:
             return
