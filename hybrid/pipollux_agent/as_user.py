@@ -61,7 +61,6 @@ def main(user: str, folder: str, command: list[str]) -> int:
 
 
 def _environment(account: pwd.struct_passwd) -> dict[str, str]:
-    """Return the environment of the user's processes."""
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(_OF_THE_CALLER)
     }

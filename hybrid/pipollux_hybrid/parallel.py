@@ -425,7 +425,6 @@ class HybridParallel(PipelineModel):
         return nullcontext() if counts else batchnorm.uncounted(self._deferred)
 
     def _plan(self, sizes: list[int], batch: PyTree) -> BackwardPlan:
-        """Return the plan of the backward for micro-batches of these sizes."""
         self._context.check_joined()
         self._same_samples.note(batch)
         micro_step = self._batch.micro_step

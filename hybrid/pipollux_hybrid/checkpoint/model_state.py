@@ -190,7 +190,6 @@ class ModelState(State):
         }
 
     def _here(self, named: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries of this process's layers."""
         return {name: x for name, x in named.items() if plain_name(name) not in self._elsewhere}
 
     def _optimizer_here(self, content: Mapping[str, Any]) -> dict[str, Any]:

@@ -108,7 +108,6 @@ class ParameterGroups:
         return {p: plain_name(self._shared.get(p, name)) for name, p in named}
 
     def _names(self) -> list[list[str]]:
-        """Return the names of the parameters of each group."""
         names = self.names()
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:

@@ -211,7 +211,6 @@ class JobEnvironment:
 
 
 def _processes(env: Mapping[str, str], asked_for: int | None) -> int:
-    """Return the number of processes per replica."""
     default = 1 if asked_for is None else asked_for
     if isinstance(default, bool) or not isinstance(default, int) or default < 1:
         raise ConfigurationError(

@@ -48,6 +48,9 @@ os.register_at_fork(before=gc.freeze, after_in_parent=gc.unfreeze)
 class ReplicaGroup:
     """Collectives on CPU tensors among some replicas.
 
+    Tensors have the same shape on all replicas. Timeouts are in seconds, None for the group's own.
+    Methods raise a RuntimeError if a replica is gone or too slow.
+
     Args:
         process_group: A ``ProcessGroup`` of torch, or one of its backends.
         size: Number of replicas.
@@ -60,27 +63,11 @@ class ReplicaGroup:
         self.connections = connections
 
     def all_reduce(self, tensor: torch.Tensor, timeout: float | None = None) -> None:
-        """Sum a tensor over the replicas, in place.
-
-        Args:
-            tensor: Of the same shape on all.
-            timeout: Seconds to wait; None: the group's.
-
-        Raises:
-            RuntimeError: A replica is gone, or too slow.
-        """
+        """Sum a tensor over the replicas, in place."""
         _wait(self.process_group.allreduce([tensor]), timeout)
 
     def all_gather(self, tensor: torch.Tensor, timeout: float | None = None) -> list[torch.Tensor]:
-        """Return one tensor of equal shape per replica, in the order of ranks.
-
-        Args:
-            tensor: Of the same shape on all.
-            timeout: Seconds to wait; None: the group's.
-
-        Raises:
-            RuntimeError: A replica is gone, or too slow.
-        """
+        """Return the tensor of every replica, in the order of ranks."""
         work, everyone = self.start_all_gather(tensor)
         _wait(work, timeout)
         return everyone
@@ -91,15 +78,7 @@ class ReplicaGroup:
         return self.process_group.allgather([everyone], [tensor]), everyone
 
     def all_gather_bytes(self, content: bytes, timeout: float | None = None) -> list[bytes]:
-        """Return bytes of any length of every replica, in the order of ranks.
-
-        Args:
-            content: This replica's bytes.
-            timeout: Seconds to wait; None: the group's.
-
-        Raises:
-            RuntimeError: A replica is gone, or too slow.
-        """
+        """Return bytes of any length of every replica, in the order of ranks."""
         sizes = [int(size) for size in self.all_gather(torch.tensor([len(content)]), timeout)]
         padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
         padded[: len(content)] = torch.frombuffer(bytearray(content + b"\0"), dtype=torch.uint8)[
@@ -109,16 +88,7 @@ class ReplicaGroup:
         return [part[:size].numpy().tobytes() for part, size in zip(everyone, sizes, strict=True)]
 
     def broadcast(self, tensor: torch.Tensor, root: int, timeout: float | None = None) -> None:
-        """Overwrite a tensor with that of one replica.
-
-        Args:
-            tensor: Of the same shape on all.
-            root: That replica's rank.
-            timeout: Seconds to wait; None: the group's.
-
-        Raises:
-            RuntimeError: A replica is gone, or too slow.
-        """
+        """Overwrite a tensor with that of the replica of rank ``root``."""
         options = dist.BroadcastOptions()
         options.rootRank = root
         _wait(self.process_group.broadcast([tensor], options), timeout)
@@ -132,15 +102,7 @@ class ReplicaGroup:
         return self.process_group.recv([tensor], rank, 0)
 
     def wait(self, work: Any, timeout: float | None = None) -> None:
-        """Wait for a point-to-point operation.
-
-        Args:
-            work: The result of :meth:`start_send` or :meth:`start_receive`.
-            timeout: Seconds to wait; None: the group's.
-
-        Raises:
-            RuntimeError: The other replica is gone, or too slow.
-        """
+        """Wait for the result of :meth:`start_send` or :meth:`start_receive`."""
         _wait(work, timeout)
 
 

@@ -58,7 +58,8 @@ class ProcessMesh:
     """The groups of this process; all processes create it at the same point.
 
     At an elastic resize it switches to new groups: users of the mesh are not affected, users of one
-    of its groups must fetch the new one.
+    of its groups must fetch the new one. All processes of a group call its collectives, which raise
+    a PeerLostError if one is gone, within a replica a ReplicaBrokenError.
 
     Args:
         env: The environment of this process.
@@ -162,23 +163,15 @@ class ProcessMesh:
         return torch.arange(num_replicas * self.num_stages).view(num_replicas, self.num_stages)
 
     def sum_over_stages(self, numbers: Sequence[float]) -> list[float]:
-        """Sum numbers over the stages of this replica, whose processes all call it.
-
-        Raises:
-            ReplicaBrokenError: A process is gone.
-        """
+        """Sum numbers over the stages of this replica."""
         return _sum(self.row, numbers, broken_replica)
 
     def share(self, found: torch.Tensor | None, size: int) -> torch.Tensor | None:
-        """Return the result of any process of this replica that has it; None: none has. All call
-        it.
+        """Return the result of any process of this replica that has it; None: none has.
 
         Args:
             found: The result in this process, float64, shape [size]; equal on all that have it.
             size: Number of elements.
-
-        Raises:
-            ReplicaBrokenError: A process is gone.
         """
         mine = torch.zeros(1 + size, dtype=torch.float64)
         if found is not None:
@@ -188,19 +181,11 @@ class ProcessMesh:
         return next((x[1:] for x in everyone if x[0] > 0.0), None)
 
     def sum_over_replicas(self, numbers: Sequence[float]) -> list[float]:
-        """Sum numbers over the processes that run this stage, all of which call it.
-
-        Raises:
-            PeerLostError: A process is gone.
-        """
+        """Sum numbers over the processes that run this stage."""
         return _sum(self.column, numbers, lost_peers)
 
     def gather_from_stages(self, content: bytes) -> list[bytes]:
-        """Return bytes of each stage of this replica; all of its processes call it.
-
-        Raises:
-            ReplicaBrokenError: A process is gone.
-        """
+        """Return bytes of each stage of this replica."""
         with _reaching(broken_replica):
             return self.row.all_gather_bytes(content)
 

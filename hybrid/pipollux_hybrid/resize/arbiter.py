@@ -24,7 +24,7 @@ class Arbiter(Protocol):
     """Communication of surviving replicas while they have no groups.
 
     There may be several attempts to continue from one membership, as more replicas may die
-    meanwhile.
+    meanwhile. Methods that write raise an OSError if they cannot.
     """
 
     @property
@@ -39,20 +39,13 @@ class Arbiter(Protocol):
             attempt: Counted from 0.
             replica: The living replica.
             newest: The highest number of a membership that it knows.
-
-        Raises:
-            OSError: The report cannot be written.
         """
 
     def reports(self, lost: Membership, attempt: int) -> Mapping[str, int]:
         """Return the replicas that have reported, with the highest number of each."""
 
     def decide(self, lost: Membership, attempt: int, successor: Membership) -> None:
-        """Decide on the membership of the surviving replicas, unless it is decided already.
-
-        Raises:
-            OSError: The decision cannot be written.
-        """
+        """Decide on the membership of the surviving replicas, unless it is decided already."""
 
     def decision(self, lost: Membership, attempt: int) -> Membership | None:
         """Return the decision; None: there is none yet."""
@@ -68,9 +61,6 @@ class Arbiter(Protocol):
 
         Returns:
             Whether it is entered.
-
-        Raises:
-            OSError: The outcome cannot be written.
         """
 
     def clear(self, current: Membership) -> None:

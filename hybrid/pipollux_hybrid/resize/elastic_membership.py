@@ -146,7 +146,6 @@ class ElasticMembership:
             raise self._watch.refused
 
     def _change(self, pending: PendingMembership, here: torch.Tensor) -> bool:
-        """Resize to a membership, if all agree."""
         ctx = self._context
         began_at, joining = time.perf_counter(), self._joining(pending)
         try:
@@ -264,7 +263,7 @@ def elastic_membership(ctx: JobContext) -> ElasticMembership | None:
 
 
 class _Holder:
-    """Holds the singleton of a job."""
+    """Holds the component of a job, which may be absent."""
 
     def __init__(self, ctx: JobContext) -> None:
         del ctx

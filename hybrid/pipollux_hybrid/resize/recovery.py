@@ -361,7 +361,6 @@ PENDING = (
 
 
 def _replicas_of(ranks: set[int], lost: Membership, ctx: JobContext) -> set[str]:
-    """Return the replicas of some processes."""
     return {lost.replicas[rank // ctx.env.processes_per_replica] for rank in ranks}
 
 

@@ -17,8 +17,8 @@ class Rendezvous(Protocol):
     """A folder that all hosts share, or the scheduler.
 
     Every method returns at once, except those of replicas that wait to join; undeliverable
-    information is sent again later. It is used by the main thread and by that of the
-    :class:`~pipollux_hybrid.resize.watch.MembershipWatch`.
+    information is sent again later. Methods that write raise an OSError if they cannot. It is used
+    by the main thread and by that of the :class:`~pipollux_hybrid.resize.watch.MembershipWatch`.
     """
 
     @property
@@ -34,11 +34,7 @@ class Rendezvous(Protocol):
         """A folder that all replicas share; None: there is none."""
 
     def post(self, announcement: Announcement) -> None:
-        """Publish the job announcement; replica 0 does so all the time.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Publish the job announcement; replica 0 does so all the time."""
 
     def retract(self) -> None:
         """Publish the end of the job."""
@@ -50,11 +46,7 @@ class Rendezvous(Protocol):
         """Return whether there is no job to join any more."""
 
     def apply(self, joining_replica: JoiningReplica) -> None:
-        """Apply to join; a joining replica does so all the time.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Apply to join; a joining replica does so all the time."""
 
     def withdraw(self, replica: str) -> None:
         """Withdraw all requests of a replica."""
@@ -71,21 +63,13 @@ class Rendezvous(Protocol):
         """
 
     def leave_sign(self, process: str) -> None:
-        """Leave a sign of life of this process.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Leave a sign of life of this process."""
 
     def signs(self, processes: Iterable[str]) -> Mapping[str, object]:
         """Return the last sign of life of each process, None if there is none."""
 
     def propose(self, membership: Membership) -> None:
-        """Propose a membership; replica 0 does so if the job governs itself.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Propose a membership; replica 0 does so if the job governs itself."""
 
     def proposal(self) -> Membership | None:
         """Return the proposed membership; None: there is none."""
@@ -115,11 +99,7 @@ class Rendezvous(Protocol):
         """Return this host's name or address for the others, and whether to listen on it alone."""
 
     def announce_store(self, number: int, host: str, port: int) -> None:
-        """Publish the address of a membership's store.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Publish the address of a membership's store."""
 
     def find_store(self, number: int) -> tuple[str, int] | None:
         """Return the address of a membership's store; None: not yet known."""

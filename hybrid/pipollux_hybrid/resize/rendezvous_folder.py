@@ -120,7 +120,6 @@ class RendezvousFolder:
         It recreates a folder that has disappeared, or the next replica would begin a job there.
 
         Raises:
-            OSError: It cannot be written.
             ConfigurationError: An older job posts there, too, whose folder had disappeared when
                 this one began.
         """
@@ -172,11 +171,7 @@ class RendezvousFolder:
         return before is not None and self._seen[_JOB].beat != before.beat
 
     def apply(self, joining_replica: JoiningReplica) -> None:
-        """Apply to join; a joining replica does so all the time.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Apply to join; a joining replica does so all the time."""
         data = {
             "host": joining_replica.host,
             "waiting_to_join": joining_replica.waiting_to_join,
@@ -214,11 +209,7 @@ class RendezvousFolder:
         return found
 
     def ask_to_leave(self, replica: str) -> None:
-        """Request that a replica leaves.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Request that a replica leaves."""
         (self.folder / f"{_LEAVE}{replica}").touch()
 
     def leavers(self) -> set[str]:
@@ -235,11 +226,7 @@ class RendezvousFolder:
         return (*staying, *(x for x in coming if x not in current.replicas))
 
     def leave_sign(self, process: str) -> None:
-        """Leave a sign of life of this process.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Leave a sign of life of this process."""
         self._write_alive(f"{_ALIVE}{process}.json", {})
 
     def signs(self, processes: Iterable[str]) -> Mapping[str, object]:
@@ -247,11 +234,7 @@ class RendezvousFolder:
         return {x: (self._read(f"{_ALIVE}{x}.json") or {}).get("beat") for x in processes}
 
     def propose(self, membership: Membership) -> None:
-        """Propose a membership; replica 0 does so.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Propose a membership; replica 0 does so."""
         self._write(_PROPOSAL, membership.to_json_object())
 
     def proposal(self) -> Membership | None:
@@ -281,11 +264,7 @@ class RendezvousFolder:
         return name, False
 
     def announce_store(self, number: int, host: str, port: int) -> None:
-        """Publish the address of a membership's store.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Publish the address of a membership's store."""
         self._write(f"store-{number}.json", {"host": host, "port": port})
 
     def find_store(self, number: int) -> tuple[str, int] | None:

@@ -167,9 +167,6 @@ class SchedulerRendezvous:
         """Leave a sign of life for the other processes of this replica.
 
         Only the first one sends heartbeats; the scheduler ends a replica without heartbeats.
-
-        Raises:
-            OSError: It cannot be written.
         """
         if self._relay is not None and self.folder is not None:
             self._beat += 1
@@ -253,7 +250,6 @@ class SchedulerRendezvous:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file atomically."""
     aside = path.with_name(f".{path.name}")
     aside.write_text(text)
     aside.replace(path)
