@@ -28,9 +28,6 @@ class ModuleWrapper(nn.Module):
 
     Names are independent of stages and of ``torch.compile``, so state can be transferred between
     any numbers of stages, and from and to the plain module.
-
-    Args:
-        module: The layers.
     """
 
     def __init__(self, module: nn.Sequential) -> None:

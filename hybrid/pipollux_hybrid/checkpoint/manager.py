@@ -42,11 +42,7 @@ __all__ = [
 
 
 class CheckpointManager:
-    """The job's checkpoints.
-
-    Args:
-        ctx: The job's context.
-    """
+    """The job's checkpoints."""
 
     def __init__(self, ctx: JobContext) -> None:
         self.saver = AsyncSaver()

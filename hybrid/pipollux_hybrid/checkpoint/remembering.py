@@ -71,9 +71,6 @@ class BufferCopies:
     Which buffers change is known after an iteration, so all are copied at first; later the copies
     of unchanged buffers are dropped, except small ones. Running statistics that only the end of a
     step changes are left out.
-
-    Args:
-        module: The module.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -25,11 +25,7 @@ __all__ = ["State", "States", "check_loadable", "snapshot_of"]
 
 
 class States(dict[str, "State"]):
-    """All states of a job's checkpoint, by name.
-
-    Args:
-        ctx: The job's context.
-    """
+    """All states of a job's checkpoint, by name."""
 
     def __init__(self, ctx: JobContext) -> None:  # noqa: ARG002  # a component of the job's
         super().__init__()

@@ -42,11 +42,7 @@ class IterationEnd(enum.Enum):
 
 
 class StepBoundary:
-    """The actions between two iterations of a loop.
-
-    Args:
-        ctx: The job's context.
-    """
+    """The actions between two iterations of a loop."""
 
     def __init__(self, ctx: JobContext) -> None:
         self._context = ctx

@@ -38,9 +38,6 @@ class SampleStream(IterableDataset[tuple[BatchSlice, Marks, list[Any]]]):
     It is read in the process of the data set: the training process or its worker. A whole batch of
     all replicas is held while its shares are yielded, as only its end shows whether it is the
     epoch's last.
-
-    Args:
-        dataset: The user's data set.
     """
 
     def __init__(self, dataset: IterableDataset[Any]) -> None:

@@ -41,9 +41,6 @@ class StreamCheck:
 
     Samples that each replica augments or masks at random pass, as long as scalars in them, such as
     labels, are equal.
-
-    Args:
-        ctx: The job's context.
     """
 
     def __init__(self, ctx: JobContext) -> None:

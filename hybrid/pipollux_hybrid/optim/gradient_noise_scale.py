@@ -161,11 +161,7 @@ class GradientNoiseScale:
 
 
 class MeasuredNoise:
-    """The noise scale of the job in training.
-
-    Args:
-        ctx: The job's context.
-    """
+    """The noise scale of the job in training."""
 
     def __init__(self, ctx: JobContext) -> None:  # noqa: ARG002  # a component of the job's
         self.scale: GradientNoiseScale | None = None

@@ -13,11 +13,7 @@ __all__ = ["Undo"]
 
 
 class Undo:
-    """Restores every state to the beginning of an iteration that became void.
-
-    Args:
-        ctx: The job's context.
-    """
+    """Restores every state to the beginning of an iteration that became void."""
 
     def __init__(self, ctx: JobContext) -> None:
         self._context = ctx
