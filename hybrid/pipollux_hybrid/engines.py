@@ -38,15 +38,7 @@ CHUNKS = 2
 
 
 def choose_chunks(ctx: JobContext, schedule: str | None, chunks_per_stage: int | None) -> int:
-    """Return the number V of chunks of layers per stage.
-
-    Args:
-        ctx: The job's context.
-        schedule: The script's argument.
-        chunks_per_stage: The script's argument.
-
-    Returns:
-        1 unless stages are interleaved; always 1 in a single-process pipeline.
+    """Return the number V of chunks of layers per stage, 1 unless stages are interleaved.
 
     Raises:
         ConfigurationError: It is not an integer above 1, or the schedule has no chunks.
@@ -73,14 +65,7 @@ def choose_orders(
 ) -> tuple[PipelineSchedule, ...]:
     """Return the candidate schedules, the default one first.
 
-    Args:
-        ctx: The job's context.
-        schedule: The script's argument.
-        chunks_per_stage: The script's argument.
-        num_stages: Number K of stages.
-
-    Returns:
-        Several for ``"auto"`` in a multi-process pipeline.
+    These are several for ``"auto"`` in a multi-process pipeline.
 
     Raises:
         ConfigurationError: See :func:`choose_chunks`; or the schedule is unknown, or the numbers of

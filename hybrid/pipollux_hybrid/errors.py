@@ -76,10 +76,6 @@ class Allowed(NamedTuple):
 def check_values(table: Mapping[str, Allowed], values: Mapping[str, Any]) -> None:
     """Refuse the first value that its table does not allow.
 
-    Args:
-        table: Allowed values by argument name.
-        values: The arguments; every name of the table is among them.
-
     Raises:
         ConfigurationError: Names the argument, its value and the allowed values.
     """

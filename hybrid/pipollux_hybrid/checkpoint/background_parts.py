@@ -43,12 +43,8 @@ def start_saving_in_parts(
 ) -> None:
     """Copy the states, and begin to write a new checkpoint; all processes of the job call it.
 
-    Args:
-        ctx: The job's context.
-        root: The directory of checkpoints.
-        states: The states to save.
-        saver: Writes this process's part. The leader's saver commits the checkpoint.
-        keep_also: See :func:`pipollux_hybrid.checkpoint.storage.prune`.
+    ``saver`` writes this process's part; the leader's commits the checkpoint. For ``keep_also`` see
+    :func:`pipollux_hybrid.checkpoint.storage.prune`.
 
     Raises:
         CheckpointError: It cannot be begun; raised by the leader.

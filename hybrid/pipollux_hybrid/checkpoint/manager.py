@@ -131,10 +131,6 @@ def shared_failure(ctx: JobContext, failure: CheckpointError | None) -> Checkpoi
     """Return why a checkpoint was not written, the same on all replicas; None: it was.
 
     Only one replica writes, and a failure there must fail the others, too.
-
-    Args:
-        ctx: The job's context.
-        failure: The failure on this replica; None: there is none.
     """
     failures = ctx.control.gather_bytes(("" if failure is None else str(failure)).encode())
     reasons = [reason.decode() for reason in failures if reason]

@@ -204,14 +204,7 @@ class OptimizerShards:
 
 
 def give_out(sizes: Sequence[int], num_replicas: int) -> list[int]:
-    """Assign each item in turn to the replica with the smallest total so far.
-
-    Args:
-        sizes: Sizes of the parameters, in the order of assignment.
-        num_replicas: Number R of replicas.
-
-    Returns:
-        For each parameter the rank of its owner.
+    """Return the owner's rank for each size: the replica with the smallest total so far.
 
     Example:
         >>> give_out([4, 3, 2, 2, 1], 2)

@@ -77,14 +77,10 @@ def _write_part(ctx: JobContext, states: Mapping[str, State], saver: AsyncSaver)
 
 
 def check_answers(root: Path, answers: Sequence[Mapping[str, Any]]) -> dict[str, files.Written]:
-    """Return the manifest's entries for files that other processes have written.
-
-    Args:
-        root: The directory of checkpoints, for the message.
-        answers: Reports of the stages after the first.
+    """Return the manifest's entries for files written by the stages after the first.
 
     Raises:
-        CheckpointError: A report has an error.
+        CheckpointError: An answer has an error.
     """
     failures = [f"stage {k}: {x['error']}" for k, x in enumerate(answers, 1) if "error" in x]
     if failures:

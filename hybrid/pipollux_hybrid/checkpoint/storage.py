@@ -87,12 +87,7 @@ class StateError(PipolluxError):
 
 
 def write(root: Path, writers: Mapping[str, Callable[[BinaryIO], None]], attempt: int) -> Path:
-    """Write a new checkpoint.
-
-    Args:
-        root: The directory of checkpoints, created if missing.
-        writers: For each file name, the function that writes it.
-        attempt: Number of the job's attempt, for readers of the manifest.
+    """Write a new checkpoint, with one file per writer; the attempt is recorded in its manifest.
 
     Raises:
         CheckpointError: It cannot be written; earlier checkpoints are untouched.
@@ -254,11 +249,9 @@ def fault_of(directory: Path, *, sizes_only: bool = False) -> str | None:
 
 
 def prune(root: Path, keep_also: Path | None) -> None:
-    """Remove all but the newest checkpoints.
+    """Remove all but the newest checkpoints and ``keep_also``.
 
-    Args:
-        root: The directory of checkpoints.
-        keep_also: Another one to keep: states created later in this attempt restore from it.
+    That is the checkpoint from which states created later in this attempt restore.
     """
     for directory in _versions(root)[KEPT:]:
         if directory != keep_also:

@@ -23,7 +23,7 @@ def with_last_values(
 
     Args:
         state_dict: The state to load; names may have the components of ``torch.compile``.
-        shared: For each shared parameter its names, in the module's order.
+        shared: The names of each shared parameter, in the module's order.
         strict: Whether missing names stay missing, so that loading refuses them.
 
     Example:

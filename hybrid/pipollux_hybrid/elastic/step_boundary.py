@@ -53,10 +53,8 @@ class StepBoundary:
     def announce(self, place: str, *, adapts: bool) -> None:
         """Announce the beginning of an iteration.
 
-        Args:
-            place: Position of this replica; different positions are detected at the end of the
-                iteration.
-            adapts: Whether the loop can change its batch size.
+        Different values of ``place`` on replicas are detected at the end of the iteration;
+        ``adapts`` is whether the loop can change its batch size.
         """
         message = self._message(adapts=adapts)
         if self._live is not None:
@@ -105,14 +103,9 @@ class StepBoundary:
         return agreed
 
     def begin_loop(self, place: str, message: Callable[[], ControlMessage]) -> ControlMessage:
-        """Begin a loop over data: check that all replicas begin the same one.
+        """Begin a loop over data, and return the agreed message.
 
-        Args:
-            place: Description of the loop; the same on all replicas.
-            message: Returns this replica's contribution.
-
-        Returns:
-            The agreed message.
+        ``place`` describes the loop and must be equal on all replicas.
 
         Raises:
             SystemExit: A stop was agreed on in the iteration that was left by ``break``.
@@ -138,9 +131,6 @@ class StepBoundary:
 
     def begin_epoch(self, epoch: int) -> None:
         """Stop or save between two epochs, if that is due.
-
-        Args:
-            epoch: The epoch that begins.
 
         Raises:
             SystemExit: A stop was agreed on, and everything is saved.

@@ -46,14 +46,7 @@ class SampleStream(IterableDataset[tuple[BatchSlice, Marks, list[Any]]]):
         self._reader: _Reader | None = None
 
     def begin(self, epoch: int, index: int, shape: BatchShape, rank: int) -> None:
-        """Set the start and the shape of the next iteration over this object.
-
-        Args:
-            epoch: The epoch.
-            index: Samples of its stream that were taken already.
-            shape: The batch shape.
-            rank: The replica.
-        """
+        """Set epoch, position, batch shape and rank for the next iteration over this object."""
         self._request = _Request(epoch, index, shape, rank)
 
     def __iter__(self) -> Iterator[tuple[BatchSlice, Marks, list[Any]]]:

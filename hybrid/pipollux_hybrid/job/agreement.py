@@ -64,11 +64,7 @@ def agree(control: ControlPlane, where: str, settings: Mapping[str, object]) -> 
 
 
 def by_value(values: Sequence[object], word: str = "replica") -> str:
-    """Return which replicas have which value.
-
-    Args:
-        values: One per rank, in order.
-        word: The noun for a rank.
+    """Return which replicas have which value; the values are in the order of ranks.
 
     Example:
         >>> by_value(["2", "3", "2"])

@@ -71,10 +71,7 @@ class JobContext:
     _components: dict[Any, Any] = field(default_factory=dict)
 
     def component(self, kind: Callable[[JobContext], T]) -> T:
-        """Return the singleton of a class in this job, created at the first call.
-
-        Args:
-            kind: The class, which is called with this context.
+        """Return the singleton of a class in this job, created with this context at the first call.
 
         Example::
 
@@ -100,10 +97,7 @@ class JobContext:
     def rejoin(self, env: JobEnvironment, group: ReplicaGroup | None, timeout: float) -> None:
         """Continue with other replicas; torch's default group and the mesh are replaced already.
 
-        Args:
-            env: The new environment of this replica.
-            group: Group of all replicas, for control messages; None for one replica.
-            timeout: Seconds to wait for slow peers.
+        ``group`` is that of all replicas for control messages, None for one replica.
         """
         self.close_watch()
         self.env = env
@@ -158,11 +152,8 @@ def context(timeout: float = PEER_TIMEOUT, env: JobEnvironment | None = None) ->
 def join(env: JobEnvironment, announcement: Announcement, timeout: float) -> JobContext:
     """Create the context of a replica that joins a running job; until then it is alone.
 
-    Args:
-        env: The environment with the future rank and no other replicas; torch's default group holds
-            the processes of this replica.
-        announcement: The announcement of the job.
-        timeout: Seconds to wait for slow peers.
+    ``env`` has the future rank and no other replicas; torch's default group holds the processes of
+    this replica.
     """
     global _context
     control = ControlPlane(env.world_size, timeout)

@@ -180,11 +180,7 @@ class ControlPlane:
         return self._message is not None
 
     def rejoin(self, group: ReplicaGroup | None) -> None:
-        """Continue with the replicas of another membership, between two exchanges.
-
-        Args:
-            group: Group of all its replicas; None for one.
-        """
+        """Continue with the replicas of another membership, between two exchanges."""
         self._group, self._riding = group, 0
         self._num_replicas = 1 if group is None else group.size
         self.exchanges, self.last = 0, None
@@ -204,23 +200,18 @@ class ControlPlane:
     def launch(self, message: ControlMessage, place: str = "") -> None:
         """Send this replica's message with the next synchronising backward.
 
-        Args:
-            message: This replica's contribution.
-            place: Position of this replica in its training loop, which must be equal on all.
+        ``place`` is its position in the training loop, which must be equal on all replicas.
         """
         self._message, self._place = message, place
         self._agreed = message if self._group is None else None
 
     def ride(self, numbers: Sequence[float], failure: PeerLostError | None = None) -> list[float]:
-        """Sum numbers over the replicas, together with the launched message.
+        """Sum numbers of a synchronising backward over the replicas, with the launched message.
 
         Args:
-            numbers: Of a synchronising backward; the same count on every replica.
+            numbers: The same count on every replica.
             failure: Why this process's part of the backward failed, so that it does not take part;
                 raised then.
-
-        Returns:
-            Their sums.
 
         Raises:
             SynchronizationError: A replica is elsewhere in its training loop.
@@ -296,9 +287,7 @@ class ControlPlane:
     def gather_bytes(self, content: bytes, call: str = EXCHANGE) -> list[bytes]:
         """Gather bytes of any length from every replica, in the order of ranks.
 
-        Args:
-            content: This replica's bytes.
-            call: The call of the script, for messages.
+        ``call`` is the call of the script, for messages.
         """
         if self._group is None:
             return [content]

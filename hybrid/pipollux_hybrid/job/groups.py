@@ -113,7 +113,7 @@ def form_group(
 
     Args:
         store: Store for the rendezvous of the group.
-        name: Name of the group; never used before in this store.
+        name: Name of the group, unique in this store.
         rank: Rank of this replica in the group.
         size: Number of replicas.
         patience: Seconds to wait for the others to call this.
@@ -141,25 +141,18 @@ def held_groups() -> list[Any]:
 
 
 def carrier_of(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Return the device that tensors must be on to be sent between two processes.
+    """Return the device that tensors must be on to be sent to another process.
 
     NCCL only sends tensors on GPUs, and gloo only tensors on the CPU.
-
-    Args:
-        group: The group that sends them.
-        device: The device that computes them.
     """
     return device if dist.get_backend(group) == "nccl" else torch.device("cpu")
 
 
 def abort_nccl(gone: Set[int]) -> None:
-    """Abort NCCL groups with lost processes, whose kernels would wait on the GPU forever.
+    """Abort NCCL groups with lost ranks, whose kernels would wait on the GPU forever.
 
     Returns at once. The outputs of their collectives are invalid, so their users must check for
     lost processes.
-
-    Args:
-        gone: Global ranks of the lost processes.
     """
     world = getattr(dist.distributed_c10d, "_world", None)
     for group in list(getattr(world, "pg_map", ())):
@@ -196,11 +189,8 @@ def become_default(group: ReplicaGroup | None, store: Store, name: str, rank: in
 def make_known(group: ReplicaGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
     """Register a group with torch, for functions that take a ``ProcessGroup``.
 
-    Only members of the group call it, between two steps, after :func:`become_default`.
-
-    Args:
-        group: Formed by :func:`form_group`.
-        ranks: Global ranks of its processes, ascending.
+    Only members of the group call it, with its ascending global ranks, between two steps and after
+    :func:`become_default`.
     """
     _made.append(group.process_group)
     known = dist.new_group(list(ranks), backend=BACKEND, use_local_synchronization=True)

@@ -24,12 +24,8 @@ SMALL = 8
 def measure_link(mesh: ProcessMesh, device: torch.device, num_bytes: int) -> Link | None:
     """Return latency and bandwidth between the first two stages of this replica.
 
-    All processes of these stages call it; on further stages it returns None.
-
-    Args:
-        mesh: The groups of this process.
-        device: The device of its stage.
-        num_bytes: Typical size of a message between stages.
+    All processes of these stages call it, with a typical message size; on further stages it returns
+    None.
 
     Raises:
         PeerLostError: A process is gone.

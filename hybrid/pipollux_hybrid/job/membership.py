@@ -81,11 +81,7 @@ class Announcement:
     """Pipeline schedule of its stages; empty: not given."""
 
     def order(self, num_stages: int) -> PipelineSchedule:
-        """Return the schedule with its chunks; the balance has one entry per chunk.
-
-        Args:
-            num_stages: Number K of stages.
-        """
+        """Return the schedule with its chunks; the balance has one entry per chunk."""
         chunks = max(len(self.balance) // num_stages, 1)
         usual: ScheduleKind = "interleaved" if chunks > 1 else "1f1b"
         known = next((kind for kind in SCHEDULES if kind == self.schedule), usual)

@@ -36,14 +36,9 @@ class PeerLoss:
         """Time of the failure, by the monotonic clock."""
 
     def note(self, error: PeerLostError, *, voids: bool) -> bool:
-        """Record that a collective failed.
+        """Record that a collective failed; return False if the caller must raise the error.
 
-        Args:
-            error: The failure.
-            voids: Whether it makes the current iteration impossible to finish.
-
-        Returns:
-            Whether it was recorded; else the caller must raise it.
+        ``voids`` is whether the failure makes the current iteration impossible to finish.
         """
         if isinstance(error, ReplicaBrokenError) or not self.recoverable(voids):
             return False

@@ -162,9 +162,6 @@ class PeerWatch:
         """Set whether pending operations need all processes, so that none waits without one.
 
         If some are gone already, they are aborted now.
-
-        Args:
-            needed: Whether they need all.
         """
         self._needs_all = needed
         if needed and self.gone():
@@ -358,7 +355,7 @@ def lost_peers(when: str, error: BaseException) -> PeerLostError:
 
     Args:
         when: The operation, as in "while averaging gradients".
-        error: The error of the communication library; it becomes the cause.
+        error: The cause, an error of the communication library.
     """
     known = dist.is_initialized()
     word = "replica" if _watch is None else _watch.word
@@ -374,9 +371,7 @@ def lost_peers(when: str, error: BaseException) -> PeerLostError:
 def broken_replica(when: str, error: BaseException) -> ReplicaBrokenError:
     """Return the error of a process whose wait for another one of its replica failed.
 
-    Args:
-        when: The operation, as in "while passing micro-batches between stages".
-        error: The error of the communication library.
+    The arguments are those of :func:`lost_peers`.
     """
     return ReplicaBrokenError(
         f"{lost_peers(when, error)} A replica ends with any of its processes."

@@ -69,15 +69,9 @@ class ReplicaCalls:
         self._group, self._stage, self._replica = group, stage, replica
 
     def meet(self, name: str, batch: BatchDigest | None = None, number: float = 0.0) -> list[float]:
-        """Wait until all processes of the replica make this call.
+        """Wait until all processes of the replica make this call; return the number of each.
 
-        Args:
-            name: The call, as written in a script.
-            batch: Digest of its arguments.
-            number: A number to exchange.
-
-        Returns:
-            The number of each process, in the order of stages.
+        ``name`` is the call as written in a script, ``batch`` a digest of its arguments.
 
         Raises:
             SynchronizationError: Another process makes another call, or with another batch.
@@ -89,10 +83,6 @@ class ReplicaCalls:
     @contextmanager
     def meeting(self, name: str, batch: BatchDigest) -> Iterator[None]:
         """Check at the end of a call that all processes of the replica make it.
-
-        Args:
-            name: The call, as written in a script.
-            batch: Digest of its arguments.
 
         Raises:
             SynchronizationError: As in :meth:`meet`; it replaces an error within that follows from

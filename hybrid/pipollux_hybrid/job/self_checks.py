@@ -25,11 +25,9 @@ class SelfCheck(Protocol):
         """Return the state, to be sent to all."""
 
     def compare(self, contents: Sequence[bytes], word: str) -> None:
-        """Compare the contents of all processes.
+        """Compare the contents of all processes, in the order of ranks.
 
-        Args:
-            contents: One per process, in the order of ranks.
-            word: The noun for a process, ``"replica"`` or ``"rank"``.
+        ``word`` is the noun for a process, ``"replica"`` or ``"rank"``.
 
         Raises:
             SynchronizationError: They differ; the message names the difference.
@@ -37,13 +35,7 @@ class SelfCheck(Protocol):
 
 
 def share_of(checks: Sequence[SelfCheck], rank: int, size: int) -> float:
-    """Return a process's contribution to the sum, a whole number.
-
-    Args:
-        checks: Of this process.
-        rank: Of this process.
-        size: Number P of processes.
-    """
+    """Return a process's contribution to the sum over ``size`` processes, a whole number."""
     digests = ",".join(str(check.digest()) for check in checks)
     digest = zlib.crc32(digests.encode())
     return float(digest * (size - 1) if rank == 0 else -digest)

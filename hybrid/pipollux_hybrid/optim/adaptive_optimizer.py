@@ -270,11 +270,7 @@ class AdaptiveOptimizer:
         self.optimizer.zero_grad = MethodType(zero_grad, self.optimizer)  # type: ignore[method-assign]  # as above
 
     def keep_gradients(self, *, watched: bool = True) -> None:
-        """Keep gradients until the next step: ``zero_grad`` does nothing.
-
-        Args:
-            watched: Whether to warn if the script changes them.
-        """
+        """Make ``zero_grad`` do nothing until the next step; if ``watched``, warn of changes."""
         self._may_zero = False
         if watched:
             self._kept.note()

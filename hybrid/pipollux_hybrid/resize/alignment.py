@@ -37,12 +37,7 @@ def compare(found: Sequence[torch.Tensor], here: torch.Tensor) -> Alignment:
 
 
 def in_common(ctx: JobContext, description: str) -> dict[str, str | None]:
-    """Return the settings and states that all replicas must have in common, by name.
-
-    Args:
-        ctx: The job's context.
-        description: Of the current loop.
-    """
+    """Return the settings and states that all replicas must have in common, by name."""
     states = ctx.component(States)
     described = {name: state.common for name, state in states.items() if state.common}
     common = {"the loop": description, "the list of states": ", ".join(sorted(states))}
@@ -50,11 +45,6 @@ def in_common(ctx: JobContext, description: str) -> dict[str, str | None]:
 
 
 def position(place: JobPlace, common: Mapping[str, str | None]) -> torch.Tensor:
-    """Return a replica's position and a checksum of its common settings, shape [3].
-
-    Args:
-        place: The replica's position in its script.
-        common: The result of :func:`in_common`.
-    """
+    """Return a replica's position and a checksum of :func:`in_common`, shape [3]."""
     content = json.dumps(common, sort_keys=True).encode()
     return torch.tensor([*place, zlib.crc32(content)])

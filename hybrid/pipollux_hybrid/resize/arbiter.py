@@ -32,13 +32,10 @@ class Arbiter(Protocol):
         """Whether the first surviving replica decides; else somebody else does."""
 
     def report(self, lost: Membership, attempt: int, replica: str, newest: int) -> None:
-        """Report that a replica is alive, and has lost others.
+        """Report that a replica is alive, has lost others, and the highest membership number it
+        knows.
 
-        Args:
-            lost: The membership that has lost replicas.
-            attempt: Counted from 0.
-            replica: The living replica.
-            newest: The highest number of a membership that it knows.
+        Attempts are counted from 0.
         """
 
     def reports(self, lost: Membership, attempt: int) -> Mapping[str, int]:
@@ -51,24 +48,14 @@ class Arbiter(Protocol):
         """Return the decision; None: there is none yet."""
 
     def conclude(self, successor: Membership, *, enters: bool) -> bool:
-        """Record the outcome of an attempt on this replica; the first record holds for all.
+        """Record whether this replica has met all others of a membership; the first record holds
+        for all.
 
-        So no replica enters a membership that another one has given up.
-
-        Args:
-            successor: The decided membership.
-            enters: Whether this replica has met all others of it.
-
-        Returns:
-            Whether it is entered.
+        So no replica enters a membership that another one has given up. Returns the recorded value.
         """
 
     def clear(self, current: Membership) -> None:
-        """Remove records of losses before the last one.
-
-        Args:
-            current: The membership that was entered.
-        """
+        """Remove records of losses before the one that led to the current membership."""
 
 
 class FolderArbiter:

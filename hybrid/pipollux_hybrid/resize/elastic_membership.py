@@ -80,12 +80,7 @@ class ElasticMembership:
     def arrive(self, place: JobPlace, description: str) -> bool:
         """Record the beginning of a loop; a joining replica joins here.
 
-        Args:
-            place: The position in the script.
-            description: Of the loop.
-
-        Returns:
-            False for a joining replica if the job is beyond this loop, which is then skipped.
+        Returns False for a joining replica if the job is beyond this loop, which is then skipped.
 
         Raises:
             SystemExit: A joining replica was asked to stop, or the job has ended.
@@ -122,12 +117,8 @@ class ElasticMembership:
     def change(self, place: JobPlace, description: str) -> bool:
         """Resize to the membership that all have formed; all replicas call it at the same boundary.
 
-        Args:
-            place: The position in the script.
-            description: Of the loop, which must be equal on joining replicas.
-
-        Returns:
-            Whether it was entered; else nothing has changed.
+        Returns whether it was entered; else nothing has changed. The loop's description must be
+        equal on joining replicas.
 
         Raises:
             SystemExit: This replica leaves.

@@ -55,12 +55,7 @@ class Joining:
     def join(self, place: JobPlace, description: str) -> bool:
         """Wait at the beginning of a loop until this replica is a member.
 
-        Args:
-            place: The position in the script.
-            description: Of the loop.
-
-        Returns:
-            Whether it has joined; False if the job is beyond this loop, which is then skipped.
+        Returns False if the job is beyond this loop, which is then skipped.
 
         Raises:
             SystemExit: This replica was asked to stop, or the job has ended.
@@ -96,10 +91,8 @@ class Joining:
     def totals(self, accumulator: str, phase: str, number: int) -> bytes:
         """Return the totals of a synchronized block in the job, which is beyond it.
 
-        Args:
-            accumulator: The name of its state.
-            phase: The phase of the script that contains the block.
-            number: Index of the block in this phase.
+        The block is identified by the accumulator, the phase of the script and its index in the
+        phase.
 
         Raises:
             SystemExit: This replica was asked to stop, or the job has ended.

@@ -55,12 +55,7 @@ class Rendezvous(Protocol):
         """Withdraw a replica's application to join, and nothing else."""
 
     def wanted(self, current: Membership, *, joining: bool) -> tuple[str, ...]:
-        """Return the next members, by the requests to join or leave.
-
-        Args:
-            current: The current membership.
-            joining: Whether replicas may join.
-        """
+        """Return the next members, by the requests to leave and, if ``joining``, to join."""
 
     def leave_sign(self, process: str) -> None:
         """Leave a sign of life of this process."""
@@ -78,22 +73,13 @@ class Rendezvous(Protocol):
         """Fetch the proposal soon, as another replica knows a newer one."""
 
     def refuse(self, number: int, why: str, *, for_good: bool) -> None:
-        """Report that this replica has given up a pending membership.
+        """Report that this replica has given up a membership, with a sentence.
 
-        Args:
-            number: Of the membership.
-            why: A sentence.
-            for_good: Whether any other membership would fail, too.
+        ``for_good`` is whether any other membership would fail, too.
         """
 
     def entered(self, membership: Membership, step: int, seconds: float) -> None:
-        """Report that this replica has entered a membership.
-
-        Args:
-            membership: The membership.
-            step: The optimizer step of the resize.
-            seconds: The pause in training.
-        """
+        """Report that this replica has entered a membership, with the step and the pause in seconds."""
 
     def host(self) -> tuple[str, bool]:
         """Return this host's name or address for the others, and whether to listen on it alone."""

@@ -34,13 +34,7 @@ def switch(ctx: JobContext, watch: MembershipWatch, pending: PendingMembership) 
 
 
 def go_on(ctx: JobContext, pending: PendingMembership, *, joined: bool) -> None:
-    """Bring everything outside of states to where a restart would bring it; all replicas call it.
-
-    Args:
-        ctx: The job's context.
-        pending: The membership that was entered.
-        joined: Whether replicas have joined.
-    """
+    """Bring everything outside of states to where a restart would bring it, on all replicas."""
     ctx.component(Metrics).rejoin()
     ctx.batch.proposed_microbatches = 0
     for state in ctx.component(States).values():

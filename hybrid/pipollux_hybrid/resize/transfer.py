@@ -319,11 +319,7 @@ def _kinds(header: Mapping[str, Any]) -> tuple[list[Kind], list[bool]]:
 
 
 def _answer(control: ReplicaGroup, refusal: str) -> None:
-    """Reply whether this replica accepts the states; raise a refusal of any replica.
-
-    Raises:
-        RefusedError: A replica refuses.
-    """
+    """Reply whether this replica accepts the states; raise a RefusedError if any refuses."""
     answers = [x.decode() for x in control.all_gather_bytes(refusal.encode(), PATIENCE)]
     found = next(filter(None, answers), None)
     if found is not None:

@@ -117,12 +117,7 @@ class MembershipWatch:
         self._refuse(pending.membership, why)
 
     def tell_entered(self, membership: Membership, seconds: float) -> None:
-        """Report that this replica has entered a membership.
-
-        Args:
-            membership: The membership.
-            seconds: The pause in training.
-        """
+        """Report that this replica has entered a membership, and the pause in seconds."""
         if self.speaks:
             self.rendezvous.entered(membership, self._context.step or 0, seconds)
 
