@@ -41,8 +41,7 @@ NO_STATUS = 74
 
 
 def birth(pid: int) -> str | None:
-    """Return an identity of a process that is unique despite reuse of its id; None: no such
-    process.
+    """Return an identity of a process that is unique despite reused ids; None: no such process.
 
     It consists of the boot id and the clock ticks from the boot to the process's start: unlike the
     wall-clock start time, they do not change when the clock is set.

@@ -137,8 +137,7 @@ class ModelState(State):
         return LOST if self._shards.divided else ""
 
     def remember(self) -> Callable[[], None]:
-        """Copy the state that a script may change in a void iteration, besides the optimizer's
-        step.
+        """Copy the state that a script may change in a void iteration outside of the step.
 
         These are buffers, learning rates and other options of groups, and the scheduler's state.
         """

@@ -137,8 +137,9 @@ class OptimizerShards:
         self.drop()
 
     def gather(self, *, everywhere: bool) -> None:
-        """Gather the whole state, valid until the next step; all replicas call it at a step
-        boundary.
+        """Gather the whole state, valid until the next step.
+
+        All replicas call it at a step boundary.
 
         Args:
             everywhere: Whether on all replicas; else on replica 0.

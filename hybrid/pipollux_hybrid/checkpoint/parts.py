@@ -24,16 +24,7 @@ __all__ = ["check_answers", "save_in_parts", "tell"]
 def save_in_parts(
     ctx: JobContext, root: Path, states: Mapping[str, State], saver: AsyncSaver
 ) -> Path | None:
-    """Write a new checkpoint; all processes of the job call it.
-
-    Args:
-        ctx: The job's context.
-        root: The directory of checkpoints.
-        states: The states to save.
-        saver: May still be writing the previous checkpoint.
-
-    Returns:
-        The checkpoint, on the leader.
+    """Write a new checkpoint, returned on the leader; all processes of the job call it.
 
     Raises:
         CheckpointError: It cannot be written; raised by the leader.

@@ -24,14 +24,9 @@ REMEMBERED_BYTES = 1 << 20
 
 
 def unchanged(name: str, tensors: Iterable[Tensor]) -> Callable[[], None]:
-    """Return a check that none of the tensors has changed.
+    """Return a check that raises a CheckpointError if one of the tensors has changed.
 
-    Args:
-        name: Their name, for the message.
-        tensors: The tensors; they are not copied.
-
-    Returns:
-        A function that raises a CheckpointError if one has.
+    ``name`` is their name in the message; they are not copied.
     """
     versions = [(tensor, tensor._version) for tensor in tensors]
 

@@ -135,12 +135,9 @@ def write_states(
 
 
 def commit(aside: Path, written: Mapping[str, Written], attempt: int) -> Path:
-    """Turn a folder into a checkpoint, and return it.
+    """Turn the folder of :func:`new_checkpoint` into a checkpoint, and return it.
 
-    Args:
-        aside: The folder of :func:`new_checkpoint`.
-        written: The results of :func:`write_states` of all processes.
-        attempt: Number of the job's attempt.
+    ``written`` has the results of :func:`write_states` of all processes.
     """
     manifest = {
         "version": FORMAT,

@@ -69,8 +69,7 @@ class ElasticSampler:
 def parts_of_iteration(
     index: int, count: int, shape: BatchShape, rank: int, *, is_last: bool
 ) -> Iterator[tuple[range, BatchSlice]]:
-    """Yield the parts of replica ``rank`` in one iteration over ``count`` samples from ``index``
-    on.
+    """Yield the parts of one replica in one iteration.
 
     Args:
         index: Position of the iteration in the epoch.

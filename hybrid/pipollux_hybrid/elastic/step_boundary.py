@@ -245,9 +245,6 @@ def acknowledge(number: int) -> None:
     without unsaved training exits at once. Else the script may be changing state to be saved, or
     other replicas have to agree: the job stops at the next boundary.
 
-    Args:
-        number: The signal.
-
     Raises:
         SystemExit: There is nothing to save, and no other replica.
     """

@@ -68,11 +68,7 @@ class StreamCheck:
         return json.dumps({kind: marks.get(kind, []) for kind in self._compared}).encode()
 
     def compare(self, contents: Sequence[bytes], word: str) -> None:
-        """Refuse different streams.
-
-        Args:
-            contents: The result of :meth:`content` in each process.
-            word: The noun for a process.
+        """Refuse different streams; see :class:`~pipollux_hybrid.job.self_checks.SelfCheck`.
 
         Raises:
             SynchronizationError: The streams differ.

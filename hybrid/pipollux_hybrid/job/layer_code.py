@@ -32,11 +32,7 @@ SETUP = ("__init__", "__repr__", "extra_repr", "__getstate__", "__setstate__", "
 def layer_settings(module: nn.Module) -> dict[str, object]:
     """Return the settings besides parameters that every replica's layers must have in common.
 
-    Args:
-        module: The layers.
-
-    Returns:
-        By module name, the class with the digest of its code, and the attributes.
+    By module name, these are the class with the digest of its code, and the attributes.
     """
     settings: dict[str, object] = {}
     digests: dict[type, str] = {}

@@ -139,12 +139,7 @@ class ProcessMesh:
         return MeshGroups(column=column, row=row, among=among)
 
     def rejoin(self, groups: MeshGroups, replica: int) -> None:
-        """Switch to the groups of :meth:`form`; torch's default group is replaced already.
-
-        Args:
-            groups: The groups of this process.
-            replica: The rank of this replica.
-        """
+        """Switch to the groups of :meth:`form`; torch's default group is replaced already."""
         self._ranks = self._all_ranks(groups.column.size)
         row = self._ranks[replica].tolist()
         self.column, self.row, self.within = groups.column, groups.row, groups.within

@@ -18,12 +18,7 @@ REQUEST_TIMEOUT = 2.0
 
 
 def tell_stop(env: JobEnvironment, step: int) -> None:
-    """Report the step of the checkpoint to the scheduler, if there is one, from replica 0.
-
-    Args:
-        env: The environment of this replica, with the scheduler's URL.
-        step: The optimizer step at which all replicas have stopped.
-    """
+    """Report the step at which all replicas have stopped to the scheduler, from replica 0."""
     if not env.leads or env.attempt < 1 or not (env.scheduler_url and env.job_id):
         return
     # Importing httpx takes a third of a second, which scripts without a scheduler avoid.

@@ -18,9 +18,7 @@ LATER = (429, 503)
 def supervisor_client(env: JobEnvironment, **options: Any) -> httpx.Client:
     """Return a client with the job's token that verifies the scheduler's certificate.
 
-    Args:
-        env: The job's environment.
-        options: Further options of :class:`httpx.Client`.
+    The options are those of :class:`httpx.Client`.
     """
     verify: ssl.SSLContext | bool = True
     if env.ca_file is not None:

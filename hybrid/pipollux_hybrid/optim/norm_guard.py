@@ -25,14 +25,7 @@ NORM = "_get_total_norm"
 
 
 def refuse_stage_norms(module: nn.Module) -> Callable[[], None]:
-    """Refuse norms of a module's gradients from here on.
-
-    Args:
-        module: The module, with the layers of one stage.
-
-    Returns:
-        A function that undoes this.
-    """
+    """Refuse norms of a module's gradients from here on; return a function that undoes this."""
     original = getattr(clip_grad, SORTS)
 
     def sort(tensors: list[list[Tensor]], *args: Any) -> Any:

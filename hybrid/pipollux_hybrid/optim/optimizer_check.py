@@ -63,11 +63,8 @@ class OptimizerCheck:
         return json.dumps(fields).encode()
 
     def compare(self, contents: Sequence[bytes], word: str) -> None:
-        """Refuse processes whose optimizers differ.
-
-        Args:
-            contents: The result of :meth:`content` in each process.
-            word: The noun for a process.
+        """Refuse processes whose optimizers differ; see
+        :class:`~pipollux_hybrid.job.self_checks.SelfCheck`.
 
         Raises:
             SynchronizationError: They differ; the message names the difference and a remedy.

@@ -32,10 +32,9 @@ class Arbiter(Protocol):
         """Whether the first surviving replica decides; else somebody else does."""
 
     def report(self, lost: Membership, attempt: int, replica: str, newest: int) -> None:
-        """Report that a replica is alive, has lost others, and the highest membership number it
-        knows.
+        """Report that a replica is alive and has lost others, in an attempt counted from 0.
 
-        Attempts are counted from 0.
+        ``newest`` is the highest membership number that it knows.
         """
 
     def reports(self, lost: Membership, attempt: int) -> Mapping[str, int]:
@@ -48,10 +47,10 @@ class Arbiter(Protocol):
         """Return the decision; None: there is none yet."""
 
     def conclude(self, successor: Membership, *, enters: bool) -> bool:
-        """Record whether this replica has met all others of a membership; the first record holds
-        for all.
+        """Record whether this replica has met all others of a membership.
 
-        So no replica enters a membership that another one has given up. Returns the recorded value.
+        The first record holds for all and is returned, so no replica enters a membership that
+        another one has given up.
         """
 
     def clear(self, current: Membership) -> None:

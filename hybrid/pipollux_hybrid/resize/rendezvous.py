@@ -79,7 +79,7 @@ class Rendezvous(Protocol):
         """
 
     def entered(self, membership: Membership, step: int, seconds: float) -> None:
-        """Report that this replica has entered a membership, with the step and the pause in seconds."""
+        """Report that this replica has entered a membership, the step, and the pause in seconds."""
 
     def host(self) -> tuple[str, bool]:
         """Return this host's name or address for the others, and whether to listen on it alone."""
