@@ -33,7 +33,7 @@ RENDEZVOUS_TIMEOUT = 600
 
 
 class Rendezvous(StaticTCPRendezvous):
-    """torch's static rendezvous, at an address that may be unknown before."""
+    """torch's static rendezvous, whose address may only become known at run time."""
 
     def get_backend(self) -> str:
         """Return the name of the backend."""

@@ -80,7 +80,7 @@ def _lead(
 
 
 def _follow(ctx: JobContext, states: Mapping[str, State], saver: AsyncSaver) -> None:
-    message: dict[str, Any] = {"error": "it did not come so far"}
+    message: dict[str, Any] = {"error": "it failed before writing"}
     with ExitStack() as ending:
         try:
             saver.wait()

@@ -275,7 +275,9 @@ def _farewell(ctx: JobContext, failure: CheckpointError | None) -> str:
     text = f"stopped at step {ctx.step or 0} as asked"
     if failure is not None:
         return f"{text}, without a checkpoint of it: {failure}"
-    return text if ctx.env.checkpoint_dir else f"{text}; set PIPOLLUX_CHECKPOINT_DIR to go on later"
+    return (
+        text if ctx.env.checkpoint_dir else f"{text}; set PIPOLLUX_CHECKPOINT_DIR to resume later"
+    )
 
 
 def _say(sentence: str) -> None:

@@ -208,13 +208,13 @@ class Heartbeat:
         """Log the first of several failures; hours of them would fill the log."""
         if not self._away:
             LOG.warning(
-                "a heartbeat to %s failed: %s; training goes on, others follow", self._url, error
+                "a heartbeat to %s failed: %s; training continues, retrying", self._url, error
             )
         self._away = True
 
     def _note_success(self) -> None:
         if self._away:
-            LOG.warning("heartbeats to %s arrive again", self._url)
+            LOG.warning("heartbeats to %s succeed again", self._url)
         self._away = False
 
     def _end(self, words: str) -> None:
@@ -229,7 +229,7 @@ class Heartbeat:
 
     def _give_up(self, status: int) -> None:
         LOG.warning(
-            "%s refuses this job's heartbeats (status %d): no more are sent, training goes on; "
+            "%s refuses this job's heartbeats (status %d): no more are sent, training continues; "
             "PIPOLLUX_TOKEN must be the token that the scheduler gave to this job",
             self._url,
             status,

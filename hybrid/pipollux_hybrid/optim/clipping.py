@@ -55,7 +55,7 @@ def clip_over_stages(
     if error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients of all stages is {norm}, so "
-            "they cannot be clipped: leave error_if_nonfinite out to go on with such gradients"
+            "they cannot be clipped: omit error_if_nonfinite to continue with such gradients"
         )
     copies = [] if tied is None else tied.copies(parameters)
     for copy in copies:
