@@ -176,9 +176,9 @@ class PeerWatch:
         self._cut(self._shared)
 
     def leave(self) -> None:
-        """End all connections with other processes that are left when the groups are destroyed.
+        """Shut down connections with other processes that remain when the groups are destroyed.
 
-        A group whose object something still holds, such as a model, keeps its connections, and
+        A group object that is still referenced, for example by a model, keeps its connections, and
         other processes would wait for this one until it ends.
         """
         self._cut(self._shared | self._spared)
