@@ -1,4 +1,4 @@
-"""Pipollux in a training script: the names of `pipollux_hybrid` under the project's own.
+"""The public API of Pipollux for training scripts, re-exported from `pipollux_hybrid`.
 
 Example::
 

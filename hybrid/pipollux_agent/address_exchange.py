@@ -1,9 +1,9 @@
-"""Where the agents of an attempt meet, when nobody could know it beforehand.
+"""Exchanges the addresses of an attempt's agents through the scheduler.
 
-Each agent registers its address with the scheduler (``POST /jobs/{name}/replicas``), that of
-replica 0 with the port of its store, and waits until all have (``GET /jobs/{name}/replicas``). It
-runs in processes of jobs, next to an agent that is run as a file: it must import nothing of the
-package around it.
+Each agent registers its address with the scheduler (``POST /jobs/{name}/replicas``), replica 0 with
+the port of its store, and waits until all have (``GET /jobs/{name}/replicas``). The module runs in
+processes of jobs, next to an agent that is run as a file, so it must import nothing from its
+package.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from pipollux_protocol.messages import ReplicaAddresses, ReplicaRegistration
 Answer = TypeVar("Answer")
 REQUEST_TIMEOUT = 10.0
 WAIT = 20.0
-"""Seconds that one request waits for the others."""
+"""Seconds that one request waits for the other replicas."""
 BACKOFF = 2.0
-"""Seconds between two tries where the scheduler does not answer."""
+"""Seconds between two attempts while the scheduler does not answer."""
 
 
 def own_address() -> str:
     """Return this replica's address for the others.
 
-    It is PIPOLLUX_ADDRESS, else the address of the interface that leads to the scheduler.
+    It is PIPOLLUX_ADDRESS, else the address of the interface to the scheduler.
     """
-    told = os.environ.get(variables.ADDRESS.name)
-    if told:
-        return told
+    given = os.environ.get(variables.ADDRESS.name)
+    if given:
+        return given
     host = urllib.parse.urlsplit(_url()).hostname or "127.0.0.1"
     family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -46,7 +46,7 @@ def own_address() -> str:
 
 
 def use_interface_of(address: str) -> None:
-    """Let collectives use the interface of an address, unless the environment names one."""
+    """Make collectives use the interface of an address, unless the environment names one."""
     import psutil
 
     for name, entries in psutil.net_if_addrs().items():
@@ -56,7 +56,7 @@ def use_interface_of(address: str) -> None:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Return a listening socket; port 0: any that is free."""
+    """Return a listening socket; port 0: any free one."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, port), family=family)
 
@@ -64,8 +64,8 @@ def listen(address: str, port: int) -> socket.socket:
 def meet(replica: int, address: str, port: int, timeout: float) -> tuple[str, int]:
     """Register this replica, and wait for the others; return address and port of replica 0.
 
-    Exits with a sentence where the attempt is over, the token is wrong, or `timeout` seconds
-    have passed.
+    Exits with an error if the attempt is over, the token is wrong, or `timeout` seconds have
+    passed.
     """
     attempt = variables.ATTEMPT.read(os.environ) or 0
     shown = f"[{address}]" if ":" in address else address
@@ -91,14 +91,14 @@ def _ask(
     read: Callable[[bytes], Answer],
     body: bytes | None = None,
 ) -> Answer:
-    """Ask the scheduler; try again until the deadline while it does not answer, or makes no sense.
+    """Send a request to the scheduler, with retries until the deadline.
 
     Args:
-        method: of the request.
-        query: of the request.
-        deadline: by the monotonic clock.
-        read: reads the answer, or raises a ValueError.
-        body: of the request.
+        method: HTTP method.
+        query: Query string.
+        deadline: Deadline by the monotonic clock.
+        read: Parses the answer, or raises a ValueError.
+        body: Request body.
     """
     url = f"{_url()}/jobs/{os.environ[variables.JOB_ID.name]}/replicas{query}"
     request = urllib.request.Request(  # noqa: S310  # the scheduler's URL
@@ -116,10 +116,10 @@ def _ask(
                 return read(answer.read())
         except urllib.error.HTTPError as error:
             with error:
-                said = error.read(1000).decode("utf-8", "replace")
+                text = error.read(1000).decode("utf-8", "replace")
             if error.code < 500 and error.code != 429:
-                _give_up(f"{url} answers {error.code}: {said}")
-            failure = f"it answers {error.code}: {said}"
+                _give_up(f"{url} answers {error.code}: {text}")
+            failure = f"it answers {error.code}: {text}"
         except (OSError, ValueError) as error:
             failure = str(error)
         if time.monotonic() >= deadline:
@@ -128,7 +128,7 @@ def _ask(
 
 
 def _opener() -> urllib.request.OpenerDirector:
-    """Return an opener without proxies, which trusts PIPOLLUX_CA_FILE where that is given."""
+    """Return an opener without proxies that trusts PIPOLLUX_CA_FILE if it is set."""
     context = ssl.create_default_context(cafile=os.environ.get(variables.CA_FILE.name) or None)
     return urllib.request.build_opener(
         urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)

@@ -4,14 +4,14 @@
 
 Run as a file or as a module, in a process of the job. It is ``torchrun`` with three additions:
 
-* a rendezvous backend (``--rdzv-backend=pipollux``) that meets at ``--rdzv-endpoint`` or, without
-  one, where replica 0 is found through the scheduler (`meeting`);
-* a second SIGTERM changes nothing: whoever stops a replica may repeat it until it arrives;
-* at its end it leaves a `ReplicaResult` in the file that PIPOLLUX_RESULT_FILE names, and ends with
-  the status of the script: 143 after an agreed stop.
+* a rendezvous backend (``--rdzv-backend=pipollux``) at ``--rdzv-endpoint`` or, without one, at the
+  address of replica 0 from the scheduler (:mod:`~pipollux_agent.address_exchange`);
+* a repeated SIGTERM has no effect, as the sender may repeat it until it arrives;
+* at its end it writes an `AgentResult` to the file PIPOLLUX_RESULT_FILE, and exits with the status
+  of the script: 143 after an agreed stop.
 
 torch's own store listens on every interface of the machine, whatever address it is given, without
-authentication. The store here listens at the address where the replicas meet, alone.
+authentication. The store here only listens on the address of the rendezvous.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from pipollux_protocol.files import (
 )
 
 LINGER = 2.0
-"""Seconds that such processes have to end."""
+"""Seconds for processes that the script has forked to end."""
 _DAEMONISED = (
     "The script ended with exit status 0, but a process that it had forked still ran (PID {}), and "
     "was ended: a job ends with its script. Train in the process that is started, not in a daemon."
@@ -58,25 +58,26 @@ def main() -> int:
     process = [str(Path(__file__).with_name("script_main.py")), *sys.argv[script : script + 1]]
     sys.argv.insert(script, process[0])
     with _own_folder() as folder:
-        # torch's agent copies there what the script's process has written into a file of its own.
+        # torch's agent copies the error file of the script's process to this path.
         error_file = folder / "error.json"
         os.environ["TORCHELASTIC_ERROR_FILE"] = str(error_file)
         status = _run()
         result = result_of(error_file, os.environ)
         left = _left_behind(process) if status == 0 else []
         if left:
-            status, said = DAEMONISED, _DAEMONISED.format(", ".join(map(str, left)))
-            print(said, file=sys.stderr, flush=True)
-            result = result.model_copy(update={"error": ResultError(message=said)})
+            status, message = DAEMONISED, _DAEMONISED.format(", ".join(map(str, left)))
+            print(message, file=sys.stderr, flush=True)
+            result = result.model_copy(update={"error": ResultError(message=message)})
         _leave_result(result)
     return status
 
 
 @contextmanager
 def _own_folder() -> Iterator[Path]:
-    """Make a folder for files of the agent and torch's; where one is named, its engine removes it.
+    """Create a folder for temporary files of the agent and torch.
 
-    One in the machine's folder for temporary files stays when the agent is killed.
+    The engine removes a folder that it names; one in the system's temporary directory remains if
+    the agent is killed.
     """
     named = os.environ.pop(variables.AGENT_FOLDER.name, "")
     if named:
@@ -89,10 +90,10 @@ def _own_folder() -> Iterator[Path]:
 
 
 def _left_behind(command: list[str]) -> list[int]:
-    """Return the processes that run the script although it has ended: it has forked them.
+    """Return the processes, forked by the script, that still run it after its end.
 
     Args:
-        command: what the command line of a process that runs the script contains.
+        command: Words of the command line of a process that runs the script.
     """
     known = (variables.JOB_ID, variables.ATTEMPT, variables.REPLICA)
     marks = (*(variable.name for variable in known), "PIPOLLUX_STATE_DIR")
@@ -119,7 +120,7 @@ def _runs(pid: int, words: set[bytes], variables: set[bytes]) -> bool:
         if not words <= set(command):
             return False
         return variables <= set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
-    except OSError:  # it has ended, or is another user's
+    except OSError:  # it has ended, or belongs to another user
         return False
 
 
@@ -131,7 +132,7 @@ def _run() -> int:
     from torch.distributed.run import main as torchrun
 
     if "--signals-to-handle" in get_args_parser().format_help():
-        sys.argv.insert(1, "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT")  # SIGTERM is ours
+        sys.argv.insert(1, "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT")  # not SIGTERM, handled here
     rendezvous = import_module(f"{_package()}.rendezvous")
     rendezvous_handler_registry.register(rendezvous.BACKEND, rendezvous.create_handler)
     try:
@@ -142,9 +143,9 @@ def _run() -> int:
         _, failure = error.get_first_failure()
         code = int(failure.exitcode)
         return code if code >= 0 else 128 - code
-    except Exception as error:  # any but a stop's is the caller's
-        # Where a stop arrives before torch has begun to time a call, torch fails at the end of
-        # that call and so hides the stop, but has ended the script as for one.
+    except Exception as error:  # re-raised unless a stop caused it
+        # If a stop arrives before torch's timer of a call has started, torch fails at the end of
+        # that call and hides the stop, but it has ended the script as for a stop.
         if isinstance(error.__context__, SignalException):
             return STOPPED
         raise
@@ -152,7 +153,7 @@ def _run() -> int:
 
 
 def _package() -> str:
-    """Return a package with the modules beside this file; loading the one they are in is slow."""
+    """Return a package for the modules beside this file; importing the real one is slow."""
     if __package__:
         return __package__
     package = ModuleType("pipollux_agent")
@@ -162,9 +163,9 @@ def _package() -> str:
 
 
 def _make_folder() -> None:
-    """Make the folder for checkpoints, which only a replica can where the scheduler sees no disk.
+    """Create the directory of checkpoints, as a scheduler without access to the disk cannot.
 
-    Where it cannot be made, the script says so when it saves.
+    If this fails, the script reports it when it saves.
     """
     folder = os.environ.get(variables.CHECKPOINT_DIR.name)
     if folder:
@@ -173,7 +174,7 @@ def _make_folder() -> None:
 
 
 def _ignore_repeated_signals() -> None:
-    """Raise what torch's agent expects at the first SIGTERM, and ignore those that follow."""
+    """Raise torch's SignalException at the first SIGTERM, and ignore further ones."""
 
     def stop(number: int, _frame: FrameType | None) -> None:
         global _asked
@@ -194,8 +195,8 @@ def result_of(error_file: Path, environment: Mapping[str, str]) -> AgentResult:
     found = _read(error_file)
     if found is not None:
         with suppress(KeyError, TypeError, ValidationError):
-            told = {"message": found["message"]["message"], "types": tuple(found["types"])}
-            error = ResultError(**told, loaded=found["loaded"])
+            fields = {"message": found["message"]["message"], "types": tuple(found["types"])}
+            error = ResultError(**fields, loaded=found["loaded"])
     checkpoints = variables.CHECKPOINT_DIR.read(environment) or Path("/nowhere")
     attempt = environment.get(variables.ATTEMPT.name)
     step = None
@@ -203,7 +204,7 @@ def result_of(error_file: Path, environment: Mapping[str, str]) -> AgentResult:
         stopped = StopMarker.model_validate_json((checkpoints / STOP_MARKER).read_bytes())
         step = stopped.step if str(stopped.attempt) == attempt else None
     report = _read(checkpoints / UNSENT_REPORT)
-    # Whichever was rank 0 in the end has left it; the scheduler takes the first that it gets.
+    # The last rank 0 has written it; the scheduler accepts the first one that it receives.
     ours = report is not None and str(report.get("attempt")) == attempt
     return AgentResult(asked=_asked, error=error, step=step, report=report if ours else None)
 
@@ -224,7 +225,7 @@ def _leave_result(result: AgentResult) -> None:
     report = dict(result.report or {})
     points = list(report.get("points", []))
     text = result.model_dump_json()
-    while len(text.encode()) > limit and points:  # the last ones say most
+    while len(text.encode()) > limit and points:  # the last points are the most useful
         del points[: max(len(points) // 2, 1)]
         shorter = {**report, "points": points, "timeline": None}
         text = result.model_copy(update={"report": shorter}).model_dump_json()
@@ -233,12 +234,12 @@ def _leave_result(result: AgentResult) -> None:
         if error is not None:
             error = error.model_copy(update={"message": error.message[-limit // 4 :]})
         text = result.model_copy(update={"report": None, "error": error}).model_dump_json()
-    with suppress(OSError):  # the scheduler then knows the exit status alone
+    with suppress(OSError):  # the scheduler then only has the exit status
         _write(path, text)
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file at once, so that nobody reads half of it; one that is a mount is written to."""
+    """Replace a file atomically; a mounted file is overwritten in place."""
     aside = path.with_name(f".{path.name}.part")
     try:
         aside.write_text(text, encoding="utf-8")

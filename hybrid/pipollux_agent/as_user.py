@@ -1,11 +1,11 @@
-"""Becomes another user of the machine, and then runs a command in its place.
+"""Switches to another user of the machine, and executes a command.
 
     python -I -S as_user.py USER FOLDER COMMAND...
 
-A scheduler that runs as root starts a job's processes so, each job's as the user that it is to run
-as. FOLDER is entered as that user. The file that PIPOLLUX_RESULT_FILE names lies where that user
-may not go: it is opened before, and the command finds it among its open files. It is run as a file,
-without the package around it, and must import nothing but the standard library.
+A scheduler that runs as root starts a job's processes this way, as the job's user. FOLDER becomes
+the working directory, entered as that user. The user may not be able to access the file
+PIPOLLUX_RESULT_FILE: it is opened before the switch, and the command inherits the descriptor. The
+module is run as a file, without its package, and must import only the standard library.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 CANNOT_START = 126
-"""Exit status where the command cannot be run as that user."""
+"""Exit status if the command cannot be run as that user."""
 _OF_THE_CALLER = ("XDG_", "MAIL", "OLDPWD", "SUDO_")
-"""Beginnings of variables that name things of the user who calls."""
+"""Prefixes of variables that belong to the calling user."""
 
 
 def main(user: str, folder: str, command: list[str]) -> int:
-    """Become the user, and run the command; return only where that fails."""
+    """Switch to the user, and execute the command; returns only on failure."""
     host = os.uname().nodename
     try:
         account = pwd.getpwnam(user)
@@ -61,7 +61,6 @@ def main(user: str, folder: str, command: list[str]) -> int:
 
 
 def _environment(account: pwd.struct_passwd) -> dict[str, str]:
-    """Return the environment of the user's processes."""
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(_OF_THE_CALLER)
     }
@@ -81,14 +80,14 @@ def _environment(account: pwd.struct_passwd) -> dict[str, str]:
 
 
 def _hand_over_output(account: pwd.struct_passwd) -> None:
-    """Let the user open /dev/stdout and /dev/stderr, where they are pipes."""
+    """Make the user the owner of stdout and stderr if they are pipes, to open /dev/stdout."""
     for handle in (1, 2):
         if stat.S_ISFIFO(os.fstat(handle).st_mode):
             os.fchown(handle, account.pw_uid, account.pw_gid)
 
 
 def _refuse(why: str, environment: Mapping[str, str] = os.environ) -> int:
-    """Say why, also where the agent would have left how the script ended."""
+    """Print a reason, and write it to the result file as the agent would."""
     print(why, file=sys.stderr, flush=True)
     result = environment.get("PIPOLLUX_RESULT_FILE")
     if result:

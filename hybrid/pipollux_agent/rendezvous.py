@@ -1,7 +1,7 @@
 """The rendezvous of the agents of one attempt.
 
-The store of the agents listens at one address: the one that the command line names, or the one that
-replica 0 has announced to the scheduler.
+The store of the agents listens at one address: that of the command line, or the one that replica 0
+has registered with the scheduler.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ __all__ = ["BACKEND", "Rendezvous", "create_handler"]
 BACKEND = "pipollux"
 """Name of the rendezvous backend."""
 RENDEZVOUS_TIMEOUT = 600
-"""Seconds that agents wait for each other; torch's own."""
+"""Seconds that agents wait for each other; torch's default."""
 
 
 class Rendezvous(StaticTCPRendezvous):
-    """torch's static rendezvous, at an address that may become known only now."""
+    """torch's static rendezvous, whose address may only become known at run time."""
 
     def get_backend(self) -> str:
-        """Return the name under which it is registered."""
+        """Return the name of the backend."""
         return BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -44,8 +44,8 @@ class Rendezvous(StaticTCPRendezvous):
         serves = self.rank == 0
         address, port = self.master_addr, self.master_port
         if variables.LIVE.read(os.environ):
-            # The script meets others again when some have joined or left.
-            with suppress(OSError):  # where the scheduler cannot be found now, nobody joins
+            # The script needs its address again at each elastic resize.
+            with suppress(OSError):  # without the scheduler nobody joins
                 own = address_exchange.own_address()
                 os.environ.update(variables.ADDRESS.write(own))
                 address_exchange.use_interface_of(own)
@@ -74,10 +74,10 @@ class Rendezvous(StaticTCPRendezvous):
 
 
 def create_handler(parameters: RendezvousParameters) -> Rendezvous:
-    """Return the rendezvous handler for the endpoint that the command line names.
+    """Return the rendezvous handler for the endpoint of the command line.
 
     Args:
-        parameters: from the command line; its ``--rdzv-conf`` must give the agent's rank.
+        parameters: Of the command line; its ``--rdzv-conf`` must give the agent's rank.
     """
     address, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=0)
     return Rendezvous(
@@ -91,7 +91,7 @@ def create_handler(parameters: RendezvousParameters) -> Rendezvous:
 
 
 def is_address(text: str) -> bool:
-    """Return whether this is an address; a name may stand for several, and these may change."""
+    """Return whether this is an IP address; a name may resolve to several, and these may change."""
     try:
         ipaddress.ip_address(text)
     except ValueError:

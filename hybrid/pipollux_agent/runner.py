@@ -1,14 +1,13 @@
-"""The parent of one replica's torchrun agent, which outlives the scheduler that started it.
+"""The parent of one replica's torchrun agent, which survives the scheduler that started it.
 
     python -I -S runner.py STATUS LOG LIMIT COMMAND...
 
-Only the parent of a process learns how it ended. So that this is not lost with a scheduler that is
-killed, each agent has this small parent of its own: it writes its identity to STATUS, runs COMMAND,
-passes SIGTERM on, writes what COMMAND prints into LOG (renamed to LOG.from-START when it has grown
-to LIMIT bytes), and in the end writes into STATUS the exit status of COMMAND and whether it was
-asked to stop. On a full disk too: STATUS has room for that from the beginning. It is run as a file,
-without the package around it, so it costs a few milliseconds and megabytes; it must import nothing
-but the standard library.
+Only the parent of a process receives its exit status. To keep it when a scheduler is killed, each
+agent has this small parent: it writes its identity to STATUS, runs COMMAND, forwards SIGTERM,
+writes the output of COMMAND to LOG (renamed to LOG.from-START when it reaches LIMIT bytes), and
+finally writes to STATUS the exit status of COMMAND and whether it was asked to stop. STATUS
+reserves the space for that, for a full disk. The module is run as a file, without its package,
+which costs a few milliseconds and megabytes; it must import only the standard library.
 """
 
 from __future__ import annotations
@@ -34,27 +33,27 @@ WRITE_PATIENCE = 60.0
 FULL_PATIENCE = 600.0
 """Seconds for which writing STATUS is retried while the disk is full."""
 STATUS_SIZE = 256
-"""Bytes of a status, filled up with spaces, so that a later one has room in its place."""
+"""Size of a status in bytes, padded with spaces, so that a later one fits in its place."""
 RENAMED = ".from-"
-"""What follows the name of a log in those of its renamed parts; see `store.log_files`."""
+"""Infix of the names of renamed parts of a log; see `store.log_files`."""
 NO_STATUS = 74
 """Exit status if STATUS cannot be written, so that COMMAND was not started."""
 
 
 def birth(pid: int) -> str | None:
-    """Return what identifies a process among all that ever have its id; None if it does not exist.
+    """Return an identity of a process that is unique despite reused ids; None: no such process.
 
-    The boot and the clock ticks from the boot to its start: unlike its start by the wall clock,
-    they stay the same when the clock is set.
+    It consists of the boot id and the clock ticks from the boot to the process's start: unlike the
+    wall-clock start time, they do not change when the clock is set.
     """
     try:
-        # Thousands of processes are looked at every second, and a Path takes longer than the file.
+        # Thousands of processes are checked every second, and a Path costs more than the read.
         with open(f"/proc/{pid}/stat", "rb") as file:
             stat = file.read()
         boot = _boot()
     except OSError:
         return None
-    # After the name, which may contain anything; a zombie has ended.
+    # The fields follow the name, which may contain any character; a zombie has ended.
     fields = stat.rpartition(b")")[2].split(maxsplit=20)
     return None if fields[0] in (b"Z", b"X") else f"{boot}:{fields[19].decode()}"
 
@@ -80,7 +79,7 @@ def write_status(path: Path, status: dict[str, Any]) -> None:
 
 
 def overwrite_status(path: Path, status: dict[str, Any]) -> None:
-    """Write a status into the room of the previous one, which takes no space on a full disk."""
+    """Overwrite the previous status in place, which needs no space on a full disk."""
     text = json.dumps(status).ljust(STATUS_SIZE)
     with path.open("r+b", buffering=0) as file:
         file.write(text.encode())
@@ -88,12 +87,12 @@ def overwrite_status(path: Path, status: dict[str, Any]) -> None:
 
 
 def private(path: str, flags: int) -> int:
-    """Open a file that nobody else may read; an opener of `open`."""
+    """Open a file with mode 0600; an opener for `open`."""
     return os.open(path, flags, 0o600)
 
 
 def say(text: str) -> None:
-    """Print a line; where the disk is full, or the reader gone, do without."""
+    """Print a line; errors of the disk or the reader are ignored."""
     with suppress(OSError):
         os.write(1, f"{text}\n".encode())
 
@@ -101,13 +100,13 @@ def say(text: str) -> None:
 class RotatingLog:
     """A log that is renamed to `LOG.from-START` when it reaches a size limit, and started again.
 
-    START is the number of bytes of output before the first one in the file. The last file that was
-    renamed is kept; earlier ones are removed. Bytes that a full disk cannot take are dropped, and a
-    line in the log tells how many.
+    START is the number of bytes of output before the first one in the file. The last renamed file
+    is kept; earlier ones are removed. Bytes that do not fit on a full disk are dropped, and a line
+    in the log reports their number.
 
     Args:
-        path: of the log; existing content is kept.
-        limit: size in bytes.
+        path: Path of the log; existing content is kept.
+        limit: Size in bytes.
     """
 
     def __init__(self, path: Path, limit: int) -> None:
@@ -118,10 +117,10 @@ class RotatingLog:
         self._dropped = 0
 
     def write(self, data: bytes) -> None:
-        """Append output; what a full disk cannot take is dropped without an error."""
+        """Append output; bytes that do not fit on a full disk are dropped."""
         with suppress(OSError):
             if self._size() >= self._limit:
-                # A file begins with a whole line, where there is one.
+                # A new file begins at a line break, if there is one.
                 ended = data.find(b"\n") + 1
                 if ended and not self._ends_line():
                     self._append(data[:ended])
@@ -134,7 +133,7 @@ class RotatingLog:
         self._file.close()
 
     def copy_from(self, source: int) -> None:
-        """Append all that comes out of a pipe, until its last writer has closed it."""
+        """Append the content of a pipe until its last writer has closed it."""
         while data := os.read(source, 2**16):
             self.write(data)
 
@@ -148,11 +147,11 @@ class RotatingLog:
         self._put(data)
 
     def _put(self, data: bytes, *, whole: bool = False) -> bool:
-        """Append data; return whether all of it was written, and count what was not.
+        """Append data; return whether all of it was written, and count dropped bytes.
 
         Args:
-            data: what to append.
-            whole: whether nothing is to be written or counted unless all of it is.
+            data: The bytes.
+            whole: Whether to write and count nothing unless all of it fits.
         """
         begin, done = self._size(), 0
         with suppress(OSError):
@@ -176,7 +175,7 @@ class RotatingLog:
             return file.read(1) == b"\n"
 
     def _rotate(self) -> None:
-        """Rename the file; where another cannot be created, go on in this one."""
+        """Rename the file; if no new one can be created, continue with this one."""
         aside = self._path.with_name(f".{self._path.name}.part")
         new = open(aside, "ab", buffering=0, opener=private)  # noqa: SIM115  # until `close`
         before = [start for start, _ in self._renamed()]
@@ -193,7 +192,7 @@ class RotatingLog:
         return self._path.with_name(f"{self._path.name}{RENAMED}{start}")
 
     def _renamed(self) -> list[tuple[int, int]]:
-        """Return where the renamed files start, and their sizes."""
+        """Return the start offsets and sizes of the renamed files."""
         found = self._path.parent.glob(f"{self._path.name}{RENAMED}*")
         return [(int(path.name.rpartition("-")[2]), path.stat().st_size) for path in found]
 
@@ -204,8 +203,8 @@ def run(status: Path, log: Path, limit: int, command: list[str]) -> int:
     child: subprocess.Popen[bytes] | None = None
 
     def pass_on(number: int, _frame: object) -> None:
-        # Once: a scheduler that adopts a replica cannot know whether the one before has asked it to
-        # stop, and a second SIGTERM makes a script exit at once.
+        # Once: a scheduler that adopts a replica cannot know whether its predecessor has sent the
+        # signal already, and a second SIGTERM makes a script exit at once.
         if not asked and child is not None:
             child.send_signal(number)
         asked.append(number)
@@ -225,7 +224,7 @@ def run(status: Path, log: Path, limit: int, command: list[str]) -> int:
     copying = threading.Thread(target=copy, args=(printed,), daemon=True)
     copying.start()
     code = child.wait()
-    copying.join(LAST_WORDS)  # processes that COMMAND has left behind may hold the pipe open
+    copying.join(LAST_WORDS)  # remaining children of COMMAND may hold the pipe open
     ended = {**known, "code": code, "asked": bool(asked)}
     error = _write_patiently(lambda: _write_end(status, ended), WRITE_PATIENCE)
     if error is not None:
@@ -243,12 +242,12 @@ def _write_end(path: Path, status: dict[str, Any]) -> None:
 def _write_patiently(
     write: Callable[[], None], patience: float, give_up: Sequence[int] = ()
 ) -> OSError | None:
-    """Write something, again and again where that fails; return why it cannot be written.
+    """Call a function with retries after errors; return the last error.
 
     Args:
-        write: writes it.
-        patience: seconds for which it is tried; on a full disk it is tried longer.
-        give_up: when not empty, it is not tried again.
+        write: The function.
+        patience: Seconds for which it is retried; longer on a full disk.
+        give_up: It is not retried if this is not empty.
     """
     began = time.monotonic()
     while True:

@@ -1,12 +1,12 @@
-"""The process of a replica: runs the job's script, and writes the exception that ends it to disk.
+"""The process of a replica: runs the job's script, and records the exception that ends it.
 
     python -u script_main.py SCRIPT ARGS...
 
-The script sees what ``python SCRIPT ARGS...`` would show it: its arguments, its folder first in
-``sys.path``, itself as ``__main__``. An exception that ends it is printed as Python prints it,
-and also written to the file that TORCHELASTIC_ERROR_FILE names, as torch's ``record`` would; from
-there torchrun's agent hands it on to the scheduler. It is run as a file, without the package around
-it; it must import nothing but the standard library.
+The script's environment is that of ``python SCRIPT ARGS...``: its arguments, its folder first in
+``sys.path``, itself as ``__main__``. An exception that ends it is printed as Python prints it, and
+also written to the file TORCHELASTIC_ERROR_FILE, as torch's ``record`` would; torchrun's agent
+passes it on to the scheduler. The module is run as a file, without its package; it must import only
+the standard library.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from types import CodeType, ModuleType
 from typing import NoReturn
 
 NO_SCRIPT = 2
-"""Exit status where the script cannot be read; Python's own."""
+"""Exit status if the script cannot be read; Python's own."""
 TEXT_LIMIT = 10_000
-"""Characters kept of a message, and of a traceback."""
+"""Maximum length in characters of a message, and of a traceback."""
 
 
 def run(script: str) -> None:
-    """Run a script as `__main__`; return, or raise SystemExit, where it would end."""
+    """Run a script as `__main__`; return, or raise SystemExit, when it ends."""
     try:
         code = load(script)
     except OSError as error:
@@ -44,8 +44,8 @@ def run(script: str) -> None:
     module.__loader__ = SourceFileLoader("__main__", script)
     sys.modules["__main__"] = module
     try:
-        exec(code, module.__dict__)  # noqa: S102  # the job's script is what is to be run
-    except Exception as error:  # whatever ended the script is recorded
+        exec(code, module.__dict__)  # noqa: S102  # the job's script
+    except Exception as error:  # recorded for the scheduler
         # Without the frame of this function.
         keep(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next), loaded=True)
         fail(error)
@@ -58,8 +58,8 @@ def load(script: str) -> CodeType:
 
 
 def fail(error: BaseException) -> NoReturn:
-    """Print an exception as if it were uncaught, and end with Python's status for that."""
-    sys.last_value = error  # as Python itself does: what runs at exit may ask how the script ended
+    """Print an exception as if it were uncaught, and exit with Python's status for that."""
+    sys.last_value = error  # as Python does, for functions that run at exit
     sys.excepthook(type(error), error, error.__traceback__)
     sys.exit(1)
 
@@ -68,17 +68,17 @@ def keep(error: BaseException, *, loaded: bool) -> None:
     """Record the exception that ended the script, in the format of torch's error files.
 
     Args:
-        error: the exception.
-        loaded: whether the script itself could be read and compiled.
+        error: The exception.
+        loaded: Whether the script itself could be read and compiled.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
     about = traceback.TracebackException.from_exception(error)
-    said = "".join(about.format_exception_only()).strip()
+    message = "".join(about.format_exception_only()).strip()
     kept = {
         "message": {
-            "message": said[-TEXT_LIMIT:],
+            "message": message[-TEXT_LIMIT:],
             "extraInfo": {
                 "py_callstack": "".join(about.format())[-TEXT_LIMIT:],
                 "timestamp": str(int(time.time())),

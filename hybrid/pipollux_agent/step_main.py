@@ -1,17 +1,17 @@
-"""The first process of a step: runs a replica's agent on its node, and leaves its exit status.
+"""The first process of a Slurm step: runs a replica's agent, and records its exit status.
 
     python -I -S step_main.py BASE COMMAND...
 
-srun ends with status 0 when a node fails, and is lost with the machine that it runs on. So the exit
-status of COMMAND is written into BASE.exit, in a folder that all nodes share.
+srun exits with status 0 when a node fails, and is lost with its own machine. So the exit status of
+COMMAND is written to BASE.exit, in a folder that all nodes share.
 
-Where Slurm tracks processes by their parents or groups, a signal to a step reaches all of them:
+If Slurm tracks processes by their parents or groups, a signal to a step reaches all of them:
 SIGTERM would end the workers of a data loader whose script is about to save. So a step is stopped
-with SIGURG, which nobody heeds but this process, and COMMAND alone gets SIGTERM, once; and it is
-killed with SIGWINCH, so that orphans, which Slurm may not find, are killed before this process is
-gone. A node whose slurmd is dead is not reached by signals at all: BASE.signal, which holds "stop",
-"kill", or "gone" (to be killed, as another takes its place), says the same. It is run as a file,
-without the package around it, and must import nothing but the standard library.
+with SIGURG, which only this process handles, and COMMAND alone gets SIGTERM, once. A step is killed
+with SIGWINCH, so that orphans, which Slurm may not find, are killed before this process ends.
+Signals do not reach a node whose slurmd is dead: the file BASE.signal, with "stop", "kill", or
+"gone" (kill it, as another step replaces it), has the same effect. The module is run as a file,
+without its package, and must import only the standard library.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from pathlib import Path
 from typing import Any
 
 MARK = "PIPOLLUX_STEP"
-"""Environment variable by which the processes of a step are found; its value is BASE."""
+"""Environment variable that identifies the processes of a step; its value is BASE."""
 STOPPED = 128 + signal.SIGTERM
-"""Exit status of a step that was to stop before it began."""
+"""Exit status of a step that was stopped before it began."""
 NO_FOLDER = 74
-"""Exit status where the folder of BASE cannot be written, so that COMMAND was not started."""
+"""Exit status if the folder of BASE is not writable, so that COMMAND was not started."""
 LINGER = 1.0
-"""Seconds that processes which COMMAND has left behind have to end before they are killed."""
+"""Seconds for remaining children of COMMAND to end before they are killed."""
 LOOK_INTERVAL = 2.0
-"""Seconds between two looks for BASE.signal."""
+"""Polling interval of BASE.signal in seconds."""
 WRITE_PATIENCE = 60.0
 """Seconds for which writing the exit status is retried."""
 FULL_PATIENCE = 600.0
 """The same while the disk is full."""
 EXIT_SIZE = 64
-"""Bytes of BASE.exit, which is there from the beginning, without a status."""
+"""Size of BASE.exit in bytes, which is created at the start, without a status."""
 
 
 def run(base: Path, command: list[str]) -> int:
@@ -64,7 +64,7 @@ def run(base: Path, command: list[str]) -> int:
         return NO_FOLDER
     if asked or read_signal(base):
         return leave(base, STOPPED, asked=True)
-    with suppress(OSError):  # on a disk that is full already, there may be room in the end
+    with suppress(OSError):  # a full disk may have space again at the end
         write(exit_file(base), {})
     child = subprocess.Popen(command, env={**os.environ, MARK: str(base)})
     if asked:
@@ -89,7 +89,7 @@ def _wait(child: subprocess.Popen[bytes]) -> int | None:
 
 
 def read_signal(base: Path) -> str:
-    """Return what the step is told: "stop", "kill", "gone", or nothing."""
+    """Return the content of BASE.signal: "stop", "kill", "gone", or nothing."""
     try:
         return base.with_name(base.name + ".signal").read_text(encoding="ascii").strip()
     except (OSError, ValueError):
@@ -97,19 +97,19 @@ def read_signal(base: Path) -> str:
 
 
 def step_processes(base: Path) -> list[int]:
-    """Return all processes of this step but this one; they are known by their environment."""
+    """Return all processes of this step except this one, identified by their environment."""
     mark = f"{MARK}={base}".encode()
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdecimal():
-            with suppress(OSError):  # it has ended, or is another user's
+            with suppress(OSError):  # it has ended, or belongs to another user
                 if mark in Path("/proc", entry, "environ").read_bytes().split(b"\0"):
                     found.append(int(entry))
     return found
 
 
 def kill_step(base: Path) -> None:
-    """Kill all processes of this step but this one, until there are none."""
+    """Kill all processes of this step except this one, until there are none."""
     deadline = time.monotonic() + LINGER
     while (left := step_processes(base)) and time.monotonic() < deadline:
         for process in left:
@@ -118,12 +118,12 @@ def kill_step(base: Path) -> None:
 
 
 def leave(base: Path, code: int, *, asked: bool) -> int:
-    """Write an exit status, negative for a signal, where the scheduler looks for it; return it.
+    """Record an exit status, negative for a signal, for the scheduler; return that of a shell.
 
     Args:
-        base: what the names of the step's files begin with.
-        code: the exit status.
-        asked: whether the step was told to stop.
+        base: Prefix of the names of the step's files.
+        code: The exit status.
+        asked: Whether the step was asked to stop.
     """
     path = exit_file(base)
     began = time.monotonic()
@@ -141,12 +141,12 @@ def leave(base: Path, code: int, *, asked: bool) -> int:
 
 
 def exit_file(base: Path) -> Path:
-    """Return the file for the exit status."""
+    """Return the file of the exit status."""
     return base.with_name(base.name + ".exit")
 
 
 def write_end(path: Path, content: dict[str, Any]) -> None:
-    """Write how a step ended; on a full disk, into the room that was reserved for it."""
+    """Write the result of a step; on a full disk, into the reserved space."""
     try:
         write(path, content)
     except OSError:
@@ -156,7 +156,7 @@ def write_end(path: Path, content: dict[str, Any]) -> None:
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """Write JSON to a temporary file, filled up to a fixed size, and rename it."""
+    """Write JSON to a temporary file, padded to a fixed size, and rename it."""
     aside = path.with_name(f".{path.name}.part")
     try:
         with open(aside, "w", encoding="ascii", opener=private) as file:
@@ -171,12 +171,12 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 
 def private(path: str, flags: int) -> int:
-    """Open a file that nobody else may read; an opener of `open`."""
+    """Open a file with mode 0600; an opener for `open`."""
     return os.open(path, flags, 0o600)
 
 
 def say(text: str) -> None:
-    """Print a line; where the disk is full, or the reader gone, do without."""
+    """Print a line; errors of the disk or the reader are ignored."""
     with suppress(OSError):
         os.write(1, f"{text}\n".encode())
 

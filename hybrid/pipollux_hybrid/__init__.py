@@ -1,8 +1,8 @@
-"""Inside a training job: pipelines with data parallelism that a scheduler can scale.
+"""Code inside a training job: pipelines with data parallelism that a scheduler can scale.
 
 A script wraps its ``nn.Sequential`` in :class:`HybridParallel`, its data set in
 :class:`AdaptiveDataLoader` and its epochs in :func:`remaining_epochs_until`; everything else
-(micro-batches, gradient synchronisation, batch sizes, checkpoints, hints) follows.
+(micro-batches, gradient synchronisation, batch sizes, checkpoints, hints) is automatic.
 """
 
 from pipollux_hybrid.checkpoint.manager import load_state, save_all_states

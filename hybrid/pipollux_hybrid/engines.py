@@ -1,8 +1,8 @@
-"""The choice between the two engines, and what a model is where each stage has a process.
+"""Chooses the engine of a pipeline.
 
-* One process drives the devices of all stages through torchgpipe
+* Single-process pipeline: one process drives the devices of all stages through torchgpipe
   (:class:`~pipollux_hybrid.pipeline.engine.PipelineEngine`).
-* K processes run a stage each, by a schedule of torch's
+* Multi-process pipeline: K processes run a stage each, with a schedule of torch
   (:class:`~pipollux_hybrid.pipeline.process_engine.ProcessEngine`).
 """
 
@@ -30,38 +30,30 @@ if TYPE_CHECKING:
 __all__ = ["choose_chunks", "choose_orders", "make_engine", "refuse_plain_loop"]
 
 DEFAULT: ScheduleKind = "1f1b"
-"""Where a replica has several processes, and the script names no schedule."""
+"""Schedule of a multi-process pipeline, unless the script names one."""
 AUTO = "auto"
-"""A script's word for the schedule that is best by what was measured."""
+"""Value of ``schedule`` that chooses the fastest schedule by measurements."""
 CHUNKS = 2
-"""Chunks of a stage that is interleaved, where the script does not say how many."""
+"""Default number of chunks of an interleaved stage."""
 
 
 def choose_chunks(ctx: JobContext, schedule: str | None, chunks_per_stage: int | None) -> int:
-    """Return the number V of chunks of layers that each stage has.
-
-    Args:
-        ctx: The job's context.
-        schedule: What the script asks for.
-        chunks_per_stage: The same.
-
-    Returns:
-        1 unless the script has stages interleaved, and where a replica has one process.
+    """Return the number V of chunks of layers per stage, 1 unless stages are interleaved.
 
     Raises:
-        ConfigurationError: It is no whole number above 1, or the schedule has no chunks.
+        ConfigurationError: It is not an integer above 1, or the schedule has no chunks.
     """
     given = chunks_per_stage
     if given is not None and schedule not in ("interleaved", AUTO):
         raise ConfigurationError(
             f"chunks_per_stage={given!r} with schedule={schedule!r}: only schedule='interleaved' "
-            "gives a stage several chunks of layers, and 'auto' may; say one of these, or leave "
-            "chunks_per_stage out"
+            "gives a stage several chunks of layers, and 'auto' may; set one of these, or omit "
+            "chunks_per_stage"
         )
     if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 2):
         raise ConfigurationError(
-            f"chunks_per_stage={given!r}: a whole number of at least 2 is needed; with one chunk "
-            "to a stage say schedule='1f1b'"
+            f"chunks_per_stage={given!r}: a whole number of at least 2 is needed; for one chunk "
+            "per stage set schedule='1f1b'"
         )
     if schedule != "interleaved" or ctx.env.processes_per_replica == 1:
         return 1
@@ -71,20 +63,13 @@ def choose_chunks(ctx: JobContext, schedule: str | None, chunks_per_stage: int |
 def choose_orders(
     ctx: JobContext, schedule: str | None, chunks_per_stage: int | None, num_stages: int
 ) -> tuple[PipelineSchedule, ...]:
-    """Return the orders in which stages may work on micro-batches, the usual one first.
+    """Return the candidate schedules, the default one first.
 
-    Args:
-        ctx: The job's context.
-        schedule: What the script asks for.
-        chunks_per_stage: The same.
-        num_stages: Number K of stages.
-
-    Returns:
-        Several where the script leaves it open (``"auto"``) and each stage has a process.
+    These are several for ``"auto"`` in a multi-process pipeline.
 
     Raises:
-        ConfigurationError: As of :func:`choose_chunks`, or the schedule is unknown, or there are
-            not as many processes as stages.
+        ConfigurationError: See :func:`choose_chunks`; or the schedule is unknown, or the numbers of
+            processes and stages differ.
     """
     kind = _choose_schedule(ctx, schedule, num_stages)
     chunks = choose_chunks(ctx, schedule, chunks_per_stage)
@@ -95,19 +80,7 @@ def choose_orders(
 
 
 def _choose_schedule(ctx: JobContext, schedule: str | None, num_stages: int) -> ScheduleKind:
-    """Return the order in which stages work on micro-batches.
-
-    Args:
-        ctx: The job's context.
-        schedule: What the script asks for.
-        num_stages: Number K of stages.
-
-    Returns:
-        That of the replica's processes; GPipe's where one drives all stages.
-
-    Raises:
-        ConfigurationError: It is unknown, or there are not as many processes as stages.
-    """
+    """Return the schedule of the stages; GPipe's in a single-process pipeline."""
     if schedule is not None and schedule not in (*SCHEDULES, AUTO):
         raise ConfigurationError(
             f"schedule={schedule!r}: {', '.join(map(repr, (*SCHEDULES, AUTO)))} are allowed, each "
@@ -117,12 +90,12 @@ def _choose_schedule(ctx: JobContext, schedule: str | None, num_stages: int) -> 
     if processes > 1 and num_stages != processes:
         raise ConfigurationError(
             f"num_stages={num_stages}: a replica of this job has {processes} processes "
-            f"(PIPOLLUX_PROCESSES_PER_REPLICA), one for each stage; say num_stages={processes}"
+            f"(PIPOLLUX_PROCESSES_PER_REPLICA), one for each stage; set num_stages={processes}"
         )
     if processes == 1 and num_stages > 1 and schedule is not None:
         raise ConfigurationError(
-            f"schedule={schedule!r}: it runs each of the {num_stages} stages in a process of its "
-            f"own, and a replica of this job has one; call init_process_group(…, "
+            f"schedule={schedule!r}: it runs each of the {num_stages} stages in its own process, "
+            f"and a replica of this job has one process; call init_process_group(…, "
             f"processes_per_replica={num_stages}) and start the script with torchrun "
             f"--nproc-per-node={num_stages}, or a multiple of that"
         )
@@ -140,20 +113,20 @@ def make_engine(
     checkpoint: str,
     schedule: ScheduleKind,
 ) -> tuple[PipelineEngine | ProcessEngine, frozenset[str]]:
-    """Return what runs batches, and the names of what other processes hold.
+    """Return the engine, and the names of the parameters and buffers in other processes.
 
     Args:
         ctx: The job's context.
-        module: The layers; of those of other processes nothing stays.
-        optimizer: Over the module's parameters; it keeps this process's.
+        module: The layers; those of other processes are removed.
+        optimizer: Over the module's parameters; it keeps those of this process.
         balance: Number of layers of each stage, or of each chunk.
         devices: One device per stage.
-        checkpoint: When activations are recomputed.
-        schedule: In which order stages work on micro-batches.
+        checkpoint: Mode of activation checkpointing.
+        schedule: Schedule of the stages.
     """
     if ctx.mesh is None:
         return PipelineEngine(module, balance, devices, checkpoint), frozenset()
-    # Its schedules take a second to import.
+    # Importing torch's schedules takes a second.
     from pipollux_hybrid.pipeline.process_engine import ProcessEngine
 
     draw_alike(ctx)
@@ -169,14 +142,14 @@ def make_engine(
 
 
 def refuse_plain_loop() -> NoReturn:
-    """Refuse a forward with gradients where stages have processes.
+    """Refuse a forward with gradients in a multi-process pipeline.
 
     Raises:
-        ConfigurationError: Always; it says what to write.
+        ConfigurationError: Always; the message has the alternative.
     """
     raise ConfigurationError(
-        "the model was called with gradients enabled, and each stage has a process of its own, in "
-        "which forwards and backwards alternate: write loss = model.train_step(inputs, targets, "
-        "loss_fn) in the place of loss = loss_fn(model(inputs), targets) and loss.backward(); to "
-        "evaluate, call the model under torch.no_grad()"
+        "the model was called with gradients enabled in a multi-process pipeline, whose forwards "
+        "and backwards alternate: write loss = model.train_step(inputs, targets, loss_fn) instead "
+        "of loss = loss_fn(model(inputs), targets) and loss.backward(); to evaluate, call the "
+        "model under torch.no_grad()"
     )

@@ -7,7 +7,7 @@
     ├── CheckpointError                        a checkpoint cannot be written or read
     └── SynchronizationError                   gradients cannot be averaged as the loop uses them
         ├── PeerLostError                      another replica has ended, or does not answer
-        │   └── ReplicaBrokenError             a process of this replica has
+        │   └── ReplicaBrokenError             another process of this replica has
         └── BrokenPipelineError                the process of another stage has
 """
 
@@ -37,7 +37,7 @@ __all__ = [
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 LONGEST = 60
-"""Characters of a value that a message shows."""
+"""Maximum length in characters of a value in a message."""
 
 
 class ConfigurationError(PipolluxError, ValueError):
@@ -53,11 +53,11 @@ class SynchronizationError(PipolluxError, RuntimeError):
 
 
 class PeerLostError(SynchronizationError):
-    """Another replica has ended or does not answer, so a collective cannot come about."""
+    """Another replica has ended or does not answer, so a collective has failed."""
 
 
 class ReplicaBrokenError(PeerLostError):
-    """A process of this very replica has ended or does not answer, and so the replica ends."""
+    """Another process of this replica has ended or does not answer, so the replica ends."""
 
 
 class BrokenPipelineError(SynchronizationError):
@@ -65,23 +65,19 @@ class BrokenPipelineError(SynchronizationError):
 
 
 class Allowed(NamedTuple):
-    """What an argument may be."""
+    """The allowed values of an argument."""
 
     holds: Callable[[Any], bool]
-    """Whether a value is allowed; it must take anything."""
+    """Returns whether a value is allowed; it must accept any value."""
     words: str
-    """What is allowed and what to do, the rest of the sentence after ``name=value:``."""
+    """The rest of the sentence after ``name=value:``, with the allowed values and a remedy."""
 
 
 def check_values(table: Mapping[str, Allowed], values: Mapping[str, Any]) -> None:
     """Refuse the first value that its table does not allow.
 
-    Args:
-        table: What the arguments may be, by name.
-        values: The arguments; every name of the table is among them.
-
     Raises:
-        ConfigurationError: Names the argument, its value and what is allowed.
+        ConfigurationError: Names the argument, its value and the allowed values.
     """
     for name, allowed in table.items():
         if not allowed.holds(values[name]):
@@ -89,12 +85,12 @@ def check_values(table: Mapping[str, Allowed], values: Mapping[str, Any]) -> Non
 
 
 def is_whole(value: Any) -> bool:
-    """Return whether a value is an integer and not a truth value."""
+    """Return whether a value is an integer and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_sequence(value: Any) -> bool:
-    """Return whether a value is a list, a tuple or the like, and not a string."""
+    """Return whether a value is a sequence such as a list or a tuple, and not a string."""
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
@@ -109,7 +105,7 @@ def at_least(least: float, words: str, *, whole: bool = False) -> Allowed:
 
 
 def switch(words: str = "True or False is needed") -> Allowed:
-    """Return the check for a truth value."""
+    """Return the check for a bool."""
     return Allowed(lambda value: isinstance(value, bool), words)
 
 

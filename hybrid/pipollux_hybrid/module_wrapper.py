@@ -1,8 +1,4 @@
-"""What may be wrapped and called, and the plain model's interface on the wrapped one.
-
-Its layers, and state under their names; whatever else a model is wrapped with or called with is
-refused in one sentence.
-"""
+"""Checks of the wrapped model and its calls, and the plain model's interface on the wrapper."""
 
 from __future__ import annotations
 
@@ -28,13 +24,10 @@ __all__ = ["ModuleWrapper", "batch_of", "check_arguments", "check_single"]
 
 
 class ModuleWrapper(nn.Module):
-    """A module around an ``nn.Sequential`` that saves and loads as that one does.
+    """A module around an ``nn.Sequential`` that saves and loads its state like the original.
 
-    Stages leave no trace in names, and neither does ``torch.compile``, so state goes from any
-    number of stages to any other, and from and to the plain module.
-
-    Args:
-        module: The layers.
+    Names are independent of stages and of ``torch.compile``, so state can be transferred between
+    any numbers of stages, and from and to the plain module.
     """
 
     def __init__(self, module: nn.Sequential) -> None:
@@ -46,7 +39,7 @@ class ModuleWrapper(nn.Module):
         return len(self.module)
 
     def __getitem__(self, index: int) -> nn.Module:
-        """Return a layer by its place."""
+        """Return a layer by its index."""
         return self.module[index]
 
     def __iter__(self) -> Iterator[nn.Module]:
@@ -56,7 +49,7 @@ class ModuleWrapper(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the plain module's state, keyed by its own layer names whatever the balance."""
         state = self.module.state_dict(*args, **kwargs)
-        for name in list(state):  # all are put back, so that their order stays
+        for name in list(state):  # all are reinserted to keep their order
             state[plain_name(name)] = state.pop(name)
         return state
 
@@ -74,37 +67,37 @@ class ModuleWrapper(nn.Module):
         return self.module.load_state_dict(renamed, strict=strict)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Change the type of parameters and buffers; their devices are the stages'.
+        """Change the dtype of parameters and buffers; devices are fixed.
 
         Raises:
-            ConfigurationError: A device was asked for.
+            ConfigurationError: A device was given.
         """
         try:
             device = torch._C._nn._parse_to(*args, **kwargs)[0]
-        except RuntimeError:  # a device by its number, on a machine that has none
+        except RuntimeError:  # a device index on a machine without devices
             _refuse_to_move()
         if device is not None:
             _refuse_to_move()
         return super().to(*args, **kwargs)
 
     def cuda(self, device: Any = None) -> NoReturn:  # noqa: ARG002  # the base class's signature
-        """Refuse the move, as stages have their devices."""
+        """Refuse the move: stages have fixed devices."""
         _refuse_to_move()
 
     def cpu(self) -> NoReturn:
-        """Refuse the move, as stages have their devices."""
+        """Refuse the move: stages have fixed devices."""
         _refuse_to_move()
 
 
 def _refuse_to_move() -> NoReturn:
     raise ConfigurationError(
-        "a pipeline's layers cannot be moved, as each stage has a device of its own: say "
-        "HybridParallel(…, devices=[…]), one for each stage, and leave the call out"
+        "a pipeline's layers cannot be moved, as each stage has its own device: pass "
+        "HybridParallel(…, devices=[…]), one for each stage, and remove the call"
     )
 
 
 def _is_object_with(*methods: str) -> Callable[[Any], bool]:
-    """Return a test for objects, not classes, that can do something."""
+    """Return a test for objects, not classes, with these methods."""
     return lambda value: (
         not isinstance(value, type) and all(callable(getattr(value, m, None)) for m in methods)
     )
@@ -121,15 +114,15 @@ OPTIMIZER = {
         "torch.optim.SGD(module.parameters(), lr=0.1)",
     )
 }
-"""What the optimizer of a model may be."""
+"""Allowed values of a model's optimizer."""
 OPTIONS = {
     "activation_checkpoint": Allowed(
         lambda value: (
             value in CHECKPOINT_MODES
             or (is_sequence(value) and all(mode in CHECKPOINT_MODES for mode in value))
         ),
-        f"{', '.join(map(repr, CHECKPOINT_MODES))} are allowed, or where each stage has a process "
-        "of its own a list with one of them for each",
+        f"{', '.join(map(repr, CHECKPOINT_MODES))} are allowed, or in a multi-process pipeline a "
+        "list with one of them for each stage",
     ),
     "balance": Allowed(
         _or_none(lambda value: isinstance(value, str) or is_sequence(value)),
@@ -159,14 +152,14 @@ OPTIONS = {
         "True, for replicas that each hold a part of the optimizer's state, or False is needed"
     ),
 }
-"""What the options of a model may be, as far as their kind goes."""
+"""Allowed values of a model's options, by type."""
 
 
 def batch_of(inputs: tuple[PyTree, ...], keywords: Mapping[str, PyTree]) -> PyTree:
-    """Return the batch that a model was called with: its argument, or the tuple of several.
+    """Return the batch of a call: its argument, or the tuple of several.
 
     Raises:
-        ConfigurationError: There are keyword arguments; it shows how to pass them.
+        ConfigurationError: There are keyword arguments; the message has the alternative.
     """
     if keywords:
         given = ", ".join(f"{name!r}: {name}" for name in keywords)
@@ -194,15 +187,15 @@ def check_single(ctx: JobContext) -> None:
 def check_arguments(
     module: nn.Sequential, optimizer: torch.optim.Optimizer, options: Mapping[str, Any]
 ) -> None:
-    """Refuse what cannot be trained as a pipeline.
+    """Refuse arguments that cannot be trained as a pipeline.
 
     Args:
         module: The layers.
         optimizer: Over their parameters.
-        options: The other arguments of ``HybridParallel`` that :data:`OPTIONS` tells of.
+        options: The other arguments of ``HybridParallel`` that :data:`OPTIONS` lists.
 
     Raises:
-        ConfigurationError: Names the argument, its value and what is allowed.
+        ConfigurationError: Names the argument, its value and the allowed values.
     """
     if not isinstance(module, nn.Sequential):
         raise ConfigurationError(
@@ -211,8 +204,8 @@ def check_arguments(
         )
     if type(module).forward is not nn.Sequential.forward:
         raise ConfigurationError(
-            f"module is a {type(module).__name__} with a forward of its own, which stages would "
-            "not run: move what it does into layers of a plain nn.Sequential"
+            f"module is a {type(module).__name__} with its own forward, which stages would not "
+            "run: move its code into layers of a plain nn.Sequential"
         )
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
         raise ConfigurationError(
@@ -274,7 +267,7 @@ def _check_parameters(module: nn.Sequential, optimizer: torch.optim.Optimizer) -
 
 
 def _check_scheduler(optimizer: torch.optim.Optimizer, lr_scheduler: Any) -> None:
-    # Schedulers that are not PyTorch's need not tell what they are over.
+    # Custom schedulers need not have the attribute.
     other = getattr(lr_scheduler, "optimizer", optimizer)
     if other is not optimizer:
         name = type(lr_scheduler).__name__

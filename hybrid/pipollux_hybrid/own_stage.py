@@ -1,8 +1,8 @@
-"""Keeping the layers of one stage, where each has a process of its own.
+"""Reduces the model to the layers of one stage in a multi-process pipeline.
 
-Every process builds the whole model, as the script says. Those layers that other processes hold are
-then taken out of it and out of the optimizer, so that their memory is free, and whatever goes over
-the parameters (clipping, averaging, the optimizer's step) finds those of this stage.
+Every process builds the whole model, as written in the script. The layers of other processes are
+then removed from it and from the optimizer, to free their memory, and so that everything that
+iterates over parameters (clipping, averaging, the optimizer's step) finds those of this stage.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ __all__ = ["RemoteLayer", "keep_stage"]
 
 
 class RemoteLayer(nn.Module):
-    """The place of a layer that the process of another stage holds.
+    """Placeholder of a layer in the process of another stage.
 
     Args:
-        name: Of the layer.
+        name: Name of the layer.
         stage: Index of its stage.
     """
 
@@ -33,24 +33,24 @@ class RemoteLayer(nn.Module):
         self.name, self.stage = name, stage
 
     def forward(self, *_: Any) -> NoReturn:
-        """Refuse to run: only the pipeline as a whole can."""
+        """Refuse to run: only the whole pipeline can."""
         raise ConfigurationError(
             f"layer {self.name!r} is in the process of stage {self.stage}: call the wrapped model, "
             "which runs all stages"
         )
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse an attribute of the layer: it is not here."""
+        """Refuse access to an attribute of the layer in the other process."""
         try:
             return super().__getattr__(name)
         except AttributeError as error:
             raise AttributeError(
                 f"layer {self.name!r} is in the process of stage {self.stage}, and its attribute "
-                f"{name!r} with it: what the loss needs of it, return as an output of the layers"
+                f"{name!r} with it: if the loss needs it, return it as an output of the layers"
             ) from error
 
     def extra_repr(self) -> str:
-        """Return what is shown of it."""
+        """Return the stage."""
         return f"stage={self.stage}"
 
 
@@ -60,16 +60,16 @@ def keep_stage(
     stages: Sequence[Stage],
     index: int,
 ) -> frozenset[str]:
-    """Take all layers but one stage's out of the module and out of the optimizer.
+    """Remove all layers but one stage's from the module and from the optimizer.
 
     Args:
-        module: The layers, which are replaced by :class:`RemoteLayer` in place.
-        optimizer: Its groups stay, with the parameters that are left.
+        module: The layers; removed ones are replaced by :class:`RemoteLayer`.
+        optimizer: Its groups keep the remaining parameters.
         stages: The layers of each stage, or of each chunk, by their names in the module.
-        index: The stage that stays.
+        index: The stage to keep.
 
     Returns:
-        The names of the parameters and buffers that other processes hold.
+        The names of the removed parameters and buffers.
     """
     elsewhere = set()
     for layers in stages:

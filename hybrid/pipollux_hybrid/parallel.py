@@ -1,4 +1,4 @@
-"""HybridParallel: a sequential model as a pipeline, and the pipeline copied by data parallelism."""
+"""HybridParallel: a sequential model as a pipeline, replicated by data parallelism."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ __all__ = ["HybridParallel"]
 
 
 class HybridParallel(PipelineModel):
-    """Trains an ``nn.Sequential`` as GPipe stages within a process and replicas across processes.
+    """Trains an ``nn.Sequential`` as a pipeline of stages, replicated across processes.
 
     Its outputs and gradients are those of the plain module on the whole batch: micro-batches,
     accumulation steps and replicas are weighted by their samples, provided the loss is a MEAN over
     the batch dimension. ``backward()`` averages gradients over the replicas; the optimizer steps
-    when an iteration is complete, at a learning rate that follows the batch size.
+    when an iteration is complete, at a learning rate scaled for the batch size.
 
     Example::
 
@@ -76,45 +76,45 @@ class HybridParallel(PipelineModel):
         model = HybridParallel(model, optimizer, num_stages=2, num_microbatches=4)
 
     Args:
-        module: The layers. Each takes and gives a PyTree of tensors of shape [batch, …].
+        module: The layers. Inputs and outputs of each are PyTrees of tensors of shape [batch, …].
         optimizer: An optimizer over ``module.parameters()``.
-        num_stages: Number K of stages; a scheduler's choice (``PIPOLLUX_NUM_STAGES``) goes first.
-        balance: Number of layers of each stage, instead of ``num_stages``. Or what to cut them by:
+        num_stages: Number K of stages; a scheduler's choice (``PIPOLLUX_NUM_STAGES``) takes
+            precedence.
+        balance: Number of layers of each stage, instead of ``num_stages``. Or a criterion:
             ``"time"``, for the fastest iteration (the default with ``example_inputs``);
-            ``"memory"``, for the smallest maximum of a stage's memory;
-            ``"parameters"`` (the default without). Tied layers stay together in one process.
-        num_microbatches: Number M of micro-batches that a batch is cut into; it may be changed
-            between steps through the attribute of the same name. None: one for one stage, 4·K for
-            more (at most one per sample), and from there it follows the goodput if
-            ``autoscale_batch_size`` is used.
-        devices: One device per stage; by default ``PIPOLLUX_DEVICES``, else this replica's share
-            of the CUDA devices (K from r·K on for the r-th replica of a node), else the CPU.
+            ``"memory"``, for the smallest maximum of a stage's memory; ``"parameters"`` (the
+            default without). Tied layers stay together in one process.
+        num_microbatches: Number M of micro-batches per batch; the attribute of the same name
+            changes it between steps. None: 1 for one stage, 4·K for more (at most one per sample),
+            after which it is adapted to goodput if ``autoscale_batch_size`` is used.
+        devices: One device per stage; by default ``PIPOLLUX_DEVICES``, else this replica's share of
+            the CUDA devices (K from r·K on for the r-th replica of a node), else the CPU.
         activation_checkpoint: When activations are recomputed: ``"always"``, ``"except_last"``,
-            ``"never"``. Where each stage has a process of its own also a list, one for each.
-        schedule: Where each stage has a process of its own, in which order it works on
-            micro-batches: ``"1f1b"``, one forward and one backward in turn, with activations of K
-            micro-batches; ``"interleaved"``, the same with V chunks of layers in each stage, of
-            which others wait for one; ``"gpipe"``, all forwards and then all backwards, with those
-            of M; or ``"auto"``, chosen by measurements at the start of each run. Needs
-            ``processes_per_replica`` and :meth:`train_step`. None: ``"1f1b"`` there; else one
-            process drives all stages, by GPipe's order.
-        chunks_per_stage: V, where interleaved; 2 by default. ``balance`` has K·V entries then.
-        example_inputs: A batch to measure the layers on, ideally as large as a replica's.
-        memory_limit: Bytes of each device that stages may need, by the layers' profile; by default
-            nine tenths of a GPU's memory, and no limit on a CPU. A cut that does not fit is
+            ``"never"``. In a multi-process pipeline also a list with one value per stage.
+        schedule: Schedule of a multi-process pipeline: ``"1f1b"``, alternating one forward and one
+            backward, with activations of K micro-batches; ``"interleaved"``, the same with V chunks
+            of layers per stage, which shortens waits; ``"gpipe"``, all forwards and then all
+            backwards, with activations of M micro-batches; or ``"auto"``, chosen by measurements at
+            the start of each attempt. Needs ``processes_per_replica`` and :meth:`train_step`. None:
+            ``"1f1b"``; a single-process pipeline always uses GPipe's.
+        chunks_per_stage: V of an interleaved schedule; 2 by default. ``balance`` has K·V entries
+            then.
+        example_inputs: A batch for profiling the layers, ideally as large as a replica's.
+        memory_limit: Bytes of each device that stages may use, by the layers' profile; by default
+            nine tenths of a GPU's memory, and no limit on a CPU. A partition that does not fit is
             refused. Needs ``example_inputs``.
-        scaling_rule: How the learning rate follows the batch size; by default AdaScale, and its
-            square root for Adam and others that divide by a root mean square.
+        scaling_rule: Scaling rule of the learning rate for the batch size; by default AdaScale, and
+            AdamScale for Adam and other optimizers that divide by a root mean square.
         lr_scheduler: A scheduler over ``optimizer``. Its state is saved in checkpoints, and its
             ``step`` does nothing on accumulation steps, like the optimizer's.
-        reduce_dtype: The type in which gradients are sent between replicas: None for float32
-            (float64 for float64 gradients), ``torch.bfloat16`` for half the bytes and 3 digits.
-        bucket_bytes: Size of the buckets in which gradients are sent, as with
+        reduce_dtype: The dtype of gradients sent between replicas: None for float32 (float64 for
+            float64 gradients), ``torch.bfloat16`` for half the bytes and 3 digits.
+        bucket_bytes: Size of the buckets in which gradients are sent, as in
             DistributedDataParallel.
-        broadcast_buffers: Whether buffers that changed on any replica become rank 0's at the end of
-            each iteration.
+        broadcast_buffers: Whether buffers that changed on any replica are overwritten with rank 0's
+            at the end of each iteration.
         shard_optimizer: Whether each replica steps a share of the parameters, holds the optimizer's
-            state of these only, and gets the others: the same results with 1/R of the state.
+            state of these only, and receives the others: the same results with 1/R of the state.
         check_replicas: Compare all parameters and buffers of replicas after every optimizer step
             (True) or every n-th, for debugging; ``PIPOLLUX_CHECK_REPLICAS`` sets it from outside.
 
@@ -192,14 +192,14 @@ class HybridParallel(PipelineModel):
         cut = metrics.cut = choose_cut(ctx, metrics, module, optimizer, request, orders)
         self._layer_profile = cut.profile
         self._tied = TiedCopies.of(ctx, module, cut.balance)
-        # Hidden from nn.Module: its layers are those of `module`, which alone names them.
+        # Hidden from nn.Module: the layers are registered by `module` alone.
         self.__dict__["_engine"], self._elsewhere = make_engine(
             ctx, module, optimizer, cut.balance, chosen, modes[ctx.env.stage], spec.schedule
         )
         shards = OptimizerShards(ctx, module, optimizer, wanted=shard_optimizer)
         self.balance, self._deferred = list(cut.balance), batchnorm.deferred_layers(module)
         if ctx.env.leads:
-            metrics.reporter  # noqa: B018  # made here, so that what it lacks is said before training
+            metrics.reporter  # noqa: B018  # reports missing packages before training
         self._rule = scaling_rule or default_rule(optimizer)
         self._complete, self._no_sync, self._norm = True, False, torch.tensor(math.nan)
         self._result: SyncResult | None = None
@@ -246,23 +246,23 @@ class HybridParallel(PipelineModel):
         self._inputs_check, self._targets_check = BatchCheck("inputs"), BatchCheck("targets")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset gradients, except those that accumulation steps have accumulated so far."""
+        """Reset gradients, except between accumulation steps."""
         if self._optimizer.may_zero:
             super().zero_grad(set_to_none)
 
     def forward(self, *inputs: PyTree, **keywords: PyTree) -> PyTree:
         """Run a batch through the pipeline.
 
-        Where each stage has a process of its own this is for evaluation, without gradients: see
+        In a multi-process pipeline this is for evaluation, without gradients: see
         :meth:`train_step`. All processes of a replica call it, and all get the output.
 
         Args:
             *inputs: A tensor, or tuples, lists and dicts of tensors, each of shape [batch, …];
                 several arguments reach the first layer as a tuple.
-            **keywords: Refused; pass a dict as the one argument instead.
+            **keywords: Refused; pass a dict as the only argument instead.
 
         Returns:
-            What the module returns, on :attr:`output_device`.
+            The module's output, on :attr:`output_device`.
         """
         batch = batch_of(inputs, keywords)
         sizes = self._sizes(batch)
@@ -281,7 +281,7 @@ class HybridParallel(PipelineModel):
         """Run a batch through the stages of this process; return the output, and its plan."""
         batch = map_tensors(lambda x: x.to(self.devices[0], non_blocking=True), batch)
         plan = self._plan(sizes, batch) if torch.is_grad_enabled() else None
-        # A batch that only keeps step with its peers is another replica's to count.
+        # Another replica counts the sample of a padding batch.
         counts = plan is None or plan.num_samples > 0
         separately = plan is not None and plan.apart
         with self._counting(counts):
@@ -289,7 +289,7 @@ class HybridParallel(PipelineModel):
         if plan is not None:
             self._synchronizer.watch(output, plan)
         else:
-            # No backward will end this iteration; the replicas agree again at the next that has.
+            # No backward ends this iteration; replicas are equal again after the next one that has.
             batchnorm.commit_statistics(self._deferred)
         return output, plan
 
@@ -303,9 +303,9 @@ class HybridParallel(PipelineModel):
     ) -> Tensor:
         """Run forward and backward of one batch.
 
-        What ``loss = loss_fn(model(inputs), targets)`` and ``loss.backward()`` do together, with
-        every engine, and the only way where each stage has a process of its own. The loop body
-        calls ``zero_grad`` before it and ``step`` after it, as ever.
+        It replaces ``loss = loss_fn(model(inputs), targets)`` and ``loss.backward()`` with every
+        engine, and is the only way in a multi-process pipeline. The loop body calls ``zero_grad``
+        before and ``step`` after it.
 
         Example::
 
@@ -315,27 +315,27 @@ class HybridParallel(PipelineModel):
                 optimizer.step()
 
         Args:
-            inputs: What the first layer takes, tensors of shape [batch, …].
-            targets: What the loss takes, tensors of shape [batch, …].
+            inputs: Inputs of the first layer, tensors of shape [batch, …].
+            targets: Targets of the loss, tensors of shape [batch, …].
             loss_fn: Returns the loss, a scalar tensor, from the model's output and the targets: a
-                mean over samples, or a :class:`WeightedLoss` where samples or tokens count
-                differently. Where each stage has a process, the last one calls it, for each
+                mean over samples, or a :class:`WeightedLoss` if samples or tokens have different
+                weights. In a multi-process pipeline the last process calls it, for each
                 micro-batch; in the first steps and at times later also for two of them together.
             loss_scope: ``"batch"``: the loss is computed once over the whole batch of a replica,
-                for losses that compare samples; all forwards of a batch then come before its
-                backwards. ``"microbatch"``: the mean over micro-batches is meant, whatever the
-                loss. None: the same, and a loss that is no mean over samples is refused. Where one
-                process drives all stages, the loss is computed over the whole batch in any case.
+                for losses that compare samples; all forwards of a batch then precede its backwards.
+                ``"microbatch"``: the mean over micro-batches, for any loss. None: the same, and a
+                loss that is not a mean over samples is refused. In a single-process pipeline the
+                loss is always computed over the whole batch.
 
         Returns:
             The mean loss of this replica's batch, float64, without a graph; in all of its
             processes. NaN if a loss of another replica in this iteration is not finite, as the
-            gradients then are not either: scripts that skip such a step skip it on all replicas.
-            Not so on GPUs, where that would have to be waited for.
+            gradients are not finite either: scripts that skip such a step skip it on all replicas.
+            On GPUs it is the replica's own loss, as reading the others' would wait for the GPU.
 
         Raises:
-            ConfigurationError: Inputs and targets do not go together, or the loss function does
-                not go with its scope.
+            ConfigurationError: Inputs and targets do not match, or the loss function does not match
+                its scope.
         """
         scope = check_scope(loss_scope)
         inputs, targets = plain_batch(inputs), plain_batch(targets)
@@ -368,10 +368,10 @@ class HybridParallel(PipelineModel):
         return self._synchronizer.agreed(loss.mean)
 
     def _weigh(self, plan: BackwardPlan, weight: float | None) -> None:
-        """Note the weight of a plan's loss.
+        """Set the weight of a plan's loss.
 
         Raises:
-            ConfigurationError: It is one, and gradients of several backwards are added up.
+            ConfigurationError: It has one, and gradients of several backwards are summed.
         """
         if weight is not None and self._no_sync and not plan.weighted:
             raise ConfigurationError(
@@ -394,12 +394,12 @@ class HybridParallel(PipelineModel):
             self._no_sync = False
 
     def _sizes(self, batch: PyTree) -> list[int]:
-        """Return the samples of each micro-batch of a batch that was received."""
+        """Check a batch, and return the sizes of its micro-batches."""
         self._watch.check()
         self._timing.cancel()
         spec = self._context.pipeline
         fewest = spec.fewest_samples if spec.microbatches_follow else 1
-        # All processes of a replica have to cut alike, also those without such layers.
+        # All processes of a replica need the same sizes, also those without such layers.
         alone = self._context.mesh is None
         if any(x.training for x in self._deferred) if alone else self._normalises and self.training:
             fewest = max(fewest, 2)  # a single value has no variance
@@ -410,25 +410,24 @@ class HybridParallel(PipelineModel):
     def _calling(
         self, name: str, sizes: list[int], inputs: PyTree, targets: PyTree = None
     ) -> AbstractContextManager[None]:
-        """Make sure that all processes of the replica make a call, and with the same batch."""
+        """Check that all processes of the replica make a call with the same batch."""
         mesh, digests = self._context.mesh, self._digests
-        assert mesh is not None  # noqa: S101  # one process makes its calls alone
+        assert mesh is not None  # noqa: S101  # only in multi-process pipelines
         digests.begin()
         read = digests.digest(inputs), digests.digest(targets)
         return mesh.calls.meeting(name, BatchDigest(sum(sizes), len(sizes), *read))
 
     def _note_loss(self, loss: Tensor) -> None:
-        """Note the loss of a batch whose backward ends soon, if its samples count."""
+        """Pass the loss to the synchroniser, if the batch's samples count."""
         micro_step = self._batch.micro_step
         if micro_step is None or micro_step.num_samples > 0:
             self._synchronizer.note_loss(loss)
 
     def _counting(self, counts: bool) -> AbstractContextManager[None]:
-        """Have layers keep statistics of the forwards within, if their samples count."""
+        """Exclude the forwards within from batch statistics, unless their samples count."""
         return nullcontext() if counts else batchnorm.uncounted(self._deferred)
 
     def _plan(self, sizes: list[int], batch: PyTree) -> BackwardPlan:
-        """Return what the backward of a forward of micro-batches of these sizes is for."""
         self._context.check_joined()
         self._same_samples.note(batch)
         micro_step = self._batch.micro_step
@@ -439,7 +438,7 @@ class HybridParallel(PipelineModel):
         compared = ends and self._parameters_check.due
         self._metrics.note_forward(disturbed=timed or wanted or compared)
         self._timing.read()
-        # What the script wants of its input it may want by torch.autograd.grad.
+        # The script may call torch.autograd.grad for gradients of its input.
         whole = any(tensor.requires_grad for tensor in tensors_of(batch))
         return plan_backward(
             sizes,
@@ -466,7 +465,7 @@ class HybridParallel(PipelineModel):
         self._noise.measure(result)
 
     def _rejoined(self) -> None:
-        """Go on with other replicas, as all of them would after a restart."""
+        """Continue with other replicas as after a restart."""
         self._synchronizer.rejoin(self._context.env.num_replicas)
         self._optimizer.rejoin()
         self._steps_alike.rejoined()

@@ -1,4 +1,4 @@
-"""What a script may ask of the wrapped model beside running batches."""
+"""Properties and methods of the wrapped model besides running batches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["PipelineModel"]
 
 
 class PipelineModel(ModuleWrapper):
-    """A module cut into stages: how it is cut, what was measured, and what goes over all stages."""
+    """A module cut into stages: its partition, its measurements, and operations over all stages."""
 
     _context: JobContext
     _engine: PipelineEngine | ProcessEngine
@@ -38,19 +38,19 @@ class PipelineModel(ModuleWrapper):
     _complete: bool
     """Whether the gradients of an iteration are complete."""
     _norm: Tensor
-    """The gradients' norm when they were clipped last."""
+    """The norm of the last clipped gradients."""
     _elsewhere: frozenset[str]
-    """Names of the parameters and buffers that other processes of the replica hold."""
+    """Names of the parameters and buffers in other processes of the replica."""
     _tied: TiedCopies | None
-    """Of which parameters other stages hold copies."""
+    """Parameters that other stages hold copies of."""
     balance: list[int]
     """Number of layers of each stage; interleaved, of each of K·V chunks."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the plain module's state, keyed by its own layer names whatever the balance.
 
-        Where each stage has a process of its own, all processes of a replica call it, and all get
-        the whole, with what is of other stages on the CPU. One of them then writes a file::
+        In a multi-process pipeline all processes of a replica call it, and all get the whole state,
+        with tensors of other stages on the CPU. One of them then writes a file::
 
             state = model.state_dict()
             if pipollux.process_rank() == 0:
@@ -75,7 +75,7 @@ class PipelineModel(ModuleWrapper):
     ) -> Any:
         """Load the plain module's state, whether its layers were compiled or not.
 
-        A process takes what is of its own stage.
+        A process loads the entries of its own stage.
         """
         if self._tied is not None:
             state_dict = with_last_values(state_dict, self._tied.names(), strict=strict)
@@ -89,32 +89,32 @@ class PipelineModel(ModuleWrapper):
 
     @property
     def devices(self) -> list[torch.device]:
-        """The device of each stage, also of those in other processes."""
+        """The device of each stage, including those of other processes."""
         if self._context.mesh is not None:
             return list(self._context.pipeline.devices)
         return self._engine.devices
 
     @property
     def layer_profile(self) -> LayerProfile | None:
-        """The layers' costs on ``example_inputs``, measured by rank 0; None without these."""
+        """The layers' costs on ``example_inputs``, measured by rank 0; None without them."""
         return self._layer_profile
 
     @property
     def gain(self) -> float:
-        """Steps of the initial batch size that a step of the present one is worth: AdaScale's gain.
+        """AdaScale's gain: steps of the initial batch size that a current step is worth.
 
-        1 until the gradient's noise was measured.
+        1 until the gradient's noise is measured.
         """
         return self._metrics.gain
 
     @property
     def output_device(self) -> torch.device:
-        """The last stage's device, where the output is and the targets must be."""
+        """The last stage's device, of the output and the targets."""
         return self._engine.devices[-1]
 
     @property
     def num_microbatches(self) -> int:
-        """Number M of micro-batches that a batch is cut into; set it to None to have it chosen."""
+        """Number M of micro-batches per batch; set it to None to have it chosen."""
         return self._context.batch.num_microbatches
 
     @num_microbatches.setter
@@ -124,7 +124,7 @@ class PipelineModel(ModuleWrapper):
         self._context.batch.num_microbatches = chosen_microbatches(value, spec.num_stages)
 
     def export_chrome_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the time line of the next optimizer step to a file that Perfetto opens.
+        """Write the time line of the next optimizer step to a file for Perfetto.
 
         One row per stage of this replica. The file is written after the step, on GPUs a step later.
         With ``PIPOLLUX_TRACE_DIR`` one is written every half minute.
@@ -144,9 +144,8 @@ class PipelineModel(ModuleWrapper):
         """Scale the gradients of all stages so that their norm is at most ``max_norm``.
 
         Call it between ``backward()`` and ``optimizer.step()``, in every pass of the loop body. On
-        accumulation steps it leaves the gradients alone, as they are kept and not complete: what is
-        clipped is the gradient of the whole batch, as :func:`torch.nn.utils.clip_grad_norm_` does
-        with the plain model.
+        accumulation steps it does nothing, as the gradients are incomplete: it clips the gradient
+        of the whole batch, as :func:`torch.nn.utils.clip_grad_norm_` does with the plain model.
 
         Args:
             max_norm: Largest norm of the result.
@@ -155,8 +154,8 @@ class PipelineModel(ModuleWrapper):
             foreach: As in :func:`torch.nn.utils.clip_grad_norm_`.
 
         Returns:
-            The norm before clipping, over all stages, a tensor without dimensions; on accumulation
-            steps that of the last complete iteration, NaN before the first.
+            The norm before clipping, over all stages, a scalar tensor; on accumulation steps that
+            of the last complete iteration, NaN before the first.
 
         Raises:
             RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set.

@@ -57,7 +57,7 @@ def wrap(module: nn.Module | None = None, **options: object) -> HybridParallel:
         ({"num_stages": 2, "devices": ["cpu"]}, r"2 stages need 2 devices, devices give 1"),
         (
             {"activation_checkpoint": ["never", "often"]},
-            r"activation_checkpoint=\['never', 'often'\]: .* or where each stage has a process",
+            r"activation_checkpoint=\['never', 'often'\]: .* or in a multi-process pipeline a list",
         ),
         (
             {"activation_checkpoint": ["never", "always"]},

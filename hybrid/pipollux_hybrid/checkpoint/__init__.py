@@ -1,1 +1,1 @@
-"""Checkpoints: the state that outlives a restart, and how it reaches the disk."""
+"""Checkpoints: states that survive a restart, and their storage."""

@@ -1,10 +1,10 @@
 """Asynchronous saves: states are copied at a step boundary, and a thread writes them.
 
-One save is under way at a time. What goes wrong in it is printed, as for every periodic save, and
-training goes on; the next one is tried after the same interval.
+One save runs at a time. Its errors are printed, as for every periodic save, and training continues;
+the next save follows after the same interval.
 
-The buffers of copies are kept from one to the next: memory that is new has to be mapped page by
-page, which takes longer than the copy itself, and pinned memory even more so.
+The buffers of copies are reused: new memory has to be mapped page by page, which takes longer than
+the copy itself, and pinned memory even more so.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from pipollux_hybrid.errors import CheckpointError
 __all__ = ["AsyncSaver", "StagingBuffers"]
 
 SAVE_TIMEOUT = 1800.0
-"""Seconds that a stop waits for the save under way, as long as replicas wait for a silent peer."""
+"""Seconds that a stop waits for a running save, equal to the timeout of replicas for a silent
+peer."""
 
 
 class AsyncSaver:
@@ -40,16 +41,16 @@ class AsyncSaver:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, write: Callable[[], Path]) -> None:
-        """Write a checkpoint; waits for the one before, should it be under way."""
+        """Write a checkpoint; waits for a running save first."""
         self.wait()
-        # Not a daemon: an interpreter that ends waits for it, whatever the script does.
+        # Not a daemon: the interpreter waits for it before it exits.
         self._thread = threading.Thread(
             target=self._run, args=(write,), name="pipollux-checkpoint", daemon=False
         )
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when nothing is under way.
+        """Wait for a running save.
 
         Raises:
             CheckpointError: The disk hangs.
@@ -65,7 +66,7 @@ class AsyncSaver:
         self.say_failure()
 
     def say_failure(self) -> None:
-        """Print why the last save failed, once; called at step boundaries."""
+        """Print the error of the last save, once; called at step boundaries."""
         failure, self._failure = self._failure, None
         if failure is not None:
             print(f"pipollux: {failure}", file=sys.stderr, flush=True)
@@ -73,14 +74,14 @@ class AsyncSaver:
     def _run(self, write: Callable[[], Path]) -> None:
         try:
             write()
-        except Exception as error:  # a thread's exception would be lost; the boundary says it
+        except Exception as error:  # printed by the training thread at a boundary
             self._failure = str(error)
 
 
 class StagingBuffers:
-    """Copies nested dicts, lists and tuples of tensors into buffers of its own.
+    """Reusable copies of nested dicts, lists and tuples of tensors.
 
-    One copy is good until the next is taken.
+    A copy is valid until the next one is taken.
     """
 
     def __init__(self) -> None:
@@ -90,8 +91,8 @@ class StagingBuffers:
     def take(self, content: Any) -> Any:
         """Return the same structure with all tensors on the host.
 
-        Copies from CUDA devices are queued behind the kernels that are under way, and before those
-        that change the tensors next; :meth:`wait` until they are done before reading them.
+        Copies from CUDA devices are queued behind the current kernels, and before those that change
+        the tensors next; call :meth:`wait` before reading them.
         """
         devices: set[torch.device] = set()
         result = self._copy(content, (), devices)
@@ -104,7 +105,7 @@ class StagingBuffers:
         return result
 
     def wait(self) -> None:
-        """Return when the copies taken last are complete; called by the thread that writes."""
+        """Wait until the last copies are complete; called by the thread that writes."""
         for event in self._events:
             event.synchronize()
 

@@ -1,10 +1,10 @@
-"""A checkpoint that several processes write while training goes on, each the layers of its stage.
+"""A checkpoint that several processes write during training, each the layers of its stage.
 
-At the step boundary all copy what they have, and agree on a folder: so all parts are of one step.
-Then a thread of each process of replica 0 writes its part. Collectives belong to the training, so
-each of them tells the first one over a connection of its own when it is done; a process that dies
-ends it. The first one makes a checkpoint of the folder when all have written. Until then, whatever
-happens, the checkpoint before is the newest.
+At the step boundary all processes copy their states, and agree on a folder, so all parts are of one
+step. Then a thread of each process of replica 0 writes its part. Collectives belong to the
+training, so each process reports to the first one over a separate connection when it is done; the
+connection closes if the process dies. The first one commits the checkpoint when all have written.
+Until then the previous checkpoint is the newest.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ __all__ = ["start_saving_in_parts"]
 
 Writers: TypeAlias = Mapping[str, Callable[[BinaryIO], None]]
 CONNECTS_WITHIN = 60.0
-"""Seconds that a process waits for the first one, which connects before it writes anything."""
+"""Seconds that a process waits for the connection of the first one, which connects before it
+writes."""
 
 
 def start_saving_in_parts(
@@ -42,16 +43,11 @@ def start_saving_in_parts(
 ) -> None:
     """Copy the states, and begin to write a new checkpoint; all processes of the job call it.
 
-    Args:
-        ctx: The job's context.
-        root: The folder of checkpoints.
-        states: What is saved.
-        saver: Writes this process's part. The checkpoint is there when that of the process that
-            leads is done.
-        keep_also: As of :func:`pipollux_hybrid.checkpoint.storage.prune`.
+    ``saver`` writes this process's part; the leader's commits the checkpoint. For ``keep_also`` see
+    :func:`pipollux_hybrid.checkpoint.storage.prune`.
 
     Raises:
-        CheckpointError: It cannot be begun; raised by the process that leads.
+        CheckpointError: It cannot be begun; raised by the leader.
     """
     if ctx.env.leads:
         _lead(ctx, root, states, saver, keep_also)
@@ -68,15 +64,15 @@ def _lead(
     saver: AsyncSaver,
     keep_also: Path | None,
 ) -> None:
-    told: dict[str, Any] = {"folder": None}
+    message: dict[str, Any] = {"folder": None}
     with ExitStack() as ending:
         try:
             saver.wait()
             copies = {name: snapshot_of(state) for name, state in states.items()}
             aside = ending.enter_context(files.new_checkpoint(root))
-            told = {"folder": str(aside)}
-        finally:  # the others wait, whatever happens here
-            answers = tell(ctx, told)[1 : ctx.env.processes_per_replica]
+            message = {"folder": str(aside)}
+        finally:  # the others wait for it, also after an error
+            answers = tell(ctx, message)[1 : ctx.env.processes_per_replica]
         check_answers(root, answers)
         stages = [ending.enter_context(_connected(x["address"])) for x in answers]
         write = partial(_finish, ending.pop_all(), aside, copies, stages, ctx.env.attempt)
@@ -84,7 +80,7 @@ def _lead(
 
 
 def _follow(ctx: JobContext, states: Mapping[str, State], saver: AsyncSaver) -> None:
-    told: dict[str, Any] = {"error": "it did not come so far"}
+    message: dict[str, Any] = {"error": "it failed before writing"}
     with ExitStack() as ending:
         try:
             saver.wait()
@@ -94,11 +90,11 @@ def _follow(ctx: JobContext, states: Mapping[str, State], saver: AsyncSaver) -> 
                 if state.in_parts
             }
             listener, address = ending.enter_context(_listening())
-            told = {"address": address}
+            message = {"address": address}
         except (CheckpointError, OSError) as error:
-            told = {"error": str(error)}
+            message = {"error": str(error)}
         finally:
-            answers = tell(ctx, told)[: ctx.env.processes_per_replica]
+            answers = tell(ctx, message)[: ctx.env.processes_per_replica]
         folder = answers[0]["folder"]
         if folder is None or any("error" in answer for answer in answers):
             return
@@ -113,11 +109,11 @@ def _finish(
     stages: Sequence[socket.socket],
     attempt: int,
 ) -> Path:
-    """Write the first process's part, wait for the others, and make a checkpoint of the folder."""
+    """Write the first process's part, wait for the others, and commit the checkpoint."""
     with ending:
         try:
             written = files.write_states(aside, copies)
-        finally:  # nothing is removed while others write
+        finally:  # others may still write into the folder
             answers = [_answer(stage) for stage in stages]
         return files.commit(aside, written | check_answers(aside.parent, answers), attempt)
 
@@ -129,7 +125,7 @@ def _write_and_prune(write: Callable[[], Path], root: Path, keep_also: Path | No
 
 
 def _write_part(ending: ExitStack, listener: socket.socket, folder: Path, copies: Writers) -> Path:
-    """Write another process's part, and tell the first one."""
+    """Write another process's part, and report to the first one."""
     with ending:
         try:
             connection, _ = listener.accept()
@@ -138,20 +134,20 @@ def _write_part(ending: ExitStack, listener: socket.socket, folder: Path, copies
                 f"a part of {folder} was not written, as the first process of the replica did not "
                 f"connect within {CONNECTS_WITHIN:.0f} s: {error}"
             ) from error
-    told: dict[str, Any] = {"error": "it was interrupted"}
+    message: dict[str, Any] = {"error": "it was interrupted"}
     try:
-        told = {"written": files.write_states(folder, copies)}
+        message = {"written": files.write_states(folder, copies)}
     except (OSError, files.StateError) as error:
-        told = {"error": str(error)}
+        message = {"error": str(error)}
     finally:
         with connection, suppress(OSError):  # without the first one there is no checkpoint
-            connection.sendall(json.dumps(told).encode())
-            connection.shutdown(socket.SHUT_RDWR)  # forked workers of loaders hold it, too
+            connection.sendall(json.dumps(message).encode())
+            connection.shutdown(socket.SHUT_RDWR)  # forked workers of loaders hold it open
     return folder
 
 
 def _answer(stage: socket.socket) -> dict[str, Any]:
-    """Return what another process tells when it has written; it may take long, or die."""
+    """Return another process's report; it may take long, or the process may die."""
     try:
         with stage.makefile("rb") as stream:
             answer: dict[str, Any] = json.loads(stream.read())
@@ -164,7 +160,7 @@ def _answer(stage: socket.socket) -> dict[str, Any]:
 
 @contextmanager
 def _listening() -> Iterator[tuple[socket.socket, str]]:
-    """Listen in a folder that is this user's alone; the processes of a replica are on one host."""
+    """Listen in a folder of this user; the processes of a replica are on one host."""
     with (
         tempfile.TemporaryDirectory(prefix="pipollux-") as folder,
         socket.socket(socket.AF_UNIX) as listener,

@@ -1,4 +1,4 @@
-"""A file under construction that knows the checksum of what it was given."""
+"""A file writer that computes the checksum of its content."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ LOG = logging.getLogger(__name__)
 
 
 class CheckedFile(io.BufferedWriter):
-    """A file under construction that knows the checksum of what it was given.
+    """A file writer that computes the checksum of its content.
 
-    Some writers go round :meth:`write` or back in the file; then the file is read once more. An
-    error of the disk is remembered, because ``torch.save`` turns it into one of its own.
+    Some writers bypass :meth:`write` or seek back; then the file is read again for its checksum. A
+    disk error is recorded, because ``torch.save`` replaces it by its own.
 
     Args:
-        path: Where to write.
+        path: Path of the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,7 +44,7 @@ class CheckedFile(io.BufferedWriter):
         return written
 
     def seek(self, target: int, whence: int = 0, /) -> int:
-        """Move in the file, as those formats do that fill in a header at the end."""
+        """Seek in the file, as formats do that fill in a header at the end."""
         self._straight = False
         return super().seek(target, whence)
 
@@ -63,7 +63,7 @@ class CheckedFile(io.BufferedWriter):
 
 
 def close_quietly(fileobj: CheckedFile) -> None:
-    """Close a file; after an error it would try to write the rest of its buffer once more."""
+    """Close a file; after an error it would try to flush its buffer again."""
     try:
         fileobj.close()
     except OSError as error:

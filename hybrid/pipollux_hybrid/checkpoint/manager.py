@@ -1,10 +1,9 @@
-"""Checkpoints: pieces of state, saved together, whole or not at all.
+"""Checkpoints: states of a job, saved together and atomically.
 
-Rank 0 writes, at a step boundary that all replicas agreed on, one file per state; every rank reads,
-from the newest checkpoint that is whole (:mod:`pipollux_hybrid.checkpoint.storage`). With
-``background=True`` the boundary only copies, and a thread writes.
-
-A piece of state is a :class:`~pipollux_hybrid.checkpoint.state.State`.
+Rank 0 writes one file per state, at a step boundary that all replicas agreed on; every rank reads
+from the newest intact checkpoint (:mod:`pipollux_hybrid.checkpoint.storage`). With
+``background=True`` the boundary only copies, and a thread writes. States are instances of
+:class:`~pipollux_hybrid.checkpoint.state.State`.
 """
 
 from __future__ import annotations
@@ -43,23 +42,19 @@ __all__ = [
 
 
 class CheckpointManager:
-    """What is known about the job's checkpoints.
-
-    Args:
-        ctx: The job's context.
-    """
+    """The job's checkpoints."""
 
     def __init__(self, ctx: JobContext) -> None:
         self.saver = AsyncSaver()
-        """Writes checkpoints beside the training."""
+        """Writes checkpoints in the background."""
         self.looked = False
-        """Whether the replicas agreed already on the checkpoint to restore from."""
+        """Whether the replicas have agreed on the checkpoint to restore from."""
         self.restored_from: Path | None = None
-        """The checkpoint that this run restores from; None for a fresh start."""
+        """The checkpoint that this attempt restores from; None for a fresh start."""
         self.saved_step: int | None = None
-        """The step of the checkpoint written last, or of the one that this run began with."""
+        """The step of the last checkpoint, written or restored."""
         self.owner: Owner | None = None
-        """This process's hold on the directory; None where nothing is saved."""
+        """This process's lock on the directory; None if nothing is saved."""
         ctx.closers.append(self.saver.wait)
 
 
@@ -70,12 +65,12 @@ def save_all_states(*, background: bool = False) -> Path | None:
 
     Args:
         background: Whether to return as soon as the states are copied, and write them in a thread.
-            One checkpoint is under way at a time: the call waits for the one before. Errors in
-            the thread are printed at a later step boundary.
+            One save runs at a time: the call waits for the previous one. Errors in the thread are
+            printed at a later step boundary.
 
     Returns:
-        The directory of the checkpoint; None where ``PIPOLLUX_CHECKPOINT_DIR`` is not set, on
-        ranks above 0, and in the background.
+        The directory of the checkpoint; None without ``PIPOLLUX_CHECKPOINT_DIR``, on ranks above 0,
+        and in the background.
 
     Raises:
         CheckpointError: It cannot be written; earlier checkpoints are untouched.
@@ -115,15 +110,15 @@ def save_all_states(*, background: bool = False) -> Path | None:
 def save_last_states() -> None:
     """Save every state at the end of the training; a failure does not raise.
 
-    A checkpoint that cannot be written is told in the log and in the process's exit status, so that
-    the script comes to its own end, where it may save the model itself.
+    The failure is logged and determines the process's exit status, so that the script reaches its
+    own end, where it may save the model itself.
     """
     failure: CheckpointError | None = None
     try:
         save_all_states()
     except CheckpointError as error:
         failure = error
-    # One that is lost by now has its own exit status, and the others have nothing left to do.
+    # A lost replica has its own exit status, and the others have nothing left to do.
     with suppress(PeerLostError):
         failure = shared_failure(context(), failure)
     if failure is not None:
@@ -135,26 +130,22 @@ def save_last_states() -> None:
 def shared_failure(ctx: JobContext, failure: CheckpointError | None) -> CheckpointError | None:
     """Return why a checkpoint was not written, the same on all replicas; None: it was.
 
-    One replica writes, and the others must not end as if all were well where it could not.
-
-    Args:
-        ctx: The job's context.
-        failure: What has failed here; None: nothing.
+    Only one replica writes, and a failure there must fail the others, too.
     """
-    told = ctx.control.gather_bytes(("" if failure is None else str(failure)).encode())
-    reasons = [reason.decode() for reason in told if reason]
+    failures = ctx.control.gather_bytes(("" if failure is None else str(failure)).encode())
+    reasons = [reason.decode() for reason in failures if reason]
     return CheckpointError(reasons[0]) if reasons else None
 
 
 def load_state(state: State) -> bool:
-    """Restore a state from the newest good checkpoint.
+    """Restore a state from the newest intact checkpoint.
 
     Returns:
-        Whether there was something to restore.
+        Whether the checkpoint holds the state.
 
     Raises:
         CheckpointError: The checkpoint holds the state, but it cannot be read; or there are
-            checkpoints, but none that this job can resume from.
+            checkpoints, but this job can restore none of them.
     """
     ctx = context()
     directory = checkpoint_to_restore(ctx)
@@ -178,10 +169,10 @@ def load_state(state: State) -> bool:
 
 
 def write_stop_marker(step: int) -> None:
-    """Tell the scheduler that this attempt stopped at ``step`` because it was asked to.
+    """Record for the scheduler that this attempt stopped at ``step`` as requested.
 
     Raises:
-        CheckpointError: The disk does not take it.
+        CheckpointError: It cannot be written.
     """
     ctx = context()
     root = ctx.env.checkpoint_dir
@@ -211,14 +202,14 @@ def _write(
 
 
 def checkpoint_to_restore(ctx: JobContext) -> Path | None:
-    """Return the checkpoint all replicas restore from: the newest good one that rank 0 sees.
+    """Return the checkpoint that all replicas restore from: the newest intact one on rank 0.
 
-    The first call looks for it, on all replicas at the same place of the script, and tries whether
-    the next one can be written.
+    The first call searches for it, on all replicas at the same point of the script, and tests
+    whether the directory is writable.
 
     Raises:
-        CheckpointError: The directory cannot be written to or is not shared, or holds checkpoints
-            and none that this job can go on from; raised on every replica.
+        CheckpointError: The directory is not writable or not shared, or this job can restore none
+            of its checkpoints; raised on every replica.
     """
     root, manager = ctx.env.checkpoint_dir, ctx.component(CheckpointManager)
     if root is not None and not manager.looked:
@@ -232,7 +223,7 @@ def checkpoint_to_restore(ctx: JobContext) -> Path | None:
 
 
 def _plan(ctx: JobContext, root: Path) -> dict[str, Any]:
-    """Return what rank 0 finds in the directory, told to all."""
+    """Return rank 0's findings in the directory, on all replicas."""
     probe = f".probe-{secrets.token_hex(8)}"
     owner = Owner(root, ctx.env)
     plan: dict[str, Any] = {"refusal": None, "version": None, "probe": None}
@@ -242,7 +233,7 @@ def _plan(ctx: JobContext, root: Path) -> dict[str, Any]:
             files.remove_leftovers(root)
             found = files.find(root)
             plan["refusal"], plan["version"] = found.refusal, files.version_of(found.directory)
-            # A full disk has no place for it, and then nobody looks for it.
+            # On a full disk there is no probe, and nobody checks for it.
             plan["probe"] = probe if (root / probe).exists() else None
     try:
         plan = json.loads(ctx.control.gather_bytes(json.dumps(plan).encode())[0])
@@ -258,7 +249,7 @@ def _plan(ctx: JobContext, root: Path) -> dict[str, Any]:
 
 
 def _hold(ctx: JobContext, owner: Owner) -> None:
-    """Hold the directory until this process ends; whoever leads the job is its owner."""
+    """Lock the directory until this process ends; the leader of the job records itself as owner."""
     owner.share()
     ctx.component(CheckpointManager).owner = owner
     ctx.closers.append(owner.close)
@@ -277,9 +268,9 @@ def _see(ctx: JobContext, directory: Path) -> Path:
 
 
 def _check_shared(ctx: JobContext, root: Path, probe: str | None) -> None:
-    """Refuse a directory that is another one on another node.
+    """Refuse a directory that is a different one on another node.
 
-    Nothing would go wrong in this run, but the next one might have its replica 0 on a node without
+    Nothing would fail in this attempt, but the next one might have its replica 0 on a node without
     checkpoints and silently start from scratch.
     """
     seen = probe is None or (root / probe).exists()

@@ -1,7 +1,7 @@
 """Model and optimizer in a checkpoint, keyed by layer.
 
-Names are those of the user's own ``nn.Sequential``, never of stages, so that the next run may cut
-the layers differently; nor do they tell whether a layer went through ``torch.compile``.
+Names are those of the user's own ``nn.Sequential``, independent of stages, so that the next attempt
+may cut the layers differently, and independent of ``torch.compile``.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ class ModelState(State):
         module: The plain module.
         optimizer: Its optimizer.
         lr_scheduler: The optimizer's scheduler, if any.
-        elsewhere: Names of the parameters and buffers that other processes of the replica hold.
-        shards: Whose state of the optimizer this replica holds; None: everything.
-        shared: What the whole module calls parameters that other stages hold a copy of.
+        elsewhere: Names of the parameters and buffers in other processes of the replica.
+        shards: Division of the optimizer state among replicas; None: every replica holds
+            everything.
+        shared: Names in the whole module of parameters that other stages hold a copy of.
     """
 
     in_parts = True
@@ -62,17 +63,17 @@ class ModelState(State):
         self._host_copy = StagingBuffers()
         self._optimizer, self._parameters = optimizer, list(module.parameters())
         self._buffers: BufferCopies | None = None
-        if context().env.checkpoint_dir is not None:  # better now than at the first save
+        if context().env.checkpoint_dir is not None:  # fail now, not at the first save
             check_loadable("lr_scheduler", lr_scheduler.state_dict() if lr_scheduler else None)
             check_loadable("optimizer", optimizer.state_dict())
 
     def save(self, fileobj: BinaryIO) -> None:
-        """Write everything with ``torch.save``."""
+        """Write the content with ``torch.save``."""
         torch.save(self.content(), fileobj)
         self._shards.drop()
 
     def snapshot(self) -> Callable[[BinaryIO], None]:
-        """Copy the tensors to the host's memory; what is not a tensor is small and copied, too."""
+        """Copy the content to host memory."""
         copy = self._host_copy.take(self.content())
         self._shards.drop()
 
@@ -83,7 +84,7 @@ class ModelState(State):
         return write
 
     def load(self, fileobj: BinaryIO) -> None:
-        """Read what :meth:`save` wrote; tensors go to where the parameters are.
+        """Read the output of :meth:`save`; tensors are copied to the parameters' devices.
 
         Raises:
             CheckpointError: It is of another model or optimizer; the first difference is named.
@@ -91,7 +92,7 @@ class ModelState(State):
         self.adopt(torch.load(fileobj, map_location="cpu", weights_only=True))
 
     def load_parts(self, files: Sequence[BinaryIO]) -> None:
-        """Read what the processes of several stages wrote, of which this one takes its own."""
+        """Read the output of several stages; this process loads its own layers."""
         parts = [torch.load(x, map_location="cpu", weights_only=True) for x in files]
         self.adopt(_merged(parts))
 
@@ -105,7 +106,7 @@ class ModelState(State):
         self._groups.check(content["optimizer"])
 
     def adopt(self, content: Mapping[str, Any]) -> None:
-        """Take parameters, buffers, optimizer state and schedule.
+        """Load parameters, buffers, optimizer state and schedule.
 
         Raises:
             CheckpointError: It is of another model or optimizer; the first difference is named.
@@ -119,26 +120,26 @@ class ModelState(State):
             self._lr_scheduler.load_state_dict(content["lr_scheduler"])
 
     def sync(self) -> None:
-        """Gather the optimizer's state on replica 0, if replicas hold parts of it."""
+        """Gather sharded optimizer state on replica 0."""
         if context().env.checkpoint_dir is not None:
             self._shards.gather(everywhere=False)
 
     def spread(self) -> None:
-        """Gather the optimizer's state on all replicas, if they hold parts of it."""
+        """Gather sharded optimizer state on all replicas."""
         self._shards.gather(everywhere=True)
 
     def rejoined(self) -> None:
-        """Divide the optimizer's state among the replicas that there are now."""
+        """Shard the optimizer state among the current replicas."""
         self._shards.rejoin()
 
     def lost(self) -> str:
-        """Return what a replica that dies takes with it: its part of the optimizer's state."""
+        """Return which state is lost with a replica: its shard of the optimizer state."""
         return LOST if self._shards.divided else ""
 
     def remember(self) -> Callable[[], None]:
-        """Copy what a script may change beside the optimizer's step, which a void one leaves out.
+        """Copy the state that a script may change in a void iteration outside of the step.
 
-        That is buffers, learning rates and what belongs to them, and the scheduler's state.
+        These are buffers, learning rates and other options of groups, and the scheduler's state.
         """
         check = unchanged("parameters", self._parameters)
         self._buffers = self._buffers or BufferCopies(self._module)
@@ -160,7 +161,7 @@ class ModelState(State):
         return put_back
 
     def _look_for_schedule(self) -> None:
-        """Log once that a learning-rate scheduler is over the optimizer, and in no checkpoint."""
+        """Warn once if the optimizer has a learning-rate scheduler that no checkpoint includes."""
         if self._looked or context().env.checkpoint_dir is None:
             return
         self._looked = True
@@ -168,14 +169,14 @@ class ModelState(State):
         states = context().component(States).values()
         if scheduled and not any(state.may_hold_schedule for state in states):
             LOG.warning(
-                "a learning-rate scheduler is over the optimizer, and it is in no checkpoint: a "
-                "restart begins it anew, with other learning rates; pass it as "
+                "the optimizer's learning-rate scheduler is not saved in checkpoints: a restart "
+                "resets it, with other learning rates; pass it as "
                 "HybridParallel(…, lr_scheduler=scheduler), or call "
                 'pipollux.register_for_checkpointing("lr_scheduler", scheduler)'
             )
 
     def content(self) -> dict[str, Any]:
-        """Return everything, by names of layers."""
+        """Return the whole state, by names of layers."""
         if self._lr_scheduler is None:
             self._look_for_schedule()
         schedule = self._lr_scheduler.state_dict() if self._lr_scheduler else None
@@ -188,11 +189,10 @@ class ModelState(State):
         }
 
     def _here(self, named: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what is of this process's layers."""
         return {name: x for name, x in named.items() if plain_name(name) not in self._elsewhere}
 
     def _optimizer_here(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        # What is elsewhere may be here too, under another name, if several stages share it.
+        # A parameter shared by several stages is here, too, under another name.
         elsewhere = self._elsewhere - set(self._groups.names().values())
         groups = []
         for group in content["groups"]:
@@ -226,7 +226,7 @@ class ModelState(State):
             self._module.load_state_dict(left, strict=False)
 
     def _load_frozen(self, frozen: Collection[str] | None) -> None:
-        """Train what was trained when the checkpoint was written, and nothing else."""
+        """Set ``requires_grad`` of all parameters as in the checkpoint."""
         if frozen is not None:
             for parameter, name in self._groups.names().items():
                 parameter.requires_grad_(name not in frozen)
@@ -241,7 +241,7 @@ class ModelState(State):
 
 
 def _merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the whole model's state, of what each stage has."""
+    """Return the whole model's state, merged from the stages."""
     first = dict(parts[0])
     first["model"] = {name: x for part in parts for name, x in part["model"].items()}
     first["frozen"] = [name for part in parts for name in part.get("frozen") or ()]
@@ -250,7 +250,7 @@ def _merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for same in zip(*(optimizer["groups"] for optimizer in optimizers), strict=True):
         fields = [field for field in ("params", "param_names") if field in same[0]]
         names = [name for group in same for name in group["params"]]
-        # Stages may share a parameter, which each of them has the same state for.
+        # Stages may share a parameter, whose state is equal in each of them.
         chosen = {name: place for place, name in reversed(list(enumerate(names)))}
         joined = {}
         for field in fields:
@@ -263,13 +263,13 @@ def _merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _is_same_memory(one: Any, other: Any) -> bool:
-    """Return whether a tensor was overwritten in place already."""
+    """Return whether a tensor was already overwritten in place."""
     tensors = isinstance(one, Tensor) and isinstance(other, Tensor)
     return tensors and one.data_ptr() == other.data_ptr() and one.device == other.device
 
 
 def _loads_its_own_way(module: nn.Module) -> bool:
-    """Return whether a layer does more than copy tensors when it is given a state."""
+    """Return whether some layer customises loading beyond copying tensors."""
     return any(
         type(layer)._load_from_state_dict is not nn.Module._load_from_state_dict
         or layer._load_state_dict_pre_hooks
@@ -279,14 +279,14 @@ def _loads_its_own_way(module: nn.Module) -> bool:
 
 
 def _kind_of(lr_scheduler: Any) -> str:
-    """Return the class of a scheduler, and of those within: ``SequentialLR(LinearLR, StepLR)``."""
+    """Return a scheduler's class with its inner schedulers: ``SequentialLR(LinearLR, StepLR)``."""
     inner = ", ".join(_kind_of(each) for each in getattr(lr_scheduler, "_schedulers", ()))
     name = type(lr_scheduler).__name__
     return f"{name}({inner})" if inner else name
 
 
 def _difference(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> str | None:
-    """Return how a checkpoint's model first differs from the script's, None if it does not."""
+    """Return the first difference between a checkpoint's model and the script's, None if equal."""
     for name, value in ours.items():
         if name not in saved:
             return f"{name!r} is missing in the checkpoint"

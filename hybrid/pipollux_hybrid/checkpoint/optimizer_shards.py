@@ -1,11 +1,11 @@
-"""The optimizer's state divided among the replicas, each of which holds that of its own parameters.
+"""Optimizer state sharded over the replicas, each of which holds that of its own parameters.
 
-Parameters are given out whole, the largest first, each to the replica that has least by then. Who
-owns what follows from the model as it was wrapped and the number of replicas alone, so all replicas
-know it alike, whenever they came.
+Whole parameters are assigned, the largest first, each to the replica with the least state so far.
+The assignment depends only on the wrapped model and the number of replicas, so all replicas compute
+the same one, whenever they joined.
 
-Where the whole state is needed it is gathered in the host's memory: on replica 0 for a checkpoint,
-and on all of them where replicas are to come or go.
+Where the whole state is needed it is gathered in host memory: on replica 0 for a checkpoint, and on
+all replicas for an elastic resize.
 """
 
 from __future__ import annotations
@@ -28,42 +28,41 @@ from pipollux_hybrid.job.peers import lost_peers
 __all__ = ["LOST", "OptimizerShards", "give_out"]
 
 PARCEL = 16 * 2**20
-"""Bytes of tensors that travel together; a larger tensor travels alone."""
+"""Bytes of tensors that are sent in one message; a larger tensor is sent alone."""
 LOST = (
     "each replica held the optimizer's state of its own parameters only (shard_optimizer=True), "
-    "and that of the lost replica cannot be had again"
+    "and that of the lost replica cannot be recovered"
 )
 EACH_ALONE = (
     *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam"),
     *("RAdam", "RMSprop", "Rprop", "SGD"),
 )
-"""Optimizers of ``torch.optim`` that step each parameter by itself."""
+"""Optimizers of ``torch.optim`` that step each parameter independently."""
 Told = list[tuple[int, list[tuple[str, Any]]]]
-"""For each parameter, by its number, what there is of state; of a tensor, its :class:`_Kind`."""
+"""State entries per parameter index; of a tensor, its :class:`_Kind`."""
 
 
 class _Kind(NamedTuple):
-    """What has to be known of a tensor to make room for it."""
+    """Metadata for the allocation of a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     moves: bool
-    """Whether it belongs to the parameter's device; else it stays on the host."""
+    """Whether it belongs on the parameter's device; else it stays on the host."""
 
 
 class OptimizerShards:
-    """Which parameters' state this replica holds, and the whole state where that is needed.
+    """The division of optimizer state among replicas, and the whole state where needed.
 
     Args:
         ctx: The job's context.
         module: The layers, as they are wrapped.
         optimizer: Over their parameters.
-        wanted: Whether the state is to be divided; else every replica holds everything.
+        wanted: Whether to shard the state; else every replica holds everything.
 
     Raises:
-        ConfigurationError: It is wanted, and the optimizer is not known to step each parameter by
-            itself.
+        ConfigurationError: The optimizer is not known to step each parameter independently.
     """
 
     def __init__(
@@ -72,17 +71,17 @@ class OptimizerShards:
         if wanted:
             _check(optimizer)
         self._context, self._optimizer, self._wanted = ctx, optimizer, wanted
-        # What is trained comes first: of frozen parameters there may never be any state.
+        # Trained parameters first: frozen ones may never have any state.
         order = sorted(module.parameters(), key=lambda p: (not p.requires_grad, -p.nbytes))
         self._parameters = order
         self._owners: tuple[int, dict[nn.Parameter, int]] = (0, {})
         self._whole: dict[nn.Parameter, dict[str, Any]] | None = None
         self._moving: set[tuple[nn.Parameter, str]] = set()
-        self.drop()  # what some optimizers have from the beginning
+        self.drop()  # some optimizers create state in their constructor
 
     @property
     def divided(self) -> bool:
-        """Whether other replicas hold a part of the state."""
+        """Whether other replicas hold shards of the state."""
         return self._wanted and self._context.env.num_replicas > 1
 
     @property
@@ -92,7 +91,7 @@ class OptimizerShards:
 
     @property
     def group(self) -> ReplicaGroup | None:
-        """The processes that hold the same parameters; None: there is one."""
+        """Group of the processes that hold the same parameters; None for one."""
         mesh = self._context.mesh
         return self._context.control.group if mesh is None else mesh.column
 
@@ -104,10 +103,7 @@ class OptimizerShards:
 
     @property
     def whole(self) -> Mapping[nn.Parameter, dict[str, Any]] | None:
-        """The state of all parameters since :meth:`gather`; None: the optimizer has what is here.
-
-        Its tensors are in the host's memory.
-        """
+        """The state of all parameters after :meth:`gather`, in host memory; None: not gathered."""
         return self._whole
 
     def owner(self, parameter: nn.Parameter) -> int:
@@ -123,7 +119,7 @@ class OptimizerShards:
         return not self.divided or self.owner(parameter) == self._context.env.rank
 
     def drop(self) -> None:
-        """Forget what other replicas hold."""
+        """Drop the state that other replicas hold."""
         self._whole = None
         if self.divided:
             for parameter in self._parameters:
@@ -131,7 +127,7 @@ class OptimizerShards:
                     del self._optimizer.state[parameter]
 
     def rejoin(self) -> None:
-        """Take this replica's share of what :meth:`gather` has given, as others come or go."""
+        """Keep this replica's new shard of the gathered state after an elastic resize."""
         for parameter, state in (self._whole or {}).items():
             if self.is_own(parameter) and parameter not in self._optimizer.state:
                 self._optimizer.state[parameter] = {
@@ -141,7 +137,9 @@ class OptimizerShards:
         self.drop()
 
     def gather(self, *, everywhere: bool) -> None:
-        """Make the state whole, until the next step; all replicas call it at a step boundary.
+        """Gather the whole state, valid until the next step.
+
+        All replicas call it at a step boundary.
 
         Args:
             everywhere: Whether on all replicas; else on replica 0.
@@ -153,9 +151,9 @@ class OptimizerShards:
         if not self.divided or group is None:
             return
         self.drop()
-        told, ours = self._describe()
+        description, ours = self._describe()
         content = io.BytesIO()
-        torch.save(told, content)
+        torch.save(description, content)
         with _reaching_peers():
             found = group.all_gather_bytes(content.getvalue())
         everyone: list[Told] = [torch.load(io.BytesIO(x), weights_only=True) for x in found]
@@ -172,8 +170,8 @@ class OptimizerShards:
             self._put_together(everyone, tensors)
 
     def _describe(self) -> tuple[Told, list[Tensor]]:
-        """Return what there is of this replica's state, and its tensors, in the host's memory."""
-        told: Told = []
+        """Return a description of this replica's state, and its tensors in host memory."""
+        description: Told = []
         tensors: list[Tensor] = []
         for number, parameter in enumerate(self._parameters):
             if parameter not in self._optimizer.state:
@@ -186,14 +184,14 @@ class OptimizerShards:
                     values.append((name, (True, tuple(kind))))
                 else:
                     values.append((name, (False, value)))
-            told.append((number, values))
-        return told, tensors
+            description.append((number, values))
+        return description, tensors
 
     def _put_together(self, everyone: Sequence[Told], tensors: Sequence[Sequence[Tensor]]) -> None:
         found: dict[int, dict[str, Any]] = {}
-        for told, given in zip(everyone, tensors, strict=True):
+        for description, given in zip(everyone, tensors, strict=True):
             remaining = iter(given)
-            for number, values in told:
+            for number, values in description:
                 found[number] = {
                     name: next(remaining) if is_tensor else value
                     for name, (is_tensor, value) in values
@@ -207,14 +205,7 @@ class OptimizerShards:
 
 
 def give_out(sizes: Sequence[int], num_replicas: int) -> list[int]:
-    """Return who owns what: each in turn goes to the replica that has least by then.
-
-    Args:
-        sizes: Of the parameters, in the order in which they are given out.
-        num_replicas: Number R of replicas.
-
-    Returns:
-        For each parameter the rank of its owner.
+    """Return the owner's rank for each size: the replica with the smallest total so far.
 
     Example:
         >>> give_out([4, 3, 2, 2, 1], 2)
@@ -229,7 +220,7 @@ def give_out(sizes: Sequence[int], num_replicas: int) -> list[int]:
 
 
 def _check(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose step may look at several parameters together."""
+    """Refuse an optimizer whose step may combine several parameters."""
     known = [getattr(torch.optim, name) for name in EACH_ALONE if hasattr(torch.optim, name)]
     step = inspect.unwrap(type(optimizer).step)
     if not any(isinstance(optimizer, x) and step is inspect.unwrap(x.step) for x in known):
@@ -266,13 +257,13 @@ def _size(kind: _Kind) -> int:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor without gaps as they lie in memory."""
+    """Return the bytes of a tensor without gaps in memory order."""
     flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     return flat.view(torch.uint8)
 
 
 def _parcels(sizes: Sequence[int]) -> list[list[int]]:
-    """Return which tensors travel together, by their numbers."""
+    """Return the indices of the tensors of each message."""
     parcels: list[list[int]] = []
     filled = PARCEL
     for number, size in enumerate(sizes):
@@ -293,14 +284,14 @@ def _send_parcels(
     tensors: Sequence[Sequence[Tensor]],
     parcels: Sequence[Sequence[Sequence[int]]],
 ) -> None:
-    """Send this replica's tensors to those that receive, and receive those of the others there.
+    """Send this replica's tensors to the receivers; receivers receive those of the others.
 
     Args:
         group: All replicas.
         rank: Of this one.
-        receivers: Who receives.
-        tensors: Of each replica: this one's own, and room for those of others.
-        parcels: Of each replica, which of its tensors travel together.
+        receivers: Ranks that receive.
+        tensors: Of each replica: this one's own, and buffers for those of others.
+        parcels: Of each replica, the indices of the tensors of each message.
     """
     for turn in range(max(map(len, parcels))):
         under_way: list[tuple[Any, Tensor, list[Tensor]]] = []

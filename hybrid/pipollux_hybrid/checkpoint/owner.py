@@ -1,13 +1,13 @@
-"""The job that a directory of checkpoints belongs to, so that no other job saves there.
+"""The job that owns a directory of checkpoints, so that no other job saves there.
 
-Every process of a job holds a shared lock on the file ``.owner`` of the directory as long as it
-lives; the kernel releases it however the process ends. A job that begins there asks for an
-exclusive lock first, which it gets where no process of another job is left, and writes into the
-file who it is. The locks are POSIX locks: they also work on NFS, and forked workers of a data
-loader do not inherit them.
+Every process of a job holds a shared lock on the file ``.owner`` of the directory while it lives;
+the kernel releases it however the process ends. A job that begins there first requests an exclusive
+lock, which it gets if no process of another job is left, and records its identity in the file. The
+locks are POSIX locks: they also work on NFS, and forked workers of a data loader do not inherit
+them.
 
-The job itself may begin again while a process of its last attempt is left, on a host that was cut
-off, say: a scheduler has seen to it that it does not matter.
+The job itself may be restarted while a process of its last attempt is left, for example on a host
+that was cut off: its scheduler has made sure that this process does no harm.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ __all__ = ["OWNER", "Owner"]
 
 LOG = logging.getLogger(__name__)
 OWNER = ".owner"
-"""Name of the file."""
+"""Name of the lock file."""
 PATIENCE = 5.0
-"""Seconds in which the last processes of a job that has just been stopped may end."""
+"""Seconds for the last processes of a stopped job to end."""
 POLL_INTERVAL = 0.1
 _HELD = (errno.EACCES, errno.EAGAIN)
-"""Errors of a lock that another process holds."""
+"""Error numbers of a lock that another process holds."""
 
 
 class Owner:
-    """One process's hold on a directory of checkpoints.
+    """One process's lock on a directory of checkpoints.
 
     Args:
         root: The directory, which exists.
-        env: Who this process is.
+        env: The environment of this process.
     """
 
     def __init__(self, root: Path, env: JobEnvironment) -> None:
@@ -51,10 +51,10 @@ class Owner:
         self._file: int | None = None
 
     def claim(self) -> str | None:
-        """Make the directory this job's; the process that leads calls it.
+        """Make this job the owner of the directory; the leader calls it.
 
         Returns:
-            Why it cannot be, one sentence that names the job it belongs to; None: it is.
+            The reason for a refusal, one sentence that names the owner; None on success.
         """
         if not self._open():
             return None
@@ -72,12 +72,12 @@ class Owner:
         return None
 
     def share(self) -> None:
-        """Hold what another process of this job has claimed."""
+        """Lock the directory that another process of this job has claimed."""
         if self._open():
             self._lock(fcntl.LOCK_SH)
 
     def record(self) -> None:
-        """Write down that this process leads the job; a full disk leaves the file as it is."""
+        """Record this process as the leader of the job; a full disk leaves the file as it is."""
         if self._file is None:
             return
         script = getattr(sys.modules.get("__main__"), "__file__", None)
@@ -91,7 +91,7 @@ class Owner:
             os.pwrite(self._file, json.dumps(content).encode().ljust(1024), 0)
 
     def close(self) -> None:
-        """Let go of the directory."""
+        """Release the lock."""
         file, self._file = self._file, None
         if file is not None:
             os.close(file)
@@ -100,19 +100,19 @@ class Owner:
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
             self._file = self._file or os.open(self._root / OWNER, flags, 0o666)
-        except OSError as error:  # that nothing can be written there is said by others
+        except OSError as error:  # prepare() reports a directory that is not writable
             LOG.debug("%s cannot be opened: %s", self._root / OWNER, error)
         return self._file is not None
 
     def _lock(self, kind: int) -> bool:
-        """Return whether this process has the lock now, or the file system knows none."""
+        """Return whether this process has the lock now, or the file system has no locks."""
         assert self._file is not None  # noqa: S101  # the callers have opened it
         try:
             fcntl.lockf(self._file, kind | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _HELD:
                 return False
-            if kind == fcntl.LOCK_EX:  # the first that is asked for, by one process
+            if kind == fcntl.LOCK_EX:  # warn once: only the leader requests it
                 LOG.warning(
                     "%s cannot be locked (%s): another job that saves there is not noticed",
                     *(self._root / OWNER, error.strerror),
@@ -128,7 +128,7 @@ class Owner:
         return {}
 
     def _was_ours(self) -> bool:
-        """Return whether it belongs to an earlier attempt of this very job."""
+        """Return whether the owner is an earlier attempt of this job."""
         mine, holder = _identity(self._env), self._holder()
         same = mine["job"] is not None and holder.get("job") == mine["job"]
         return same and holder.get("attempt") != mine["attempt"]
@@ -148,7 +148,7 @@ class Owner:
 
 
 def _identity(env: JobEnvironment) -> dict[str, str | None]:
-    """Return which job this is to whoever starts it again, and which attempt; None: nobody does."""
+    """Return job and attempt as known to a scheduler or Slurm; None without them."""
     if env.attempt and env.job_id:
         return {"job": env.job_id, "attempt": str(env.attempt)}
     slurm = os.environ.get("SLURM_JOB_ID")

@@ -1,10 +1,9 @@
-"""The optimizer's parameter groups by the names of their parameters, through restarts.
+"""The optimizer's parameter groups by names of parameters, across restarts.
 
-A script may train only some layers at first and give the optimizer the others in a later epoch, by
-``add_param_group``. The next run of the script starts with the groups it started with. What came
-later is in the checkpoint, and is made again from there, with its settings and its state. Where the
-script then adds the group once more, as it runs the epoch under way from its top, the group is
-there already and stays as it is.
+A script may first train only some layers and add the others to the optimizer in a later epoch, with
+``add_param_group``. A restarted script begins with the initial groups. Later ones are recreated
+from the checkpoint, with their settings and state. When the script then adds such a group again, as
+it reruns the interrupted epoch from its beginning, the existing group is kept.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from pipollux_hybrid.job.context import from_scratch
 __all__ = ["COMPILED", "ParameterGroups", "foreign_parameter", "plain_name"]
 
 COMPILED = "_orig_mod"
-"""What ``torch.compile`` puts into the names of a layer's parameters."""
+"""Component that ``torch.compile`` adds to the names of a layer's parameters."""
 
 
 class ParameterGroups:
-    """An optimizer's groups as a checkpoint has them.
+    """An optimizer's groups in the form of a checkpoint.
 
     Args:
         module: Its layers name the parameters.
         optimizer: Over parameters of the module.
-        shared: What the whole module calls parameters that other stages hold a copy of.
+        shared: Names in the whole module of parameters that other stages hold a copy of.
     """
 
     def __init__(
@@ -44,10 +43,10 @@ class ParameterGroups:
         self._optimizer = optimizer
 
     def state(self, whole: Mapping[nn.Parameter, Any] | None = None) -> dict[str, Any]:
-        """Return the optimizer's state, keyed by names of parameters instead of by numbers.
+        """Return the optimizer's state, keyed by names of parameters instead of indices.
 
         Args:
-            whole: The state of each parameter, where the optimizer holds a part of it only.
+            whole: The state of each parameter, if the optimizer's own is sharded.
         """
         packed = self._optimizer.state_dict()
         groups = self._names()
@@ -68,10 +67,10 @@ class ParameterGroups:
     def restore(
         self, content: Mapping[str, Any], keeps: Callable[[nn.Parameter], bool] = lambda _: True
     ) -> None:
-        """Restore what :meth:`state` returned.
+        """Restore the result of :meth:`state`.
 
         Args:
-            content: That.
+            content: The result.
             keeps: Whether this replica holds the state of a parameter.
 
         Raises:
@@ -94,7 +93,7 @@ class ParameterGroups:
         self._optimizer.load_state_dict({"state": state, "param_groups": packed})
 
     def check(self, content: Mapping[str, Any]) -> None:
-        """Refuse what :meth:`restore` cannot take.
+        """Refuse a content that :meth:`restore` does not accept.
 
         Raises:
             CheckpointError: It is of another optimizer; the first difference is named.
@@ -104,16 +103,15 @@ class ParameterGroups:
         self._check_groups(saved)
 
     def names(self) -> dict[nn.Parameter, str]:
-        """Return the names of the module's parameters, those of the whole module."""
+        """Return the names of the module's parameters in the whole module."""
         named = self._module.named_parameters()
         return {p: plain_name(self._shared.get(p, name)) for name, p in named}
 
     def _names(self) -> list[list[str]]:
-        """Return the names of the parameters of each group."""
         names = self.names()
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter not in names:  # came since the last step, which would have refused it
+                if parameter not in names:  # added after the last step, which checks them
                     raise foreign_parameter(parameter)
         return [[names[p] for p in group["params"]] for group in self._optimizer.param_groups]
 
@@ -146,14 +144,14 @@ class ParameterGroups:
                 )
 
     def _add(self, later: Sequence[Mapping[str, Any]]) -> None:
-        """Make the groups again that the script added after it had begun."""
+        """Recreate the groups that the script added later."""
         if not later:
             return
         parameters = {name: parameter for parameter, name in self.names().items()}
         made = []
         for group in later:
             tensors = [parameters[plain_name(name)] for name in group["params"]]
-            # An optimizer over named parameters takes no others.
+            # An optimizer over named parameters accepts no unnamed ones.
             named = list(zip(group.get("param_names", ()), tensors, strict=False))
             self._optimizer.add_param_group({"params": named or tensors})
             made.append(set[Any](tensors))
@@ -161,7 +159,7 @@ class ParameterGroups:
 
 
 def _expect(optimizer: torch.optim.Optimizer, made: list[set[Any]]) -> None:
-    """Make ``add_param_group`` recognise the groups that exist already, each once."""
+    """Make ``add_param_group`` ignore each group that exists already, once."""
     original = optimizer.add_param_group
 
     def add_param_group(_: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
@@ -173,15 +171,15 @@ def _expect(optimizer: torch.optim.Optimizer, made: list[set[Any]]) -> None:
             return
         original({**param_group, "params": items})
 
-    optimizer.add_param_group = MethodType(add_param_group, optimizer)  # type: ignore[method-assign]  # the script's call comes by here
+    optimizer.add_param_group = MethodType(add_param_group, optimizer)  # type: ignore[method-assign]  # intercepts the script's call
 
 
 def foreign_parameter(parameter: object) -> ConfigurationError:
     """Return the error for an optimizer's parameter that the model does not have."""
     shape = tuple(parameter.shape) if isinstance(parameter, torch.Tensor) else None
-    what = f"a parameter of shape {shape}" if shape is not None else f"a {type(parameter).__name__}"
+    item = f"a parameter of shape {shape}" if shape is not None else f"a {type(parameter).__name__}"
     return ConfigurationError(
-        f"the optimizer was given {what} that is not in the wrapped module, so it would neither be "
+        f"the optimizer was given {item} that is not in the wrapped module, so it would neither be "
         "synchronised nor saved: give it parameters of the module only, and have all layers in the "
         "module before HybridParallel(…)"
     )

@@ -1,7 +1,7 @@
 """A checkpoint that several processes write, each the layers of its stage.
 
-Nothing is gathered: the processes of replica 0 write into one folder, beside each other. Its first
-one makes the folder, and makes a checkpoint of it when all have written.
+Nothing is gathered: the processes of replica 0 write into one folder in parallel. The first one
+creates the folder, and commits it as a checkpoint when all have written.
 """
 
 from __future__ import annotations
@@ -24,36 +24,27 @@ __all__ = ["check_answers", "save_in_parts", "tell"]
 def save_in_parts(
     ctx: JobContext, root: Path, states: Mapping[str, State], saver: AsyncSaver
 ) -> Path | None:
-    """Write a new checkpoint; all processes of the job call it.
-
-    Args:
-        ctx: The job's context.
-        root: The folder of checkpoints.
-        states: What is saved.
-        saver: Which may still write the one before.
-
-    Returns:
-        The checkpoint, on the process that leads.
+    """Write a new checkpoint, returned on the leader; all processes of the job call it.
 
     Raises:
-        CheckpointError: It cannot be written; raised by the process that leads.
+        CheckpointError: It cannot be written; raised by the leader.
     """
     if not ctx.env.leads:
         _write_part(ctx, states, saver)
         return None
-    told = False
+    sent = False
     try:
         saver.wait()
         with files.new_checkpoint(root) as aside:
-            told = True
+            sent = True
             tell(ctx, {"folder": str(aside)})
             try:
                 written = files.write_states(aside, {n: s.save for n, s in states.items()})
-            finally:  # the others wait, whatever happens here
+            finally:  # the others wait for it, also after an error
                 answers = tell(ctx, {})[1 : ctx.env.processes_per_replica]
             return files.commit(aside, written | check_answers(root, answers), ctx.env.attempt)
     finally:
-        if not told:
+        if not sent:
             tell(ctx, {"folder": None})
 
 
@@ -77,14 +68,10 @@ def _write_part(ctx: JobContext, states: Mapping[str, State], saver: AsyncSaver)
 
 
 def check_answers(root: Path, answers: Sequence[Mapping[str, Any]]) -> dict[str, files.Written]:
-    """Return what the manifest says of files that other processes have written.
-
-    Args:
-        root: The folder of checkpoints, for the message.
-        answers: Of the stages after the first: what each has written, if anything yet.
+    """Return the manifest's entries for files written by the stages after the first.
 
     Raises:
-        CheckpointError: One could not.
+        CheckpointError: An answer has an error.
     """
     failures = [f"stage {k}: {x['error']}" for k, x in enumerate(answers, 1) if "error" in x]
     if failures:
@@ -97,5 +84,5 @@ def check_answers(root: Path, answers: Sequence[Mapping[str, Any]]) -> dict[str,
 
 
 def tell(ctx: JobContext, answer: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Exchange a few words among all processes."""
+    """Exchange a JSON object among all processes."""
     return [json.loads(x) for x in ctx.control.gather_bytes(json.dumps(answer).encode())]

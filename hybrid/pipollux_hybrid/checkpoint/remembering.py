@@ -1,9 +1,9 @@
-"""What a step may have changed, kept so that it can be put back.
+"""Snapshots of a step, to undo changes of the script.
 
-Where replicas come and go, one that dies voids the iteration under way: what the script has changed
-in it must be as it was at its beginning. Small things are copied at every step boundary, at a few
-microseconds each. Of large ones it is known whether they have changed, as tensors count changes in
-place; where one has, the job goes on from its checkpoint instead.
+In an elastic job a dying replica voids the current iteration: everything that the script has
+changed in it must be restored. Small states are copied at every step boundary, at a few
+microseconds each. Of large ones only changes are detected, by the version counters of tensors; if
+one has changed, the job continues from its checkpoint instead.
 """
 
 from __future__ import annotations
@@ -20,18 +20,13 @@ from pipollux_hybrid.pipeline.batchnorm import deferred_layers
 __all__ = ["REMEMBERED_BYTES", "BufferCopies", "copied", "size_of", "unchanged"]
 
 REMEMBERED_BYTES = 1 << 20
-"""Bytes of a state that are copied at every step boundary at most."""
+"""Largest size of a state in bytes that is copied at every step boundary."""
 
 
 def unchanged(name: str, tensors: Iterable[Tensor]) -> Callable[[], None]:
-    """Return a check that none of the tensors has changed.
+    """Return a check that raises a CheckpointError if one of the tensors has changed.
 
-    Args:
-        name: What they are, for the message.
-        tensors: Any; they are not copied.
-
-    Returns:
-        What raises a CheckpointError if one has.
+    ``name`` is their name in the message; they are not copied.
     """
     versions = [(tensor, tensor._version) for tensor in tensors]
 
@@ -46,7 +41,7 @@ def unchanged(name: str, tensors: Iterable[Tensor]) -> Callable[[], None]:
 
 
 def copied(value: Any) -> Any:
-    """Return a copy of what a ``state_dict()`` gave: of containers and tensors, not of others."""
+    """Return a copy of a ``state_dict()`` that shares objects other than containers and tensors."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
@@ -57,7 +52,7 @@ def copied(value: Any) -> Any:
 
 
 def size_of(value: Any) -> int:
-    """Return the bytes of the tensors in what a ``state_dict()`` gave."""
+    """Return the bytes of the tensors in a ``state_dict()``."""
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
     if isinstance(value, dict):
@@ -66,14 +61,11 @@ def size_of(value: Any) -> int:
 
 
 class BufferCopies:
-    """Copies of those buffers of a module that forwards change.
+    """Copies of the buffers of a module that forwards change.
 
-    Which these are is known after an iteration, so at first all are copied; then of those that have
-    not changed the small ones are kept. Running statistics that only the end of a step changes are
-    left out.
-
-    Args:
-        module: The module.
+    Which buffers change is known after an iteration, so all are copied at first; later the copies
+    of unchanged buffers are dropped, except small ones. Running statistics that only the end of a
+    step changes are left out.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -85,7 +77,7 @@ class BufferCopies:
         self._times = 0
 
     def remember(self) -> Callable[[], None]:
-        """Copy what has changed since the last time; return what puts all buffers back."""
+        """Copy buffers changed since the last call; return a function that restores all buffers."""
         seen, self._seen = self._seen, [(b, -1 if b is None else b._version) for b in self._now()]
         copies: list[Tensor] = []
         changed: list[Tensor] = []
@@ -108,7 +100,7 @@ class BufferCopies:
         return self._restore
 
     def _drop(self, constant: list[int]) -> None:
-        """Let go of the copies of buffers that do not change, but of small ones."""
+        """Drop the copies of constant buffers, except small ones."""
         kept = 0
         for index in constant:
             kept += size_of(self._copies.get(index))

@@ -1,4 +1,4 @@
-"""Random states that continue over restarts."""
+"""Random generators that continue across restarts."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ __all__ = ["RandomState", "draw_alike", "random_state"]
 
 STATE_NAME = "random.pt"
 MARK = 0xFFFFF
-"""Bits of a checksum: few enough for sums of squares to be exact in float64."""
+"""Mask of a checksum: few enough bits for sums of squares to be exact in float64."""
 CPU, PYTHON, NUMPY = 0, 1, 2
-"""Where each generator is in a replica's list; those of CUDA devices follow, one per stage."""
+"""Indices in a replica's list of generators; those of CUDA devices follow, one per stage."""
 
 
 class RandomState(State):
     """Every replica's generators: torch's on the CPU and the stages' devices, Python's, numpy's.
 
-    With as many replicas as before, each goes on with its own numbers. With another number, each
-    gets a new sequence that depends on the first numbers of the job, the step and its rank only;
-    unless all replicas had the same one, as for decisions that they take together: then all go on
-    with it.
+    With an unchanged number of replicas, each continues its own sequence. With another number, each
+    gets a new sequence that only depends on the first numbers of the job, the step and its rank. A
+    generator that was equal on all replicas, as for joint decisions, continues on all of them.
     """
 
     takes_over = False
@@ -45,9 +44,9 @@ class RandomState(State):
         self._remembered: tuple[Tensor, Any, Any] | None = None
 
     def agree_root(self) -> None:
-        """Agree on what the sequences of another number of replicas will depend on.
+        """Agree on the root of the sequences for another number of replicas.
 
-        All replicas call it at the same place. So those that are left when one dies know it.
+        All replicas call it at the same point, so that survivors know it when replica 0 dies.
         """
         if self._root is None:
             mine = torch.tensor([_derived(torch.get_rng_state(), CPU)])
@@ -61,21 +60,21 @@ class RandomState(State):
         self._states = [list(packed.split(lengths)) for packed in everyone]
 
     def save(self, fileobj: BinaryIO) -> None:
-        """Write them."""
+        """Write all generators."""
         torch.save({"states": self._states, "root": self._root}, fileobj)
 
     def load(self, fileobj: BinaryIO) -> None:
-        """Read them; :meth:`restore_once` puts this replica's to use."""
+        """Read all generators; :meth:`restore_once` applies this replica's."""
         content = torch.load(fileobj, weights_only=True)
         self._restored, self._root = content["states"], content["root"]
 
     def rejoined(self) -> None:
-        """Go on with the numbers that a restart with as many replicas would go on with."""
+        """Continue as after a restart with this number of replicas."""
         self._restored = self._restored or self._states
         self.restore_once()
 
     def restore_once(self) -> None:
-        """Go on with the restored numbers; does nothing when called again."""
+        """Apply the restored generators; does nothing when called again."""
         restored, self._restored = self._restored, []
         if not restored:
             return
@@ -88,12 +87,12 @@ class RandomState(State):
             elif len(states) > 1 and _are_equal(states):
                 _write(index, states[0], devices)
             else:
-                # Stages that were not there before begin from the CPU's numbers.
+                # Additional stages are seeded from the CPU's generator.
                 _seed(index, self._common_seed(restored[0][CPU], index) + env.rank, devices)
 
     def remember(self) -> Callable[[], None]:
-        """Copy the generators of the CPU; those of other devices begin anew."""
-        # As they come: what a checkpoint holds takes some ten times as long to make.
+        """Copy the generators of the CPU; those of other devices get new seeds."""
+        # In their native form: that of a checkpoint takes some ten times as long.
         cpu, python = torch.get_rng_state(), random.getstate()
         numpy: Any = np.random.get_state(legacy=False)
         self._remembered = cpu, python, numpy
@@ -106,22 +105,22 @@ class RandomState(State):
         return put_back
 
     def marks(self) -> tuple[int, ...]:
-        """Return checksums of the remembered generators; all replicas compare them."""
+        """Return checksums of the copies, which all replicas compare."""
         if self._remembered is None:
             return (0, 0, 0)
         cpu, (_, words, half), numpy = self._remembered
         twister = zlib.crc32(numpy["state"]["key"].data), numpy["state"]["pos"]
-        # A tuple of numbers hashes alike in every process.
+        # The hash of a tuple of numbers is equal in every process.
         python, other = hash((words, half or 0.0)), hash((*twister, float(numpy["gauss"])))
         sums = zlib.crc32(cpu.numpy().data), python, other
         return tuple(checksum & MARK for checksum in sums)
 
     def regroup(self, were_equal: Sequence[bool]) -> None:
-        """Go on as after a restart with those that are left.
+        """Continue as after a restart with the surviving replicas.
 
         Args:
-            were_equal: For each generator of the CPU, whether all replicas had the same at the last
-                boundary, also those that are lost.
+            were_equal: For each generator of the CPU, whether it was equal on all replicas at the
+                last boundary, including lost ones.
         """
         devices, rank = self._cuda_devices(), self._context.env.rank
         states = _read(devices)
@@ -134,12 +133,12 @@ class RandomState(State):
                 _seed(index, seed + rank, devices)
 
     def regrouped(self) -> None:
-        """Leave it to :meth:`regroup`."""
+        """Do nothing: see :meth:`regroup`."""
 
     def _common_seed(self, state: Tensor, index: int) -> int:
         if self._root is None:
             return _derived(state, index)
-        # A tuple of integers hashes alike in every process.
+        # The hash of a tuple of integers is equal in every process.
         return hash((self._root, self._context.step or 0, index)) % (1 << 62)
 
     def _cuda_devices(self) -> list[torch.device]:
@@ -147,10 +146,10 @@ class RandomState(State):
 
 
 def draw_alike(ctx: JobContext) -> None:
-    """Have the processes of a replica draw the same numbers from here on: its first one's.
+    """Set the CPU generators of a replica's processes to those of its first process.
 
-    All of them run the same script, and what it draws has to be the same in each. Those of the CPU;
-    what layers draw is their stage's own.
+    All of them run the same script, whose random numbers must be equal in each; layers draw from
+    the generator of their stage's device.
     """
     if ctx.mesh is None:
         return
@@ -208,7 +207,7 @@ def _seed(index: int, seed: int, devices: Sequence[torch.device]) -> None:
 
 
 def _bytes(words: np.ndarray[Any, Any], gauss: float | None) -> Tensor:
-    """Return a Mersenne twister's words, and the second of a pair of normal numbers, if any."""
+    """Return a Mersenne twister's words, and the cached second normal number, if any."""
     half = np.array([np.nan if gauss is None else gauss])
     return torch.frombuffer(bytearray(words.tobytes() + half.tobytes()), dtype=torch.uint8)
 

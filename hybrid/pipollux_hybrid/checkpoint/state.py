@@ -1,7 +1,7 @@
-"""Pieces of state that outlive restarts: the interface of AdaptDL's ``State``.
+"""States that survive restarts: the interface of AdaptDL's ``State``.
 
 ``save``, ``load`` and ``sync`` are AdaptDL's; :mod:`pipollux_hybrid.checkpoint.manager` calls them.
-What is saved must be readable without running code from the file.
+Files must be readable without running code from them.
 """
 
 from __future__ import annotations
@@ -25,26 +25,22 @@ __all__ = ["State", "States", "check_loadable", "snapshot_of"]
 
 
 class States(dict[str, "State"]):
-    """Everything that a checkpoint of the job holds, by name.
-
-    Args:
-        ctx: The job's context.
-    """
+    """All states of a job's checkpoint, by name."""
 
     def __init__(self, ctx: JobContext) -> None:  # noqa: ARG002  # a component of the job's
         super().__init__()
 
 
 class State:
-    """A piece of state that outlives restarts.
+    """A state that survives restarts.
 
     Subclasses define how to write and read it; :func:`~pipollux_hybrid.load_state` restores it
-    after a restart. Bytes are read back on machines that must not run them, so never unpickle in
-    ``load`` (use ``torch.load(..., weights_only=True)`` or JSON).
+    after a restart. Checkpoints must not be able to run code, so never unpickle in ``load`` (use
+    ``torch.load(..., weights_only=True)`` or JSON).
 
-    Replicas that join a running job load what replica 0 saves. A state with
-    large tensors may define ``content`` and ``adopt``, too: its tensors are sent as they lie in
-    memory, then.
+    Replicas that join a running job load the output of ``save`` on replica 0. A state with large
+    tensors may also define ``content`` and ``adopt``: its tensors are then sent directly from
+    memory.
 
     Args:
         name: Unique in the job, and a plain file name.
@@ -55,21 +51,21 @@ class State:
     """
 
     takes_over = True
-    """Whether a replica that is a step behind, when another one has died, takes the state over from
-    one that is ahead; not where it says how far a replica itself is."""
+    """Whether a replica that is a step behind after a loss receives this state from one that is
+    ahead; False for a replica's own progress."""
     live = True
-    """Whether replicas can join while others train; set it to False in a subclass that cannot be
-    taken over then."""
+    """Whether replicas can join while others train; a subclass whose state cannot be transferred
+    sets it to False."""
     shrinks = False
-    """Whether replicas can still leave where :attr:`live` is False."""
+    """Whether replicas can still leave if :attr:`live` is False."""
     in_parts = False
-    """Whether each stage saves what it has, where stages have processes of their own; the first one
-    saves the other states. Such a state has ``load_parts``, too."""
+    """Whether each stage of a multi-process pipeline saves its part; the first stage saves other
+    states. Such a state defines ``load_parts``, too."""
     common = ""
-    """What every replica must have in common of it, where a name alone does not say so."""
+    """A description that must be equal on every replica, besides the name."""
     equal = False
-    """Whether :meth:`content` is the same on all replicas to the last bit, so that each can send a
-    part of it; else replica 0 sends it."""
+    """Whether :meth:`content` is bitwise equal on all replicas, so that each can send a part of it;
+    else replica 0 sends it."""
 
     def __init__(self, name: str) -> None:
         states = context().component(States)
@@ -89,7 +85,7 @@ class State:
 
     @property
     def may_hold_schedule(self) -> bool:
-        """Whether it may be, or hold, the script's learning-rate scheduler."""
+        """Whether it may include the script's learning-rate scheduler."""
         return not type(self).__module__.startswith(__name__.partition(".")[0])
 
     def save(self, fileobj: BinaryIO) -> None:
@@ -97,88 +93,88 @@ class State:
         raise NotImplementedError
 
     def load(self, fileobj: BinaryIO) -> None:
-        """Read what :meth:`save` wrote; called on every rank."""
+        """Read the output of :meth:`save`; called on every rank."""
         raise NotImplementedError
 
     def load_parts(self, files: Sequence[BinaryIO]) -> None:
-        """Read what :meth:`save` wrote in the processes of several stages, in their order.
+        """Read the output of :meth:`save` of several stages.
 
         Args:
-            files: One of each stage.
+            files: One per stage, in order.
         """
         raise NotImplementedError
 
     def content(self) -> Any:
         """Return the state in nested dicts, lists and tuples of tensors, numbers and strings.
 
-        Called after :meth:`sync` on surviving replicas, and on those that join: tensors of these
-        may be overwritten in place by those of the others.
+        Called after :meth:`sync` on surviving and on joining replicas: the tensors of the latter
+        may be overwritten in place.
 
         Returns:
-            What :meth:`adopt` takes; None, as here, where :meth:`save` says what there is.
+            The argument of :meth:`adopt`; None, as here, to use :meth:`save` instead.
         """
         return None
 
     def check(self, content: Any) -> None:
-        """Refuse what :meth:`adopt` could not take; called before anything is changed.
+        """Refuse an invalid argument of :meth:`adopt`; called before anything is changed.
 
         Args:
-            content: Another replica's, with tensors on the device "meta", that have no elements.
+            content: Another replica's, with tensors without elements, on the device "meta".
 
         Raises:
             CheckpointError: Names the first difference.
         """
 
     def adopt(self, content: Any) -> None:
-        """Go on from the :meth:`content` of another replica.
+        """Continue from the :meth:`content` of another replica.
 
         Args:
-            content: With tensors that are this replica's own, overwritten, where type and shape
-                are the same, and else on the CPU.
+            content: Its tensors are this replica's own, overwritten, where type and shape are
+                equal, and else on the CPU.
         """
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Make the state the same on all replicas; called on every rank before a save."""
+        """Make the state equal on all replicas; called on every rank before a save."""
 
     def spread(self) -> None:
-        """Have on all replicas what is saved; called on every rank before some come or go.
+        """Make all replicas hold the whole state; called on every rank before an elastic resize.
 
-        By default :meth:`sync`; a state of which replicas hold parts does more.
+        By default :meth:`sync`; sharded states do more.
         """
         self.sync()
 
     def lost(self) -> str:
-        """Return what could not be had again if another replica had died, one clause; empty: all.
+        """Return which state is lost with another replica, one clause; empty: none.
 
-        Those that are left then go on from the checkpoint, and say why.
+        If some is lost, the surviving replicas continue from the checkpoint, with this reason.
         """
         return ""
 
     def rejoined(self) -> None:
-        """Do to what is not saved what a restart does; called on every rank.
+        """Reset unsaved state as a restart does; called on every rank after an elastic resize.
 
-        That is after replicas have joined or left, when those that joined have loaded the state.
+        Joining replicas have loaded the state before.
         """
 
     def regrouped(self) -> None:
-        """Do what :meth:`rejoined` does, where replicas were lost and none has joined."""
+        """The same as :meth:`rejoined` after a loss, when no replica has joined."""
         self.rejoined()
 
     def is_pending(self) -> bool:
-        """Return whether this replica holds something that the others get by :meth:`sync` only."""
+        """Return whether this replica holds data that the others only get by :meth:`sync`."""
         return False
 
     def remember(self) -> Callable[[], None]:
-        """Return what puts the state back, should the step that begins now turn out to be void.
+        """Return a function that restores the current state, should the next iteration become void.
 
-        Called on all replicas at every step boundary of a job whose replicas come and go. By
-        default :meth:`save` writes into memory, if that is little; a state that knows a cheaper
-        way, or whether it changes at all, may do better.
+        Called on all replicas at every step boundary of an elastic job. By default :meth:`save`
+        writes small states to memory; a state may define a cheaper way, or detect that it does not
+        change.
 
         Returns:
-            A function. It raises a CheckpointError where it cannot: the job then goes on from its
-            checkpoint.
+            The function. It raises a CheckpointError if it cannot restore the state: the job then
+            continues from its checkpoint.
         """
         copy = io.BytesIO()
         if not self._is_large:
@@ -197,13 +193,13 @@ class State:
         )
 
     def snapshot(self) -> Callable[[BinaryIO], None]:
-        """Copy the state as it is now, for a thread to write while training goes on.
+        """Copy the current state, for a thread to write during training.
 
-        Called on rank 0 instead of :meth:`save` when a checkpoint is written in the background.
-        By default :meth:`save` writes into memory; large states may copy faster than that.
+        Called on rank 0 instead of :meth:`save` for a checkpoint in the background. By default
+        :meth:`save` writes to memory; large states may have a faster way.
 
         Returns:
-            What writes the copy to a file.
+            A function that writes the copy to a file.
         """
         copy = io.BytesIO()
         self.save(copy)
@@ -211,14 +207,14 @@ class State:
 
 
 def snapshot_of(state: State) -> Callable[[BinaryIO], None]:
-    """Return what a state's ``snapshot`` does.
+    """Call a state's ``snapshot``.
 
     Raises:
         CheckpointError: It fails, whatever the reason.
     """
     try:
         return state.snapshot()
-    except Exception as error:  # it is the script's own code
+    except Exception as error:  # the script's own code
         failure = StateError.of(state.name, error)
         raise CheckpointError(
             f"no checkpoint is written: {failure}; earlier checkpoints are untouched"
@@ -232,22 +228,22 @@ def _write_all(fileobj: BinaryIO, copy: io.BytesIO) -> None:
 def check_loadable(name: str, content: Any) -> None:
     """Refuse content that ``torch.load(..., weights_only=True)`` would not read.
 
-    Better before training than at the first restart.
+    This fails before training instead of at the first restart.
 
     Args:
-        name: What the content is, for the message.
-        content: What a ``state_dict()`` gave; it is written to memory and read back, without the
-            elements of its tensors.
+        name: Name of the content, for the message.
+        content: A ``state_dict()``; it is written to memory and read back, without the elements of
+            its tensors.
 
     Raises:
-        CheckpointError: There is something other than tensors and plain Python in it.
+        CheckpointError: It has objects other than tensors and plain Python values.
     """
     copy = io.BytesIO()
     try:
         torch.save(_without_elements(content), copy)
         copy.seek(0)
         torch.load(copy, weights_only=True)
-    except Exception as error:  # objects may do whatever they like when they are pickled
+    except Exception as error:  # pickling may run any code of an object
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise CheckpointError(
             f"the state of {name} cannot be kept in a checkpoint: its state_dict() must hold "
@@ -256,7 +252,7 @@ def check_loadable(name: str, content: Any) -> None:
 
 
 def _without_elements(value: Any) -> Any:
-    """Return the same PyTree with empty tensors: large tensors are not written twice."""
+    """Return the same PyTree with empty tensors, so that large tensors are not written."""
     if type(value) in (Tensor, nn.Parameter):
         return torch.empty(0, dtype=value.dtype)
     if type(value) in (dict, OrderedDict):

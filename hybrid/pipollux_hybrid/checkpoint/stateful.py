@@ -1,4 +1,4 @@
-"""Any object with ``state_dict`` and ``load_state_dict`` in checkpoints."""
+"""Objects with ``state_dict`` and ``load_state_dict`` in checkpoints."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["Stateful", "register_for_checkpointing"]
 
 
 class Stateful(Protocol):
-    """What PyTorch's own optimizers, schedulers, scalers and modules have."""
+    """The interface of PyTorch's optimizers, schedulers, scalers and modules."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors, numbers, strings, lists and dicts that say all there is to remember."""
+        """Return the state as tensors, numbers, strings, lists and dicts."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Go on from what :meth:`state_dict` gave."""
+        """Continue from the result of :meth:`state_dict`."""
 
 
 S = TypeVar("S", bound=Stateful)
@@ -45,7 +45,7 @@ class ObjectState(State):
         super().__init__(f"{name}.pt")
         self._object = obj
         self._checked = False
-        # An average of the parameters, say, has its stage's layers.
+        # A module, such as an average of the parameters, has its stage's layers.
         self.in_parts = isinstance(obj, nn.Module)
         self._tensors = [*obj.parameters(), *obj.buffers()] if isinstance(obj, nn.Module) else []
         if isinstance(obj, AveragedModel) and context().control.losses.expected:
@@ -53,7 +53,7 @@ class ObjectState(State):
 
     @property
     def may_hold_schedule(self) -> bool:
-        """Whether it may be, or hold, the script's learning-rate scheduler."""
+        """Whether it may include the script's learning-rate scheduler."""
         return not isinstance(self._object, (torch.amp.GradScaler, nn.Module))
 
     def save(self, fileobj: BinaryIO) -> None:
@@ -61,11 +61,11 @@ class ObjectState(State):
         torch.save(self.content(), fileobj)
 
     def load(self, fileobj: BinaryIO) -> None:
-        """Hand the object what :meth:`save` wrote, tensors on the CPU."""
+        """Load the output of :meth:`save` into the object, with tensors on the CPU."""
         self.load_parts([fileobj])
 
     def load_parts(self, files: Sequence[BinaryIO]) -> None:
-        """Hand the object what several stages wrote, of which it takes what it has itself."""
+        """Load the output of several stages; the object loads the entries that it has itself."""
         parts = [torch.load(x, map_location="cpu", weights_only=True) for x in files]
         content = parts[0]
         if self.in_parts and (len(parts) > 1 or context().mesh is not None):
@@ -74,21 +74,21 @@ class ObjectState(State):
         self.adopt(content)
 
     def content(self) -> Any:
-        """Return what the object's ``state_dict()`` gives."""
+        """Return the object's ``state_dict()``."""
         content = self._object.state_dict()
-        if not self._checked:  # it may have grown since it was registered
+        if not self._checked:  # it may have new entries since it was registered
             check_loadable(self.name, content)
             self._checked = True
         return content
 
     def adopt(self, content: Any) -> None:
-        """Hand the object what :meth:`content` gave."""
+        """Load the result of :meth:`content` into the object."""
         self._object.load_state_dict(content)
 
     def remember(self) -> Callable[[], None]:
-        """Copy a small state; of a module it is enough to know whether it changes.
+        """Copy a small state; of a module only changes are detected.
 
-        An average of the parameters is not updated in a void step, nor is a GradScaler.
+        An average of the parameters is not updated in a void iteration, nor is a GradScaler.
         """
         if isinstance(self._object, (torch.amp.GradScaler, AveragedModel)):
             return lambda: None
@@ -106,7 +106,7 @@ class ObjectState(State):
 
 
 def _update_unless_void(average: AveragedModel, model: nn.Module) -> None:
-    """Leave out of an average what a step would have made of the parameters."""
+    """Skip updates of an average in a void iteration."""
     ctx = current()
     if ctx is None or not ctx.control.losses.void:
         type(average).update_parameters(average, model)
@@ -115,9 +115,9 @@ def _update_unless_void(average: AveragedModel, model: nn.Module) -> None:
 def register_for_checkpointing(name: str, obj: S) -> S:
     """Add an object's state to checkpoints, and restore it now if there is one.
 
-    For anything that training needs beside the model and its optimizer: a ``GradScaler``, an
-    exponential average of the parameters, a second learning-rate scheduler. Rank 0's is
-    saved; of a module, where each stage has a process, those of all stages.
+    For objects that training needs besides the model and its optimizer: a ``GradScaler``, an
+    exponential average of the parameters, a second learning-rate scheduler. Rank 0's state is
+    saved; of a module in a multi-process pipeline, that of all stages.
 
     Example::
 
@@ -126,7 +126,7 @@ def register_for_checkpointing(name: str, obj: S) -> S:
 
     Args:
         name: Unique in the job, and a plain file name.
-        obj: Anything with ``state_dict()`` and ``load_state_dict()``.
+        obj: Any object with ``state_dict()`` and ``load_state_dict()``.
 
     Returns:
         The object.
@@ -142,7 +142,7 @@ def register_for_checkpointing(name: str, obj: S) -> S:
 
 
 def _check(name: str, obj: Stateful) -> None:
-    """Refuse now what the first save could not write."""
+    """Refuse now an object that the first save could not write."""
     missing = [m for m in ("state_dict", "load_state_dict") if not callable(getattr(obj, m, None))]
     if missing or isinstance(obj, type):
         raise ConfigurationError(
@@ -152,7 +152,7 @@ def _check(name: str, obj: Stateful) -> None:
         )
     try:
         content = obj.state_dict()
-    except Exception as error:  # it is the user's own code
+    except Exception as error:  # the user's own code
         raise CheckpointError(
             f"the state of {name} cannot be kept in a checkpoint: state_dict() of "
             f"{type(obj).__name__} fails with {type(error).__name__}: {error}"

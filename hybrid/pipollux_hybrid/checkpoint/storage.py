@@ -1,11 +1,11 @@
-"""Checkpoints on disk: directories that appear atomically, with checksums; old ones are pruned.
+"""Checkpoints on disk: atomic directories with checksums, of which old ones are pruned.
 
 A checkpoint is ``checkpoint-00000042``: one file per state and a manifest of their checksums. It is
 written as ``.checkpoint-00000042.…``, flushed to the disk and renamed; it is renamed again before
-it is removed. So a process killed at any instruction leaves whole checkpoints, and perhaps a name
-with a dot, which nobody reads and the next start removes.
+it is removed. So a process killed at any instruction leaves intact checkpoints, and perhaps a
+hidden directory, which is never read and which the next start removes.
 
-Checksums are taken of what is written on its way to the disk, so that saving reads nothing back.
+Checksums are computed while writing, so that saving reads nothing back.
 """
 
 from __future__ import annotations
@@ -50,52 +50,47 @@ __all__ = [
 ]
 
 Written: TypeAlias = tuple[str, int]
-"""A file's checksum and its bytes."""
+"""A file's checksum and its size in bytes."""
 LOG = logging.getLogger(__name__)
 PREFIX = "checkpoint-"
 MANIFEST = "manifest.json"
 FORMAT = 1
 """Version of this format; a reader refuses newer ones."""
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-"""Errors that may go away by themselves."""
+"""Disk errors that may resolve themselves."""
 KEPT = 2
-"""Checkpoints kept; the one before the newest is the way back from a bad disk."""
+"""Number of checkpoints kept; the second newest is the fallback if the newest is damaged."""
 
 
 DISK_ERRORS = (*NO_SPACE, errno.EFBIG, errno.EIO, errno.EROFS)
-"""Errors of the disk, whatever was written."""
+"""Disk errors that are independent of the content."""
 
 
 class Found(NamedTuple):
-    """What :func:`find` found in a directory of checkpoints."""
+    """The result of :func:`find`."""
 
     directory: Path | None
-    """The newest good checkpoint; None where there is nothing to restore."""
+    """The newest intact checkpoint; None if there is nothing to restore."""
     refusal: str | None
-    """Why nothing may be restored or started, one sentence; None if all is well."""
+    """Why the job must not start, one sentence; None if it may."""
 
 
 class StateError(PipolluxError):
-    """What a state's own ``save`` or ``snapshot`` raised, with the state's name before it."""
+    """An error of a state's own ``save`` or ``snapshot``, prefixed with the state's name."""
 
     @classmethod
     def of(cls, name: str, error: Exception) -> StateError:
-        """Make it of what was raised."""
+        """Convert an exception."""
         if isinstance(error, CheckpointError):
             return cls(str(error))
         return cls(f"saving the state {name!r} failed with {type(error).__name__}: {error}")
 
 
 def write(root: Path, writers: Mapping[str, Callable[[BinaryIO], None]], attempt: int) -> Path:
-    """Write a new checkpoint.
-
-    Args:
-        root: The directory of checkpoints, made if need be.
-        writers: For each file's name, what writes it.
-        attempt: Number of the job's launch, for readers of the manifest.
+    """Write a new checkpoint, with one file per writer; the attempt is recorded in its manifest.
 
     Raises:
-        CheckpointError: The disk does not take it; the checkpoints before are untouched.
+        CheckpointError: It cannot be written; earlier checkpoints are untouched.
     """
     with new_checkpoint(root) as aside:
         return commit(aside, write_states(aside, writers), attempt)
@@ -103,13 +98,13 @@ def write(root: Path, writers: Mapping[str, Callable[[BinaryIO], None]], attempt
 
 @contextmanager
 def new_checkpoint(root: Path) -> Iterator[Path]:
-    """Make the folder of a new checkpoint for the time until :func:`commit`.
+    """Create the folder of a new checkpoint, to be committed within by :func:`commit`.
 
     Raises:
-        CheckpointError: What is done within fails; nothing of the new checkpoint is left.
+        CheckpointError: The code within fails; nothing of the new checkpoint is left.
     """
     final = directory_of(root, _next_version(root))
-    # A name of its own: a process of a replica that is lost may still be writing to another one.
+    # A unique name: a process of a lost replica may still be writing to another folder.
     aside = root / f".{final.name}.{secrets.token_hex(4)}"
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -127,7 +122,7 @@ def new_checkpoint(root: Path) -> Iterator[Path]:
         raise CheckpointError(
             f"cannot write checkpoint {final}: {error}; earlier checkpoints are untouched"
         ) from error.__cause__
-    except Exception:  # what is half written goes, whatever it was; then it is raised on
+    except Exception:  # remove the partial checkpoint after any error
         shutil.rmtree(aside, ignore_errors=True)
         raise
 
@@ -135,17 +130,14 @@ def new_checkpoint(root: Path) -> Iterator[Path]:
 def write_states(
     folder: Path, writers: Mapping[str, Callable[[BinaryIO], None]]
 ) -> dict[str, Written]:
-    """Write states into the folder of a new checkpoint; return what the manifest says of each."""
+    """Write states into the folder of a new checkpoint; return their manifest entries."""
     return {name: _write_state(folder / name, writer) for name, writer in writers.items()}
 
 
 def commit(aside: Path, written: Mapping[str, Written], attempt: int) -> Path:
-    """Make a checkpoint of a folder, and return it.
+    """Turn the folder of :func:`new_checkpoint` into a checkpoint, and return it.
 
-    Args:
-        aside: Of :func:`new_checkpoint`.
-        written: What :func:`write_states` returned, of all that have written.
-        attempt: Number of the job's launch.
+    ``written`` has the results of :func:`write_states` of all processes.
     """
     manifest = {
         "version": FORMAT,
@@ -162,7 +154,7 @@ def commit(aside: Path, written: Mapping[str, Written], attempt: int) -> Path:
 
 
 def part_name(name: str, stage: int) -> str:
-    """Return the file in which a stage saves its part of a state; that of stage 0 has its name."""
+    """Return the file name of a stage's part of a state; stage 0 uses the state's name."""
     return f"{name}.stage{stage}" if stage else name
 
 
@@ -175,15 +167,16 @@ def parts_of(directory: Path, name: str) -> list[Path]:
 
 
 def prepare(root: Path, probe: str) -> str | None:
-    """Make a directory of checkpoints, and write a file there to see that it can be done.
+    """Create a directory of checkpoints, and test that it is writable.
 
     Args:
         root: The directory.
-        probe: Name of the file, which stays for others to look for; see :func:`remove_probe`.
+        probe: Name of a test file, which stays for other replicas to check; see
+            :func:`remove_probe`.
 
     Returns:
-        Why nothing can be saved there, one sentence; None if all is well. Where only space is
-        short this is said in the log: there may be some again at the first save.
+        Why nothing can be saved there, one sentence; None if it can. A full disk is only logged, as
+        there may be space at the first save.
     """
     try:
         if root.exists() and not root.is_dir():
@@ -204,13 +197,13 @@ def prepare(root: Path, probe: str) -> str | None:
 
 
 def remove_probe(root: Path, probe: str) -> None:
-    """Remove what :func:`prepare` has written."""
+    """Remove the test file of :func:`prepare`."""
     with suppress(OSError):
         (root / probe).unlink()
 
 
 def find(root: Path) -> Found:
-    """Return the checkpoint to restore from: the newest that is whole."""
+    """Return the checkpoint to restore from: the newest intact one."""
     directories, faults = _versions(root), []
     for directory in directories:
         newer = _newer_format(directory)
@@ -231,33 +224,31 @@ def find(root: Path) -> Found:
 
 
 def fault_of(directory: Path, *, sizes_only: bool = False) -> str | None:
-    """Return why a checkpoint is not whole, None if it is.
+    """Return why a checkpoint is damaged, None if it is intact.
 
     Args:
         directory: The checkpoint.
-        sizes_only: Whether to look at sizes only, which reads nothing.
+        sizes_only: Whether to check only sizes, which reads no content.
     """
     try:
         manifest = json.loads((directory / MANIFEST).read_bytes())
-        # Sizes first: they tell a torn file without reading it.
+        # Sizes first: they detect a truncated file without reading it.
         for name, size in manifest.get("size", {}).items():
             found = (directory / name).stat().st_size
             if found != size:
-                return f"{name} is not what was written: it has {found} bytes of {size}"
+                return f"{name} is damaged: it has {found} bytes of {size}"
         for name, checksum in manifest["sha256"].items():
             if not sizes_only and checksum_of(directory / name) != checksum:
-                return f"{name} is not what was written"
+                return f"{name} is damaged: its checksum differs"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{type(error).__name__}: {error}"
     return None
 
 
 def prune(root: Path, keep_also: Path | None) -> None:
-    """Remove all but the newest checkpoints.
+    """Remove all but the newest checkpoints and ``keep_also``.
 
-    Args:
-        root: The directory of checkpoints.
-        keep_also: One more to keep: states made later in this run restore from where it began.
+    That is the checkpoint from which states created later in this attempt restore.
     """
     for directory in _versions(root)[KEPT:]:
         if directory != keep_also:
@@ -265,7 +256,7 @@ def prune(root: Path, keep_also: Path | None) -> None:
 
 
 def remove_leftovers(root: Path) -> None:
-    """Remove what killed saves and removals left behind; only while nobody saves."""
+    """Remove partial directories of killed saves and removals; only while nobody saves."""
     if root.is_dir():
         for path in root.glob(f".{PREFIX}*"):
             shutil.rmtree(path, ignore_errors=True)
@@ -294,7 +285,7 @@ def _write_state(path: Path, writer: Callable[[BinaryIO], None]) -> tuple[str, i
         try:
             writer(cast("BinaryIO", fileobj))
         except Exception as error:  # a state's save is the script's own code
-            # torch hides a full disk behind errors of its own.
+            # torch raises its own errors for a full disk.
             if fileobj.disk_error is not None:
                 raise fileobj.disk_error from None
             if isinstance(error, OSError) and error.errno in DISK_ERRORS:
@@ -335,7 +326,7 @@ def _next_version(root: Path) -> int:
 
 
 def _newer_format(directory: Path) -> str | None:
-    """Return the sentence that refuses a checkpoint of a later release, None for others."""
+    """Return why a checkpoint of a later release is refused, None for others."""
     try:
         version = json.loads((directory / MANIFEST).read_bytes())["version"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,7 +1,7 @@
-"""The names of parameters that several layers share, where each stage has a process of its own.
+"""Names of parameters shared by several layers in a multi-process pipeline.
 
-The plain module has one parameter under several names, of which it saves and loads all. A process
-knows its copy by the names of its own layers.
+The plain module saves and loads such a parameter under all of its names. A process names its copy
+after its own layers.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ __all__ = ["with_last_values"]
 def with_last_values(
     state_dict: Mapping[str, Any], shared: Iterable[Sequence[str]], *, strict: bool
 ) -> dict[str, Any]:
-    """Give all names of a parameter the value that the plain module would end up with.
+    """Set all names of a shared parameter to the value that the plain module would have.
 
-    That loads one name after another into the same memory, so the last one holds.
+    The plain module loads one name after another into the same memory, so the last one wins.
 
     Args:
-        state_dict: What is loaded; names may have the traces of ``torch.compile``.
-        shared: For each shared parameter its names, in the module's order.
-        strict: Whether missing names stay missing, to be complained of.
+        state_dict: The state to load; names may have the components of ``torch.compile``.
+        shared: The names of each shared parameter, in the module's order.
+        strict: Whether missing names stay missing, so that loading refuses them.
 
     Example:
         >>> with_last_values({"0.w": 1, "2.w": 3}, [("0.w", "2.w", "4.w")], strict=False)

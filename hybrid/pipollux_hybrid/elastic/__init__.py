@@ -1,1 +1,1 @@
-"""The training loop that survives stops: samples, batch sizes, epochs, step boundaries."""
+"""The elastic training loop: samples, batch sizes, epochs, step boundaries."""

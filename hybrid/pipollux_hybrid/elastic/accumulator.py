@@ -1,9 +1,9 @@
-"""Sums over all replicas that outlive restarts: losses, counts of right answers, histograms.
+"""Sums over all replicas that survive restarts: losses, counts of correct answers, histograms.
 
-Each replica adds up what it sees; the sums come together when the script asks for them, and at
-every checkpoint. The interface is AdaptDL's. Code between the loops over loaders runs again after a
-restart (:mod:`~pipollux_hybrid.elastic.epoch`), so an accumulator remembers how much such code has
-already added in the present epoch, and what it has read, and gives it the same once more.
+Each replica adds up its own amounts; they are summed when the script reads them, and at every
+checkpoint. The interface is AdaptDL's. Code between the loops over loaders runs again after a
+restart (:mod:`~pipollux_hybrid.elastic.epoch`), so an accumulator remembers the changes and reads
+of such code in the current epoch, skips these changes, and returns the same totals again.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ SYNC = "the synchronized() of an Accumulator, or a checkpoint"
 
 
 class AccumulatorState(State):
-    """What an accumulator holds.
+    """The state of an accumulator.
 
     Args:
         ctx: The job's context.
-        values: What it begins with.
+        values: Initial values.
     """
 
     takes_over = False
@@ -49,18 +49,18 @@ class AccumulatorState(State):
         self._context = ctx
         self._changes_to_save: dict[str, int] = {}
         self.totals: Summables = values
-        """Sums over all replicas, as of the last time they came together; alike on all."""
+        """Sums over all replicas as of the last sync; equal on all."""
         self.pending: Summables = {}
-        """What this replica has added since."""
+        """Amounts that this replica has added since."""
         self.changes: dict[str, int] = {}
-        """For the phases that a restart runs again, the changes made outside of loops so far."""
+        """Number of changes made outside of loops, for the phases that a restart runs again."""
         self.changes_before: dict[str, int] = {}
-        """The most that a replica had made when the checkpoint was written."""
+        """The largest number on any replica in the checkpoint."""
         self.read: dict[str, list[Summables]] = {}
-        """And the totals as each synchronized block outside of loops found them."""
+        """The totals that each synchronized block outside of loops has read, by phase."""
 
     def sync(self) -> None:
-        """Add what all replicas have pending to the totals."""
+        """Add the pending amounts of all replicas to the totals."""
         ctx = self._context
         mine = (_copy(self.pending), zlib.crc32(_bytes(self.totals)), self.changes)
         everyone = [_read(content) for content in ctx.control.gather_bytes(_bytes(mine), SYNC)]
@@ -80,11 +80,11 @@ class AccumulatorState(State):
                 self._changes_to_save[phase] = most
 
     def is_pending(self) -> bool:
-        """Return whether this replica has added something that the others do not know."""
+        """Return whether this replica has added amounts that the others do not have."""
         return bool(self.pending)
 
     def remember(self) -> Callable[[], None]:
-        """Copy what is not changed in place, the tables; amounts are replaced, not changed."""
+        """Copy the tables only: amounts are replaced, not changed in place."""
         totals, pending = dict(self.totals), dict(self.pending)
         changes, before = dict(self.changes), dict(self.changes_before)
         read = {phase: list(found) for phase, found in self.read.items()}
@@ -96,13 +96,13 @@ class AccumulatorState(State):
         return put_back
 
     def publish(self, phase: str, number: int) -> None:
-        """Let joining replicas read what a synchronized block outside of loops showed."""
+        """Publish the totals of a synchronized block outside of loops for joining replicas."""
         live = elastic_membership(self._context)
         if live is not None and self._context.env.leads and self._context.joins is None:
             live.totals.publish(self.name, phase, number, _bytes(self.read[phase][number]))
 
     def published(self, phase: str, number: int) -> Summables:
-        """Return what that block showed to the job that this replica is about to join."""
+        """Return the totals of that block in the job that this replica is about to join."""
         live = elastic_membership(self._context)
         assert live is not None  # noqa: S101  # else there is no job to join
         content = live.joining.totals(self.name, phase, number)
@@ -110,23 +110,23 @@ class AccumulatorState(State):
         return found
 
     def regrouped(self) -> None:
-        """Publish what was shown: the replica that did so may be the one that was lost."""
+        """Publish all totals again: the replica that published them may be the lost one."""
         for phase, found in self.read.items():
             for number in range(len(found)):
                 self.publish(phase, number)
 
     def rejoined(self) -> None:
-        """Forget what a replica added before it joined: the others have added it."""
+        """Drop amounts added before joining: the others have added them."""
         self.pending = {}
         self.regrouped()
 
     def save(self, fileobj: BinaryIO) -> None:
-        """Write totals and what code outside of loops has done; nothing is pending after a sync."""
+        """Write the totals, and the changes and reads outside of loops."""
         content = {"totals": self.totals, "changes": self._changes_to_save, "read": self.read}
         torch.save(content, fileobj)
 
     def load(self, fileobj: BinaryIO) -> None:
-        """Read what :meth:`save` wrote."""
+        """Read the output of :meth:`save`."""
         content = torch.load(fileobj, weights_only=True)
         self.totals, self.changes_before, self.read = (
             content[name] for name in ("totals", "changes", "read")
@@ -134,10 +134,10 @@ class AccumulatorState(State):
 
 
 class Accumulator(MutableMapping[Key, Any]):
-    """A dictionary whose values are sums over all replicas and all runs of the job.
+    """A dictionary of sums over all replicas and all attempts of the job.
 
-    Outside of :meth:`synchronized` it can only be added to; inside, it is a plain dictionary of
-    totals, and every replica must do the same with it.
+    Outside of :meth:`synchronized` it only supports additions; inside, it is a plain dictionary of
+    totals, and every replica must apply the same operations to it.
 
     Example::
 
@@ -160,7 +160,7 @@ class Accumulator(MutableMapping[Key, Any]):
         **kwargs: The same by keyword.
 
     Raises:
-        ConfigurationError: It is made inside the body of a loop over a loader, or with a key or
+        ConfigurationError: It is created inside the body of a loop over a loader, or with a key or
             value that cannot be summed.
     """
 
@@ -181,11 +181,11 @@ class Accumulator(MutableMapping[Key, Any]):
     def synchronized(self) -> Iterator[Accumulator]:
         """Sum the values of all replicas, to be read inside the block.
 
-        All replicas enter it at the same place of the script. Inside, values may also be set or
-        removed, by all replicas alike.
+        All replicas enter it at the same point of the script. Inside, values may also be set or
+        removed, equally on all replicas.
 
         Raises:
-            SynchronizationError: Replicas did different things in the last such block.
+            SynchronizationError: Replicas made different changes in the last such block.
         """
         if self._visible is not None:
             yield self
@@ -198,7 +198,7 @@ class Accumulator(MutableMapping[Key, Any]):
             self._visible = None
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Add amounts to the values of their keys, where ``dict.update`` would replace them.
+        """Add amounts to values, where ``dict.update`` would replace them.
 
         Args:
             *args: A mapping or pairs, as for ``dict``.
@@ -208,22 +208,22 @@ class Accumulator(MutableMapping[Key, Any]):
             self._add(check_key(key), checked(key, amount))
 
     def subtract(self, *args: Any, **kwargs: Any) -> None:
-        """Subtract amounts from the values of their keys; takes what :meth:`update` takes."""
+        """Subtract amounts from values; takes the arguments of :meth:`update`."""
         for key, amount in dict(*args, **kwargs).items():
             self._add(check_key(key), -checked(key, amount))
 
     def __iadd__(self, other: Mapping[Key, Any] | Iterable[tuple[Key, Any]]) -> Accumulator:
-        """Do :meth:`update`."""
+        """Call :meth:`update`."""
         self.update(other)
         return self
 
     def __isub__(self, other: Mapping[Key, Any] | Iterable[tuple[Key, Any]]) -> Accumulator:
-        """Do :meth:`subtract`."""
+        """Call :meth:`subtract`."""
         self.subtract(other)
         return self
 
     def __getitem__(self, key: Key) -> Any:
-        """Return the total inside :meth:`synchronized`, else what ``+=`` and ``-=`` work on."""
+        """Return the total inside :meth:`synchronized`, else the operand of ``+=`` and ``-=``."""
         if self._visible is not None:
             return self._visible[key]
         return PendingSum(check_key(key), 0)
@@ -273,18 +273,18 @@ class Accumulator(MutableMapping[Key, Any]):
             return
         micro_step = self._context.batch.micro_step
         if micro_step is not None and micro_step.num_samples == 0:
-            return  # a batch that only keeps step with its peers: another replica has its samples
+            return  # padding: another replica counts its sample
         pending = self._state.pending
         pending[key] = add(key, pending.get(key, 0), amount)
 
     def _was_done(self) -> bool:
-        """Return whether this code made a change outside of loops before the restart."""
+        """Return whether this change was already made outside of loops before the restart."""
         state, phase = self._state, self._epochs.phase
         state.changes[phase] = state.changes.get(phase, 0) + 1
         return state.changes[phase] <= state.changes_before.get(phase, 0)
 
     def _totals(self) -> Summables:
-        """Return the totals to show in a block; if it runs once more, those it showed before."""
+        """Return the totals for a block; those of its first run if it runs again."""
         state = self._state
         if self._context.batch.loop is not None:
             state.sync()
@@ -304,7 +304,7 @@ class Accumulator(MutableMapping[Key, Any]):
         return state.totals
 
     def _forget_phases(self) -> None:
-        """Forget what was done in completed epochs, which are not run again."""
+        """Drop records of completed epochs, which do not run again."""
         kept = ("start", self._epochs.phase)
         state = self._state
         _keep(state.changes, kept)

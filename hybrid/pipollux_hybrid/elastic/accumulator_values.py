@@ -1,4 +1,4 @@
-"""What an :class:`~pipollux_hybrid.Accumulator` can sum: numbers and tensors."""
+"""Values of an :class:`~pipollux_hybrid.Accumulator`: numbers and tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Summable = int | float | Tensor
 
 
 def check_key(key: Any) -> Key:
-    """Return the key, if it can be saved.
+    """Return the key if it is valid.
 
     Raises:
         ConfigurationError: It is neither a string nor an integer.
@@ -30,15 +30,15 @@ def check_key(key: Any) -> Key:
 
 
 def checked(key: Key, value: Any) -> Summable:
-    """Return the value as it is summed: an integer, a float, or an int64 or float64 tensor.
+    """Return the value as an integer, a float, or an int64 or float64 tensor.
 
     Raises:
-        ConfigurationError: It is nothing that can be summed.
+        ConfigurationError: It cannot be summed.
     """
     if isinstance(value, Tensor) and not value.is_complex():
         exact = not value.is_floating_point()
         return value.detach().to(torch.int64 if exact else torch.float64, copy=True)
-    # numpy's numbers are registered as such, and do not survive weights_only loading.
+    # numpy's scalars are instances of these, and cannot be loaded with weights_only.
     if isinstance(value, numbers.Integral):
         return int(value)
     if isinstance(value, numbers.Real):
@@ -62,7 +62,7 @@ def add(key: Key, total: Summable, amount: Summable) -> Summable:
                 f"{tuple(amount.shape)}: tensors are summed element by element, so use one key for "
                 "each shape"
             )
-        # Of two devices the first stays; the copy is queued, not waited for.
+        # The total keeps its device; the copy is asynchronous.
         amount = amount.to(total.device, non_blocking=True)
     return total + amount
 
@@ -73,17 +73,17 @@ def on_cpu(amount: Summable) -> Summable:
 
 
 class PendingSum:
-    """What ``accumulator[key]`` is outside of ``synchronized()``: a place to add to, not a value.
+    """The value of ``accumulator[key]`` outside of ``synchronized()``, which can only be added to.
 
-    ``accumulator[key] += x`` gets it, adds to it, and sets the key to the outcome.
+    ``accumulator[key] += x`` gets it, adds to it, and sets the key to the result.
 
     Args:
         key: The key.
-        amount: What was added so far.
+        amount: The amount added so far.
     """
 
     __slots__ = ("amount", "key")
-    __hash__ = None  # type: ignore[assignment]  # it compares with nothing
+    __hash__ = None  # type: ignore[assignment]  # comparisons raise
 
     def __init__(self, key: Key, amount: Summable) -> None:
         self.key = key

@@ -1,10 +1,10 @@
 """Truncated backpropagation through time over one long text, elastically.
 
-The text is cut into as many contiguous rows as replicas work on at once, and each batch is a window
-of ``bptt_len`` tokens of every row, right of the one before, so that hidden states may be carried
-on (Williams and Peng, 1990). When the number of rows changes in the middle of an epoch, what is
-left of all rows is laid end to end and cut again. A sequence of (rows, tokens of each row taken)
-says exactly what is left, and is all there is to remember.
+The text is cut into contiguous rows, one per sample of a batch over all replicas, and each batch is
+the next window of ``bptt_len`` tokens of every row, so that hidden states can be carried on
+(Williams and Peng, 1990). When the number of rows changes within an epoch, the rest of all rows is
+concatenated and cut again. The sequence of (rows, tokens taken per row) determines the rest of the
+text, and is the whole state.
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ __all__ = ["AdaptiveBPTTIterator", "TextRows"]
 
 
 class TextRows:
-    """What is left of a text, cut into rows of equal length.
+    """The rest of a text, cut into rows of equal length.
 
-    Positions stand for pairs of a token and its successor, the input and its target. Pairs that do
-    not fill a token of every row are the *tail*, which is taken last.
+    A position stands for a pair of a token and its successor, the input and its target. Pairs that
+    do not fill a column of the rows are the *tail*, which comes last.
 
     Args:
         num_pairs: Pairs of the whole text.
-        cuts: One (rows, pairs of each row taken) for each time the text was cut; the last one is
-            the present cut.
+        cuts: (rows, pairs taken per row) for each cut of the text; the last one is the current cut.
 
     Example:
-        Ten pairs in two rows, of which two windows of one pair were taken, and then in three:
+        Ten pairs in two rows, of which two windows of one pair were taken, then in three:
 
         >>> TextRows(10, [(2, 2), (3, 0)]).positions(0, 3, 0, 2).tolist()
         [[2, 3], [4, 7], [8, 9]]
@@ -70,7 +69,7 @@ class TextRows:
         """Drop a number of pairs from the beginning of each row."""
         ends = self._lengths.cumsum(0)
         row_length, tail = divmod(int(ends[-1]), num_rows)
-        # Every row leaves [taken, row_length); rows are cut where pieces of the text end.
+        # Of every row [taken, row_length) remains; rows are cut at the ends of pieces of the text.
         left = torch.arange(num_rows) * row_length
         begins = torch.cat((left + taken, torch.tensor([num_rows * row_length])))
         stops = torch.cat((left + row_length, torch.tensor([num_rows * row_length + tail])))
@@ -85,7 +84,7 @@ class TextRows:
         self._join()
 
     def _join(self) -> None:
-        """Make one piece of neighbours, so that there are never more than rows were cut."""
+        """Merge adjacent pieces, so that there are at most as many as rows were cut."""
         if len(self._starts) < 2:
             return
         stops = self._starts + self._lengths
@@ -99,9 +98,9 @@ class AdaptiveBPTTIterator(ElasticLoop[tuple[Tensor, Tensor]]):
     """Inputs and targets for a language model, window by window, over the replicas of a job.
 
     Every token but the text's first is a target exactly once an epoch, over any stops, restarts and
-    changes of replicas or batch size. A sample is a window of ``bptt_len`` tokens of
-    one row. With accumulation steps, an iteration takes several windows of the same rows in a row,
-    so hidden states are carried on from batch to batch in either case.
+    changes of replicas or batch size. A sample is a window of ``bptt_len`` tokens of one row. With
+    accumulation steps, an iteration takes several consecutive windows of the same rows, so hidden
+    states are carried on from batch to batch in either case.
 
     Example::
 
@@ -109,7 +108,7 @@ class AdaptiveBPTTIterator(ElasticLoop[tuple[Tensor, Tensor]]):
         for epoch in remaining_epochs_until(40):
             for inputs, targets in loader:
                 if loader.is_fresh:
-                    hidden = None  # the rows are new: nothing came before
+                    hidden = None  # the rows are new
                 ...
 
     Args:
@@ -120,8 +119,8 @@ class AdaptiveBPTTIterator(ElasticLoop[tuple[Tensor, Tensor]]):
 
     Yields:
         Inputs and targets of this replica, both of shape [rows, tokens], batch first, as pipelines
-        cut dimension 0. There are ``bptt_len`` tokens but for the last window of the rows; the
-        pairs that fill no further token of every row come last of all, one token each.
+        cut dimension 0. There are ``bptt_len`` tokens, fewer in the last window of the rows; the
+        tail comes last, one token per row.
 
     Raises:
         ConfigurationError: An argument is out of range.
@@ -144,16 +143,16 @@ class AdaptiveBPTTIterator(ElasticLoop[tuple[Tensor, Tensor]]):
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the rows are new with this batch, so that hidden states start from zero."""
+        """Whether the rows begin with this batch, so that hidden states start from zero."""
         return self._is_fresh
 
     def __len__(self) -> int:
-        """Return this replica's batches in a whole epoch at the present batch size."""
+        """Return this replica's number of batches in a whole epoch at the current batch size."""
         rows = TextRows(len(self.tokens) - 1, [(self._num_rows(), 0)])
         return -(-rows.row_length // self.bptt_len) + (rows.tail > 0)
 
     def _segment(self) -> Iterator[tuple[BatchSlice, tuple[Tensor, Tensor]]]:
-        """Yield windows from the present position on."""
+        """Yield windows from the current position on."""
         rows = self._cut()
         self._is_fresh = True
         for part, positions in self._windows(rows):
@@ -169,7 +168,7 @@ class AdaptiveBPTTIterator(ElasticLoop[tuple[Tensor, Tensor]]):
         index, length = self._state.index, rows.row_length
         begin = rows.taken
         while begin < length:
-            # Windows of one iteration are of one length, so that samples weigh as their tokens.
+            # Windows of one iteration have one length, so that all tokens have equal weight.
             full = min((length - begin) // self.bptt_len, shape.num_steps)
             width = self.bptt_len if full else length - begin
             index += rows.num_rows * width * max(full, 1)
@@ -215,7 +214,7 @@ class AdaptiveBPTTIterator(ElasticLoop[tuple[Tensor, Tensor]]):
         return TextRows(len(self.tokens) - 1, cuts)
 
     def _iteration_done(self, part: BatchSlice) -> None:
-        """Note how much of each row was taken."""
+        """Record the number of pairs taken per row."""
         *before, (num_rows, _) = self._state.details["cuts"]
         since = part.next_index - sum(rows * taken for rows, taken in before)
         self._state.details["cuts"] = [*before, (num_rows, since // num_rows)]

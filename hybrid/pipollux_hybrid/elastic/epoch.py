@@ -1,9 +1,9 @@
-"""Epochs that continue where the last run of the job stopped.
+"""Epochs that continue where the last attempt of the job stopped.
 
-A script that is started again runs its epoch under way from the top. What it did in loops over data
-loaders is not done again: completed loops are skipped, and the one that was under way
-goes on. Code between the loops does run again. What is made there (loaders, accumulators) is
-known by the *phase* it is made in, the script's beginning or an epoch, and its number therein.
+A restarted script runs its interrupted epoch from the beginning. Completed loops over data loaders
+are skipped, and the interrupted one continues. Code between the loops runs again. Objects created
+there (loaders, accumulators) are identified by the *phase* of their creation, the script's
+beginning or an epoch, and their index in it.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ STATE_NAME = "epoch.json"
 
 
 class EpochState(State):
-    """Where in the training loop a job is."""
+    """The position of a job in its training loop."""
 
     takes_over = False
 
     def __init__(self) -> None:
         super().__init__(STATE_NAME)
         self.epoch = 0
-        """The epoch under way, counted from 0."""
+        """The current epoch, counted from 0."""
         self.num_epochs: int | None = None
-        """The epochs the script asked for, when it said so."""
+        """The number of epochs that the script asks for; None before it does."""
         self.loops_done = 0
-        """Loops over data loaders that this epoch has completed."""
+        """Number of loops over data loaders that this epoch has completed."""
         self.loops_to_skip = 0
-        """Of those, how many were completed before the restart and are still to be skipped."""
+        """Number of these that were completed before the restart and are still to be skipped."""
         self.entered = False
-        """Whether the script is in a loop over epochs just now."""
+        """Whether the script is in a loop over epochs now."""
         self.began = False
-        """Whether it ever was, in this run."""
+        """Whether it ever was, in this process."""
 
     def remember(self) -> Callable[[], None]:
-        """Do nothing: no step changes it."""
+        """Do nothing: no step changes the state."""
         return lambda: None
 
     def regrouped(self) -> None:
-        """Do nothing: nobody has joined."""
+        """Do nothing: no replica has joined."""
 
     @property
     def phase(self) -> str:
-        """The part of the script that runs now: its beginning, or an epoch."""
+        """The current phase of the script: its beginning, or an epoch."""
         return f"epoch{self.epoch}" if self.began else "start"
 
     def save(self, fileobj: BinaryIO) -> None:
@@ -65,13 +65,13 @@ class EpochState(State):
         fileobj.write(json.dumps({"epoch": self.epoch, "loops_done": self.loops_done}).encode())
 
     def load(self, fileobj: BinaryIO) -> None:
-        """Read them; completed loops are skipped."""
+        """Read epoch and completed loops, which are skipped."""
         content = json.load(fileobj)
         self.epoch = int(content["epoch"])
         self.loops_done = self.loops_to_skip = int(content["loops_done"])
 
     def rejoined(self) -> None:
-        """Skip nothing more: a replica joins in the loop that the others are in."""
+        """Stop skipping: a replica joins in the current loop of the others."""
         self.loops_to_skip = 0
 
     def advance(self) -> None:
@@ -80,7 +80,7 @@ class EpochState(State):
         self.loops_done = self.loops_to_skip = 0
 
     def go_on_at(self, place: JobPlace) -> None:
-        """Go on where a job is that this replica is about to join, unless it is there already."""
+        """Move forward to the position of the job that this replica is about to join."""
         if place.epoch > self.epoch:
             self.epoch, self.loops_done = place
             self.loops_to_skip = self.loops_done
@@ -107,7 +107,7 @@ def epoch_state(ctx: JobContext) -> EpochState:
 
 
 def remaining_epochs_until(num_epochs: int) -> Iterator[int]:
-    """Iterate over the epochs that are left, from the one that was interrupted.
+    """Iterate over the remaining epochs, from the interrupted one on.
 
     Example::
 
@@ -115,19 +115,19 @@ def remaining_epochs_until(num_epochs: int) -> Iterator[int]:
             for inputs, targets in loader:
                 ...
 
-    When the last epoch is complete a final checkpoint is written, so a script that is started
-    again has nothing left to do. If it cannot be written, the script runs to its end, and the
-    process then ends with status 73.
+    A final checkpoint is written after the last epoch, so a script that is started again has
+    nothing left to do. If it cannot be written, the script runs to its end, and the process then
+    exits with status 73.
 
     Args:
         num_epochs: Epochs of the whole training, restarts included. A later call with a larger
-            number resumes there.
+            number continues from there.
 
     Yields:
         The epoch, counted from 0. An epoch that is left with ``break`` counts as done.
 
     Raises:
-        ConfigurationError: The number is negative, or a loop over epochs is under way already.
+        ConfigurationError: The number is negative, or the call is inside another loop over epochs.
     """
     if isinstance(num_epochs, bool) or not isinstance(num_epochs, int) or num_epochs < 0:
         raise ConfigurationError(
@@ -166,7 +166,7 @@ def remaining_epochs_until(num_epochs: int) -> Iterator[int]:
 
 
 def _catch_up(ctx: JobContext, state: EpochState) -> None:
-    """Have a replica that is about to join leave out epochs that the job has completed."""
+    """Skip epochs that the job has completed, on a replica that is about to join."""
     live = elastic_membership(ctx)
     place = live.job_place() if live is not None and ctx.joins is not None else None
     if place is not None:
@@ -174,7 +174,7 @@ def _catch_up(ctx: JobContext, state: EpochState) -> None:
 
 
 def _say_finished(ctx: JobContext, state: EpochState, num_epochs: int) -> None:
-    """Say why a script that is run again does nothing; epochs of this very run need no word."""
+    """Print why a restarted script has nothing to do."""
     restored_from = ctx.component(CheckpointManager).restored_from
     if ctx.env.leads and not state.began and restored_from is not None and num_epochs > 0:
         done, asked = _epochs(state.epoch), _epochs(num_epochs)

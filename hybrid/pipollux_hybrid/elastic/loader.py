@@ -1,7 +1,7 @@
-"""A data loader whose batch size follows the goodput, and whose position outlives restarts.
+"""A data loader with an adaptive batch size, and a position that survives restarts.
 
-Names are AdaptDL's. Map-style data sets are shared out by :class:`ElasticSampler`, iterable ones by
-reading the same stream on every replica (:mod:`~pipollux_hybrid.elastic.stream`).
+Names are AdaptDL's. :class:`ElasticSampler` divides map-style data sets; of iterable ones every
+replica reads the same stream (:mod:`~pipollux_hybrid.elastic.stream`).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ __all__ = ["AdaptiveDataLoader"]
 
 T = TypeVar("T")
 PR_SET_PDEATHSIG = 1
-"""Of Linux's `prctl`: the signal that a process gets when the thread that forked it ends."""
+"""Option of Linux's `prctl`: the signal that a process gets when the thread that forked it ends."""
 FIXED = {
     "batch_size": "call autoscale_batch_size to have it adapt, or make another loader",
     "drop_last": "every sample is taken exactly once an epoch",
     "sampler": "use shuffle=True or a torch.utils.data.Subset",
     "batch_sampler": "use shuffle=True or a torch.utils.data.Subset",
 }
-"""What belongs to the loader itself, and what to do instead."""
+"""Attributes that the loader manages itself, with the alternative for the user."""
 LOADER = {
     "dataset": Allowed(
         lambda value: (
@@ -48,21 +48,21 @@ LOADER = {
         "a data set is needed, map-style or a torch.utils.data.IterableDataset: of a DataLoader "
         "its .dataset (give options such as collate_fn here again), of a dict of splits one split",
     ),
-    # None is what torch.utils.data.DataLoader has for False.
+    # torch.utils.data.DataLoader's default is None, for False.
     "shuffle": Allowed(
         lambda value: value is None or isinstance(value, bool), "True or False is needed"
     ),
     "seed": Allowed(is_whole, "a whole number, the same on all replicas, is needed"),
 }
-"""What the arguments of :class:`AdaptiveDataLoader` may be."""
+"""Allowed values of the arguments of :class:`AdaptiveDataLoader`."""
 
 
 class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
     """A :class:`torch.utils.data.DataLoader` over the replicas of a job.
 
-    Every sample is taken exactly once an epoch, over any stops, restarts and changes of replicas
-    or batch size. Each pass of the loop body works on one atomic batch; gradients
-    are kept on accumulation steps and synchronised on the last one, without a change to the loop.
+    Every sample is taken exactly once an epoch, over any stops, restarts and changes of replicas or
+    batch size. Each pass of the loop body works on one atomic batch; gradients are accumulated on
+    accumulation steps and synchronised on the last one, without a change to the loop.
 
     Example::
 
@@ -76,18 +76,18 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
 
     Args:
         dataset: A map-style data set (with ``__len__`` and ``__getitem__``), or an
-            :class:`~torch.utils.data.IterableDataset` that gives the same samples in the same
-            order on every replica and in every run. If the latter has ``set_epoch(epoch)``, it
-            is called before each epoch. After a restart ``skip(num_samples)`` is to return the
-            data set without its first samples; without this method they are read again and
-            skipped.
-        batch_size: Samples of one optimizer step over ALL replicas; with autoscaling the
-            initial one.
+            :class:`~torch.utils.data.IterableDataset` that yields the same samples in the same
+            order on every replica and in every attempt. If the latter has ``set_epoch(epoch)``, it
+            is called before each epoch. Its ``skip(num_samples)``, called after a restart, must
+            return the data set without its first samples; without this method they are read again
+            and skipped.
+        batch_size: Samples of one optimizer step over ALL replicas; with autoscaling the initial
+            one.
         shuffle: Whether each epoch has its own order; an iterable data set shuffles itself.
         seed: Seed of these orders; the same on all replicas.
         **options: Passed to :class:`torch.utils.data.DataLoader` (``num_workers``, ``collate_fn``,
-            ``pin_memory``, …); ``sampler``, ``batch_sampler`` and ``drop_last`` are refused. At
-            most one worker process reads an iterable data set.
+            ``pin_memory``, …); ``sampler``, ``batch_sampler`` and ``drop_last`` are refused. An
+            iterable data set is read by at most one worker process.
 
     Raises:
         ConfigurationError: An argument is out of range or does not suit the data set.
@@ -121,7 +121,7 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
         self._prepare(batch_size, identity)
         if streams:  # on all replicas before their first exchange, which compares all checks
             self._context.component(StreamCheck)
-        # Its attributes are the user's to read; samples are fetched by _batches.
+        # For users that read its attributes; _batches fetches the samples.
         super().__init__(dataset, batch_size=batch_size, shuffle=False, **options)
         self._seed = seed
         self._lists = _Lists()
@@ -144,20 +144,20 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
         super().__setattr__(name, value)
 
     def __len__(self) -> int:
-        """Return this replica's batches in a whole epoch at the present batch size.
+        """Return this replica's number of batches in a whole epoch at the current batch size.
 
         Raises:
-            TypeError: The data set is iterable and does not tell its length.
+            TypeError: The data set is iterable and has no length.
         """
         num_samples = len(cast("Sized", self.dataset))
         return num_parts(num_samples, self._shape())
 
     def __iter__(self) -> Iterator[T]:  # type: ignore[override]  # base: a private type
-        """Iterate over this replica's atomic batches, from where the last run stopped."""
+        """Iterate over this replica's atomic batches, from the position of the last attempt."""
         return ElasticLoop.__iter__(self)
 
     def _segment(self) -> Iterator[tuple[BatchSlice, T]]:
-        """Yield parts and batches from the present position on, fetched ahead by the workers."""
+        """Yield parts and batches from the current position on, prefetched by the workers."""
         self._seed_workers()
         if self._stream is not None:
             rank = self._context.env.rank
@@ -166,26 +166,26 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
         return self._fetch()
 
     def _read(self) -> Iterator[tuple[BatchSlice, T]]:
-        """Return the batches of a stream, each with its part of the iteration."""
+        """Yield the batches of a stream, each with its part of the iteration."""
         check = self._context.component(StreamCheck)
         for part, marks, batch in self._batches:
             check.note(marks)
             yield part, batch
 
     def _description(self) -> str:
-        """Return what all replicas must loop over alike, with what is in it if that is known."""
+        """Return the loop's description, equal on all replicas, with a digest of data in memory."""
         made = self.__dict__.get("_batches") is not None
         content = content_of(self.dataset) if made and self._stream is None else None
         known = "" if content is None else f", of content {content:08x}"
         return f"{super()._description()}{known}"
 
     def _fetch(self) -> Iterator[tuple[BatchSlice, T]]:
-        """Return the batches of a map-style data set, each with its part of the iteration."""
+        """Yield the batches of a map-style data set, each with its part of the iteration."""
         fetching: deque[BatchSlice] = deque()
 
         def lists() -> Iterator[Sequence[int]]:
             for part in self._parts():
-                fetching.append(part)  # workers run ahead by some batches, which come in order
+                fetching.append(part)  # workers prefetch some batches, which arrive in order
                 yield part.indices
 
         self._lists.source = lists()
@@ -205,13 +205,13 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
         """Seed the workers: random transforms differ between replicas, epochs and segments."""
         self._worker_start.ends_along = threading.current_thread() is threading.main_thread()
         place = self._epochs.epoch, self._context.env.rank, self._state.index
-        # A tuple of integers hashes alike in every process.
+        # The hash of a tuple of integers is equal in every process.
         seed = hash((self._seed, *place)) % (1 << 63)
         cast("Any", self._batches.generator).manual_seed(seed)
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    """Refuse what would break the promise that every sample is taken exactly once."""
+    """Refuse options with which samples would not be taken exactly once."""
     for name in ("sampler", "batch_sampler", "drop_last"):
         if options.pop(name, None):
             raise ConfigurationError(
@@ -254,26 +254,26 @@ class _Lists:
 
 
 class WorkerStart:
-    """The first thing that a loader's worker process does: outlive a stop request.
+    """Initialises a worker process of a loader, which then survives a stop request.
 
-    torchrun's agent and terminals signal a whole process group, so a stop that the replicas have
-    yet to agree on also reaches the processes that load data, and torch would have them die of it
-    in the middle of a step.
+    torchrun's agent and terminals signal a whole process group, so a stop on which the replicas
+    have not agreed yet also reaches the workers, and with torch's handlers they would die in the
+    middle of a step.
 
-    But it ends with its replica, at once: it has inherited the connections with other replicas, and
-    these would wait for one that was killed for as long as they are open.
+    But a worker ends with its replica, at once: it has inherited the connections with other
+    replicas, which would wait for a killed replica while they are open.
 
     Args:
-        then: The user's own ``worker_init_fn``, given the worker's number.
+        then: The user's own ``worker_init_fn``, called with the worker's number.
     """
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
         self._then = then
         self.ends_along = False
-        """Whether the thread that forks it lives as long as the replica."""
+        """Whether the thread that forks the worker lives as long as the replica."""
 
     def __call__(self, worker_id: int) -> None:
-        """Have the first SIGTERM, and Ctrl-C, mean nothing here: the replica ends its workers."""
+        """Ignore Ctrl-C and the first SIGTERM: the replica ends its workers."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, _pass_over)
         if self.ends_along and sys.platform == "linux":
@@ -283,5 +283,5 @@ class WorkerStart:
 
 
 def _pass_over(number: int, _frame: FrameType | None) -> None:
-    # A second one comes from the replica, which ends a worker that does not answer.
+    # A second SIGTERM comes from the replica, which ends a worker that does not answer.
     signal.signal(number, signal.SIG_DFL)

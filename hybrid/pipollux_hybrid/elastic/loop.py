@@ -1,9 +1,8 @@
 """The base class of elastic loops over data.
 
-A loop has a position that outlives restarts and a batch shape that follows the goodput. What the
-data are and how they are cut is a subclass's business (:mod:`~pipollux_hybrid.elastic.loader`,
-:mod:`~pipollux_hybrid.elastic.bptt`): it gives the batches of a *segment*, a stretch of iterations
-with one batch shape.
+A loop has a position that survives restarts, and an adaptive batch shape. Subclasses
+(:mod:`~pipollux_hybrid.elastic.loader`, :mod:`~pipollux_hybrid.elastic.bptt`) provide the batches
+of a *segment*, a sequence of iterations with one batch shape.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ KIND = "loader"
 
 
 class LoopState(State):
-    """Position of a loop, and the batch shape it runs with.
+    """Position and batch shape of a loop.
 
     Args:
         ctx: The job's context.
-        identity: What the position refers to: a loop over other data cannot go on from it.
+        identity: Identity of the data: a position is invalid for other data.
     """
 
     takes_over = False
@@ -46,15 +45,15 @@ class LoopState(State):
     def __init__(self, ctx: JobContext, identity: dict[str, Any]) -> None:
         super().__init__(numbered_name(ctx, KIND, "json"))
         self.identity = identity
-        """What positions refer to."""
+        """Identity of the data."""
         self.index = 0
         """Samples (of text: tokens) of the epoch that all replicas together have taken."""
         self.details: dict[str, Any] = {}
-        """What else a kind of loop has to remember; JSON."""
+        """Further state of a subclass, as JSON."""
         self.atomic_bsz = 0
-        """Atomic batch size in use; 0 before one was chosen. Every run chooses again."""
+        """Current atomic batch size; 0 before one was chosen. It is not saved."""
         self.accum_steps = 0
-        """Accumulation steps in use."""
+        """Current number of accumulation steps."""
 
     def save(self, fileobj: BinaryIO) -> None:
         """Write the position as JSON."""
@@ -62,7 +61,7 @@ class LoopState(State):
         fileobj.write(json.dumps(content).encode())
 
     def load(self, fileobj: BinaryIO) -> None:
-        """Read what :meth:`save` wrote."""
+        """Read the output of :meth:`save`."""
         content = json.load(fileobj)
         index, identity = int(content["index"]), content["identity"]
         if index > 0 and identity != self.identity:
@@ -74,11 +73,11 @@ class LoopState(State):
         self.index, self.details = index, content["details"]
 
     def remember(self) -> Callable[[], None]:
-        """Do nothing: a position is that of the last step that counts."""
+        """Do nothing: the position is that of the last step that counts."""
         return _nothing
 
     def rejoined(self) -> None:
-        """Choose the batch shape anew."""
+        """Reset the batch shape, which is then chosen again."""
         self.atomic_bsz = self.accum_steps = 0
 
     def rewind(self) -> None:
@@ -87,17 +86,17 @@ class LoopState(State):
 
 
 class ElasticLoop(Generic[T]):
-    """A loop over data that any number of replicas shares.
+    """A loop over data that any number of replicas share.
 
-    Subclasses call :meth:`_prepare`, and give the batches of a segment in :meth:`_segment`.
+    Subclasses call :meth:`_prepare`, and provide the batches of a segment in :meth:`_segment`.
     """
 
     def _prepare(self, batch_size: int, identity: dict[str, Any]) -> None:
-        """Set the loop up, and restore its position.
+        """Initialise the loop, and restore its position.
 
         Args:
             batch_size: Samples of one optimizer step over all replicas.
-            identity: What positions refer to.
+            identity: Identity of the data.
         """
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise ConfigurationError(
@@ -121,7 +120,7 @@ class ElasticLoop(Generic[T]):
         load_state(self._state)
 
     def _segment(self) -> Iterator[tuple[BatchSlice, T]]:
-        """Yield parts and batches from the present position on, in the present shape."""
+        """Yield parts and batches from the current position on, in the current shape."""
         raise NotImplementedError
 
     def autoscale_batch_size(
@@ -130,18 +129,18 @@ class ElasticLoop(Generic[T]):
         local_bsz_bounds: tuple[int | None, int | None] | None = None,
         gradient_accumulation: bool = False,
     ) -> None:
-        """Let the goodput choose the batch size from ``batch_size`` up to ``max_batch_size``.
+        """Choose the batch size from ``batch_size`` up to ``max_batch_size`` by goodput.
 
         Args:
             max_batch_size: Largest batch size over all replicas.
             local_bsz_bounds: Smallest and largest atomic batch size, that is, samples of one
-                replica in one forward and backward; the largest is what fits its devices' memory.
-                None in the place of either: unbounded.
-            gradient_accumulation: Whether accumulation steps may be used to get further.
+                replica in one forward and backward; the largest is limited by its devices' memory.
+                None for either: unbounded.
+            gradient_accumulation: Whether accumulation steps may be used to reach larger batches.
 
         Raises:
-            ConfigurationError: A bound is below 1 or below its lower end, or above what can be
-                met, or another loader is autoscaled already.
+            ConfigurationError: The bounds are invalid or cannot be satisfied, or another loader is
+                autoscaled already.
         """
         batch = self._context.batch
         if batch.limits is not None and self._limits is None:
@@ -163,21 +162,21 @@ class ElasticLoop(Generic[T]):
 
     @property
     def current_batch_size(self) -> int:
-        """Samples of one optimizer step over all replicas, as it is now."""
+        """Current batch size: samples of one optimizer step over all replicas."""
         return self._shape().batch_size
 
     @property
     def current_local_bsz(self) -> int:
-        """Atomic batch size, as it is now."""
+        """Current atomic batch size."""
         return self._shape().atomic_bsz
 
     @property
     def accumulation_steps(self) -> int:
-        """Accumulation steps before each optimizer step, as they are now."""
+        """Current number of accumulation steps before each optimizer step."""
         return self._shape().accum_steps
 
     def __iter__(self) -> Iterator[T]:
-        """Iterate over this replica's atomic batches, from where the last run stopped."""
+        """Iterate over this replica's atomic batches, from the position of the last attempt."""
         ctx = self._context
         refuse_inside_loop(ctx, type(self).__name__)
         if self._epochs.skip_loop() or self._is_over_for_joining():
@@ -188,7 +187,7 @@ class ElasticLoop(Generic[T]):
         try:
             yield from self._iterations()
         finally:
-            # Also where the script left its loop with `break`: to it, the loop is done.
+            # Also after a `break`, which completes the loop.
             batch.micro_step = batch.loop = None
             if self._live is not None:
                 self._live.recovery.forget()
@@ -196,7 +195,7 @@ class ElasticLoop(Generic[T]):
             self._epochs.loops_done += 1
             self._metrics.interrupt_steps()
             self._metrics.pause_progress()
-        # The loop is recorded as done before anybody may stop.
+        # The loop is recorded as done before the job may stop.
         self._boundary.settle()
 
     def _iterations(self) -> Iterator[T]:
@@ -233,7 +232,7 @@ class ElasticLoop(Generic[T]):
                     self._remember()
 
     def _remember(self) -> None:
-        """Note how everything is, in case that a replica is lost in the iteration to come."""
+        """Snapshot all states, in case a replica is lost in the next iteration."""
         if self._live is not None:
             self._live.recovery.remember()
 
@@ -241,7 +240,7 @@ class ElasticLoop(Generic[T]):
         return JobPlace(self._epochs.epoch, self._epochs.loops_done)
 
     def _is_over_for_joining(self) -> bool:
-        """Have a joining replica join here; return whether the job is beyond this loop already."""
+        """Let a joining replica join; return whether the job is beyond this loop already."""
         if self._live is None:
             return False
         forget_finished_epochs(self._context)
@@ -251,7 +250,7 @@ class ElasticLoop(Generic[T]):
         return True
 
     def _change_replicas(self, agreed: ControlMessage | None) -> bool:
-        """Have replicas join and leave, if all have agreed on it; return whether any did."""
+        """Resize the job if all replicas have agreed; return whether it was resized."""
         if self._live is None or not self._live.is_due(agreed):
             return False
         forget_finished_epochs(self._context)
@@ -261,11 +260,11 @@ class ElasticLoop(Generic[T]):
         return True
 
     def _iteration_done(self, part: BatchSlice) -> None:
-        """Note an optimizer step; subclasses advance their position."""
+        """Handle a completed iteration; subclasses advance their position."""
 
     def _place(self, part: BatchSlice) -> str:
         if self._context.env.world_size == 1:
-            return ""  # nobody is elsewhere
+            return ""  # no peers to compare with
         end = " and the epoch's last" if part.is_last else ""
         return (
             f"samples {self._state.index} to {part.next_index}{end} of loop "
@@ -273,7 +272,7 @@ class ElasticLoop(Generic[T]):
         )
 
     def _begin(self) -> None:
-        """Check that all replicas loop over the same; a run's first loop chooses its shape."""
+        """Check that all replicas begin the same loop; the first loop chooses the batch shape."""
         ctx, epochs = self._context, self._epochs
         agreed = self._boundary.begin_loop(
             f"the beginning of loop {epochs.loops_done} in epoch {epochs.epoch}, over "
@@ -291,7 +290,7 @@ class ElasticLoop(Generic[T]):
         return self._limits is not None and not self._metrics.shape_chosen
 
     def _first_choice(self) -> ControlMessage:
-        """Return what the goodput model knows to be best, else no change of the initial shape."""
+        """Return the best shape of the goodput model, if it has one, else the initial shape."""
         chooses = self._chooses() and self._context.env.leads
         atomic_bsz, accum_steps, num_microbatches = (
             self._metrics.best_shape() if chooses else None
@@ -301,7 +300,7 @@ class ElasticLoop(Generic[T]):
         )
 
     def _description(self) -> str:
-        """Return what all replicas must loop over alike."""
+        """Return a description of the loop that must be equal on all replicas."""
         data = ", ".join(f"{name}={value!r}" for name, value in self._state.identity.items())
         limits = "" if self._limits is None else f", autoscaled by {self._limits}"
         return f"{type(self).__name__}({data}, batch_size={self._init_batch_size}){limits}"
@@ -320,7 +319,7 @@ class ElasticLoop(Generic[T]):
             )
 
     def _adopt(self, agreed: ControlMessage | None) -> bool:
-        """Take over what was agreed on.
+        """Apply an agreed message.
 
         Returns:
             Whether a new segment has to begin.
@@ -351,10 +350,10 @@ def _nothing() -> None:
 
 
 def refuse_inside_loop(ctx: JobContext, what: str) -> None:
-    """Refuse to make or begin a ``what`` inside the body of a loop over a loader.
+    """Refuse to create or iterate over a ``what`` inside the body of a loop over a loader.
 
     Raises:
-        ConfigurationError: A loop is under way.
+        ConfigurationError: The script is inside such a loop.
     """
     if ctx.batch.loop is not None:
         raise ConfigurationError(
@@ -365,14 +364,14 @@ def refuse_inside_loop(ctx: JobContext, what: str) -> None:
 
 
 def numbered_name(ctx: JobContext, kind: str, suffix: str) -> str:
-    """Return a name for the next state of a kind, the same in every run of the script."""
+    """Return a name for the next state of a kind, the same in every attempt of the script."""
     forget_finished_epochs(ctx)
     prefix = f"{kind}-{epoch_state(ctx).phase}-"
     return f"{prefix}{sum(name.startswith(prefix) for name in ctx.component(States))}.{suffix}"
 
 
 def forget_finished_epochs(ctx: JobContext) -> None:
-    """Leave out of checkpoints what was made within epochs that are over."""
+    """Drop states created in completed epochs from checkpoints."""
     epochs, states = epoch_state(ctx), ctx.component(States)
     for name in list(states):
         phase = name.split("-")[1] if name.count("-") == 2 else ""

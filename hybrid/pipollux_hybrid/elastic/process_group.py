@@ -1,8 +1,8 @@
-"""Joining the other replicas.
+"""Joins the replicas of a job.
 
-One process is one pipeline replica and drives all devices of its stages, or one of its stages;
-torchrun starts the processes and tells each its rank. Without torchrun a script is a job of one
-replica.
+One process is one pipeline replica (single-process pipeline) or one of its stages (multi-process
+pipeline); torchrun starts the processes and sets their ranks. Without torchrun a script is a job of
+one replica.
 """
 
 from __future__ import annotations
@@ -49,29 +49,29 @@ def init_process_group(
 ) -> None:
     """Join the replicas of this job; the first call of a script that uses Pipollux.
 
-    Under torchrun it blocks until all replicas have joined. Run by hand it makes a job of one
-    replica. It compares the replicas' settings and tests the folder of checkpoints. From here on
-    SIGTERM and Ctrl-C request a stop at the next step boundary. With ``PIPOLLUX_RENDEZVOUS`` a
-    script that is started while a job meets there joins that job, in the loop that it is in.
+    Under torchrun it blocks until all replicas have joined; without it the job has one replica. It
+    compares the replicas' settings and tests the checkpoint directory. From here on SIGTERM and
+    Ctrl-C request a stop at the next step boundary. With ``PIPOLLUX_RENDEZVOUS`` a script that is
+    started while a job uses this folder joins that job, in its current loop.
 
     Args:
-        backend: The library that sends gradients: ``"nccl"`` or ``"gloo"``; by default NCCL
-            where there are CUDA devices, else gloo.
-        timeout: Seconds to wait for a slow replica, here and in every collective, where
-            ``PIPOLLUX_TIMEOUT`` does not say. A host that is lost is found sooner, after the
-            seconds of ``PIPOLLUX_HOST_TIMEOUT``.
-        processes_per_replica: Processes of a pipeline replica: 1, which drives all stages, or the
-            number of stages, each of which has one then; torchrun starts so many, or a multiple,
-            on every node. A scheduler's choice (``PIPOLLUX_PROCESSES_PER_REPLICA``) goes first.
+        backend: The library that sends gradients: ``"nccl"`` or ``"gloo"``; by default NCCL if
+            there are CUDA devices, else gloo.
+        timeout: Seconds to wait for a slow replica, here and in every collective, unless
+            ``PIPOLLUX_TIMEOUT`` is set. A lost host is detected sooner, after
+            ``PIPOLLUX_HOST_TIMEOUT`` seconds.
+        processes_per_replica: Processes per pipeline replica: 1 for a single-process pipeline, or
+            the number of stages; torchrun must start this number, or a multiple, on every node. A
+            scheduler's choice (``PIPOLLUX_PROCESSES_PER_REPLICA``) takes precedence.
 
     Raises:
-        ConfigurationError: The environment is not what torchrun sets, differs between replicas,
-            or the backend is unknown.
-        ConfigurationError: ``PIPOLLUX_RENDEZVOUS`` is set, and the backend is NCCL, or a scheduler
-            runs the job, or several replicas begin where a job is already, or one with another
-            number of processes than its replicas have.
-        CheckpointError: ``PIPOLLUX_CHECKPOINT_DIR`` cannot be written or is not shared, or there
-            are checkpoints but none that this job can resume from.
+        ConfigurationError: The environment is not that of torchrun, differs between replicas, or
+            the backend is unknown.
+        ConfigurationError: ``PIPOLLUX_RENDEZVOUS`` is set, and the backend is NCCL, a scheduler
+            runs the job, or this attempt does not match the job in the folder: it has several
+            replicas, or another number of processes per replica.
+        CheckpointError: ``PIPOLLUX_CHECKPOINT_DIR`` is not writable or not shared, or none of its
+            checkpoints can be restored.
     """
     env = JobEnvironment.read(processes_per_replica=processes_per_replica)
     chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
@@ -84,7 +84,7 @@ def init_process_group(
         )
     if env.num_threads is not None:
         torch.set_num_threads(env.num_threads)
-    # Until handlers are there a signal ends the process: there is nothing to lose yet.
+    # A signal ends the process until the handlers are installed: there is nothing to lose yet.
     timeout = env.timeout or timeout
     rendezvous = _rendezvous(env, chosen)
     announcement = None
@@ -103,7 +103,7 @@ def init_process_group(
     else:
         ctx = contexts.context(timeout, env)
     checkpoint_to_restore(ctx)
-    ctx.component(Metrics)  # made here, so that a stop before there is a model knows the step
+    ctx.component(Metrics)  # so that a stop before the model is created has the step
     if rendezvous is not None and not isinstance(rendezvous, RendezvousFolder):
         rendezvous.ride(ctx.heartbeat)
     if rendezvous is not None:
@@ -112,7 +112,7 @@ def init_process_group(
 
 
 def _rendezvous(env: JobEnvironment, backend: str) -> RendezvousFolder | SchedulerRendezvous | None:
-    """Return where replicas that come later find this job; None: none can."""
+    """Return the rendezvous of an elastic job; None: the job is not elastic."""
     if env.rendezvous is None:
         if not (env.live and env.attempt > 0 and backend == "gloo"):
             return None
@@ -136,7 +136,7 @@ def _rendezvous(env: JobEnvironment, backend: str) -> RendezvousFolder | Schedul
 
 
 def _told(announcement: Announcement | None) -> Announcement | None:
-    """Return what the first process has found, in all that have started with it."""
+    """Broadcast the first process's announcement to the processes started with it."""
     found = [None if announcement is None else announcement.to_json_object()]
     dist.broadcast_object_list(found, src=0)
     return None if found[0] is None else Announcement.from_json_object(found[0])
@@ -154,24 +154,24 @@ def destroy_process_group() -> None:
 
 
 def num_replicas() -> int:
-    """Return the number R of pipeline replicas of this job; it changes when some join or leave.
+    """Return the number R of pipeline replicas of this job; it changes with elastic resizes.
 
-    One that has yet to join others is by itself until then.
+    A replica that has not joined yet counts only itself.
     """
     return contexts.context().env.num_replicas
 
 
 def device_mesh() -> DeviceMesh:
-    """Return torch's mesh of the R·K processes, of dimensions ``replica`` and ``stage``.
+    """Return torch's mesh of the R·K processes, with dimensions ``replica`` and ``stage``.
 
-    For collectives of one's own. When replicas have joined or left, there is another one.
+    For a script's own collectives. An elastic resize replaces it.
 
     Example::
 
         dist.all_reduce(tensor, group=pipollux.device_mesh().get_group("replica"))
 
     Raises:
-        ConfigurationError: One process drives all stages of a replica.
+        ConfigurationError: The job has single-process pipelines.
     """
     mesh = contexts.context().mesh
     if mesh is None:
@@ -183,10 +183,10 @@ def device_mesh() -> DeviceMesh:
 
 
 def process_rank() -> int:
-    """Return the rank of this process among all of the job, 0 where there is no other.
+    """Return the rank of this process in the job.
 
-    Where each stage has a process these are R·K, replica r's from r·K on; elsewhere this is
-    :func:`replica_rank`. The one of rank 0 is the one that should print.
+    In a multi-process pipeline these are R·K ranks, replica r's from r·K on; in a single-process
+    pipeline this is :func:`replica_rank`. Rank 0 should print.
     """
     return contexts.context().env.world_rank
 
@@ -194,6 +194,6 @@ def process_rank() -> int:
 def replica_rank() -> int:
     """Return the index r of this pipeline replica, from 0 to R - 1; it may change with R.
 
-    One that has yet to join others has the next index.
+    A replica that has not joined yet has the next free index.
     """
     return contexts.context().env.rank

@@ -1,9 +1,9 @@
-"""Which samples each replica takes at each step.
+"""The samples of each replica at each step.
 
 An epoch is one permutation of the data set, drawn from the seed and the epoch alone. An iteration
-takes the next stretch of it and cuts the stretch into one part for each accumulation step of each
-replica. The position in the permutation is all there is to remember, so any number of replicas and
-any batch size can go on from it, with every sample taken exactly once in an epoch.
+takes the next range of it and cuts the range into one part for each micro-step of each replica. The
+position in the permutation is the whole state, so any number of replicas and any batch size can
+continue from it, with every sample taken exactly once in an epoch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ElasticSampler:
         return torch.randperm(self.num_samples, generator=self.generator(epoch))
 
     def generator(self, epoch: int) -> torch.Generator:
-        """Return the random generator of an epoch, apart from the model's."""
+        """Return the random generator of an epoch, independent of the model's."""
         generator = torch.Generator()
         generator.manual_seed((self.seed * 1_000_003 + epoch) % (1 << 63))
         return generator
@@ -69,26 +69,26 @@ class ElasticSampler:
 def parts_of_iteration(
     index: int, count: int, shape: BatchShape, rank: int, *, is_last: bool
 ) -> Iterator[tuple[range, BatchSlice]]:
-    """Return what replica ``rank`` does in one iteration over ``count`` samples from ``index`` on.
+    """Yield the parts of one replica in one iteration.
 
     Args:
         index: Position of the iteration in the epoch.
         count: Samples of the iteration; fewer than a batch at the end of an epoch.
-        shape: How a whole batch is cut.
+        shape: Shape of a whole batch.
         rank: The replica.
         is_last: Whether the epoch ends with the iteration.
 
     Yields:
         Positions in the epoch, and the part, with positions for indices.
     """
-    # A short last iteration keeps the parts as large as the others are, so it has fewer.
+    # A short last iteration has fewer parts, not smaller ones.
     accum_steps = min(-(-count // (shape.num_replicas * shape.atomic_bsz)) - 1, shape.accum_steps)
     small, larger = divmod(count, shape.num_replicas * (accum_steps + 1))
     for step in range(accum_steps + 1):
-        # Part (step, rank): the replicas' shares of one accumulation step lie side by side.
+        # Part (step, rank): the replicas' shares of one micro-step are adjacent.
         i = step * shape.num_replicas + rank
         start, size = index + i * small + min(i, larger), small + (i < larger)
-        # A replica without a share keeps step with the others on the iteration's first sample.
+        # A replica without a share uses the iteration's first sample as padding.
         positions = range(start, start + size) if size else range(index, index + 1)
         yield (
             positions,

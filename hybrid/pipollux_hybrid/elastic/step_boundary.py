@@ -1,8 +1,8 @@
 """The boundary between two iterations, where the replicas agree on what happens next.
 
-At the start of an iteration every replica announces where it is and what it was asked to do; at the
-iteration's end it reads what all announced. So stopping, saving and changing the configuration
-happen on every replica at the same boundary, and the exchange is part of the iteration's backward.
+At the start of an iteration every replica announces its position and its requests; at the
+iteration's end it reads the sum over all. So stopping, saving and changing the configuration happen
+on every replica at the same boundary, and the exchange is part of the iteration's backward.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["IterationEnd", "StepBoundary", "acknowledge"]
 
 
 class IterationEnd(enum.Enum):
-    """How an iteration has ended."""
+    """The outcome of an iteration."""
 
     DONE = "all replicas have done it"
     REGROUPED = "it is done, and some replicas were lost"
@@ -42,11 +42,7 @@ class IterationEnd(enum.Enum):
 
 
 class StepBoundary:
-    """What happens between two iterations of a loop.
-
-    Args:
-        ctx: The job's context.
-    """
+    """The actions between two iterations of a loop."""
 
     def __init__(self, ctx: JobContext) -> None:
         self._context = ctx
@@ -57,10 +53,8 @@ class StepBoundary:
     def announce(self, place: str, *, adapts: bool) -> None:
         """Announce the beginning of an iteration.
 
-        Args:
-            place: Where this replica is; replicas that are elsewhere are found out at the end of
-                the iteration.
-            adapts: Whether the loop can change its batch size.
+        Different values of ``place`` on replicas are detected at the end of the iteration;
+        ``adapts`` is whether the loop can change its batch size.
         """
         message = self._message(adapts=adapts)
         if self._live is not None:
@@ -68,11 +62,11 @@ class StepBoundary:
         self._context.control.launch(message, place)
 
     def end_iteration(self) -> IterationEnd:
-        """Read what all have announced; if replicas were lost, go on with those that are left.
+        """Read the agreed message; if replicas were lost, continue with the surviving ones.
 
         Raises:
-            SynchronizationError: A replica is elsewhere in its training loop, or is gone and those
-                that are left cannot go on.
+            SynchronizationError: A replica is elsewhere in its training loop, or is gone and the
+                surviving replicas cannot continue.
         """
         losses = self._context.control.losses
         if not losses.void:
@@ -89,7 +83,7 @@ class StepBoundary:
         if void and not recovered.behind:
             return IterationEnd.VOID
         agreed = recovered.last if void else self._agreed
-        if agreed is not None:  # all else was agreed on by others
+        if agreed is not None:  # the other fields depend on the lost replicas
             self._agreed = ControlMessage(stop=agreed.stop)
         return IterationEnd.REGROUPED
 
@@ -97,7 +91,7 @@ class StepBoundary:
         """Stop or save at the end of an iteration if that was agreed on.
 
         Returns:
-            What was agreed on; None right after a `break`.
+            The agreed message; None right after a `break`.
 
         Raises:
             SystemExit: A stop was agreed on, and everything is saved.
@@ -109,18 +103,13 @@ class StepBoundary:
         return agreed
 
     def begin_loop(self, place: str, message: Callable[[], ControlMessage]) -> ControlMessage:
-        """Begin a loop over data: check that all replicas begin the same one.
+        """Begin a loop over data, and return the agreed message.
 
-        Args:
-            place: Which loop, over what; the same on all replicas.
-            message: Returns what this replica contributes.
-
-        Returns:
-            What the replicas agreed on.
+        ``place`` describes the loop and must be equal on all replicas.
 
         Raises:
             SystemExit: A stop was agreed on in the iteration that was left by ``break``.
-            SynchronizationError: A replica is gone, or begins something else.
+            SynchronizationError: A replica is gone, or begins another loop.
         """
         if self._context.control.under_way:
             self.settle()  # after a `break`
@@ -129,7 +118,8 @@ class StepBoundary:
     def begin_epochs(self) -> None:
         """Begin or resume a loop over epochs: stop now if a stop was requested meanwhile.
 
-        Nothing is saved: what the epoch under way has made before the last stop is not there again.
+        Nothing is saved: objects that the interrupted epoch had created before the last stop do not
+        exist again yet.
 
         Raises:
             SystemExit: Some replica was asked to stop.
@@ -142,9 +132,6 @@ class StepBoundary:
     def begin_epoch(self, epoch: int) -> None:
         """Stop or save between two epochs, if that is due.
 
-        Args:
-            epoch: The epoch that begins.
-
         Raises:
             SystemExit: A stop was agreed on, and everything is saved.
         """
@@ -156,7 +143,7 @@ class StepBoundary:
         self._follow(self._exchange(lambda: message, place))
 
     def end_epochs(self) -> None:
-        """Bring in what is under way at the end of a loop over epochs."""
+        """Complete pending exchanges at the end of a loop over epochs."""
         losses, behind = self._context.control.losses, False
         while not behind:
             try:
@@ -168,7 +155,7 @@ class StepBoundary:
             behind = self._live.recovery.recover().behind
 
     def _collect(self) -> ControlMessage | None:
-        """Return what was agreed on in an iteration that was left by `break`."""
+        """Return the agreed message of an iteration that was left by `break`."""
         losses = self._context.control.losses
         if losses.void and losses.error is not None:
             raise losses.error  # the loop cannot be entered again
@@ -177,12 +164,12 @@ class StepBoundary:
     def _exchange(
         self, message: Callable[[], ControlMessage], place: str, *, repeats: bool = False
     ) -> ControlMessage:
-        """Exchange a message between two iterations; if replicas were lost, with those left.
+        """Exchange a message between two iterations; after a loss, with the surviving replicas.
 
         Args:
-            message: Returns what this replica contributes.
-            place: Where it is.
-            repeats: Whether those do it again, too, to whom the message had come.
+            message: Returns this replica's contribution.
+            place: Its position.
+            repeats: Whether replicas that had received the message repeat the exchange, too.
         """
         control = self._context.control
         while True:
@@ -193,7 +180,7 @@ class StepBoundary:
                     raise
             recovered = self._live.recovery.recover()
             if recovered.behind and recovered.last is not None and not repeats:
-                return ControlMessage(stop=recovered.last.stop)  # all else is of others
+                return ControlMessage(stop=recovered.last.stop)  # see end_iteration
 
     def _message(self, *, adapts: bool) -> ControlMessage:
         metrics = self._metrics
@@ -219,7 +206,7 @@ class StepBoundary:
             self._save_periodically()
 
     def _stop(self) -> None:
-        """Save once and leave, all replicas at this very step."""
+        """Save and exit, all replicas at this step."""
         self._metrics.flush()
         try:
             save_all_states()
@@ -228,7 +215,7 @@ class StepBoundary:
         self._leave(None)
 
     def _leave(self, failure: CheckpointError | None) -> NoReturn:
-        """Leave together, all with one status; without the marker if nothing could be saved."""
+        """Exit together, all with one status; without the marker if nothing could be saved."""
         ctx = self._context
         if failure is None:
             failure = _mark(ctx)
@@ -247,22 +234,19 @@ class StepBoundary:
             with self._context.control.losses.noting():
                 save_all_states(background=self._context.env.checkpoint_background)
         except CheckpointError as error:
-            # Training goes on; the next one is tried after the same interval.
+            # Training continues; the next attempt follows after the usual interval.
             print(f"pipollux: {error}", file=sys.stderr)
 
 
 def acknowledge(number: int) -> None:
-    """Answer a signal at once where no step boundary follows soon: outside of loops over loaders.
+    """Handle a signal outside of loops over loaders, where no step boundary may follow soon.
 
-    Called from the signal's handler, in the middle of whatever the script does. Where one replica
-    has trained nothing that is not saved, it ends there and then. Else it may be in the middle of
-    changing what is to be saved, or other replicas have to agree: it stops at the next boundary.
-
-    Args:
-        number: The signal.
+    Called in the signal's handler, in the middle of any code of the script. A job of one replica
+    without unsaved training exits at once. Else the script may be changing state to be saved, or
+    other replicas have to agree: the job stops at the next boundary.
 
     Raises:
-        SystemExit: There is nothing to save and nobody to ask.
+        SystemExit: There is nothing to save, and no other replica.
     """
     ctx = current()
     if ctx is None or ctx.batch.loop is not None:
@@ -288,13 +272,15 @@ def _mark(ctx: JobContext) -> CheckpointError | None:
 
 
 def _farewell(ctx: JobContext, failure: CheckpointError | None) -> str:
-    said = f"stopped at step {ctx.step or 0} as asked"
+    text = f"stopped at step {ctx.step or 0} as asked"
     if failure is not None:
-        return f"{said}, without a checkpoint of it: {failure}"
-    return said if ctx.env.checkpoint_dir else f"{said}; set PIPOLLUX_CHECKPOINT_DIR to go on later"
+        return f"{text}, without a checkpoint of it: {failure}"
+    return (
+        text if ctx.env.checkpoint_dir else f"{text}; set PIPOLLUX_CHECKPOINT_DIR to resume later"
+    )
 
 
 def _say(sentence: str) -> None:
-    """Print from a signal's handler, which may have interrupted somebody else's print."""
+    """Print from a signal handler, which may have interrupted another print."""
     with suppress(OSError):
         os.write(2, f"pipollux: {sentence}\n".encode())

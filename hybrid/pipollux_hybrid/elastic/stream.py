@@ -1,7 +1,7 @@
 """Samples of an iterable data set, divided among replicas.
 
-A stream has no indices, so every replica reads all of it and keeps its own share. All that is to be
-remembered is how many samples of it were taken; any number of replicas can go on from there.
+A stream has no indices, so every replica reads all of it and keeps its own share. The number of
+samples taken is the whole state; any number of replicas can continue from it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["PartCollate", "SampleStream"]
 
 @dataclass(frozen=True)
 class _Request:
-    """Where a segment begins, and how its iterations are cut."""
+    """Start and batch shape of a segment."""
 
     epoch: int
     index: int
@@ -35,12 +35,9 @@ class _Request:
 class SampleStream(IterableDataset[tuple[BatchSlice, Marks, list[Any]]]):
     """The parts of one replica, with their samples.
 
-    It is read where the data set is: in the training process or in its worker. A whole batch of
-    all replicas is held while its shares are given out, since only its end tells whether it is the
+    It is read in the process of the data set: the training process or its worker. A whole batch of
+    all replicas is held while its shares are yielded, as only its end shows whether it is the
     epoch's last.
-
-    Args:
-        dataset: The user's data set.
     """
 
     def __init__(self, dataset: IterableDataset[Any]) -> None:
@@ -49,18 +46,11 @@ class SampleStream(IterableDataset[tuple[BatchSlice, Marks, list[Any]]]):
         self._reader: _Reader | None = None
 
     def begin(self, epoch: int, index: int, shape: BatchShape, rank: int) -> None:
-        """Say what the next iteration over this object is to give.
-
-        Args:
-            epoch: The epoch.
-            index: Samples of its stream that were taken already.
-            shape: How batches are cut.
-            rank: The replica.
-        """
+        """Set epoch, position, batch shape and rank for the next iteration over this object."""
         self._request = _Request(epoch, index, shape, rank)
 
     def __iter__(self) -> Iterator[tuple[BatchSlice, Marks, list[Any]]]:
-        """Yield parts from the asked position on, with marks of the samples of all replicas."""
+        """Yield parts from the set position on, with marks of the samples of all replicas."""
         request = self._request
         assert request is not None  # noqa: S101  # the loader calls begin first
         reader = self._reader_at(request.epoch, request.index)
@@ -79,11 +69,11 @@ class SampleStream(IterableDataset[tuple[BatchSlice, Marks, list[Any]]]):
                 return
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a worker process is given: an open stream stays where it is."""
+        """Return the state for a worker process: without the open stream."""
         return {**self.__dict__, "_reader": None}
 
     def _reader_at(self, epoch: int, index: int) -> _Reader:
-        """Return the open stream if it is at that place, else a new one brought there."""
+        """Return the open stream if it is at that position, else a new one."""
         if self._reader is None or (self._reader.epoch, self._reader.index) != (epoch, index):
             self._reader = _Reader(self._dataset, epoch, index)
         return self._reader
@@ -94,8 +84,8 @@ class _Reader:
 
     Args:
         dataset: The user's data set.
-        epoch: The epoch, of which a data set with ``set_epoch`` is told.
-        index: Samples to pass over; cheap if the data set has ``skip``.
+        epoch: The epoch, passed to ``set_epoch`` if the data set has it.
+        index: Samples to skip; cheap if the data set has ``skip``.
     """
 
     def __init__(self, dataset: IterableDataset[Any], epoch: int, index: int) -> None:
@@ -124,7 +114,7 @@ class _Reader:
         return not self._ahead
 
     def take(self, count: int) -> list[Any]:
-        """Return the next ``count`` samples, or what is left."""
+        """Return the next ``count`` samples, or the rest."""
         samples = [*self._ahead, *itertools.islice(self._samples, count - len(self._ahead))]
         self.index += len(samples)
         self._look_ahead()
@@ -135,16 +125,16 @@ class _Reader:
 
 
 class PartCollate:
-    """Collates the samples of a part, and leaves the part as it is.
+    """Collates the samples of a part, and passes the part on.
 
     Args:
-        collate: What makes a batch of samples.
+        collate: Makes a batch of a list of samples.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
 
     def __call__(self, item: tuple[BatchSlice, Marks, list[Any]]) -> tuple[BatchSlice, Marks, Any]:
-        """Make the batch."""
+        """Collate the samples."""
         part, marks, samples = item
         return part, marks, self._collate(samples)

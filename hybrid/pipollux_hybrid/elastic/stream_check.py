@@ -1,8 +1,8 @@
-"""Whether all replicas are given the same data set, which is then divided among them.
+"""Checks that all replicas have the same data set, which the loader divides among them.
 
-A data set that each replica has sharded by its rank already would be divided twice: most samples
-are never trained on, and nothing shows it. Streams are compared sample by sample as they are read:
-a few of each iteration. Data sets in memory are compared when a loop over them begins.
+A data set that each replica has already sharded by its rank would be divided twice: most samples
+would never be used, without an error. Of streams a few samples of each iteration are compared as
+they are read; data sets in memory are compared when a loop over them begins.
 """
 
 from __future__ import annotations
@@ -26,24 +26,21 @@ from pipollux_hybrid.job.context import JobContext
 __all__ = ["Marks", "StreamCheck", "content_of", "marks_of"]
 
 Marks: TypeAlias = dict[str, list[Any]]
-"""Of some samples: single values, integers of arrays, and real numbers of arrays."""
+"""Values of some samples: scalars, integers of arrays, and real numbers of arrays."""
 
 SAMPLES = 4
-"""Samples of an iteration that are looked at."""
+"""Number of samples to compare per iteration."""
 VALUES = 32
-"""Values of an array that are looked at."""
+"""Number of values to compare per array."""
 ALIKE = 0.5
-"""Share of equal integers from which arrays are taken for one sample with parts of it masked."""
+"""Share of equal integers from which two arrays count as random maskings of one sample."""
 
 
 class StreamCheck:
-    """Compares what replicas read from a stream, in the exchange of each iteration.
+    """Compares the samples that replicas read from a stream, in the exchange of each iteration.
 
-    Samples that are turned or masked at random by each replica pass, as long as single values in
-    them, such as labels, are the same.
-
-    Args:
-        ctx: The job's context.
+    Samples that each replica augments or masks at random pass, as long as scalars in them, such as
+    labels, are equal.
     """
 
     def __init__(self, ctx: JobContext) -> None:
@@ -54,31 +51,27 @@ class StreamCheck:
         ctx.rejoined.append(self._rejoined)
 
     def note(self, marks: Marks) -> None:
-        """Note samples of the iteration under way."""
+        """Set the marks of the current iteration."""
         self._marks = marks
 
     def _rejoined(self) -> None:
-        """Forget them: replicas that have joined have not read them."""
+        """Reset: replicas that have joined have not read these samples."""
         self._marks, self._compared = None, ["singles", "integers", "reals"]
 
     def digest(self) -> int:
-        """Return a number that depends on the samples."""
+        """Return a digest of the marks."""
         return zlib.crc32(self.content())
 
     def content(self) -> bytes:
-        """Return them as JSON."""
+        """Return the marks as JSON."""
         marks = self._marks or {}
         return json.dumps({kind: marks.get(kind, []) for kind in self._compared}).encode()
 
     def compare(self, contents: Sequence[bytes], word: str) -> None:
-        """Refuse streams that are different ones.
-
-        Args:
-            contents: What :meth:`content` returned in each process.
-            word: What a process is called.
+        """Refuse different streams; see :class:`~pipollux_hybrid.job.self_checks.SelfCheck`.
 
         Raises:
-            SynchronizationError: They are.
+            SynchronizationError: The streams differ.
         """
         if len(set(contents)) == 1:
             return
@@ -127,7 +120,7 @@ def _mark(leaf: Any, marks: Marks) -> None:
     if isinstance(leaf, (bool, int, float, str)):
         marks["singles"].append(leaf)
     elif isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_quantized:
-        # A few rows first: as one dimension, what is not contiguous is copied.
+        # Select rows first: flattening copies a tensor that is not contiguous.
         flat = (_few(leaf.detach()) if leaf.dim() > 1 else leaf.detach()).reshape(-1)
         exact = not (leaf.is_floating_point() or leaf.is_complex())
         values = [str(value) if leaf.is_complex() else value for value in _few(flat).tolist()]
@@ -143,7 +136,7 @@ def _few(flat: Any) -> Any:
 
 
 def _alike(one: Marks, other: Marks) -> bool:
-    """Whether samples may be the same but for what is drawn at random in them."""
+    """Return whether samples may be equal up to random augmentation."""
     if one["singles"] or other["singles"]:
         return bool(one["singles"] == other["singles"])
     here, there = one.get("integers", []), other.get("integers", [])
@@ -154,7 +147,7 @@ def _alike(one: Marks, other: Marks) -> bool:
 
 
 def content_of(dataset: Any) -> int | None:
-    """Return a digest of a map-style data set in memory; None of others, which are not read."""
+    """Return a digest of a map-style data set in memory; None for others, which are not read."""
     parts = list(_contents(dataset))
     return None if None in parts else zlib.crc32(b"".join(part for part in parts if part))
 

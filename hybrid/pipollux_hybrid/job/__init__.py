@@ -1,1 +1,1 @@
-"""The process in its job: environment, peers, signals, the batch under way."""
+"""The process within its job: environment, peers, signals, current batch."""

@@ -1,9 +1,8 @@
 """Settings that must be equal on all replicas, compared when the replicas join.
 
-Replicas that were started with other arguments or another environment would wait for each other
-until a timeout, or take each other's tensors for their own. So before they first rely on something
-in common they compare it: one number each where all is well, and where it is not, everything, so
-that each of them can say what differs and where.
+Replicas started with different arguments or environments would wait for each other until a timeout,
+or mix up each other's tensors. So they compare a digest of the settings first, and gather the
+settings themselves only if the digests differ, to report the differences.
 """
 
 from __future__ import annotations
@@ -25,19 +24,20 @@ from .layer_code import layer_settings
 __all__ = ["agree", "by_value", "differences_of_joining", "environment_settings", "model_settings"]
 
 NAMED = 3
-"""Differences that a message names; where there is one there are often dozens."""
+"""Number of differences that a message lists; one mistake often causes dozens."""
 
 
 def agree(control: ControlPlane, where: str, settings: Mapping[str, object]) -> None:
-    """Compare settings between the replicas; all of them call it at the same place.
+    """Compare settings between the replicas; all of them call it at the same point.
 
     Args:
-        control: What the settings travel over.
-        where: What they are settings of, for the message.
-        settings: Values by their names; None: not set.
+        control: The control plane of the job.
+        where: The origin of the settings, for the message.
+        settings: Values by name; None: not set.
 
     Raises:
-        ConfigurationError: They differ; raised on every replica, naming what differs and where.
+        ConfigurationError: They differ; raised on every replica, with the differences and their
+            ranks.
         SynchronizationError: A replica is gone.
     """
     texts = {name: None if value is None else str(value) for name, value in settings.items()}
@@ -64,11 +64,7 @@ def agree(control: ControlPlane, where: str, settings: Mapping[str, object]) -> 
 
 
 def by_value(values: Sequence[object], word: str = "replica") -> str:
-    """Return which replicas have which value.
-
-    Args:
-        values: Of all, in the order of ranks.
-        word: What each is called.
+    """Return which replicas have which value; the values are in the order of ranks.
 
     Example:
         >>> by_value(["2", "3", "2"])
@@ -84,7 +80,7 @@ def by_value(values: Sequence[object], word: str = "replica") -> str:
 
 
 def differences_of_joining(theirs: Mapping[str, str | None], ours: Mapping[str, str | None]) -> str:
-    """Return in what a joining replica differs from a job, the first few.
+    """Return the first few differences between a joining replica and the job.
 
     Example:
         >>> differences_of_joining({"lr": "0.1", "wd": None}, {"lr": "0.2", "wd": None})
@@ -102,9 +98,9 @@ def differences_of_joining(theirs: Mapping[str, str | None], ours: Mapping[str, 
 
 
 def environment_settings(env: JobEnvironment) -> dict[str, object]:
-    """Return what every replica must find in its environment, by the variables' names."""
+    """Return the environment variables that must be equal on every replica, by name."""
     return {
-        # Nodes may have the same storage at other places; that it is the same is seen to later.
+        # Nodes may mount the same storage at different paths; its identity is checked later.
         variables.CHECKPOINT_DIR.name: "set" if env.checkpoint_dir else None,
         variables.NUM_STAGES.name: env.num_stages,
         variables.CHECK_REPLICAS.name: env.check_replicas or None,
@@ -112,8 +108,8 @@ def environment_settings(env: JobEnvironment) -> dict[str, object]:
         variables.ATTEMPT.name: env.attempt or None,
         variables.TIMEOUT.name: env.timeout,
         variables.HOST_TIMEOUT.name: env.host_timeout,
-        # Under a scheduler only the processes of one replica look at each other, and it may have
-        # been started again with another one before this replica.
+        # Under a scheduler it concerns the processes of one replica only, and the scheduler may
+        # have restarted with another value since the other replicas were launched.
         variables.FROZEN_TIMEOUT.name: None if env.attempt else env.frozen_timeout,
     }
 
@@ -123,7 +119,7 @@ def model_settings(
     optimizer: torch.optim.Optimizer,
     arguments: Mapping[str, object],
 ) -> dict[str, object]:
-    """Return what every replica must give to HybridParallel.
+    """Return the arguments of HybridParallel that must be equal on every replica.
 
     Args:
         module: The layers.
@@ -150,7 +146,7 @@ def model_settings(
 
 
 def _word(value: object) -> object:
-    """Return a value as it is told to others: objects would tell where in the memory they are."""
+    """Return a comparable form of a value: the class of an object, whose repr holds its address."""
     if isinstance(value, (list, tuple)):
         return [_word(x) for x in value]
     if isinstance(value, torch.Tensor):

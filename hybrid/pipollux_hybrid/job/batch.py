@@ -1,4 +1,4 @@
-"""The batch under way: how it is cut, what it may become, and what the loop body works on."""
+"""The current batch: its shape, the bounds of its size, and the current micro-step."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class BatchShape:
-    """How many samples an iteration takes, and in how many parts.
+    """The number of samples of an iteration, and of the parts they are divided into.
 
     ``batch_size`` samples over ``num_replicas * (accum_steps + 1)`` parts; with adaptive batch
-    sizes each part is the atomic batch size exactly.
+    sizes each part is exactly the atomic batch size.
     """
 
     batch_size: int
@@ -43,7 +43,7 @@ class BatchShape:
 
     @property
     def num_steps(self) -> int:
-        """Forwards and backwards of a full iteration: accumulation steps and the optimizer step."""
+        """Number of micro-steps of a full iteration: accumulation steps and the optimizer step."""
         return self.accum_steps + 1
 
     @property
@@ -58,16 +58,16 @@ class BatchShape:
 
 
 class BatchSlice(NamedTuple):
-    """What one replica does in one accumulation step of one iteration."""
+    """The part of one replica in one micro-step of an iteration."""
 
     indices: Sequence[int]
     """Indices into the data set, or positions in a stream of samples; never empty."""
     num_samples: int
-    """How many of them count: all, or none when the batch only keeps step with its peers."""
+    """Number of samples that count: all, or 0 for padding that keeps the replicas in step."""
     is_optimizer_step: bool
-    """Whether this is the last part of its iteration."""
+    """Whether this is the last micro-step of its iteration."""
     is_full: bool
-    """Whether the iteration takes a whole batch, as all do but the last of an epoch."""
+    """Whether the iteration has a whole batch; only the last one of an epoch may not."""
     next_index: int
     """Position in the epoch after this iteration."""
     is_last: bool
@@ -75,7 +75,7 @@ class BatchSlice(NamedTuple):
 
 
 def num_parts(num_samples: int, shape: BatchShape) -> int:
-    """Return the parts of one replica in a whole epoch."""
+    """Return the number of parts per replica in a whole epoch."""
     full, rest = divmod(num_samples, shape.batch_size)
     of_rest = min(-(-rest // (shape.num_replicas * shape.atomic_bsz)), shape.accum_steps + 1)
     return full * (shape.accum_steps + 1) + of_rest
@@ -101,12 +101,12 @@ AUTOSCALING = {
     ),
     "gradient_accumulation": switch(),
 }
-"""What the arguments of ``autoscale_batch_size`` may be."""
+"""Allowed values of the arguments of ``autoscale_batch_size``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSizeLimits:
-    """Bounds of the batch size, over all replicas and for one replica."""
+    """Bounds of the batch size, over all replicas and per replica."""
 
     init_batch_size: int
     """Batch size that the learning rate was chosen for."""
@@ -125,10 +125,10 @@ class BatchSizeLimits:
         local_bsz_bounds: tuple[int | None, int | None] | None,
         gradient_accumulation: bool,
     ) -> BatchSizeLimits:
-        """Return the limits that a script asks for; None for a bound is as wide as can be.
+        """Return the limits for the arguments of a script; a bound of None is as wide as possible.
 
         Raises:
-            ConfigurationError: An argument is of another kind.
+            ConfigurationError: An argument has the wrong type.
         """
         values = {
             "max_batch_size": max_batch_size,
@@ -148,17 +148,17 @@ class BatchSizeLimits:
 
     @classmethod
     def from_json(cls, content: dict[str, Any] | None) -> BatchSizeLimits | None:
-        """Return what ``dataclasses.asdict`` and JSON made of limits; None of None."""
+        """Return limits from the JSON form of ``dataclasses.asdict``; None for None."""
         if content is None:
             return None
         bounds = content["local_bsz_bounds"]
         return cls(**{**content, "local_bsz_bounds": tuple(bounds) if bounds else None})
 
     def check(self, num_replicas: int) -> None:
-        """Refuse bounds that nothing can satisfy.
+        """Refuse bounds that no batch size satisfies.
 
         Raises:
-            ConfigurationError: Names the bound, its value and what is allowed.
+            ConfigurationError: With the bound, its value and the allowed values.
         """
         if self.max_batch_size < self.init_batch_size:
             raise ConfigurationError(
@@ -189,8 +189,8 @@ class BatchSizeLimits:
     def initial_shape(self, num_replicas: int) -> BatchShape:
         """Return the initial batch size in the fewest parts that the bounds allow.
 
-        It is kept to the sample, as the learning rate was chosen for it; only where replicas
-        have a smallest local batch size is it raised to what they need together.
+        The size is exact, as the learning rate was chosen for it, unless the smallest local batch
+        size of all replicas together exceeds it.
         """
         smallest, largest = self.local_bsz_bounds or (1, self.max_batch_size)
         batch_size = max(self.init_batch_size, smallest * num_replicas)
@@ -199,34 +199,34 @@ class BatchSizeLimits:
 
 @dataclass(frozen=True)
 class MicroStep:
-    """The part of an iteration that one pass of the user's loop body works on."""
+    """The part of an iteration that one pass of the loop body processes."""
 
     num_samples: int
-    """Samples of this replica that count; 0 when the batch only keeps step with its peers."""
+    """Samples of this replica that count; 0 for padding that keeps the replicas in step."""
     is_optimizer_step: bool
     """Whether gradients are synchronised and the optimizer steps after this one."""
 
 
 @dataclass
 class BatchConfig:
-    """What the loop over a loader works on; the loop writes it, unless it says otherwise."""
+    """State of the current loop over a loader; written by the loop unless stated otherwise."""
 
     micro_step: MicroStep | None = None
-    """What the loop body works on just now; None outside of an AdaptiveDataLoader."""
+    """The current micro-step; None outside of an AdaptiveDataLoader."""
     loop: object | None = None
-    """The loader that is looped over just now."""
+    """The loader of the current loop."""
     limits: BatchSizeLimits | None = None
-    """What the goodput may choose from; None: nothing."""
+    """Bounds within which goodput chooses the batch size; None: it is fixed."""
     scale: float = 1.0
-    """Batch size over initial batch size, which the learning rate follows."""
+    """Batch size over initial batch size, which scales the learning rate."""
     num_microbatches: int = 1
-    """Micro-batches M; the script's own number is written by HybridParallel."""
+    """Number M of micro-batches; HybridParallel writes the script's own number."""
     proposed_microbatches: int = 0
-    """M that the goodput model proposed last; 0 before it did."""
+    """M that the goodput model proposed last; 0 before its first proposal."""
     loss_scale: Tensor | None = None
-    """What a GradScaler, which writes it, multiplied the loss of the coming backward by."""
+    """Factor of the loss of the coming backward, written by GradScaler."""
 
     @property
     def accumulates(self) -> bool:
-        """Whether the loop body works on an accumulation step, where the optimizer stands still."""
+        """Whether the current micro-step is an accumulation step, without an optimizer step."""
         return self.micro_step is not None and not self.micro_step.is_optimizer_step

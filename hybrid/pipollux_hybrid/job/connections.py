@@ -1,7 +1,7 @@
-"""The TCP connections of this process, as the kernel knows them.
+"""The open TCP connections of this process, from the kernel.
 
-The libraries that carry messages do not tell which connections they have. But they open them when a
-group is made, so whoever looks before and after knows.
+The communication libraries do not list their connections. But they open them when a group is
+created, so comparing the open connections before and after identifies them.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from pathlib import Path
 __all__ = ["Address", "Ends", "ends_of", "new_connections", "open_connections", "opposite"]
 
 Address = tuple[str, int]
-"""Of one end of a connection: IP address and port."""
+"""IP address and port of one end of a connection."""
 Ends = tuple[Address, Address]
-"""Of a connection: that of the process which asks, and that of the other one.
+"""The local and the remote end of a connection.
 
-Both are needed to know a connection: two processes of a host may have the same port, where what
-they are connected with differs.
+Both are needed to identify it: two processes of a host may use the same local port for connections
+to different peers.
 """
 
 
 def open_connections() -> dict[str, socket.socket]:
-    """Return this process's TCP connections by the kernel's names of them: copies, to be closed."""
+    """Return duplicates of this process's TCP sockets by kernel name; the caller closes them."""
     found = {}
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # it was closed meanwhile
@@ -34,10 +34,10 @@ def open_connections() -> dict[str, socket.socket]:
             copy = os.dup(int(entry.name))
             try:
                 connection = socket.socket(fileno=copy)
-            except OSError:  # the number has become that of a file
+            except OSError:  # the descriptor was reused for a file
                 os.close(copy)
                 continue
-            # The copy's, as the number may also have become another connection's.
+            # Of the duplicate, as the descriptor may have been reused for another connection.
             name = f"socket:[{os.fstat(copy).st_ino}]"
             if name not in found and _is_connected(connection):
                 found[name] = connection
@@ -47,25 +47,26 @@ def open_connections() -> dict[str, socket.socket]:
 
 
 def ends_of(connection: socket.socket) -> Ends:
-    """Return where a connection begins and ends.
+    """Return the local and the remote end of a connection.
 
     Raises:
-        OSError: It is none any more.
+        OSError: It is closed.
     """
     return _address(connection.getsockname()), _address(connection.getpeername())
 
 
 def opposite(ends: Ends) -> Ends:
-    """Return a connection's ends as the other process has them."""
+    """Return a connection's ends as seen by the other process."""
     here, there = ends
     return there, here
 
 
 @contextmanager
 def new_connections() -> Iterator[set[str]]:
-    """Have a set filled, at the end, with the names of the connections that were opened within.
+    """Yield a set that is filled at the end with the names of the connections opened within.
 
-    Those that another thread opens meanwhile are among them. Elsewhere than on Linux it is empty.
+    It includes connections that other threads open meanwhile. It is empty on systems other than
+    Linux.
     """
     found: set[str] = set()
     before = _names()
@@ -83,7 +84,7 @@ def _names() -> set[str]:
 
 
 def _address(name: tuple[str, int]) -> Address:
-    """Return an end of a connection; what IPv6 makes of an IPv4 address is that address."""
+    """Return one end of a connection; IPv4-mapped IPv6 addresses become IPv4."""
     host, port = name[:2]
     return host.removeprefix("::ffff:"), port
 
@@ -92,5 +93,5 @@ def _is_connected(connection: socket.socket) -> bool:
     try:
         protocol = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PROTOCOL)
         return protocol == socket.IPPROTO_TCP and bool(connection.getpeername())
-    except OSError:  # it has been closed by its other end
+    except OSError:  # closed by the peer
         return False

@@ -1,8 +1,8 @@
-"""The context of a job: what the parts of a process share.
+"""The context of a job: state shared by the parts of this package in one process.
 
-The functions that a script calls (:func:`~pipollux_hybrid.remaining_epochs_until`,
-:class:`~pipollux_hybrid.AdaptiveDataLoader`, …) find each other here, so that the script does not
-have to pass them around. A process belongs to one job, hence there is one context at a time.
+The functions of the public API (:func:`~pipollux_hybrid.remaining_epochs_until`,
+:class:`~pipollux_hybrid.AdaptiveDataLoader`, …) find each other here, so the script does not pass
+them around. A process belongs to one job, hence there is one context at a time.
 """
 
 from __future__ import annotations
@@ -33,47 +33,45 @@ __all__ = ["JobContext", "context", "current", "from_scratch", "join", "reset"]
 T = TypeVar("T")
 
 PEER_TIMEOUT = 1800.0
-"""Seconds that a replica waits for a slow peer before it gives up, torch's own default for gloo:
-one replica may evaluate or save for minutes while the others wait."""
+"""Seconds to wait for a slow peer, torch's default for gloo: one replica may evaluate or save for
+minutes while the others wait."""
 
 
 @dataclass
 class JobContext:
-    """What the parts of this package share inside one process."""
+    """State shared by the parts of this package in one process."""
 
     env: JobEnvironment
-    """Who this replica is; replaced when others join or leave."""
+    """Environment of this replica; replaced at each elastic resize."""
     control: ControlPlane
     mesh: ProcessMesh | None = None
-    """The groups of this process where each stage has one; None where one drives all stages."""
+    """The process groups of a multi-process pipeline; None for a single-process pipeline."""
     batch: BatchConfig = field(default_factory=BatchConfig)
-    """What the loop body works on."""
+    """The current batch."""
     pipeline: PipelineSpec = field(default_factory=PipelineSpec)
-    """What it is trained by."""
+    """The current pipeline."""
     step: int | None = None
-    """Optimizer steps of the whole training, counted by the metrics; None before they are there."""
+    """Optimizer steps of the whole training, counted by the metrics; None before they exist."""
     joins: Announcement | None = None
-    """What a replica knows of the running job that it is about to join; None: it takes part."""
+    """Announcement of the running job that this replica is about to join; None: it is a member."""
     prepares: list[Callable[[int], Callable[[], None]]] = field(default_factory=list)
-    """Called in another thread, while this replica trains, with a number of replicas that is to
-    come: each gets what takes time. What it returns is called just before ``rejoined``."""
+    """Slow preparations for an elastic resize: called with the coming number of replicas in another
+    thread, while this replica trains. Each returns a function that is called just before
+    ``rejoined``."""
     rejoined: list[Callable[[], None]] = field(default_factory=list)
-    """Called on all replicas after some have joined or left, when all have the same states."""
+    """Called on all replicas after an elastic resize, once all have the same states."""
     joined: list[Callable[[], None]] = field(default_factory=list)
-    """Called after that where some have joined: checks that all are equal now."""
+    """Called after ``rejoined`` if replicas have joined: checks that all replicas are equal."""
     watch: PeerWatch | None = None
-    """Finds out which replicas are gone."""
+    """Detects lost replicas."""
     heartbeat: Heartbeat | None = None
-    """Tells the scheduler that this replica is alive; None: nobody wants to know."""
+    """Sends heartbeats to the scheduler; None: nobody expects them."""
     closers: list[Callable[[], None]] = field(default_factory=list)
-    """Called when the context ends, last one first."""
+    """Called in reverse order when the context closes."""
     _components: dict[Any, Any] = field(default_factory=dict)
 
     def component(self, kind: Callable[[JobContext], T]) -> T:
-        """Return the one object of a class in this job, made at the first call.
-
-        Args:
-            kind: The class, which is called with this context.
+        """Return the singleton of a class in this job, created with this context at the first call.
 
         Example::
 
@@ -85,7 +83,7 @@ class JobContext:
         return found
 
     def check_joined(self) -> None:
-        """Refuse to train by itself what is about to join others.
+        """Refuse to train alone while this replica is about to join a job.
 
         Raises:
             ConfigurationError: This replica has not joined the job.
@@ -97,12 +95,9 @@ class JobContext:
             )
 
     def rejoin(self, env: JobEnvironment, group: ReplicaGroup | None, timeout: float) -> None:
-        """Go on with other replicas; torch's default group and the mesh are of them already.
+        """Continue with other replicas; torch's default group and the mesh are replaced already.
 
-        Args:
-            env: Who this replica is now.
-            group: Of all replicas, for control messages; None for one.
-            timeout: Seconds to wait for slow peers.
+        ``group`` is that of all replicas for control messages, None for one replica.
         """
         self.close_watch()
         self.env = env
@@ -110,14 +105,14 @@ class JobContext:
         self.watch = _watch(env, timeout, self.mesh)
 
     def close_watch(self) -> None:
-        """Stop finding out which replicas are gone."""
+        """Stop watching for lost replicas."""
         watch, self.watch = self.watch, None
         if watch is not None:
             watch.close()
 
     def close(self) -> None:
-        """End what runs in the background."""
-        # Each of them, also where one before it fails.
+        """Stop background work."""
+        # All of them run, also after one fails.
         with ExitStack() as ending:
             ending.callback(self.control.close)
             for closer in self.closers:
@@ -129,12 +124,12 @@ _context: JobContext | None = None
 
 
 def context(timeout: float = PEER_TIMEOUT, env: JobEnvironment | None = None) -> JobContext:
-    """Return the context of this process, made from the environment at the first call.
+    """Return the context of this process, created from the environment at the first call.
 
     Args:
-        timeout: Seconds to wait for slow peers where ``PIPOLLUX_TIMEOUT`` does not say; the first
-            call decides.
-        env: The environment, for the first call; None: it is read.
+        timeout: Seconds to wait for slow peers unless ``PIPOLLUX_TIMEOUT`` is set; the first call
+            decides.
+        env: The environment, for the first call; None: read from ``os.environ``.
 
     Raises:
         ConfigurationError: There are other replicas, and the script has not joined them yet.
@@ -155,13 +150,10 @@ def context(timeout: float = PEER_TIMEOUT, env: JobEnvironment | None = None) ->
 
 
 def join(env: JobEnvironment, announcement: Announcement, timeout: float) -> JobContext:
-    """Make the context of a replica that joins a running job; until then it is by itself.
+    """Create the context of a replica that joins a running job; until then it is alone.
 
-    Args:
-        env: The environment, with the rank that it is to have, and no other replicas; torch's
-            default group is that of its processes.
-        announcement: What the job told.
-        timeout: Seconds to wait for slow peers.
+    ``env`` has the future rank and no other replicas; torch's default group holds the processes of
+    this replica.
     """
     global _context
     control = ControlPlane(env.world_size, timeout)
@@ -177,10 +169,10 @@ def _begin(env: JobEnvironment, control: ControlPlane, timeout: float) -> JobCon
         ctx.mesh = control.mesh = ProcessMesh(env, timeout)
     ctx.watch = _watch(env, timeout, ctx.mesh)
     ctx.closers.append(ctx.close_watch)
-    if env.stage == 0:  # for all processes of a replica
+    if env.stage == 0:  # on behalf of all processes of the replica
         ctx.heartbeat = Heartbeat.start(env, lambda: ctx.step)
     if ctx.heartbeat is not None:
-        ctx.closers.append(ctx.heartbeat.close)  # of the first, so that it ends late
+        ctx.closers.append(ctx.heartbeat.close)  # early in the list, so it closes late
     return ctx
 
 
@@ -190,7 +182,7 @@ def _watch(env: JobEnvironment, timeout: float, mesh: ProcessMesh | None) -> Pee
 
 
 def from_scratch() -> str:
-    """Return how to train from the beginning, to end a sentence with."""
+    """Return how to train from scratch, to end a sentence with."""
     env = context().env
     if env.attempt and env.job_id:  # the scheduler sets the directory of each run
         return f"run `pipollux rerun {env.job_id} --from-scratch`"
@@ -198,12 +190,12 @@ def from_scratch() -> str:
 
 
 def current() -> JobContext | None:
-    """Return the context of this process if there is one; does not make it."""
+    """Return the context of this process if it exists; does not create it."""
     return _context
 
 
 def reset() -> None:
-    """End the context; the next call of :func:`context` makes a new one."""
+    """Close the context; the next call of :func:`context` creates a new one."""
     global _context
     if _context is not None:
         _context.close()

@@ -1,24 +1,24 @@
-"""The small message that replicas exchange once a step, beside the gradients.
+"""The small message that replicas exchange at every step, beside the gradients.
 
 Stopping, saving and changing the batch size must happen on every replica at the same step, or the
 next collective hangs. So at each step boundary every replica contributes one small vector, which is
-summed over the replicas: whether it was asked to stop, its share of the loss, and (from rank 0
-alone) whether to save and which configuration to use next. It rides on the sums that a
-synchronising backward makes anyway (:meth:`ControlPlane.ride`), so that a step of training has one
-small collective and not two; an iteration without such a backward makes one at its end.
+summed over the replicas: its stop request, its share of the loss, and (from rank 0 alone) whether
+to save and which configuration to use next. It is part of the all-reduce that a synchronising
+backward makes anyway (:meth:`ControlPlane.ride`), so a training step has one small collective
+instead of two; an iteration without such a backward makes one at its end.
 
-Replicas that are not at the same place of their training loops would wait for each other for ever,
-or, worse, take each other's gradients for their own. So each vector also carries a checksum of
-where its replica is, and the sum of its square: all checksums x of R replicas are equal where
-R·Σx² = (Σx)², and otherwise all replicas learn of it at the same step. The vectors of backwards and
-of boundaries are of one length, so that they can meet and tell.
+Replicas at different points of their training loops would wait for each other forever or mix up
+each other's gradients. So each vector also carries a checksum x of the replica's position, and x²:
+the checksums of R replicas are equal where R·Σx² = (Σx)²; otherwise all replicas learn of it at the
+same step. Vectors of backwards and of boundaries have the same length, so that they can match each
+other and report the difference.
 
-The vector travels over a gloo group of its own, whatever carries the gradients, so it costs no GPU
+The vector has its own gloo group whatever the backend of the gradients, so it costs no GPU
 synchronisation.
 
-Where a replica is lost, an exchange may come about in some processes and not in others. Those of
-one replica have to be of one mind: where stages have processes, they tell each other how it has
-ended (:meth:`~pipollux_hybrid.job.mesh.ProcessMesh.share`), and what came to one has come to all.
+When a replica is lost, an exchange may succeed in some processes and fail in others. The processes
+of one replica must agree on the outcome: in a multi-process pipeline they share the result
+(:meth:`~pipollux_hybrid.job.mesh.ProcessMesh.share`), and if one of them has it, all do.
 """
 
 from __future__ import annotations
@@ -44,42 +44,42 @@ from .self_checks import SelfCheck, share_of
 __all__ = ["ControlMessage", "ControlPlane"]
 
 _MARK = 0xFFFFF
-"""Bits of a checksum of places: few enough for sums of squares to be exact in float64."""
+"""Mask of a position checksum: few enough bits for sums of squares to be exact in float64."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ControlMessage:
-    """One replica's contribution, and, summed, what all replicas agreed on."""
+    """One replica's contribution, or the sum over all replicas."""
 
     stop: bool = False
     """Some replica was asked to stop."""
     save: bool = False
-    """Rank 0 finds that a periodic checkpoint is due."""
+    """A periodic checkpoint is due (rank 0)."""
     atomic_bsz: int = 0
     """Atomic batch size that rank 0 proposes; 0 for no change."""
     accum_steps: int = 0
-    """Accumulation steps that go with it."""
+    """Accumulation steps of that proposal."""
     num_microbatches: int = 0
-    """Micro-batches that go with it; 0 where the script decides on them."""
+    """Micro-batches of that proposal; 0 where the script chooses them."""
     loss_sum: float = 0.0
-    """Sum over samples of the loss of the step before."""
+    """Sum over samples of the previous step's loss."""
     loss_samples: int = 0
     """Number of samples in that sum."""
     formed: int = 0
-    """Number of the membership whose groups this replica has formed; 0: none."""
+    """Number of the pending membership whose groups this replica has formed; 0: none."""
     formed_sqr: int = 0
-    """Its square: all replicas mean the same one where R·Σx² = (Σx)²."""
+    """Its square: all replicas have formed the same one where R·Σx² = (Σx)²."""
     proposed: int = 0
-    """Number of the newest membership that rank 0 has heard of."""
+    """Number of the newest membership known to rank 0."""
     pending: int = 0
-    """Accumulators that hold amounts which this replica alone knows."""
+    """Number of accumulators with amounts that only this replica holds."""
     generators: tuple[int, ...] = (0, 0, 0)
-    """Checksums of the random generators, where it matters whether they are the same on all."""
+    """Checksums of the random generators, to find out which are equal on all replicas."""
     generators_sqr: tuple[int, ...] = (0, 0, 0)
     """Their squares."""
 
     def numbers(self) -> list[float]:
-        """Return the message as numbers, which may be summed over replicas."""
+        """Return the message as numbers that can be summed over replicas."""
         return [
             float(self.stop),
             float(self.save),
@@ -97,17 +97,17 @@ class ControlMessage:
         ]
 
     def vector(self) -> torch.Tensor:
-        """Return the same as float64, shape [17]."""
+        """Return :meth:`numbers` as float64, shape [17]."""
         return torch.tensor(self.numbers(), dtype=torch.float64)
 
     @classmethod
     def read(cls, vector: torch.Tensor) -> ControlMessage:
-        """Return the message that a (summed) vector of shape [17] stands for."""
+        """Return the message of a (summed) vector of shape [17]."""
         return cls.of(vector.tolist())
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> ControlMessage:
-        """Return the message that (summed) numbers stand for."""
+        """Return the message of (summed) numbers."""
         stop, save, atomic_bsz, accum_steps, microbatches, loss_sum, loss_samples = numbers[:7]
         formed, formed_sqr, proposed, pending = numbers[7:11]
         return cls(
@@ -129,15 +129,15 @@ class ControlMessage:
 
 NOTHING = ControlMessage()
 EXCHANGE = "an exchange between all processes"
-"""What a call is named whose caller does not say more."""
+"""Name of a call whose caller gives none."""
 _HEAD = len(NOTHING.numbers()) + 4
 
 
 class ControlPlane:
-    """Exchanges one :class:`ControlMessage` a step among all replicas.
+    """Exchanges one :class:`ControlMessage` per step among all replicas.
 
     Args:
-        num_replicas: Number R of replicas; with one, messages come back as they are.
+        num_replicas: Number R of replicas; with one, messages are returned unchanged.
         timeout: Seconds after which a slow peer ends the job.
     """
 
@@ -149,25 +149,25 @@ class ControlPlane:
             made = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
             self._group = ReplicaGroup(made, num_replicas)
         self.losses = PeerLoss()
-        """What becomes of a step in which a replica is lost."""
+        """State of a lost replica's iteration."""
         self.exchanges = 0
-        """Exchanges that have come about in this membership; at one boundary replicas differ by one
-        at most, where some have it from an all-reduce and others have not."""
+        """Number of completed exchanges in this membership; replicas differ by at most one at a
+        boundary, where an all-reduce has succeeded on some only."""
         self.last: ControlMessage | None = None
-        """What the last of them gave."""
+        """Result of the last exchange."""
         self.mesh: ProcessMesh | None = None
-        """The groups of this process where each stage has one."""
+        """The process groups of a multi-process pipeline."""
         self.settings: dict[str, str | None] = {}
-        """What :func:`~pipollux_hybrid.job.agreement.agree` has compared, by name."""
+        """Settings compared by :func:`~pipollux_hybrid.job.agreement.agree`, by name."""
         self.checks: list[SelfCheck] = []
-        """What every exchange compares between all processes."""
+        """Checks compared between all processes at every exchange."""
         self._message: ControlMessage | None = None
-        """What this replica contributes to the exchange under way."""
+        """This replica's contribution to the current exchange."""
         self._agreed: ControlMessage | None = None
-        """What came of it, if a backward has taken it along."""
+        """Its result, if a backward has carried it."""
         self._place = ""
         self._riding = 0
-        """Numbers that ride with a backward."""
+        """Number of numbers that a backward adds."""
 
     @property
     def group(self) -> ReplicaGroup | None:
@@ -176,51 +176,42 @@ class ControlPlane:
 
     @property
     def under_way(self) -> bool:
-        """Whether a message was launched and its answer not collected yet."""
+        """Whether a message was launched and its result not collected yet."""
         return self._message is not None
 
     def rejoin(self, group: ReplicaGroup | None) -> None:
-        """Go on with the replicas of another membership, between two exchanges.
-
-        Args:
-            group: All of its replicas; None for one.
-        """
+        """Continue with the replicas of another membership, between two exchanges."""
         self._group, self._riding = group, 0
         self._num_replicas = 1 if group is None else group.size
         self.exchanges, self.last = 0, None
 
     def abandon(self) -> None:
-        """Give up the exchange under way and the group, in which a replica was lost."""
+        """Drop the current exchange and the group, in which a replica was lost."""
         self._message = self._agreed = self._group = None
         self._place = ""
 
     def close(self) -> None:
         """Release the group, so that it ends with the process group and not with the interpreter.
 
-        A gloo thread that gives a tensor back while the interpreter shuts down aborts the process.
+        A gloo thread that returns a tensor during interpreter shutdown aborts the process.
         """
         self._message = self._agreed = self._group = None
 
     def launch(self, message: ControlMessage, place: str = "") -> None:
-        """Send this replica's message with the next backward that synchronises.
+        """Send this replica's message with the next synchronising backward.
 
-        Args:
-            message: What this replica contributes.
-            place: Where in its training loop this replica is, which must be where all are.
+        ``place`` is its position in the training loop, which must be equal on all replicas.
         """
         self._message, self._place = message, place
         self._agreed = message if self._group is None else None
 
     def ride(self, numbers: Sequence[float], failure: PeerLostError | None = None) -> list[float]:
-        """Add numbers up over the replicas, and send the message under way with them.
+        """Sum numbers of a synchronising backward over the replicas, with the launched message.
 
         Args:
-            numbers: Of a backward that synchronises; as many on every replica.
-            failure: Why this process's part of the backward cannot come about, so that it does not
-                take part; what is raised then.
-
-        Returns:
-            Their sums.
+            numbers: The same count on every replica.
+            failure: Why this process's part of the backward failed, so that it does not take part;
+                raised then.
 
         Raises:
             SynchronizationError: A replica is elsewhere in its training loop.
@@ -234,7 +225,7 @@ class ControlPlane:
         return sums
 
     def collect(self) -> ControlMessage | None:
-        """Return what the replicas agreed on in the exchange under way, None if there is none.
+        """Return the result of the launched exchange, None if there is none.
 
         Raises:
             SynchronizationError: A replica is gone, or elsewhere in its training loop.
@@ -247,7 +238,7 @@ class ControlPlane:
             try:
                 vector = self._sum(vector, self._timeout)
             except SynchronizationError:
-                raise  # which says what it is already
+                raise  # has a message already
             except RuntimeError as error:
                 raise lost_peers("at a step boundary", error) from error
             self._agreed, _ = self._read(vector)
@@ -256,7 +247,7 @@ class ControlPlane:
         return agreed
 
     def exchange(self, message: ControlMessage, place: str = "") -> ControlMessage:
-        """Send and read at once, for the moments when training waits anyway."""
+        """Launch and collect in one call, where training waits anyway."""
         self.collect()
         self.launch(message, place)
         agreed = self.collect()
@@ -264,14 +255,14 @@ class ControlPlane:
         return agreed
 
     def barrier(self) -> None:
-        """Return when every replica has come here."""
+        """Wait until every replica calls this."""
         self.exchange(ControlMessage())
 
     def check(self) -> None:
-        """Compare now what every exchange compares, whatever is under way.
+        """Compare the checks of every exchange now, without affecting a launched message.
 
         Raises:
-            SynchronizationError: A process is elsewhere or has something else, or is gone.
+            SynchronizationError: A process is elsewhere, differs in a check, or is gone.
         """
         if self._group is None:
             return
@@ -280,9 +271,9 @@ class ControlPlane:
         try:
             vector = self._sum(vector)
         except SynchronizationError:
-            raise  # which says what it is already
+            raise  # has a message already
         except RuntimeError as error:
-            raise lost_peers("while comparing what all must have in common", error) from error
+            raise lost_peers("while comparing common settings", error) from error
         self._read(vector)
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -296,9 +287,7 @@ class ControlPlane:
     def gather_bytes(self, content: bytes, call: str = EXCHANGE) -> list[bytes]:
         """Gather bytes of any length from every replica, in the order of ranks.
 
-        Args:
-            content: This replica's.
-            call: What the script has called, for messages.
+        ``call`` is the call of the script, for messages.
         """
         if self._group is None:
             return [content]
@@ -307,12 +296,12 @@ class ControlPlane:
             return self._group.all_gather_bytes(content)
 
     def _meet(self, call: str) -> None:
-        """Make sure that all processes of this replica come here."""
+        """Check that all processes of this replica make the same call."""
         if self.mesh is not None:
             self.mesh.calls.meet(call)
 
     def _refuse_places(self) -> NoReturn:
-        """Refuse replicas at different places; all find out at once, so they can exchange them."""
+        """Gather and report different positions; all replicas detect them in the same exchange."""
         places = [place.decode() for place in self.gather_bytes(self._place.encode())]
         outside, mine = "a point outside of loops", self._place
         others = "; ".join(
@@ -329,12 +318,12 @@ class ControlPlane:
     def _vector(
         self, numbers: Sequence[float], *, rides: bool, message: ControlMessage | None = None
     ) -> torch.Tensor:
-        """Return message, place, whether a backward sends them, and the numbers, as float64.
+        """Return message, position, whether a backward sends them, and the numbers, as float64.
 
         Args:
             numbers: Of a backward.
-            rides: Whether it is one.
-            message: What to send in the place of the message under way.
+            rides: Whether a backward sends them.
+            message: Replaces the launched message.
         """
         if message is None:
             sent = self._message is None or self._agreed is not None
@@ -347,7 +336,7 @@ class ControlPlane:
         return torch.tensor([*head, *numbers], dtype=torch.float64)
 
     def _read(self, vector: torch.Tensor) -> tuple[ControlMessage, list[float]]:
-        """Return the message and the numbers that a sum of vectors stands for."""
+        """Return the message and the numbers of a summed vector."""
         totals = vector.tolist()
         head, sums = totals[:_HEAD], totals[_HEAD:]
         mark, mark_sqr, differing, riding = map(int, head[-4:])
@@ -365,7 +354,7 @@ class ControlPlane:
         return ControlMessage.of(head[:-4]), sums
 
     def _compare(self) -> None:
-        """Compare what differs; all processes find out at once."""
+        """Report the check that differs; all processes detect it in the same exchange."""
         word = "replica" if self.mesh is None else "rank"
         for check in self.checks:
             check.compare(self.gather_bytes(check.content()), word)
@@ -379,7 +368,7 @@ class ControlPlane:
         """Return the sum of a vector over all processes; all of a replica get it, or none.
 
         Args:
-            vector: This process's, which is overwritten.
+            vector: This process's vector, which is overwritten.
             timeout: Seconds to wait; None: the group's.
             failure: Why this process does not take part.
         """
@@ -402,7 +391,7 @@ class ControlPlane:
 
     @contextmanager
     def _gathering(self) -> Iterator[None]:
-        """Gather within; if it fails in one process of a replica it fails in all."""
+        """Gather within; a failure in one process of a replica fails in all of them."""
         failure: RuntimeError | None = None
         try:
             yield
@@ -416,9 +405,9 @@ class ControlPlane:
             (others,) = self.mesh.sum_over_stages([float(failure is not None)])
         if failure is not None or others > 0.0:
             cause = failure or RuntimeError("another process of this replica lost them")
-            raise lost_peers("while comparing what all must have in common", cause) from failure
+            raise lost_peers("while comparing common settings", cause) from failure
 
     @property
     def _is_shared(self) -> bool:
-        """Whether the processes of a replica tell each other how a collective of all has ended."""
+        """Whether the processes of a replica share the outcome of a collective."""
         return self.mesh is not None and self.losses.recoverable(False)

@@ -1,8 +1,8 @@
 """The environment that a scheduler or torchrun gives to a job.
 
-Every variable is optional: a script started by hand with ``python`` is one pipeline replica
-without a scheduler, and one started with ``torchrun`` is as many replicas as it has processes, or,
-where each stage has a process of its own, as many as it has groups of K processes.
+Every variable is optional: a script started with ``python`` is one pipeline replica without a
+scheduler. Under ``torchrun`` each process is a replica, or each group of K processes in a
+multi-process pipeline.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ VARIABLES: dict[str, Variable[Any]] = {
     "address": protocol.ADDRESS,
     "check_replicas": protocol.CHECK_REPLICAS,
 }
-"""Of which each field of :class:`JobEnvironment` is the value, where it is set."""
+"""The variable of each field of :class:`JobEnvironment`, where it is set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,28 +68,27 @@ class JobEnvironment:
     num_replicas: int = 1
     """Number R of pipeline replicas (``WORLD_SIZE``, over the processes of a replica)."""
     local_rank: int = 0
-    """Index of this replica on its node (``LOCAL_RANK``, over the processes of a replica); it
-    decides which devices are its own."""
+    """Index of this replica on its node (``LOCAL_RANK``, over the processes of a replica), which
+    selects its devices."""
     processes_per_replica: int = 1
-    """Processes of a replica (``PIPOLLUX_PROCESSES_PER_REPLICA``): 1, which drives all stages, or
-    one for each of them."""
+    """Processes per replica (``PIPOLLUX_PROCESSES_PER_REPLICA``): 1 for a single-process pipeline,
+    or one per stage."""
     stage: int = 0
-    """Which of these this process is; it runs the stage of that index."""
+    """Index of this process in its replica, and of the stage that it runs."""
     num_nodes: int = 1
     """Number of distinct nodes of the allocation (``PIPOLLUX_NUM_NODES``)."""
     job_id: str | None = None
     """Name of the job (``PIPOLLUX_JOB_ID``)."""
     attempt: int = 0
-    """Number of this launch of the job (``PIPOLLUX_ATTEMPT``); 0 without a scheduler."""
+    """Number of this attempt of the job (``PIPOLLUX_ATTEMPT``); 0 without a scheduler."""
     checkpoint_dir: Path | None = None
-    """Where checkpoints live (``PIPOLLUX_CHECKPOINT_DIR``), on storage that all nodes see."""
+    """Directory of checkpoints (``PIPOLLUX_CHECKPOINT_DIR``), on storage shared by all nodes."""
     scheduler_url: str | None = None
-    """Where hints are sent (``PIPOLLUX_SCHEDULER_URL``)."""
+    """URL of the scheduler (``PIPOLLUX_SCHEDULER_URL``)."""
     token: str | None = None
-    """The job's own token (``PIPOLLUX_TOKEN``)."""
+    """Token of the job (``PIPOLLUX_TOKEN``)."""
     ca_file: Path | None = None
-    """Certificates of the authorities that vouch for the scheduler (``PIPOLLUX_CA_FILE``); None:
-    those that httpx knows."""
+    """CA certificates for the scheduler (``PIPOLLUX_CA_FILE``); None: the defaults of httpx."""
     num_stages: int | None = None
     """Number K of stages the scheduler chose (``PIPOLLUX_NUM_STAGES``)."""
     devices: tuple[str, ...] = ()
@@ -101,34 +100,34 @@ class JobEnvironment:
     checkpoint_interval: float = 60.0
     """Seconds between two periodic checkpoints (``PIPOLLUX_CHECKPOINT_INTERVAL``)."""
     checkpoint_background: bool = False
-    """Whether a thread writes the periodic ones (``PIPOLLUX_CHECKPOINT_BACKGROUND``, 0 or 1)."""
+    """Whether a thread writes periodic checkpoints (``PIPOLLUX_CHECKPOINT_BACKGROUND``, 0 or 1)."""
     progress: bool = True
-    """Whether progress is shown where no scheduler does (``PIPOLLUX_PROGRESS``, 0 or 1)."""
+    """Whether to print progress without a scheduler (``PIPOLLUX_PROGRESS``, 0 or 1)."""
     tensorboard_dir: Path | None = None
     """Where scalars for TensorBoard are written (``PIPOLLUX_TENSORBOARD_DIR``)."""
     trace_dir: Path | None = None
     """Where time lines of steps are written (``PIPOLLUX_TRACE_DIR``)."""
     num_threads: int | None = None
-    """Threads of a CPU replica (``OMP_NUM_THREADS``, of a list the first); None: torch's choice."""
+    """Threads of a CPU replica (``OMP_NUM_THREADS``, the first of a list); None: torch's choice."""
     timeout: float | None = None
-    """Seconds to wait for a replica that is slow (``PIPOLLUX_TIMEOUT``); None: the script's."""
+    """Seconds to wait for a slow replica (``PIPOLLUX_TIMEOUT``); None: the script's choice."""
     host_timeout: float = 60.0
-    """Seconds after which a host that does not answer is lost (``PIPOLLUX_HOST_TIMEOUT``); 0: it
-    is like a slow one."""
+    """Seconds after which a host that does not answer is lost (``PIPOLLUX_HOST_TIMEOUT``); 0: it is
+    treated as slow."""
     frozen_timeout: float = 60.0
-    """Seconds after which a process that gives no sign of life is lost with its replica, where
-    others can join without a scheduler, and under one among the processes of a replica
-    (``PIPOLLUX_FROZEN_TIMEOUT``); 0: it is like a slow one."""
+    """Seconds without a sign of life after which a process is lost with its replica
+    (``PIPOLLUX_FROZEN_TIMEOUT``); 0: it is treated as slow. Between replicas it applies to elastic
+    jobs without a scheduler; under a scheduler, among the processes of a replica."""
     rendezvous: Path | None = None
-    """A folder in which replicas that come later find the job (``PIPOLLUX_RENDEZVOUS``)."""
+    """Folder in which later replicas find the job (``PIPOLLUX_RENDEZVOUS``)."""
     replica: int = 0
-    """What the scheduler knows this replica by (``PIPOLLUX_REPLICA``); its rank may change."""
+    """Id of this replica for the scheduler (``PIPOLLUX_REPLICA``); its rank may change."""
     live: bool = False
-    """Whether the scheduler lets replicas join and leave (``PIPOLLUX_ELASTIC``, 0 or 1)."""
+    """Whether the scheduler may resize the job while it trains (``PIPOLLUX_ELASTIC``, 0 or 1)."""
     joins: bool = False
-    """Whether this replica joins others that train (``PIPOLLUX_JOINS``, 0 or 1)."""
+    """Whether this replica joins a job that trains (``PIPOLLUX_JOINS``, 0 or 1)."""
     address: str | None = None
-    """Where the other replicas reach this one's host (``PIPOLLUX_ADDRESS``)."""
+    """Address of this host for the other replicas (``PIPOLLUX_ADDRESS``)."""
     check_replicas: int = 0
     """Optimizer steps between two comparisons of the replicas (``PIPOLLUX_CHECK_REPLICAS``)."""
 
@@ -139,17 +138,17 @@ class JobEnvironment:
 
     @property
     def world_rank(self) -> int:
-        """Index of this process among all of the job: those of a replica follow each other."""
+        """Index of this process in the job; the processes of a replica are contiguous."""
         return self.rank * self.processes_per_replica + self.stage
 
     @property
     def leads(self) -> bool:
-        """Whether this process speaks for the job: the first one of replica 0."""
+        """Whether this is the job's leader: the first process of replica 0."""
         return self.world_rank == 0
 
     @property
     def under_torchrun(self) -> bool:
-        """Whether there are peers to meet, that is, whether torchrun gave an address."""
+        """Whether torchrun has given an address of peers."""
         return "MASTER_ADDR" in os.environ and "RANK" in os.environ
 
     @classmethod
@@ -162,11 +161,11 @@ class JobEnvironment:
         """Read the environment.
 
         Args:
-            environ: The variables; None: this process's.
-            processes_per_replica: What the script asks for; a scheduler's choice goes first.
+            environ: The variables; None: ``os.environ``.
+            processes_per_replica: Requested by the script; a scheduler's choice takes precedence.
 
         Raises:
-            ConfigurationError: A variable does not hold what it should; its name is in the message.
+            ConfigurationError: A variable is invalid; its name is in the message.
         """
         env = os.environ if environ is None else environ
         try:
@@ -191,7 +190,7 @@ class JobEnvironment:
                 f"node; give it --nproc-per-node={processes}, or a multiple of that"
             )
         num_replicas, (rank, stage) = world_size // processes, divmod(world_rank, processes)
-        # Without a scheduler torchrun's local world size tells how many nodes there are.
+        # Without a scheduler the number of nodes follows from torchrun's local world size.
         nodes = -(-world_size // local_size)
         given = {name: variable.read(env) for name, variable in VARIABLES.items()}
         _check_certificates(given["ca_file"])
@@ -212,7 +211,6 @@ class JobEnvironment:
 
 
 def _processes(env: Mapping[str, str], asked_for: int | None) -> int:
-    """Return the processes of a replica."""
     default = 1 if asked_for is None else asked_for
     if isinstance(default, bool) or not isinstance(default, int) or default < 1:
         raise ConfigurationError(
@@ -230,18 +228,18 @@ def _threads(env: Mapping[str, str]) -> int | None:
     if not all(level.isascii() and level.isdecimal() and int(level) > 0 for level in levels):
         raise ConfigurationError(
             f"environment variable OMP_NUM_THREADS={text!r}: a whole number of at least 1, or "
-            "several separated by commas, of which the first is taken, is needed"
+            "several separated by commas, of which the first is used, is needed"
         )
     return int(levels[0])
 
 
 def _check_certificates(path: Path | None) -> None:
-    """Refuse a file of certificates that the job could not use."""
+    """Refuse an unusable file of certificates."""
     if path is None:
         return
     try:
         ssl.create_default_context(cafile=path)
-    except OSError as error:  # ssl's own is one, too
+    except OSError as error:  # the base class of ssl.SSLError
         reason = error.strerror if not isinstance(error, ssl.SSLError) else "it holds none"
         raise ConfigurationError(
             f"environment variable {protocol.CA_FILE.name}={str(path)!r}: a file of certificates "

@@ -1,12 +1,12 @@
 """The exit status of a process whose last checkpoint was not written.
 
-The script runs to its end first, as what it does there (its own ``torch.save``, say) may be all
-that is left of the training. But it must not end as if all were well: a scheduler would take the
-job for complete. Python has no way to choose the status of a script that returns, so a function of
-:mod:`atexit` ends the process with :func:`os._exit`. It does what the interpreter would have done
-besides, the way multiprocessing ends its own processes: child processes are ended, logs and streams
-flushed. It is registered when this package is imported, so it runs after all that was registered
-later; what was registered before the import, by another library, is not called then.
+The script runs to its end first: its own ``torch.save``, say, may be the only remaining copy of the
+training. But it must not exit with 0, or a scheduler would take the job for complete. Python cannot
+change the status of a script that returns, so an :mod:`atexit` function ends the process with
+:func:`os._exit`. Like multiprocessing does for its processes, it ends child processes and flushes
+logs and streams first. It is registered when this package is imported, so it runs after all
+functions registered later; functions that another library registered before the import are not
+called in this case.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _failure: tuple[int, str] | None = None
 
 
 def fail_at_exit(reason: str) -> None:
-    """Make this process end with :data:`CHECKPOINT_LOST`, whenever it ends.
+    """Make this process exit with :data:`CHECKPOINT_LOST`.
 
     Args:
-        reason: Why, one sentence; it is printed now, and once more at the end.
+        reason: One sentence, printed now and at the end.
     """
     global _failure
     _failure = os.getpid(), reason  # a fork of this process has written no checkpoint
@@ -42,7 +42,7 @@ def fail_at_exit(reason: str) -> None:
 
 
 def forget_failure() -> None:
-    """Forget the failure, as a later checkpoint was written."""
+    """Forget the failure after a later checkpoint was written."""
     global _failure
     _failure = None
 

@@ -1,10 +1,10 @@
 """Collectives among the replicas of one membership.
 
-The first group of a job is torch's own. When replicas join or leave, another one is formed in the
-background while the old one is in use, and takes its place between two steps; torch's functions for
-that (``init_process_group``, ``new_group``) belong to the main thread and to one world. So groups
-are formed here from a store, and the one that carries gradients becomes torch's default group: a
-script that calls ``torch.distributed`` itself goes on as before, with the new ranks.
+The first group of a job is torch's own. When replicas join or leave, the next one is formed in the
+background while the current one is in use, and replaces it between two steps. Torch's functions for
+that (``init_process_group``, ``new_group``) require the main thread and one world, so groups are
+formed here from a store, and the one of the gradients becomes torch's default group: a script that
+calls ``torch.distributed`` itself continues with the new ranks.
 """
 
 from __future__ import annotations
@@ -34,24 +34,27 @@ __all__ = [
 ]
 
 BACKEND = "pipollux"
-"""Name by which torch knows the groups that are formed here."""
+"""Name of torch's backend for the groups that are formed here."""
 _made: list[Any] = []
-"""The groups that torch knows by this, the newest last: the default one is the first."""
+"""The groups registered with torch, the newest last; the first one is the default group."""
 
 
-# A group that is garbage waits for threads when it is destroyed. A forked process, as a worker of a
-# loader is, has none of its parent's and would wait for ever: it leaves its garbage alone. Python
-# itself may collect in the child before any hook of ours, so the freeze comes before the fork.
+# The destructor of a group waits for its threads. A forked process, such as a worker of a loader,
+# has none of its parent's threads and would wait forever, so it must not collect this garbage.
+# Python may collect in the child before any hook of ours, so the freeze comes before the fork.
 os.register_at_fork(before=gc.freeze, after_in_parent=gc.unfreeze)
 
 
 class ReplicaGroup:
     """Collectives on CPU tensors among some replicas.
 
+    Tensors have the same shape on all replicas. Timeouts are in seconds, None for the group's own.
+    Methods raise a RuntimeError if a replica is gone or too slow.
+
     Args:
-        process_group: What torch made: a ``ProcessGroup``, or one of its backends.
+        process_group: A ``ProcessGroup`` of torch, or one of its backends.
         size: Number of replicas.
-        connections: The kernel's names of its connections, where they are known.
+        connections: Kernel names of its connections, where they are known.
     """
 
     def __init__(self, process_group: Any, size: int, connections: Set[str] = frozenset()) -> None:
@@ -60,46 +63,22 @@ class ReplicaGroup:
         self.connections = connections
 
     def all_reduce(self, tensor: torch.Tensor, timeout: float | None = None) -> None:
-        """Sum a tensor over the replicas, in place.
-
-        Args:
-            tensor: Of the same shape on all.
-            timeout: Seconds to wait; None: the group's.
-
-        Raises:
-            RuntimeError: A replica is gone, or too slow.
-        """
+        """Sum a tensor over the replicas, in place."""
         _wait(self.process_group.allreduce([tensor]), timeout)
 
     def all_gather(self, tensor: torch.Tensor, timeout: float | None = None) -> list[torch.Tensor]:
-        """Return one tensor of equal shape of every replica, in the order of ranks.
-
-        Args:
-            tensor: Of the same shape on all.
-            timeout: Seconds to wait; None: the group's.
-
-        Raises:
-            RuntimeError: A replica is gone, or too slow.
-        """
+        """Return the tensor of every replica, in the order of ranks."""
         work, everyone = self.start_all_gather(tensor)
         _wait(work, timeout)
         return everyone
 
     def start_all_gather(self, tensor: torch.Tensor) -> tuple[Any, list[torch.Tensor]]:
-        """Begin an :meth:`all_gather`; return torch's work, and what it fills."""
+        """Begin an :meth:`all_gather`; return torch's work and its output tensors."""
         everyone = [torch.empty_like(tensor) for _ in range(self.size)]
         return self.process_group.allgather([everyone], [tensor]), everyone
 
     def all_gather_bytes(self, content: bytes, timeout: float | None = None) -> list[bytes]:
-        """Return bytes of any length of every replica, in the order of ranks.
-
-        Args:
-            content: This replica's.
-            timeout: Seconds to wait; None: the group's.
-
-        Raises:
-            RuntimeError: A replica is gone, or too slow.
-        """
+        """Return bytes of any length of every replica, in the order of ranks."""
         sizes = [int(size) for size in self.all_gather(torch.tensor([len(content)]), timeout)]
         padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
         padded[: len(content)] = torch.frombuffer(bytearray(content + b"\0"), dtype=torch.uint8)[
@@ -109,16 +88,7 @@ class ReplicaGroup:
         return [part[:size].numpy().tobytes() for part, size in zip(everyone, sizes, strict=True)]
 
     def broadcast(self, tensor: torch.Tensor, root: int, timeout: float | None = None) -> None:
-        """Overwrite a tensor by that of one replica.
-
-        Args:
-            tensor: Of the same shape on all.
-            root: That replica's rank.
-            timeout: Seconds to wait; None: the group's.
-
-        Raises:
-            RuntimeError: A replica is gone, or too slow.
-        """
+        """Overwrite a tensor with that of the replica of rank ``root``."""
         options = dist.BroadcastOptions()
         options.rootRank = root
         _wait(self.process_group.broadcast([tensor], options), timeout)
@@ -128,22 +98,11 @@ class ReplicaGroup:
         return self.process_group.send([tensor], rank, 0)
 
     def start_receive(self, tensor: torch.Tensor, rank: int) -> Any:
-        """Begin to overwrite a contiguous tensor by what one replica sends; see :meth:`wait`.
-
-        What one replica sends another arrives in its order.
-        """
+        """Begin to receive a contiguous tensor from one replica, in order; see :meth:`wait`."""
         return self.process_group.recv([tensor], rank, 0)
 
     def wait(self, work: Any, timeout: float | None = None) -> None:
-        """Return when something that was begun is done.
-
-        Args:
-            work: What :meth:`start_send` or :meth:`start_receive` returned.
-            timeout: Seconds to wait; None: the group's.
-
-        Raises:
-            RuntimeError: The other replica is gone, or too slow.
-        """
+        """Wait for the result of :meth:`start_send` or :meth:`start_receive`."""
         _wait(work, timeout)
 
 
@@ -153,15 +112,15 @@ def form_group(
     """Form a gloo group; all of its replicas call it, in any thread.
 
     Args:
-        store: Where they find each other.
-        name: Of the group; never used before in this store.
-        rank: Of this replica in the group.
+        store: Store for the rendezvous of the group.
+        name: Name of the group, unique in this store.
+        rank: Rank of this replica in the group.
         size: Number of replicas.
-        patience: Seconds to wait for the others to come here.
-        timeout: Seconds that later collectives wait.
+        patience: Seconds to wait for the others to call this.
+        timeout: Timeout of later collectives in seconds.
 
     Raises:
-        RuntimeError: A replica did not come.
+        RuntimeError: A replica did not call it in time.
     """
     prefixed = PrefixStore(name, store)
     with new_connections() as connections:
@@ -172,40 +131,33 @@ def form_group(
 
 
 def held_groups() -> list[Any]:
-    """Return torch's groups that :func:`become_default` is about to let go of.
+    """Return torch's groups that :func:`become_default` is about to release.
 
-    Closing a group's connections takes some hundredths of a second: whoever holds them may do it
-    when nobody waits.
+    Closing a group's connections takes some hundredths of a second: the caller can keep them and
+    close them when no step waits.
     """
     world = getattr(dist.distributed_c10d, "_world", None)
     return [*_made, *getattr(world, "pg_map", ())]
 
 
 def carrier_of(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Return where tensors of a device have to be for one process to send them to another.
+    """Return the device that tensors must be on to be sent to another process.
 
-    NCCL carries nothing that is not on a GPU, and gloo's messages nothing that is on one.
-
-    Args:
-        group: Who carries them.
-        device: Where they are computed.
+    NCCL only sends tensors on GPUs, and gloo only tensors on the CPU.
     """
     return device if dist.get_backend(group) == "nccl" else torch.device("cpu")
 
 
 def abort_nccl(gone: Set[int]) -> None:
-    """End what waits on a GPU for processes that are gone: its kernels never would.
+    """Abort NCCL groups with lost ranks, whose kernels would wait on the GPU forever.
 
-    Returns at once. What they were to give is not there, and whoever waited for it has to ask who
-    is gone.
-
-    Args:
-        gone: Their ranks among all.
+    Returns at once. The outputs of their collectives are invalid, so their users must check for
+    lost processes.
     """
     world = getattr(dist.distributed_c10d, "_world", None)
     for group in list(getattr(world, "pg_map", ())):
         if dist.get_backend(group) == "nccl" and gone & {*dist.get_process_group_ranks(group)}:
-            # Side by side: the end of one waits for all kernels of the GPU, those of others too.
+            # In parallel: each abort waits for all kernels of the GPU, including other groups'.
             threading.Thread(target=_abort, args=(group,), daemon=True).start()
 
 
@@ -215,13 +167,13 @@ def _abort(group: dist.ProcessGroup) -> None:
 
 
 def become_default(group: ReplicaGroup | None, store: Store, name: str, rank: int) -> None:
-    """Make a group torch's default one in place of that which is; None: there is none any more.
+    """Replace torch's default group; None: leave no default group.
 
     Args:
         group: Formed by :func:`form_group`.
-        store: Where groups that the script makes later find each other.
-        name: Of the membership.
-        rank: Of this replica.
+        store: Store for the rendezvous of groups that the script makes later.
+        name: Name of the membership.
+        rank: Rank of this process.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -235,13 +187,10 @@ def become_default(group: ReplicaGroup | None, store: Store, name: str, rank: in
 
 
 def make_known(group: ReplicaGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Return a group as one of torch's, for those of its functions that take groups.
+    """Register a group with torch, for functions that take a ``ProcessGroup``.
 
-    Those alone call it that belong to the group, between two steps, and after `become_default`.
-
-    Args:
-        group: Formed by :func:`form_group`.
-        ranks: Of its processes among all, growing.
+    Only members of the group call it, with its ascending global ranks, between two steps and after
+    :func:`become_default`.
     """
     _made.append(group.process_group)
     known = dist.new_group(list(ranks), backend=BACKEND, use_local_synchronization=True)

@@ -1,14 +1,14 @@
 """Heartbeats of a replica to the scheduler, which never delay training.
 
-Every replica has a thread of its own for this (rank 0 has the `Reporter` besides). Requests have a
-timeout. When the scheduler is away the thread tries again after 1 s, 2 s, 4 s, … but never more
-seldom than the interval, so that the next scheduler hears of the replica soon. One that has too
-much to do says when to try again. The last heartbeat says that the script has ended: from then on
-its silence is no loss, however long other replicas go on.
+Every replica has a thread for them (rank 0 has the `Reporter` besides). Requests have a timeout.
+While the scheduler is away the thread retries after 1 s, 2 s, 4 s, … up to the interval, so that a
+restarted scheduler receives a heartbeat soon. An overloaded scheduler sends Retry-After. The last
+heartbeat reports the end of the script: the replica's silence is not a loss from then on, however
+long other replicas run.
 
-A replica that was cut off may live on when the scheduler has long started others in its place. It
-learns so from the answer to its next heartbeat, and ends at once, before it writes to the
-checkpoints that are now theirs.
+A replica that was cut off may live on after the scheduler has started others in its place. The
+answer to its next heartbeat reports this, and it exits at once, before it writes to checkpoints
+that are now theirs.
 """
 
 from __future__ import annotations
@@ -36,50 +36,50 @@ __all__ = ["Heartbeat", "HeartbeatPayload"]
 LOG = logging.getLogger(__name__)
 REQUEST_TIMEOUT = 5.0
 CLOSE_TIMEOUT = 1.0
-"""Seconds that the end of the job waits for the last request; then it is left behind."""
+"""Seconds that the end of the job waits for the last request before it is abandoned."""
 GOODBYE_PATIENCE = 20.0
-"""The same in seconds where the scheduler is away, and another replica may still be at work."""
+"""The same while the scheduler is away and another replica may still train."""
 GOODBYE_PAUSE = 0.5
 """Seconds between two attempts at the last request."""
 BUSY = 429
-"""Status from which a refusal is worth a repetition: too many requests, a store that is full."""
+"""Lowest status of a refusal that is worth a retry: too many requests, a full store."""
 FIRST_BACKOFF = 1.0
 OVER = 409
-"""Answer where the attempt has ended, or another has taken its place."""
+"""Status if the attempt has ended, or another one has replaced it."""
 REFUSED = (401, 403, 404)
-"""Answers that no repetition changes: the token is not this job's, or nobody takes heartbeats."""
+"""Statuses that no retry changes: a wrong token, or no endpoint for heartbeats."""
 
 
 class HeartbeatPayload(Protocol):
-    """What rides with heartbeats: something to tell the scheduler, and its answers."""
+    """Additional content of heartbeats, and the receiver of the answers."""
 
     def told(self) -> messages.LiveStatus:
-        """Return what is added to the next heartbeat."""
+        """Return the status to add to the next heartbeat."""
 
     def take(self, answer: messages.HeartbeatAnswer) -> float | None:
-        """Take the answer; return the seconds until the next heartbeat, None: as ever."""
+        """Process the answer; return the seconds until the next heartbeat, None for the default."""
 
 
 class Heartbeat:
     """The thread that sends heartbeats.
 
     Args:
-        env: who this replica is, and whom to tell.
-        step: tells the optimizer step; None before there is one.
+        env: Environment of this replica, with the scheduler's URL.
+        step: Returns the optimizer step; None before the first.
     """
 
     def __init__(self, env: JobEnvironment, step: Callable[[], int | None]) -> None:
         self._env = env
         self._step = step
         self.rider: HeartbeatPayload | None = None
-        """What rides with each of them."""
+        """Additional content of each heartbeat."""
         self._stop = threading.Event()
         self._woken = threading.Event()
         self._url = f"{env.scheduler_url}/jobs/{env.job_id}/heartbeats"
         self._backoff = FIRST_BACKOFF
         self._away = False
         self._expected = False
-        """Whether a scheduler has received one, and so waits for more."""
+        """Whether a scheduler has received a heartbeat, and so expects more."""
         self._says_goodbye = False
         self._deadline = 0.0
         self._thread = threading.Thread(target=self._run, name="pipollux-heartbeat", daemon=True)
@@ -102,21 +102,21 @@ class Heartbeat:
 
     @property
     def alive(self) -> bool:
-        """Whether it sends heartbeats: it stops where nobody takes them."""
+        """Whether it sends heartbeats: it stops when the scheduler refuses them."""
         return self._thread.is_alive()
 
     def wake(self) -> None:
-        """Send the next one now."""
+        """Send the next heartbeat now."""
         self._woken.set()
 
     def close(self, *, goodbye: bool = True) -> None:
-        """End the thread; its last request says that no more follow, unless the script failed.
+        """End the thread; its last request reports the end of the script, unless the script failed.
 
-        While the scheduler is away this waits for it, for a limited time, where another replica may
-        still be at work: the next scheduler would take this replica's silence for a loss.
+        While the scheduler is away and another replica may still train, this waits for it up to a
+        limit, as the restarted scheduler would take this replica's silence for a loss.
 
         Args:
-            goodbye: Whether to say so; False: others follow from this process.
+            goodbye: Whether to send this request; False: this process starts further heartbeats.
         """
         self._says_goodbye = goodbye and not _has_failed()
         waits = self._expected and self._env.num_replicas > 1 and not signals.stop_requested()
@@ -127,12 +127,12 @@ class Heartbeat:
         self._thread.join(patience)
 
     def _run(self) -> None:
-        # A third of a second that the script need not wait for.
+        # Importing httpx takes a third of a second, which does not delay the script here.
         import httpx
 
         from .supervisor_client import supervisor_client
 
-        # A connection that is kept would mostly have been closed by the next time.
+        # A kept connection would mostly have been closed by the next heartbeat.
         limits = httpx.Limits(max_keepalive_connections=0)
         with supervisor_client(self._env, timeout=REQUEST_TIMEOUT, limits=limits) as client:
             while not self._stop.is_set():
@@ -146,7 +146,7 @@ class Heartbeat:
                 self._say_goodbye(client)
 
     def _beat(self, client: httpx.Client) -> float | None:
-        """Send a heartbeat; return the seconds until the next one, None if nobody takes them."""
+        """Send a heartbeat; return the seconds until the next one, None if they are refused."""
         from .supervisor_client import retry_after
 
         interval = self._env.heartbeat_interval
@@ -159,11 +159,11 @@ class Heartbeat:
                 self._end(response.text)
                 return None
             later = retry_after(response)
-            if later is not None:  # no fault: it has more to do than it can at the moment
+            if later is not None:  # overloaded, which is not a failure
                 return min(later, interval)
             response.raise_for_status()
             answered = self._hand_on(response)
-        except Exception as error:  # whatever it is, the next one is sent
+        except Exception as error:  # must not end the thread
             self._note_failure(error)
             delay = min(self._backoff, interval)
             self._backoff = min(2 * self._backoff, interval)
@@ -173,7 +173,7 @@ class Heartbeat:
         return interval if answered is None else min(answered, interval)
 
     def _hand_on(self, response: httpx.Response) -> float | None:
-        """Give the answer to what rides along; return the seconds until the next heartbeat."""
+        """Pass the answer to the payload; return the seconds until the next heartbeat."""
         if self.rider is None or not response.content:
             return None
         from pipollux_protocol import messages
@@ -181,7 +181,7 @@ class Heartbeat:
         return self.rider.take(messages.HeartbeatAnswer.model_validate_json(response.content))
 
     def _say_goodbye(self, client: httpx.Client) -> None:
-        """Say that no more heartbeats follow, until the scheduler has taken or refused it."""
+        """Report the end of the script until the scheduler accepts or refuses it."""
         body = self._message(finished=True).to_json_object()
         while (left := self._deadline - time.monotonic()) > 0.0:
             try:
@@ -205,20 +205,20 @@ class Heartbeat:
         )
 
     def _note_failure(self, error: Exception) -> None:
-        """Log once that requests fail; hours of it would fill the log."""
+        """Log the first of several failures; hours of them would fill the log."""
         if not self._away:
             LOG.warning(
-                "a heartbeat to %s failed: %s; training goes on, others follow", self._url, error
+                "a heartbeat to %s failed: %s; training continues, retrying", self._url, error
             )
         self._away = True
 
     def _note_success(self) -> None:
         if self._away:
-            LOG.warning("heartbeats to %s arrive again", self._url)
+            LOG.warning("heartbeats to %s succeed again", self._url)
         self._away = False
 
     def _end(self, words: str) -> None:
-        """End this process, whatever it does: it must not save any more."""
+        """Exit at once: this process must not save any more."""
         print(
             f"pipollux: attempt {self._env.attempt} of this job is over for the scheduler "
             f"({words.strip()[:300]}): this replica ends, and saves nothing",
@@ -229,7 +229,7 @@ class Heartbeat:
 
     def _give_up(self, status: int) -> None:
         LOG.warning(
-            "%s refuses this job's heartbeats (status %d): no more are sent, training goes on; "
+            "%s refuses this job's heartbeats (status %d): no more are sent, training continues; "
             "PIPOLLUX_TOKEN must be the token that the scheduler gave to this job",
             self._url,
             status,
@@ -237,6 +237,6 @@ class Heartbeat:
 
 
 def _has_failed() -> bool:
-    """Return whether an exception ends the script, or has ended it; a stop is none."""
+    """Return whether an exception ends or has ended the script; a stop does not count."""
     errors = (sys.exception(), getattr(sys, "last_value", None))
     return any(error is not None and not isinstance(error, SystemExit) for error in errors)

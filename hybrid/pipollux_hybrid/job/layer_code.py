@@ -1,9 +1,9 @@
-"""What layers compute, as far as their code and settings say it, to be compared between replicas.
+"""Digests of the code and settings of layers, compared between replicas.
 
-Shapes of parameters alone do not tell a script from a later version of it whose ``forward`` was
-edited. So each module is described by a digest of its class's bytecode, without file names and line
-numbers, and by its plain attributes. Bytecode, unlike source, is what this process runs, whatever
-the file holds by now.
+Shapes of parameters alone do not distinguish a script from a later version with an edited
+``forward``. So each module is described by a digest of its class's bytecode, without file names and
+line numbers, and by its plain attributes. Bytecode is the code that this process runs, even if the
+file has changed since.
 """
 
 from __future__ import annotations
@@ -22,21 +22,17 @@ __all__ = ["layer_settings"]
 PLACE = re.compile(
     r"rank|world|replica|device|host|node|path|file|dir|name|time|seed|main|log|debug|print|verbose"
 )
-"""Attributes that may say which process this is, or where, and not what a layer computes."""
+"""Names of attributes that may differ by process or host without changing the computation."""
 LONGEST = 100
-"""Characters of an attribute that are told, before a digest of all."""
+"""Longest attribute in characters; longer ones are cut and get a digest."""
 SETUP = ("__init__", "__repr__", "extra_repr", "__getstate__", "__setstate__", "__del__")
-"""Methods that compute nothing in a forward."""
+"""Methods that take no part in a forward."""
 
 
 def layer_settings(module: nn.Module) -> dict[str, object]:
-    """Return what every replica's layers must have in common besides their parameters.
+    """Return the settings besides parameters that every replica's layers must have in common.
 
-    Args:
-        module: The layers.
-
-    Returns:
-        By the modules' names, their classes with the digests of their code, and their attributes.
+    By module name, these are the class with the digest of its code, and the attributes.
     """
     settings: dict[str, object] = {}
     digests: dict[type, str] = {}
@@ -51,14 +47,14 @@ def layer_settings(module: nn.Module) -> dict[str, object]:
             place = PLACE.search(attribute.lower())
             own_switch = isinstance(value, bool) and not _is_library(kind.__module__)
             if attribute in _OF_TORCH or place or own_switch:
-                continue  # a script's own switch may say whether this replica prints
+                continue  # a script's own switch may be "this replica prints"
             if _is_plain(value):
                 settings[f"{attribute} of {kind.__name__} {name!r}"] = _short(repr(value))
     return settings
 
 
 def _short(text: str) -> str:
-    """Return a text, or its beginning and a digest."""
+    """Return a text, cut to :data:`LONGEST` with a digest if it is longer."""
     digest = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}… ({digest})"
 
@@ -73,7 +69,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _digest_of_class(kind: type) -> str:
-    """Return a digest of what a class's own methods do; empty for torch's classes."""
+    """Return a digest of the code of a class's own methods; empty for torch's classes."""
     functions = [
         function
         for base in kind.__mro__
@@ -103,7 +99,7 @@ def _digest(functions: list[FunctionType]) -> str:
 def _add_functions(
     functions: list[FunctionType], update: Callable[[bytes], None], seen: set[CodeType]
 ) -> None:
-    """Add what functions do, and the script's own functions that they call by name."""
+    """Add the code of functions, and of the script's own functions that they call by name."""
     for function in functions:
         if function.__code__ in seen:
             continue
@@ -135,7 +131,7 @@ def _add_code(code: CodeType, update: Callable[[bytes], None]) -> None:
 
 
 def _constant(value: Any) -> str:
-    """Return a constant as text that does not depend on the order in which a set is kept."""
+    """Return a constant as text that is independent of the iteration order of sets."""
     if isinstance(value, frozenset):
         return repr(sorted(map(_constant, value)))
     return f"({','.join(map(_constant, value))})" if isinstance(value, tuple) else repr(value)

@@ -1,4 +1,4 @@
-"""How long messages between stages take, measured where each stage has a process of its own."""
+"""Measures the latency and bandwidth between stages of a multi-process pipeline."""
 
 from __future__ import annotations
 
@@ -16,20 +16,16 @@ from .peers import lost_peers
 __all__ = ["measure_link"]
 
 TRIALS = 8
-"""Round trips of each size; the fastest counts, as others wait for the host's other work."""
+"""Round trips per size; the fastest counts, as other work of the host delays the rest."""
 SMALL = 8
-"""Bytes of the message that tells the latency."""
+"""Bytes of the message that measures the latency."""
 
 
 def measure_link(mesh: ProcessMesh, device: torch.device, num_bytes: int) -> Link | None:
-    """Return what a message between the first two stages of this replica takes.
+    """Return latency and bandwidth between the first two stages of this replica.
 
-    Their processes call it; to those of further stages it returns None.
-
-    Args:
-        mesh: The groups of this process.
-        device: Of its stage.
-        num_bytes: Of a message such as stages send.
+    All processes of these stages call it, with a typical message size; on further stages it returns
+    None.
 
     Raises:
         PeerLostError: A process is gone.

@@ -1,8 +1,8 @@
-"""Who takes part in a job: memberships, each an ordered list of replicas.
+"""Memberships: ordered lists of the replicas that train together.
 
-Inside one run of a job there are memberships 1, 2, …: replicas join and leave while the others
-train. A replica has an id that is never used twice; its rank is its place in the list. Numbers
-grow, and some are left out, as not every membership that is proposed comes about.
+An attempt of a job has memberships 1, 2, …, as replicas join and leave while the others train. A
+replica has an id that is never reused; its rank is its index in the list. Numbers ascend with gaps,
+as not every proposed membership is entered.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Announcement", "JobPlace", "JoiningReplica", "Membership"]
 
 
 class JobPlace(NamedTuple):
-    """Where a job is in its script: loops over loaders are where replicas can join.
+    """The position of a job in its script; replicas join at loops over loaders.
 
     Example:
         >>> JobPlace(epoch=2, loop=0) < JobPlace(epoch=2, loop=1)
@@ -27,7 +27,7 @@ class JobPlace(NamedTuple):
 
     epoch: int
     loop: int
-    """Loops over loaders that were done in this epoch."""
+    """Number of loops over loaders completed in this epoch."""
 
 
 @dataclass(frozen=True)
@@ -43,23 +43,23 @@ class Membership:
     replicas: tuple[str, ...]
     """Their ids in the order of ranks."""
     num_nodes: int = 0
-    """Nodes that they are on, of which a host may have several; 0: as many as hosts."""
+    """Number of nodes they run on, several of which may share a host; 0: the number of hosts."""
 
     def rank(self, replica: str) -> int | None:
-        """Return the rank of a replica; None: it does not take part."""
+        """Return the rank of a replica; None: it is not a member."""
         return self.replicas.index(replica) if replica in self.replicas else None
 
     def to_json_object(self) -> dict[str, Any]:
-        """Return it as what JSON can hold."""
+        """Return the membership as a JSON object."""
         replicas = list(self.replicas)
         return {"number": self.number, "replicas": replicas, "num_nodes": self.num_nodes}
 
     @classmethod
     def from_json_object(cls, data: dict[str, Any]) -> Membership:
-        """Return what :meth:`to_json_object` gave.
+        """Return the membership of a JSON object.
 
         Raises:
-            KeyError, TypeError, ValueError: It is none.
+            KeyError, TypeError, ValueError: It is invalid.
         """
         replicas = tuple(str(replica) for replica in data["replicas"])
         return cls(int(data["number"]), replicas, int(data["num_nodes"]))
@@ -67,44 +67,40 @@ class Membership:
 
 @dataclass(frozen=True)
 class Announcement:
-    """What a running job tells those who want to join it."""
+    """The job announcement: information for replicas that want to join."""
 
     membership: Membership
     place: JobPlace
     balance: tuple[int, ...] = ()
-    """Layers of each stage, which all replicas have in common; empty before there is a model."""
+    """Number of layers of each stage, equal on all replicas; empty before there is a model."""
     cannot: str | None = None
     """Why nobody can join; None: replicas can."""
     processes: int = 1
-    """Of each replica."""
+    """Number of processes per replica."""
     schedule: str = ""
-    """In which order their stages work on micro-batches; empty: they do not say."""
+    """Pipeline schedule of its stages; empty: not given."""
 
     def order(self, num_stages: int) -> PipelineSchedule:
-        """Return the same with its chunks, of which the balance has an entry each.
-
-        Args:
-            num_stages: Number K of stages.
-        """
+        """Return the schedule with its chunks; the balance has one entry per chunk."""
         chunks = max(len(self.balance) // num_stages, 1)
         usual: ScheduleKind = "interleaved" if chunks > 1 else "1f1b"
         known = next((kind for kind in SCHEDULES if kind == self.schedule), usual)
         return PipelineSchedule(known, chunks)
 
     def to_json_object(self) -> dict[str, Any]:
-        """Return it as what JSON can hold."""
+        """Return the announcement as a JSON object."""
         balance = list(self.balance)
         place = list(self.place)
-        told = {"place": place, "balance": balance, "processes": self.processes}
-        told["schedule"] = self.schedule
-        return {**self.membership.to_json_object(), **told}
+        fields = {"place": place, "balance": balance, "processes": self.processes}
+        fields["schedule"] = self.schedule
+        return {**self.membership.to_json_object(), **fields}
 
     @classmethod
     def from_json_object(cls, data: dict[str, Any]) -> Announcement:
-        """Return what :meth:`to_json_object` gave.
+        """Return the announcement of a JSON object.
 
         Raises:
-            KeyError, TypeError, ValueError: It is none.
+            KeyError, TypeError, ValueError: It is invalid.
         """
         epoch, loop = data["place"]
         return cls(
@@ -123,5 +119,5 @@ class JoiningReplica:
     replica: str
     host: str
     waiting_to_join: bool = False
-    """Whether it waits at the beginning of a loop; else it is on its way there."""
+    """Whether it waits at the beginning of a loop; else it has not reached it yet."""
     place: JobPlace = field(default=JobPlace(0, 0))

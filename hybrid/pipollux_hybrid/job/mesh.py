@@ -1,12 +1,12 @@
-"""The processes of a job as a mesh: replicas one way, stages the other.
+"""The processes of a job as a mesh of replicas and stages.
 
-Where each stage has a process of its own, R replicas of K stages are R·K processes::
+In a multi-process pipeline R replicas of K stages are R·K processes::
 
                  stage 0   stage 1          gradients and buffers: down a column
     replica 0       0         1             micro-batches: along a row
-    replica 1       2         3             what all agree on: everybody
+    replica 1       2         3             control messages: all processes
 
-With one process to a replica there is one column, and no rows.
+With one process per replica there is one column, and no rows.
 """
 
 from __future__ import annotations
@@ -31,37 +31,38 @@ from .replica_calls import ReplicaCalls
 __all__ = ["MeshGroups", "ProcessMesh"]
 
 Stages = tuple[int, ...]
-"""Some stages of a replica, growing."""
+"""Some stages of a replica, ascending."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshGroups:
-    """The groups of one process in a mesh that replicas have formed beside the training."""
+    """The groups of one process in a mesh that replicas have formed during training."""
 
     column: ReplicaGroup
     row: ReplicaGroup
     among: Mapping[Stages, ReplicaGroup]
-    """Those of some stages of this replica that this process belongs to."""
+    """The groups of some stages of this replica that include this process."""
 
     @property
     def all(self) -> tuple[ReplicaGroup, ...]:
-        """All of them."""
+        """All groups."""
         return (self.column, self.row, *self.among.values())
 
     @property
     def within(self) -> set[str]:
-        """Names of the connections between processes of this replica alone."""
+        """Names of the connections within this replica."""
         return {name for group in (self.row, *self.among.values()) for name in group.connections}
 
 
 class ProcessMesh:
-    """The groups of this process; all processes make it at the same place.
+    """The groups of this process; all processes create it at the same point.
 
-    When replicas join or leave, it goes on with others: what holds the mesh need not care, and what
-    holds one of its groups has to take the new one.
+    At an elastic resize it switches to new groups: users of the mesh are not affected, users of one
+    of its groups must fetch the new one. All processes of a group call its collectives, which raise
+    a PeerLostError if one is gone, within a replica a ReplicaBrokenError.
 
     Args:
-        env: Who this process is.
+        env: The environment of this process.
         timeout: Seconds to wait for slow peers.
     """
 
@@ -78,31 +79,31 @@ class ProcessMesh:
         self.replicas, _ = dist.new_subgroups_by_enumeration(columns, timeout=wait)
         with new_connections() as self.within:
             self.stages, _ = dist.new_subgroups_by_enumeration(rows, timeout=wait)
-        """Names of the connections between processes of this replica alone, so far."""
+        """Names of the connections within this replica, so far."""
         row, column = self.stages, self.replicas
         if dist.get_backend() == "nccl":  # which carries nothing from the CPU
             column, _ = dist.new_subgroups_by_enumeration(columns, wait, "gloo")
             row, _ = dist.new_subgroups_by_enumeration(rows, wait, "gloo")
         self.row = ReplicaGroup(row, env.processes_per_replica)
-        """The same processes as those of :attr:`stages`, for tensors on the CPU."""
+        """:attr:`stages` as a group for tensors on the CPU."""
         self.calls = ReplicaCalls(self.row, self.stage, env.rank)
-        """Announces what the processes of this replica do together."""
+        """Announces the joint calls of this replica's processes."""
         self.column = ReplicaGroup(column, env.num_replicas)
-        """The same processes as those of :attr:`replicas`, for tensors on the CPU."""
+        """:attr:`replicas` as a group for tensors on the CPU."""
         self._among: dict[Stages, dist.ProcessGroup | None] = {}
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """Torch's own mesh of (replica, stage), over the groups of the present replicas."""
+        """Torch's own mesh of (replica, stage), over the groups of the current replicas."""
         kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
         return DeviceMesh.from_group(
             [self.replicas, self.stages], kind, self._ranks, mesh_dim_names=("replica", "stage")
         )
 
     def among(self, stages: Stages) -> dist.ProcessGroup | None:
-        """Return a group of some stages of this replica, in that order; None: this is another one.
+        """Return a group of some stages of this replica, in that order; None: it excludes this one.
 
-        All processes of the job call it at the same place, at first; then it is known.
+        All processes of the job make the first call at the same point; the group is cached.
         """
         if stages not in self._among:
             rows = self._ranks[:, list(stages)].tolist()
@@ -121,8 +122,8 @@ class ProcessMesh:
 
         Args:
             form: Forms one, given its name, this process's rank in it, and its size.
-            form_within: The same for one of processes of a replica, which pass micro-batches on.
-            replica: The rank that this replica has there.
+            form_within: The same for groups within a replica, which pass micro-batches on.
+            replica: The rank of this replica in that membership.
             num_replicas: Number R of its replicas.
         """
         column = form(f"column-{self.stage}", replica, num_replicas)
@@ -138,12 +139,7 @@ class ProcessMesh:
         return MeshGroups(column=column, row=row, among=among)
 
     def rejoin(self, groups: MeshGroups, replica: int) -> None:
-        """Go on with what :meth:`form` has formed; torch's default group is that of all already.
-
-        Args:
-            groups: Of this process.
-            replica: The rank of this replica.
-        """
+        """Switch to the groups of :meth:`form`; torch's default group is replaced already."""
         self._ranks = self._all_ranks(groups.column.size)
         row = self._ranks[replica].tolist()
         self.column, self.row, self.within = groups.column, groups.row, groups.within
@@ -162,22 +158,15 @@ class ProcessMesh:
         return torch.arange(num_replicas * self.num_stages).view(num_replicas, self.num_stages)
 
     def sum_over_stages(self, numbers: Sequence[float]) -> list[float]:
-        """Add numbers up over the stages of this replica, whose processes all call it.
-
-        Raises:
-            ReplicaBrokenError: A process is gone.
-        """
+        """Sum numbers over the stages of this replica."""
         return _sum(self.row, numbers, broken_replica)
 
     def share(self, found: torch.Tensor | None, size: int) -> torch.Tensor | None:
-        """Return what any process of this replica has, all of which call it; None: none has it.
+        """Return the result of any process of this replica that has it; None: none has.
 
         Args:
-            found: What this one has, float64, shape [size]; the same on all that have it.
-            size: How many numbers it is.
-
-        Raises:
-            ReplicaBrokenError: A process is gone.
+            found: The result in this process, float64, shape [size]; equal on all that have it.
+            size: Number of elements.
         """
         mine = torch.zeros(1 + size, dtype=torch.float64)
         if found is not None:
@@ -187,19 +176,11 @@ class ProcessMesh:
         return next((x[1:] for x in everyone if x[0] > 0.0), None)
 
     def sum_over_replicas(self, numbers: Sequence[float]) -> list[float]:
-        """Add numbers up over the processes that run this stage, all of which call it.
-
-        Raises:
-            PeerLostError: A process is gone.
-        """
+        """Sum numbers over the processes that run this stage."""
         return _sum(self.column, numbers, lost_peers)
 
     def gather_from_stages(self, content: bytes) -> list[bytes]:
-        """Return bytes of each stage of this replica, whose processes all call it.
-
-        Raises:
-            ReplicaBrokenError: A process is gone.
-        """
+        """Return bytes of each stage of this replica."""
         with _reaching(broken_replica):
             return self.row.all_gather_bytes(content)
 
@@ -220,4 +201,4 @@ def _reaching(lost: Callable[[str, BaseException], PeerLostError]) -> Iterator[N
     try:
         yield
     except RuntimeError as error:
-        raise lost("while telling other stages and replicas of the step", error) from error
+        raise lost("while exchanging results with other stages and replicas", error) from error

@@ -1,9 +1,9 @@
-"""What becomes of a step in which a replica is lost.
+"""State of an iteration in which a replica is lost.
 
-Where replicas come and go, those that are left can go on without one that has died. But a script
-cannot be interrupted between the collective that fails and the next step boundary. So the failure
-is noted, the script goes on to the boundary with gradients of zero, and nothing that it does there
-counts: the iteration is *void*.
+In an elastic job the surviving replicas can continue without one that has died. But a script cannot
+be interrupted between the failed collective and the next step boundary. So the failure is recorded,
+the script continues to the boundary with gradients of zero, and the iteration is *void*: nothing in
+it counts.
 """
 
 from __future__ import annotations
@@ -22,28 +22,23 @@ class PeerLoss:
 
     def __init__(self) -> None:
         self.expected = False
-        """Whether those that are left may go on without one that is lost."""
+        """Whether surviving replicas may continue without a lost one."""
         self.recoverable: Callable[[bool], bool] = lambda _: False
-        """Whether they can go on from here, where the iteration under way is void or not; else a
-        failure is raised at once."""
+        """Whether they can continue from this point, given whether the current iteration is void;
+        else a failure is raised at once."""
         self.hang_up: Callable[[], None] = lambda: None
-        """Has the others know, whoever they wait for."""
+        """Makes the collectives of the other replicas fail, too."""
         self.error: PeerLostError | None = None
-        """What has failed; None: nothing."""
+        """The first failure; None: there is none."""
         self.void = False
-        """Whether the iteration under way does not count."""
+        """Whether the current iteration does not count."""
         self.noted_at = 0.0
-        """When it failed, by the monotonic clock."""
+        """Time of the failure, by the monotonic clock."""
 
     def note(self, error: PeerLostError, *, voids: bool) -> bool:
-        """Note that a collective failed.
+        """Record that a collective failed; return False if the caller must raise the error.
 
-        Args:
-            error: Why.
-            voids: Whether the iteration under way cannot be finished.
-
-        Returns:
-            Whether it was noted; else it is to be raised.
+        ``voids`` is whether the failure makes the current iteration impossible to finish.
         """
         if isinstance(error, ReplicaBrokenError) or not self.recoverable(voids):
             return False
@@ -55,7 +50,7 @@ class PeerLoss:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Note a failure within, which is of nothing that the iteration needs."""
+        """Record a failure within, which does not affect the iteration."""
         try:
             yield
         except PeerLostError as error:
@@ -63,5 +58,5 @@ class PeerLoss:
                 raise
 
     def clear(self) -> None:
-        """Go on with those that are left."""
+        """Continue with the surviving replicas."""
         self.error, self.void = None, False

@@ -1,13 +1,13 @@
-"""Finds out which replicas are gone, also those whose host can no longer tell.
+"""Detects lost replicas, including those on unreachable hosts.
 
-A process that ends resets its connections, and its peers learn of it at once. A host that loses its
-power or its network sends nothing more. Whoever waits for it waits for the group's timeout, which
-has to be long, as a living replica may evaluate or compile for minutes.
+When a process ends, its connections are reset and its peers learn of it at once. A host that loses
+its power or its network sends nothing more, and a peer would wait for the group's timeout, which is
+long, as a living replica may evaluate or compile for minutes.
 
-So a group of its own connects all replicas, over which nothing is sent once they have met. While a
-connection is idle the kernels at its ends probe it (TCP keepalive). They answer for a process that
-is busy, stopped or hangs: only a host that does not answer is lost. A thread then shuts down what
-connects this process with other replicas, and whatever waits for one of them ends with an error.
+So a separate group connects all replicas, over which nothing is sent after the first exchange. The
+kernels at both ends probe the idle connections (TCP keepalive). They answer for a process that is
+busy, stopped or hangs: only a host that does not answer is lost. A thread then shuts down the
+connections with other replicas, so that pending collectives fail.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ __all__ = [
 ]
 
 STANDSTILL = 5.0
-"""Seconds without a tick of its thread after which a process has stood still."""
+"""Seconds without a tick of its thread after which a process counts as having stood still."""
 PROBES = 3
-"""Probes without an answer after which the kernel gives a connection up."""
+"""Unanswered probes after which the kernel closes a connection."""
 TICK = 1.0
 """Seconds between two ticks."""
 REMEMBERED = 30.0
-"""Seconds after a standstill in which the end of others is put down to it."""
+"""Seconds after a standstill in which it explains the end of other replicas."""
 TELLS_SOON = 1.0
-"""Seconds between the end of one connection with a replica and that of another, at most."""
+"""Longest time in seconds between the ends of two connections with the same replica."""
 _LAST_DATA, _LAST_ACK = 52, 56
-"""Where Linux's `struct tcp_info` has the milliseconds since data and an acknowledgement came."""
+"""Offsets in Linux's `struct tcp_info` of the milliseconds since the last data and the last ACK."""
 
 BOOT_TIME = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 _watch: PeerWatch | None = None
@@ -63,23 +63,23 @@ class PeerWatch:
     """The thread that watches the connections with the other replicas.
 
     Args:
-        env: who this replica is, and after how many seconds a host that does not answer is lost.
-        timeout: seconds that replicas wait for each other, for messages.
-        spared: names of connections that are kept when others are lost: those within this replica.
+        env: The environment of this replica, with the timeout of hosts.
+        timeout: Seconds that replicas wait for each other, for messages.
+        spared: Names of connections that are kept when others are lost: those within this replica.
     """
 
     def __init__(self, env: JobEnvironment, timeout: float, spared: Set[str] = frozenset()) -> None:
         self.timeout = timeout
         self._env, self._spared = env, spared
         self.word = "replica" if env.processes_per_replica == 1 else "rank"
-        """What a process is in messages."""
+        """The noun for a process in messages."""
         self._lost: dict[int, float] = {}
-        """Replicas whose hosts are lost, and the seconds since they were last heard of."""
+        """Ranks on lost hosts, with the seconds since their last packet."""
         self._ended: set[int] = set()
         self._needs_all = False
-        """Whether this process waits for none any more once one is gone."""
+        """Whether this process stops waiting for any process once one is gone."""
         self._frozen: dict[int, float] = {}
-        """Replicas whose processes are frozen, and the seconds since their last sign of life."""
+        """Ranks of frozen processes, with the seconds since their last sign of life."""
         self._pause = max(1, round(env.host_timeout / (PROBES + 1)))
         """Whole seconds between two probes."""
         before = open_connections()
@@ -93,7 +93,7 @@ class PeerWatch:
         self._hosts = [name for name, _, _ in everyone]
         theirs = {opposite(ends) for _, _, others in everyone for ends in others}
         self._shared = {name for ends, name in names.items() if ends in theirs} - spared
-        """Names of the connections that collectives of all replicas have."""
+        """Names of the connections used by collectives of all replicas."""
         self._connections = {
             rank: mine[opposite(ends)]
             for rank, (_, found, _) in enumerate(everyone)
@@ -116,9 +116,9 @@ class PeerWatch:
     def start(
         cls, env: JobEnvironment, timeout: float, spared: Set[str] = frozenset()
     ) -> PeerWatch | None:
-        """Start it where there are peers to watch; all replicas call it at the same place.
+        """Start it if there are peers; all replicas call it at the same point.
 
-        Elsewhere than on Linux a lost host is like a slow one.
+        On systems other than Linux a lost host is treated as slow.
         """
         global _watch
         if env.world_size > 1 and env.host_timeout > 0 and sys.platform == "linux":
@@ -129,7 +129,7 @@ class PeerWatch:
         """End the thread."""
         global _watch
         _watch = None
-        self._end.shutdown(socket.SHUT_RDWR)  # forked workers of loaders hold it, too
+        self._end.shutdown(socket.SHUT_RDWR)  # a close alone is not enough: forked workers hold it
         self._end.close()
         self._thread.join()
         self._ended_here.close()
@@ -137,18 +137,15 @@ class PeerWatch:
             connection.close()
 
     def gone(self) -> set[int]:
-        """Return the ranks of the replicas that have ended, or are lost."""
+        """Return the ranks that have ended or are lost."""
         return {*self._ended, *self.lost()}
 
     def lost(self) -> set[int]:
-        """Return the ranks of the replicas that are frozen, or on hosts that do not answer.
-
-        They may live on.
-        """
+        """Return the ranks that are frozen, or on hosts that do not answer; they may live on."""
         return {*self._lost, *self._frozen}
 
     def note_frozen(self, found: Mapping[int, float]) -> None:
-        """Note replicas whose processes are frozen, and have nobody wait for them any more.
+        """Record frozen processes, and stop waiting for them.
 
         Args:
             found: The seconds since their last signs of life, by rank.
@@ -162,29 +159,26 @@ class PeerWatch:
             self._news.set()
 
     def need_all(self, needed: bool) -> None:
-        """Note whether all processes are needed from now on, so that none waits without one.
+        """Set whether pending operations need all processes, so that none waits without one.
 
-        Where some are gone already it waits no more.
-
-        Args:
-            needed: Whether they are.
+        If some are gone already, they are aborted now.
         """
         self._needs_all = needed
         if needed and self.gone():
             self._abort(self.gone())
 
     def hang_up(self) -> None:
-        """End the connections that collectives have, so that whoever waits for this replica knows.
+        """Shut down the connections of collectives, so that peers waiting for this replica fail.
 
-        A replica that has ended is known at once to those alone who talk with it in a ring. Those
-        with other processes of this replica stay, if collectives of all do not use them.
+        In a ring only the neighbours of an ended replica notice its end. Connections within this
+        replica stay, unless collectives of all use them.
         """
         self._cut(self._shared)
 
     def leave(self) -> None:
-        """End all connections with other processes that are left when the groups are destroyed.
+        """Shut down connections with other processes that remain when the groups are destroyed.
 
-        A group whose object something still holds, such as a model, keeps its connections, and
+        A group object that is still referenced, for example by a model, keeps its connections, and
         other processes would wait for this one until it ends.
         """
         self._cut(self._shared | self._spared)
@@ -196,10 +190,10 @@ class PeerWatch:
                     connection.shutdown(socket.SHUT_RDWR)
 
     def explain(self) -> str:
-        """Return what is known of the replicas that somebody waits for in vain."""
+        """Return an explanation of a failed wait, one sentence or more."""
         self._news.wait(TELLS_SOON)
         for rank, connection in self._connections.items():
-            # The others' threads may have seen it a probe earlier, and ended their processes.
+            # Other replicas may have detected it a probe earlier, and ended their processes.
             age = _silence(connection)
             if rank not in self._ended and self._is_silent(age):
                 self._lost.setdefault(rank, age)
@@ -207,14 +201,14 @@ class PeerWatch:
             names = self._names(self._lost)
             verb, its = ("has", "its host") if len(self._lost) == 1 else ("have", "their hosts")
             return (
-                f"{names} {verb} not been heard of for {max(self._lost.values()):.0f} s: {its}, or "
-                f"the network there, must be down. {self._advice()}"
+                f"{names} {verb} sent nothing for {max(self._lost.values()):.0f} s: {its} or the "
+                f"network there must be down. {self._advice()}"
             )
         if self._frozen:
             gave = "has given" if len(self._frozen) == 1 else "have given"
             return (
                 f"{self._names(self._frozen)} {gave} no sign of life for "
-                f"{max(self._frozen.values()):.0f} s: stopped, or on a machine that gets nowhere"
+                f"{max(self._frozen.values()):.0f} s: stopped, or on a machine without progress"
             )
         if self._ended and (seconds := self._standstill.seconds()):
             return (
@@ -233,9 +227,9 @@ class PeerWatch:
         )
 
     def _advice(self) -> str:
-        again = "Start the job again on the hosts that are left: it"
+        again = "Restart the job on the remaining hosts: it"
         if self._env.checkpoint_dir is None:
-            return f"{again} begins anew, as PIPOLLUX_CHECKPOINT_DIR is not set"
+            return f"{again} starts from scratch, as PIPOLLUX_CHECKPOINT_DIR is not set"
         return f"{again} resumes from the newest checkpoint in {self._env.checkpoint_dir}"
 
     def _names(self, ranks: Iterable[int]) -> str:
@@ -248,7 +242,7 @@ class PeerWatch:
         )
 
     def _probe(self, connection: socket.socket) -> None:
-        """Have the kernel probe a connection, and give it up when its peer has been silent."""
+        """Enable keepalive, so that the kernel closes a connection with a silent peer."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, self._pause)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, self._pause)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
@@ -269,27 +263,27 @@ class PeerWatch:
                 self._note(ranks[number])
 
     def _note(self, rank: int) -> None:
-        """Note that a connection is at its end: it was closed, or given up."""
+        """Record the end of a connection: closed by the peer, or by the kernel."""
         age = _silence(self._connections[rank])
         if self._is_silent(age):
             self._lost[rank] = age
             self._shut_down()
         else:
             self._ended.add(rank)
-            self._abort({rank})  # who waits for it over gloo learns it from its connection
+            self._abort({rank})  # gloo notices by itself
         self._news.set()
 
     def _is_silent(self, age: float) -> bool:
-        """Whether a probe at least has had no answer, given when the last one came."""
+        """Return whether at least one probe was unanswered, given the age of the last answer."""
         return age >= 2 * self._pause
 
     def _shut_down(self) -> None:
-        """End this process's connections with other replicas, whatever waits for them."""
+        """Shut down this process's connections with other replicas."""
         watched = {os.fstat(x.fileno()).st_ino for x in self._connections.values()}
         for name, connection in open_connections().items():
             with connection, suppress(OSError):  # it was closed meanwhile
                 if name in self._spared or os.fstat(connection.fileno()).st_ino in watched:
-                    continue  # nobody waits for these, and their end means the process's
+                    continue  # no collective uses these, and their end means that of the process
                 if ends_of(connection)[1][0] in self._addresses:
                     connection.shutdown(socket.SHUT_RDWR)
         self._abort(self.lost())
@@ -299,10 +293,10 @@ class PeerWatch:
 
 
 class Standstill:
-    """Whether this process has just stood still, found by a thread that ticks.
+    """Detects that this process has just stood still, by a thread that ticks.
 
     Args:
-        clock: One that goes on while the machine is suspended.
+        clock: A clock that continues while the machine is suspended.
     """
 
     def __init__(self, clock: Callable[[], float] = lambda: time.clock_gettime(BOOT_TIME)) -> None:
@@ -311,24 +305,25 @@ class Standstill:
         self._seconds, self._until = 0.0, -math.inf
 
     def tick(self) -> None:
-        """Note that the process runs."""
+        """Record that the process runs."""
         now = self._clock()
         if now - self._last > STANDSTILL:
             self._seconds, self._until = now - self._last, now
         self._last = now
 
     def seconds(self) -> float:
-        """Return for how long it stood still just before now; 0: it did not."""
+        """Return the duration of a recent standstill; 0: there was none."""
         self.tick()
         return self._seconds if self._last - self._until < REMEMBERED else 0.0
 
 
 @contextmanager
 def needing_all() -> Iterator[None]:
-    """Wait for no process on a GPU within once any of all is gone, as in a training step.
+    """Abort waits on a GPU within once any process is gone, as in a training step.
 
-    Else one would wait for another that lives, until that has given up and ended. But to end a
-    communicator is to wait for the kernels of all, in locks that it takes to end the others.
+    Else a process would wait for a living one until that one has given up and ended. Outside a
+    training step only groups with lost processes are aborted, as an abort waits for the kernels of
+    all groups, in locks that the aborts of other groups need.
     """
     watch = _watch
     if watch is not None:
@@ -342,7 +337,7 @@ def needing_all() -> Iterator[None]:
 
 @contextmanager
 def passing_on() -> Iterator[None]:
-    """Say who is gone where micro-batches do not reach the next stage.
+    """Convert a broken pipeline within into an error that names the lost process.
 
     Raises:
         ReplicaBrokenError: A stage of this replica is gone.
@@ -354,21 +349,21 @@ def passing_on() -> Iterator[None]:
 
 
 def check_peers() -> None:
-    """Refuse what was received on a GPU if a process is gone: nothing else would tell.
+    """Refuse data received on a GPU if a process is gone: an aborted receive raises nothing.
 
     Raises:
-        RuntimeError: One is.
+        RuntimeError: A process is gone.
     """
     if _watch is not None and _watch.gone():
-        raise RuntimeError("NCCL was told to wait no longer")
+        raise RuntimeError("NCCL was aborted, as a process is gone")
 
 
 def lost_peers(when: str, error: BaseException) -> PeerLostError:
-    """Return the error of a replica that waited in vain for others.
+    """Return the error of a replica whose wait for others failed.
 
     Args:
-        when: at what, as in "while averaging gradients".
-        error: what the library says that carries messages; it becomes the cause.
+        when: The operation, as in "while averaging gradients".
+        error: The cause, an error of the communication library.
     """
     known = dist.is_initialized()
     word = "replica" if _watch is None else _watch.word
@@ -382,11 +377,9 @@ def lost_peers(when: str, error: BaseException) -> PeerLostError:
 
 
 def broken_replica(when: str, error: BaseException) -> ReplicaBrokenError:
-    """Return the error of a process that waited in vain for another one of its replica.
+    """Return the error of a process whose wait for another one of its replica failed.
 
-    Args:
-        when: at what, as in "while passing micro-batches between stages".
-        error: what the library says that carries messages.
+    The arguments are those of :func:`lost_peers`.
     """
     return ReplicaBrokenError(
         f"{lost_peers(when, error)} A replica ends with any of its processes."
@@ -394,15 +387,15 @@ def broken_replica(when: str, error: BaseException) -> ReplicaBrokenError:
 
 
 def _silence(connection: socket.socket) -> float:
-    """Return the seconds since the other end was last heard of."""
+    """Return the seconds since the last packet of the peer."""
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
     ages = (struct.unpack_from("I", info, offset)[0] for offset in (_LAST_DATA, _LAST_ACK))
     return float(min(ages)) / 1000
 
 
 def _ends(connection: socket.socket) -> list[Ends]:
-    """Return a connection's ends, of one that lives."""
+    """Return a connection's ends; empty if it is closed."""
     try:
         return [ends_of(connection)]
-    except OSError:  # its other end has closed it meanwhile
+    except OSError:  # closed by the peer meanwhile
         return []

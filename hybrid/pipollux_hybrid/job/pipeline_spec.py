@@ -1,4 +1,4 @@
-"""How the model of this process is cut and run, as its parts need to know."""
+"""The stages, devices and schedule of this process's pipeline."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ class PipelineSpec:
     """The pipeline of this replica; HybridParallel writes it."""
 
     num_stages: int = 1
-    """K."""
+    """Number K of stages."""
     devices: tuple[torch.device, ...] = ()
     """The devices of the stages."""
     checkpoint_mode: Checkpoints = "never"
-    """Which micro-batches are recomputed, in all stages or in each."""
+    """Which micro-batches recompute their activations."""
     schedule: ScheduleKind = "gpipe"
     """The order in which stages work on micro-batches."""
     chunks_per_stage: int = 1
     """V, chunks of layers that each stage has; 1 unless interleaved."""
     shards_optimizer: bool = False
-    """Whether the replicas' processes of a stage divide its state of the optimizer."""
+    """Whether the processes of a stage shard its optimizer state."""
     microbatches_follow: bool = False
-    """Whether M follows the goodput; else the script decides on it."""
+    """Whether goodput chooses M; else the script does."""
     fewest_samples: int = 1
-    """Samples that each micro-batch keeps where M is chosen: more where layers normalise over it.
-    """
+    """Fewest samples per micro-batch where M is chosen; above 1 for layers that normalise over
+    it."""
 
     @property
     def order(self) -> PipelineSchedule:

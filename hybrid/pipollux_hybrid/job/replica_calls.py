@@ -1,9 +1,9 @@
-"""Calls that all processes of a replica make together, where each stage has one.
+"""Calls that all processes of a replica make together in a multi-process pipeline.
 
-If one process evaluates, saves or ends while another one trains, each takes the other's messages
-for its own, or waits until a timeout. So every such call begins with a message of fixed size on the
-replica's group: the name of the call, and a digest of the samples that it was given. A training
-step does not wait for it: it travels while micro-batches do, and is read before gradients are used.
+If one process evaluates, saves or ends while another one trains, each would receive messages meant
+for another call, or wait until a timeout. So every joint call begins with a message of fixed size
+on the replica's group: the name of the call, and a digest of its samples. A training step does not
+wait for it: it travels alongside the micro-batches, and is checked before gradients are used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CALL = struct.Struct(f"<{NAME_BYTES}sqqqqd")
 
 
 class BatchDigest(NamedTuple):
-    """What a call was given; 0 stands for a number that is unknown."""
+    """Digest of a call's arguments; 0 for an unknown number."""
 
     samples: int = 0
     microbatches: int = 0
@@ -45,23 +45,23 @@ class _Call:
     number: float
 
     def pack(self) -> torch.Tensor:
-        """Return it as a message, uint8."""
+        """Return the call as a message, uint8."""
         content = _CALL.pack(self.name.encode(), *self.batch, self.number)
         return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
     @classmethod
     def unpack(cls, message: torch.Tensor) -> _Call:
-        """Return what a message stands for."""
+        """Return the call of a message."""
         name, *batch, number = _CALL.unpack(message.numpy().tobytes())
         return cls(name.rstrip(b"\0").decode(), BatchDigest(*batch), number)
 
 
 class ReplicaCalls:
-    """Announces this process's calls to the others of its replica.
+    """Announces this process's calls to the other processes of its replica.
 
     Args:
         group: The processes of the replica, in the order of stages.
-        stage: Which of them this one is.
+        stage: The index of this one.
         replica: The replica's rank.
     """
 
@@ -69,18 +69,12 @@ class ReplicaCalls:
         self._group, self._stage, self._replica = group, stage, replica
 
     def meet(self, name: str, batch: BatchDigest | None = None, number: float = 0.0) -> list[float]:
-        """Return when all processes of the replica make this call.
+        """Wait until all processes of the replica make this call; return the number of each.
 
-        Args:
-            name: The call, as a script writes it.
-            batch: What it was given.
-            number: Is sent along.
-
-        Returns:
-            The number of each process, in the order of stages.
+        ``name`` is the call as written in a script, ``batch`` a digest of its arguments.
 
         Raises:
-            SynchronizationError: Another process makes another call, or was given another batch.
+            SynchronizationError: Another process makes another call, or with another batch.
             ReplicaBrokenError: A process is gone.
         """
         call = _Call(_short(name), batch or BatchDigest(), number)
@@ -88,25 +82,21 @@ class ReplicaCalls:
 
     @contextmanager
     def meeting(self, name: str, batch: BatchDigest) -> Iterator[None]:
-        """Make sure by the end of a call that all processes of the replica make it.
-
-        Args:
-            name: The call, as a script writes it.
-            batch: What it was given.
+        """Check at the end of a call that all processes of the replica make it.
 
         Raises:
-            SynchronizationError: As of :meth:`meet`, also instead of an error within that follows
-                from it.
+            SynchronizationError: As in :meth:`meet`; it replaces an error within that follows from
+                it.
             ReplicaBrokenError: A process is gone.
         """
         call = _Call(_short(name), batch, 0.0)
         work, everyone = self._send(call)
         try:
             yield
-        except PeerLostError:  # who is gone may be so because of this call, and has said so before
+        except PeerLostError:  # the lost process may have ended because of this very call
             self._check(call, work, everyone)
             raise
-        except Exception:  # whatever layers and losses raise
+        except Exception:  # layers and losses may raise anything
             if _has_arrived(work):
                 self._compare(call, everyone)
             raise
@@ -139,9 +129,9 @@ class ReplicaCalls:
         given = [other.batch for other in calls]
         counts = {(batch.samples, batch.microbatches) for batch in given}
         differing = [
-            what
-            for what in ("inputs", "targets")
-            if len({getattr(batch, what) for batch in given} - {0}) > 1
+            argument
+            for argument in ("inputs", "targets")
+            if len({getattr(batch, argument) for batch in given} - {0}) > 1
         ]
         if len(counts) > 1 or differing:
             raise SynchronizationError(self._other_batches(call, given, differing))
@@ -159,7 +149,7 @@ class ReplicaCalls:
     def _other_batches(
         self, call: _Call, given: Sequence[BatchDigest], differing: Sequence[str]
     ) -> str:
-        what = ", ".join(differing) or "numbers of samples"
+        names = ", ".join(differing) or "numbers of samples"
         sizes = [
             f"{batch.samples} samples in {batch.microbatches} micro-batches" for batch in given
         ]
@@ -170,7 +160,7 @@ class ReplicaCalls:
         if "targets" in differing:
             changed = "; a loss_fn that changes targets in place has to clone them first"
         return (
-            f"the processes of replica {self._replica} were given different {what} in "
+            f"the processes of replica {self._replica} were given different {names} in "
             f"{call.name}{found}: the first stage reads the inputs and the last one the targets, "
             "so every process of a replica must load the same batches: use "
             "pipollux.AdaptiveDataLoader, or shard and seed by pipollux.replica_rank() and not by "
@@ -180,7 +170,7 @@ class ReplicaCalls:
 
 
 def _short(name: str) -> str:
-    """Return what fits into a message of a name."""
+    """Return a name cut to the size of the message."""
     content = name.encode()
     if len(content) <= NAME_BYTES:
         return name
@@ -188,7 +178,7 @@ def _short(name: str) -> str:
 
 
 def _has_arrived(work: Any) -> bool:
-    """Return whether a collective has ended, and not in an error."""
+    """Return whether a collective has completed without an error."""
     future = work.get_future()
     if not future.done():
         return False

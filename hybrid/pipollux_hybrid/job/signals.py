@@ -1,8 +1,8 @@
-"""The stop request: a flag that a signal sets and the training loop obeys.
+"""The stop request: a flag set by a signal and checked by the training loop.
 
-A signal may arrive in the middle of a backward pass, so its handler does nothing but remember.
-The replicas agree on it at the next step boundary (:mod:`pipollux_hybrid.job.control_plane`). A
-second Ctrl-C interrupts at once.
+A signal may arrive in the middle of a backward, so its handler only sets the flag. The replicas
+agree on it at the next step boundary (:mod:`pipollux_hybrid.job.control_plane`). A second Ctrl-C
+interrupts at once.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ _previous: dict[int, object] = {}
 
 
 def install_handlers(on_request: Callable[[int], None] | None = None) -> None:
-    """Remember SIGTERM and SIGINT instead of dying of them; only the main thread can.
+    """Turn SIGTERM and SIGINT into stop requests; has no effect outside the main thread.
 
     Args:
-        on_request: Called with the signal, after it was remembered, between two instructions of
-            whatever the main thread does.
+        on_request: Called with the signal in the main thread, after the flag is set.
     """
     global _on_request
     _on_request = on_request
@@ -36,7 +35,7 @@ def install_handlers(on_request: Callable[[int], None] | None = None) -> None:
 
 
 def request_stop(signal_number: int = signal.SIGTERM) -> None:
-    """Ask for a stop at the next step boundary, as a signal would."""
+    """Request a stop at the next step boundary, as a signal would."""
     global _requested
     _requested = int(signal_number)
 
@@ -52,12 +51,12 @@ def exit_code() -> int:
 
 
 def reset() -> None:
-    """Forget the stop request and restore the previous signal handlers."""
+    """Clear the stop request and restore the previous signal handlers."""
     global _requested, _on_request
     _requested = _on_request = None
     if threading.current_thread() is threading.main_thread():
         for number, handler in _previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal() returned
+            signal.signal(number, handler)  # type: ignore[arg-type]  # a result of signal()
     _previous.clear()
 
 

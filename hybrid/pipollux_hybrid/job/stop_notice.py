@@ -1,7 +1,7 @@
-"""Telling the scheduler that the replicas have saved, and stop as they were asked to.
+"""Reports to the scheduler that the replicas have saved and stop as requested.
 
-The marker beside the checkpoint says the same, but only the agent brings it to the scheduler, at
-its end: a cluster that kills a replica at the end of its grace period kills the agent with it.
+The marker beside the checkpoint holds the same information, but only the agent reports it, at its
+end: a cluster that kills a replica at the end of its grace period kills the agent with it.
 """
 
 from __future__ import annotations
@@ -14,19 +14,14 @@ __all__ = ["tell_stop"]
 
 LOG = logging.getLogger(__name__)
 REQUEST_TIMEOUT = 2.0
-"""Seconds that the end of the replicas waits for the scheduler; then the agent tells it."""
+"""Seconds that the end of the replicas waits for the scheduler; then the agent reports it."""
 
 
 def tell_stop(env: JobEnvironment, step: int) -> None:
-    """Tell the scheduler the step of the checkpoint, if there is a scheduler; replica 0 does.
-
-    Args:
-        env: who this replica is, and whom to tell.
-        step: the optimizer step at which all replicas have stopped.
-    """
+    """Report the step at which all replicas have stopped to the scheduler, from replica 0."""
     if not env.leads or env.attempt < 1 or not (env.scheduler_url and env.job_id):
         return
-    # A third of a second that a script without a scheduler need not wait for.
+    # Importing httpx takes a third of a second, which scripts without a scheduler avoid.
     import httpx
 
     from pipollux_protocol.messages import Stop
@@ -39,4 +34,4 @@ def tell_stop(env: JobEnvironment, step: int) -> None:
             answer = client.post(f"{env.scheduler_url}/jobs/{env.job_id}/stops", json=body)
             answer.raise_for_status()
     except httpx.HTTPError as error:
-        LOG.debug("the scheduler was not told of the stop at step %d: %s", step, error)
+        LOG.debug("reporting the stop at step %d to the scheduler failed: %s", step, error)

@@ -1,4 +1,4 @@
-"""The HTTP client that a job's threads reach its scheduler with."""
+"""The HTTP client of a job's threads for the scheduler."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from .env import JobEnvironment
 __all__ = ["retry_after", "supervisor_client"]
 
 LATER = (429, 503)
-"""Statuses with which a scheduler says that it has too much to do."""
+"""Statuses of an overloaded scheduler."""
 
 
 def supervisor_client(env: JobEnvironment, **options: Any) -> httpx.Client:
-    """Return a client that bears the job's token, and verifies the scheduler's certificate.
+    """Return a client with the job's token that verifies the scheduler's certificate.
 
-    Args:
-        env: The job's environment.
-        options: What httpx's client takes besides.
+    The options are those of :class:`httpx.Client`.
     """
     verify: ssl.SSLContext | bool = True
     if env.ca_file is not None:
@@ -34,9 +32,9 @@ def supervisor_client(env: JobEnvironment, **options: Any) -> httpx.Client:
 
 
 def retry_after(response: httpx.Response) -> float | None:
-    """Return after how many seconds a scheduler that has too much to do wants to be asked again.
+    """Return the seconds after which an overloaded scheduler accepts a retry.
 
-    None: it has answered, or refused for another reason, or does not say.
+    None: it is not overloaded, or names no delay.
     """
     if response.status_code not in LATER:
         return None

@@ -1,8 +1,8 @@
 """The optimizer inside an adaptive loop: steps when an iteration is complete, at the scaled rate.
 
-The loop body calls ``zero_grad``, ``backward`` and ``step`` at every atomic batch. On accumulation
-steps the two optimizer calls do nothing, so the loop needs no ``if``; this is AdaptDL's way. The
-same holds for the learning-rate scheduler that HybridParallel was given.
+The loop body calls ``zero_grad``, ``backward`` and ``step`` for every atomic batch. On accumulation
+steps the two optimizer calls do nothing, as in AdaptDL, so the loop needs no ``if``. The same holds
+for the learning-rate scheduler of HybridParallel.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .sharded_step import ShardedStep
 __all__ = ["AdaptiveOptimizer", "adaptive_of"]
 
 ADAM_WARMUP = 5
-"""Steps before Adam's second moment says anything about the geometry, as in AdaptDL."""
+"""Steps before Adam's second moment reflects the geometry, as in AdaptDL."""
 NO_BACKWARD = -1
-"""In the place of autograd's number of a backward: none is under way in this thread."""
+"""Value of autograd's graph task id outside of a backward."""
 REFRESH = 10
-"""Steps for which a preconditioner is used: Adam's second moment changes by some 1 % in them."""
+"""Steps for which a preconditioner is reused: Adam's second moment changes by some 1 % in them."""
 
 
 _adaptive: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[AdaptiveOptimizer]] = (
@@ -51,10 +51,11 @@ class AdaptiveOptimizer:
 
     Args:
         optimizer: Any optimizer whose ``step`` needs no closure.
-        is_complete: Whether the gradients of an iteration are complete.
-        factor: The factor on the learning rate of the coming step.
+        is_complete: Returns whether the gradients of an iteration are complete.
+        factor: Returns the factor on the learning rate of the next step.
         on_step: Called after each real step.
-        shards: Whose state of the optimizer this replica holds; None: everything.
+        shards: Division of the optimizer state among replicas; None: every replica holds
+            everything.
     """
 
     def __init__(
@@ -76,23 +77,23 @@ class AdaptiveOptimizer:
         self._adam = is_adam_like(optimizer)
         self._preconditioners: dict[nn.Parameter, Tensor] = {}
         self._warm: set[nn.Parameter] = set()
-        """Those whose second moment says something of the geometry."""
+        """Parameters whose second moment reflects the geometry."""
         self._groups: dict[nn.Parameter, int] = {}
-        """In which group of the optimizer each is."""
+        """Index of each parameter's group."""
         self._steps_used = 0
         self.num_steps = 0
-        """Steps taken, of this object."""
+        """Real steps taken by this object."""
         self._patch_step()
         self._patch_zero_grad()
         self._expect_scalers()
-        # A second HybridParallel over the optimizer, in a notebook say, takes it over.
-        _adaptive[optimizer] = weakref.ref(self)  # it has the optimizer, whose step has it
+        # A second HybridParallel over the optimizer, as in a notebook, replaces this entry.
+        _adaptive[optimizer] = weakref.ref(self)  # weak, as self references the key
 
     @property
     def may_zero(self) -> bool:
-        """Whether gradients may be forgotten: not while accumulation steps are gathering them.
+        """Whether gradients may be reset: not between accumulation steps.
 
-        Those of a whole iteration may be, also where the script has left out the step.
+        Those of a complete iteration may be, also if the script has skipped the step.
         """
         return self._may_zero or self._is_complete()
 
@@ -104,10 +105,9 @@ class AdaptiveOptimizer:
     def preconditioner(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the weights of squares in Adam's geometry, 1 / (√v̂ + ε)², like the parameter.
 
-        Those of a complex parameter are one for each of its real numbers, shape [..., 2].
-
-        None for other optimizers and in the first steps. On a CPU they stay the same for some
-        steps; on a GPU, where they take less time than memory is worth, they are made anew.
+        Those of a complex parameter have shape [..., 2], one for each of its real numbers. None for
+        other optimizers and in the first steps. On a CPU they are cached for some steps; on a GPU
+        they are recomputed, which costs less than the memory.
         """
         if not self._adam:
             return None
@@ -115,16 +115,16 @@ class AdaptiveOptimizer:
         if kept is not None:
             return kept
         if self._sharded is not None and self._sharded.active:
-            return None  # a backward cannot ask for it; it would be here
+            return None  # shared before; a backward cannot fetch it from its owner
         weights = self._weights(parameter)
         if weights is not None and not parameter.is_cuda:
             self._preconditioners[parameter] = weights
         return weights
 
     def share_preconditioners(self) -> None:
-        """Get the weights of squares that other replicas have the state for; all call it at once.
+        """Fetch the weights of squares whose state other replicas hold; all replicas call it.
 
-        Where replicas hold parts of the state, it comes before an iteration that is measured.
+        With sharded state it precedes a measured iteration.
         """
         if self._adam and self._sharded is not None and self._sharded.active:
             self._preconditioners |= self._sharded.exchange(self._weights, self._preconditioners)
@@ -138,9 +138,9 @@ class AdaptiveOptimizer:
             self._warm.add(parameter)
         group = self._group_of(parameter)
         moment: Tensor = state["exp_avg_sq"]
-        if moment.is_complex():  # Adam takes a complex number for two real ones
+        if moment.is_complex():  # Adam treats a complex number as two real ones
             moment = torch.view_as_real(moment)
-        if isinstance(step, Tensor) and step.is_cuda:  # that of a fused step, not to be waited for
+        if isinstance(step, Tensor) and step.is_cuda:  # of a fused optimizer; avoids a GPU sync
             divisor = moment.sqrt().div_((1.0 - float(group["betas"][1]) ** step).sqrt())
         else:
             divisor = moment.sqrt().div_(math.sqrt(1.0 - float(group["betas"][1]) ** float(step)))
@@ -183,24 +183,24 @@ class AdaptiveOptimizer:
             self._on_step()
             return result
 
-        # A method, as schedulers made later look for one.
-        self.optimizer.step = MethodType(step, self.optimizer)  # type: ignore[method-assign]  # this is what the class is for
+        # A bound method, as later schedulers expect one.
+        self.optimizer.step = MethodType(step, self.optimizer)  # type: ignore[method-assign]  # the purpose of this class
 
     def _expect_scalers(self) -> None:
-        """Make torch's GradScaler show itself, as it does to optimizers that unscale."""
+        """Make torch's GradScaler visible, by its protocol with optimizers that unscale."""
         self.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # torch's own protocol with fused optimizers
 
     def _refuse_foreign_scaler(self) -> None:
         if getattr(self.optimizer, "found_inf", None) is not None:
             raise ConfigurationError(
-                "scaler is a torch.amp.GradScaler, which knows nothing of accumulation steps and "
-                "whose scale would be taken for the gradient's noise: use "
+                "scaler is a torch.amp.GradScaler, which does not support accumulation steps and "
+                "whose scale would be mistaken for the gradient's noise: use "
                 "pipollux.GradScaler, with the same arguments"
             )
 
     @contextmanager
     def unscaled(self) -> Iterator[None]:
-        """Mark the steps within as on gradients that a GradScaler has already unscaled."""
+        """Mark the gradients of steps within as already unscaled by a GradScaler."""
         self.optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # see above
         try:
             yield
@@ -208,7 +208,7 @@ class AdaptiveOptimizer:
             self.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # see above
 
     def rejoin(self) -> None:
-        """Weigh squares as after a restart, as replicas that have joined do."""
+        """Reset the preconditioners as after a restart, as joining replicas have none."""
         self._preconditioners.clear()
         self._warm.clear()
         self._steps_used, self._may_zero = 0, True
@@ -216,16 +216,15 @@ class AdaptiveOptimizer:
     def skip_step(self) -> None:
         """End the iteration without a step, as its gradients were not finite."""
         self._may_zero = True
-        # Else a scheduler would warn of a loop that never steps its optimizer.
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look at
+        # Else a scheduler would warn that the optimizer never steps.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # read by schedulers
 
     def follow(self, lr_scheduler: Any) -> None:
         """Make a learning-rate scheduler skip accumulation steps.
 
         Args:
-            lr_scheduler: Anything with a ``step``; None: there is none. Its class is replaced by
-                one derived from it, as an attribute of the object would get into its
-                ``state_dict``.
+            lr_scheduler: Any object with a ``step``; None: there is none. Its class is replaced by
+                a subclass, as an attribute of the object would become part of its ``state_dict``.
         """
         if lr_scheduler is None:
             return
@@ -242,7 +241,7 @@ class AdaptiveOptimizer:
         lr_scheduler.__class__ = type(kind.__name__, (kind,), names)
 
     def _own(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        """Return what steps this replica's parameters, and has the others'."""
+        """Return a step of this replica's parameters that also receives the others'."""
         return step if self._sharded is None else functools.partial(self._sharded.step, step)
 
     def _scaled(self, step: Callable[[], Any]) -> Any:
@@ -264,18 +263,14 @@ class AdaptiveOptimizer:
 
         @functools.wraps(original)
         def zero_grad(_: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-            # Gradients kept by accumulation steps are not to be lost to the next loop body.
+            # The next loop body must not reset gradients of accumulation steps.
             if self.may_zero:
                 original(set_to_none=set_to_none)
 
         self.optimizer.zero_grad = MethodType(zero_grad, self.optimizer)  # type: ignore[method-assign]  # as above
 
     def keep_gradients(self, *, watched: bool = True) -> None:
-        """Keep gradients until the next step: ``zero_grad`` does nothing.
-
-        Args:
-            watched: Whether the script is warned where it changes them.
-        """
+        """Make ``zero_grad`` do nothing until the next step; if ``watched``, warn of changes."""
         self._may_zero = False
         if watched:
             self._kept.note()

@@ -1,7 +1,7 @@
-"""Averages of the parameters stand still on accumulation steps, as the optimizer does.
+"""Averages of parameters skip accumulation steps, as the optimizer does.
 
-A loop body that ends with ``average.update_parameters(module)`` would otherwise average parameters
-that have not changed, once for each accumulation step, and forget the earlier ones too soon.
+A loop body that ends with ``average.update_parameters(module)`` would otherwise average unchanged
+parameters, once per accumulation step, and forget earlier ones too soon.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ UPDATES = "update_parameters"
 
 
 def follow_steps(module: nn.Module, is_accumulating: Callable[[], bool]) -> Callable[[], None]:
-    """Have averages of a module's parameters follow optimizer steps only, from here on.
+    """Update averages of a module's parameters after optimizer steps only, from here on.
 
     Args:
-        module: What is averaged.
-        is_accumulating: Whether the optimizer's step does nothing now.
+        module: The averaged module.
+        is_accumulating: Returns whether this is an accumulation step.
 
     Returns:
-        A function that has them follow every call again.
+        A function that undoes this.
     """
     original: Callable[[AveragedModel, nn.Module], None] = getattr(AveragedModel, UPDATES)
 

@@ -1,4 +1,4 @@
-"""Clipping gradients by their norm over all stages, also where each is in a process of its own."""
+"""Clips gradients by their norm over all stages, in single- and multi-process pipelines."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def clip_over_stages(
     """Scale gradients so that the norm over all stages is at most ``max_norm``.
 
     Args:
-        mesh: The groups of this process where each stage has one; None: these are all parameters.
-        tied: Of which parameters other stages hold copies, if of any; they count once.
+        mesh: The groups of a multi-process pipeline; None: these are all parameters.
+        tied: Parameters that other stages hold copies of; they count once.
         parameters: Of this process.
         max_norm: Largest norm of the result.
         norm_type: p of the p-norm.
@@ -35,7 +35,7 @@ def clip_over_stages(
         foreach: As in :func:`torch.nn.utils.clip_grad_norm_`.
 
     Returns:
-        The norm before, without dimensions; float64 in a process without gradients.
+        The norm before clipping, a scalar tensor; float64 in a process without gradients.
 
     Raises:
         RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set.
@@ -44,7 +44,7 @@ def clip_over_stages(
         return nn.utils.clip_grad_norm_(
             parameters, max_norm, norm_type, error_if_nonfinite, foreach
         )
-    # Detached, as norms of a script's own are refused by the gradients' identity.
+    # Detached, as norm_guard refuses the gradients themselves.
     gradients = [p.grad.detach() for p in counted(tied, parameters) if p.grad is not None]
     mine = nn.utils.get_total_norm(gradients, norm_type, foreach=foreach)
     call = "model.clip_grad_norm_(…)"
@@ -55,7 +55,7 @@ def clip_over_stages(
     if error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients of all stages is {norm}, so "
-            "they cannot be clipped: leave error_if_nonfinite out to go on with such gradients"
+            "they cannot be clipped: omit error_if_nonfinite to continue with such gradients"
         )
     copies = [] if tied is None else tied.copies(parameters)
     for copy in copies:
@@ -73,6 +73,6 @@ def clip_over_stages(
 
 
 def _norm_for(copy: nn.Parameter, norm: float) -> Tensor:
-    """Return a norm in a type that follows from the copy alone, so that all copies stay equal."""
+    """Return a norm in a type that depends on the copy alone, so that all copies stay equal."""
     dtype = torch.promote_types(copy.dtype, torch.float32).to_real()
     return torch.tensor(norm, dtype=dtype, device=copy.device)

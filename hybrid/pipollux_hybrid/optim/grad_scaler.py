@@ -1,7 +1,7 @@
-"""Loss scaling for float16 that knows accumulation steps and the gradient's noise.
+"""Loss scaling for float16 that supports accumulation steps and noise measurements.
 
-Float16 has too short a range for small gradients, so the loss is multiplied by a scale before the
-backward and gradients are divided by it before the step (Micikevicius et al., Mixed Precision
+The range of float16 is too short for small gradients, so the loss is multiplied by a scale before
+the backward and gradients are divided by it before the step (Micikevicius et al., Mixed Precision
 Training, ICLR 2018). Gradients kept over accumulation steps, averaged over replicas and measured
 for their noise carry the scale throughout, so it may change between iterations only.
 """
@@ -28,8 +28,8 @@ class GradScaler(torch.amp.GradScaler):
     ``scale`` always scales. ``unscale_``, ``step`` and ``update`` do nothing on accumulation steps
     and act once an iteration, so the loop body stays the usual one. An iteration whose gradients
     are not finite is left out: no step, no progress, no noise, and gradients start from zero. As
-    gradients are averaged over the replicas first, all replicas skip the same iterations and
-    their scales stay equal.
+    gradients are averaged over the replicas first, all replicas skip the same iterations and their
+    scales stay equal.
 
     Example::
 
@@ -53,9 +53,9 @@ class GradScaler(torch.amp.GradScaler):
         job = contexts.current()
         if job is not None and job.mesh is not None and self._enabled:
             raise ConfigurationError(
-                "GradScaler scales a loss before its backward, and where each stage has a process "
-                "of its own train_step does both: train in bfloat16, which needs no scaling, or "
-                "with one process per replica"
+                "GradScaler scales a loss before its backward, and in a multi-process pipeline "
+                "train_step computes both: train in bfloat16, which needs no scaling, or with one "
+                "process per replica"
             )
 
     def scale(self, outputs: Tensor | Iterable[Tensor]) -> Any:
@@ -63,7 +63,7 @@ class GradScaler(torch.amp.GradScaler):
         scaled = super().scale(outputs)
         job = contexts.current()
         if job is not None and self._enabled:
-            # The tensor, not its value: reading that would wait for the GPU.
+            # The tensor, not its value, whose read would wait for the GPU.
             job.batch.loss_scale = self._scale
         return scaled
 

@@ -1,4 +1,4 @@
-"""How noisy the gradient is: the statistics behind statistical efficiency.
+"""The gradient noise scale: the statistics behind statistical efficiency.
 
 Symbols, for one optimizer step whose B samples came as J gradient estimates (micro-batches, or
 whole atomic batches under ``activation_checkpoint="never"``), estimate j being the mean ĝ_j over
@@ -35,21 +35,21 @@ from pipollux_perfmodel import GradParams
 __all__ = ["GradientNoiseScale", "MeasuredNoise", "RunningAverage"]
 
 SMOOTHING = 0.999
-"""Weight of the past for one batch of the initial size, as AdaptDL has it."""
+"""Weight of the past for one batch of the initial size, as in AdaptDL."""
 HORIZON = 32
-"""A measured step has at most one such part of the averages: where steps are measured rarely, or
-batches are large, the past fades by the number of samples and not of steps."""
+"""A measured step contributes at most 1/32 to the averages: for rare measurements or large batches,
+the past fades by the number of measurements."""
 
 
 @dataclass
 class RunningAverage:
-    """An exponential average that forgets its starting value (as Adam's bias correction does)."""
+    """An exponential average corrected for its initial value, as in Adam."""
 
     total: float = 0.0
     weight: float = 0.0
 
     def update(self, value: float, keep: float) -> None:
-        """Add a value; the past counts ``keep`` in [0, 1)."""
+        """Add a value; the past has the weight ``keep`` in [0, 1)."""
         self.total = keep * self.total + (1.0 - keep) * value
         self.weight = keep * self.weight + (1.0 - keep)
 
@@ -91,18 +91,19 @@ class GradientNoiseScale:
         num_steps: int = 1,
         preconditioned: bool = False,
     ) -> None:
-        """Add what one optimizer step showed.
+        """Add the measurement of one optimizer step.
 
         Args:
             total_sqr: |G|².
             estimate_sqr: S.
             num_estimates: J, at least 2.
             batch_size: B, in samples.
-            differenced: Whether the estimates are successive steps; real ones replace these.
-            num_steps: Steps that this one stands for, where not every one is measured: the past
-                fades as fast as if it were, but no faster than :data:`HORIZON` samples allow.
-            preconditioned: Whether norms are taken in Adam's geometry; norms in two geometries
-                have no common average, so that the later ones replace the earlier.
+            differenced: Whether the estimates are successive steps; estimates within a step replace
+                these.
+            num_steps: Number of steps since the last measurement: the past fades as if each were
+                measured, but no faster than :data:`HORIZON` allows.
+            preconditioned: Whether norms are taken in Adam's geometry; norms in two geometries have
+                no common average, so the later ones replace the earlier.
         """
         if num_estimates < 2 or not (math.isfinite(total_sqr) and math.isfinite(estimate_sqr)):
             return
@@ -119,10 +120,10 @@ class GradientNoiseScale:
 
     @property
     def grad_params(self) -> GradParams | None:
-        """The present estimate; None before the first."""
+        """The current estimate; None before the first."""
         if self._var.weight == 0.0:
             return None
-        # Single estimates may be negative, what they estimate is not.
+        # The estimates may be negative, the true values are not.
         return GradParams(sqr=max(self._sqr.value, 0.0), var=max(self._var.value, 1e-6))
 
     def gain(self, scale: float) -> float:
@@ -148,7 +149,7 @@ class GradientNoiseScale:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> GradientNoiseScale:
-        """Restore what :meth:`to_json` returned."""
+        """Restore the result of :meth:`to_json`."""
         return cls(
             init_batch_size=int(content["init_batch_size"]),
             differenced=bool(content["differenced"]),
@@ -160,12 +161,8 @@ class GradientNoiseScale:
 
 
 class MeasuredNoise:
-    """The noise scale of the job in training.
-
-    Args:
-        ctx: The job's context.
-    """
+    """The noise scale of the job in training."""
 
     def __init__(self, ctx: JobContext) -> None:  # noqa: ARG002  # a component of the job's
         self.scale: GradientNoiseScale | None = None
-        """None until the first step that measures it."""
+        """The noise scale; None until the first measured step."""

@@ -1,8 +1,8 @@
-"""A warning for scripts that change gradients before accumulation is complete.
+"""Warns scripts that change gradients before accumulation is complete.
 
-``torch.nn.utils.clip_grad_norm_`` in the loop body clips them in every pass: parts of the batch
-instead of the whole, each with what was gathered before it, again. Nothing of that can be seen
-afterwards. Autograd counts the changes of a tensor in place, so two integers tell.
+``torch.nn.utils.clip_grad_norm_`` in the loop body would clip in every pass: parts of the batch
+instead of the whole, and earlier parts repeatedly, without a trace in the result. Autograd counts
+in-place changes of a tensor, so comparing two integers detects it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ __all__ = ["KeptGradients"]
 
 
 class KeptGradients:
-    """Warns, once, of a script that changes gradients on an accumulation step.
+    """Warns, once, if a script changes gradients on an accumulation step.
 
     Args:
-        optimizer: The first and the last of its parameters that have a gradient are looked at.
+        optimizer: Its first and last parameter with a gradient are checked.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -29,7 +29,7 @@ class KeptGradients:
         self._warned = False
 
     def note(self) -> None:
-        """Note the gradients at the end of an accumulation step's backward."""
+        """Record the gradients' versions at the end of an accumulation step's backward."""
         if self._warned:
             return
         ends = {p for p in (self._end(1), self._end(-1)) if p is not None}
@@ -37,12 +37,12 @@ class KeptGradients:
         for parameter in ends:
             self._follow(parameter)
             if parameter not in self._hooked:
-                # A penalty on the parameters may have a backward of its own, past the model.
+                # A penalty on the parameters may have a separate backward without the model.
                 self._hooked.add(parameter)
                 parameter.register_post_accumulate_grad_hook(self._follow)
 
     def check(self) -> None:
-        """Check the gradients where the script asks for a step on an accumulation step."""
+        """Check the gradients when the script calls ``step`` on an accumulation step."""
         seen, self._versions = self._versions, {}
         if any(p.grad is None or p.grad._version != version for p, version in seen.items()):
             self._warned = True
@@ -50,7 +50,7 @@ class KeptGradients:
                 "gradients were changed on an accumulation step, between backward() and "
                 "optimizer.step(), before those of the whole batch were complete: clip with "
                 "model.clip_grad_norm_(max_norm) instead of torch.nn.utils.clip_grad_norm_, and "
-                "forget them with optimizer.zero_grad() instead of the module's",
+                "reset them with optimizer.zero_grad() instead of the module's",
                 stacklevel=3,
             )
 
@@ -59,7 +59,7 @@ class KeptGradients:
             self._versions[parameter] = parameter.grad._version
 
     def _end(self, direction: int) -> nn.Parameter | None:
-        """Return the first parameter with a gradient, or from the other end the last."""
+        """Return the first parameter with a gradient, or the last one for direction -1."""
         groups = self._optimizer.param_groups[::direction]
         parameters = (p for group in groups for p in group["params"][::direction])
         return next((p for p in parameters if p.grad is not None), None)

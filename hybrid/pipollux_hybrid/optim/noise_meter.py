@@ -1,9 +1,9 @@
-"""Measuring the gradient noise scale at some steps, from what synchronisation keeps.
+"""Measures the gradient noise scale at some steps, from the results of synchronisation.
 
-The noise changes slowly, a fit reads it every half minute, and measuring it costs a few passes over
-all gradients. So it is measured at every step at first, which gives the first fit what it needs,
-and at one step of many from there on. Which steps these are follows from their number and from the
-averages so far, which all replicas have alike.
+The noise changes slowly, a fit reads it every half minute, and a measurement costs a few passes
+over all gradients. So it is measured at every step at first, for the first fit, and rarely later.
+The choice of steps depends only on their number and on the averages so far, which are equal on all
+replicas.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from .gradient_noise_scale import GradientNoiseScale, MeasuredNoise
 __all__ = ["NoiseMeter"]
 
 MEASURED_AT_FIRST = 24
-"""Samples of the noise that are taken at successive steps, in as many steps of a run at most."""
+"""Number of measurements at successive steps, and of the steps at the start of an attempt for
+them."""
 MEASURED_EVERY = 64
-"""Every so many steps it is measured once these are taken."""
+"""Interval of later measurements in steps."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class _Step:
 
     number: int
     gradients: Sequence[Tensor | None]
-    """For each parameter, multiplied by the loss scale."""
+    """One per parameter, multiplied by the loss scale."""
     batch_size: int
     loss_scale: float
 
@@ -54,7 +55,7 @@ class NoiseMeter:
     Args:
         ctx: The job's context, whose :class:`MeasuredNoise` holds the noise scale.
         parameters: The model's parameters.
-        optimizer: Has the weights of a parameter's squares in norms (Adam's geometry), or None.
+        optimizer: Provides the weights of squares in norms (Adam's geometry).
     """
 
     def __init__(
@@ -73,33 +74,33 @@ class NoiseMeter:
         ctx.rejoined.append(self._begin_again)
 
     def _begin_again(self) -> None:
-        """Measure as after a restart, as replicas that have joined do."""
+        """Restart the schedule as after a restart, as joining replicas do."""
         self._previous, self._steps, self._measured_at = None, 0, -1
 
     def wanted(self) -> bool:
-        """Return whether this iteration is measured, or kept to compare the next one with."""
+        """Return whether this iteration is measured, or kept for a comparison with the next one."""
         return self._is_due(self._steps) or (self._differences() and self._is_due(self._steps + 1))
 
     def prepare(self) -> None:
-        """Have ready what measuring the coming iteration takes; all replicas call it at once."""
+        """Prepare a measurement of the next iteration; all replicas call it."""
         if self.wanted():
             self._optimizer.share_preconditioners()
 
     def stepped(self) -> None:
-        """Note that the optimizer stepped; all replicas do at once."""
+        """Count an optimizer step; all replicas call it."""
         self._steps += 1
         self.prepare()
 
     def measure(self, result: SyncResult) -> None:
-        """Add what the synchronisation of this step measured; gradients are averages by now.
+        """Add the measurement of this step's synchronisation, after gradients are averaged.
 
         Args:
-            result: Of the synchronisation.
+            result: Result of the synchronisation.
         """
         scaled_by, self._batch.loss_scale = self._batch.loss_scale, None
         if not self.wanted():
             return
-        # What the loss, and so every gradient, was multiplied by.
+        # The factor of the loss, and so of every gradient.
         loss_scale = 1.0 if scaled_by is None else float(scaled_by)
         self._take_weights()
         noise, limits = self._noise.scale, self._batch.limits
@@ -115,9 +116,9 @@ class NoiseMeter:
             self._difference(noise, result.batch_size, loss_scale)
 
     def _take_weights(self) -> None:
-        """Have all replicas take the weights of squares at the same steps, as they keep them.
+        """Cache the weights of squares at the same steps on all replicas.
 
-        One with a share of the batch has taken them in its backward, and one without has not.
+        A replica with a share of the batch has cached them in its backward, others have not.
         """
         for parameter, gradient in zip(self._parameters, self._gradients(), strict=True):
             if gradient is not None:
@@ -128,18 +129,18 @@ class NoiseMeter:
         if noise is None:
             return step < MEASURED_AT_FIRST
         if step == 0:
-            return False  # what follows a restart or a change of replicas is waited for by all
+            return False  # no extra work right after a restart or a resize, while all wait
         if step <= MEASURED_AT_FIRST and noise.num_samples < MEASURED_AT_FIRST:
             return True
         return (step - 1) % MEASURED_EVERY == 0
 
     def _differences(self) -> bool:
-        """Return whether successive steps may serve as estimates: no step had several yet."""
+        """Return whether successive steps serve as estimates: no step has had several yet."""
         noise = self._noise.scale
         return noise is None or noise.differenced or noise.grad_params is None
 
     def _take(self, noise: GradientNoiseScale, result: SyncResult, loss_scale: float) -> None:
-        """Take the estimates of this step."""
+        """Add the estimates of this step."""
         self._previous = None
         gradients = self._gradients()
         total_sqr = self._product(gradients, gradients) / loss_scale**2
@@ -156,7 +157,7 @@ class NoiseMeter:
         self._measured_at = self._steps
 
     def _difference(self, noise: GradientNoiseScale, batch_size: int, loss_scale: float) -> None:
-        """Take this step and the one before as two estimates: there is no second one in a step."""
+        """Use this step and the previous one as two estimates, as each step has only one."""
         before, self._previous = self._previous, None
         if before is not None and before.number == self._steps - 1:
             noise.update(
@@ -175,8 +176,8 @@ class NoiseMeter:
         """Return copies of the gradients, which the script may clip in place or set to zero.
 
         Args:
-            used: Those of the step before, whose memory is taken where they fit: fresh memory
-                costs a page fault every 4 KiB.
+            used: Copies of the previous step, whose memory is reused if it fits: new memory costs a
+                page fault every 4 KiB.
         """
         gradients = self._gradients()
         present = [gradient.detach() for gradient in gradients if gradient is not None]
@@ -193,14 +194,14 @@ class NoiseMeter:
         both = [a is not None and b is not None for a, b in zip(kept, gradients, strict=True)]
         first = [a if known else None for a, known in zip(kept, both, strict=True)]
         second = [b if known else None for b, known in zip(gradients, both, strict=True)]
-        # The step before is measured again: Adam's geometry has moved since.
+        # The previous step is measured again, as Adam's geometry has changed since.
         first_sqr = self._product(first, first) / before.loss_scale**2
         second_sqr = self._product(second, second) / loss_scale**2
         inner = self._product(first, second) / (before.loss_scale * loss_scale)
         total = before.batch_size + batch_size
         share, rest = before.batch_size / total, batch_size / total
         return {
-            # |share · first + rest · second|², without making the sum
+            # |share · first + rest · second|², without computing the sum
             "total_sqr": share**2 * first_sqr + rest**2 * second_sqr + 2 * share * rest * inner,
             "estimate_sqr": share * first_sqr + rest * second_sqr,
             "batch_size": total,
@@ -221,10 +222,10 @@ class NoiseMeter:
     def _preconditioned(self) -> bool:
         first = next((p for p in self._parameters if p.requires_grad and p.grad is not None), None)
         mine = first is not None and self._optimizer.preconditioner(first) is not None
-        # A stage may have no parameters, and all have to go the same way.
+        # A stage may have no parameters, but all stages must agree.
         return mine if self._mesh is None else self._mesh.sum_over_stages([mine])[0] > 0
 
 
 def _kind(tensor: Tensor | None) -> tuple[torch.device, torch.dtype] | None:
-    """Return what may change in a parameter's gradient between two steps, unlike its shape."""
+    """Return the properties of a parameter's gradient that may change between steps."""
     return None if tensor is None else (tensor.device, tensor.dtype)

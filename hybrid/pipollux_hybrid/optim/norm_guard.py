@@ -1,8 +1,9 @@
-"""Refuses torch's norms of gradients where each process holds those of one stage.
+"""Refuses torch's norms of gradients in a multi-process pipeline.
 
-``torch.nn.utils.clip_grad_norm_(model.parameters(), …)`` there takes the norm of one stage for that
-of the model, and each stage scales its gradients by another factor. Scripts hold that function by
-any name, so it is met where it and ``get_total_norm`` sort gradients before they take their norms.
+``torch.nn.utils.clip_grad_norm_(model.parameters(), …)`` would take the norm of one stage for that
+of the model, and each stage would scale its gradients by another factor. Scripts may have imported
+the function under any name, so the check patches the helper that it and ``get_total_norm`` call
+with the gradients.
 """
 
 from __future__ import annotations
@@ -19,19 +20,12 @@ from pipollux_hybrid.errors import ConfigurationError
 __all__ = ["refuse_stage_norms"]
 
 SORTS = "_group_tensors_by_device_and_dtype"
-"""What torch calls with the gradients, from the function that takes their norm."""
+"""Name of torch's helper that receives the gradients before their norm is computed."""
 NORM = "_get_total_norm"
 
 
 def refuse_stage_norms(module: nn.Module) -> Callable[[], None]:
-    """Refuse norms of gradients of a module from here on.
-
-    Args:
-        module: With the layers of one stage.
-
-    Returns:
-        A function that allows them again.
-    """
+    """Refuse norms of a module's gradients from here on; return a function that undoes this."""
     original = getattr(clip_grad, SORTS)
 
     def sort(tensors: list[list[Tensor]], *args: Any) -> Any:
@@ -40,11 +34,11 @@ def refuse_stage_norms(module: nn.Module) -> Callable[[], None]:
             if any(id(tensor) in gradients for tensor in tensors[0]):
                 raise ConfigurationError(
                     "torch.nn.utils.clip_grad_norm_ or get_total_norm was called with gradients of "
-                    "a model whose stages have processes, each with the gradients of its own stage "
-                    "only: write model.clip_grad_norm_(max_norm), which takes the norm over all "
+                    "a multi-process pipeline, where each process only has those of its stage: "
+                    "write model.clip_grad_norm_(max_norm), which takes the norm over all "
                     "stages and returns it; torch.nn.utils.clip_grad_value_ needs no norm"
                 )
-        # A stage may have no parameters, where torch does not expect that of a model.
+        # A stage may have no parameters, which torch does not expect.
         return original(tensors, *args) if tensors[0] else {}
 
     def allow() -> None:

@@ -1,7 +1,7 @@
-"""Whether the optimizers of all processes have stepped alike, with the same hyperparameters.
+"""Checks that the optimizers of all processes take the same steps with the same hyperparameters.
 
-Replicas average their gradients, and each steps by itself. One that leaves a step out, or steps at
-another learning rate, has other parameters from there on.
+Replicas average their gradients, and each steps by itself. One that skips a step, or steps with
+another learning rate, has different parameters from then on.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pipollux_hybrid.job.agreement import by_value
 __all__ = ["OptimizerCheck"]
 
 TOLERANCE = 1e-5
-"""Relative difference of a hyperparameter that rounding may make on another machine."""
+"""Relative difference of a hyperparameter that rounding may cause on another machine."""
 NAMED = 3
-"""Differences that a message names."""
+"""Number of differences that a message lists."""
 
 
 class OptimizerCheck:
@@ -37,43 +37,40 @@ class OptimizerCheck:
         self._steps = 0
         self._values: list[Any] = []
         self._present = self._used = 0
-        """Digests of the hyperparameters as they are now, and as the last step used them."""
+        """Digests of the current hyperparameters, and of those of the last step."""
         self._words: dict[str, str] = {}
         self._used_words: dict[str, str] = {}
-        """The same for people."""
+        """The same as text."""
 
     def stepped(self) -> None:
-        """Note a step of the optimizer."""
+        """Record a step of the optimizer."""
         self._steps += 1
         self._used, self._used_words = self._digest(), self._words
 
     def rejoined(self) -> None:
-        """Count from here, as replicas that have joined do."""
+        """Restart counting, as joining replicas do."""
         self._steps = self._used = 0
         self._used_words = {}
 
     def digest(self) -> int:
-        """Return a number that depends on steps and hyperparameters."""
+        """Return a digest of steps and hyperparameters."""
         return zlib.crc32(f"{self._steps} {self._used} {self._digest()}".encode())
 
     def content(self) -> bytes:
         """Return both as JSON."""
         self._digest()
-        told = {"steps": self._steps, "used": self._used_words, "now": self._words}
-        return json.dumps(told).encode()
+        fields = {"steps": self._steps, "used": self._used_words, "now": self._words}
+        return json.dumps(fields).encode()
 
     def compare(self, contents: Sequence[bytes], word: str) -> None:
-        """Refuse processes whose optimizers differ.
-
-        Args:
-            contents: What :meth:`content` returned in each.
-            word: What a process is called.
+        """Refuse processes whose optimizers differ; see
+        :class:`~pipollux_hybrid.job.self_checks.SelfCheck`.
 
         Raises:
-            SynchronizationError: They do; it says in what and how to decide alike.
+            SynchronizationError: They differ; the message names the difference and a remedy.
         """
         everyone = [json.loads(content) for content in contents]
-        steps = [told["steps"] for told in everyone]
+        steps = [fields["steps"] for fields in everyone]
         if len(set(steps)) > 1:
             raise SynchronizationError(
                 f"optimizer.step() did not run on all {word}s alike (steps taken: "
@@ -83,19 +80,19 @@ class OptimizerCheck:
                 "(pipollux.all_reduce_sum)"
             )
         for when in ("now", "used"):
-            differences = _differences([told[when] for told in everyone], word)
+            differences = _differences([fields[when] for fields in everyone], word)
             if differences:
                 more = f"; and {len(differences) - NAMED} more" if len(differences) > NAMED else ""
                 raise SynchronizationError(
                     f"the optimizers of the {word}s differ: {'; '.join(differences[:NAMED])}{more}"
                     ": set hyperparameters alike in all processes, and give a scheduler such as "
                     "ReduceLROnPlateau a value that all share, such as a total of a "
-                    "pipollux.Accumulator, and not a loss of its own"
+                    "pipollux.Accumulator, and not a local loss"
                 )
 
     def _digest(self) -> int:
         values = list(self._hyperparameters())
-        if values != self._values:  # in few steps
+        if values != self._values:  # rare
             self._values = values
             self._words = {f"{name} of group {k}": _word(value) for k, name, value in values}
             self._present = zlib.crc32(json.dumps(self._words).encode())
@@ -109,7 +106,7 @@ class OptimizerCheck:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that can be compared; one on a GPU would have to be waited for."""
+    """Return a comparable value; reading a tensor on a GPU would wait for it."""
     if isinstance(value, Tensor):
         return float(value) if value.device.type == "cpu" and value.numel() == 1 else None
     if isinstance(value, (list, tuple)):

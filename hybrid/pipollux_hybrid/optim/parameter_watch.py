@@ -1,9 +1,8 @@
-"""Checking that a wrapped model is still the one that was wrapped.
+"""Checks that a wrapped model still has its layers and parameters.
 
-The pipeline runs the layers that it was made of, buckets and optimizer hold their parameters. A
-layer or parameter that is put in the place of another afterwards is trained by nobody, and a
-parameter from elsewhere that the optimizer is given belongs to no checkpoint. Both would go
-unnoticed until the first save, or longer.
+The pipeline runs the layers it was created with, buckets and optimizer hold their parameters. A
+layer or parameter that replaces another one later would not be trained, and a foreign parameter of
+the optimizer would not be saved. Both would go unnoticed until the first save, or longer.
 """
 
 from __future__ import annotations
@@ -21,11 +20,12 @@ from pipollux_hybrid.errors import ConfigurationError
 __all__ = ["ParameterWatch"]
 
 LOOKED_AT = 8
-"""Submodules looked at in a step: some microseconds. Large models are gone through in turn."""
+"""Number of submodules checked per step, which takes microseconds; large models are checked in
+turn."""
 
 
 class _Place(NamedTuple):
-    """A submodule, and what it held when the model was wrapped."""
+    """A submodule, and its content when the model was wrapped."""
 
     name: str
     module: nn.Module
@@ -33,7 +33,7 @@ class _Place(NamedTuple):
 
 
 class ParameterWatch:
-    """Refuses layers and parameters that come to a wrapped model or its optimizer from elsewhere.
+    """Refuses foreign layers and parameters in a wrapped model or its optimizer.
 
     Args:
         module: The layers.
@@ -56,7 +56,7 @@ class ParameterWatch:
         Raises:
             ConfigurationError: A layer or parameter is not the one that was wrapped.
         """
-        # Lists compare their items by identity first, so this is quick.
+        # Lists compare their items by identity first, so this is fast.
         if list(self._module._modules.values()) != self._layers:
             self._refuse_layer()
         first = self._next
@@ -69,7 +69,7 @@ class ParameterWatch:
 
     def _patch(self) -> None:
         present = self._optimizer.add_param_group
-        # A second HybridParallel over the optimizer, in a notebook say, takes it over.
+        # A second HybridParallel over the optimizer, as in a notebook, replaces the patch.
         original = getattr(present, "_pipollux_original", present)
 
         @functools.wraps(original)
@@ -78,7 +78,7 @@ class ParameterWatch:
             if not isinstance(given, torch.Tensor | set):
                 given = param_group["params"] = list(given)  # it may be an iterator
             for item in [given] if isinstance(given, torch.Tensor) else given:
-                # torch also takes pairs of a name and a parameter.
+                # torch also accepts pairs of a name and a parameter.
                 self._check_known(item[1] if isinstance(item, tuple) else item)
             original(param_group)
 
@@ -99,16 +99,16 @@ class ParameterWatch:
     def _refuse_layer(self) -> None:
         now, count = dict(self._module._modules), len(self._layers)
         if len(now) != count:
-            what = f"the module had {count} layers when it was wrapped and has {len(now)} now"
+            change = f"the module had {count} layers when it was wrapped and has {len(now)} now"
         else:
             pairs = zip(now.items(), self._layers, strict=True)
             name, new, old = next((n, new, old) for (n, new), old in pairs if new is not old)
-            what = (
+            change = (
                 f"layer {name!r} was a {type(old).__name__} when the module was wrapped and is "
                 f"another {type(new).__name__} now"
             )
         raise ConfigurationError(
-            f"{what}: the pipeline and the optimizer keep the layers they were made with, so "
+            f"{change}: the pipeline and the optimizer keep the layers they were made with, so "
             "change the module before HybridParallel(…), or copy new values into the layer it has"
         )
 

@@ -1,9 +1,9 @@
-"""How the learning rate follows the batch size.
+"""Scaling rules of the learning rate for the batch size.
 
-A rule turns what is known about the coming optimizer step into a factor on the learning rate. It is
-applied for that step alone: what schedulers and scripts read and write in ``param_groups`` is the
-rate of the initial batch size. All parameter groups share one factor, as statistical efficiency is
-one number of the whole model. `docs/howto/batch-size.md` says which rule is for what.
+A rule computes a factor on the learning rate of the next optimizer step. It applies to that step
+alone: schedulers and scripts read and write the rate of the initial batch size in ``param_groups``.
+All parameter groups share one factor, as statistical efficiency is one number of the whole model.
+`docs/howto/batch-size.md` compares the rules.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingState:
-    """What is known before an optimizer step."""
+    """Arguments of a scaling rule before an optimizer step."""
 
     scale: float
     """Batch size over the initial batch size."""
     gain: float
     """Steps of the initial batch size that this step is worth, in [1, scale]
-    (:meth:`pipollux_hybrid.optim.gradient_noise_scale.GradientNoiseScale.gain`); 1 while the noise
-    is not known."""
+    (:meth:`pipollux_hybrid.optim.gradient_noise_scale.GradientNoiseScale.gain`); 1 until the noise
+    is measured."""
     progress: float = 0.0
     """Steps of the initial batch size that all steps so far were worth."""
     step: int = 0
@@ -46,7 +46,7 @@ class ScalingState:
 
 
 class ScalingRule(Protocol):
-    """The interface of scaling rules; a rule of your own is a class of three lines.
+    """The interface of scaling rules; custom rules implement it.
 
     Example::
 
@@ -56,7 +56,7 @@ class ScalingRule(Protocol):
     """
 
     def factor(self, state: ScalingState) -> float:
-        """Return the factor on the learning rate of the coming step."""
+        """Return the factor on the learning rate of the next step."""
         ...
 
 
@@ -115,7 +115,7 @@ LEGW = {
     "base_warmup_epochs": at_least(0, "a number of epochs of at least 0 is needed"),
     "data_size": at_least(1, "the samples of an epoch, at least 1, are needed", whole=True),
 }
-"""What the arguments of :class:`LEGWScale` may be."""
+"""Allowed values of the arguments of :class:`LEGWScale`."""
 
 
 class LEGWScale:
@@ -123,8 +123,8 @@ class LEGWScale:
 
     Source: You et al., Large-Batch Training for LSTM and Beyond, SC 2019, section 3 (linear-epoch
     gradual warm-up): warm-up epochs k·w₀, then √k·η₀ for a batch k times the initial one. As in
-    AdaptDL, the position in the warm-up is measured by progress, so that it survives changes of
-    the batch size; the coming step counts, so that the first one is not at rate 0.
+    AdaptDL, the position in the warm-up is measured by progress, so that it survives changes of the
+    batch size; the next step counts, so that the first one is not at rate 0.
 
     Args:
         base_warmup_epochs: w₀, epochs of warm-up at the initial batch size; 0 for none.
@@ -140,7 +140,7 @@ class LEGWScale:
         self.data_size = data_size
 
     def factor(self, state: ScalingState) -> float:
-        """Return √scale · min(1, progress with this step / steps of warm-up)."""
+        """Return √scale · min(1, progress including this step / steps of warm-up)."""
         steps_per_epoch = self.data_size / state.init_batch_size
         warmup = self.base_warmup_epochs * state.scale * steps_per_epoch
         done = state.progress + state.gain

@@ -1,9 +1,10 @@
-"""The optimizer's step where each replica steps its own parameters, and has the others' sent.
+"""The optimizer's step with sharded state: each replica steps its own parameters and sends them.
 
-Gradients are averaged on all replicas as ever, so whatever reads them (clipping, the noise, a
-GradScaler) sees them whole. Within the step alone those of other replicas' parameters are out of
-sight, so that the optimizer neither steps these nor makes state for them; then each replica sends
-the parameters it has stepped. The same operations on the same numbers as without: bits are equal.
+Gradients are averaged on all replicas as without sharding, so that clipping, the noise and a
+GradScaler see them whole. Only within the step the gradients of other replicas' parameters are
+hidden, so that the optimizer neither steps these nor creates state for them; then each replica
+sends its stepped parameters. The operations and numbers are those without sharding, so results are
+bitwise equal.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from pipollux_hybrid.job.peers import lost_peers
 __all__ = ["ShardedStep"]
 
 SMALL = 1 << 18
-"""Bytes below which tensors are sent together, which costs two copies, and else one by one."""
+"""Bytes below which tensors are sent together, which costs two copies, instead of one by one."""
 
 
 class ShardedStep:
-    """Steps an optimizer whose state is divided among the replicas.
+    """Steps an optimizer whose state is sharded over the replicas.
 
     Args:
         optimizer: The optimizer.
-        shards: Which parameters are this replica's.
+        shards: The assignment of parameters to replicas.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, shards: OptimizerShards) -> None:
@@ -40,14 +41,14 @@ class ShardedStep:
 
     @property
     def active(self) -> bool:
-        """Whether other replicas step a part of the parameters."""
+        """Whether other replicas step some of the parameters."""
         return self._shards.divided
 
     def step(self, step: Callable[[], Any]) -> Any:
-        """Call the optimizer's own ``step``; all replicas do.
+        """Call the optimizer's own ``step``; all replicas call it.
 
-        The script's hooks see what they see without: all gradients before and after, and all
-        parameters stepped after.
+        The script's hooks see the same as without sharding: all gradients before and after the
+        step, and all stepped parameters after it.
 
         Raises:
             PeerLostError: A replica is gone.
@@ -60,7 +61,7 @@ class ShardedStep:
         show = optimizer.register_step_post_hook(lambda *_: self._finish())
         hooks = optimizer._optimizer_step_post_hooks
         for number in [x for x in hooks if x != show.id]:
-            hooks[number] = hooks.pop(number)  # the script's come after
+            hooks[number] = hooks.pop(number)  # the script's hooks run after it
         try:
             return step()
         finally:
@@ -71,33 +72,33 @@ class ShardedStep:
     def exchange(
         self, make: Callable[[nn.Parameter], Tensor | None], known: Mapping[nn.Parameter, Tensor]
     ) -> dict[nn.Parameter, Tensor]:
-        """Return one tensor for each parameter, made by the owner; all replicas call it.
+        """Return one tensor per parameter, created by its owner; all replicas call it.
 
         Args:
-            make: Makes it, of as many real numbers as the parameter has; None: there is none.
-            known: Of which parameters it is not asked for; the same ones on all replicas.
+            make: Creates it, with as many real numbers as the parameter has; None: there is none.
+            known: Parameters to leave out; equal on all replicas.
 
         Raises:
             PeerLostError: A replica is gone.
         """
         asked = [p for p in self._parameters() if p not in known]
         made = {p: x for p in asked if self._shards.is_own(p) and (x := make(p)) is not None}
-        told = torch.tensor([p in made for p in asked], dtype=torch.float32)
-        anywhere = self._any(told)
+        flags = torch.tensor([p in made for p in asked], dtype=torch.float32)
+        anywhere = self._any(flags)
         there = [p for p, found in zip(asked, anywhere, strict=True) if found]
         tensors = {p: made[p] if p in made else torch.empty_like(_real(p)) for p in there}
         self._send([(tensors[p], self._shards.owner(p)) for p in there])
         return tensors
 
-    def _any(self, told: Tensor) -> list[float]:
+    def _any(self, flags: Tensor) -> list[float]:
         """Return for each number whether it is above 0 on any replica."""
         group = self._shards.group
-        if group is not None and len(told):
+        if group is not None and len(flags):
             try:
-                group.all_reduce(told)
+                group.all_reduce(flags)
             except RuntimeError as error:
-                raise _lost("while telling of the weights of squares", error) from error
-        found: list[float] = told.tolist()
+                raise _lost("while exchanging the weights of squares", error) from error
+        found: list[float] = flags.tolist()
         return found
 
     def _parameters(self) -> list[nn.Parameter]:
@@ -119,15 +120,15 @@ class ShardedStep:
 
     def _finish(self) -> None:
         self._show()
-        # Who is trained, or has a gradient, all replicas know alike.
+        # This condition is equal on all replicas.
         stepped = [p for p in self._parameters() if p.requires_grad or p.grad is not None]
         self._send([(_real(p), self._shards.owner(p)) for p in stepped])
 
     def _send(self, tensors: Sequence[tuple[Tensor, int]]) -> None:
-        """Have each tensor be the owner's on all replicas.
+        """Overwrite each tensor with the owner's on all replicas.
 
         Args:
-            tensors: Real ones, of the same shapes on all replicas, and the ranks of their owners.
+            tensors: Real tensors, with equal shapes on all replicas, and the ranks of their owners.
         """
         rank, group = self._shards.rank, self._shards.process_group
         groups: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}
@@ -163,16 +164,16 @@ class ShardedStep:
 def _broadcast(tensor: Tensor, owner: int, group: dist.ProcessGroup | None) -> dist.Work:
     source = owner if group is None else dist.get_global_rank(group, owner)
     work: dist.Work | None = dist.broadcast(tensor, src=source, group=group, async_op=True)
-    assert work is not None  # noqa: S101  # it was asked for
+    assert work is not None  # noqa: S101  # async_op=True
     return work
 
 
 def _lost(when: str, error: RuntimeError) -> PeerLostError:
-    why = f"The replicas that are left cannot go on without a restart: {LOST}"
+    why = f"The surviving replicas cannot continue without a restart: {LOST}"
     return PeerLostError(f"{lost_peers(when, error)} {why}")
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """Return a view of the same numbers that autograd does not follow, complex ones as pairs."""
+    """Return a view without autograd, with complex numbers as pairs of real ones."""
     tensor = tensor.detach()
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -1,1 +1,1 @@
-"""Who takes part in a job while it trains: replicas that join and leave."""
+"""Elastic resizes: replicas join and leave a job while it trains."""

@@ -1,7 +1,7 @@
-"""Shows who takes part in a job that meets in a folder, and has replicas leave.
+"""Lists the replicas of a job with a rendezvous folder, and makes replicas leave.
 
 python -m pipollux_hybrid.resize FOLDER             lists the replicas
-python -m pipollux_hybrid.resize FOLDER leave ID    has one leave at the next step
+python -m pipollux_hybrid.resize FOLDER leave ID    makes one leave at the next step
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ USAGE = 2
 
 
 def main(arguments: list[str]) -> int:
-    """List the replicas of the job that meets in a folder, or have one leave."""
+    """List the replicas of the job with a rendezvous folder, or make one leave."""
     folder, *rest = arguments or [""]
     if not Path(folder).is_dir() or (rest and (rest[0] != "leave" or len(rest) != 2)):
         print(__doc__.strip(), file=sys.stderr)
@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> int:
     rendezvous = RendezvousFolder(Path(folder))
     announcement = rendezvous.announcement()
     if announcement is None:
-        print(f"no job meets in {folder}", file=sys.stderr)
+        print(f"no job runs in {folder}", file=sys.stderr)
         return NO_JOB
     members = announcement.membership.replicas
     if rest:
@@ -33,8 +33,8 @@ def main(arguments: list[str]) -> int:
     for rank, replica in enumerate(members):
         print(f"{replica}  replica {rank}")
     for joining_replica in rendezvous.joining():
-        what = "waits to join" if joining_replica.waiting_to_join else "starts"
-        print(f"{joining_replica.replica}  {what}, on {joining_replica.host}")
+        status = "waits to join" if joining_replica.waiting_to_join else "starts"
+        print(f"{joining_replica.replica}  {status}, on {joining_replica.host}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""How the replicas of a membership find each other at the boundary where they change."""
+"""Compares the positions of the replicas of a pending membership at a step boundary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Alignment", "compare", "in_common", "position"]
 
 
 class Alignment(enum.Enum):
-    """What the replicas of a membership find when they compare where they are."""
+    """Result of the comparison."""
 
     TOGETHER = "all are at one place"
     BEHIND = "some have yet to come"
@@ -25,7 +25,7 @@ class Alignment(enum.Enum):
 
 
 def compare(found: Sequence[torch.Tensor], here: torch.Tensor) -> Alignment:
-    """Compare (epoch, loop, checksum) of all replicas with those of one who trains."""
+    """Compare (epoch, loop, checksum) of all replicas with those of a surviving replica."""
     if all(torch.equal(theirs, here) for theirs in found):
         return Alignment.TOGETHER
     *place, _ = here.tolist()
@@ -37,12 +37,7 @@ def compare(found: Sequence[torch.Tensor], here: torch.Tensor) -> Alignment:
 
 
 def in_common(ctx: JobContext, description: str) -> dict[str, str | None]:
-    """Return what a replica must have in common with the others, by name.
-
-    Args:
-        ctx: The job's context.
-        description: Of the loop that it is in.
-    """
+    """Return the settings and states that all replicas must have in common, by name."""
     states = ctx.component(States)
     described = {name: state.common for name, state in states.items() if state.common}
     common = {"the loop": description, "the list of states": ", ".join(sorted(states))}
@@ -50,11 +45,6 @@ def in_common(ctx: JobContext, description: str) -> dict[str, str | None]:
 
 
 def position(place: JobPlace, common: Mapping[str, str | None]) -> torch.Tensor:
-    """Return where a replica is, and a checksum of what all must have in common, shape [3].
-
-    Args:
-        place: Where in its script the replica is.
-        common: Of :func:`in_common`.
-    """
+    """Return a replica's position and a checksum of :func:`in_common`, shape [3]."""
     content = json.dumps(common, sort_keys=True).encode()
     return torch.tensor([*place, zlib.crc32(content)])

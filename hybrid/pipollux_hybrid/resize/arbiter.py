@@ -1,4 +1,4 @@
-"""Who goes on when replicas were lost: the place where those that are left find out."""
+"""Decides which replicas continue after a loss, in a place that survivors reach without groups."""
 
 from __future__ import annotations
 
@@ -17,73 +17,50 @@ __all__ = ["Arbiter", "FolderArbiter"]
 
 ENTERED, GIVEN_UP = "entered", "given up"
 HALF_WRITTEN = 5.0
-"""Seconds that a file may be there without its content."""
+"""Seconds for which a file may exist without its content."""
 
 
 class Arbiter(Protocol):
-    """What those that are left tell each other while they have no groups.
+    """Communication of surviving replicas while they have no groups.
 
-    There may be several attempts to go on from one membership, as more replicas may die meanwhile.
+    There may be several attempts to continue from one membership, as more replicas may die
+    meanwhile. Methods that write raise an OSError if they cannot.
     """
 
     @property
     def survivors_decide(self) -> bool:
-        """Whether the first of those that are left decides; else somebody else does."""
+        """Whether the first surviving replica decides; else somebody else does."""
 
     def report(self, lost: Membership, attempt: int, replica: str, newest: int) -> None:
-        """Say that a replica lives, and has lost others.
+        """Report that a replica is alive and has lost others, in an attempt counted from 0.
 
-        Args:
-            lost: The membership that some of them were lost of.
-            attempt: Counted from 0.
-            replica: The one that lives.
-            newest: The highest number of a membership that it has heard of.
-
-        Raises:
-            OSError: It cannot be told.
+        ``newest`` is the highest membership number that it knows.
         """
 
     def reports(self, lost: Membership, attempt: int) -> Mapping[str, int]:
-        """Return the replicas that have said so, with the highest number of each."""
+        """Return the replicas that have reported, with the highest number of each."""
 
     def decide(self, lost: Membership, attempt: int, successor: Membership) -> None:
-        """Decide on a membership of those that are left, unless somebody has already.
-
-        Raises:
-            OSError: It cannot be told.
-        """
+        """Decide on the membership of the surviving replicas, unless it is decided already."""
 
     def decision(self, lost: Membership, attempt: int) -> Membership | None:
-        """Return what was decided; None: nothing yet."""
+        """Return the decision; None: there is none yet."""
 
     def conclude(self, successor: Membership, *, enters: bool) -> bool:
-        """Say how an attempt has ended for this replica; the first one's word holds for all.
+        """Record whether this replica has met all others of a membership.
 
-        So no replica goes on with a membership that another one has given up.
-
-        Args:
-            successor: What was decided.
-            enters: Whether this replica has met all others of it.
-
-        Returns:
-            Whether it is entered.
-
-        Raises:
-            OSError: It cannot be told.
+        The first record holds for all and is returned, so no replica enters a membership that
+        another one has given up.
         """
 
     def clear(self, current: Membership) -> None:
-        """Forget what was before the last time that replicas were lost.
-
-        Args:
-            current: The membership that was entered.
-        """
+        """Remove records of losses before the one that led to the current membership."""
 
 
 class FolderArbiter:
-    """An arbiter that is a folder, which all hosts share.
+    """An arbiter in a folder that all hosts share.
 
-        lost-N-A-ID        replica ID lives, and has lost others of membership N; attempt A
+        lost-N-A-ID        replica ID is alive, and has lost others of membership N; attempt A
         follows-N-A        the membership that follows, written once
         outcome-N          whether membership N was entered, written once
 
@@ -97,14 +74,14 @@ class FolderArbiter:
         self._folder = folder
 
     def report(self, lost: Membership, attempt: int, replica: str, newest: int) -> None:
-        """Say that a replica lives, and has lost others."""
+        """Report that a replica is alive, and has lost others."""
         name = f"lost-{lost.number}-{attempt}-{replica}"
         aside = self._folder / f".{name}"
         aside.write_text(str(newest))
         aside.replace(self._folder / name)
 
     def reports(self, lost: Membership, attempt: int) -> Mapping[str, int]:
-        """Return the replicas that have said so, with the highest number of each."""
+        """Return the replicas that have reported, with the highest number of each."""
         found = {}
         for replica in lost.replicas:
             with suppress(OSError, ValueError):
@@ -113,11 +90,11 @@ class FolderArbiter:
         return found
 
     def decide(self, lost: Membership, attempt: int, successor: Membership) -> None:
-        """Decide on a membership of those that are left, unless somebody has already."""
+        """Decide on the membership of the surviving replicas, unless it is decided already."""
         self._write_once(f"follows-{lost.number}-{attempt}", json.dumps(successor.to_json_object()))
 
     def decision(self, lost: Membership, attempt: int) -> Membership | None:
-        """Return what was decided; None: nothing yet."""
+        """Return the decision; None: there is none yet."""
         path = self._folder / f"follows-{lost.number}-{attempt}"
         try:
             return Membership.from_json_object(json.loads(path.read_text()))
@@ -125,7 +102,7 @@ class FolderArbiter:
             return None
 
     def conclude(self, successor: Membership, *, enters: bool) -> bool:
-        """Say how an attempt has ended for this replica; the first one's word holds for all."""
+        """Record the outcome of an attempt on this replica; the first record holds for all."""
         name = f"outcome-{successor.number}"
         self._write_once(name, ENTERED if enters else GIVEN_UP)
         until = time.monotonic() + HALF_WRITTEN
@@ -134,7 +111,7 @@ class FolderArbiter:
         return word == ENTERED
 
     def clear(self, current: Membership) -> None:
-        """Forget what was before the last time that replicas were lost."""
+        """Remove records of losses before the last one."""
         numbers = {int(x.name.split("-")[1]) for x in self._folder.glob("follows-*")}
         before = [number for number in numbers if number < max(numbers)]
         for pattern in ("lost-{}-*", "follows-{}-*"):
@@ -151,7 +128,7 @@ class FolderArbiter:
             os.link(aside, self._folder / name)
         except FileExistsError:
             return
-        except OSError:  # storage that knows no links: it may be half written for a moment
+        except OSError:  # no hard links here: the file may be half written for a moment
             with suppress(FileExistsError), (self._folder / name).open("x") as output:
                 output.write(content)
         finally:

@@ -1,19 +1,18 @@
-"""Replicas that join and leave while the others train.
+"""Elastic resizes at step boundaries.
 
 A joining replica is a restart whose checkpoint comes from a peer: it runs the script, waits at the
-beginning of the loop that the others are in, and takes over their states at a step boundary that
-all have agreed on. For the surviving replicas a change is what a stop and a restart would be,
-without either: the same states, random numbers and positions, to the last bit.
+beginning of the current loop of the job, and receives the states at a step boundary on which all
+have agreed. For the surviving replicas the result is that of a stop and a restart, without either:
+the same states, random numbers and positions, bit for bit.
 
-1. A joining replica asks to join in the folder of the rendezvous, and goes on to the loop that the
-   job is in.
+1. A joining replica applies at the rendezvous, and runs to the current loop of the job.
 2. Replica 0 proposes a membership. All of its replicas form its groups in the background.
-3. With the control message of each step every replica tells what it has formed. Once all have
-   formed the same, they change at this very boundary.
-4. All meet once more, over the new groups, and the surviving replicas send the joining replicas
-   their states. Whatever goes wrong so far, the old ones go on.
-5. They vote over the old groups, tell joining replicas and vote once more, as one may be gone, and
-   switch to the new groups; replicas that left end.
+3. The control message of each step carries the number of the membership that a replica has formed.
+   Once all have formed the same one, they resize at this very boundary.
+4. All meet over the new groups, and the surviving replicas send the joining replicas their states.
+   If anything fails so far, the old replicas continue.
+5. The old replicas vote over the old groups, notify the joining replicas, vote again, as one may be
+   gone, and switch to the new groups; replicas that left end.
 """
 
 from __future__ import annotations
@@ -49,17 +48,17 @@ from .watch import INTERVAL, MembershipWatch
 __all__ = ["ElasticMembership", "elastic_membership", "find_job", "start_elastic_membership"]
 
 TELLS_AFTER = 3.0
-"""Seconds after which it is told that a run waits."""
+"""Seconds after which a waiting attempt is logged."""
 BEGIN_PATIENCE = 60.0
-"""Seconds that a run which has begun in a folder has to make its model."""
+"""Seconds that an attempt which has claimed a folder has to create its model."""
 
 
 class ElasticMembership:
-    """Changes who takes part, at step boundaries.
+    """Changes the membership at step boundaries.
 
     Args:
         ctx: The job's context.
-        watch: What this replica knows of who takes part.
+        watch: This replica's view of the membership.
     """
 
     def __init__(self, ctx: JobContext, watch: MembershipWatch) -> None:
@@ -67,26 +66,21 @@ class ElasticMembership:
         self._watch = watch
         self._announced: PendingMembership | None = None
         self.totals = watch.totals
-        """Of accumulators, for joining replicas."""
+        """Totals of accumulators, for joining replicas."""
         self.joining = Joining(ctx, watch, self.totals)
-        """How this replica comes to take part, where it joins others."""
+        """The procedure of a joining replica."""
         self.recovery = Recovery(ctx, watch)
-        """Goes on with those that are left when others have died."""
+        """Continues with the surviving replicas after a loss."""
 
     def job_place(self) -> JobPlace | None:
-        """Return where the job is that this replica is about to join; None: not yet known."""
+        """Return the position of the job that this replica is about to join; None: unknown yet."""
         announcement = self._watch.rendezvous.announcement()
         return None if announcement is None else announcement.place
 
     def arrive(self, place: JobPlace, description: str) -> bool:
-        """Note the beginning of a loop; a joining replica joins here.
+        """Record the beginning of a loop; a joining replica joins here.
 
-        Args:
-            place: Where in the script this is.
-            description: Of the loop.
-
-        Returns:
-            False for a joining replica where the job is beyond this loop, which is then skipped.
+        Returns False for a joining replica if the job is beyond this loop, which is then skipped.
 
         Raises:
             SystemExit: A joining replica was asked to stop, or the job has ended.
@@ -99,7 +93,7 @@ class ElasticMembership:
         return True
 
     def announce(self, message: ControlMessage) -> ControlMessage:
-        """Add to a control message what this replica has formed, and would leave behind."""
+        """Add to a message the membership that this replica has formed, and its pending amounts."""
         self._check_refused()
         message = replace(message, **self.recovery.told())
         pending = self._watch.pending
@@ -112,7 +106,7 @@ class ElasticMembership:
         return replace(message, formed=number, formed_sqr=number**2)
 
     def is_due(self, agreed: ControlMessage | None) -> bool:
-        """Return whether all replicas have formed the same membership, as all of them know."""
+        """Return whether all replicas have formed the same membership, by the agreed message."""
         if agreed is not None and agreed.proposed > self._watch.newest:
             self._watch.rendezvous.refresh()
         if agreed is None or self._announced is None:
@@ -121,18 +115,14 @@ class ElasticMembership:
         return agreed.formed == size * number and agreed.formed_sqr == size * number**2
 
     def change(self, place: JobPlace, description: str) -> bool:
-        """Change to the membership that all have formed; all replicas call it at the same boundary.
+        """Resize to the membership that all have formed; all replicas call it at the same boundary.
 
-        Args:
-            place: Where in the script this is.
-            description: Of the loop, which joining replicas must be in, too.
-
-        Returns:
-            Whether it came about; else everything is as before.
+        Returns whether it was entered; else nothing has changed. The loop's description must be
+        equal on joining replicas.
 
         Raises:
             SystemExit: This replica leaves.
-            SynchronizationError: A replica was lost on the way.
+            SynchronizationError: A replica was lost during the resize.
         """
         pending, ctx, self._announced = self._announced, self._context, None
         assert pending is not None  # noqa: S101  # else it was not due
@@ -147,7 +137,6 @@ class ElasticMembership:
             raise self._watch.refused
 
     def _change(self, pending: PendingMembership, here: torch.Tensor) -> bool:
-        """Change to a membership, if all agree."""
         ctx = self._context
         began_at, joining = time.perf_counter(), self._joining(pending)
         try:
@@ -172,14 +161,14 @@ class ElasticMembership:
         return True
 
     def _agree(self, pending: PendingMembership, joining: range, here: torch.Tensor) -> bool:
-        """Return whether the change comes about; until then everything is as before."""
+        """Return whether all agree to resize; nothing has changed until then."""
         ctx = self._context
         metrics = ctx.component(Metrics)
         metrics.flush()
         for state in ctx.component(States).values():
             state.spread()
         if pending.rank is None:
-            # Replica 0 may still write a checkpoint, and another one is to write the next.
+            # Replica 0 may still write a checkpoint, and another replica writes the next one.
             ctx.component(CheckpointManager).saver.wait()
         ok = self._hand_over(pending, joining, here)
         agreed = self._vote(ok)
@@ -191,9 +180,9 @@ class ElasticMembership:
         return agreed
 
     def _joining(self, pending: PendingMembership) -> range:
-        """Return the ranks of the joining replicas, which come after the surviving replicas."""
+        """Return the ranks of the joining replicas, which follow the surviving replicas."""
         before = self._watch.membership
-        assert before is not None  # noqa: S101  # who takes part has one
+        assert before is not None  # noqa: S101  # every member has one
         replicas = pending.membership.replicas
         return range(len(set(replicas) & set(before.replicas)), len(replicas))
 
@@ -217,12 +206,12 @@ class ElasticMembership:
         return True
 
     def _vote(self, ok: bool) -> bool:
-        """Return whether all that train agree, those who leave, too."""
+        """Return whether all current replicas agree, including leaving ones."""
         votes = self._context.control.gather(torch.tensor([int(ok)]))
         return all(int(vote) for vote in votes)
 
     def _announce_to_joining(self, pending: PendingMembership) -> bool:
-        """Tell those that join that it comes about; return whether they are still there."""
+        """Notify joining replicas of the agreement; return whether they are still there."""
         if pending.control is None:  # this replica leaves
             return True
         try:
@@ -239,7 +228,7 @@ class ElasticMembership:
             return None
 
     def _meet(self, pending: PendingMembership, here: torch.Tensor) -> bool:
-        """Return whether all replicas of the new membership are at this place."""
+        """Return whether all replicas of the new membership are at this position."""
         if pending.control is None:
             return True
         while True:
@@ -260,12 +249,12 @@ class ElasticMembership:
 
 
 def elastic_membership(ctx: JobContext) -> ElasticMembership | None:
-    """Return what changes who takes part in this job; None where nothing does."""
+    """Return the elastic membership of this job; None: the job is not elastic."""
     return ctx.component(_Holder).live
 
 
 class _Holder:
-    """Holds the one object of a job."""
+    """Holds the component of a job, which may be absent."""
 
     def __init__(self, ctx: JobContext) -> None:
         del ctx
@@ -275,9 +264,9 @@ class _Holder:
 def start_elastic_membership(
     ctx: JobContext, rendezvous: Rendezvous, timeout: float
 ) -> ElasticMembership:
-    """Begin to let replicas join and leave; all replicas of a job that begins call it."""
+    """Make a job elastic; all replicas of a job that begins call it."""
     replica = secrets.token_hex(4) if rendezvous.self_governed else str(ctx.env.replica)
-    if ctx.mesh is not None:  # the processes of a replica come and go together
+    if ctx.mesh is not None:  # the processes of a replica join and leave together
         replica = ctx.mesh.gather_from_stages(replica.encode())[0].decode()
     membership = None
     if ctx.joins is None:
@@ -290,16 +279,16 @@ def start_elastic_membership(
 
 
 def find_job(rendezvous: RendezvousFolder, env: JobEnvironment) -> Announcement | None:
-    """Return what the job in a folder tells; None: there is none, and this run begins one.
+    """Return the announcement of the job in a folder; None: this attempt begins one.
 
     Raises:
-        ConfigurationError: This run has several replicas, or others than those of a job that is
-            there already.
+        ConfigurationError: This attempt has several replicas, or another number of processes per
+            replica than an existing job.
     """
-    began_at, told = time.monotonic(), False
+    began_at, logged = time.monotonic(), False
     while True:
         claim, announcement = rendezvous.last_claim(), rendezvous.announcement()
-        # A job that has not yet made its model is not yet known.
+        # Until the job has a model its announcement is incomplete.
         if announcement is not None and rendezvous.job_speaks() and announcement.balance:
             _check_joins(rendezvous, announcement, env)
             return announcement
@@ -310,16 +299,16 @@ def find_job(rendezvous: RendezvousFolder, env: JobEnvironment) -> Announcement 
         )
         if not starts and rendezvous.job_is_silent() and rendezvous.claim(claim):
             return None
-        if not told and time.monotonic() > began_at + TELLS_AFTER:
+        if not logged and time.monotonic() > began_at + TELLS_AFTER:
             say(f"waits to see whether the job in {rendezvous.folder} is alive, and has its model")
-            told = True
+            logged = True
         time.sleep(INTERVAL)
 
 
 def _check_joins(
     rendezvous: RendezvousFolder, announcement: Announcement, env: JobEnvironment
 ) -> None:
-    """Refuse a run that cannot be a replica of the job that meets in a folder."""
+    """Refuse an attempt that cannot be a replica of the job in a folder."""
     where = f"PIPOLLUX_RENDEZVOUS={str(rendezvous.folder)!r}"
     theirs, ours = announcement.processes, env.processes_per_replica
     if ours != theirs:

@@ -1,4 +1,4 @@
-"""Whether a job can change who takes part while it trains."""
+"""Whether a job supports elastic resizes."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ def why_not_live(ctx: JobContext, *, joins: bool = True) -> str | None:
 
     Args:
         ctx: The job's context.
-        joins: Whether some are to join; else some only leave.
+        joins: Whether replicas join; else they only leave.
 
     Returns:
         A sentence that names the state; None: they can.
     """
     for name, state in ctx.component(States).items():
         if not state.live and (joins or not state.shrinks):
-            what = "join" if joins else "leave"
-            allowed = "; replicas may leave" if state.shrinks else ""
+            action = "join" if joins else "leave"
+            allowed = " (replicas may leave)" if state.shrinks else ""
             return (
-                f"replicas cannot {what} while others train, as {type(state).__name__} says so of "
-                f"the state {name} (live = False{allowed}): stop the job, and start it again with "
-                "another number of replicas"
+                f"replicas cannot {action} while others train, as {type(state).__name__} sets "
+                f"live = False for the state {name}{allowed}: stop the job, and start it again "
+                "with another number of replicas"
             )
     return None

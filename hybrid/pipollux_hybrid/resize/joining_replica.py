@@ -1,4 +1,4 @@
-"""A replica that joins a job which trains: it waits at the beginning of a loop for the others."""
+"""A replica that joins a running job: it waits at the beginning of a loop for the others."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from .watch import INTERVAL, MembershipWatch
 __all__ = ["ALIGNMENT_PATIENCE", "Joining"]
 
 ALIGNMENT_PATIENCE = 10.0
-"""Seconds that the others wait for a joining replica at the boundary where they change."""
+"""Seconds that the others wait for a joining replica at the boundary of the resize."""
 TOTALS_PATIENCE = 60.0
-"""Seconds that a joining replica waits for totals which the job has read: storage that hosts share
-may show a file that late."""
+"""Seconds that a joining replica waits for totals that the job has read: shared storage may show a
+file that late."""
 POLL_INTERVAL = 0.005
 
 
 class Joining:
-    """How a joining replica comes to take part.
+    """The procedure of a joining replica.
 
     Args:
         ctx: The job's context.
-        watch: What it knows of the job.
+        watch: This replica's view of the membership.
         published: Totals that the job has read.
     """
 
@@ -53,14 +53,9 @@ class Joining:
         self._common: dict[str, str | None] = {}
 
     def join(self, place: JobPlace, description: str) -> bool:
-        """Wait at the beginning of a loop until this replica takes part.
+        """Wait at the beginning of a loop until this replica is a member.
 
-        Args:
-            place: Where in the script this is.
-            description: Of the loop.
-
-        Returns:
-            Whether it does; False where the job is beyond this loop, which is then to be left out.
+        Returns False if the job is beyond this loop, which is then skipped.
 
         Raises:
             SystemExit: This replica was asked to stop, or the job has ended.
@@ -72,7 +67,7 @@ class Joining:
             raise ConfigurationError(f"this replica cannot join the job: {why_not}")
         watch, mesh = self._watch, self._context.mesh
         if mesh is not None and not self._arrived:
-            mesh.gather_from_stages(b"")  # all others wait when this one meets them
+            mesh.gather_from_stages(b"")  # no process of the replica is on its way any more
         self._arrived = True
         watch.place, watch.waiting_to_join = place, True
         self._common = in_common(self._context, description)
@@ -94,12 +89,10 @@ class Joining:
         return False
 
     def totals(self, accumulator: str, phase: str, number: int) -> bytes:
-        """Return what a synchronized block showed in the job, which is beyond it.
+        """Return the totals of a synchronized block in the job, which is beyond it.
 
-        Args:
-            accumulator: The name of its state.
-            phase: The part of the script that the block is in.
-            number: Of the block therein.
+        The block is identified by the accumulator, the phase of the script and its index in the
+        phase.
 
         Raises:
             SystemExit: This replica was asked to stop, or the job has ended.
@@ -119,14 +112,14 @@ class Joining:
         return found
 
     def _meet(self, pending: PendingMembership, here: torch.Tensor) -> Alignment:
-        """Meet those who train at the boundary where they change.
+        """Meet the current replicas at the boundary of the resize.
 
         Returns:
-            TOGETHER: this replica takes part now. BEHIND: they wait at a later loop. ELSEWHERE: it
-            has not come about.
+            TOGETHER: this replica is a member now. BEHIND: the job waits at a later loop.
+            ELSEWHERE: the resize has failed.
         """
         control = pending.control
-        assert control is not None  # noqa: S101  # the caller looked
+        assert control is not None  # noqa: S101  # checked by the caller
         while True:
             found = self._await(pending, lambda: control.start_all_gather(here))
             if found is None:
@@ -136,10 +129,10 @@ class Joining:
                 theirs = pending.common()
                 self._watch.give_up(pending)
                 if found[0].tolist()[:2] == here.tolist()[:2] and not torch.equal(found[0], here):
-                    what = differences_of_joining(theirs, self._common)
+                    differences = differences_of_joining(theirs, self._common)
                     raise ConfigurationError(
-                        f"this replica cannot join the job: {what}; start it with the same script, "
-                        "arguments and environment"
+                        f"this replica cannot join the job: {differences}; start it with the same "
+                        "script, arguments and environment"
                     )
                 return state
             if found[0].tolist()[:2] > here.tolist()[:2]:
@@ -149,7 +142,7 @@ class Joining:
         return self._take_over(pending)
 
     def _take_over(self, pending: PendingMembership) -> Alignment:
-        """Take the states of those who train, and go over to the new groups with them."""
+        """Receive the states of the job, and switch to the new groups."""
         ctx, control, rank = self._context, pending.control, pending.rank
         peers = pending.peers
         assert control and peers and rank is not None  # noqa: S101, PT018  # it has formed
@@ -174,14 +167,14 @@ class Joining:
     def _await(
         self, pending: PendingMembership, start: Callable[[], tuple[Any, list[torch.Tensor]]]
     ) -> list[torch.Tensor] | None:
-        """Wait for a collective as long as a membership may come about; None: it did not."""
+        """Wait for a collective while the membership is pending; None: it failed."""
         deadline = math.inf
         try:
             work, result = start()
             while not work.is_completed():
                 self._check_waiting()
                 if self._watch.pending is not pending:
-                    # The others may have agreed on it before they heard of the next.
+                    # The others may have agreed on it before the next one was proposed.
                     deadline = min(deadline, time.monotonic() + ALIGNMENT_PATIENCE)
                 if time.monotonic() > deadline:
                     pending.drop()
@@ -194,13 +187,13 @@ class Joining:
         return result
 
     def _check_waiting(self) -> None:
-        """End a joining replica that is not wanted any more."""
+        """End a joining replica that is not needed any more."""
         if signals.stop_requested():
             sys.exit(signals.exit_code())
         ctx = self._context
         if self._watch.rendezvous.job_is_silent():
             if ctx.mesh is not None:
-                ctx.mesh.gather_from_stages(b"")  # all end well, or none
+                ctx.mesh.gather_from_stages(b"")  # all exit with 0, or none
             if self._watch.speaks:
                 say("the job that this replica was to join has ended")
             sys.exit(0)

@@ -1,4 +1,4 @@
-"""What replicas that come and go say for whoever reads the log."""
+"""Log lines of elastic resizes."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ __all__ = ["say"]
 
 
 def say(sentence: str) -> None:
-    """Print for whoever reads the log."""
+    """Print a sentence to standard error."""
     print(f"pipollux: {sentence}", file=sys.stderr, flush=True)

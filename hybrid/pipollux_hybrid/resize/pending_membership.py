@@ -1,7 +1,7 @@
-"""Forming the groups of a membership in the background, while the replicas train in the old ones.
+"""Forms the groups of a membership in the background, while training uses the current ones.
 
-Make before break: nobody stops before all replicas of the new membership have met, so one that dies
-or is slow on its way costs the others nothing.
+Nobody stops before all replicas of the new membership have met, so one that dies or is slow before
+costs the others nothing.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ __all__ = ["PendingMembership"]
 
 _LOG = logging.getLogger(__name__)
 PATIENCE = 60.0
-"""Seconds for all replicas of a membership to meet: a scheduler with thousands of changes at a time
-tells each of them every 15 s where the others are."""
+"""Seconds for all replicas of a membership to meet: a scheduler with thousands of concurrent
+resizes answers each of them every 15 s."""
 LOOK_INTERVAL = 0.05
 COMMON = "common"
-"""Key of what all replicas must have in common."""
+"""Key of the settings that all replicas must have in common."""
 
 
 class PendingMembership:
     """A membership whose groups are being formed, as one replica sees it.
 
     Args:
-        membership: Who is to take part.
-        replica: The id of this replica; one that does not take part leaves.
-        rendezvous: Where the replicas find each other.
-        timeout: Seconds that later collectives wait.
-        mesh: The groups of this process now, where each stage has one.
-        outline: Returns what replica 0 tells those that join of the states to come, so that they
-            can make room; None: nothing.
-        common: Returns what all replicas must have in common, for the message of one that has not.
-        prepare: What one that joins does with it.
-        prepares: Called with the number of replicas, they get what takes time, and return what is
-            to be called when the membership has come about.
+        membership: The pending membership.
+        replica: The id of this replica; if it is not a member, it leaves.
+        rendezvous: The rendezvous of the job.
+        timeout: Timeout of later collectives in seconds.
+        mesh: The current groups of a multi-process pipeline.
+        outline: Returns replica 0's outline of the states, for which joining replicas allocate
+            memory; None: there is none.
+        common: Returns the settings that all replicas must have in common, for error messages.
+        prepare: Allocates memory for an outline, on a joining replica.
+        prepares: Slow preparations, called with the number of replicas; each returns a function to
+            be called when the membership is entered.
     """
 
     def __init__(
@@ -68,23 +68,24 @@ class PendingMembership:
         """This replica's rank in it; None: it leaves."""
         stage, processes = (mesh.stage, mesh.num_stages) if mesh is not None else (0, 1)
         self.process = None if self.rank is None else self.rank * processes + stage
-        """This process's rank among all of its processes; None: it leaves."""
+        """This process's rank in it; None: it leaves."""
         self.num_processes = len(membership.replicas) * processes
         self.store: Store | None = None
         self.control: ReplicaGroup | None = None
-        """For control messages, of all processes; None for one."""
+        """Group of all processes for control messages; None for one process."""
         self.gradients: ReplicaGroup | None = None
-        """For gradients, and to be torch's default one, of all processes; None for one."""
+        """Group of all processes for gradients, the next default group of torch; None for one
+        process."""
         self.mesh_groups: MeshGroups | None = None
-        """Those of this process where each stage has one."""
+        """This process's groups in a multi-process pipeline."""
         self.failure: Exception | None = None
         self.formed = self.rank is None
         """Whether this replica has met all others."""
         self.spare: Spare = {}
-        """Memory that one that joins has made ready."""
+        """Memory that a joining replica has allocated."""
         self.began_at = time.monotonic()
         self.ready: list[Callable[[], None]] = []
-        """To be called when it has come about."""
+        """Functions to be called when it is entered."""
         self._mesh = mesh
         self._outline, self._prepare, self._prepares = outline, prepare, prepares
         self._common = common
@@ -96,17 +97,17 @@ class PendingMembership:
 
     @property
     def name(self) -> str:
-        """What its groups are called."""
+        """Name of its groups."""
         return f"membership-{self.membership.number}"
 
     @property
     def peers(self) -> ReplicaGroup | None:
-        """The processes that have the same states, in the order of replicas; None for one."""
+        """Group of the processes with the same states, in the order of replicas; None for one."""
         return self.control if self.mesh_groups is None else self.mesh_groups.column
 
     @property
     def failed(self) -> str:
-        """Why it does not come about, in a sentence; empty: it may."""
+        """Why it cannot be entered, in a sentence; empty: it may be."""
         if self.failure is not None:
             return f"{type(self.failure).__name__}: {self.failure}"
         if not self.formed and time.monotonic() - self.began_at > PATIENCE:
@@ -114,14 +115,14 @@ class PendingMembership:
         return ""
 
     def common(self) -> dict[str, str | None]:
-        """Return what replica 0 has said that all must have in common; empty: nothing."""
+        """Return replica 0's settings that all must have in common; empty: unknown."""
         if self.store is None or not self.store.check([COMMON]):
             return {}
         found: dict[str, str | None] = json.loads(self.store.get(COMMON))
         return found
 
     def drop(self) -> None:
-        """Let go of the groups: it does not come about."""
+        """Release the groups of a membership that is not entered."""
         of_mesh = () if self.mesh_groups is None else self.mesh_groups.all
         for group in (self.control, self.gradients, *of_mesh):
             if group is not None:
@@ -132,10 +133,11 @@ class PendingMembership:
     def _run(self) -> None:
         try:
             self._form()
-        except Exception as error:  # nobody waits for it
+        except Exception as error:  # in a thread that nobody joins
             self.failure = error
             _LOG.warning(
-                "the groups of %s replicas were not formed, and training goes on without: %s: %s",
+                "the groups of %s replicas were not formed, training continues without them: "
+                "%s: %s",
                 *(len(self.membership.replicas), type(error).__name__, error),
             )
         else:
@@ -157,32 +159,32 @@ class PendingMembership:
             return form_group(store, f"{self.name}-{name}", rank, size, **options)
 
         def form_within(name: str, rank: int, size: int) -> ReplicaGroup:
-            # Gloo keeps what it was given at first for what is sent from one to another.
+            # For point-to-point messages gloo keeps the timeout of the group's creation.
             return form(name, rank, size, self._timeout)
 
         self.control = form("control", self.process, size)
         self.gradients = form("gradients", self.process, size)
         if self._mesh is not None:
             self.mesh_groups = self._mesh.form(form, form_within, self.rank, replicas)
-            # A process may have formed all of its own, and another one not.
+            # A process may have formed all of its groups, and another one not.
             self._wait_for_all(store, "formed", time.monotonic() + PATIENCE)
 
-    def _wait_for_all(self, store: Store, what: str, deadline: float) -> None:
-        """Say something in the store, and wait until all have said it."""
-        store.set(f"{what}-{self.process}", "1")
+    def _wait_for_all(self, store: Store, key: str, deadline: float) -> None:
+        """Set a key in the store, and wait until all processes have set it."""
+        store.set(f"{key}-{self.process}", "1")
         left = timedelta(seconds=max(deadline - time.monotonic(), 1.0))
-        store.wait([f"{what}-{rank}" for rank in range(self.num_processes)], left)
+        store.wait([f"{key}-{rank}" for rank in range(self.num_processes)], left)
 
     def _make_room(self, store: Store) -> None:
-        """Have memory made ready before anybody waits for it."""
+        """Allocate memory in advance."""
         name = f"outline-{0 if self._mesh is None else self._mesh.stage}"
         if self.process == 0 and self._common is not None:
             store.set(COMMON, json.dumps(self._common()))
         if self.rank == 0:
-            told = self._outline() if self._outline is not None else b""
-            store.set(name, told)  # type: ignore[arg-type]  # torch takes bytes, too
-        elif self._prepare is not None and (told := store.get(name)):
-            self.spare = self._prepare(told)
+            outline = self._outline() if self._outline is not None else b""
+            store.set(name, outline)  # type: ignore[arg-type]  # torch also accepts bytes
+        elif self._prepare is not None and (outline := store.get(name)):
+            self.spare = self._prepare(outline)
         self.ready = [prepare(len(self.membership.replicas)) for prepare in self._prepares]
 
     def _meet(self, number: int, deadline: float) -> Store:

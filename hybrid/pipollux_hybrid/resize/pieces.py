@@ -1,7 +1,7 @@
-"""Tensors in pieces, which replicas send each other: who sends which, and where they lie.
+"""Splits tensors into pieces for a transfer: the plan of senders and receivers, and the memory.
 
-Every replica that has the tensors sends a part of them. Each piece goes to one of those that
-receive them, which hands it on to the others, so that nobody who has them sends anything twice.
+Every replica that has the tensors sends a part of them. Each piece goes to one receiver, which
+forwards it to the other receivers, so that no replica sends anything twice.
 """
 
 from __future__ import annotations
@@ -18,50 +18,50 @@ __all__ = ["Memory", "Piece", "Route", "Slice", "make_plan"]
 
 SMALLEST = 1 << 20
 LARGEST = 16 << 20
-"""Bytes of a piece: many pieces share the work well, few cost little."""
+"""Bounds of a piece in bytes: many pieces balance the work, few cost little."""
 PIECES_EACH = 4
-"""Of each that sends to each that receives, where there is enough."""
+"""Pieces per sender and receiver, if there is enough data."""
 
 
 class Route(NamedTuple):
-    """Who sends to whom, by ranks."""
+    """The ranks of senders and receivers."""
 
     senders: tuple[int, ...]
-    """The first leads: it sends what others do not have, too."""
+    """The first one leads: it also sends tensors that the others do not have."""
     receivers: tuple[int, ...]
 
 
 class Slice(NamedTuple):
-    """Some bytes of a tensor."""
+    """A range of bytes of a tensor."""
 
     number: int
-    """Of the tensor."""
+    """Index of the tensor."""
     begin: int
     end: int
 
 
 class Piece(NamedTuple):
-    """What is sent at once."""
+    """The content of one message."""
 
     slices: tuple[Slice, ...]
     source: int
     """Rank of the replica that sends it."""
     owner: int
-    """Rank of the replica that receives it, and hands it on."""
+    """Rank of the replica that receives and forwards it."""
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return sum(end - begin for _, begin, end in self.slices)
 
 
 def make_plan(sizes: Sequence[int], equal: Sequence[bool], route: Route) -> list[Piece]:
-    """Return who sends which bytes to whom: pieces in an order that all replicas keep to.
+    """Return the pieces in the order in which all replicas send and receive them.
 
     Args:
         sizes: Bytes of the tensors.
         equal: For each, whether all senders have it; else the first one sends it.
-        route: Who sends to whom.
+        route: The ranks of senders and receivers.
     """
     senders, receivers = route
     shares = PIECES_EACH * len(senders) * len(receivers)
@@ -77,7 +77,7 @@ def make_plan(sizes: Sequence[int], equal: Sequence[bool], route: Route) -> list
 
 
 def _cut(sizes: dict[int, int], most: int) -> list[list[Slice]]:
-    """Return pieces of at most so many bytes: parts of one tensor, or several small ones."""
+    """Return pieces of at most ``most`` bytes: parts of one tensor, or several small tensors."""
     pieces: list[list[Slice]] = []
     gathered: list[Slice] = []
     filled = 0
@@ -96,13 +96,13 @@ def _cut(sizes: dict[int, int], most: int) -> list[list[Slice]]:
 
 
 class Memory:
-    """Tensors as bytes in the order in which they lie in memory, read and written slice by slice.
+    """Tensors as bytes in memory order, read and written slice by slice.
 
-    Those on the CPU are used as they are. Slices of others are copied, and a whole tensor where it
-    has gaps, one at a time: each is gone through from its beginning to its end.
+    Tensors on the CPU are used directly. Slices of others are copied; of a tensor with gaps the
+    whole is copied, one tensor at a time, so each must be read from its beginning to its end.
 
     Args:
-        tensors: The tensors; those to write to have no gaps.
+        tensors: The tensors; those written to have no gaps.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -110,18 +110,18 @@ class Memory:
         self._copy: tuple[int, Tensor] | None = None
 
     def read(self, piece: Piece) -> Tensor:
-        """Return the bytes of a piece, uint8, shape [size]; the tensors' own where they can be."""
+        """Return the bytes of a piece, uint8, shape [size]; without a copy where possible."""
         parts = [self._read(part) for part in piece.slices]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def room(self, piece: Piece) -> Tensor:
-        """Return where the bytes of a piece may be received, to be given to :meth:`write`."""
+        """Return a buffer to receive a piece, to be passed to :meth:`write`."""
         if self._is_direct(piece):
             return self._read(piece.slices[0])
         return torch.empty(piece.size, dtype=torch.uint8)
 
     def write(self, piece: Piece, content: Tensor) -> None:
-        """Put the bytes of a piece, which has been received, where they belong."""
+        """Write a received piece to its tensors."""
         if self._is_direct(piece):
             return
         sizes = [end - begin for _, begin, end in piece.slices]
@@ -143,5 +143,5 @@ class Memory:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor without gaps as they lie in memory."""
+    """Return the bytes of a tensor without gaps in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -1,8 +1,8 @@
-"""Totals of accumulators, for joining replicas: files in a folder that all replicas see.
+"""Totals of accumulators, published for joining replicas in a folder that all replicas share.
 
-A script that evaluates between two loops decides by the totals that it reads there. A joining
-replica runs that code, too, on its way to the loop that the others are in, and knows no totals of
-its own. So the replica that leads writes down what each synchronized block outside of loops showed.
+A script that evaluates between two loops makes decisions based on totals. A joining replica runs
+that code, too, on its way to the current loop of the job, and has no totals. So the leader writes
+the totals of each synchronized block outside of loops to a file.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from pathlib import Path
 __all__ = ["TOTALS", "PublishedTotals"]
 
 TOTALS = "totals-"
-"""Begins the names of the files."""
+"""Prefix of the files' names."""
 KEPT_EPOCHS = 8
-"""Epochs for which they are kept whatever their age; a joining replica is a little behind."""
+"""Epochs for which files are kept whatever their age; a joining replica is a little behind."""
 KEPT_SECONDS = 600.0
-"""Seconds for which older ones are kept."""
+"""Seconds for which older files are kept."""
 
 
 class PublishedTotals:
-    """What synchronized blocks showed, by accumulator, phase of the script and number therein.
+    """Totals of synchronized blocks, by accumulator, phase of the script and index in the phase.
 
     Args:
-        folder: That all replicas see; None: there is none, and nothing is published.
+        folder: A folder that all replicas share; None: nothing is published.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
         self._lock = threading.Lock()
         self._written: dict[str, bytes] = {}
-        """What this replica has written and not removed, by name of the file."""
+        """Contents that this replica has written and not removed, by file name."""
 
     def publish(self, accumulator: str, phase: str, number: int, content: bytes) -> None:
-        """Write down what a block showed; where the disk does not take it, nobody can read it."""
+        """Write the totals of a block; errors of the storage are ignored."""
         if self._folder is None:
             return
         with self._lock:
@@ -47,7 +47,7 @@ class PublishedTotals:
                 self._prune(self._folder, phase)
 
     def restore(self) -> None:
-        """Write once more what has disappeared meanwhile, with the folder perhaps."""
+        """Rewrite files that have disappeared, perhaps with the folder."""
         if self._folder is None:
             return
         with self._lock:
@@ -57,7 +57,7 @@ class PublishedTotals:
                     _write(self._folder / name, content)
 
     def find(self, accumulator: str, phase: str, number: int) -> bytes | None:
-        """Return what a block showed; None: nothing is known of it."""
+        """Return the totals of a block; None: they are not published."""
         if self._folder is None:
             return None
         try:
@@ -66,7 +66,7 @@ class PublishedTotals:
             return None
 
     def _prune(self, folder: Path, phase: str) -> None:
-        """Remove what no joining replica can be so far behind as to read."""
+        """Remove files that are too old for any joining replica."""
         with suppress(OSError):
             now = (folder / next(reversed(self._written))).stat().st_mtime  # by the storage's clock
             for path in folder.glob(f"{TOTALS}epoch*"):

@@ -1,18 +1,18 @@
-"""Going on with those that are left when replicas have died.
+"""Continues with the surviving replicas when others have died.
 
-1. A collective fails. The iteration under way is void on those whose gradients have not come
-   through; each goes on to its next step boundary.
-2. There it says so at the place where replicas meet, and the first of those that are left decides
-   on the membership that follows, as soon as each replica has either said so or ended.
+1. A collective fails. The iteration is void on replicas whose gradients are incomplete; each
+   continues to its next step boundary.
+2. There it reports at the rendezvous, and the first surviving replica decides on the next
+   membership, as soon as each replica has either reported or ended.
 3. They form its groups. Should another one die meanwhile they try again without it.
-4. They compare how far they are. Where an all-reduce has come through to some and not to others,
-   those that are ahead win: the others take their states over. Else all put back what the script
-   has changed in the void iteration.
-5. Where something cannot be had again, all end as if nobody could go on, and say why.
+4. They compare their progress. If an all-reduce has succeeded on some replicas only, those are
+   ahead, and the others receive their states. Else all restore the state before the void iteration.
+5. If some state cannot be restored, all end with an error that names it.
 
-Where each stage has a process, a replica is lost with any of them, and the others of it end. Those
-of each replica that is left come here together, as they are of one mind on what has come about: its
-first one says so for them, and each takes over from those that run its stage.
+In a multi-process pipeline a replica is lost with any of its processes, and its other processes
+end. The processes of each surviving replica agree on the outcome of the last exchange, so they
+recover together: the first one reports for them, and each receives states from processes of its
+stage.
 """
 
 from __future__ import annotations
@@ -46,32 +46,32 @@ from .watch import MembershipWatch
 __all__ = ["Recovery"]
 
 ATTEMPTS = 4
-"""Memberships that are tried one after the other, as more replicas may die."""
+"""Memberships to try one after the other, as more replicas may die."""
 PATIENCE = 10.0
-"""Seconds to wait where nothing says that anybody is still at work."""
+"""Seconds to wait while nothing indicates that another replica is alive."""
 GRACE = 0.05
-"""Seconds for others to say that they live, where it looks as if they had ended."""
+"""Seconds for reports of replicas that have apparently ended."""
 CUT_OFF_GRACE = 2.0
-"""The same where a host does not answer: its replicas may live, and see the others as lost."""
+"""The same if a host does not answer: its replicas may be alive, and see the others as lost."""
 POLL_INTERVAL = 0.01
 
 
 @dataclass(frozen=True)
 class Recovered:
-    """How those that are left go on."""
+    """The outcome for one replica."""
 
     behind: bool
-    """Whether others were ahead of this replica: what it was about to do is done."""
+    """Whether others were ahead of this replica: its pending step is already done."""
     last: ControlMessage | None
-    """What the last exchange gave to those that are ahead."""
+    """The last exchange of the replicas that were ahead."""
 
 
 class Recovery:
-    """What a replica does when others were lost.
+    """Recovers a replica from the loss of others.
 
     Args:
         ctx: The job's context.
-        watch: What this replica knows of who takes part.
+        watch: This replica's view of the membership.
     """
 
     def __init__(self, ctx: JobContext, watch: MembershipWatch) -> None:
@@ -85,7 +85,7 @@ class Recovery:
         self._losses.hang_up = self._hang_up
 
     def remember(self) -> None:
-        """Note what every state is at a step boundary, in case that the iteration is void."""
+        """Snapshot every state at a step boundary, in case the iteration becomes void."""
         if not self._can_go_on(False):
             return
         if self._undo is None:
@@ -93,12 +93,12 @@ class Recovery:
         self._undo.remember()
 
     def forget(self) -> None:
-        """Note the end of a loop."""
+        """Drop the snapshot at the end of a loop."""
         if self._undo is not None:
             self._undo.forget()
 
     def told(self) -> dict[str, Any]:
-        """Return what all must know of this replica in case that it dies, for a control message."""
+        """Return fields of a control message that all need should this replica die."""
         if self._undo is None or not self._can_go_on(True):
             return {}
         marks = self._undo.marks()
@@ -109,24 +109,24 @@ class Recovery:
         }
 
     def recover(self) -> Recovered:
-        """Go on with those that are left; they all call it, each at its next step boundary.
+        """Continue with the surviving replicas; each calls it at its next step boundary.
 
         Raises:
-            PeerLostError: They cannot; it says why.
+            PeerLostError: They cannot continue; the message has the reason.
         """
         ctx, lost, step = self._context, self._watch.membership, self._context.step
-        assert lost is not None  # noqa: S101  # who takes part has one
+        assert lost is not None  # noqa: S101  # every member has one
         self._watch.suspend()
         me = self._about_me()
         if ctx.mesh is not None:
-            ctx.mesh.gather_from_stages(b"")  # nobody says that this replica is here before it is
+            ctx.mesh.gather_from_stages(b"")  # all processes are here before the first one reports
         ctx.control.abandon()
         if dist.is_initialized():
             dist.destroy_process_group()
         try:
             pending, everyone = self._form(lost, me)
         except OSError as error:
-            self._give_up(f"the place where they meet cannot be reached ({error})")
+            self._give_up(f"the rendezvous cannot be reached ({error})")
         reason = next((x["reason"] for x in everyone if x["reason"]), "")
         everyone = everyone[ctx.env.stage :: ctx.env.processes_per_replica]
         furthest = max(x["exchanges"] for x in everyone)
@@ -144,7 +144,7 @@ class Recovery:
             self._go_on(ahead["equal"])
         except PipolluxError:
             raise
-        except RuntimeError as error:  # of the library that carries messages
+        except RuntimeError as error:  # of the communication library
             self._give_up("another one was lost before all were at one step", error)
         seconds = time.monotonic() - self._losses.noted_at
         self._watch.resume(pending)
@@ -169,7 +169,7 @@ class Recovery:
         return sum(state.is_pending() for state in self._context.component(States).values())
 
     def _about_me(self) -> dict[str, Any]:
-        """Return what the others have to know; a void iteration is taken back."""
+        """Return this replica's progress for the others, after undoing a void iteration."""
         control, last = self._context.control, self._context.control.last
         holds = self._num_pending() > 0
         reason = ""
@@ -193,15 +193,15 @@ class Recovery:
     def _give_up(self, reason: str, cause: Exception | None = None) -> NoReturn:
         error = self._losses.error
         raise PeerLostError(
-            f"{error} The replicas that are left cannot go on without a restart: {reason}"
+            f"{error} The surviving replicas cannot continue without a restart: {reason}"
         ) from (cause or error)
 
-    # --- who goes on -------------------------------------------------------------------------
+    # --- the next membership -----------------------------------------------------------------
 
     def _form(
         self, lost: Membership, me: dict[str, Any]
     ) -> tuple[PendingMembership, list[dict[str, Any]]]:
-        """Form the groups of those that are left; return what each process says of itself."""
+        """Form the groups of the surviving replicas; return the progress of each process."""
         arbiter = self._arbiter
         assert arbiter is not None  # noqa: S101  # else the loss was not noted
         newest = self._watch.newest
@@ -210,7 +210,7 @@ class Recovery:
             newest = max(newest, successor.number)
             if successor.rank(self._watch.replica) is None:
                 self._watch.leave()
-                self._give_up("the others have gone on without this one, which they took for lost")
+                self._give_up("the others have continued without this one, which they saw as lost")
             rendezvous, timeout = self._watch.rendezvous, self._watch.timeout
             mesh = self._context.mesh
             pending = PendingMembership(successor, self._watch.replica, rendezvous, timeout, mesh)
@@ -218,14 +218,14 @@ class Recovery:
             if arbiter.conclude(successor, enters=everyone is not None):
                 if everyone is None:
                     self._watch.leave()
-                    self._give_up("the others have gone on without this one, which was too slow")
+                    self._give_up("the others have continued without this one, which was too slow")
                 else:
                     return pending, everyone
             self._watch.abandon(pending)
         return self._give_up(f"they did not find each other in {ATTEMPTS} attempts")
 
     def _decided(self, arbiter: Arbiter, lost: Membership, attempt: int, newest: int) -> Membership:
-        """Say that this replica lives; return who goes on."""
+        """Report that this replica is alive; return the next membership."""
         me, began_at = self._watch.replica, time.monotonic()
         if self._watch.speaks:
             arbiter.report(lost, attempt, me, newest)
@@ -252,7 +252,7 @@ class Recovery:
             if newer and announcement is not None and announcement.membership.rank(me) is None:
                 return announcement.membership
             if waited > patience + PATIENCE:
-                self._give_up("the others were not heard of")
+                self._give_up("the other replicas did not report")
             time.sleep(POLL_INTERVAL)
         return decision
 
@@ -281,7 +281,7 @@ class Recovery:
     def _meet(
         self, pending: PendingMembership, me: dict[str, Any], lost: Membership
     ) -> list[dict[str, Any]] | None:
-        """Return what each replica of a membership says of itself; None: not all have met."""
+        """Return the progress of each process of a membership; None: not all have met."""
         members = set(pending.membership.replicas)
         reason = me["reason"] or self._watch.refusal(len(pending.membership.replicas))
         me = {**me, "reason": reason}
@@ -300,7 +300,7 @@ class Recovery:
     # --- after -------------------------------------------------------------------------------
 
     def _take_over(self, ahead: list[int], behind: list[int]) -> None:
-        """Bring those that are behind to where the others are."""
+        """Transfer the states of replicas that are ahead to those behind."""
         if not behind:
             return
         ctx = self._context
@@ -317,14 +317,14 @@ class Recovery:
             self._give_up(str(refusal))
 
     def _bound(self) -> str:
-        """Return which state replicas that are behind cannot take over; empty: none."""
+        """Return why replicas that are behind cannot receive the states; empty: they can."""
         for name, state in self._context.component(States).items():
             if state.takes_over and not state.live:
                 return f"the state {name} cannot be taken over from another replica"
         return ""
 
     def _go_on(self, equal: list[bool]) -> None:
-        """Bring what no state holds to where a restart would bring it."""
+        """Bring everything outside of states to where a restart would bring it."""
         ctx = self._context
         ctx.component(Metrics).rejoin()
         ctx.batch.proposed_microbatches = 0
@@ -355,18 +355,17 @@ class Recovery:
 
 
 PENDING = (
-    "an Accumulator holds amounts that were not synchronized, and those of the lost replica cannot "
-    "be had again (call synchronized() in every step, or pipollux.report(loss=...) instead)"
+    "an Accumulator holds amounts that were not synchronized, and those of the lost replica are "
+    "lost (call synchronized() in every step, or pipollux.report(loss=...) instead)"
 )
 
 
 def _replicas_of(ranks: set[int], lost: Membership, ctx: JobContext) -> set[str]:
-    """Return the replicas that processes belong to."""
     return {lost.replicas[rank // ctx.env.processes_per_replica] for rank in ranks}
 
 
 def _yields(alive: list[str], cut_off: list[str], lost: Membership) -> bool:
-    """Return whether those that are cut off decide: of a network in two, the larger side."""
+    """Return whether the unreachable side decides: in a network partition, the larger side does."""
     first = next((replica for replica in lost.replicas if replica in (*alive, *cut_off)), None)
     return len(cut_off) > len(alive) or (len(cut_off) == len(alive) and first in cut_off)
 

@@ -1,4 +1,4 @@
-"""What replicas that join and leave need from the place where they find each other."""
+"""The interface of a rendezvous for replicas that join and leave."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ __all__ = ["Rendezvous"]
 class Rendezvous(Protocol):
     """A folder that all hosts share, or the scheduler.
 
-    Every method but those of replicas that wait to join returns at once; what cannot be told now is
-    told later. It is used by the thread that watches the membership, and by the main thread.
+    Every method returns at once, except those of replicas that wait to join; undeliverable
+    information is sent again later. Methods that write raise an OSError if they cannot. It is used
+    by the main thread and by that of the :class:`~pipollux_hybrid.resize.watch.MembershipWatch`.
     """
 
     @property
@@ -26,102 +27,68 @@ class Rendezvous(Protocol):
 
     @property
     def arbiter(self) -> Arbiter | None:
-        """Where those that are left find out who goes on when replicas were lost; None: nobody."""
+        """Arbiter of the surviving replicas after a loss; None: they cannot continue."""
 
     @property
     def folder(self) -> Path | None:
-        """A folder that all replicas see; None: there is none."""
+        """A folder that all replicas share; None: there is none."""
 
     def post(self, announcement: Announcement) -> None:
-        """Tell joining replicas where the job is; replica 0 does so all the time.
-
-        Raises:
-            OSError: It cannot be told.
-        """
+        """Publish the job announcement; replica 0 does so all the time."""
 
     def retract(self) -> None:
-        """Say that the job has ended."""
+        """Publish the end of the job."""
 
     def announcement(self) -> Announcement | None:
-        """Return what the job told last; None: nothing."""
+        """Return the last job announcement; None: there is none."""
 
     def job_is_silent(self) -> bool:
-        """Return whether a joining replica has nobody to join any more."""
+        """Return whether there is no job to join any more."""
 
     def apply(self, joining_replica: JoiningReplica) -> None:
-        """Ask to join; a joining replica does so all the time.
-
-        Raises:
-            OSError: It cannot be told.
-        """
+        """Apply to join; a joining replica does so all the time."""
 
     def withdraw(self, replica: str) -> None:
-        """Take back what a replica has asked for."""
+        """Withdraw all requests of a replica."""
 
     def withdraw_application(self, replica: str) -> None:
-        """Take back that a replica wants to join, and nothing else."""
+        """Withdraw a replica's application to join, and nothing else."""
 
     def wanted(self, current: Membership, *, joining: bool) -> tuple[str, ...]:
-        """Return who is to take part, judging by who has asked to join or leave.
-
-        Args:
-            current: Who does now.
-            joining: Whether anybody may join.
-        """
+        """Return the next members, by the requests to leave and, if ``joining``, to join."""
 
     def leave_sign(self, process: str) -> None:
-        """Leave a sign that this process is alive.
-
-        Raises:
-            OSError: It cannot be left.
-        """
+        """Leave a sign of life of this process."""
 
     def signs(self, processes: Iterable[str]) -> Mapping[str, object]:
-        """Return the last sign of each of these processes, None where there is none."""
+        """Return the last sign of life of each process, None if there is none."""
 
     def propose(self, membership: Membership) -> None:
-        """Have a membership formed; replica 0 does so where the job governs itself.
-
-        Raises:
-            OSError: It cannot be told.
-        """
+        """Propose a membership; replica 0 does so if the job governs itself."""
 
     def proposal(self) -> Membership | None:
-        """Return the membership that is to be formed; None: none."""
+        """Return the proposed membership; None: there is none."""
 
     def refresh(self) -> None:
-        """Ask for the proposal soon, as another replica has heard of a newer one."""
+        """Fetch the proposal soon, as another replica knows a newer one."""
 
     def refuse(self, number: int, why: str, *, for_good: bool) -> None:
-        """Say that a membership does not come about, as this replica has given it up.
+        """Report that this replica has given up a membership, with a sentence.
 
-        Args:
-            number: Of the membership.
-            why: A sentence.
-            for_good: Whether no other would come about either.
+        ``for_good`` is whether any other membership would fail, too.
         """
 
     def entered(self, membership: Membership, step: int, seconds: float) -> None:
-        """Say that this replica takes part in a membership now.
-
-        Args:
-            membership: The one.
-            step: Optimizer step after which it has changed.
-            seconds: How long nobody trained.
-        """
+        """Report that this replica has entered a membership, the step, and the pause in seconds."""
 
     def host(self) -> tuple[str, bool]:
-        """Return this host's name or address for the others, and whether to listen there alone."""
+        """Return this host's name or address for the others, and whether to listen on it alone."""
 
     def announce_store(self, number: int, host: str, port: int) -> None:
-        """Tell where the replicas of a membership find each other.
-
-        Raises:
-            OSError: It cannot be told.
-        """
+        """Publish the address of a membership's store."""
 
     def find_store(self, number: int) -> tuple[str, int] | None:
-        """Return where the replicas of a membership find each other; None: not yet known."""
+        """Return the address of a membership's store; None: not yet known."""
 
     def remove_store(self, number: int) -> None:
-        """Take back what was announced for a membership."""
+        """Remove the address of a membership's store."""

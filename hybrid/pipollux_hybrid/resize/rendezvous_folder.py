@@ -1,18 +1,18 @@
-"""Where replicas that come later find a running job: a folder that all hosts see.
+"""A rendezvous in a folder that all hosts share.
 
-    job.json             what the job tells joining replicas, written anew by replica 0 all the time
-    claim-N              the Nth run of a job in this folder
-    joining-ID.json     a replica that wants to join, written anew by itself all the time
-    leave-ID             a wish that a replica leaves
-    alive-ID.json        that the process of a replica which takes part is not frozen; for that of
-                         stage k above 0 alive-ID-k.json
-    proposal.json        the membership that is to be formed
-    store-N.json         where the replicas of membership N find each other
+    job.json             the job announcement, rewritten by replica 0 all the time
+    claim-N              the Nth attempt of a job in this folder
+    joining-ID.json      a replica's application to join, rewritten by it all the time
+    leave-ID             a request that a replica leaves
+    alive-ID.json        sign of life of a replica's first process, rewritten by it all the time;
+                         of the process of stage k above 0 alive-ID-k.json
+    proposal.json        the proposed membership
+    store-N.json         the address of membership N's store
     totals-…             totals that the job has read: see `published_totals`
     lost-…, follows-…, outcome-…   of replicas that have died: see `arbiter`
 
-Every file has one writer, and is written aside and renamed. Clocks of hosts differ, so a file is
-alive if it changes (a counter in it grows), and not by its time.
+Every file has one writer, and is replaced atomically. Clocks of hosts differ, so the writer counts
+as alive if the file changes (it holds a counter), whatever its time stamp.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .published_totals import TOTALS
 __all__ = ["SILENCE", "RendezvousFolder"]
 
 SILENCE = 10.0
-"""Seconds without a change after which the writer of a file is taken for dead."""
+"""Seconds without a change after which the writer of a file counts as dead."""
 _JOB, _PROPOSAL = "job.json", "proposal.json"
 _JOINING, _LEAVE, _CLAIM, _ALIVE = "joining-", "leave-", "claim-", "alive-"
 _OF_RUN = ("lost-*", "follows-*", "outcome-*", f"{TOTALS}*")
@@ -45,7 +45,7 @@ _OF_RUN = ("lost-*", "follows-*", "outcome-*", f"{TOTALS}*")
 
 @dataclass
 class _Seen:
-    """What a file held last, and since when."""
+    """The last counter of a file, and the time of its first sight."""
 
     beat: object
     since: float
@@ -55,11 +55,11 @@ class RendezvousFolder:
     """The folder, as one replica sees it.
 
     Args:
-        folder: On storage that all hosts share; made if it is missing.
+        folder: On storage that all hosts share; created if it is missing.
         clock: The monotonic clock.
 
     Raises:
-        ConfigurationError: The folder cannot be written.
+        ConfigurationError: The folder is not writable.
     """
 
     self_governed = True
@@ -72,7 +72,7 @@ class RendezvousFolder:
         self._mine = secrets.token_hex(8)
         self._seen: dict[str, _Seen] = {}
         self._run: str | None = None
-        """Which run of a job posts; None before this process knows."""
+        """Id of the attempt that posts; None before this process knows."""
         self._posts = False
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -86,13 +86,13 @@ class RendezvousFolder:
         self.arbiter: Arbiter | None = FolderArbiter(folder)
 
     def claim(self, silent_run: str | None) -> bool:
-        """Begin a run of a job in this folder.
+        """Begin an attempt of a job in this folder.
 
         Args:
-            silent_run: The claim of a run before, which is dead; None: there was none.
+            silent_run: The claim of the previous attempt, which is dead; None: there was none.
 
         Returns:
-            False where another process was quicker.
+            False if another process was faster.
         """
         number = 1 + max(self._claims(), default=0)
         if silent_run != self.last_claim():
@@ -110,23 +110,22 @@ class RendezvousFolder:
         return True
 
     def last_claim(self) -> str | None:
-        """Return the name of the last run's claim; None: there was none."""
+        """Return the name of the last attempt's claim; None: there was none."""
         numbers = self._claims()
         return f"{_CLAIM}{max(numbers)}" if numbers else None
 
     def post(self, announcement: Announcement) -> None:
-        """Tell joining replicas where the job is; replica 0 does so all the time.
+        """Publish the job announcement; replica 0 does so all the time.
 
-        A folder that has disappeared is made again, or the next replica would begin a job there.
+        It recreates a folder that has disappeared, or the next replica would begin a job there.
 
         Raises:
-            OSError: It cannot be written.
-            ConfigurationError: A job that has begun earlier posts there, too, whose folder had
-                disappeared when this one began.
+            ConfigurationError: An older job posts there, too, whose folder had disappeared when
+                this one began.
         """
         found = self._read(_JOB) or {}
         run, beat = found.get("run"), int(found.get("beat", 0))
-        if self._run is None:  # it leads in the place of another replica of this run
+        if self._run is None:  # it has succeeded another leader of this attempt
             self._run, self._beat = run or secrets.token_hex(8), max(beat, self._beat)
         if run not in (None, self._run) and self._posts and beat > self._beat:
             raise ConfigurationError(
@@ -141,7 +140,7 @@ class RendezvousFolder:
         self._posts = True
 
     def retract(self) -> None:
-        """Say that the job has ended: the next run need not wait to find out."""
+        """Publish the end of the job, so that the next attempt need not wait to detect it."""
         claim = self.last_claim()
         found = [path.name for pattern in _OF_RUN for path in self.folder.glob(pattern)]
         for name in (_JOB, claim, *found):
@@ -150,7 +149,7 @@ class RendezvousFolder:
                     (self.folder / name).unlink(missing_ok=True)
 
     def announcement(self) -> Announcement | None:
-        """Return what the job tells, whether it is alive or not; None: nothing."""
+        """Return the job announcement, whether the job is alive or not; None: there is none."""
         data = self._read(_JOB)
         try:
             return None if data is None else Announcement.from_json_object(data)
@@ -158,25 +157,21 @@ class RendezvousFolder:
             return None
 
     def job_is_silent(self) -> bool:
-        """Return whether nothing was posted for a while; asked again and again."""
+        """Return whether nothing was posted for a while; to be polled."""
         data, before = self._read(_JOB), self._seen.get(_JOB)
         if data is None and before is not None and not self.folder.is_dir():
-            return self._clock() - before.since > SILENCE  # the job makes it again
+            return self._clock() - before.since > SILENCE  # the job recreates it
         return self._is_silent(_JOB, data)
 
     def job_speaks(self) -> bool:
-        """Return whether something was posted since the first time that this was asked."""
+        """Return whether something was posted since the first call."""
         data = self._read(_JOB)
         before = self._seen.get(_JOB)
         self._is_silent(_JOB, data)
         return before is not None and self._seen[_JOB].beat != before.beat
 
     def apply(self, joining_replica: JoiningReplica) -> None:
-        """Ask to join; a joining replica does so all the time.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Apply to join; a joining replica does so all the time."""
         data = {
             "host": joining_replica.host,
             "waiting_to_join": joining_replica.waiting_to_join,
@@ -185,7 +180,7 @@ class RendezvousFolder:
         self._write_alive(f"{_JOINING}{joining_replica.replica}.json", data)
 
     def withdraw(self, replica: str) -> None:
-        """Take back what a replica has asked for."""
+        """Withdraw all requests of a replica."""
         self.withdraw_application(replica)
         signs = (path.name for path in self.folder.glob(f"{_ALIVE}{replica}*.json"))
         for name in (f"{_LEAVE}{replica}", *signs):
@@ -193,12 +188,12 @@ class RendezvousFolder:
                 (self.folder / name).unlink(missing_ok=True)
 
     def withdraw_application(self, replica: str) -> None:
-        """Take back that a replica wants to join, and nothing else."""
+        """Withdraw a replica's application to join, and nothing else."""
         with suppress(OSError):
             (self.folder / f"{_JOINING}{replica}.json").unlink(missing_ok=True)
 
     def joining(self) -> list[JoiningReplica]:
-        """Return those who want to join and are alive, in the order of their ids."""
+        """Return the applications of living replicas, in the order of their ids."""
         found = []
         for name in self._names(_JOINING):
             data = self._read(name)
@@ -214,48 +209,36 @@ class RendezvousFolder:
         return found
 
     def ask_to_leave(self, replica: str) -> None:
-        """Have a replica leave.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Request that a replica leaves."""
         (self.folder / f"{_LEAVE}{replica}").touch()
 
     def leavers(self) -> set[str]:
-        """Return the replicas that are to leave."""
+        """Return the replicas that were requested to leave."""
         return {name.removeprefix(_LEAVE) for name in self._names(_LEAVE)}
 
     def wanted(self, current: Membership, *, joining: bool) -> tuple[str, ...]:
-        """Return who is to take part: see `Rendezvous`."""
+        """Return the next members: see `Rendezvous`."""
         leaving = self.leavers()
         staying = [replica for replica in current.replicas if replica not in leaving]
-        if not staying:  # the last ones stop, instead, as anybody can ask them to
+        if not staying:  # the last replicas cannot leave: they are stopped by a signal instead
             return current.replicas
         coming = [x.replica for x in self.joining() if x.waiting_to_join] if joining else []
         return (*staying, *(x for x in coming if x not in current.replicas))
 
     def leave_sign(self, process: str) -> None:
-        """Leave a sign that this process is alive.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Leave a sign of life of this process."""
         self._write_alive(f"{_ALIVE}{process}.json", {})
 
     def signs(self, processes: Iterable[str]) -> Mapping[str, object]:
-        """Return the last sign of each of these processes, None where there is none."""
+        """Return the last sign of life of each process, None if there is none."""
         return {x: (self._read(f"{_ALIVE}{x}.json") or {}).get("beat") for x in processes}
 
     def propose(self, membership: Membership) -> None:
-        """Have a membership formed; replica 0 does so.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Propose a membership; replica 0 does so."""
         self._write(_PROPOSAL, membership.to_json_object())
 
     def proposal(self) -> Membership | None:
-        """Return the membership that is to be formed; None: none ever was."""
+        """Return the proposed membership; None: there was none yet."""
         data = self._read(_PROPOSAL)
         try:
             return None if data is None else Membership.from_json_object(data)
@@ -263,33 +246,29 @@ class RendezvousFolder:
             return None
 
     def refresh(self) -> None:
-        """Do nothing: everybody looks all the time."""
+        """Do nothing: all replicas poll the folder."""
 
     def refuse(self, number: int, why: str, *, for_good: bool) -> None:
-        """Do nothing: replica 0 finds it out by itself, and proposes another one."""
+        """Do nothing: replica 0 detects the failure, and makes another proposal."""
 
     def entered(self, membership: Membership, step: int, seconds: float) -> None:
-        """Do nothing: what replica 0 posts says it."""
+        """Do nothing: replica 0's announcement has the membership."""
 
     def host(self) -> tuple[str, bool]:
-        """Return a name of this host that leads to it from the others."""
+        """Return a name of this host that the other hosts can resolve."""
         name = socket.gethostname()
         try:
             socket.getaddrinfo(name, None)
-        except OSError:  # as with gloo itself, a host that knows no name of its own is alone
+        except OSError:  # as in gloo, a host that cannot resolve its own name is alone
             return "127.0.0.1", True
         return name, False
 
     def announce_store(self, number: int, host: str, port: int) -> None:
-        """Tell where the replicas of a membership find each other.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Publish the address of a membership's store."""
         self._write(f"store-{number}.json", {"host": host, "port": port})
 
     def find_store(self, number: int) -> tuple[str, int] | None:
-        """Return where the replicas of a membership find each other; None: not yet known."""
+        """Return the address of a membership's store; None: not yet known."""
         data = self._read(f"store-{number}.json")
         try:
             return None if data is None else (str(data["host"]), int(data["port"]))
@@ -297,7 +276,7 @@ class RendezvousFolder:
             return None
 
     def remove_store(self, number: int) -> None:
-        """Remove what was announced for a membership."""
+        """Remove the address of a membership's store."""
         with suppress(OSError):
             (self.folder / f"store-{number}.json").unlink(missing_ok=True)
 

@@ -1,9 +1,9 @@
-"""The scheduler as the place where replicas that join and leave find each other.
+"""The scheduler as a rendezvous for replicas that join and leave.
 
-The scheduler decides who takes part. Each replica's heartbeats tell it what they would write into a
-folder, and the answers what they would read there; whatever is lost is said again by the next one.
-So a scheduler that is killed learns from the next heartbeats how things are, and a job does not
-need one to go on.
+The scheduler decides on memberships. Each replica's heartbeats carry the content of its files in a
+rendezvous folder, and the answers the content of others' files; the next heartbeat repeats lost
+information. So a restarted scheduler learns the state from the next heartbeats, and a job continues
+without one.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from .arbiter import FolderArbiter
 __all__ = ["SchedulerRendezvous"]
 
 FOLDER = ".live-"
-"""Of an attempt, beside its checkpoints; its number follows."""
+"""Prefix of an attempt's folder beside its checkpoints; its number follows."""
 ALIVE = "alive-"
-"""Begins the name of a process's sign of life there."""
+"""Prefix of the files with signs of life there."""
 WAITS = 5.0
-"""Seconds between two looks whether the scheduler still takes heartbeats."""
+"""Seconds between two checks that the scheduler still accepts heartbeats."""
 
 
 class SchedulerRendezvous:
-    """What one replica tells the scheduler, and has learnt from it: see `Rendezvous`.
+    """One replica's exchange with the scheduler: see `Rendezvous`.
 
     Args:
         env: The environment of this replica, which a scheduler has started.
@@ -45,48 +45,48 @@ class SchedulerRendezvous:
     def __init__(self, env: JobEnvironment) -> None:
         self._env = env
         self.folder = _folder(env)
-        """Of this attempt, beside its checkpoints."""
+        """Folder of this attempt, beside its checkpoints."""
         self.arbiter = None if self.folder is None else FolderArbiter(self.folder)
-        """Where those that are left when others die find each other, scheduler or not; None: where
-        no checkpoints are saved there is no folder that all see."""
+        """Arbiter of the surviving replicas, with or without a scheduler; None without checkpoints,
+        as there is no shared folder then."""
         self._lock = threading.Lock()
         self._says: dict[str, Any] = {"membership": 0 if env.joins else 1}
         self._heard = HeartbeatAnswer()
         several = env.processes_per_replica > 1 and self.folder is not None
         self._relay = self.folder / f"heard-{env.replica}" if several and self.folder else None
-        """Where the first process of a replica, whose heartbeats the answers are, tells the others
-        what it has heard."""
+        """File through which the first process of a replica, the only one with heartbeats, passes
+        the answers on to the others."""
         self._relayed: HeartbeatAnswer | None = None
         self._beat = 0
         self._answered = threading.Event()
         self._heartbeat: Heartbeat | None = None
 
     def ride(self, heartbeat: Heartbeat | None) -> None:
-        """Tell and learn with these heartbeats from now on."""
+        """Use these heartbeats from now on."""
         self._heartbeat = heartbeat
         if heartbeat is not None:
             heartbeat.rider = self
             heartbeat.wake()
 
     def find_job(self) -> Announcement | None:
-        """Return what the job tells that this replica joins; None: it begins one with others.
+        """Return the announcement of the job to join; None: this replica begins one with others.
 
         Raises:
-            ConfigurationError: The scheduler does not take this replica's heartbeats.
+            ConfigurationError: The scheduler does not accept this replica's heartbeats.
         """
         if not self._env.joins or self._env.stage > 0:
             return None
         heartbeat = Heartbeat.start(self._env, lambda: None, self)
         if heartbeat is None:
             raise ConfigurationError(
-                "PIPOLLUX_JOINS is 1, and there is no scheduler to tell which job: it needs "
-                "PIPOLLUX_ATTEMPT, PIPOLLUX_SCHEDULER_URL, PIPOLLUX_JOB_ID and a "
-                "PIPOLLUX_HEARTBEAT_INTERVAL that is not 0"
+                "PIPOLLUX_JOINS is 1, but the job to join is unknown: set PIPOLLUX_ATTEMPT, "
+                "PIPOLLUX_SCHEDULER_URL, PIPOLLUX_JOB_ID and a PIPOLLUX_HEARTBEAT_INTERVAL that "
+                "is not 0"
             )
         while (announcement := self.announcement()) is None or not announcement.balance:
             if not heartbeat.alive:
                 raise ConfigurationError(
-                    "the scheduler at PIPOLLUX_SCHEDULER_URL does not take this replica's "
+                    "the scheduler at PIPOLLUX_SCHEDULER_URL does not accept this replica's "
                     "heartbeats: PIPOLLUX_TOKEN must be the token that it gave to this job"
                 )
             self._answered.wait(WAITS)
@@ -96,21 +96,21 @@ class SchedulerRendezvous:
 
     @property
     def is_deaf(self) -> bool:
-        """Whether not all processes of this replica can hear what the scheduler says."""
+        """Whether some process of this replica cannot receive the scheduler's answers."""
         return self._env.processes_per_replica > 1 and self._relay is None
 
-    # What rides with heartbeats
+    # HeartbeatPayload
 
     def told(self) -> LiveStatus:
-        """Return what the scheduler is told."""
+        """Return the status for the scheduler."""
         with self._lock:
             return LiveStatus(**self._says)
 
     def take(self, answer: HeartbeatAnswer) -> float | None:
-        """Take its answer; return the seconds until it wants to hear more."""
+        """Store an answer; return the seconds until the next heartbeat."""
         self._heard = answer
         if self._relay is not None and answer != self._relayed:
-            with suppress(OSError):  # the next one may go better
+            with suppress(OSError):  # the next answer is a retry
                 _write(self._relay, answer.model_dump_json())
                 self._relayed = answer
         self._answered.set()
@@ -118,65 +118,62 @@ class SchedulerRendezvous:
 
     @property
     def _answer(self) -> HeartbeatAnswer:
-        """What the scheduler has said last."""
+        """The last answer of the scheduler."""
         if self._relay is not None and self._env.stage > 0:
             with suppress(OSError, ValueError):
                 self._heard = HeartbeatAnswer.model_validate_json(self._relay.read_text())
         return self._heard
 
-    # What a folder would hold
+    # Rendezvous
 
     def post(self, announcement: Announcement) -> None:
-        """Tell where the job is."""
+        """Send the job announcement."""
         epoch, loop = announcement.place
         cannot, balance = announcement.cannot, list(announcement.balance)
-        told = {"balance": balance, "cannot": cannot, "schedule": announcement.schedule}
-        self._say(epoch=epoch, loop=loop, **told)
+        fields = {"balance": balance, "cannot": cannot, "schedule": announcement.schedule}
+        self._say(epoch=epoch, loop=loop, **fields)
 
     def retract(self) -> None:
-        """Remove what nobody needs any more; the last heartbeat says that the script has ended."""
+        """Remove the folder; the last heartbeat reports the end of the script."""
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def announcement(self) -> Announcement | None:
-        """Return what the job told last."""
-        told = self._answer.announcement
-        return None if told is None else Announcement.from_json_object(told.model_dump())
+        """Return the last job announcement."""
+        found = self._answer.announcement
+        return None if found is None else Announcement.from_json_object(found.model_dump())
 
     def job_is_silent(self) -> bool:
-        """Return False: the answer to a heartbeat ends whoever has nobody to join."""
+        """Return False: if there is no job to join, the answer to a heartbeat ends this replica."""
         return False
 
     def apply(self, joining_replica: JoiningReplica) -> None:
-        """Tell whether and where this joining replica waits."""
+        """Report whether and where this joining replica waits."""
         epoch, loop = joining_replica.place
         self._say(waiting_to_join=joining_replica.waiting_to_join, epoch=epoch, loop=loop)
 
     def withdraw(self, replica: str) -> None:
-        """Do nothing: `entered` says it."""
+        """Do nothing: `entered` replaces the requests."""
 
     def withdraw_application(self, replica: str) -> None:
-        """Do nothing: `entered` says it."""
+        """Do nothing: `entered` replaces the application."""
 
     def wanted(self, current: Membership, *, joining: bool) -> tuple[str, ...]:
-        """Return those who take part already: the scheduler decides."""
+        """Return the current members: the scheduler decides."""
         del joining
         return current.replicas
 
     def leave_sign(self, process: str) -> None:
         """Leave a sign of life for the other processes of this replica.
 
-        Heartbeats come from the first one alone; the scheduler ends a replica that sends none.
-
-        Raises:
-            OSError: It cannot be written.
+        Only the first one sends heartbeats; the scheduler ends a replica without heartbeats.
         """
         if self._relay is not None and self.folder is not None:
             self._beat += 1
             _write(self.folder / f"{ALIVE}{process}", str(self._beat))
 
     def signs(self, processes: Iterable[str]) -> Mapping[str, object]:
-        """Return the last signs of those of this replica; of others nothing is known."""
+        """Return the last signs of life within this replica; None for processes of others."""
         return {process: self._sign(process) for process in processes}
 
     def _sign(self, process: str) -> str | None:
@@ -193,9 +190,9 @@ class SchedulerRendezvous:
         raise RuntimeError(f"membership {membership.number} is not for this replica to propose")
 
     def proposal(self) -> Membership | None:
-        """Return the membership that the scheduler wants."""
-        told = self._answer.proposal
-        return None if told is None else Membership.from_json_object(told.model_dump())
+        """Return the membership that the scheduler proposes."""
+        found = self._answer.proposal
+        return None if found is None else Membership.from_json_object(found.model_dump())
 
     def refresh(self) -> None:
         """Send a heartbeat now."""
@@ -203,11 +200,11 @@ class SchedulerRendezvous:
             self._heartbeat.wake()
 
     def refuse(self, number: int, why: str, *, for_good: bool) -> None:
-        """Tell that a membership does not come about."""
+        """Report that a membership is given up."""
         self._say(refused=number, why=why[:500], for_good=for_good)
 
     def entered(self, membership: Membership, step: int, seconds: float) -> None:
-        """Tell that this replica takes part."""
+        """Report that this replica has entered a membership."""
         with self._lock:
             self._says = {
                 "membership": membership.number,
@@ -222,29 +219,29 @@ class SchedulerRendezvous:
         return self._env.address or "127.0.0.1", True
 
     def announce_store(self, number: int, host: str, port: int) -> None:
-        """Tell where the replicas of a membership find each other."""
+        """Publish the address of a membership's store."""
         place = StoreAddress(number=number, host=host, port=port)
         self._say(store=place)
         if self.folder is not None:
             _write(self.folder / f"store-{number}", place.model_dump_json())
 
     def find_store(self, number: int) -> tuple[str, int] | None:
-        """Return where the replicas of a membership find each other."""
-        told = self._answer.store
-        if told is None and self.folder is not None:
+        """Return the address of a membership's store."""
+        found = self._answer.store
+        if found is None and self.folder is not None:
             with suppress(OSError, ValueError):
                 text = (self.folder / f"store-{number}").read_text()
-                told = StoreAddress.model_validate_json(text)
-        return None if told is None or told.number != number else (told.host, told.port)
+                found = StoreAddress.model_validate_json(text)
+        return None if found is None or found.number != number else (found.host, found.port)
 
     def remove_store(self, number: int) -> None:
-        """Take it back; `entered` says no more of it."""
+        """Remove the file with the address; `entered` removes it from heartbeats."""
         if self.folder is not None:
             with suppress(OSError):
                 (self.folder / f"store-{number}").unlink(missing_ok=True)
 
     def _say(self, **what: Any) -> None:
-        """Tell something from the next heartbeat on, which is sent now if that is new."""
+        """Add fields to all further heartbeats; send one now if a field has changed."""
         with self._lock:
             new = any(self._says.get(name) != value for name, value in what.items())
             self._says.update(what)
@@ -253,14 +250,13 @@ class SchedulerRendezvous:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file, whole or not at all."""
     aside = path.with_name(f".{path.name}")
     aside.write_text(text)
     aside.replace(path)
 
 
 def _folder(env: JobEnvironment) -> Path | None:
-    """Return a folder of this attempt that all replicas see; None: there is none."""
+    """Return a folder of this attempt that all replicas share; None: there is none."""
     if env.checkpoint_dir is None:
         return None
     folder = env.checkpoint_dir / f"{FOLDER}{env.attempt}"
@@ -270,6 +266,6 @@ def _folder(env: JobEnvironment) -> Path | None:
             for stale in env.checkpoint_dir.glob(f"{FOLDER}*"):
                 if stale != folder:
                     shutil.rmtree(stale, ignore_errors=True)
-    except OSError:  # who saves there says so
+    except OSError:  # reported when the first checkpoint is written
         return None
     return folder

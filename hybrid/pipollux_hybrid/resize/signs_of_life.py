@@ -1,9 +1,9 @@
-"""Which of the others' processes are frozen: stopped, or on a machine that does not get anywhere.
+"""Detects frozen processes: stopped, or on a machine that makes no progress.
 
-The kernel answers for a frozen process, so its connections look well, and whoever waits for it
-waits for the group's timeout. So each replica changes something that the others see, again and
-again, and who has not changed it for long is lost. Under a scheduler heartbeats do that for the
-first process of each replica, which looks at the others of its own.
+The kernel answers for a frozen process, so its connections look healthy, and its peers would wait
+for the group's timeout. So each replica regularly changes a sign that the others see, and one whose
+sign does not change for long is lost. Under a scheduler heartbeats are the signs of the first
+process of each replica, which watches the other processes of its replica.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from dataclasses import dataclass
 __all__ = ["SignsOfLife"]
 
 LOOKS = 12
-"""Looks within the time after which a replica is lost."""
+"""Number of checks within the timeout."""
 
 
 @dataclass
 class _Sign:
     sign: object
     silent: float = 0.0
-    """Seconds for which it has stayed the same."""
+    """Seconds for which it has not changed."""
 
 
 class SignsOfLife:
-    """What one replica has seen of the others.
+    """One replica's observations of the others.
 
-    Time in which this replica did not look does not count: it may have been frozen itself, or the
-    place where signs are left did not answer anybody.
+    Periods in which this replica did not check do not count: it may have been frozen itself, or the
+    storage of signs may have been unavailable.
 
     Example:
         >>> seen = SignsOfLife(60.0, clock=iter([0.0, 30.0]).__next__)
@@ -38,7 +38,7 @@ class SignsOfLife:
         ({}, {})
 
     Args:
-        limit: Seconds without a new sign after which a replica is lost; 0: none ever is.
+        limit: Seconds without a new sign after which a replica is lost; 0: never.
         clock: The monotonic clock.
     """
 
@@ -50,15 +50,15 @@ class SignsOfLife:
         self._seen: dict[str, _Sign] = {}
 
     def is_due(self) -> bool:
-        """Return whether it is time to leave a sign, and to look."""
+        """Return whether it is time to leave a sign and to check the others."""
         return self._limit > 0 and self._clock() >= self._last + self._interval
 
     def look(self, signs: Mapping[str, object]) -> dict[str, float]:
-        """Return the replicas that are frozen, and for how many seconds.
+        """Return the frozen replicas, with the seconds since their last signs.
 
         Args:
-            signs: What the others have left, by replica; None: nothing yet, of which nothing
-                follows.
+            signs: The last signs of the others, by replica; None: no sign yet, which does not count
+                as silence.
         """
         now = self._clock()
         passed, self._last = min(now - self._last, 2 * self._interval), now

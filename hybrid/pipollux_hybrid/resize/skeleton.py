@@ -1,8 +1,8 @@
-"""States without their tensors: what is told of a state before its tensors are sent.
+"""States without their tensors, sent before the tensors.
 
-A skeleton is the :meth:`~pipollux_hybrid.State.content` of a state in which a number stands for
-each tensor. Whoever knows the skeleton can make room for the tensors, and put them in their places.
-A tensor that has several places, as tied parameters have, is there once.
+A skeleton is the :meth:`~pipollux_hybrid.State.content` of a state with a number in place of each
+tensor. The receiver of a skeleton can allocate the tensors, and insert them. A tensor with several
+places, such as a tied parameter, is sent once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Path = tuple[Any, ...]
 
 
 class Kind(NamedTuple):
-    """Type, shape and order in memory of a tensor without gaps."""
+    """Type, shape and memory order of a tensor without gaps."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Kind:
-        """Return that of a tensor, or of a contiguous copy where it has gaps."""
+        """Return the kind of a tensor, or of a contiguous copy if it has gaps."""
         whole = tensor if is_dense(tensor) else torch.empty(tensor.shape, device="meta")
         shape = tuple(tensor.shape)
         steps = zip(whole.stride(), shape, strict=True)
@@ -38,16 +38,16 @@ class Kind(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def make(self, device: str = "cpu") -> Tensor:
-        """Return a tensor of it, with any elements."""
+        """Return an uninitialised tensor."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
 
 Spare = dict[Kind, list[Tensor]]
-"""Memory that was made ready for tensors that are to come."""
+"""Memory allocated for expected tensors."""
 
 
 def take_apart(content: Any, tensors: list[Tensor]) -> Any:
@@ -55,8 +55,7 @@ def take_apart(content: Any, tensors: list[Tensor]) -> Any:
 
     Args:
         content: Nested dicts, lists and tuples.
-        tensors: The content's are added to these; their places there are the numbers in the
-            skeleton.
+        tensors: The content's tensors are appended; their indices are the numbers in the skeleton.
     """
     known: dict[Any, int] = {}
 
@@ -73,12 +72,12 @@ def take_apart(content: Any, tensors: list[Tensor]) -> Any:
 
 
 def fill(skeleton: Any, tensors: Sequence[Tensor]) -> Any:
-    """Return the content that a skeleton is of, with tensors in their places."""
+    """Return the content of a skeleton, with tensors in their places."""
     return _map(skeleton, lambda _, value: tensors[value.number] if _stands(value) else value)
 
 
 def find_room(skeleton: Any, own: Any, kinds: Sequence[Kind]) -> dict[int, Tensor]:
-    """Return the tensors of one's own content that may be overwritten.
+    """Return the tensors of this replica's content that can be overwritten.
 
     Args:
         skeleton: Of another replica's content.
@@ -86,8 +85,8 @@ def find_room(skeleton: Any, own: Any, kinds: Sequence[Kind]) -> dict[int, Tenso
         kinds: Of all tensors that are sent.
 
     Returns:
-        By their numbers in the skeleton, tensors at the same places, where type, shape and order in
-        memory are the same; none of them twice.
+        By number in the skeleton, the tensor at the same place, if its kind is the same; none of
+        them twice.
     """
     ours: dict[Path, Tensor] = {}
 
@@ -118,7 +117,7 @@ def find_room(skeleton: Any, own: Any, kinds: Sequence[Kind]) -> dict[int, Tenso
 
 
 class _Number(NamedTuple):
-    """What a skeleton has in the place of a tensor."""
+    """The placeholder of a tensor in a skeleton."""
 
     number: int
 
@@ -128,12 +127,12 @@ def _stands(value: Any) -> bool:
 
 
 def _map(value: Any, function: Callable[[Path, Any], Any], path: Path = ()) -> Any:
-    """Return the same structure with what a function makes of each leaf, given its path."""
+    """Return a copy of a structure with a function applied to each leaf and its path."""
     if isinstance(value, Mapping) and set(value) == {STANDS_FOR_A_TENSOR}:
         return function(path, _Number(int(value[STANDS_FOR_A_TENSOR])))
     if type(value) in (dict, OrderedDict):
         copy = type(value)((key, _map(x, function, (*path, key))) for key, x in value.items())
-        if type(value) is OrderedDict:  # of a module's state: versions of its layers
+        if type(value) is OrderedDict:  # a module's state has the versions of its layers here
             vars(copy).update(vars(value))
         return copy
     if type(value) in (list, tuple):
@@ -142,7 +141,7 @@ def _map(value: Any, function: Callable[[Path, Any], Any], path: Path = ()) -> A
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value is a tensor whose elements lie in memory as its type says."""
+    """Return whether a value is a tensor with plain strided elements."""
     return (
         type(value) in (Tensor, nn.Parameter)
         and value.layout is torch.strided
@@ -153,7 +152,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return whether each element has a place of its own, and there are no gaps."""
+    """Return whether no two elements overlap, and there are no gaps."""
     expected = 1
     for stride, size in sorted(_steps(tensor)):
         if stride != expected:

@@ -1,4 +1,4 @@
-"""Going over to other groups, and to the state that a restart would be in."""
+"""Switches to the groups of another membership, and to the state that a restart would have."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["go_on", "switch"]
 
 
 def switch(ctx: JobContext, watch: MembershipWatch, pending: PendingMembership) -> None:
-    """Go over to the groups of another membership; all of its replicas call it."""
+    """Switch to the groups of another membership; all of its replicas call it."""
     rank, process, mesh = pending.rank, pending.process, ctx.mesh
     size = len(pending.membership.replicas)
     assert rank is not None and process is not None and pending.store  # noqa: S101, PT018  # formed
@@ -34,13 +34,7 @@ def switch(ctx: JobContext, watch: MembershipWatch, pending: PendingMembership) 
 
 
 def go_on(ctx: JobContext, pending: PendingMembership, *, joined: bool) -> None:
-    """Bring what no state holds to where a restart would bring it; all replicas call it.
-
-    Args:
-        ctx: The job's context.
-        pending: What has been made ready.
-        joined: Whether there are joining replicas among them.
-    """
+    """Bring everything outside of states to where a restart would bring it, on all replicas."""
     ctx.component(Metrics).rejoin()
     ctx.batch.proposed_microbatches = 0
     for state in ctx.component(States).values():

@@ -1,12 +1,12 @@
-"""The states of a job on their way from replicas that have them to those that do not.
+"""Transfer of a job's states from replicas that have them to replicas that do not.
 
-A replica that leads sends all a list of tensors (:mod:`~pipollux_hybrid.resize.skeleton`). Those
-that are to have them make room, in their own parameters where these are alike, and say whether they
-can. Then all that have the same tensors send pieces (:mod:`~pipollux_hybrid.resize.pieces`),
-and no replica makes another copy. A state without tensors is what it saves, as if that were one.
+The leader sends all replicas a list of tensors (:mod:`~pipollux_hybrid.resize.skeleton`). Receivers
+allocate memory, or use their own parameters of the same kinds, and reply whether they accept the
+states. Then all senders of a tensor send pieces of it (:mod:`~pipollux_hybrid.resize.pieces`), and
+no replica makes another copy. A state without tensors is sent as the bytes that it saves.
 
-Replicas that join receive all of this before the vote on the new membership, and over its groups:
-whatever goes wrong, the surviving replicas go on as they were.
+Joining replicas receive all of this before the vote on the new membership, over its groups: if
+anything fails, the surviving replicas continue unchanged.
 """
 
 from __future__ import annotations
@@ -34,45 +34,45 @@ __all__ = ["RefusedError", "Route", "Sent", "Taken", "outline", "pack", "prepare
 
 _LOG = logging.getLogger(__name__)
 PATIENCE = 10.0
-"""Seconds that a piece may take, or an answer."""
+"""Timeout of a piece or a reply in seconds."""
 IN_FLIGHT = 4
-"""Pieces that a replica sends, or receives, at a time."""
+"""Number of concurrent sends, or receives, of a replica."""
 BYTES = "bytes"
 SKELETON = "skeleton"
 
 
 class RefusedError(PipolluxError):
-    """Why a replica does not take what others have, one sentence."""
+    """Why a replica does not accept the states of others, one sentence."""
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What a replica sends; one that does not lead has only what is the same on all."""
+    """The states that a replica sends; only those that are equal on all, unless it leads."""
 
     states: dict[str, tuple[str, Any]]
-    """For each state the number of its bytes among the tensors, or its skeleton."""
+    """For each state the index of its bytes among the tensors, or its skeleton."""
     tensors: list[Tensor]
     equal: list[bool]
-    """For each tensor, whether all that send have it."""
+    """For each tensor, whether all senders have it."""
 
     def header(self, route: Route) -> dict[str, Any]:
-        """Return what others have to know first."""
+        """Return the message that precedes the tensors."""
         kinds = [(*Kind.of(x), same) for x, same in zip(self.tensors, self.equal, strict=True)]
         return {"route": tuple(route), "states": self.states, "tensors": kinds}
 
 
 @dataclass(frozen=True)
 class Taken:
-    """What a replica has received."""
+    """The states that a replica has received."""
 
     states: Mapping[str, tuple[str, Any]]
     tensors: Sequence[Tensor]
 
     def adopt(self, states: Mapping[str, State]) -> None:
-        """Have each state go on from what was received.
+        """Replace the states by the received ones.
 
         Raises:
-            SynchronizationError: A state does not take it.
+            SynchronizationError: A state refuses its content.
         """
         for name, (form, value) in self.states.items():
             try:
@@ -86,14 +86,15 @@ class Taken:
 
 
 def pack(states: Mapping[str, State], *, leads: bool) -> Sent:
-    """Return what a replica sends of its states, which are the same on all since a `sync`.
+    """Return the states that a replica sends; a `sync` has made them equal on all.
 
     Args:
-        states: By their names.
-        leads: Whether it is the first of the route, and sends what only one has to send, too.
+        states: By name.
+        leads: Whether it is the first of the route, and also sends states that one sender suffices
+            for.
 
     Raises:
-        CheckpointError: One cannot be saved.
+        CheckpointError: A state cannot be saved.
     """
     sent = Sent({}, [], [])
     for name, state in states.items():
@@ -128,12 +129,12 @@ def send(control: ReplicaGroup, rank: int, sent: Sent, route: Route) -> None:
     Args:
         control: All replicas of the route.
         rank: Of this one.
-        sent: What it sends.
-        route: Who sends to whom.
+        sent: The states to send.
+        route: The ranks of senders and receivers.
 
     Raises:
-        RefusedError: A replica does not take it, or has other states.
-        RuntimeError: One is gone, or too slow.
+        RefusedError: A replica does not accept them, or has other states.
+        RuntimeError: A replica is gone, or too slow.
     """
     kinds, equal = _kinds(_tell(control, rank, route.senders[0], sent.header(route)))
     theirs = [kind for kind, same in zip(kinds, equal, strict=True) if same]
@@ -152,29 +153,29 @@ def send(control: ReplicaGroup, rank: int, sent: Sent, route: Route) -> None:
 
 
 def outline(states: Mapping[str, State]) -> bytes:
-    """Return what :func:`prepare` needs, in any thread while others train; empty: it is not known.
+    """Return the input of :func:`prepare`, in any thread during training; empty: unknown.
 
     Args:
-        states: By their names; only what is the same on all is told.
+        states: By name; only those that are equal on all are included.
     """
-    told = io.BytesIO()
+    buffer = io.BytesIO()
     try:
         sent = pack(states, leads=False)
         kinds = [tuple(Kind.of(tensor)) for tensor in sent.tensors]
-        torch.save({"states": sent.states, "kinds": kinds}, told)
-    except Exception as error:  # the optimizer's state may come into being at this moment
+        torch.save({"states": sent.states, "kinds": kinds}, buffer)
+    except Exception as error:  # the optimizer's state may be created at this moment
         _LOG.debug("nobody can make room for the states: %s", error)
         return b""
-    return told.getvalue()
+    return buffer.getvalue()
 
 
 def prepare(told: bytes, states: Mapping[str, State], seconds: float) -> Spare:
-    """Return memory for tensors that are to come, which costs more to get than to fill.
+    """Return memory for the coming tensors, which takes longer to allocate than to fill.
 
     Args:
-        told: By :func:`outline`.
-        states: This replica's own; what is to be overwritten there needs no memory.
-        seconds: How long this may take.
+        told: The result of :func:`outline`.
+        states: This replica's own states; tensors overwritten there need no memory.
+        seconds: Time limit.
     """
     began_at = time.monotonic()
     header = torch.load(io.BytesIO(told), weights_only=True)
@@ -199,13 +200,13 @@ def take(
     Args:
         control: All replicas of the route.
         rank: Of this one.
-        states: This replica's own, whose tensors are overwritten.
+        states: This replica's own states, whose tensors are overwritten.
         leader: The first sender of the route.
-        spare: Memory that :func:`prepare` has made ready.
+        spare: Memory allocated by :func:`prepare`.
 
     Raises:
-        RefusedError: A replica does not take what was sent.
-        RuntimeError: One is gone, or too slow.
+        RefusedError: A replica does not accept the states.
+        RuntimeError: A replica is gone, or too slow.
     """
     header = _tell(control, rank, leader, None)
     kinds, equal = _kinds(header)
@@ -227,7 +228,7 @@ def take(
 def _own_room(
     states: Mapping[str, State], sent: Mapping[str, tuple[str, Any]], kinds: Sequence[Kind]
 ) -> dict[int, Tensor]:
-    """Return which of this replica's own tensors are to be overwritten, by their numbers."""
+    """Return this replica's tensors that are overwritten, by number."""
     room: dict[int, Tensor] = {}
     for name, (form, skeleton) in sent.items():
         if form == SKELETON and name in states:
@@ -236,7 +237,7 @@ def _own_room(
 
 
 class _Flow:
-    """Sends without waiting for each, and without too many at a time.
+    """Concurrent sends, limited in number.
 
     Args:
         control: All replicas.
@@ -247,13 +248,13 @@ class _Flow:
         self._under_way: deque[tuple[Any, Tensor]] = deque()
 
     def send(self, content: Tensor, rank: int) -> None:
-        """Begin to send bytes, which are kept until they have gone."""
+        """Begin to send bytes, which are kept alive until they are sent."""
         while len(self._under_way) >= IN_FLIGHT:
             self._wait()
         self._under_way.append((self._control.start_send(content, rank), content))
 
     def finish(self) -> None:
-        """Return when all has gone."""
+        """Wait until all is sent."""
         while self._under_way:
             self._wait()
 
@@ -265,7 +266,7 @@ class _Flow:
 def _receive(
     control: ReplicaGroup, rank: int, plan: Sequence[Piece], memory: Memory, others: Sequence[int]
 ) -> None:
-    """Receive all pieces in the order of the plan, and hand those on that come here first."""
+    """Receive all pieces in the order of the plan, and forward those that this replica owns."""
     under_way: deque[tuple[Piece, Tensor, Any]] = deque()
     handed_on = _Flow(control)
 
@@ -290,7 +291,7 @@ def _receive(
 def _tell(
     control: ReplicaGroup, rank: int, leader: int, header: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the header of the replica that leads, which tells it all others."""
+    """Return the leader's header, which the leader sends to all others."""
     content = torch.empty(0, dtype=torch.uint8)
     if rank == leader:
         saved = io.BytesIO()
@@ -303,7 +304,7 @@ def _tell(
             if other != leader:
                 flow.send(content, other)
         flow.finish()
-        assert header is not None  # noqa: S101  # who leads has one
+        assert header is not None  # noqa: S101  # the leader has one
         return header
     content = torch.empty(length, dtype=torch.uint8)
     control.wait(control.start_receive(content, leader), PATIENCE)
@@ -318,11 +319,7 @@ def _kinds(header: Mapping[str, Any]) -> tuple[list[Kind], list[bool]]:
 
 
 def _answer(control: ReplicaGroup, refusal: str) -> None:
-    """Tell all whether this replica can go on; raise what any of them says.
-
-    Raises:
-        RefusedError: One cannot.
-    """
+    """Reply whether this replica accepts the states; raise a RefusedError if any refuses."""
     answers = [x.decode() for x in control.all_gather_bytes(refusal.encode(), PATIENCE)]
     found = next(filter(None, answers), None)
     if found is not None:
@@ -332,7 +329,7 @@ def _answer(control: ReplicaGroup, refusal: str) -> None:
 def _fault(
     states: Mapping[str, State], sent: Mapping[str, tuple[str, Any]], kinds: Sequence[Kind]
 ) -> str:
-    """Return why a replica cannot take what is about to be sent; empty: it can."""
+    """Return why this replica cannot accept the states; empty: it can."""
     outlines = [kind.make("meta") for kind in kinds]
     for name, (form, skeleton) in sent.items():
         try:

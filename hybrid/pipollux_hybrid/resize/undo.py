@@ -1,4 +1,4 @@
-"""What the states of a job were at the last step boundary."""
+"""Snapshots of a job's states at the last step boundary."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ __all__ = ["Undo"]
 
 
 class Undo:
-    """Puts every state back to the beginning of an iteration that has turned out to be void.
-
-    Args:
-        ctx: The job's context.
-    """
+    """Restores every state to the beginning of an iteration that became void."""
 
     def __init__(self, ctx: JobContext) -> None:
         self._context = ctx
@@ -26,24 +22,24 @@ class Undo:
 
     @property
     def ready(self) -> bool:
-        """Whether there is something to go back to."""
+        """Whether there is a snapshot."""
         return self._remembered is not None
 
     def remember(self) -> None:
-        """Note what every state is, at a step boundary."""
+        """Take a snapshot of every state at a step boundary."""
         states = self._context.component(States)
         self._remembered = [state.remember() for state in states.values()]
 
     def forget(self) -> None:
-        """Note that the loop has ended: what comes now is not done again."""
+        """Drop the snapshot at the end of a loop."""
         self._remembered = None
 
     def marks(self) -> tuple[int, ...]:
-        """Return what tells whether all replicas had the same random numbers at the boundary."""
+        """Return checksums that show whether all replicas had equal generators at the boundary."""
         return self._random.marks()
 
     def put_back(self) -> str:
-        """Put every state back; return why one cannot be, empty: all are."""
+        """Restore every state; return why one cannot be restored, empty: all are."""
         for put_back in self._remembered or ():
             try:
                 put_back()

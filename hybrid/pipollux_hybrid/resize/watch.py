@@ -1,7 +1,6 @@
-"""The thread that looks at the rendezvous: who wants to join or leave, what is proposed.
+"""The thread that polls the rendezvous for requests and proposals.
 
-Replica 0 proposes memberships; every replica forms the groups of what is proposed, beside the
-training.
+Replica 0 proposes memberships; every replica forms the groups of a proposal during training.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ __all__ = ["INTERVAL", "MembershipWatch"]
 
 _LOG = logging.getLogger(__name__)
 INTERVAL = 0.25
-"""Seconds between two looks."""
+"""Polling interval in seconds."""
 RETRY_AFTER = 15.0
-"""Seconds after a membership that did not come about in which nobody joins: each try may cost those
-who train some seconds."""
+"""Seconds after a failed resize in which nobody joins: each attempt may pause training for
+seconds."""
 
 
 class MembershipWatch:
-    """What a replica knows of who takes part, and of what is about to change.
+    """A replica's view of the current and the pending membership.
 
     Args:
         ctx: The job's context.
-        rendezvous: Where replicas that come later find the job.
-        membership: Who takes part; None for a joining replica.
+        rendezvous: The rendezvous of the job.
+        membership: The current membership; None for a joining replica.
         replica: The id of this replica.
         timeout: Seconds that replicas wait for each other.
     """
@@ -63,25 +62,25 @@ class MembershipWatch:
     ) -> None:
         self.rendezvous = rendezvous
         self.membership = membership
-        """Who takes part; None before this replica does."""
+        """The current membership; None while this replica is no member."""
         self.replica = replica
         self.timeout = timeout
         self.place = JobPlace(0, 0)
-        """Where in its script this replica is."""
+        """This replica's position in its script."""
         self.loop = ""
-        """What the loop there is over."""
+        """Description of the loop there."""
         self.waiting_to_join = False
         """Whether it is a joining replica that waits there."""
         self.store: Store | None = None
-        """Where the replicas of the membership met; it lives as long as its host holds it."""
+        """The store of the current membership; it exists while its host holds this reference."""
         self.pending: PendingMembership | None = None
-        """What is about to come about."""
+        """The pending membership."""
         self.changing = False
-        """Whether replicas go over to what they have formed, some sooner than others."""
+        """Whether a resize is in progress, which replicas complete at different times."""
         self.speaks = ctx.env.stage == 0
-        """Whether this process speaks for its replica, whose first one it is."""
+        """Whether this process, as the first one, communicates for its replica."""
         self.totals = PublishedTotals(rendezvous.folder)
-        """Of accumulators, for joining replicas."""
+        """Totals of accumulators, for joining replicas."""
         self.refused: ConfigurationError | None = None
         """Why this job must not train: another one does in its place."""
         self._context = ctx
@@ -97,7 +96,7 @@ class MembershipWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread, and take back what this replica has asked for."""
+        """End the thread, and withdraw this replica's requests."""
         self._ending.set()
         self._thread.join()
         self._retired.clear()
@@ -111,25 +110,20 @@ class MembershipWatch:
     def give_up(
         self, pending: PendingMembership, why: str = "a replica was lost on the way"
     ) -> None:
-        """Let go of a membership that does not come about."""
+        """Drop a membership that was not entered."""
         self._not_before = time.monotonic() + RETRY_AFTER
         self._forget(pending)
         pending.drop()
         self._refuse(pending.membership, why)
 
     def tell_entered(self, membership: Membership, seconds: float) -> None:
-        """Say that this replica takes part in a membership now.
-
-        Args:
-            membership: The one.
-            seconds: How long nobody trained.
-        """
+        """Report that this replica has entered a membership, and the pause in seconds."""
         if self.speaks:
             self.rendezvous.entered(membership, self._context.step or 0, seconds)
 
     def enter(self, pending: PendingMembership) -> None:
-        """Take part in a membership that has come about."""
-        # A look that is under way would have a joining replica apply once more.
+        """Make a pending membership the current one."""
+        # A poll in progress would make a joining replica apply once more.
         with self._looking if self.membership is None else nullcontext():
             self._forget(pending)
             self.waiting_to_join, self.membership, self.store = (
@@ -137,26 +131,26 @@ class MembershipWatch:
                 pending.membership,
                 pending.store,
             )
-            # Not a wish to leave that has come now.
+            # A request to leave that has arrived meanwhile remains.
             if self.speaks:
                 self.rendezvous.withdraw_application(self.replica)
 
     def leave(self) -> None:
-        """Take part no more."""
+        """Leave the membership."""
         with self._looking:
             self._suspended, self.membership = True, None
 
     def retire(self, groups: list[Any]) -> None:
-        """Let go of groups that are not used any more, a little later and in another thread."""
+        """Release unused groups a little later in the thread, as closing them takes time."""
         self._retired += groups
 
     @property
     def newest(self) -> int:
-        """The highest number of a membership that this replica has heard of."""
+        """The highest number of a membership that this replica knows."""
         return self._highest
 
     def suspend(self) -> None:
-        """Propose and form nothing: replicas were lost."""
+        """Stop proposing and forming memberships: replicas were lost."""
         with self._looking:
             self._suspended = True
             pending, self.pending = self.pending, None
@@ -164,23 +158,23 @@ class MembershipWatch:
             self.abandon(pending)
 
     def abandon(self, pending: PendingMembership) -> None:
-        """Let go of a membership in which a replica was lost, and of where it met."""
+        """Drop a membership in which a replica was lost, and its store."""
         pending.drop()
         if pending.process == 0:
             self.rendezvous.remove_store(pending.membership.number)
 
     def resume(self, pending: PendingMembership) -> None:
-        """Go on with those that are left, in a membership that has come about."""
+        """Continue with the surviving replicas in a membership that was entered."""
         self._highest = max(self._highest, pending.membership.number)
         self.enter(pending)
         self._suspended = False
 
     def _ends_alone(self) -> bool:
-        """Return whether others may go on: this replica's script has failed, or a process of it."""
+        """Return whether this replica ends alone: its script or one of its processes has failed."""
         env, peers = self._context.env, self._context.watch
         failure = getattr(sys, "last_value", None)
         gone = {rank // env.processes_per_replica for rank in peers.gone()} if peers else set()
-        lost = type(failure) is PeerLostError  # which all of them raise
+        lost = type(failure) is PeerLostError  # all replicas raise it
         return env.num_replicas > 1 and (env.rank in gone or (failure is not None and not lost))
 
     def _leads(self, membership: Membership | None) -> bool:
@@ -192,11 +186,11 @@ class MembershipWatch:
             self.rendezvous.refuse(membership.number, why, for_good=for_good)
 
     def _forget(self, pending: PendingMembership) -> None:
-        if self.pending is pending:  # else the thread knows of another already
+        if self.pending is pending:  # else the thread has replaced it
             self.pending = None
 
     def _run(self) -> None:
-        # A state needs it at the first change, when others wait, and it takes a while to import.
+        # States need it at the first resize; importing it then would make the others wait.
         from pipollux_perfmodel import perf_params_to_json  # noqa: F401  # imported ahead
 
         while not self._ending.wait(INTERVAL):
@@ -206,11 +200,11 @@ class MembershipWatch:
                     if not self._suspended:
                         self._look()
                 self._look_for_frozen()
-            except OSError as error:  # of the folder; the next time it may be there
+            except OSError as error:  # of the folder, which may be available at the next poll
                 _LOG.debug("%s", error)
-            except ConfigurationError as error:  # the main thread ends for it
+            except ConfigurationError as error:  # raised in the main thread
                 self.refused = error
-            except Exception:  # the next look may go better
+            except Exception:  # the next poll may succeed
                 _LOG.exception("replicas cannot join or leave")
 
     def _look(self) -> None:
@@ -231,12 +225,12 @@ class MembershipWatch:
         if proposal.rank(self.replica) is None and current is None:
             return
         if current is None and self._context.mesh is not None and not self.waiting_to_join:
-            return  # which groups there are to form is known when there is a model
+            return  # the groups depend on the model, which does not exist yet
         self._highest = proposal.number
         if current is None:
             refusal = ""
         elif proposal.replicas == current.replicas:
-            self.pending = None  # who wanted to come or go does not any more
+            self.pending = None  # the requests were withdrawn
             return
         else:
             refusal = self.refusal(len(proposal.replicas))
@@ -257,7 +251,7 @@ class MembershipWatch:
             )
 
     def _look_for_frozen(self) -> None:
-        """Leave a sign of life, and find out whose process leaves none."""
+        """Leave a sign of life, and detect processes that leave none."""
         members, peers = self.membership, self._context.watch
         if members is None or not self._signs.is_due():
             return
@@ -274,13 +268,13 @@ class MembershipWatch:
         return prepare(told, self._context.component(States), PATIENCE / 4)
 
     def _lead(self, current: Membership) -> None:
-        """Tell joining replicas where the job is, and propose what replicas have asked for."""
+        """Post the job announcement, and propose a membership for the requests."""
         cut = self._context.component(Metrics).cut
         balance = tuple(cut.balance) if cut is not None else ()
         cannot = why_not_live(self._context, joins=True)
         processes = self._context.env.processes_per_replica
-        told = balance, cannot, processes, self._context.pipeline.schedule
-        self.rendezvous.post(Announcement(current, self.place, *told))
+        fields = balance, cannot, processes, self._context.pipeline.schedule
+        self.rendezvous.post(Announcement(current, self.place, *fields))
         self.totals.restore()
         if cut is None or not self.rendezvous.self_governed:
             return
@@ -295,20 +289,20 @@ class MembershipWatch:
         proposed = current.replicas if pending is None else pending.membership.replicas
         latest = self.rendezvous.proposal()
         if latest is not None and latest.number > self._highest:
-            return  # this replica has not yet looked at what it proposed last
+            return  # this replica has not processed its last proposal yet
         if self.changing or self.membership is not current or self.pending is not pending:
-            return  # those who have joined are not among the joining replicas any more
+            return  # replicas that have just joined have withdrawn their applications
         if wanted != proposed or (pending is not None and pending.failed):
             self.rendezvous.propose(Membership(self._highest + 1, wanted))
 
     def _never(self, current: Membership, wanted: tuple[str, ...]) -> str | None:
-        """Return why these replicas can only take part after a restart; None: they can now."""
+        """Return why this change of members needs a restart; None: it does not."""
         if set(wanted) == set(current.replicas):
             return None
         return why_not_live(self._context, joins=not set(wanted) <= set(current.replicas))
 
     def refusal(self, num_replicas: int) -> str:
-        """Return why batches cannot be cut for so many, or so few; empty: they can."""
+        """Return why a batch cannot be divided over a number of replicas; empty: it can."""
         limits = self._context.batch.limits
         try:
             if limits is not None:
@@ -319,5 +313,5 @@ class MembershipWatch:
 
 
 def _process(replica: str, stage: int) -> str:
-    """Return what a process is called where it leaves signs of life; a replica's first is it."""
+    """Return the name of a process for signs of life; a replica's first process has its id."""
     return f"{replica}-{stage}" if stage else replica

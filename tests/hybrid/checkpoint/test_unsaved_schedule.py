@@ -59,7 +59,7 @@ def warned(
 
 def test_a_schedule_that_is_in_no_checkpoint(caplog: pytest.LogCaptureFixture) -> None:
     (text,) = warned(caplog, lambda _: None)
-    assert "a restart begins it anew" in text
+    assert "a restart resets it" in text
     assert "HybridParallel(…, lr_scheduler=scheduler)" in text
 
 

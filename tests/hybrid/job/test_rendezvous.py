@@ -176,7 +176,7 @@ def gone() -> str:
 
 def test_a_peer_that_ends_before_it_wraps_its_model() -> None:
     message, _ = run_replicas(gone, 2, exit_codes=(3,))
-    assert "replica 0 of 2 lost its peers while comparing what all must have in common" in message
+    assert "replica 0 of 2 lost its peers while comparing common settings" in message
     assert "its log says why" in message
 
 

@@ -76,7 +76,7 @@ def test_the_models_clipping_is_exact_and_goes_without() -> None:
 
 
 def test_gradients_thrown_away_are_told() -> None:
-    with pytest.warns(UserWarning, match="forget them with optimizer.zero_grad"):
+    with pytest.warns(UserWarning, match="reset them with optimizer.zero_grad"):
         iteration(lambda model: model.module.zero_grad())
 
 

@@ -75,7 +75,7 @@ def test_modules_that_would_not_be_run_as_they_are() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x
 
-    with pytest.raises(ConfigurationError, match=r"OwnForward with a forward of its own"):
+    with pytest.raises(ConfigurationError, match=r"OwnForward with its own forward"):
         wrap(OwnForward(nn.Linear(2, 2)))
     hooked = nn.Sequential(nn.Linear(2, 2))
     hooked.register_forward_hook(lambda *_: None)
@@ -88,7 +88,7 @@ def test_a_wrapped_model_is_not_moved() -> None:
     model = wrap(make_model("mlp"), num_stages=2)
     to = model.to
     for move in (model.cpu, model.cuda, lambda: to("cpu"), lambda: to(device="cpu"), lambda: to(0)):
-        with pytest.raises(ConfigurationError, match=r"each stage has a device of its own"):
+        with pytest.raises(ConfigurationError, match=r"each stage has its own device"):
             move()
     assert next(model.to(torch.float32).parameters()).dtype == torch.float32
 

@@ -153,7 +153,7 @@ def test_the_command_lists_replicas_and_has_them_leave(
 ) -> None:
     rendezvous, folder = RendezvousFolder(tmp_path), str(tmp_path)
     assert main([folder]) == 1
-    assert capsys.readouterr().err == f"no job meets in {tmp_path}\n"
+    assert capsys.readouterr().err == f"no job runs in {tmp_path}\n"
     rendezvous.post(BULLETIN)
     rendezvous.apply(JoiningReplica("c", "host", waiting_to_join=True))
     found = command(folder)

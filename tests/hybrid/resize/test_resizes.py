@@ -188,8 +188,8 @@ def test_a_state_that_cannot_be_taken_over_keeps_joining_out(make_job: MakeJob, 
     job.wait_for(lambda: (job.results / "reached-4-0").exists(), "step 4")
     joining_replica = job.add()
     assert joining_replica.wait() == 1
-    said = "replicas cannot join while others train, as"
-    assert f"{said} {kind.title()} says so of the state table.bin" in joining_replica.errors
+    said = f"replicas cannot join while others train, as {kind.title()} sets live = False"
+    assert f"{said} for the state table.bin" in joining_replica.errors
     job.programs.remove(joining_replica)
     job.ask_to_leave(1, 2)
     leaves = "replicas cannot leave while others train, as Bound"

@@ -230,7 +230,7 @@ def test_what_cannot_be_had_again_ends_the_job_and_says_why(
     codes = [program.wait() for program in job.programs]
     assert codes == [1, -signal.SIGKILL, 1]
     for program in job.programs[::2]:
-        assert f"cannot go on without a restart: {why}" in program.errors
+        assert f"cannot continue without a restart: {why}" in program.errors
     job.programs.clear()
 
 
@@ -284,7 +284,7 @@ def test_one_that_is_frozen_is_left_behind_and_ends(make_job: MakeJob, found_by:
     job.wait_for(lambda: any(LOST.search(x) for x in job.errors()), "they go on")
     frozen.send_signal(signal.SIGCONT)
     assert frozen.wait() == 1
-    assert "have gone on without this one" in frozen.errors
+    assert "have continued without this one" in frozen.errors
     assert re.search(r"lost its peers .*: this process stood still for \d+ s", frozen.errors)
     assert "has ended" not in frozen.errors, "they go on"
     job.finish()

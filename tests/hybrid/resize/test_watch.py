@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pipollux_hybrid.resize.pending import PendingMembership
 
 from pipollux_hybrid.job.context import context
 from pipollux_hybrid.job.membership import JobPlace, JoiningReplica, Membership
 from pipollux_hybrid.partition.balance import Partitioning
+from pipollux_hybrid.resize.pending_membership import PendingMembership
 from pipollux_hybrid.resize.rendezvous_folder import RendezvousFolder
 from pipollux_hybrid.resize.watch import MembershipWatch
 from pipollux_hybrid.telemetry.metrics import Metrics
