@@ -1,4 +1,4 @@
-"""`pipollux apply`: carry out a plan on this machine."""
+"""`pipollux apply`: carry out a plan, of files on this machine or of the running scheduler."""
 
 from __future__ import annotations
 
@@ -41,28 +41,28 @@ TICK = 0.2
 def apply(
     cluster: SomeClusterFile = None,
     jobs: SomeJobsFile = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Skip the confirmation.")] = False,
     state_dir: StateDirectory = None,
     policy: PolicyName = None,
     pass_environment: PassEnvironment = None,
     output: TableOutput = OutputFormat.table,
 ) -> None:
-    """Carry a plan out: of files on this machine, or of the running scheduler.
+    """Carry out a plan: run the jobs of a file, or let the running scheduler decide.
 
-    The plan is that of `pipollux plan`; each job runs at exactly the allocation
-    it has there, as torchrun processes of this machine, until all are complete.
-    Run again after an interruption, jobs resume from their last checkpoint, and
-    complete ones are not run again.
+    With --cluster and --jobs, apply runs each job on this machine at the allocation
+    that `pipollux plan` shows, until all jobs are complete. If it is interrupted,
+    run it again: jobs resume from their last checkpoint, and complete jobs are
+    skipped.
 
-    Without files the plan is that of `pipollux plan --diff`; the running scheduler
-    is asked to decide now, not only at its next interval. It decides on the
-    state at that moment.
+    Without files, apply shows the plan of `pipollux plan --diff` and asks the
+    running scheduler to decide immediately. The scheduler decides on its state at
+    that moment.
 
-    --output json prints the jobs as they have ended (without files: the plan),
-    and everything else on standard error; it needs --yes.
+    With --output json or yaml, which needs --yes, the result is the jobs in their
+    final state (without files: the plan); messages go to standard error.
 
     Exit code: 0 all jobs are complete (without files: the scheduler decides, or
-    has nothing to change); 1 one is not; 2 a file or an option is wrong.
+    nothing changes); 1 a job is not complete; 2 a file or an option is invalid.
     """
     told = output is OutputFormat.table
     if not (told or yes):
@@ -100,7 +100,7 @@ def apply(
 
 
 def _print_jobs(directory: StateDir, specs: list[JobSpec], output: OutputFormat) -> None:
-    """Print the jobs as they are, for programs; people have seen the events."""
+    """Print the final state of the jobs, except as a table: the events have shown it."""
     if output is not OutputFormat.table and directory.has_store():
         names = {spec.name for spec in specs}
         with Store(directory.store) as store:
@@ -144,7 +144,7 @@ def _carry_out(
     pass_on: Collection[str],
     to_stderr: bool,
 ) -> tuple[Mapping[str, JobRecord], bool]:
-    """Run jobs to their end as planned; return them, and whether a signal interrupted them."""
+    """Run jobs to their end as planned; return them, and whether a signal interrupted the run."""
     allocations = {job.job: job.allocation for job in plan.assignments if job.nodes}
     on_event = partial(_print_event, to_stderr=to_stderr)
     scheduler = Scheduler(

@@ -1,4 +1,4 @@
-"""`pipollux demo`: everything at work on this machine, and a report of it."""
+"""`pipollux demo`: train two jobs under the scheduler on this machine, and write a report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .options import PolicyName, TableOutput
 
 def demo(
     folder: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder for the report and the state.")
+        Path, typer.Option(metavar="DIR", help="Folder of the report and the scheduler's state.")
     ] = Path("demo-report"),
     examples: Annotated[
         Path | None,
@@ -26,23 +26,22 @@ def demo(
         ),
     ] = None,
     seconds_alone: Annotated[
-        float, typer.Option(min=0, help="Seconds from the first job to the second one.")
+        float, typer.Option(min=0, help="Seconds between the start of the first and second job.")
     ] = SECONDS_ALONE,
     policy: PolicyName = None,
     output: TableOutput = OutputFormat.table,
 ) -> None:
-    """Train two real jobs under the scheduler on this machine, and write a report.
+    """Train two real jobs under a scheduler on this machine, and write a report.
 
-    A digit classifier trains, and grows while it does. A transformer that
-    learns to write Python arrives, as a pipeline of two stages, each a process;
-    the classifier gives up what that needs, and trains on with the rest. Who
-    has how many replicas when is up to what they measure. It takes some minutes
-    on two cores.
+    A digit classifier trains and grows. Then a language model for Python code
+    arrives as a multi-process pipeline of two stages; the classifier releases
+    slots for it and keeps training on the rest. The allocations depend on the
+    measurements. The demo takes a few minutes on two cores.
 
-    Ctrl-C ends every process, and what was done so far is still reported.
+    Ctrl-C ends all processes; the report then covers the run up to that point.
 
-    Exit code: 0 all jobs are complete; 1 one is not, or it was interrupted;
-    2 a file or an option is wrong.
+    Exit code: 0 all jobs are complete; 1 a job is not complete, or the demo was
+    interrupted; 2 a file or an option is invalid.
     """
     for_people = output is OutputFormat.table
     stream = sys.stdout if for_people else sys.stderr

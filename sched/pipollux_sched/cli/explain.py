@@ -23,11 +23,11 @@ def explain(
 ) -> None:
     """Explain a job's allocation, or why it is queued.
 
-    Shows the last decision on it, the speedup with one replica more or fewer as
-    predicted from the job's measurements (its hints), and what limits it.
-    Speedups are over one replica.
+    Shows the last decision about the job, the predicted speedup with one replica
+    more or fewer, and what limits its allocation. Predictions use the job's
+    measurements (hints); speedups are relative to one replica.
 
-    Works without a running scheduler, too: then it explains the last known state.
+    Without a running scheduler, explain shows the last recorded state.
     """
     with reading(state_dir) as reader:
         found = reader.explanation(name)
@@ -85,7 +85,7 @@ def _had(found: ExplanationView) -> str:
 
 
 def _changes(found: ExplanationView) -> Iterator[str]:
-    """Tell of a change under way, and whether the next one would need a restart."""
+    """Describe a change in progress, and whether the next change needs a restart."""
     if found.changing is not None:
         yield f"Changing: {clean(found.changing)}."
     following = found.next_change
