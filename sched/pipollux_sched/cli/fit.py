@@ -76,7 +76,7 @@ def fit(
 ) -> None:
     r"""Fit the performance model of a job to measured step times.
 
-    [bold]FILE[/bold] has one measurement per line:
+    [bold]MEASUREMENTS.jsonl[/bold] has one measurement per line:
 
         {"num_nodes": 1, "num_replicas": 2, "atomic_bsz": 16,
          "accum_step_time": 0.081, "optim_step_time": 0.115}

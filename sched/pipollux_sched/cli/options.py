@@ -18,7 +18,7 @@ StateDirectory: TypeAlias = Annotated[
         "--state-dir",
         envvar="PIPOLLUX_STATE_DIR",
         metavar="DIR",
-        help="Where the scheduler keeps everything.",
+        help="State directory of the scheduler.",
         show_default="~/.local/state/pipollux",
     ),
 ]
@@ -29,7 +29,7 @@ ServerUrl: TypeAlias = Annotated[
         "--server",
         envvar="PIPOLLUX_SERVER",
         metavar="URL",
-        help="The scheduler to ask, which may run on another machine.",
+        help="URL of the scheduler, which may run on another machine.",
         show_default="that of the state directory",
     ),
 ]
@@ -40,8 +40,8 @@ TokenFile: TypeAlias = Annotated[
         "--token-file",
         envvar="PIPOLLUX_TOKEN_FILE",
         metavar="FILE",
-        help="Holds the token for that scheduler, the admin's or a user's.",
-        show_default="what PIPOLLUX_TOKEN says",
+        help="File with the token for the scheduler: the admin's or a user's.",
+        show_default="PIPOLLUX_TOKEN",
     ),
 ]
 
@@ -51,7 +51,7 @@ AuthorityFile: TypeAlias = Annotated[
         "--ca-file",
         envvar=CA_FILE.name,
         metavar="FILE",
-        help="Certificates of the authorities to trust for it.",
+        help="Certificates of the authorities to trust for the connection.",
         show_default="those of the system",
     ),
 ]
@@ -62,8 +62,8 @@ ClusterFile: TypeAlias = Annotated[
         "--cluster",
         "-c",
         metavar="FILE",
-        help="YAML: the nodes that there are.",
-        show_default="this machine: a slot for each GPU, else each CPU",
+        help="YAML: the nodes of the cluster.",
+        show_default="this machine, with a slot per GPU, else per CPU",
     ),
 ]
 
@@ -74,7 +74,7 @@ SomeClusterFile: TypeAlias = Annotated[
         "--cluster",
         "-c",
         metavar="FILE",
-        help="YAML: the nodes that there are.",
+        help="YAML: the nodes of the cluster.",
         show_default="the scheduler's own",
     ),
 ]
@@ -108,7 +108,7 @@ PassEnvironment: TypeAlias = Annotated[
     typer.Option(
         "--pass-environment",
         metavar="NAME",
-        help="Variable of this environment that all jobs get, too; may be given again.",
+        help="Environment variable to pass to all jobs; may be repeated.",
         show_default=False,
         callback=_passable,
     ),
@@ -119,9 +119,9 @@ Fairness: TypeAlias = Annotated[
     typer.Option(
         metavar="F",
         min=1.0,
-        help="Promise that no job ends later than F times as late as on an equal share, where that "
-        "can be; by the policy exact.",
-        show_default="no promise",
+        help="Finish each job, where possible, within F times its completion time on an equal "
+        "share of the cluster; policy exact only.",
+        show_default="no limit",
     ),
 ]
 
@@ -130,14 +130,14 @@ Scarcity: TypeAlias = Annotated[
     typer.Option(
         metavar="S",
         min=0.0,
-        help="Share of what jobs that run on several types of GPU are charged for making those "
-        "wait that run on one only; by the policy exact.",
+        help="Share of the cost of delaying jobs that run on one GPU type only, charged to jobs "
+        "that run on several types; policy exact only.",
         show_default="0.7",
     ),
 ]
 
 MOST_TAIL = 10.0
-"""That of `policy.CompletionTime`, whose import would make every command slow."""
+"""The limit of `policy.CompletionTime`, whose import would make every command slow."""
 
 Tail: TypeAlias = Annotated[
     float | None,
@@ -145,9 +145,9 @@ Tail: TypeAlias = Annotated[
         metavar="Q",
         min=0.0,
         max=MOST_TAIL,
-        help="How much more late jobs count: completion times to the power 1 + Q are kept short, "
-        "1 their squares; by the policy exact.",
-        show_default="0, and 0.6 where a type of GPU is scarce",
+        help="Weight of late jobs: minimise completion times to the power 1 + Q (1: their "
+        "squares); policy exact only.",
+        show_default="0, and 0.6 where a GPU type is scarce",
     ),
 ]
 
@@ -157,8 +157,8 @@ RankPower: TypeAlias = Annotated[
         metavar="A",
         min=0.0,
         max=1.0,
-        help="How much more short jobs count: near 1 the average completion time is short, near 0 "
-        "jobs share the cluster and the last of them ends sooner; by the policy exact.",
+        help="Weight of short jobs: near 1 minimises the average completion time, near 0 lets jobs "
+        "share the cluster, so that the last job ends sooner; policy exact only.",
         show_default="0.28",
     ),
 ]
@@ -181,7 +181,7 @@ SomeJobsFile: TypeAlias = Annotated[
         "--jobs",
         "-j",
         metavar="FILE",
-        help="YAML: the jobs that want them.",
+        help="YAML: the jobs to plan.",
         show_default="the scheduler's own",
     ),
 ]
@@ -192,7 +192,7 @@ JobName: TypeAlias = Annotated[
 
 JobNames: TypeAlias = Annotated[
     list[str],
-    typer.Argument(metavar="NAME...", help="Names of jobs.", autocompletion=complete_jobs),
+    typer.Argument(metavar="NAME...", help="Names of the jobs.", autocompletion=complete_jobs),
 ]
 
 NodeName: TypeAlias = Annotated[
@@ -200,13 +200,11 @@ NodeName: TypeAlias = Annotated[
 ]
 
 TableOutput: TypeAlias = Annotated[
-    OutputFormat, typer.Option("--output", "-o", help="How to print it.")
+    OutputFormat, typer.Option("--output", "-o", help="Output format.")
 ]
 
-TextOutput: TypeAlias = Annotated[
-    TextFormat, typer.Option("--output", "-o", help="How to print it.")
-]
+TextOutput: TypeAlias = Annotated[TextFormat, typer.Option("--output", "-o", help="Output format.")]
 
 LineOutput: TypeAlias = Annotated[
-    LineFormat, typer.Option("--output", "-o", help="How to print it; json: one object a line.")
+    LineFormat, typer.Option("--output", "-o", help="Output format; json: one object per line.")
 ]

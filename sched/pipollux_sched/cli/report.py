@@ -26,7 +26,7 @@ def report(
         Path | None,
         typer.Argument(
             metavar="EVENTS.jsonl",
-            help="An event log: one JSON object per line, as `pipollux demo` writes it.",
+            help="An event log: one JSON object per line, as pipollux demo writes it.",
             show_default="the scheduler's own records",
         ),
     ] = None,
@@ -34,7 +34,7 @@ def report(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Only of this job; may be repeated.",
+            help="Include only this job; may be repeated.",
             show_default=False,
             autocompletion=complete_jobs,
         ),
@@ -42,21 +42,20 @@ def report(
     since: Annotated[
         str | None,
         typer.Option(
-            metavar="DURATION", help="Only the last so long, as in 2h.", show_default=False
+            metavar="DURATION", help="Length of the last period, such as 2h.", show_default=False
         ),
     ] = None,
     save: Annotated[
-        Path, typer.Option("--save", metavar="FILE", help="The HTML file to write.")
+        Path, typer.Option("--save", metavar="FILE", help="HTML file to write.")
     ] = Path("report.html"),
     output: TableOutput = OutputFormat.table,
     state_dir: StateDirectory = None,
 ) -> None:
-    """Draw the report of a run: of the present or last scheduler, or of an event log.
+    """Write the report of a run, from the scheduler's records or an event log.
 
-    The report is one HTML file that needs no network: who held which slots when,
-    the loss over the restarts, goodput, predicted against measured step time, the
-    pipeline's bubble, and the allocations with their reasons. Long series of
-    reports are evenly thinned.
+    The report is one HTML file that works offline. It shows allocations over time
+    with their reasons, the loss across restarts, goodput, predicted and measured
+    step times, and the pipeline bubble. Long series are thinned evenly.
 
         pipollux report --since 2h
         pipollux report --job char-lm --save char-lm.html
@@ -94,7 +93,7 @@ def _seconds(since: str | None) -> float | None:
 
 
 def _logged(path: Path, jobs: Sequence[str], seconds: float | None) -> str:
-    """Return the report of a log, or of a part: some jobs, or the last seconds before its end."""
+    """Return the report of an event log, or of some of its jobs or its last seconds."""
     found: Sequence[Any] = read_events(path).events
     unknown = set(jobs) - {event.get("job") for event in found}
     if unknown:

@@ -46,28 +46,28 @@ from .serve_kubernetes_options import KubernetesFlags, kubernetes_options
 from .serve_slurm_options import SlurmFlags, slurm_pools
 
 SWITCH_INTERVAL = 0.0005
-"""Seconds after which a thread that computes lets another one go on: a decision on thousands of
-jobs takes seconds, in which a heartbeat waits so long for each look at its connection."""
+"""Seconds after which a computing thread yields to another. A decision on thousands of jobs takes
+seconds, in which a heartbeat waits for each access to its connection."""
 COLLECTION_THRESHOLDS = (50_000, 20, 50)
-"""How seldom Python looks for cyclic garbage: with thousands of jobs in memory a look at all of it
-takes a good part of a second, and by default a burst of requests sets off one after the other.
+"""Thresholds of Python's garbage collector. With thousands of jobs in memory a full collection
+takes a good part of a second, and by default a burst of requests triggers one after the other.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterFlags:
-    """What the command line says of the nodes."""
+    """Options of `serve` about nodes."""
 
     panel: ClassVar[str] = "Cluster"
     cluster: ClusterFile = None
     backend: Annotated[
-        str, typer.Option(metavar="NAME", help=f"What runs the jobs: {', '.join(ENGINES)}.")
+        str, typer.Option(metavar="NAME", help=f"Backend that runs jobs: {', '.join(ENGINES)}.")
     ] = DEFAULT_BACKEND
     autoscale: Annotated[
         str | None,
         typer.Option(
             metavar="MIN:MAX",
-            help="Say how many nodes there should be; needs --expander-command.",
+            help="Range of the number of nodes; needs --expander-command.",
             show_default=False,
         ),
     ] = None
@@ -75,7 +75,7 @@ class ClusterFlags:
         str | None,
         typer.Option(
             metavar="COMMAND",
-            help="Asks for nodes: run with {desired}, {current}, {release} filled in.",
+            help="Command that requests nodes; {desired}, {current}, {release} are filled in.",
             show_default=False,
         ),
     ] = None
@@ -83,7 +83,7 @@ class ClusterFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyFlags:
-    """What the command line says of decisions."""
+    """Options of `serve` about decisions."""
 
     panel: ClassVar[str] = "Policy"
     policy: PolicyName = None
@@ -95,32 +95,32 @@ class PolicyFlags:
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="YAML: teams with their quotas and limits; read again when it changes.",
-            show_default="those of the store",
+            help="YAML: teams with quotas and limits; reloaded when the file changes.",
+            show_default="the teams in the store",
         ),
     ] = None
     interval: Annotated[
         float,
-        typer.Option(min=0.1, max=MOST_SECONDS, help="Seconds between two decisions on all jobs."),
+        typer.Option(min=0.1, max=MOST_SECONDS, help="Seconds between two scheduling rounds."),
     ] = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobFlags:
-    """What the command line says of all jobs."""
+    """Options of `serve` about jobs."""
 
     panel: ClassVar[str] = "Jobs"
     hints_interval: Annotated[
-        float, typer.Option(min=0.1, max=MOST_SECONDS, help="Seconds between two hints of a job.")
+        float, typer.Option(min=0.1, max=MOST_SECONDS, help="Seconds between hints of a job.")
     ] = 30.0
     checkpoint_interval: Annotated[
         float,
-        typer.Option(min=0.1, max=MOST_SECONDS, help="Seconds between two checkpoints of a job."),
+        typer.Option(min=0.1, max=MOST_SECONDS, help="Seconds between checkpoints of a job."),
     ] = 60.0
     grace: Annotated[
         float,
         typer.Option(
-            min=0.0, max=MOST_SECONDS, help="Seconds that a job has to save when it is stopped."
+            min=0.0, max=MOST_SECONDS, help="Seconds that a job has for saving when it is stopped."
         ),
     ] = STOP_GRACE
     heartbeat_timeout: Annotated[
@@ -128,7 +128,7 @@ class JobFlags:
         typer.Option(
             min=1.0,
             max=MOST_SECONDS,
-            help="Seconds without a sign of life after which a replica is taken for lost.",
+            help="Seconds without a heartbeat after which a replica is lost.",
         ),
     ] = HEARTBEAT_TIMEOUT
     pass_environment: PassEnvironment = None
@@ -142,7 +142,7 @@ def serve(
         typer.Option(
             envvar="PIPOLLUX_STORE",
             metavar="URL",
-            help="Database of the store: postgresql://USER@HOST/DATABASE.",
+            help="Database URL of the store: postgresql://USER@HOST/DATABASE.",
             show_default="SQLite in the state directory",
         ),
     ] = None,
@@ -156,15 +156,16 @@ def serve(
 ) -> None:
     """Run the scheduler of a cluster in the foreground, until Ctrl-C.
 
-    It keeps everything in its state directory. Jobs that run when it ends save,
-    and resume when it is started again. From another terminal:
+    The state directory holds its state. When the scheduler ends, running jobs save;
+    when it starts again, they resume. From another terminal:
 
         pipollux submit examples/jobs.yaml
         pipollux jobs
 
     With the local backend, nodes are virtual: each is a name and a number of slots
-    of this machine. A slot is a GPU, or on nodes of kind cpu a CPU device of one
-    thread. Others use the nodes of a cluster: docs/howto/slurm.md, docs/howto/kubernetes.md.
+    of this machine. A slot is a GPU, or a CPU device of one thread on nodes of kind
+    cpu. Other backends use the nodes of a cluster: see docs/howto/slurm.md and
+    docs/howto/kubernetes.md.
     """
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     own = kubernetes_options(nodes.backend, kubernetes)
@@ -234,7 +235,7 @@ def _policy(deciding: PolicyFlags) -> Policy:
 
 
 def _cluster(backend: str, file: Path | None) -> ClusterSpec | Path | None:
-    """Return the nodes, or their file; None where the backend finds them itself."""
+    """Return the nodes, or their file; None where the backend discovers them."""
     if file is not None:
         load_cluster(file)  # before anything is made; the backend reads it again when it changes
         return file
@@ -242,7 +243,7 @@ def _cluster(backend: str, file: Path | None) -> ClusterSpec | Path | None:
 
 
 def _listening(scheduler: Scheduler) -> str:
-    """Return where it listens, if its URL does not say so."""
+    """Return the listening address if the URL does not show it."""
     where = scheduler.listening_url
     return "" if where == scheduler.url else f" (listening on {urlsplit(where).netloc})"
 
@@ -250,7 +251,7 @@ def _listening(scheduler: Scheduler) -> str:
 def _autoscaling(
     bounds: str | None, command: str | None, num_nodes: Callable[[], int]
 ) -> tuple[AutoscalingRules | None, CommandExpander | None]:
-    """Parse the two options of autoscaling, which need each other."""
+    """Parse the two options of autoscaling, which require each other."""
     if bounds is None and command is None:
         return None, None
     if bounds is None or command is None:

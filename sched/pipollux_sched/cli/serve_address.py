@@ -1,4 +1,4 @@
-"""The options of `serve` about its address: where it listens, what jobs are told, certificates."""
+"""Options of `serve` about its server: listening address, advertised URL, certificates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HOST_NAME = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})|\[?[0-9A-Fa
 
 @dataclass(frozen=True, kw_only=True)
 class AddressFlags:
-    """What the command line says of the scheduler's server."""
+    """Options of `serve` about its server."""
 
     panel: ClassVar[str] = "Server and TLS"
     host: Annotated[
@@ -28,20 +28,20 @@ class AddressFlags:
         typer.Option(
             "--host",
             metavar="ADDRESS",
-            help="Address to listen on; 0.0.0.0 for all of this machine's.",
+            help="Address to listen on; 0.0.0.0 for all addresses of this machine.",
         ),
     ] = "127.0.0.1"
     port: Annotated[
         int,
-        typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 for any that is free."),
+        typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 for any free port."),
     ] = 0
     advertise_url: Annotated[
         str | None,
         typer.Option(
             "--advertise-url",
             metavar="URL",
-            help="What jobs are told to report to, say the URL of a proxy.",
-            show_default="the address that is listened on; for 0.0.0.0 this host's name",
+            help="URL that jobs report to, such as the URL of a proxy.",
+            show_default="the listening address; for 0.0.0.0 the name of this host",
         ),
     ] = None
     allow_host: Annotated[
@@ -49,8 +49,8 @@ class AddressFlags:
         typer.Option(
             "--allow-host",
             metavar="NAME",
-            help="Answer to this name, too, say that of a proxy; may be repeated.",
-            show_default="names of the loopback interface, and those listened on or advertised",
+            help="Additional host name to accept in requests, such as a proxy's; may be repeated.",
+            show_default="loopback names, and the listening and advertised names",
         ),
     ] = None
     tls_cert: Annotated[
@@ -58,7 +58,7 @@ class AddressFlags:
         typer.Option(
             "--tls-cert",
             metavar="FILE",
-            help="Certificate to show, in PEM format.",
+            help="TLS certificate of the server, in PEM format.",
             show_default="plain HTTP",
         ),
     ] = None
@@ -74,19 +74,19 @@ class AddressFlags:
             "--tls-ca",
             metavar="FILE",
             help="Certificates of the authorities that jobs and commands trust.",
-            show_default="those of their systems",
+            show_default="the authorities of their systems",
         ),
     ] = None
     open_metrics: Annotated[
-        bool, typer.Option("--open-metrics", help="Let /metrics be read without the admin token.")
+        bool, typer.Option("--open-metrics", help="Serve /metrics without authentication.")
     ] = False
 
 
 def server_address(given: AddressFlags) -> ServerAddress:
-    """Return the address that the options describe; warn where it is likely not what is meant.
+    """Return the address that the options describe; warn about probable mistakes.
 
     Raises:
-        BadParameter: an option makes no sense, or lacks another.
+        BadParameter: an option is invalid, or requires another one.
         TlsError: a certificate cannot be used.
     """
     host, allowed_hosts = given.host, given.allow_host or ()

@@ -24,7 +24,7 @@ _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 
 @dataclass(frozen=True, kw_only=True)
 class KubernetesFlags:
-    """What the command line says of `KubernetesOptions`; None where it says nothing."""
+    """The fields of `KubernetesOptions` given on the command line; None if not given."""
 
     panel: ClassVar[str] = "With --backend kubernetes"
     namespace: Annotated[
@@ -32,7 +32,7 @@ class KubernetesFlags:
         text_option(
             "--namespace",
             "NAME",
-            "Where jobs and their pods are.",
+            "Namespace of jobs and their pods.",
             "that of the context, or of the scheduler's own pod",
         ),
     ] = None
@@ -41,7 +41,7 @@ class KubernetesFlags:
         text_option(
             "--scheduler-name",
             "NAME",
-            "Label of its pods; another for each scheduler of a namespace.",
+            "Label of the scheduler's pods, unique within a namespace.",
             "pipollux",
         ),
     ] = None
@@ -50,7 +50,7 @@ class KubernetesFlags:
         text_option(
             "--device-resource",
             "RESOURCE",
-            "The resource that a slot is one of; cpu for CPU devices.",
+            "Resource that a slot stands for; cpu for CPU devices.",
             "nvidia.com/gpu",
         ),
     ] = None
@@ -68,8 +68,8 @@ class KubernetesFlags:
         text_option(
             "--toleration",
             "KEY[=VALUE][:EFFECT]",
-            "Use nodes with this taint, too; may be repeated.",
-            "only that of the device resource",
+            "Also use nodes with this taint; may be repeated.",
+            "only the taint of the device resource",
         ),
     ] = None
     checkpoint_folder: Annotated[
@@ -77,7 +77,7 @@ class KubernetesFlags:
         text_option(
             "--checkpoint-folder",
             "DIR",
-            "Where the volume for checkpoints is mounted in pods.",
+            "Mount path of the checkpoint volume in pods.",
             "/checkpoints",
         ),
     ] = None
@@ -95,15 +95,13 @@ class KubernetesFlags:
         text_option(
             "--checkpoint-host-path",
             "DIR",
-            "Folder that all nodes share, instead of a claim.",
+            "Folder that all nodes share, as the alternative to a claim.",
             "none",
         ),
     ] = None
     python: Annotated[
         str | None,
-        text_option(
-            "--image-python", "COMMAND", "The Python of images, with this package.", "python"
-        ),
+        text_option("--image-python", "COMMAND", "Python command of images.", "python"),
     ] = None
     pod_security: Annotated[
         str | None,
@@ -120,8 +118,8 @@ class KubernetesFlags:
         text_option(
             "--allow-service-account",
             "NAME",
-            "Service account that pod templates may name; may be repeated.",
-            "the namespace's default one alone",
+            "Service account that pod templates may use; may be repeated.",
+            "only the namespace's default account",
         ),
     ] = None
     priority_class: Annotated[
@@ -129,7 +127,7 @@ class KubernetesFlags:
         text_option(
             "--priority-class",
             "NAME",
-            "PriorityClass of the pods of jobs whose template names none.",
+            "PriorityClass of pods whose template sets none.",
             "the cluster's default",
         ),
     ] = None
@@ -138,7 +136,7 @@ class KubernetesFlags:
         text_option(
             "--via",
             "pod|trainjob",
-            "What a launch is made as: a pod for each replica, or one TrainJob.",
+            "Objects to create for a launch: a pod per replica, or one TrainJob.",
             "pod",
         ),
     ] = None
@@ -153,21 +151,19 @@ class KubernetesFlags:
     ] = None
     volcano_queue: Annotated[
         str | None,
-        text_option(
-            "--volcano-queue", "NAME", "Queue of TrainJobs whose runtime uses Volcano.", "none"
-        ),
+        text_option("--volcano-queue", "NAME", "Volcano queue of TrainJobs.", "none"),
     ] = None
 
 
 def kubernetes_options(backend: str, given: KubernetesFlags) -> KubernetesOptions | None:
-    """Return the options of the Kubernetes backend; None for another one.
+    """Return the options of the Kubernetes backend; None for another backend.
 
     Args:
         backend: name of the backend.
-        given: what the command line says of them.
+        given: the options on the command line.
 
     Raises:
-        typer.BadParameter: one is wrong, or they are given for another backend.
+        typer.BadParameter: an option is invalid, or given for another backend.
     """
     named: dict[str, Any] = {name: value for name, value in vars(given).items() if value}
     if backend != "kubernetes":

@@ -22,12 +22,12 @@ __all__ = ["SlurmFlags", "slurm_pools"]
 _RANGE = re.compile(r"(?P<least>[1-9]\d*)(:(?P<most>[1-9]\d*))?")
 _IDENTITY = "slurm.id"
 _OURS = ("--job-name", "-J", "--nodes", "-N", "--array", "-a", "--wrap", "--requeue", "--parsable")
-"""Options of sbatch that are given already."""
+"""Options of sbatch that Pipollux sets itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmFlags:
-    """What the command line says of the nodes to ask Slurm for; None where it says nothing."""
+    """Options of the nodes to request from Slurm; None if not given."""
 
     panel: ClassVar[str] = "With --backend slurm"
     nodes: Annotated[
@@ -35,12 +35,12 @@ class SlurmFlags:
         text_option(
             "--nodes",
             "MIN[:MAX]",
-            "Ask Slurm for nodes: MIN of them, and up to MAX if they are worth it.",
-            "those of the allocation that the scheduler is started in",
+            "Request nodes from Slurm: MIN, and up to MAX if jobs profit from them.",
+            "the nodes of the allocation that the scheduler runs in",
         ),
     ] = None
     partition: Annotated[
-        str | None, text_option("--partition", "NAME", "Where to ask for nodes.", "Slurm's default")
+        str | None, text_option("--partition", "NAME", "Partition of the nodes.", "Slurm's default")
     ] = None
     gres: Annotated[
         str | None,
@@ -53,9 +53,7 @@ class SlurmFlags:
     ] = None
     time: Annotated[
         str | None,
-        text_option(
-            "--time", "TIME", "Time limit of a node, after which another is asked for.", "Slurm's"
-        ),
+        text_option("--time", "TIME", "Time limit of a node; another one replaces it.", "Slurm's"),
     ] = None
     account: Annotated[
         str | None, text_option("--account", "NAME", "Account that nodes are charged to.", "yours")
@@ -66,12 +64,12 @@ class SlurmFlags:
         text_option("--constraint", "FEATURES", "Features that nodes must have.", "none"),
     ] = None
     reservation: Annotated[
-        str | None, text_option("--reservation", "NAME", "Reservation to take nodes from.", "none")
+        str | None, text_option("--reservation", "NAME", "Reservation of the nodes.", "none")
     ] = None
     more: Annotated[
         list[str] | None,
         text_option(
-            "--sbatch-option", "OPTION", "Further option of sbatch; may be repeated.", "none"
+            "--sbatch-option", "OPTION", "Additional option of sbatch; may be repeated.", "none"
         ),
     ] = None
     renew_before: Annotated[
@@ -80,7 +78,7 @@ class SlurmFlags:
             "--renew-before",
             min=1.0,
             metavar="SECONDS",
-            help="Leave a node so long before its time limit; at most a quarter of it.",
+            help="Seconds before its time limit to leave a node; at most a quarter of the limit.",
             show_default="600",
         ),
     ] = None
@@ -88,7 +86,7 @@ class SlurmFlags:
         bool,
         typer.Option(
             "--keep-pool",
-            help="Keep the nodes when the scheduler is stopped, for the next one.",
+            help="Keep the nodes for the next scheduler when this one stops.",
         ),
     ] = False
 
@@ -96,19 +94,19 @@ class SlurmFlags:
 def slurm_pools(
     backend: str, state_dir: StateDir, given: SlurmFlags
 ) -> tuple[Pools | None, tuple[int, int] | None]:
-    """Return the allocations that the Slurm backend uses, and bounds for their number.
+    """Return the allocations that the Slurm backend uses, and the bounds of their number.
 
     Args:
         backend: name of the backend.
-        state_dir: of the scheduler.
-        given: what the command line says of them.
+        state_dir: state directory of the scheduler.
+        given: the options on the command line.
 
     Returns:
-        None for another backend, and for the allocation that the scheduler is in; the bounds are
-        None where the number of nodes stays the same.
+        None for another backend, and for the allocation that the scheduler runs in; the bounds are
+        None if the number of nodes is fixed.
 
     Raises:
-        typer.BadParameter: one is wrong, or they are given for another backend or without --nodes.
+        typer.BadParameter: an option is invalid, or given for another backend or without --nodes.
     """
     named: dict[str, Any] = {name: value for name, value in vars(given).items() if value}
     nodes = named.pop("nodes", None)
@@ -141,7 +139,7 @@ def _check_more(options: Sequence[str]) -> None:
 
 
 def _identity(state_dir: StateDir) -> str:
-    """Return what tells this scheduler's allocations from others; it lasts as long as its state."""
+    """Return the id of this scheduler's allocations, which lasts as long as its state."""
     state_dir.create()
     path = state_dir.path / _IDENTITY
     try:

@@ -1,4 +1,4 @@
-"""Which scheduler a command talks to, by `--server` and the environment."""
+"""The choice of a command's scheduler, by `--server` and the environment."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ TOKEN_VARIABLE = TOKEN.name
 
 
 class ServerChoice(NamedTuple):
-    """A scheduler that was named by its URL."""
+    """A scheduler given by its URL."""
 
     url: str
     token_file: Path | None
     by_flag: bool
-    """Whether it was given on the command line, not in the environment."""
+    """Whether the URL is from the command line, not the environment."""
     timeout: float | None
-    """Seconds to wait for an answer; None: the usual."""
+    """Timeout of a request in seconds; None: the default."""
     ca_file: Path | None = None
     """Certificates of the authorities to trust; None: those of the system."""
 
     def client(self) -> Client:
-        """Return a client of it.
+        """Return a client of the scheduler.
 
         Raises:
             CommandError: the URL or the token is invalid, or a file cannot be read.
@@ -77,7 +77,7 @@ _CHOSEN: ContextVar[ServerChoice | None] = ContextVar("server", default=None)
 
 
 def chosen_server() -> ServerChoice | None:
-    """Return the scheduler of the running command; None: that of its state directory."""
+    """Return the scheduler of the running command; None: the one of its state directory."""
     return _CHOSEN.get()
 
 
@@ -87,12 +87,11 @@ def choose_server(context: Any, timeout: float | None = None) -> None:
     The command line overrides the environment, and a URL overrides a state directory.
 
     Args:
-        context: typer's, of the command.
-        timeout: seconds to wait for its answers; None: the default.
+        context: typer's context of the command.
+        timeout: timeout of a request in seconds; None: the default.
 
     Raises:
-        CommandError: `--server` and `--state-dir` were both given, or the command works on this
-            machine alone.
+        CommandError: `--server` and `--state-dir` were both given, or the command is local.
     """
     root = context.find_root()
     url, token_file, ca_file = (
@@ -121,7 +120,7 @@ def choose_server(context: Any, timeout: float | None = None) -> None:
 
 
 def warn_of_unused_token(context: Any) -> None:
-    """Say that a token is not used, where a command asks the scheduler of a state directory."""
+    """Warn about an unused token if a command uses the scheduler of a state directory."""
     local = chosen_server() is None and context.info_name != "serve"
     if local and "state_dir" in context.params and os.environ.get(TOKEN_VARIABLE):
         _warn_once(
@@ -131,7 +130,7 @@ def warn_of_unused_token(context: Any) -> None:
 
 
 def _warn_once(sentence: str) -> None:
-    """Print a warning, once for each command however many clients it makes."""
+    """Print a warning once per command, for any number of clients."""
     if not _WARNED.get():
         _WARNED.set(True)
         warn(sentence)

@@ -32,7 +32,7 @@ class FitName(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedClusterFlags:
-    """What the command line says of the cluster; None where it says nothing."""
+    """Options of `simulate` about the cluster; None if not given."""
 
     panel: ClassVar[str] = "The cluster"
     fairness: Fairness = None
@@ -41,7 +41,7 @@ class SimulatedClusterFlags:
     rank_power: RankPower = None
     on_arrival: Annotated[
         bool,
-        typer.Option("--on-arrival", help="Decide at every arrival, too, as a scheduler does."),
+        typer.Option("--on-arrival", help="Also decide at every arrival, as the scheduler does."),
     ] = False
     nodes: Annotated[
         int | None,
@@ -49,18 +49,18 @@ class SimulatedClusterFlags:
             min=1,
             max=100_000,
             help="Number of nodes.",
-            show_default="16, or those of the history",
+            show_default="16, or the nodes of the history",
         ),
     ] = None
     gpus: Annotated[
         int | None,
-        typer.Option(min=1, max=1024, help="GPUs of each node.", show_default="4"),
+        typer.Option(min=1, max=1024, help="GPUs per node.", show_default="4"),
     ] = None
     node_type: Annotated[
         list[str] | None,
         typer.Option(
             metavar="TYPE=COUNTxGPUS",
-            help="Nodes of a type of GPU, in place of --nodes and --gpus; may be repeated.",
+            help="Nodes of one GPU type, instead of --nodes and --gpus; may be repeated.",
         ),
     ] = None
     add_nodes: Annotated[
@@ -68,15 +68,15 @@ class SimulatedClusterFlags:
         typer.Option(
             min=0,
             max=100_000,
-            help="With --from-state: so many nodes more than there were, like most of them.",
+            help="With --from-state: additional nodes of the most common kind.",
         ),
     ] = 0
     teams: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="YAML: teams and their quotas, as serve takes them.",
-            show_default="none, or those of the history",
+            help="YAML: teams and their quotas, in the format of serve.",
+            show_default="none, or the teams of the history",
         ),
     ] = None
     interval: Annotated[
@@ -84,14 +84,14 @@ class SimulatedClusterFlags:
         typer.Option(
             max=1e6,
             help="Seconds between two decisions.",
-            show_default="60, or that of the history",
+            show_default="60, or the interval of the history",
         ),
     ] = None
     restart_seconds: Annotated[
         float | None,
         typer.Option(
             max=1e6,
-            help="Seconds without training after every start of a job.",
+            help="Seconds without training after each start of a job.",
             show_default="30, or as measured in the history",
         ),
     ] = None
@@ -99,28 +99,28 @@ class SimulatedClusterFlags:
         float | None,
         typer.Option(
             max=1e6,
-            help="Change jobs live where a replica stays in place: it trains on while others start "
-            "(in the time of a restart), then pauses for this many seconds.",
-            show_default="every change is a restart, or as measured in the history",
+            help="Resize jobs elastically if a replica stays in place: it trains while the others "
+            "start (for the duration of a restart), then pauses for this many seconds.",
+            show_default="restart at every change, or as measured in the history",
         ),
     ] = None
     interference: Annotated[
         float,
-        typer.Option(help="Part of their pace that distributed jobs lose which share a node."),
+        typer.Option(help="Fraction of speed that distributed jobs lose when they share a node."),
     ] = 0.0
     failures: Annotated[
         bool,
-        typer.Option("--failures", help="Let nodes fail, once in 75 days on average."),
+        typer.Option("--failures", help="Simulate node failures: one in 75 days per node."),
     ] = False
     spot: Annotated[
         bool,
-        typer.Option("--spot", help="Let nodes be preempted, once in 6 hours on average."),
+        typer.Option("--spot", help="Simulate spot preemptions: one in 6 hours per node."),
     ] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedJobFlags:
-    """What the command line says of jobs; None where it says nothing."""
+    """Options of `simulate` about jobs; None if not given."""
 
     panel: ClassVar[str] = "The jobs"
     traces: Annotated[
@@ -133,17 +133,17 @@ class SimulatedJobFlags:
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Replay the jobs that the scheduler of this state directory has had; "
-            f"'{USUAL}': of the usual one.",
+            help="Replay the jobs of the scheduler with this state directory; "
+            f"'{USUAL}': the default directory.",
         ),
     ] = None
     known_length: Annotated[
         str | None,
         typer.Option(
             metavar="exact|none|learned|declared|FACTOR",
-            help="What the policy is told of how long jobs still train: exactly, nothing, what it "
-            "learns from those that have completed, the same but for jobs that declare it, or "
-            "wrong by a factor of up to FACTOR either way.",
+            help="Job lengths as known to the policy: exact; unknown (none); estimated from "
+            "completed jobs (learned); estimated, except for jobs that declare theirs "
+            "(declared); or wrong by up to FACTOR either way.",
             show_default="exact; with --from-state declared",
         ),
     ] = None
@@ -151,22 +151,22 @@ class SimulatedJobFlags:
         bool | None,
         typer.Option(
             "--inherit-models/--no-inherit-models",
-            help="Let jobs begin with what others of their family have measured.",
+            help="Start jobs with the measurements of completed jobs of their family.",
             show_default="only with --from-state",
         ),
     ] = None
     fit: Annotated[
         FitName,
         typer.Option(
-            help="How jobs of the traces fit their model: as Pipollux's, or as AdaptDL's, whose "
-            "model has fewer terms.",
+            help="Performance model of trace jobs: Pipollux's, or AdaptDL's, which has fewer "
+            "terms.",
         ),
     ] = FitName.pipollux
     load: Annotated[
         float,
-        typer.Option(max=1e6, help="How many times as many jobs come in the same time."),
+        typer.Option(max=1e6, help="Factor of the arrival rate."),
     ] = 1.0
-    jobs: Annotated[int | None, typer.Option(min=1, help="Only the first so many.")] = None
-    generate: Annotated[MixName | None, typer.Option(help="Draw a workload of this mix.")] = None
-    num_jobs: Annotated[int, typer.Option(min=1, max=1_000_000, help="Jobs to draw.")] = 160
-    hours: Annotated[float, typer.Option(max=1e6, help="Hours in which drawn jobs arrive.")] = 8.0
+    jobs: Annotated[int | None, typer.Option(min=1, help="Number of first jobs to keep.")] = None
+    generate: Annotated[MixName | None, typer.Option(help="Generate this mix of jobs.")] = None
+    num_jobs: Annotated[int, typer.Option(min=1, max=1_000_000, help="Jobs to generate.")] = 160
+    hours: Annotated[float, typer.Option(max=1e6, help="Hours in which they arrive.")] = 8.0

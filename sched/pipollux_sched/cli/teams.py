@@ -1,4 +1,4 @@
-"""`pipollux teams`: list teams with what they hold, and set their quotas."""
+"""`pipollux teams`: list teams and their usage, and set their quotas."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def teams(
         typer.Option(
             "--set",
             metavar="FILE",
-            help="Replace all teams by those of this file.",
+            help="Replace all teams by the teams of this file.",
             show_default=False,
         ),
     ] = None,
     clear: Annotated[
-        bool, typer.Option("--clear", help="Have no teams: everyone shares everything.")
+        bool, typer.Option("--clear", help="Remove all teams, so that all users share all slots.")
     ] = False,
     output: TextOutput = TextFormat.text,
     state_dir: StateDirectory = None,
 ) -> None:
-    """List teams: quota, slots used, borrowed and lent, jobs that run and wait.
+    """List teams: quota, slots used, borrowed and lent, running and waiting jobs.
 
-    Without --set and --clear it works without a running scheduler, too: then it
-    shows the last known state.
+    Without a running scheduler, teams shows the last recorded state; --set and
+    --clear need a running scheduler.
 
         pipollux teams
         pipollux teams --set teams.yaml
@@ -70,7 +70,7 @@ def _print(found: TeamsView, output: TextFormat) -> None:
 
 
 def spell_use(found: TeamsView) -> str:
-    """Spell how many slots teams use, and whether their quotas are more than there are."""
+    """Spell how many slots teams use, and whether the quotas exceed the slots."""
     used = sum(team.used for team in found.teams)
     quotas = sum(team.quota for team in found.teams)
     text = f"{count(used, 'slot')} used"
@@ -80,7 +80,7 @@ def spell_use(found: TeamsView) -> str:
 
 
 def team_table(found: TeamsView) -> Table:
-    """Return the teams with what they hold, as a table."""
+    """Return the teams and their usage as a table."""
     from rich.table import Table
 
     table = Table(box=None, header_style="bold", pad_edge=False)

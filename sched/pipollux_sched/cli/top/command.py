@@ -1,4 +1,4 @@
-"""`pipollux top`: the cluster on a full screen, as it changes, or once, as text."""
+"""`pipollux top`: the cluster on a full screen, or once as text."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 def top(
     interval: Annotated[
         float,
-        typer.Option(min=0.1, max=3600.0, help="Seconds between two looks at the cluster."),
+        typer.Option(min=0.1, max=3600.0, help="Seconds between updates."),
     ] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print it once, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the state once, and exit.")] = False,
     output: TableOutput = OutputFormat.table,
     state_dir: StateDirectory = None,
 ) -> None:
-    """Watch the cluster, live: jobs, teams, nodes and how full they are, last events.
+    """Watch jobs, teams, nodes and events on a full screen.
 
-    Scroll with the arrow keys or the mouse; / searches by name, p goes to the
-    next phase, a click on a column's head or s sorts by it, Enter opens a job
-    or a node, q quits. If standard output is not a terminal, and with
-    --output json, the state is printed once.
+    Scroll with the arrow keys or the mouse. / searches by name, p selects the next
+    phase, s or a click on a column header sorts, Enter opens a job or a node, q
+    quits. The state is printed once if standard output is not a terminal, and with
+    --output json.
 
-    Works without a running scheduler, too: then it shows the last known state.
+    Without a running scheduler, top shows the last recorded state.
     """
     console = output_console()
     with reading(state_dir) as reader:

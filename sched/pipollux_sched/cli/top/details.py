@@ -50,7 +50,7 @@ class _Details(Screen[None]):
 
 
 class JobScreen(_Details):
-    """The details of a job, kept up to date: what `pipollux describe` prints.
+    """The details of a job as `pipollux describe` prints them, kept up to date.
 
     Args:
         reader: reads the job.
