@@ -222,7 +222,7 @@ def test_the_token_is_in_no_process_list_and_no_error(elsewhere: Elsewhere) -> N
     following = elsewhere.start(*with_file, "events", "--follow")
     assert token not in " ".join(psutil.Process(following.pid).cmdline())
     wanting = one_sentence(elsewhere(*server, "jobs"), 2)
-    assert "wants a token: the admin's, which stands in admin.token" in wanting
+    assert "needs a token: the admin's, in admin.token" in wanting
     file.write_text("a-guess\n")
     refused = one_sentence(elsewhere(*with_file, "jobs"), 1)
     assert "refuses the token; give the one in admin.token" in refused

@@ -108,7 +108,7 @@ jobs:
     assert cli.jobs()["quick"]["phase"] == "Complete"
     written = cli("logs", "quick", "--attempt", "2").stdout
     assert "replica 0 of attempt 2 goes on from step 0" in written
-    assert "nobody to ask: give --yes" in one_sentence(cli("delete", "quick"), 2)
+    assert "cannot ask for confirmation: give --yes" in one_sentence(cli("delete", "quick"), 2)
     assert cli("delete", "quick", "--yes").stdout == "quick: The job was deleted.\n"
     assert "quick" not in cli.jobs()
     assert not (cli.state_dir / "jobs" / "quick").exists()

@@ -146,7 +146,7 @@ def test_lines_of_libraries_do_not_get_into_the_output() -> None:
         ([], "there are no jobs; give a WORKLOAD.csv, --generate MIX or --from-state DIR"),
         (
             ["traced.csv", "--generate", "mixed"],
-            "--generate mixed and traced.csv both say which jobs there are; leave one of them out",
+            "--generate mixed and traced.csv both define the jobs; leave one of them out",
         ),
         (
             ["none.csv"],

@@ -66,7 +66,9 @@ def apply(
     """
     told = output is OutputFormat.table
     if not (told or yes):
-        raise CommandError(f"--output {output.value} needs --yes: there is nobody to ask", USAGE)
+        raise CommandError(
+            f"--output {output.value} needs --yes: it cannot ask for confirmation", USAGE
+        )
     if cluster is None and jobs is None:
         _apply_live(state_dir, policy, yes, output)
         return
@@ -83,7 +85,7 @@ def apply(
     left = [spec for spec in specs if spec.name not in done]
     for spec in specs:
         if spec.name in done:
-            typer.echo(f"{spec.name} is complete already, and left alone.", err=not told)
+            typer.echo(f"{spec.name} is already complete; skipped.", err=not told)
     if not left:
         _print_jobs(directory, specs, output)
         return

@@ -109,7 +109,7 @@ def _head(job: JobDetails, now: float) -> RenderableType:
         told = [f"{replica} on {clean(node)}" for replica, node in both]
         rows.append(("Replicas", ", ".join(told)))
     if job.intent:
-        rows.append(("Is stopped for", str(job.intent)))
+        rows.append(("Stopping for", str(job.intent)))
     rows += [
         ("Attempt", str(job.attempt)),
         ("Failures", _failures(job.failures, job.max_restarts)),
@@ -235,7 +235,7 @@ def _hints(hints: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
 
 def _planned_by(predecessor: str | None) -> Iterator[tuple[str, str]]:
     if predecessor is not None:
-        yield "planned for by", f"those of job {clean(predecessor)} of its family"
+        yield "planned with", f"those of job {clean(predecessor)} of its family"
 
 
 def _outcome(outcome: str | None, intent: str | None) -> str:

@@ -117,7 +117,7 @@ def _wait_until_empty(client: Client, node: str, seconds: float | None) -> NodeD
         if deadline is not None and time.monotonic() > deadline:
             raise CommandError(
                 f"{node} is not empty after {spell_age(seconds or 0)}: "
-                f"{', '.join(holders)} still hold slots of it; it goes on draining"
+                f"{', '.join(holders)} still hold slots; draining continues"
             )
         time.sleep(POLL_INTERVAL)
 

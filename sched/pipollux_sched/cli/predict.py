@@ -250,8 +250,8 @@ def _layers(
         for option, value in (("--memory-limit", memory_limit), ("--link", link)):
             if value is not None:
                 raise CommandError(
-                    f"{option} needs --layers, the profile that tells what crosses a cut and what "
-                    "a stage holds; give --layers LAYERS.json",
+                    f"{option} needs --layers, the profile with the sizes of activations and "
+                    "layers; give --layers LAYERS.json",
                     USAGE,
                 )
         return None

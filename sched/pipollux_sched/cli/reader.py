@@ -189,5 +189,5 @@ def tell_unserved(reader: Reader) -> None:
     """Print on standard error that the output is not live, if no scheduler runs."""
     if not reader.served:
         typer.echo(
-            f"No scheduler serves {reader.where}: this is how the last one left it.", err=True
+            f"No scheduler serves {reader.where}: this is the last recorded state.", err=True
         )

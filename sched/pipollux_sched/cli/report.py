@@ -97,7 +97,7 @@ def _logged(path: Path, jobs: Sequence[str], seconds: float | None) -> str:
     found: Sequence[Any] = read_events(path).events
     unknown = set(jobs) - {event.get("job") for event in found}
     if unknown:
-        raise CommandError(f"{path}: no event tells of a job named {min(unknown)!r}")
+        raise CommandError(f"{path}: no event belongs to a job named {min(unknown)!r}")
     if not jobs and seconds is None:
         return render_report(path)
     end = max(event["time"] for event in found)

@@ -107,8 +107,8 @@ def server_address(given: AddressFlags) -> ServerAddress:
         raise typer.BadParameter(str(error), param_hint="'--advertise-url'") from None
     if tls is None and not address.is_loopback:
         warn(
-            f"--host {host}: tokens travel in clear, and the admin's opens everything; give "
-            "--tls-cert and --tls-key, unless only trusted machines are on this network"
+            f"--host {host}: tokens are sent unencrypted; give "
+            "--tls-cert and --tls-key, unless all machines on this network are trusted"
         )
     if tls is not None:
         tls.check()
@@ -120,7 +120,7 @@ def _check_name(name: str, option: str, *, wildcard: bool) -> None:
     if not _HOST_NAME.fullmatch(name) or (name.startswith("*") and not wildcard):
         example = "pipollux.example.com or *.example.com" if wildcard else "10.0.0.5 or 0.0.0.0"
         raise typer.BadParameter(
-            f"{name[:60]!r} is no name of a host; give it without port, as in {example}",
+            f"{name[:60]!r} is not a host name; give it without a port, as in {example}",
             param_hint=f"'{option}'",
         )
 
@@ -140,7 +140,7 @@ def _warn_of_doubt(tls: Tls, address: ServerAddress) -> None:
     doubt = tls.doubt(address.advertised_host)
     if doubt is not None:
         warn(
-            f"--tls-ca: {tls.authority} does not vouch for {tls.certificate} at "
-            f"{address.advertised_host} ({doubt}): jobs and commands will refuse it, unless a "
-            "proxy shows them another"
+            f"--tls-ca: {tls.authority} does not verify {tls.certificate} for "
+            f"{address.advertised_host} ({doubt}): jobs and commands will reject it, unless a "
+            "proxy presents another certificate"
         )

@@ -45,9 +45,7 @@ class ServerChoice(NamedTuple):
         except ClientError as error:
             raise CommandError(str(error), USAGE) from error
         if url.startswith("http://") and not is_loopback(url):
-            _warn_once(
-                f"the token travels in clear to {url}, and opens everything; use https, or a tunnel"
-            )
+            _warn_once(f"the token is sent unencrypted to {url}; use https, or a tunnel")
         return client
 
     def _token(self, url: str) -> str:
@@ -55,8 +53,8 @@ class ServerChoice(NamedTuple):
             token = os.environ.get(TOKEN_VARIABLE, "").strip()
             if not token:
                 raise CommandError(
-                    f"{url} wants a token: the admin's, which stands in admin.token of its "
-                    "scheduler's state directory, or a user's; give it in a file with "
+                    f"{url} needs a token: the admin's, in admin.token in the scheduler's "
+                    "state directory, or a user's; give it in a file with "
                     f"--token-file, or in {TOKEN_VARIABLE}",
                     USAGE,
                 )
@@ -64,7 +62,7 @@ class ServerChoice(NamedTuple):
         try:
             return self.token_file.read_text(encoding="utf-8").strip()
         except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or "it is no text"
+            reason = getattr(error, "strerror", None) or "it is not text"
             raise CommandError(
                 f"--token-file: {self.token_file} cannot be read ({reason}); give a file that "
                 "holds the token",

@@ -46,8 +46,8 @@ def read_past(folder: Path) -> SchedulerHistory:
             history = read_history(store)
         if not history.nodes:
             raise CommandError(
-                f"{directory.path} knows no nodes, as no scheduler has served it; give the state "
-                "directory of one that has"
+                f"{directory.path} has no nodes, because no scheduler has served it; give the state "
+                "directory of a scheduler that has run"
             )
     except (PipolluxError, ValueError) as error:
         raise CommandError(f"--from-state: {error}", USAGE) from error
@@ -124,11 +124,11 @@ class PastRun:
         replayed = f"actual: what happened under {self._history.policy or 'another policy'}; "
         replayed += f"{count(len(jobs), 'job')} replayed"
         if short:
-            replayed += f", {len(short)} of them as far as they had trained ({_tally(short)})"
+            replayed += f", {len(short)} of them up to the step they had reached ({_tally(short)})"
         pace = median(self._replay.paces.values())
         lines = [
-            f"{replayed}. They trained {pace:.2f} times (median) what their own models say, and do "
-            "so again."
+            f"{replayed}. They trained at {pace:.2f} times (median) the speed of their models, and "
+            "so does the replay."
         ]
         left_out = {one.job: one.reason.partition(":")[0] for one in self._replay.left_out}
         if left_out:

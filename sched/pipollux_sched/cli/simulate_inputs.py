@@ -111,16 +111,14 @@ def _check_source(paths: Sequence[Path], jobs: SimulatedJobFlags) -> None:
     given += ["--from-state"] if jobs.from_state is not None else []
     if len(given) > 1:
         last, first = given[0], given[1]
-        raise CommandError(
-            f"{first} and {last} both say which jobs there are; leave one of them out", USAGE
-        )
+        raise CommandError(f"{first} and {last} both define the jobs; leave one of them out", USAGE)
     if not given:
         raise CommandError(
             "there are no jobs; give a WORKLOAD.csv, --generate MIX or --from-state DIR", USAGE
         )
     if jobs.from_state is not None and jobs.traces is not None:
         raise CommandError(
-            "--traces: jobs of a history are timed by what they measured; leave it out", USAGE
+            "--traces: jobs of a history use their own measurements; leave it out", USAGE
         )
 
 

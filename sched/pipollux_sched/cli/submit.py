@@ -169,7 +169,7 @@ def _print_moved(jobs: Sequence[JobView], output: OutputFormat) -> None:
         print_data([job.to_dict() for job in jobs], output)
         return
     for job in jobs:
-        typer.echo(f"{job.name}: The job counts to team {job.spec['team']}.")
+        typer.echo(f"{job.name}: The job belongs to team {job.spec['team']}.")
 
 
 def delete(
@@ -188,7 +188,7 @@ def delete(
     wanted = list(dict.fromkeys(names))
     if not yes:
         if output is not OutputFormat.table or not sys.stdin.isatty():
-            raise CommandError("there is nobody to ask: give --yes to delete", USAGE)
+            raise CommandError("cannot ask for confirmation: give --yes to delete", USAGE)
         question = f"Delete {', '.join(wanted)}, with logs, events and checkpoints?"
         if not typer.confirm(question, err=True):
             raise CommandError("nothing was deleted")

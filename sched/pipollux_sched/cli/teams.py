@@ -63,7 +63,7 @@ def _print(found: TeamsView, output: TextFormat) -> None:
     if output is not TextFormat.text:
         print_data(found.to_dict(), output)
     elif not found.configured:
-        typer.echo("No teams: everyone shares everything. Set some with: pipollux teams --set FILE")
+        typer.echo("No teams: all users share all slots. Set some with: pipollux teams --set FILE")
     else:
         print_result(team_table(found))
         typer.echo(f"{count(len(found.teams), 'team')}, {spell_use(found)}.")

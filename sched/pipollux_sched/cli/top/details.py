@@ -117,6 +117,6 @@ class NodeScreen(_Details):
                 Text(node.name, style="bold"),
                 Text(f"{count(node.slots, 'slot')} of kind {node.kind}, {node.free} free; {about}"),
                 Text(),
-                table if node.jobs else Text("Nobody holds any of it.", style="dim"),
+                table if node.jobs else Text("No job holds a slot of it.", style="dim"),
             )
         )

@@ -69,7 +69,7 @@ export async function* listen(last, signal, onOpen) {
 async function within(promise, milliseconds) {
   let timer;
   const late = new Promise((_, reject) => {
-    timer = setTimeout(() => reject(new Away("nothing is heard")), milliseconds);
+    timer = setTimeout(() => reject(new Away("timeout")), milliseconds);
   });
   try {
     return await Promise.race([promise, late]);

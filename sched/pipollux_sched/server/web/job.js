@@ -80,7 +80,7 @@ export class JobPage {
 
   #body() {
     const all = Object.values(this.charts).map((chart) => chart.element);
-    this.silence = h("p", { class: "note", hidden: true }, "It has reported nothing.");
+    this.silence = h("p", { class: "note", hidden: true }, "No reports yet.");
     this.key = h("p", { class: "note" }, h("span", { class: "key restart" }, "started again"), " ", h("span", { class: "key change" }, "resized"));
     this.progress = section("Progress", this.key, this.silence, h("div", { class: "curves" }, ...all));
     this.log = section("Log", h("div", { class: "choice" }, this.which), this.lines);
@@ -90,7 +90,7 @@ export class JobPage {
       this.tiles.element,
       this.facts,
       this.progress,
-      section("What it has or had, and why", this.why),
+      section("Allocation and reasons", this.why),
       section("Attempts", this.attempts.element, h("p", { class: "note" }, SIZE)),
       section("Conditions", this.conditions.element),
       this.log);
@@ -204,7 +204,7 @@ export class JobPage {
 
   #showLog() {
     const atEnd = this.lines.scrollHeight - this.lines.scrollTop - this.lines.clientHeight < 30;
-    say(this.lines, this.logs[this.which.selectedIndex]?.lines.join("\n") || "It has printed nothing.");
+    say(this.lines, this.logs[this.which.selectedIndex]?.lines.join("\n") || "No output yet.");
     if (atEnd) this.lines.scrollTop = this.lines.scrollHeight;
   }
 }

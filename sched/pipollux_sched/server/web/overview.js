@@ -73,7 +73,7 @@ export class Overview {
     return [
       { title: "Time", kind: "short", text: (event) => moment(event.time) },
       { title: "Job", text: (event) => event.job ?? "", fill: link },
-      { title: "What", kind: "words", text: (event) => event.text },
+      { title: "Event", kind: "words", text: (event) => event.text },
     ];
   }
 }
