@@ -83,8 +83,8 @@ def test_the_table_says_how_far_to_trust_it(folder: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("│ state    │") == 2
     assert done.stdout.splitlines()[-3:] == [
-        "actual: what happened under exact; 4 jobs replayed. They trained at 1.00 times (median) the "
-        "speed of their models, and so does the replay.",
+        "actual: what happened under exact; 4 jobs replayed. They trained at 1.00 times (median) "
+        "the speed of their models, and so does the replay.",
         "1 job left out: 1 never started.",
         "Replay of exact against what happened: average JCT 1.00 times, makespan 1.00 times; a "
         "job's JCT is off by 0% (median), 0% (p90).",
@@ -114,8 +114,8 @@ def test_other_options_work_with_it(folder: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "Wrote page.html\nWrote jobs.csv\n")
     assert done.stdout.splitlines()[-2:] == [
-        "actual: what happened under exact; 2 jobs replayed. They trained at 1.00 times (median) the "
-        "speed of their models, and so does the replay.",
+        "actual: what happened under exact; 2 jobs replayed. They trained at 1.00 times (median) "
+        "the speed of their models, and so does the replay.",
         "1 job left out: 1 never started.",
     ]
     with (folder / "jobs.csv").open(newline="") as file:

@@ -67,5 +67,5 @@ def serve_until(scheduler: Scheduler, interruption: Interruption) -> None:
         if failure is not None:
             scheduler.abandon()
             raise SchedulerFailedError(
-                f"{failure}, so the scheduler ends; jobs keep running, start it again to manage them"
+                f"{failure}, so the scheduler ends; jobs run on, start it again to manage them"
             )

@@ -46,8 +46,8 @@ def read_past(folder: Path) -> SchedulerHistory:
             history = read_history(store)
         if not history.nodes:
             raise CommandError(
-                f"{directory.path} has no nodes, because no scheduler has served it; give the state "
-                "directory of a scheduler that has run"
+                f"{directory.path} has no nodes, because no scheduler has served it; give the "
+                "state directory of a scheduler that has run"
             )
     except (PipolluxError, ValueError) as error:
         raise CommandError(f"--from-state: {error}", USAGE) from error

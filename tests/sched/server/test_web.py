@@ -119,7 +119,7 @@ def test_the_teams(tab: Visit, service: Service) -> None:
         *("vision", "4", "0", "0", "1 of 3", "1", "0", "5 of 9", "v0, v1, v2 and 2 more", "–")
     ]
     expect(page.locator(".teams .note").last).to_have_text(
-        "The quotas are 5 slots of 4, so each team gets its part of them."
+        "The quotas are 5 slots, but there are only 4: each team gets its share."
     )
     assert page.evaluate(CUT) == []
     rows.nth(1).get_by_role("link", name="v0").click()
