@@ -1,4 +1,4 @@
-"""Response models besides the views: refusals, health, addresses of replicas."""
+"""Response models besides the views: refusals, health, discovery of replicas."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Refusal(View):
 _REFUSALS = {
     401: "The token is missing or wrong.",
     403: "The token's role does not allow it, or the job is another user's.",
-    404: "There is nothing of this name.",
-    409: "It does not fit the job's present state: another attempt, or a name that is taken.",
+    404: "The resource does not exist.",
+    409: "The request conflicts with the job's state: another attempt, or a name that is taken.",
     413: "The body is larger than 1 MiB.",
-    422: "The request makes no sense; the sentence names the field and what is allowed.",
-    429: "Too many requests; Retry-After says when to ask again.",
-    503: "The scheduler is being stopped, or has too much to do: Retry-After says until when.",
+    422: "The request is invalid; the sentence names the field and the allowed values.",
+    429: "Too many requests; retry after the seconds in Retry-After.",
+    503: "The scheduler is stopping or overloaded; retry after the seconds in Retry-After.",
 }
 
 
@@ -67,7 +67,7 @@ class Deciding(View):
 
 
 def inheritance_answer(relatives: Sequence[Predecessor]) -> InheritanceAnswer:
-    """Return what relatives hand down; rows of another version are left out."""
+    """Return the measurements of relatives; rows of another version are left out."""
     found = {}
     for one in relatives:
         with suppress(ValidationError):
@@ -96,7 +96,7 @@ def heartbeat_answer(state: JobState, answer: ReplicaAnswer) -> HeartbeatAnswer:
     )
 
 
-# All joining replicas of a job are told the same, and may be thousands.
+# All joining replicas of a job get the same answer, and there may be thousands.
 @lru_cache(maxsize=128)
 def _membership(number: int, replicas: tuple[int, ...], nodes: tuple[str, ...]) -> dict[str, Any]:
     ids = tuple(str(replica) for replica in replicas)
