@@ -241,7 +241,7 @@ def test_help_teaches() -> None:
 def test_the_result_says_what_the_policy_was_told_of_lengths(folder: Path) -> None:
     args = ("simulate", "pipelines.csv", "--jobs", "1", *SMALL, "--known-length")
     table = pipollux(*args, "none", cwd=folder)
-    assert "policies were told how long jobs still train: not at all" in table.stdout
+    assert "policies know job lengths: not at all" in table.stdout
     (row,) = json.loads(pipollux(*args, "2", "-o", "json", cwd=folder).stdout)
     assert row["known_length"] == "2"
     failed = pipollux(*args, "0.5", cwd=folder)

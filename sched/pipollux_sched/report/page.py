@@ -33,7 +33,7 @@ from pipollux_utils.text import clean, count, duration, percent
 from . import facts
 
 MAX_DETAILED = 12
-"""Number of jobs with charts of their own; further ones are in the tables only."""
+"""Number of jobs with their own charts; further jobs are only in the tables."""
 
 
 class Figure(NamedTuple):

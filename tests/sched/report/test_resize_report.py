@@ -127,9 +127,9 @@ def test_who_stays_holds_its_slot_without_a_gap(events: list[Event]) -> None:
         [" ".join(line) if isinstance(line, list) else line for line in tip] for tip in _tips(gantt)
     ]
     (joined,) = [tip for tip in tips if tip[0] == "live, attempt 1, membership 2 on node-b"]
-    assert joined[-2:] == ["on its way 10 s", "pause of those that stayed 250 ms"]
+    assert joined[-2:] == ["on its way 10 s", "pause of surviving replicas 250 ms"]
     (stayed,) = [tip for tip in tips if tip[0] == "live, attempt 1, membership 2 on node-a"]
-    assert stayed[-2:] == ["held 0:30 to 1:00", "pause of those that stayed 250 ms"]
+    assert stayed[-2:] == ["held 0:30 to 1:00", "pause of surviving replicas 250 ms"]
     use = slot_use(run)
     assert use is not None
     training = (1030 - 1005) + 2 * (1060 - 1030) + (1080 - 1060) + (1120 - 1090)

@@ -149,7 +149,7 @@ def rerun(
     from_scratch: _FromScratch = False,
 ) -> dict[str, Any]:
     """Rerun a job; 409 if it has not ended, or is complete and `from_scratch` is not set."""
-    caller.check_team(name, store.job(name).spec.get("team"), "submit it anew")
+    caller.check_team(name, store.job(name).spec.get("team"), "submit it again")
     return control.rerun(name, from_scratch=from_scratch).to_json_object()
 
 
