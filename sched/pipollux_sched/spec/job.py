@@ -1,7 +1,7 @@
 """Specifications of clusters and jobs: `cluster.yaml`, `jobs.yaml`, and jobs sent as JSON.
 
-Everything is validated before use. Each problem is one sentence with file, line, place, value and
-what is allowed (`SpecError`).
+Everything is validated before use. Each problem is one sentence with the file, line, place and
+value, and the allowed values (`SpecError`).
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ __all__ = [
 DEFAULT_MAX_REPLICAS = 64
 DEFAULT_MAX_RESTARTS = 3
 DEFAULT_START_TIMEOUT = 3600.0
-"""Seconds: loading a large model and compiling it take minutes, and a script that reports nothing
+"""Seconds: loading a large model and compiling it take minutes, and a script that never reports
 should not hold its slots for days."""
 
 _NODE_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _NODE_NAME_LENGTH = 253
-"""Of a host's full name."""
+"""Largest length of a full host name."""
 
 
 def _check_node_name(name: str) -> str:
@@ -93,7 +93,7 @@ List = Annotated[tuple[T, ...], Field(strict=False)]
 
 
 class _Spec(BaseModel):
-    """Base: refuses unknown fields, converts nothing silently, is immutable."""
+    """Base class: refuses unknown fields, converts no types, is immutable."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -103,18 +103,18 @@ class NodeSpec(_Spec):
 
     name: NodeName = Field(description="a name, as in name: node-a")
     slots: Count
-    """Devices: a slot is one GPU, or one CPU thread on a machine without any."""
+    """Number of slots: a slot is one GPU, or one CPU thread on a machine without GPUs."""
     kind: Literal["gpu", "cpu"] = "gpu"
     cpus: Count | None = Field(default=None, description="a whole number of at least 1")
-    """CPUs that jobs may use; None: as many as they ask for."""
+    """CPUs that jobs may use; None: unlimited."""
     memory: Bytes | None = Field(default=None, description="a size such as 256GiB")
-    """Bytes of main memory that jobs may use; None: as many as they ask for."""
+    """Bytes of main memory that jobs may use; None: unlimited."""
     preemptible: bool = Field(default=False, description="true or false")
-    """True for a node that may be taken away at any time; such nodes are filled last."""
+    """True for a node that may be preempted at any time; such nodes are filled last."""
     gpu_type: GpuType | None = Field(default=None, description="a text such as a100")
-    """Type of its GPUs, for jobs that ask for one; None: unknown."""
+    """Type of its GPUs, for jobs that require one; None: unknown."""
     draining: bool = Field(default=False, description="true or false")
-    """True: nothing new is placed here, and all jobs but non-preemptible ones leave."""
+    """True: no new replicas are placed here, and all jobs except non-preemptible ones leave."""
 
 
 class ClusterSpec(_Spec):
@@ -133,11 +133,11 @@ class ResourceSpec(_Spec):
 
     cpus: int = Field(default=0, ge=0, description="a whole number of at least 0")
     memory: Bytes = Field(default=0, description="a size such as 8GiB")
-    """Bytes."""
+    """Main memory in bytes."""
 
 
 class JobSpec(_Spec):
-    """One job: a script or an image that trains, and the bounds within which it may be scaled.
+    """One job: a training script or image, and the bounds of its allocation.
 
     Example:
         >>> JobSpec(name="digits", script="examples/digits.py", max_replicas=4).num_stages
@@ -146,66 +146,65 @@ class JobSpec(_Spec):
 
     name: Name = Field(description="a name, as in name: char-lm")
     script: FilePath | None = Field(default=None, description="the path of a Python script")
-    """As the user wrote it; `resolve_script` finds the file. With an `image`: a path inside that;
-    None: the image's entry point runs."""
+    """Path as written by the user; `resolve_script` finds the file. With an `image`: a path inside
+    the image; None: the image's entry point."""
     image: ImageReference | None = Field(
         default=None, description="a reference such as registry.example/train:2.1"
     )
-    """The container image that every replica runs in; None: the script runs as it lies here."""
+    """The container image of all replicas; None: the script runs directly on the nodes."""
     family: FamilyName | None = Field(default=None, description="a name, as in family: resnet")
-    """Jobs that are alike: each begins with what the last one that completed has measured. None:
-    that of its name without the number at its end, among jobs with the same script and image; an
-    empty text: no family."""
+    """Name of a family of similar jobs, which start with the measurements of the last completed
+    one. None: the job's name without a trailing number, among jobs with the same script and image;
+    empty: no family."""
     args: Annotated[List[Argument], AfterValidator(check_args)] = Field(
         default=(), description="a list of texts"
     )
-    """What the script, or the image's entry point, is given."""
+    """Arguments of the script or the image's entry point."""
     num_stages: Count = 1
-    """K, the devices of one pipeline replica; all lie on one node."""
+    """K, the devices of one pipeline replica, all on one node."""
     stage_choices: List[Count] = Field(default=(), description="a list of numbers, as in [1, 2, 4]")
-    """Every K that the scheduler may choose, `num_stages` among them; none: `num_stages` alone.
-    Another K is chosen once the job has told what its layers cost."""
+    """The values of K to choose from, including `num_stages`; empty: only `num_stages`. Another K
+    is considered once the job has reported a profile of its layers."""
     process_per_stage: bool = Field(default=False, description="true or false")
-    """Whether each stage has a process of its own; else one process drives all of a replica."""
+    """Whether each stage has its own process; else one process drives a whole replica."""
     num_microbatches: Count = 1
     """M, the micro-batches of one forward and backward."""
     min_replicas: Count = 1
-    """The job runs on at least so many replicas, or not at all."""
+    """The smallest number of replicas on which the job runs."""
     max_replicas: Count = DEFAULT_MAX_REPLICAS
-    """The job runs on at most so many replicas."""
+    """The largest number of replicas on which the job runs."""
     requested_replicas: Count | None = Field(default=None, description="a whole number")
-    """What policies of fixed sizes give the job; None: `min_replicas`."""
+    """The number of replicas under policies with fixed sizes; None: `min_replicas`."""
     gpu_type: GpuType | None = Field(default=None, description="a text such as a100")
-    """The only type of GPU that the job runs on; None: any."""
+    """The GPU type that the job requires; None: any."""
     preemptible: bool = Field(default=True, description="true or false")
-    """False: once the job runs, its allocation stays as it is."""
+    """False: the allocation of the running job does not change."""
     team: Name | None = Field(default=None, description="the name of a team")
-    """The team whose quota it counts to; None: its user's, else the default one."""
+    """The team whose quota the job counts towards; None: its user's team, else the default team."""
     user: UserName | None = Field(default=None, description="the name of a user")
-    """Whose job it is; a user's token sets it."""
+    """The user who owns the job; set by a user's token."""
     run_as: UserName | None = Field(default=None, description="a user of the machine")
-    """The user of the machine as which its processes run, where the scheduler runs as root; None:
-    the scheduler's own. A user's token sets it."""
+    """The system user that the job's processes run as, if the scheduler runs as root; None: the
+    scheduler's user. Set by a user's token."""
     priority: Name | None = Field(default=None, description="the name of a class of priority")
-    """Its class of priority; None: the priority 0."""
+    """The job's priority class; None: priority 0."""
     resources: ResourceSpec = Field(
         default=ResourceSpec(), description="a mapping, as in {cpus: 1, memory: 8GiB}"
     )
-    """Per replica, besides its slots."""
+    """Resources per replica, besides its slots."""
     resources_per_stage: ResourceSpec = Field(
         default=ResourceSpec(), description="a mapping, as in {cpus: 1, memory: 8GiB}"
     )
-    """Per stage of a replica, besides its slot and added to `resources`; grows with K."""
+    """Resources per stage of a replica, in addition to `resources`; the total grows with K."""
     environment: Annotated[dict[str, str], AfterValidator(_check_environment)] = Field(
         default={}, description="a mapping of texts to texts", repr=False
     )
-    """Variables of its processes; not shown in errors, as some are secrets."""
+    """Environment variables of the job's processes; hidden in errors, because some are secrets."""
     working_dir: FilePath | None = Field(default=None, description="the path of a folder")
-    """The folder that the script runs in; None: the one that the scheduler was started in, with an
-    `image` the one that the image says."""
+    """The working directory of the script; None: the scheduler's, with an `image` the image's."""
     checkpoint_dir: FilePath | None = Field(default=None, description="the path of a folder")
-    """Where the job saves, for itself alone, as every node sees it; None: where the scheduler keeps
-    its state."""
+    """The job's own checkpoint folder, at the same path on every node; None: a folder in the state
+    directory."""
     max_restarts: int = Field(
         default=DEFAULT_MAX_RESTARTS, ge=0, description="a whole number of at least 0"
     )
@@ -215,15 +214,15 @@ class JobSpec(_Spec):
     start_timeout: Duration = Field(
         default=DEFAULT_START_TIMEOUT, description="a duration such as 30m, or null"
     )
-    """Seconds from the start of an attempt's processes to its first step, after which they are
-    ended and the job is started again; None: it may start for ever."""
+    """Seconds from the start of an attempt's processes to its first step, after which the job is
+    restarted; None: unlimited."""
     hang_timeout: Duration = Field(default=None, description="a duration such as 30m")
-    """Seconds without a further step, from the first step of an attempt on, after which its
-    processes are ended and the job is started again; None: it may stand still for ever."""
+    """Seconds without a further step, after the first step of an attempt, after which the job is
+    restarted; None: unlimited."""
     hints: HintsField | None = None
-    """What is known of the job beforehand."""
+    """Measurements of the job known in advance."""
     allocation: List[str] = Field(default=(), description="a list of node names, one per replica")
-    """Where the job runs now, one node name per replica; only `plan` asks for it."""
+    """The current node of each replica; only for `plan`."""
 
     @field_serializer("hints")
     def _hints_to_json(self, hints: SchedHints | None) -> dict[str, Any] | None:
@@ -232,7 +231,7 @@ class JobSpec(_Spec):
     @model_validator(mode="before")
     @classmethod
     def _hints_know_the_pipeline(cls, data: Any) -> Any:
-        """Fill in stages and micro-batches of the hints from the job's own fields."""
+        """Set the stages and micro-batches of the hints to the job's own."""
         hints = data.get("hints") if isinstance(data, Mapping) else None
         if not isinstance(hints, Mapping):
             return data
@@ -341,7 +340,7 @@ def load_cluster(path: str | Path) -> ClusterSpec:
     """Return the cluster in a `cluster.yaml`.
 
     Raises:
-        SpecError: the file cannot be read, or says something that is not allowed.
+        SpecError: the file cannot be read, or its content is invalid.
     """
     return _load(read_yaml_file(path, "nodes:"), ClusterSpec)
 
@@ -350,7 +349,7 @@ def load_jobs(path: str | Path) -> list[JobSpec]:
     """Return the jobs in a `jobs.yaml`.
 
     Raises:
-        SpecError: the file cannot be read, or says something that is not allowed.
+        SpecError: the file cannot be read, or its content is invalid.
     """
     return list(_load(read_yaml_file(path, "jobs:"), JobBatch).jobs)
 
@@ -363,7 +362,7 @@ def parse_job(data: Any, source: str = "job") -> JobSpec:
         source: name of the JSON in error messages.
 
     Raises:
-        SpecError: it contains something that is not allowed.
+        SpecError: the content is invalid.
     """
     try:
         return JobSpec.model_validate(data)

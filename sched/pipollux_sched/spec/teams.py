@@ -1,4 +1,4 @@
-"""Teams and priorities: `teams.yaml`, and the same sent as JSON (docs/howto/teams.md).
+"""Teams and priorities: `teams.yaml`, and the same as JSON (docs/howto/teams.md).
 
 Example:
     ``teams: [{name: vision, quota: 8, users: [ana]}, {name: text, quota: 4, borrow: 4}]``
@@ -32,7 +32,7 @@ from .job import JobSpec, List
 from .names import Name, UserName
 
 DEFAULT_TEAM = "default"
-"""Team of jobs that name none, and whose user is in none."""
+"""Team of jobs without a team, if their user is in no team."""
 
 _Amount = Annotated[int, Field(ge=0, le=10**9)]
 _Number = Annotated[int, Field(ge=1, le=10**9)]
@@ -48,7 +48,7 @@ def _parse_pause(value: str | float | None) -> float:
 
 
 class _TeamsModel(BaseModel):
-    """Base: refuses unknown fields, converts nothing silently, is immutable."""
+    """Base class: refuses unknown fields, converts no types, is immutable."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -58,31 +58,31 @@ class TeamSpec(_TeamsModel):
 
     name: Name = Field(description="a name, as in name: vision")
     quota: _Amount = Field(default=0, description="a whole number of slots of at least 0")
-    """Slots that it has whenever its jobs can use them."""
+    """Slots guaranteed to the team while its jobs can use them."""
     borrow: _Amount | None = Field(default=None, description="a whole number of at least 0")
-    """Slots beyond its quota that it may hold while nobody else needs them; None: any number."""
+    """Slots beyond its quota that the team may hold while no team needs them; None: any number."""
     lend: _Amount | None = Field(default=None, description="a whole number of at least 0")
-    """Slots of its quota that others may hold while its jobs do not need them; None: all."""
+    """Slots of its quota that other teams may hold while its jobs do not need them; None: all."""
     weight: Annotated[StrictFloat | StrictInt, Field(gt=0, le=1000)] = Field(
         default=1.0, description="a number above 0 and at most 1000"
     )
-    """Its share of what is lent, beside that of others."""
+    """Weight of its share of lent slots."""
     max_jobs: _Amount | None = Field(default=None, description="a whole number of at least 0")
-    """Jobs that may hold slots at once."""
+    """Largest number of jobs that hold slots."""
     max_submit_jobs: _Amount | None = Field(
         default=None, description="a whole number of at least 0"
     )
-    """Jobs that may be unfinished at once, Slurm's GrpSubmitJobs: beyond it none is accepted."""
+    """Largest number of unfinished jobs, like Slurm's GrpSubmitJobs; more are refused."""
     max_slots_per_job: _Number | None = Field(
         default=None, description="a whole number of at least 1"
     )
-    """Slots that one job may hold."""
+    """Largest number of slots of one job."""
     users: List[UserName] = Field(default=(), description="a list of names")
-    """Who may submit for it; none: everyone."""
+    """Users who may submit jobs for the team; empty: all users."""
 
 
 class JobOwner(NamedTuple):
-    """What a job's spec says of whose it is, read without the rest of it."""
+    """The fields of a job's spec about its owner, read without parsing the others."""
 
     name: str
     team: str | None
@@ -91,12 +91,12 @@ class JobOwner(NamedTuple):
 
     @classmethod
     def of(cls, spec: Mapping[str, Any]) -> JobOwner:
-        """Return the owner of a job by its spec as the store keeps it."""
+        """Return the owner of a job from its stored spec."""
         return cls(spec["name"], spec.get("team"), spec.get("user"), spec.get("priority"))
 
 
 class PrioritySpec(_TeamsModel):
-    """A class of jobs: Kubernetes' PriorityClass, Kueue's WorkloadPriorityClass."""
+    """A priority class, like Kubernetes' PriorityClass and Kueue's WorkloadPriorityClass."""
 
     name: Name = Field(description="a name, as in name: urgent")
     value: Annotated[int, Field(ge=-(10**9), le=10**9)] = Field(
@@ -105,29 +105,29 @@ class PrioritySpec(_TeamsModel):
     preemption: bool = Field(default=True, description="true or false")
     """Whether its jobs take slots from running jobs of lower priority."""
     users: List[UserName] = Field(default=(), description="a list of names")
-    """Whose jobs may have it; none: everyone's."""
+    """Users whose jobs may have this class; empty: all users."""
 
     def admits(self, user: str | None) -> bool:
-        """Tell whether a user's jobs may have it."""
+        """Return whether a user's jobs may have this class."""
         return not self.users or user in self.users
 
 
 class TeamsSpec(_TeamsModel):
-    """The teams of a cluster, and the classes of priority that jobs may name."""
+    """The teams of a cluster, and the priority classes of jobs."""
 
     teams: List[TeamSpec] = Field(description="a list of teams")
     default: Name = Field(default=DEFAULT_TEAM, description="the name of a team")
-    """Team of jobs that name none, and whose user is in none."""
+    """Team of jobs without a team, if their user is in no team."""
     notice: Annotated[float, BeforeValidator(_parse_pause)] = Field(
         default=DEFAULT_NOTICE, description="a duration such as 60s, or 0"
     )
-    """Seconds from the notice that slots are wanted back to the moment they are taken."""
+    """Seconds from the notice to return borrowed slots until they are taken."""
     turn: Annotated[float, BeforeValidator(_parse_pause)] = Field(
         default=DEFAULT_TURN, description="a duration such as 1h, or 0"
     )
-    """Seconds for which one of several teams may borrow what cannot be divided among them."""
+    """Length of a turn in seconds: teams take turns in borrowing slots that cannot be divided."""
     priorities: List[PrioritySpec] = Field(default=(), description="a list of classes")
-    """Jobs that name no class have the priority 0."""
+    """Priority classes; jobs without a class have priority 0."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -150,15 +150,15 @@ class TeamsSpec(_TeamsModel):
         return self
 
     def for_policy(self) -> Teams:
-        """Return the teams as policies see them."""
+        """Return the teams in the form that policies use."""
         own = set(Team.__dataclass_fields__)
         values = [{k: v for k, v in team.model_dump().items() if k in own} for team in self.teams]
         return Teams({entry["name"]: Team(**entry) for entry in values}, self.notice, self.turn)
 
     def team_of(self, job: OwnedJob) -> str:
-        """Return the team that a job counts to: its own, else its user's first, else the default.
+        """Return the team of a job: its own, else its user's first team, else the default team.
 
-        A team that has been removed since the job was submitted counts as none.
+        A team that was removed after the submission counts as none.
         """
         names = [team.name for team in self.teams]
         if job.team in names:
@@ -171,10 +171,10 @@ class TeamsSpec(_TeamsModel):
         return [team.name for team in self.teams if user in team.users]
 
     def check_team_name(self, team: str) -> None:
-        """Refuse the name of a team that is not known.
+        """Refuse the name of an unknown team.
 
         Raises:
-            SpecError: so.
+            SpecError: the team is unknown.
         """
         known = [entry.name for entry in self.teams]
         if team not in known:
@@ -183,7 +183,7 @@ class TeamsSpec(_TeamsModel):
     def priority_of(self, job: OwnedJob) -> tuple[int, bool]:
         """Return a job's priority, and whether it preempts.
 
-        It is 0 for a class that is gone, or that its user may not use any more.
+        The priority is 0 if the class was removed, or if its user may no longer use it.
         """
         found = self._class_of(job)
         return (found.value, found.preemption) if found and found.admits(job.user) else (0, True)
@@ -192,10 +192,10 @@ class TeamsSpec(_TeamsModel):
         return next((entry for entry in self.priorities if entry.name == job.priority), None)
 
     def check_names(self, job: OwnedJob) -> None:
-        """Refuse a job whose team or class of priority is not known.
+        """Refuse a job with an unknown team or priority class.
 
         Raises:
-            SpecError: it names what is, and what is known.
+            SpecError: with the unknown name and the known ones.
         """
         where = f"job '{job.name}'"
         known = [team.name for team in self.teams]
@@ -211,11 +211,11 @@ class TeamsSpec(_TeamsModel):
             )
 
     def check(self, job: JobSpec) -> None:
-        """Refuse a job that these teams never let run.
+        """Refuse a job that can never run under these teams.
 
         Raises:
-            SpecError: its team or priority is unknown or not for its user, or its least is more
-                than the team may ever hold.
+            SpecError: its team or priority is unknown or not allowed for its user, or its smallest
+                allocation exceeds the team's limits.
         """
         self.check_names(job)
         where, asked = f"job '{job.name}'", self._class_of(job)
@@ -257,7 +257,7 @@ def load_teams(path: str | Path) -> TeamsSpec:
     """Return the teams in a `teams.yaml`.
 
     Raises:
-        SpecError: the file cannot be read, or says something that is not allowed.
+        SpecError: the file cannot be read, or its content is invalid.
     """
     document = read_yaml_file(path, "teams:")
     try:
@@ -274,10 +274,10 @@ def load_teams(path: str | Path) -> TeamsSpec:
 
 
 def parse_teams(data: Mapping[str, Any]) -> TeamsSpec:
-    """Return teams from JSON, as the store keeps them.
+    """Return teams from stored JSON.
 
     Raises:
-        SpecError: it contains something that is not allowed.
+        SpecError: the content is invalid.
     """
     try:
         return TeamsSpec.model_validate(data)
