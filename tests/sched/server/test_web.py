@@ -229,7 +229,7 @@ def test_the_page_of_a_job(tab: Visit) -> None:
     ]
     expect(page.locator(".why-it")).to_contain_text("It has 2 replicas of 1 stage on node-a ×2.")
     expect(page.locator(".why-it table tbody tr")).to_have_count(3)
-    attempts = page.locator("section", has_text="ReplicaGroupManager").last.locator("tbody tr")
+    attempts = page.locator("section", has_text="Attempts").last.locator("tbody tr")
     assert attempts.nth(1).locator("th, td").all_inner_texts()[-2:] == ["stopped", "move"]
     tab.check()
 
