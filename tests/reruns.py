@@ -10,6 +10,8 @@ line that begins with FLAKY. The run fails as it would without reruns if
 * something else than a test failed: the collection, a worker of xdist between two tests, or the
   teardown of a fixture that several tests share, which no single test repeats;
 * a test did not run at all, as with `--maxfail`.
+
+A worker of xdist that crashes does not end the run, whatever xdist is about to send it.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ import sys
 import time
 import traceback
 from collections.abc import Generator
+from contextlib import suppress
+from typing import Any
 
 import pytest
 
@@ -46,6 +50,22 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_Rerun())
     elif config.getoption("rerun_failed") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Reruns(config))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Have xdist send a worker that has crashed nothing, rather than end the run.
+
+    The worker's end is among the events that xdist has still to look at. Then it gives the worker's
+    tests, also those that were sent in vain, to others.
+    """
+    send = node.sendcommand
+
+    def sendcommand(name: str, **arguments: object) -> None:
+        with suppress(OSError):
+            send(name, **arguments)
+
+    node.sendcommand = sendcommand
 
 
 @pytest.hookimpl(wrapper=True)

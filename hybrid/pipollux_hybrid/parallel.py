@@ -47,6 +47,7 @@ from pipollux_hybrid.sync.backward_plan import BackwardPlan, plan_backward
 from pipollux_hybrid.sync.batch_digest import BatchDigests
 from pipollux_hybrid.sync.bucket import BUCKET_BYTES
 from pipollux_hybrid.sync.buffers import BufferSynchronizer, all_reduce_sum, broadcast_tensors
+from pipollux_hybrid.sync.parameter_check import ParameterCheck
 from pipollux_hybrid.sync.replica_check import ReplicaCheck, check_interval
 from pipollux_hybrid.sync.same_samples import SameSamples
 from pipollux_hybrid.sync.sync_result import SyncResult
@@ -203,6 +204,7 @@ class HybridParallel(PipelineModel):
         self._complete, self._no_sync, self._norm = True, False, torch.tensor(math.nan)
         self._result: SyncResult | None = None
         self._timing = StageProfiler(ctx, self._engine)
+        self._parameters_check = ParameterCheck(module, ctx, lambda: metrics.step)
         self._synchronizer = GradientSynchronizer(
             self._engine.named_parameters(module),
             num_replicas=ctx.env.num_replicas,
@@ -211,6 +213,7 @@ class HybridParallel(PipelineModel):
             on_gradient=self._timing.gradient_arrived,
             on_finished=self._backward_finished,
             on_settled=lambda: batchnorm.sum_statistics(self._deferred, all_reduce_sum),
+            parameters=self._parameters_check,
             buffers=BufferSynchronizer.of(ctx, module) if broadcast_buffers else None,
             mesh=ctx.mesh,
             tied=self._tied,
@@ -433,7 +436,8 @@ class HybridParallel(PipelineModel):
         num_recomputed = self._engine.checkpointed(len(sizes), training=self.training)
         wanted = self._noise.wanted()
         timed = ends and self.training and self._timing.begin(num_recomputed, measures_noise=wanted)
-        self._metrics.note_forward(disturbed=timed or wanted)
+        compared = ends and self._parameters_check.due
+        self._metrics.note_forward(disturbed=timed or wanted or compared)
         self._timing.read()
         # What the script wants of its input it may want by torch.autograd.grad.
         whole = any(tensor.requires_grad for tensor in tensors_of(batch))

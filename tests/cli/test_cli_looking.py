@@ -84,7 +84,7 @@ def test_jobs_of_a_phase(say: Say) -> None:
 
 
 def test_a_narrow_terminal_does_without_some_columns(store: Store) -> None:
-    jobs = list_jobs(store)
+    jobs, _ = list_jobs(store)
     shown = {}
     for width in (160, 80, 40):
         console = Console(width=width, file=StringIO())

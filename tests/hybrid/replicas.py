@@ -1,21 +1,27 @@
 """Runs a function in several real processes that are the replicas of a job.
 
 The processes are forked from a server that has imported torch already, so a test with two replicas
-takes a fraction of a second. Each is told its rank as torchrun would.
+takes a fraction of a second. Each is told its rank as torchrun would. One that does not answer is
+asked for the stacks of its threads.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
+import signal
+import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from tests.programs import fork_server, free_port, ranks
+from tests.waiting import until
 
 TIMEOUT = 240.0
 
@@ -35,19 +41,22 @@ def run_replicas(
     mp = fork_server()
     port = free_port()
     processes, pipes = [], []
+    folder = tempfile.TemporaryDirectory()
+    stacks = [Path(folder.name) / f"stacks-{rank}" for rank in range(num_replicas)]
     for rank in range(num_replicas):
         ours, theirs = mp.Pipe(duplex=False)
         # What a fit makes of batch sizes is the machine's doing.
         env = {**os.environ, "PIPOLLUX_HINTS_INTERVAL": "1000000"}
         env |= {**ranks(rank, num_replicas, port), **(environment or {})}
-        process = mp.Process(target=_replica, args=(function, args, env, theirs))
+        process = mp.Process(target=_replica, args=(function, args, env, theirs, stacks[rank]))
         process.start()
         theirs.close()
         processes.append(process)
         pipes.append(ours)
     try:
-        return _collect(processes, pipes, exit_codes)
+        return _collect(processes, pipes, stacks, exit_codes)
     finally:
+        folder.cleanup()
         for process in processes:
             if process.is_alive():
                 process.kill()
@@ -56,14 +65,20 @@ def run_replicas(
 
 
 def _collect(
-    processes: list[Any], pipes: list[Connection], exit_codes: tuple[int, ...]
+    processes: list[Any],
+    pipes: list[Connection],
+    stacks: list[Path],
+    exit_codes: tuple[int, ...],
 ) -> list[Any]:
     results: list[Any] = [None] * len(pipes)
     waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
     failures = []
     while waiting:
         ready = wait(list(waiting), timeout=TIMEOUT)
-        assert ready, f"replicas {sorted(waiting.values())} did not answer in {TIMEOUT} s"
+        if not ready:
+            silent = sorted(waiting.values())
+            found = "\n".join(_stacks_of(processes[rank], stacks[rank]) for rank in silent)
+            raise AssertionError(f"replicas {silent} did not answer in {TIMEOUT} s:\n{found}")
         for pipe in ready:
             assert isinstance(pipe, Connection)
             rank = waiting.pop(pipe)
@@ -83,7 +98,35 @@ def _collect(
     return results
 
 
+def _stacks_of(process: Any, path: Path) -> str:
+    """Have a process write the stacks of its threads to a file, and return them."""
+    if not path.exists():
+        return f"process {process.pid} has not come to its function"
+    os.kill(process.pid, signal.SIGUSR1)
+    try:
+        # The last line is of the main thread, which takes the signal: the bottom of its stack.
+        until(lambda: path.read_text().endswith("<module>\n"), "its stacks are written", 10.0)
+    except AssertionError as error:
+        return f"process {process.pid}: {error}"
+    return path.read_text()
+
+
 def _replica(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    env: Mapping[str, str],
+    pipe: Connection,
+    stacks: Path,
+) -> None:
+    with stacks.open("w") as file:
+        faulthandler.register(signal.SIGUSR1, file)
+        try:
+            _run(function, args, env, pipe)
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
+
+
+def _run(
     function: Callable[..., Any], args: tuple[Any, ...], env: Mapping[str, str], pipe: Connection
 ) -> None:
     os.environ.clear()  # of the server's, which some test or other has started

@@ -217,6 +217,7 @@ def test_every_import_is_declared(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(1500)  # a minute or two each on an idle machine, with pip
 @pytest.mark.parametrize("extra", ["", "sched", "all"])
 def test_pip_installs_the_wheel(repository: Path, wheel: Path, extra: str, tmp_path: Path) -> None:
     """As a user does it; where there is no index of packages, this fails."""

@@ -111,6 +111,73 @@ def test_a_test_that_passes_alone_is_flaky_and_one_that_fails_twice_fails(
     assert "assert not once('failure')" in before
 
 
+# Each worker begins with three tests. One worker crashes; when the other one has ended its second
+# test, xdist takes a test from the queue of the first, which has crashed by then. Its end is made
+# known when xdist has sent that command, or at the latest after a minute.
+CRASHES_UNSEEN = """
+import time
+
+def until(condition):
+    while not condition():
+        time.sleep(0.01)
+
+@pytest.mark.parametrize("n", range(3))
+def test_crashing(n):
+    if n == 0 and once("crash"):
+        until(Path(__file__).with_name("go").exists)
+        os._exit(3)
+
+@pytest.mark.parametrize("n", range(3))
+def test_passing(n): pass
+"""
+TELLS_OF_CRASHES_LATE = """
+import threading
+from pathlib import Path
+from test_suite import until
+from xdist.workermanage import Marker
+
+crashed, sent = threading.Event(), threading.Event()
+
+def pytest_configure_node(node):
+    process, send = node.process_from_remote, node.sendcommand
+
+    def process_later(event):
+        if event is Marker.END and not crashed.is_set():
+            node.gateway._io.wait()
+            crashed.set()
+            sent.wait(60)
+        process(event)
+
+    def sendcommand(name, **arguments):
+        try:
+            send(name, **arguments)
+        finally:
+            if crashed.is_set():
+                sent.set()
+
+    node.process_from_remote, node.sendcommand = process_later, sendcommand
+
+def pytest_runtest_logreport(report):
+    if not hasattr(report, "node") or report.when != "teardown":
+        return
+    if report.nodeid.endswith("test_passing[1]"):
+        Path(__file__).with_name("go").touch()
+        assert crashed.wait(60)
+"""
+
+
+def test_a_command_to_a_worker_that_has_crashed_does_not_end_the_run(
+    run: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "conftest.py").write_text(TELLS_OF_CRASHES_LATE)
+    done = run(CRASHES_UNSEEN, "-n", "2", "--dist", "worksteal")
+    assert "INTERNALERROR" not in done.stdout
+    assert done.returncode == pytest.ExitCode.OK, done.stdout
+    assert _counts(done.stdout) == {"passed": 5, "flaky": 1}
+    (line,) = _last_lines(done.stdout)
+    assert line.startswith("FLAKY test_suite.py::test_crashing[0]")
+
+
 def test_flaky_tests_alone_do_not_fail_the_run(run: Run, tmp_path: Path) -> None:
     """What the command deselects is no part of the reruns either."""
     (tmp_path / FLAKY).write_text("FLAKY of a run before\n")

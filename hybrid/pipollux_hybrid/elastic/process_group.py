@@ -144,9 +144,13 @@ def _told(announcement: Announcement | None) -> Announcement | None:
 
 def destroy_process_group() -> None:
     """Leave the job: end background work and collectives. Called automatically at exit."""
+    ctx = contexts.current()
+    watch = None if ctx is None else ctx.watch
     contexts.reset()
     if dist.is_initialized():
         dist.destroy_process_group()
+    if watch is not None:
+        watch.leave()
 
 
 def num_replicas() -> int:

@@ -181,6 +181,14 @@ class PeerWatch:
         """
         self._cut(self._shared)
 
+    def leave(self) -> None:
+        """End all connections with other processes that are left when the groups are destroyed.
+
+        A group whose object something still holds, such as a model, keeps its connections, and
+        other processes would wait for this one until it ends.
+        """
+        self._cut(self._shared | self._spared)
+
     def _cut(self, names: Set[str]) -> None:
         for name, connection in open_connections().items():
             with connection, suppress(OSError):  # it was closed meanwhile

@@ -35,7 +35,7 @@ def clip_over_stages(
         foreach: As in :func:`torch.nn.utils.clip_grad_norm_`.
 
     Returns:
-        The norm before, without dimensions.
+        The norm before, without dimensions; float64 in a process without gradients.
 
     Raises:
         RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set.
@@ -62,7 +62,12 @@ def clip_over_stages(
         nn.utils.clip_grads_with_norm_(copy, max_norm, _norm_for(copy, norm), foreach)
     apart = set(copies)
     others = [p for p in parameters if p not in apart] if apart else parameters
-    total = mine.new_tensor(norm) if gradients or not copies else _norm_for(copies[0], norm)
+    if gradients:
+        total = mine.new_tensor(norm)
+    elif copies:
+        total = _norm_for(copies[0], norm)
+    else:  # this stage has no gradients, so their type is unknown here: keep every digit
+        total = torch.tensor(norm, dtype=torch.float64)
     nn.utils.clip_grads_with_norm_(others, max_norm, total, foreach)
     return total
 

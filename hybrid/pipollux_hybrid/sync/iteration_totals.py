@@ -12,6 +12,7 @@ whether the iteration counts, should a replica die in it: for all stages of a re
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,10 @@ class IterationTotals:
     """Replicas whose contributions cannot be separated."""
     nonfinite: float
     """Processes in which a loss was not finite."""
+    parameters: Sequence[float]
+    """:meth:`~pipollux_hybrid.sync.parameter_check.ParameterCheck.report`, or nothing."""
+    differing: float = 0.0
+    """Of sums: processes whose stage has other parameters on other replicas."""
     buffers: Sequence[float]
     """:meth:`~pipollux_hybrid.sync.buffers.BufferSynchronizer.report`, or nothing."""
     late: Sequence[float]
@@ -54,6 +59,7 @@ class IterationTotals:
         control: ControlPlane,
         mesh: ProcessMesh | None,
         settle: Callable[[Sequence[float], Sequence[float]], None],
+        differs: Callable[[Sequence[float]], bool],
     ) -> IterationTotals:
         """Return the sums over all replicas, each of which calls this.
 
@@ -63,6 +69,8 @@ class IterationTotals:
                 parameters; None where all have.
             settle: Called with the sums of ``late`` and ``buffers`` where there is a mesh: does
                 what else needs other replicas in this iteration.
+            differs: Called with the sums of ``parameters``: whether they are those of replicas that
+                differ.
 
         Raises:
             SynchronizationError: A peer is gone, or takes longer than the group's timeout, or
@@ -70,21 +78,25 @@ class IterationTotals:
         """
         head = [self.samples, self.weight, self.part_samples, self.estimates, self.sqr]
         head += [self.unmeasurable, self.nonfinite]
-        tail = [*self.buffers, *self.late, *self.present]
-        first = len(self.buffers)
-        second = first + len(self.late)
+        tail = [*self.parameters, *self.buffers, *self.late, *self.present]
+        ends = list(itertools.accumulate(map(len, (self.parameters, self.buffers, self.late))))
+        parameters, buffers, late, present = itertools.starmap(
+            slice, itertools.pairwise([0, *ends, None])
+        )
         failure: PeerLostError | None = None
         try:
             if mesh is None:
                 totals = control.ride([*head, *tail])
                 tail = totals[len(head) :]
+                totals = [*totals[: len(head)], float(differs(tail[parameters]))]
             else:
                 try:
                     tail = mesh.sum_over_replicas(tail) if tail else []
-                    settle(tail[first:second], tail[:first])
+                    settle(tail[late], tail[buffers])
                 except PeerLostError as error:
                     failure = error
-                totals = control.ride(head, failure)
+                differing = failure is None and differs(tail[parameters])
+                totals = control.ride([*head, float(differing)], failure)
         except SynchronizationError:
             raise  # a replica is elsewhere, which the message says
         except RuntimeError as error:
@@ -98,9 +110,11 @@ class IterationTotals:
             sqr=totals[4],
             unmeasurable=totals[5],
             nonfinite=totals[6],
-            buffers=tail[:first],
-            late=tail[first:second],
-            present=tail[second:],
+            parameters=tail[parameters],
+            differing=totals[7],
+            buffers=tail[buffers],
+            late=tail[late],
+            present=tail[present],
         )
 
 

@@ -42,6 +42,7 @@ from .comm_timer import CommTimer
 from .grad_norms import NormSum
 from .hook_watch import HookWatch
 from .iteration_totals import IterationTotals, power_of_two
+from .parameter_check import ParameterCheck
 from .parameter_hooks import ParameterHooks, Watched, refuse_sparse
 from .reducer import Reducer
 from .stage_gradients import reset_gradients, scale_gradients
@@ -65,6 +66,7 @@ class GradientSynchronizer:
         on_gradient: Called as (stage index) whenever a parameter of the stage received a gradient.
         on_finished: Called at the end of each backward, with the result if it synchronised.
         on_settled: Called before that counts: brings together what layers keep of their batches.
+        parameters: Compares parameters between replicas in the first steps.
         buffers: What keeps the buffers together, if anything does.
         reduce_dtype: What gradients travel as: None for float32 (float64 gradients: float64),
             ``torch.bfloat16`` for half of the bytes.
@@ -83,6 +85,7 @@ class GradientSynchronizer:
         on_gradient: Callable[[int], None],
         on_finished: Callable[[SyncResult | None], None],
         on_settled: Callable[[], None],
+        parameters: ParameterCheck | None = None,
         buffers: BufferSynchronizer | None = None,
         reduce_dtype: torch.dtype | None = None,
         bucket_bytes: int = BUCKET_BYTES,
@@ -95,7 +98,7 @@ class GradientSynchronizer:
         self._control, self._losses = control, control.losses
         self._preconditioner, self._on_gradient = preconditioner, on_gradient
         self._on_finished, self._on_settled = on_finished, on_settled
-        self._buffers, self._tied = buffers, tied
+        self._parameters, self._buffers, self._tied = parameters, buffers, tied
         self._wire, self._mesh = (reduce_dtype, bucket_bytes), mesh
         group = mesh.replicas if mesh else None
         self._reducer = Reducer(*self._wire, buckets_wanted=num_replicas > 1, group=group)
@@ -163,6 +166,8 @@ class GradientSynchronizer:
     def stepped(self) -> None:
         """End the iteration after the optimizer's step."""
         self._averaged = False
+        if self._parameters is not None:
+            self._parameters.stepped()
 
     def prepare(self, num_replicas: int) -> Callable[[], None]:
         """Make ready for so many replicas, in any thread; return what takes that in use."""
@@ -182,6 +187,8 @@ class GradientSynchronizer:
         self._num_replicas = num_replicas
         group = self._mesh.replicas if self._mesh else None
         self._reducer = self._reducer.successor(num_replicas, group)
+        if self._parameters is not None:
+            self._parameters.rejoin()
         if self._buffers is not None:
             self._buffers.rejoin(num_replicas, group)
         if self._tied is not None:
@@ -383,12 +390,20 @@ class GradientSynchronizer:
         return SyncResult(self._samples, estimates, sqr, 0.0)
 
     def _finish_together(self) -> SyncResult:
-        reducer = self._reducer
+        reducer, check = self._reducer, self._parameters
+        held = check.report() if check is not None else []
         self._comm_timer.start()
         if self._num_replicas > 1:
             with self._lock:
                 reducer.flush()
-        total = self._summary().sum_over_replicas(self._control, self._mesh, self._settle)
+        total = self._summary(held).sum_over_replicas(
+            self._control,
+            self._mesh,
+            self._settle,
+            lambda sums: check is not None and check.differs(sums),
+        )
+        if check is not None:
+            check.end(differing=total.differing > 0.0)
         if total.samples <= 0.0:
             raise SynchronizationError(
                 "no replica has samples that count in this iteration: its gradients are the mean "
@@ -422,7 +437,7 @@ class GradientSynchronizer:
                 self._buffers.synchronize(buffers)
         self._on_settled()
 
-    def _summary(self) -> IterationTotals:
+    def _summary(self, parameters: Sequence[float]) -> IterationTotals:
         # The samples are those of a replica, which its first process counts.
         speaks = self._mesh is None or self._mesh.stage == 0
         late, present = self._reducer.report(counts=self._samples > 0)
@@ -434,6 +449,7 @@ class GradientSynchronizer:
             sqr=self._sqr_sum(),
             unmeasurable=not self._measurable,
             nonfinite=self._nonfinite,
+            parameters=parameters,
             buffers=self._buffers.report() if self._buffers and self._num_replicas > 1 else [],
             late=late,
             present=present,

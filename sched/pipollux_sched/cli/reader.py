@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -18,7 +19,7 @@ from pipollux_sched.store import JobQuery, ListedPhase, StateDir, Store
 from pipollux_sched.views.cluster import cluster_view, list_nodes, node_usage
 from pipollux_sched.views.events import last_event_before
 from pipollux_sched.views.explanation import ExplanationView
-from pipollux_sched.views.jobs import job_details, list_jobs
+from pipollux_sched.views.jobs import IN_ORDER, job_details, list_jobs
 from pipollux_sched.views.logs import LogPart, list_logs, read_log
 from pipollux_sched.views.models import (
     ClusterView,
@@ -70,7 +71,7 @@ class LocalReader:
 
     def jobs(self, phases: Collection[ListedPhase] = ()) -> list[ListedJob]:
         """Return the jobs in these phases (empty: all), in the order of submission."""
-        return list_jobs(self._store, phases)
+        return list_jobs(self._store, replace(IN_ORDER, phases=phases))[0]
 
     def job(self, name: str) -> JobDetails:
         """Return the details of a job, without its curves."""

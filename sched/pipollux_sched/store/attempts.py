@@ -5,6 +5,7 @@ The methods of the store consist of these queries; each runs within a session of
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, case, distinct, func, select, true
@@ -63,13 +64,15 @@ def of_job(session: Session, name: str) -> list[AttemptRecord]:
     return [attempt_record(row) for row in session.scalars(query)]
 
 
-def count(session: Session, *, live: bool) -> dict[str, int]:
-    """Return the number of attempts of each job."""
+def count(session: Session, names: Collection[str] | None, *, live: bool) -> dict[str, int]:
+    """Return the number of attempts of each of the named jobs (None: of all)."""
     counts = (
         select(AttemptRow.job, func.count().label("attempts"))
         .where(among_live(AttemptRow.job, live=live), AttemptRow.membership == 1)
         .group_by(AttemptRow.job)
     )
+    if names is not None:
+        counts = counts.where(AttemptRow.job.in_(names))
     return {row.job: row.attempts for row in session.execute(counts)}
 
 

@@ -49,6 +49,8 @@ class JobOrder(StrEnum):
 
     USUAL = "usual"
     """Jobs that hold slots first, ended jobs last; within each group, the latest first."""
+    SUBMITTED = "submitted"
+    """In the order of first submission."""
     NAME = "name"
     PHASE = "phase"
     SLOTS = "slots"
@@ -149,13 +151,23 @@ _RANK = case(
 _IS_LIVE = JobRow.phase.not_in(ENDED)
 
 
+def count(session: Session, query: JobQuery) -> int:
+    """Return the number of jobs that match the filter of a query, on all pages."""
+    matching = select(func.count()).select_from(JobRow).where(_filter(query))
+    return session.scalar(matching) or 0
+
+
+def page_of(columns: Select[Any], query: JobQuery, now: float) -> Select[Any]:
+    """Return a selection of columns of `JobRow`, reduced to the page of a query."""
+    with_points = columns.where(_filter(query)).outerjoin(PointRow, PointRow.event == _newest())
+    ordered = with_points.order_by(*_order(query, now))
+    return ordered.offset(query.offset).limit(query.limit)
+
+
 def page(session: Session, query: JobQuery, now: float) -> JobPage:
     """Return the jobs of a query; the ages of jobs that have not ended extend to `now`."""
-    wanted = _filter(query)
-    num_found = session.scalar(select(func.count()).select_from(JobRow).where(wanted)) or 0
-    ids = select(JobRow.id).where(wanted).outerjoin(PointRow, PointRow.event == _newest())
-    cut = ids.order_by(*_order(query, now)).offset(query.offset).limit(query.limit)
-    found = list(session.scalars(cut))
+    wanted, num_found = _filter(query), count(session, query)
+    found = list(session.scalars(page_of(select(JobRow.id), query, now)))
     lines = _lines(session, found if query.limit is not None else None, wanted)
     return JobPage(tuple(lines[number] for number in found if number in lines), num_found)
 
@@ -227,6 +239,8 @@ def _order(query: JobQuery, now: float) -> tuple[Any, ...]:
     if query.order is JobOrder.USUAL:
         rank = case((_IS_LIVE, _RANK), else_=len(ListedPhase))
         return rank, JobRow.ended_at.desc(), JobRow.submitted_at, JobRow.id
+    if query.order is JobOrder.SUBMITTED:
+        return (JobRow.id.desc() if query.descending else JobRow.id.asc(),)
     holds = _REPLICAS > 0
     values: dict[JobOrder, ColumnElement[Any]] = {
         JobOrder.NAME: JobRow.name.expression,

@@ -16,7 +16,7 @@ from sqlalchemy import String, cast, func, select
 
 from pipollux_sched.lifecycle import Event
 
-from . import attempts, journal, reports, retention
+from . import attempts, job_list, journal, reports, retention
 from . import hints as hint_rows
 from . import nodes as node_rows
 from .database import Database
@@ -26,6 +26,7 @@ from .families import Families
 from .heartbeats import HeartbeatRecords
 from .hints import ReceivedHints
 from .job_cache import JobCache
+from .job_list import JobQuery
 from .journal import Change, StartingJob
 from .launches import LaunchRecords
 from .queries import Overview
@@ -190,6 +191,13 @@ class Store:
         with self._database.read() as session:
             return [job_record(row) for row in session.scalars(query)]
 
+    def find_jobs(self, query: JobQuery) -> tuple[list[JobRecord], int]:
+        """Return a page of jobs, and how many match the filter on all pages."""
+        with self._database.read() as session:
+            found = job_list.page_of(select(JobRow), query, self._clock())
+            jobs = [job_record(row) for row in session.scalars(found)]
+            return jobs, job_list.count(session, query)
+
     def transition(self, name: str, event: Event) -> Change:
         """Apply an event to a job: see `pipollux_sched.lifecycle.advance`.
 
@@ -294,10 +302,17 @@ class Store:
         with self._database.read() as session:
             return attempts.of_job(session, name)
 
-    def num_attempts(self, *, live: bool = False) -> dict[str, int]:
-        """Return the number of starts by job; jobs that never started are left out."""
+    def num_attempts(
+        self, names: Collection[str] | None = None, *, live: bool = False
+    ) -> dict[str, int]:
+        """Return the number of starts by job; jobs that never started are left out.
+
+        Args:
+            names: of the jobs; None: all.
+            live: only of jobs that have not ended.
+        """
         with self._database.read() as session:
-            return attempts.count(session, live=live)
+            return attempts.count(session, names, live=live)
 
     def attained_service(self, *, live: bool = False) -> dict[str, float]:
         """Return the slot-seconds of started jobs, summed over their attempts."""

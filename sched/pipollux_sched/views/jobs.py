@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Protocol
 
 from pipollux_sched.report.event_text import TELLING_TYPES
-from pipollux_sched.store import JobRecord, ListedPhase, StaleAttemptError, Store
+from pipollux_sched.store import JobOrder, JobQuery, JobRecord, StaleAttemptError, Store
 
 from .changes import change_under_way
 from .models import JobCurves, JobDetails, ListedJob, NoiseView, ReplicaView
@@ -32,14 +32,21 @@ class SignOfLife(Protocol):
         """Whether it was the replica's last heartbeat, because its script has ended."""
 
 
-def list_jobs(store: Store, phases: Collection[ListedPhase] = ()) -> list[ListedJob]:
-    """Return the jobs in the given phases (empty: all), in the order of first submission."""
-    points, attempts = store.last_points(), store.num_attempts()
-    found = (
+IN_ORDER = JobQuery(order=JobOrder.SUBMITTED)
+"""All jobs in the order of first submission."""
+
+
+def list_jobs(store: Store, query: JobQuery = IN_ORDER) -> tuple[list[ListedJob], int]:
+    """Return a page of jobs, and the number of jobs on all pages."""
+    jobs, num_found = store.find_jobs(query)
+    # All jobs are read without their names: a database limits the values of one query.
+    names = None if query.limit is None else [job.name for job in jobs]
+    points, attempts = store.last_points(names), store.num_attempts(names)
+    listed = [
         ListedJob.of(job, num_attempts=attempts.get(job.name, 0), progress=points.get(job.name))
-        for job in store.jobs()
-    )
-    return [job for job in found if not phases or job.listed_phase in phases]
+        for job in jobs
+    ]
+    return listed, num_found
 
 
 def job_details(

@@ -99,6 +99,22 @@ class Drifting(nn.Module):
         return inputs + self.mean
 
 
+class Initializing(nn.Module):
+    """A layer that sets its weights from the first samples that a process sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(8))
+        self.ready = False
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not self.ready:
+            self.ready = True
+            with torch.no_grad():
+                self.shift.copy_(inputs.mean(0))
+        return inputs - self.shift
+
+
 def make_module(kind: str) -> nn.Sequential:
     """Layers with dropout: parameters depend on random numbers going on as after a restart."""
     embedding = nn.Embedding(SIZE, 8)
@@ -108,6 +124,8 @@ def make_module(kind: str) -> nn.Sequential:
         layers[-1].weight = embedding.weight
     if kind == "drifting":
         layers[1] = pipollux.per_microbatch(Drifting())
+    if kind == "initializing":
+        layers[1] = Initializing()
     return nn.Sequential(*layers).double()
 
 
@@ -172,6 +190,7 @@ def main() -> None:
         optimizer,
         num_stages=num_stages,
         schedule=os.environ.get("SCHEDULE") or None,
+        num_microbatches=1 if os.environ.get("LAYERS") == "initializing" else None,
         lr_scheduler=schedule,
         check_replicas=True,
         shard_optimizer="SHARDED" in os.environ,

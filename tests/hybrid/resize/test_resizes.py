@@ -152,6 +152,18 @@ def test_a_joining_replica_that_runs_another_script_is_refused(make_job: MakeJob
     assert job.check() == [(1, 1)]
 
 
+def test_a_joining_replica_that_initializes_again_is_found_out(make_job: MakeJob) -> None:
+    """The weights that it was sent are the others', until its first forward."""
+    job = make_job(LAYERS="initializing", CHANGES="5")
+    job.begin(1)
+    job.wait_until_at(5)
+    job.add()
+    assert [program.wait() for program in job.programs] == [1, 1]
+    for errors in job.errors():
+        assert "replicas differ before optimizer step 8: parameter '1.shift' is the" in errors
+    assert list(job.steps()) == list(range(1, 8))
+
+
 @pytest.mark.exhaustive
 def test_nobody_joins_where_batches_cannot_be_cut_for_so_many(make_job: MakeJob) -> None:
     """Two replicas of at least four samples are a batch of eight; a third has no share."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-from pipollux_hybrid import ConfigurationError, GradScaler, HybridParallel, init_process_group
+from pipollux_hybrid import (
+    ConfigurationError,
+    GradScaler,
+    HybridParallel,
+    SynchronizationError,
+    destroy_process_group,
+    init_process_group,
+)
 from pipollux_hybrid.job.context import context
 from pipollux_hybrid.job.env import JobEnvironment
 from tests.hybrid.models import make_data, make_model
 from tests.hybrid.stage_processes.training import run_stages
+from tests.waiting import until
 
 INPUTS, TARGETS = make_data("mlp", 11).tensors
 
@@ -195,3 +204,25 @@ def test_replicas_and_stages_are_told_from_ranks() -> None:
     )
     assert (env.num_replicas, env.rank, env.stage, env.local_rank) == (4, 2, 1, 0)
     assert (env.world_size, env.world_rank, env.num_nodes, env.leads) == (12, 7, 2, False)
+
+
+def leaves_and_lives_on(ended: Path) -> str:
+    init_process_group("gloo")
+    model = wrapped(nn.Sequential(Odd(), nn.Linear(6, 6), nn.Linear(6, 3)).double())
+    try:
+        model.train_step(INPUTS, TARGETS, F.cross_entropy)
+    except SynchronizationError as error:
+        ended.touch()
+        return str(error)
+    except ValueError as error:
+        destroy_process_group()
+        until(ended.exists, "the other stage learns that this one has left", 60.0)
+        assert model.num_stages == 2, "it is held until here, with the groups of its stages"
+        return str(error)
+    return "nothing"
+
+
+def test_a_process_that_has_left_and_lives_on_is_waited_for_no_longer(tmp_path: Path) -> None:
+    ((first, last),) = run_stages(leaves_and_lives_on, 1, 2, tmp_path / "ended")
+    assert "too few samples for Odd" in first
+    assert "rank 1 of 2 lost its peers while passing micro-batches between stages" in last

@@ -151,6 +151,18 @@ def test_what_people_are_told_as_it_happens(service: Service) -> None:
     assert all(event.keys() == keys for event in heard)
 
 
+def test_a_page_of_jobs(service: Service) -> None:
+    for name in ("first", "second", "third"):
+        service.store.submit(name, {"name": name, "script": "/a.py"}, name, 0)
+    page = service.admin.get("/jobs?offset=2&limit=1")
+    assert [job["name"] for job in page.json()] == ["second"]
+    assert page.headers["X-Total-Count"] == "4"
+    found = service.admin.get("/jobs?name=IR")
+    assert [job["name"] for job in found.json()] == ["first", "third"]
+    assert found.headers["X-Total-Count"] == "2"
+    assert service.admin.get("/jobs?limit=501").status_code == 422
+
+
 def test_logs_of_one_attempt(service: Service) -> None:
     for attempt in (1, 2):
         log = service.state_dir.log("toy", attempt, 0)

@@ -17,6 +17,7 @@ from pipollux_sched.lifecycle import (
 )
 from pipollux_sched.store import Glance, Holder, JobOrder, JobQuery, ListedPhase, Store
 from pipollux_sched.views.cluster import list_nodes
+from pipollux_sched.views.jobs import IN_ORDER, list_jobs
 from tests.sched.live_events import GROWS, JOB, begin
 from tests.sched.store.stores import Clock, point
 
@@ -49,6 +50,22 @@ def jobs(store: Store, clock: Clock) -> Store:
 def names(store: Store, now: float = 2000.0, **query: object) -> list[str]:
     page = store.overview.jobs(JobQuery(**query), now)  # type: ignore[arg-type]  # the tests' own
     return [job.name for job in page.jobs]
+
+
+def test_a_page_of_whole_jobs(jobs: Store) -> None:
+    """`GET /jobs` has the specification of each job, and reads no more jobs than the page has."""
+    found, num_found = list_jobs(jobs)
+    submitted = ["small", "Wide", "stops", "waits", "broken", "gone", "done"]
+    assert ([job.name for job in found], num_found) == (submitted, 7)
+    asked = JobQuery((ListedPhase.RUNNING,), "W", JobOrder.SUBMITTED)
+    (wide,), num_found = list_jobs(jobs, asked)
+    assert (wide.name, wide.num_attempts, num_found) == ("Wide", 1, 1)
+    assert wide.progress is not None
+    assert wide.progress.loss == 1.0
+    page, num_found = list_jobs(jobs, replace(IN_ORDER, offset=2, limit=3))
+    assert ([job.name for job in page], num_found) == (submitted[2:5], 7)
+    assert [job.num_attempts for job in page] == [1, 0, 1]
+    assert names(jobs, order=JobOrder.SUBMITTED, descending=True) == submitted[::-1]
 
 
 def test_filtered_sorted_and_cut(jobs: Store) -> None:

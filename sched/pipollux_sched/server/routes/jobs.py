@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, HTTPException, Path, Query, Response
@@ -25,8 +26,9 @@ from pipollux_sched.spec.names import Name
 from pipollux_sched.spec.tokens import Role
 from pipollux_sched.store import ListedPhase, UnknownJobError
 from pipollux_sched.store.log_files import has_log
+from pipollux_sched.views.cluster import MOST_JOBS
 from pipollux_sched.views.explanation import ExplanationView
-from pipollux_sched.views.jobs import job_curves, list_jobs
+from pipollux_sched.views.jobs import IN_ORDER, job_curves, list_jobs
 from pipollux_sched.views.logs import OFFSET_HEADER, read_log
 from pipollux_sched.views.models import (
     DeletedJobView,
@@ -36,6 +38,8 @@ from pipollux_sched.views.models import (
     LogTail,
 )
 
+TOTAL_HEADER = "X-Total-Count"
+"""Header with the number of jobs on all pages."""
 MOST_POINTS = 500
 """Largest number of points per curve, more than the pixels of a chart."""
 
@@ -50,6 +54,13 @@ _Tail = Annotated[
 ]
 _Only = Annotated[int | None, Query(ge=1, le=2**31, description="Only logs of this attempt.")]
 _Phases = Annotated[list[ListedPhase], Query(description="Only jobs in one of these phases.")]
+_Name = Annotated[
+    str, Query(max_length=255, description="Only jobs whose name contains this, ignoring case.")
+]
+_FirstJob = Annotated[int, Query(ge=0, le=2**31, description="Number of jobs to skip.")]
+_Limit = Annotated[
+    int | None, Query(ge=0, le=MOST_JOBS, description="Largest number of jobs; none: all.")
+]
 _Number = Annotated[int, Path(ge=1, le=2**31, description="Number of the attempt.")]
 _Replica = Annotated[int, Path(ge=0, le=2**31, description="Number of the replica.")]
 _Offset = Annotated[int, Query(ge=0, le=2**62, description="Offset to start at, in bytes.")]
@@ -107,9 +118,22 @@ def _signed(services: Services, caller: Caller, job: JobSpec) -> JobSpec:
 
 
 @router.get("", response_model=list[ListedJob], summary="List jobs")
-def jobs(store: StoreDep, phase: _Phases = []) -> list[ListedJob]:  # noqa: B006  # FastAPI's way
-    """Return the jobs in the order of their first submission, with their latest progress."""
-    return list_jobs(store, phase)
+def jobs(
+    store: StoreDep,
+    response: Response,
+    phase: _Phases = [],  # noqa: B006  # FastAPI's way
+    name: _Name = "",
+    offset: _FirstJob = 0,
+    limit: _Limit = None,
+) -> list[ListedJob]:
+    """Return jobs in the order of their first submission, with their latest progress.
+
+    The header `X-Total-Count` has the number of jobs on all pages.
+    """
+    query = replace(IN_ORDER, phases=phase, name=name.strip(), offset=offset, limit=limit)
+    found, num_found = list_jobs(store, query)
+    response.headers[TOTAL_HEADER] = str(num_found)
+    return found
 
 
 @router.get("/{name}", response_model=JobCurves, summary="Get a job and its curves")
