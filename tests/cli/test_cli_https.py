@@ -98,7 +98,7 @@ def _events(cli: Cli, *types: str) -> list[str]:
             2,
             "'--advertise-url': http://a:1 begins with http://, but with a certificate",
         ),
-        (["--advertise-url", "a:1"], 2, "'--advertise-url': 'a:1' is no URL of a scheduler"),
+        (["--advertise-url", "a:1"], 2, "'--advertise-url': 'a:1' is not the URL of a scheduler"),
         (["--advertise-url", "http://me:x@a"], 2, "'--advertise-url': the URL of a scheduler"),
         (["--host", "http://a"], 2, "'--host': 'http://a' is not a host name"),
         (["--host", "*.a"], 2, "'--host': '*.a' is not a host name"),

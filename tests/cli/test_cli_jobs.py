@@ -46,9 +46,7 @@ def test_from_submission_to_the_end_of_the_scheduler(cli: Cli) -> None:
     assert len(shown["running_on"]) == 1
     assert "token" not in shown
 
-    assert (
-        "2 of the jobs are already there: 'short' (Complete)" in cli("submit", "jobs.yaml").stderr
-    )
+    assert "2 of the jobs already exist: 'short' (Complete)" in cli("submit", "jobs.yaml").stderr
     logs = cli("logs", "short")
     assert "replica 0 of attempt 1 goes on from step 0" in logs.stdout
     cancelled = cli("cancel", "long")

@@ -234,7 +234,7 @@ def test_events_of_so_long_ago(
         (["suspend", "grown"], 1, "no scheduler serves"),
         (["resume"], 2, "NAME"),
         (["rerun", "gone"], 1, "no scheduler serves"),
-        (["update", "gone"], 2, "say which team with --team NAME"),
+        (["update", "gone"], 2, "give a team with --team NAME"),
         (["update", "gone", "--team", "text"], 1, "no scheduler serves"),
         (["delete", "gone", "--yes"], 1, "no scheduler serves"),
         (["delete", "gone"], 2, "cannot ask for confirmation: give --yes"),

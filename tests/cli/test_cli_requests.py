@@ -101,7 +101,7 @@ jobs:
     wait_until(lambda: both("reason") == {"Cancelled"})
     refused = one_sentence(cli("resume", "quick"), 1)
     assert refused == ("Error: job 'quick' has ended (Complete, Finished) and cannot be resumed\n")
-    assert "complete and has nothing to go on with" in one_sentence(cli("rerun", "quick"), 1)
+    assert "complete and cannot continue" in one_sentence(cli("rerun", "quick"), 1)
     again = cli("rerun", "quick", "--from-scratch")
     assert again.stdout == "quick: The job is run again, from the start.\n"
     wait_until(lambda: cli.jobs()["quick"]["ended_at"] is not None)

@@ -164,7 +164,9 @@ def _carry_out(
             found = scheduler.jobs()
         finally:
             if interruption.count:
-                typer.echo("Stopping: jobs save and go on when this is run again.", err=to_stderr)
+                typer.echo(
+                    "Stopping: jobs save, and resume when apply is run again.", err=to_stderr
+                )
             scheduler.stop(hurry=lambda: interruption.count > 1)
     return found, interruption.count > 0
 

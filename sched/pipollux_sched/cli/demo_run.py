@@ -120,7 +120,7 @@ class Demo:
                     phases = [job.phase for job in scheduler.jobs().values()]
                 finally:
                     if interruption.count:
-                        self._say("Stopping: the jobs save what they have.")
+                        self._say("Stopping: the jobs save.")
                     scheduler.stop(hurry=lambda: interruption.count > 1)
             self._log = None
         self._view.print_summary()

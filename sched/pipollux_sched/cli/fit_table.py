@@ -66,7 +66,7 @@ def print_rows(console: Console, summary: FitSummary) -> None:
 
 
 def _parameters(fit: StageFit, title: str) -> Table:
-    table = _table(title, "Parameter", "Value", "What", "From")
+    table = _table(title, "Parameter", "Value", "Meaning", "Source")
     table.columns[1].justify = "right"
     reasons = {one.parameter: one.reason for one in fit.report.assumed}
     if not fit.timed:

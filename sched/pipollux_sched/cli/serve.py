@@ -221,7 +221,7 @@ def serve(
             token = directory.admin_token_file
             typer.echo(f"Watch it at {scheduler.url}/ with the token in {token}")
         serve_until(scheduler, interruption)
-        typer.echo("Stopping: jobs save and go on when the scheduler is started again.")
+        typer.echo("Stopping: jobs save, and resume when the scheduler is started again.")
         scheduler.stop(hurry=lambda: interruption.count > 1)
 
 

@@ -60,7 +60,7 @@ def serve_until(scheduler: Scheduler, interruption: Interruption) -> None:
             _LOG.error("%s: jobs save if they still can, and the scheduler ends", lost)
             scheduler.stop(hurry=lambda: interruption.count > 0)
             raise ClusterLostError(
-                f"{scheduler.lost or lost}; jobs go on from their checkpoints when a scheduler is "
+                f"{scheduler.lost or lost}; jobs resume from their checkpoints when a scheduler is "
                 f"started with the state directory {scheduler.state_dir.path} in a new one"
             )
         failure = scheduler.failure

@@ -160,7 +160,7 @@ def update(
         pipollux update char-lm digits --team vision
     """
     if team is None:
-        raise CommandError("there is nothing to update; say which team with --team NAME", USAGE)
+        raise CommandError("there is nothing to update; give a team with --team NAME", USAGE)
     _ask_each(state_dir, names, lambda client, name: client.move(name, team), output, _print_moved)
 
 

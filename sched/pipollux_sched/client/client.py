@@ -90,7 +90,7 @@ class Client:
         ca_file = None if info.ca_file is None else Path(info.ca_file)
         if state_dir.is_served():  # its process id may have been reused since it was killed
             nobody = (
-                f"no scheduler answers at {info.local_url}, where that of {state_dir.path} should: "
+                f"no scheduler answers at {info.local_url}, the address of {state_dir.path}: "
                 f"process {info.pid}; see its output, and that the host name can be resolved"
             )
         # Without a proxy: the scheduler is on this machine, or shares files with it.

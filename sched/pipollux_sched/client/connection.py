@@ -61,8 +61,8 @@ class Connection:
         self.url = checked_url(url)
         """URL of the scheduler."""
         self._nobody = nobody or (
-            f"no scheduler answers at {self.url}; check the URL, and that the scheduler and the "
-            "way to it are up"
+            f"no scheduler answers at {self.url}; check the URL, the scheduler, and the network "
+            "between"
         )
         if not token or not (token.isascii() and token.isprintable()) or " " in token:
             raise ClientError(
@@ -83,7 +83,7 @@ class Connection:
             )
         except (ImportError, ValueError) as error:  # of the proxy's URL
             raise ClientError(
-                "the proxy that HTTP_PROXY, HTTPS_PROXY or ALL_PROXY names cannot be used "
+                "the proxy in HTTP_PROXY, HTTPS_PROXY or ALL_PROXY cannot be used "
                 f"({str(error).rstrip('.')}); name one that begins with http://, or put "
                 f"{urlsplit(self.url).hostname} into NO_PROXY"
             ) from None
@@ -140,8 +140,8 @@ class Connection:
                 ) from None
             if "certificate" in str(error).lower():
                 raise UnreachableError(
-                    f"the certificate of {self.url} cannot be verified ({error}); where an "
-                    "authority of your own has signed it, name its file with --ca-file or in "
+                    f"the certificate of {self.url} cannot be verified ({error}); if a "
+                    "private authority has signed it, give its file with --ca-file or in "
                     "PIPOLLUX_CA_FILE"
                 ) from None
             raise UnreachableError(self._nobody) from None
@@ -180,10 +180,10 @@ class Connection:
         except (ValueError, KeyError, TypeError):
             theirs = ""
         if not theirs.isprintable() or not theirs:
-            return ClientError(f"what answers at {self.url} is no scheduler; check the URL")
+            return ClientError(f"the server at {self.url} is not a scheduler; check the URL")
         return ClientError(
-            f"the scheduler at {self.url} is pipollux {theirs}, this is {ours}, and they do not "
-            "understand each other; install the same version here"
+            f"the scheduler at {self.url} is pipollux {theirs}, this is {ours}, and they are not "
+            "compatible; install the same version here"
         )
 
 
@@ -201,11 +201,13 @@ def checked_url(url: str) -> str:
     except (ValueError, httpx.InvalidURL):
         good = False
     if not good:
-        raise ClientError(f"{url!r} is no URL of a scheduler; give one such as https://HOST:PORT")
+        raise ClientError(
+            f"{url!r} is not the URL of a scheduler; give one such as https://HOST:PORT"
+        )
     if parts.username is not None or parts.query or parts.fragment:
         raise ClientError(
-            "the URL of a scheduler holds no user, password, query or fragment; the token goes "
-            "into a file that --token-file names, or into PIPOLLUX_TOKEN"
+            "the URL of a scheduler has no user, password, query or fragment; give the token "
+            "in a file with --token-file, or in PIPOLLUX_TOKEN"
         )
     return url.rstrip("/")
 

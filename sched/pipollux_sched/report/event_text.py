@@ -137,7 +137,7 @@ def _replicas_lost(event: Event) -> str:
 
 def _survived(event: Event) -> str:
     lost = _several("replica", [str(one) for one in event["lost"]])
-    return f"goes on without {lost}: {_goes_on(event)}"
+    return f"continues without {lost}: {_goes_on(event)}"
 
 
 def _goes_on(event: Event) -> str:

@@ -109,7 +109,7 @@ def _answer_http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)  # noqa: S101  # it is registered for no other
     detail = error.detail
     if detail == "Not Found":
-        detail = f"there is no path {request.url.path[:200]!r}; /docs lists those there are"
+        detail = f"there is no path {request.url.path[:200]!r}; /docs lists the paths"
     elif detail == "Method Not Allowed":
         allowed = (error.headers or {}).get("Allow", "another method")
         detail = f"{request.method} is not allowed on {request.url.path[:200]!r}; use {allowed}"
@@ -126,4 +126,4 @@ def _answer_database(request: Request, error: Exception) -> JSONResponse:
 
 def _answer_failure(_request: Request, _error: Exception) -> JSONResponse:
     """Answer an unexpected error; the server logs the traceback."""
-    return refusal(500, "the scheduler failed over this request; its log says where")
+    return refusal(500, "the scheduler failed on this request; see its log")

@@ -61,7 +61,7 @@ class HostCheck:
         if not admitted:
             host = Headers(scope=scope).get("host", "")[:100]
             sentence = (
-                f"the header Host is {host!r}, which this scheduler does not answer to; use the "
-                "address that it says at its start, or allow the name with serve --allow-host"
+                f"the header Host is {host!r}, which this scheduler does not accept; use the "
+                "address that it prints at its start, or allow the name with serve --allow-host"
             )
             await refusal(400, sentence)(scope, receive, send)

@@ -65,7 +65,7 @@ class TooManyRequestsError(SchedulerError):
     def __init__(self, who: str, rate: float, seconds: float) -> None:
         self.retry_after = max(1, math.ceil(seconds))
         super().__init__(
-            f"{who}: more than {rate:g} requests a second are too many; "
+            f"{who}: more than {rate:g} requests per second are too many; "
             f"ask again after {self.retry_after} s"
         )
 

@@ -45,7 +45,7 @@ class Tls:
         key = _read(self.key, "--tls-key", "PRIVATE KEY-----", "a private key")
         if "ENCRYPTED" in key:
             raise TlsError(
-                f"--tls-key: {self.key} is encrypted, and nobody is there to type its passphrase; "
+                f"--tls-key: {self.key} is encrypted, but nobody can type its passphrase; "
                 "give a decrypted copy that only the scheduler's user can read"
             )
         if self.authority is not None:

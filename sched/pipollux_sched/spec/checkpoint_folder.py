@@ -81,11 +81,9 @@ def _is_anothers(name: str, folder: Path, others: Iterable[tuple[str, str]]) -> 
             continue
         its = Path(where).resolve()
         if its == folder:
-            return f"is job '{other}''s; give each job a folder of its own"
+            return f"is job '{other}''s; give each job its own folder"
         if _within(folder, its) or _within(its, folder):
-            return (
-                f"and job '{other}''s {its} lie in one another; give each job a folder of its own"
-            )
+            return f"and job '{other}''s {its} contain each other; give each job its own folder"
     return None
 
 

@@ -67,8 +67,8 @@ def check_present(row: JobRow, attempt: int) -> None:
     """Raise `StaleAttemptError` unless `attempt` is the current one of the job."""
     if attempt != row.attempt:
         raise StaleAttemptError(
-            f"attempt {attempt} of job {row.name!r} is not the present one "
-            f"({row.attempt}); what it reports is not taken"
+            f"attempt {attempt} of job {row.name!r} is not the current one "
+            f"({row.attempt}); its report is refused"
         )
 
 
@@ -129,7 +129,7 @@ def _check_asked(name: str, state: JobState, event: Event) -> None:
     asked = {Cancel: "cancelled", Suspend: "suspended", Resume: "resumed"}.get(type(event))
     if asked is None or not state.phase.ended:
         return
-    again = "" if state.phase is Phase.COMPLETE else "; to let it go on, submit it again"
+    again = "" if state.phase is Phase.COMPLETE else "; to resume it, submit it again"
     raise JobEndedError(
         f"job {name!r} has ended ({state.phase}, {state.reason}) and cannot be {asked}{again}"
     )

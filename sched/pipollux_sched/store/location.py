@@ -50,7 +50,7 @@ class Location:
             url = make_url(given)
         except (ArgumentError, ValueError):
             raise StoreError(
-                "store: what was given is not the URL of a database; "
+                "store: the value is not the URL of a database; "
                 "write postgresql://USER@HOST/DATABASE or sqlite:////PATH/TO/FILE"
             ) from None  # the cause would repeat the URL, with its password
         driver = _DRIVERS.get(url.drivername)

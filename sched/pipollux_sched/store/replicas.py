@@ -97,7 +97,7 @@ def check_replica(
 ) -> None:
     """Raise unless `attempt` is the current one, runs, and has this replica."""
     if attempt != present or num_replicas == 0:
-        why = "has ended" if attempt == present else f"is not the present one ({present})"
+        why = "has ended" if attempt == present else f"is not the current one ({present})"
         raise StaleAttemptError(f"attempt {attempt} of job {job!r} {why}")
     if replica >= num_replicas:
         raise UnknownReplicaError(

@@ -118,7 +118,7 @@ class StateDir:
             return self.database
         except (OSError, ValueError) as error:
             raise StateDirError(
-                f"{self.store_url} cannot be read ({error}); it says where the store is"
+                f"{self.store_url} cannot be read ({error}); it has the location of the store"
             ) from error
 
     def has_store(self) -> bool:
@@ -251,7 +251,7 @@ class StateDir:
         if self.has_store():
             old = Location.of(self.store)
             if old.url.set(password=None) != new.url.set(password=None):
-                _LOG.warning("the store was %s; jobs that are there are not in %s", old, new)
+                _LOG.warning("the store was %s; its jobs are not in %s", old, new)
         write_aside(self.store_url, f"{new.secret()}\n".encode(), PRIVATE)
 
     @property
@@ -273,7 +273,7 @@ class StateDir:
             token = ""
         except (OSError, ValueError) as error:
             raise StateDirError(
-                f"{path} cannot be read ({error}); it holds the admin token, "
+                f"{path} cannot be read ({error}); it contains the admin token; "
                 "remove it to have another"
             ) from error
         if len(token) < TOKEN_LENGTH:

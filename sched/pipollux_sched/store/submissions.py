@@ -83,7 +83,7 @@ def run_again(session: Session, name: str, now: float, *, from_scratch: bool) ->
         raise JobLivesError(f"job {name!r} is {phase}; only a job that has ended is run again")
     if phase is Phase.COMPLETE and not from_scratch:
         raise JobEndedError(
-            f"job {name!r} is complete and has nothing to go on with; to train it again from the "
+            f"job {name!r} is complete and cannot continue; to train it again from the "
             f"start: pipollux rerun {name} --from-scratch"
         )
     check_submit_limits(session, [row.spec])
@@ -100,12 +100,12 @@ def _check_free(taken: Sequence[JobRow]) -> None:
         return
     if len(taken) == 1:
         raise JobExistsError(
-            f"a job named {taken[0].name!r} is already there ({taken[0].phase}); "
+            f"a job named {taken[0].name!r} already exists ({taken[0].phase}); "
             "give the new one another name"
         )
     named = ", ".join(f"{row.name!r} ({row.phase})" for row in taken[:_MOST_NAMED])
     more = f" and {len(taken) - _MOST_NAMED} more" if len(taken) > _MOST_NAMED else ""
     raise JobExistsError(
-        f"{len(taken)} of the jobs are already there: {named}{more}; nothing was "
+        f"{len(taken)} of the jobs already exist: {named}{more}; nothing was "
         "submitted, so leave these out or give them other names"
     )

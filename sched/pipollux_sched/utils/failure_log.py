@@ -34,9 +34,9 @@ class FailureLog:
             return
         self._last = said
         if isinstance(error, PipolluxError | OSError):
-            self._logger.error("%s failed and is tried again: %s", self._task, error)
+            self._logger.error("%s failed and is retried: %s", self._task, error)
         else:
-            self._logger.error("%s failed and is tried again", self._task, exc_info=error)
+            self._logger.error("%s failed and is retried", self._task, exc_info=error)
 
     def succeeded(self) -> None:
         """Log the recovery of a task that had failed."""

@@ -30,7 +30,7 @@ class _Loader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode) and key.value != "<<":
                 if key.value in lines:
                     raise yaml.constructor.ConstructorError(
-                        problem=f"'{key.value}' stands here a second time "
+                        problem=f"'{key.value}' is repeated here "
                         f"(first in line {lines[key.value]}); keep one of them",
                         problem_mark=key.start_mark,
                     )

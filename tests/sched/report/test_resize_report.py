@@ -79,7 +79,7 @@ def test_every_event_is_a_sentence(events: list[Event]) -> None:
     wanted = "resizes: replicas 3 on a and 4 on b are to join; replicas 0 and 1 are to leave"
     assert event_text(several) == wanted
     assert event_text({**SURVIVED, "pause_seconds": None, "step": None, "lost": [0, 2]}) == (
-        "goes on without replicas 0 and 2: 1 replica on node-b trains"
+        "continues without replicas 0 and 2: 1 replica on node-b trains"
     )
 
 
@@ -180,7 +180,7 @@ def test_a_death_that_the_others_survive(events: list[Event]) -> None:
     assert job.attempts[-2].outcome == "survived"
     assert (job.num_resizes, job.num_restarts) == (2, 0)
     assert event_text(SURVIVED) == (
-        "goes on without replica 0: 1 replica on node-b trains since step 69, after a pause of "
+        "continues without replica 0: 1 replica on node-b trains since step 69, after a pause of "
         "400 ms"
     )
     lost: Event = {"type": "replicas_lost", "replicas": [0], "why": "node-a is dead"}

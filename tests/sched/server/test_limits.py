@@ -107,7 +107,9 @@ def test_one_wild_job_holds_up_nobody_else(service: Service) -> None:
     refused = wild.put("/jobs/wild/hints?attempt=1", json={})
     assert refused.status_code == 429
     assert int(refused.headers["Retry-After"]) > 900
-    assert detail(refused).startswith("job 'wild': more than 0.001 requests a second are too many")
+    assert detail(refused).startswith(
+        "job 'wild': more than 0.001 requests per second are too many"
+    )
     assert calm.post("/jobs/calm/reports", json=report()).status_code == 200
     assert service.admin.post("/jobs/wild/reports", json=report()).status_code == 200
     assert len([e for e in service.store.events(job="wild") if e["type"] == "progress"]) == 6

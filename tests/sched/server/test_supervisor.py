@@ -128,7 +128,7 @@ def test_attempts_that_are_gone_are_refused(service: Service) -> None:
     service.store.transition("moved", Exited(1, Outcome.STOPPED, step=1))
     response = moved.put("/jobs/moved/hints?attempt=1", json={})
     assert response.status_code == 409
-    assert "attempt 1 of job 'moved' is not the present one (2)" in detail(response)
+    assert "attempt 1 of job 'moved' is not the current one (2)" in detail(response)
     assert moved.post("/jobs/moved/reports", json=report(1)).status_code == 409
     assert moved.post("/jobs/moved/reports", json=report(2)).status_code == 200
 

@@ -241,7 +241,7 @@ def log(
         raise HTTPException(
             404,
             f"there is no log of attempt {attempt}, replica {replica} of job {name!r}; "
-            f"GET /jobs/{name}/logs lists those that there are",
+            f"GET /jobs/{name}/logs lists the existing logs",
         )
     part = read_log(services.state_dir, name, attempt, replica, offset)
     headers = {OFFSET_HEADER: str(part.offset)}
