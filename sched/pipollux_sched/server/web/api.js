@@ -31,7 +31,7 @@ export async function ask(path, { method = "GET", body } = {}) {
   }
 }
 
-/** Send a request; null without an answer, which the bar shows already. */
+/** Send a request; null without an answer, which the bar shows. */
 export async function quietly(path) {
   try {
     return await ask(path);

@@ -4,7 +4,7 @@ import { h } from "./dom.js";
 import { DASH, count, moment, places, thousands } from "./format.js";
 import { Table } from "./table.js";
 
-/** Return the elements that show it. */
+/** Return the elements of an explanation. */
 export function explanation(why) {
   const parts = [h("p", {}, has(why))];
   if (why.last_decision) {
@@ -32,7 +32,7 @@ function had(last) {
   return `It had ${count(last.nodes.length, "replica")} on ${places(last.nodes)} when it ended.`;
 }
 
-/** Tell of a change under way, and whether the next one would need a restart. */
+/** Describe a change in progress, and whether the next change needs a restart. */
 function nextChange({ changing, next_change }) {
   const found = changing ? [`Changing: ${changing}.`] : [];
   if (next_change?.why_restart) found.push(`A change would be a restart: ${next_change.why_restart}.`);

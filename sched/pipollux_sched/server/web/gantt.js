@@ -65,7 +65,7 @@ function state(attempt) {
 
 /**
  * Assign each replica the lowest free slots of its node, oldest attempt first. Which of a node's
- * slots a replica is drawn in is a matter of layout: the scheduler reports nodes, not slots. Those of
+ * slots a replica is drawn in is a matter of layout: the scheduler reports nodes, not slots. Replicas of
  * an attempt that resizes stay in their slots.
  */
 export function layOut(attempts, nodes) {

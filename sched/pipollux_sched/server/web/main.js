@@ -1,4 +1,4 @@
-// The whole page: the token, the bar, and the view that is shown.
+// The page: token, bar, and current view.
 
 import { token } from "./api.js";
 import { h, say } from "./dom.js";

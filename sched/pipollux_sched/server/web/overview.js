@@ -30,7 +30,7 @@ export class Overview {
     return `${running} running, ${phases.Queued ?? 0} queued · Pipollux`;
   }
 
-  /** Show the jobs that the address now selects. */
+  /** Show the jobs selected by the address. */
   moved({ choice }) {
     if (!choice) return false;
     this.jobs.choose(choice);

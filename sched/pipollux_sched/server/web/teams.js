@@ -1,4 +1,4 @@
-// The teams: their quotas, what they use, borrow and lend, and which of their jobs wait.
+// The teams: their quotas, slots used, borrowed and lent, and waiting jobs.
 
 import { quietly } from "./api.js";
 import { h, say } from "./dom.js";
@@ -7,7 +7,7 @@ import { Table } from "./table.js";
 import { jobLink } from "./words.js";
 
 const SELDOM_MS = 2000;
-const SHARE = 20; // pause between two requests, in multiples of the time that one takes
+const SHARE = 20; // pause between two requests, in multiples of the duration of a request
 const MOST_NAMED = 3;
 
 export class Teams {
