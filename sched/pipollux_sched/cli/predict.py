@@ -161,7 +161,7 @@ def predict(
 
         pipollux predict params.json --stages 1,2,4 --layers layers.json --memory-limit 40GiB
 
-    With [bold]--schedule[/bold], measurements of one schedule predict another. all compares the
+    With [bold]--schedule[/bold], measurements of one schedule predict another; "all" compares the
     schedules, with the memory of the fullest device, and marks the best.
 
         pipollux predict params.json --stages 4 --layers layers.json --schedule all

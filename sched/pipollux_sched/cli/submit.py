@@ -85,7 +85,8 @@ def cancel(
 ) -> None:
     """Cancel jobs: their processes save and end.
 
-    A cancelled job can be submitted again; it resumes from its last checkpoint.
+    A cancelled job can be submitted again under its name; it resumes from its last
+    checkpoint.
 
         pipollux cancel char-lm digits
     """
@@ -97,7 +98,8 @@ def suspend(
 ) -> None:
     """Suspend jobs: they save a checkpoint and release their slots.
 
-    A suspended job waits until it is resumed.
+    Suspended jobs hold no slots. When they are resumed, they continue from their
+    last checkpoint.
 
         pipollux suspend char-lm
         pipollux resume char-lm

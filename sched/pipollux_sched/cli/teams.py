@@ -43,7 +43,7 @@ def teams(
         pipollux teams
         pipollux teams --set teams.yaml
 
-    Exit code: 0 done; 1 refused; 2 the file or an option is wrong.
+    Exit code: 0 done; 1 refused; 2 the file or an option is invalid.
     """
     if set_file is not None and clear:
         raise CommandError("--set and --clear contradict each other; give one of them", USAGE)

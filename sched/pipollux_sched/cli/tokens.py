@@ -68,7 +68,7 @@ def tokens(
         pipollux tokens create ana --role user --team vision --run-as ana
         pipollux tokens revoke ana
 
-    Exit code: 0 done; 1 refused; 2 an option is wrong.
+    Exit code: 0 done; 1 refused; 2 an option is invalid.
     """
     if (name is None) != (action is TokenAction.list):
         wanted = "takes no NAME" if name else "needs the NAME of a user"
