@@ -62,7 +62,7 @@ def test_a_quota_that_is_lent_comes_back(cli: Cli) -> None:
     once = cli("top", "--once").stdout
     assert "Teams: 4 slots used" in once
     assert re.search(r"(?m)^text +2 +4 +2 ", once)
-    assert "borrowed slots back" in cli("events").stdout
+    assert "must return borrowed slots" in cli("events").stdout
 
     # The file is read again; one that is wrong changes nothing.
     (cli.folder / "teams.yaml").write_text(TEAMS.format(notice="soon", more=""))

@@ -312,7 +312,7 @@ def test_a_log_may_lack_any_type_of_event(events: list[Event], left_out: str) ->
     if left_out == "allocated":
         assert "The log has no allocations." in page.text("allocations")
     if left_out == "cluster":
-        assert "does not say how large the nodes are" in page.text("slots")
+        assert "The log has no sizes of nodes" in page.text("slots")
     if left_out == "complete":
         assert "still running when the log ends" in page.text("header")
 

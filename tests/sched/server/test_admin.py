@@ -47,7 +47,7 @@ def test_a_job_is_suspended_and_resumed(service: Service, client: Client) -> Non
         (client.suspend, "suspended"),
         (client.resume, "resumed"),
     ):
-        ended = rf"job 'resting' has ended \(Failed, Cancelled\) and cannot be {done}; to let it"
+        ended = rf"job 'resting' has ended \(Failed, Cancelled\) and cannot be {done}; to resume it"
         with pytest.raises(ClientError, match=ended):
             ask("resting")
         with pytest.raises(ClientError, match="no job is named 'restign'"):

@@ -195,7 +195,7 @@ def test_jobs_that_make_no_sense(service: Service) -> None:
     assert "'Toy' is not a name" in detail(response)
     response = service.admin.post("/jobs", json={"name": "toy", "script": SCRIPT})
     assert response.status_code == 409
-    assert "'toy' is already there" in detail(response)
+    assert "'toy' already exists" in detail(response)
     before = service.store.last_event()
     image = {"name": "boxed", "image": "registry.example/train:2.1"}
     response = service.admin.post("/jobs", json=image)

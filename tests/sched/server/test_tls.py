@@ -121,7 +121,7 @@ def test_a_server_that_shows_it(valid: Certificates, monkeypatch: pytest.MonkeyP
             client.get(server.url)
         with (
             Client.at(server.url, "t", ca_file=valid.authority) as asking,
-            pytest.raises(ClientError, match="is no scheduler"),
+            pytest.raises(ClientError, match="is not a scheduler"),
         ):
             asking.jobs()
         with (
