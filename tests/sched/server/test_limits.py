@@ -34,7 +34,9 @@ def test_a_bucket_is_emptied_and_fills_again() -> None:
     assert [limit.take("a") for _ in range(2)] == [0.0, 0.5]
     clock.now += 1000.0
     assert [limit.take("a") for _ in range(4)] == [0.0, 0.0, 0.0, 0.5], "it holds no more than that"
-    with pytest.raises(TooManyRequestsError, match=r"job 'a': more than 2 requests per second") as e:
+    with pytest.raises(
+        TooManyRequestsError, match=r"job 'a': more than 2 requests per second"
+    ) as e:
         limit.check("a", "job 'a'")
     assert e.value.retry_after == 1
 
