@@ -1,4 +1,4 @@
-# What a joining replica needs: `make demo` shows Pipollux at work, `make test` proves it.
+# `make demo` shows Pipollux at work, `make test` tests it.
 # Everything is installed into .venv from pyproject.toml, pinned by constraints.txt.
 
 PYTHON ?= python3
@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 # Tests start Python some hundred times: it is not to compile the sources each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-exhaustive test-kubernetes test-gpu lint format docs clean
+.PHONY: help setup demo test test-exhaustive test-kubernetes test-gpu lint format docs reference clean
 
 help:
 	@echo "make demo    two training jobs under the scheduler, and a report in demo-report/"
@@ -19,7 +19,8 @@ help:
 	@echo "make test-gpu  the tests on a GPU, with a torch that sees it in .venv"
 	@echo "make lint    ruff, mypy --strict, import-linter"
 	@echo "make format  let ruff rewrite the sources"
-	@echo "make docs    the API reference, in site/"
+	@echo "make docs    the documentation site, in site/"
+	@echo "make reference  write the generated pages of docs/reference"
 	@echo "make clean   remove .venv and what the demo left"
 
 setup: $(STAMP)
@@ -74,8 +75,13 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Warnings are errors, links and anchors that lead nowhere too. pdoc writes the API pages last.
 docs: $(STAMP)
-	$(BIN)/python docs/api.py site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean --site-dir site
+	$(BIN)/python docs/api.py site/api
+
+reference: $(STAMP)
+	$(BIN)/python -m docs.generate
 
 clean:
 	rm -rf $(VENV) site demo-report .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

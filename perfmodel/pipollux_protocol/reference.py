@@ -1,13 +1,15 @@
 """The reference page of the protocol, generated from its definitions.
 
-python -m pipollux_protocol.reference > docs/protocol.md
+python -m pipollux_protocol.reference > docs/reference/protocol.md
+
+`table`, `type_name` and `literal` serve the other pages of the reference, too.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
@@ -16,7 +18,7 @@ from . import files, messages
 from .environment import VARIABLES
 from .exit_statuses import STATUSES
 
-__all__ = ["REQUESTS", "Request", "page"]
+__all__ = ["REQUESTS", "Request", "literal", "page", "table", "type_name"]
 
 
 class Request(NamedTuple):
@@ -50,8 +52,7 @@ REQUESTS = (
         "/jobs/NAME/hints?attempt=NUMBER",
         None,
         None,
-        "Sent by replica 0 after each fit. The body has the "
-        "[hints](performance-model.md#hints-and-json).",
+        "Sent by replica 0 after each fit. The body has the [hints](rest.md#schedhints).",
     ),
     Request(
         "GET",
@@ -110,14 +111,14 @@ def _lines() -> Iterator[str]:
     yield ""
     yield "## Environment variables"
     yield ""
-    yield from _table(
+    yield from table(
         ("variable", "set by", "meaning", "if it is not set"),
         [(f"`{x.name}`", x.set_by, x.meaning, x.default) for x in VARIABLES],
     )
     yield ""
     yield "## Exit statuses"
     yield ""
-    yield from _table(
+    yield from table(
         ("status", "meaning", "consequence"),
         [(str(x.status), x.meaning, x.consequence) for x in STATUSES],
     )
@@ -141,7 +142,7 @@ def _lines() -> Iterator[str]:
     yield ""
     yield "## Files"
     yield ""
-    yield from _table(
+    yield from table(
         ("file", "content", "written"),
         [(name if "`" in name else f"`{name}`", _link(x), by) for name, x, by in FILES],
     )
@@ -153,7 +154,7 @@ def _lines() -> Iterator[str]:
         yield ""
         yield (model.__doc__ or "").split(": ``")[0].strip().splitlines()[0].rstrip(".") + "."
         yield ""
-        yield from _table(("key", "type", "default", "meaning"), _rows(model))
+        yield from table(("key", "type", "default", "meaning"), _rows(model))
 
 
 def _models() -> list[type[BaseModel]]:
@@ -184,8 +185,8 @@ def _rows(model: type[BaseModel]) -> list[tuple[str, str, str, str]]:
     return [
         (
             f"`{key}`",
-            _type(entry),
-            "required" if key in required else _literal(entry.get("default")),
+            type_name(entry),
+            "required" if key in required else literal(entry.get("default")),
             "; ".join(filter(None, (field.title, field.description))),
         )
         for (key, entry), field in zip(
@@ -194,21 +195,23 @@ def _rows(model: type[BaseModel]) -> list[tuple[str, str, str, str]]:
     ]
 
 
-def _type(entry: dict[str, Any]) -> str:
+def type_name(entry: Mapping[str, Any]) -> str:
+    """Return the type that an entry of a JSON schema describes, with links to objects."""
     if "$ref" in entry:
         name = entry["$ref"].rpartition("/")[2]
         return f"[{name}](#{name.lower()})"
     if "anyOf" in entry:
-        return " or ".join(map(_type, entry["anyOf"]))
+        return " or ".join(map(type_name, entry["anyOf"]))
     if "enum" in entry:
-        return " or ".join(map(_literal, entry["enum"]))
+        return " or ".join(map(literal, entry["enum"]))
     if entry.get("type") == "array":
         items = entry.get("items") or {}
-        return f"list of {_type(items)}" if items else "list"
+        return f"list of {type_name(items)}" if items else "list"
     return str(entry.get("type", "any"))
 
 
-def _literal(value: Any) -> str:
+def literal(value: Any) -> str:
+    """Return a value as JSON, in Markdown."""
     return f"`{json.dumps(value)}`"
 
 
@@ -216,7 +219,8 @@ def _link(model: type[BaseModel]) -> str:
     return f"[{model.__name__}](#{model.__name__.lower()})"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a Markdown table."""
     yield f"| {' | '.join(head)} |"
     yield f"|{'---|' * len(head)}"
     for row in rows:

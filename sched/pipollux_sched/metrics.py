@@ -34,25 +34,25 @@ class SchedulerMetrics:
         """Where Prometheus finds them."""
         self.policy_seconds = Histogram(
             "pipollux_policy_seconds",
-            "Time that one decision on the jobs took.",
+            "Duration of one allocation decision, in seconds.",
             buckets=POLICY_BUCKETS,
             registry=self.registry,
         )
         self.last_decision = Gauge(
             "pipollux_last_decision_timestamp_seconds",
-            "When the allocator decided last, in seconds since the epoch; 0: not yet.",
+            "Time of the last decision, in seconds since the epoch; 0: none yet.",
             registry=self.registry,
         )
-        self.decisions = self._counter("decisions", "Allocations that were decided on.")
+        self.decisions = self._counter("decisions", "Allocations that the policy changed.")
         self.policy_failures = self._counter(
-            "policy_failures", "Decisions that failed, so that nothing was changed."
+            "policy_failures", "Decisions that failed; the allocations stayed."
         )
-        self.hints = self._counter("hints_received", "Hints that were taken.")
-        self.reports = self._counter("reports_received", "Reports of progress that were taken.")
-        self.heartbeats = self._counter("heartbeats_received", "Heartbeats that were taken.")
+        self.hints = self._counter("hints_received", "Hints accepted from jobs.")
+        self.reports = self._counter("reports_received", "Progress reports accepted from jobs.")
+        self.heartbeats = self._counter("heartbeats_received", "Heartbeats accepted from replicas.")
         self.refused = Counter(
             "pipollux_requests_refused",
-            "Requests that were refused, by reason.",
+            "Refused requests, by reason.",
             ["reason"],
             registry=self.registry,
         )

@@ -7,10 +7,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import pipollux
+import pipollux_perfmodel
 
 BUILD = (
     "import sys, pathlib\n"
@@ -67,6 +69,13 @@ def test_sections_are_rendered(page: str) -> None:
         assert heading in wrapper
     assert "num_microbatches: Number M of micro-batches" in wrapper
     assert not re.findall(r":(?:class|func|meth|mod|attr):`", without_sources(page))
+
+
+@pytest.mark.parametrize("package", [pipollux, pipollux_perfmodel], ids=lambda x: x.__name__)
+def test_the_site_links_to_every_name(repository: Path, package: ModuleType) -> None:
+    text = (repository / "docs/reference/python.md").read_text()
+    linked = re.findall(rf"\.\./api/{package.__name__}\.html#(\w+)", text)
+    assert sorted(linked) == sorted(package.__all__)
 
 
 @pytest.mark.exhaustive

@@ -56,7 +56,7 @@ def test_every_argument_has_a_row(
 
 
 def test_every_variable_has_a_row(repository: Path) -> None:
-    page = (repository / "docs" / "protocol.md").read_text()
+    page = (repository / "docs" / "reference" / "protocol.md").read_text()
     read = {variable.name for variable in env.VARIABLES.values()}
     assert len(read) > 10
     assert read <= set(re.findall(r"^\| `(PIPOLLUX_[A-Z_]+)`", page, re.MULTILINE))

@@ -18,7 +18,7 @@ from pipollux_hybrid.job.env import JobEnvironment
 from pipollux_hybrid.job.membership import Announcement, JobPlace, JoiningReplica, Membership
 from pipollux_hybrid.resize.scheduler_rendezvous import SchedulerRendezvous
 from pipollux_hybrid.telemetry.step_record import StepRecord
-from pipollux_protocol import environment, messages, reference
+from pipollux_protocol import environment, messages
 from pipollux_protocol.environment import VARIABLES, Names, PathKind, Seconds, Switch, Text, Whole
 from pipollux_protocol.files import AgentResult, ResultError
 from pipollux_sched.backend.base import Launch, ReplicaProgram, SlotAssignment
@@ -396,11 +396,6 @@ def test_a_result_says_how_the_script_ended(result: AgentResult) -> None:
     assert (read.left, read.asked, read.stopped_step) == (True, result.asked, result.step)
     assert read.report == result.report
     assert (read.error is None) == (result.error is None)
-
-
-def test_the_reference_page_is_generated() -> None:
-    page = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
-    assert page == reference.page(), "python -m pipollux_protocol.reference > docs/protocol.md"
 
 
 def test_variables_of_this_process_are_none_of_the_protocol() -> None:

@@ -26,31 +26,37 @@ class Limits:
     """Limits of one scheduler. Rates are requests per second; bursts, concurrent requests."""
 
     job_rate: float = 50.0
-    """Per job token; jobs with more than `REPLICAS_OF_A_RATE` replicas have proportionally more."""
+    """Requests a second with a job's token, for each 32 replicas of the job."""
     job_burst: int = 100
+    """The same at once."""
     admin_rate: float = 200.0
-    """For the admin's token."""
+    """Requests a second with the admin's token, and with each user's."""
     admin_burst: int = 400
+    """The same at once."""
     wrong_rate: float = 2.0
-    """Requests with a wrong or missing token, per address."""
+    """Requests a second from one address with a wrong token or none."""
     wrong_burst: int = 100
+    """The same at once."""
     waiting: int = 256
-    """Requests that wait for replicas, of all jobs."""
+    """Requests that wait for replica addresses, of all jobs."""
     waiting_per_job: int = 64
+    """The same of one job."""
     computing: int = 3
-    """Concurrent computations of plans and reports."""
+    """Plans and reports computed at the same time."""
     computing_per_user: int = 2
+    """The same for one user."""
     listeners: int = 32
     """Event streams."""
     listeners_per_user: int = 8
+    """The same of one user."""
     reporting: int = 128
-    """Concurrent reports and hints: about a second of work; senders wait for five seconds."""
+    """Reports and hints processed at the same time; further ones get 503."""
     reading: int = 32
-    """Concurrent requests of users; more are refused."""
+    """Users' requests processed at the same time; further ones get 503."""
     pages: int = 4
-    """Concurrent computations for users; further requests wait."""
+    """Users' requests computed at the same time; others wait."""
     keep_alive: float = 15.0
-    """Seconds of silence after which a stream sends a comment."""
+    """Seconds of silence after which an event stream sends a comment."""
 
 
 class TooManyRequestsError(SchedulerError):

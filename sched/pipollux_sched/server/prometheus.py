@@ -72,7 +72,7 @@ class SchedulerCollector(Collector):
         yield self._goodputs()
         yield from self._attempts()
         events = self._store.last_event()
-        yield CounterMetricFamily("pipollux_events", "Entries of the event log.", events)
+        yield CounterMetricFamily("pipollux_events", "Entries in the event log.", events)
         words = "Size of the store's files, in bytes."
         yield GaugeMetricFamily("pipollux_store_bytes", words, self._store.num_bytes())
 
@@ -84,7 +84,7 @@ class SchedulerCollector(Collector):
         return family
 
     def _nodes(self) -> Iterable[Metric]:
-        words = "Slots, by node and whether a replica holds them."
+        words = "Slots, by node and state: used or free."
         slots = GaugeMetricFamily("pipollux_slots", words, labels=["node", "state"])
         conditions = dict.fromkeys(NodeCondition, 0)
         for node in list_nodes(self._store):
@@ -92,13 +92,15 @@ class SchedulerCollector(Collector):
             slots.add_metric([node.name, "free"], node.free)
             conditions[node.condition] += 1
         yield slots
-        nodes = GaugeMetricFamily("pipollux_nodes", "Nodes, by condition.", labels=["condition"])
+        nodes = GaugeMetricFamily(
+            "pipollux_nodes", "Nodes, by condition: ready, draining or dead.", labels=["condition"]
+        )
         for condition, count in conditions.items():
             nodes.add_metric([condition.value], count)
         yield nodes
 
     def _goodputs(self) -> Metric:
-        words = "Goodput that a running job reported last, in samples per second."
+        words = "Last reported goodput of a running job, in samples per second."
         family = GaugeMetricFamily("pipollux_job_goodput", words, labels=["job"])
         for name, goodput in self._store.overview.goodputs().items():
             family.add_metric([name], goodput)
@@ -108,9 +110,13 @@ class SchedulerCollector(Collector):
         counts = self._store.overview.attempt_counts()
         for name, words, value in (
             ("restarts", "Attempts of jobs after their first.", counts.restarts),
-            ("reallocations", "Running jobs that were moved.", counts.reallocations),
-            ("failures", "Attempts that failed by themselves.", counts.failures),
-            ("resizes", "Changes of replicas while others trained on.", counts.resizes),
+            (
+                "reallocations",
+                "Changes of the allocation of running jobs by a restart.",
+                counts.reallocations,
+            ),
+            ("failures", "Attempts that failed.", counts.failures),
+            ("resizes", "Elastic resizes.", counts.resizes),
         ):
             yield CounterMetricFamily(f"pipollux_{name}", words, value)
 

@@ -28,22 +28,25 @@ class Refusal(View):
     detail: str
 
 
-_REFUSALS = {
+REFUSALS = {
     401: "The token is missing or wrong.",
-    403: "The token's role does not allow it, or the job is another user's.",
-    404: "The resource does not exist.",
-    409: "The request conflicts with the job's state: another attempt, or a name that is taken.",
+    403: "The role of the token does not allow the request, or the job has another owner.",
+    404: "No job, node or path has this name.",
+    409: "The state of the job does not allow the request: another attempt is the current one, "
+    "the job has ended or has not ended, the name is taken, or its team has reached "
+    "`max_submit_jobs`.",
     413: "The body is larger than 1 MiB.",
-    422: "The request is invalid; the sentence names the field and the allowed values.",
-    429: "Too many requests; retry after the seconds in Retry-After.",
-    503: "The scheduler is stopping or overloaded; retry after the seconds in Retry-After.",
+    422: "A field, parameter or header is invalid; the sentence names it and what is allowed.",
+    429: "Too many requests; retry after the seconds in `Retry-After`.",
+    503: "The scheduler is stopping, overloaded or out of disk space; retry after the seconds in "
+    "`Retry-After`.",
 }
 
 
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Return the documented refusals: those common to authorized requests, and the given ones."""
     return {
-        status: {"model": Refusal, "description": _REFUSALS[status]}
+        status: {"model": Refusal, "description": REFUSALS[status]}
         for status in sorted((401, 403, 422, 429, 503, *statuses))
     }
 

@@ -102,25 +102,28 @@ class NodeSpec(_Spec):
     """One node of the cluster."""
 
     name: NodeName = Field(description="a name, as in name: node-a")
+    """Unique in the cluster; with Slurm and Kubernetes, the name of the node there."""
     slots: Count
-    """Number of slots: a slot is one GPU, or one CPU thread on a machine without GPUs."""
+    """Devices: a slot is one GPU, or one CPU thread on a node of kind `cpu`."""
     kind: Literal["gpu", "cpu"] = "gpu"
+    """Kind of device."""
     cpus: Count | None = Field(default=None, description="a whole number of at least 1")
-    """CPUs that jobs may use; None: unlimited."""
+    """CPUs that jobs may request in total; none: unlimited."""
     memory: Bytes | None = Field(default=None, description="a size such as 256GiB")
-    """Bytes of main memory that jobs may use; None: unlimited."""
+    """Main memory that jobs may request in total; none: unlimited."""
     preemptible: bool = Field(default=False, description="true or false")
-    """True for a node that may be preempted at any time; such nodes are filled last."""
+    """Whether the node may disappear at any time. The scheduler fills such nodes last."""
     gpu_type: GpuType | None = Field(default=None, description="a text such as a100")
-    """Type of its GPUs, for jobs that require one; None: unknown."""
+    """GPU type that jobs with a `gpu_type` are matched against; none: unknown."""
     draining: bool = Field(default=False, description="true or false")
-    """True: no new replicas are placed here, and all jobs except non-preemptible ones leave."""
+    """Whether the node is drained: it gets no new replicas, and preemptible jobs leave it."""
 
 
 class ClusterSpec(_Spec):
     """The nodes of a cluster."""
 
     nodes: List[NodeSpec] = Field(description="a list of nodes")
+    """The nodes; at least one."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -132,8 +135,9 @@ class ResourceSpec(_Spec):
     """The resources that one pipeline replica holds on its node besides its slots."""
 
     cpus: int = Field(default=0, ge=0, description="a whole number of at least 0")
+    """CPUs."""
     memory: Bytes = Field(default=0, description="a size such as 8GiB")
-    """Main memory in bytes."""
+    """Main memory."""
 
 
 class JobSpec(_Spec):
@@ -145,84 +149,85 @@ class JobSpec(_Spec):
     """
 
     name: Name = Field(description="a name, as in name: char-lm")
+    """Unique among the scheduler's jobs."""
     script: FilePath | None = Field(default=None, description="the path of a Python script")
-    """Path as written by the user; `resolve_script` finds the file. With an `image`: a path inside
-    the image; None: the image's entry point."""
+    """The training script, relative to the job file or to the current folder. With an `image`: a
+    path inside the image; none: the image's entry point runs."""
     image: ImageReference | None = Field(
         default=None, description="a reference such as registry.example/train:2.1"
     )
-    """The container image of all replicas; None: the script runs directly on the nodes."""
+    """Container image of the replicas. The local backend refuses jobs with an image."""
     family: FamilyName | None = Field(default=None, description="a name, as in family: resnet")
-    """Name of a family of similar jobs, which start with the measurements of the last completed
-    one. None: the job's name without a trailing number, among jobs with the same script and image;
-    empty: no family."""
+    """Family of similar jobs, which share measured step times. None: the name without a trailing
+    number, among jobs with the same script and image; an empty text: no family."""
     args: Annotated[List[Argument], AfterValidator(check_args)] = Field(
         default=(), description="a list of texts"
     )
-    """Arguments of the script or the image's entry point."""
+    """Arguments of the script or of the image's entry point."""
     num_stages: Count = 1
-    """K, the devices of one pipeline replica, all on one node."""
+    """Number K of stages of a replica, one slot each; a replica lies on one node."""
     stage_choices: List[Count] = Field(default=(), description="a list of numbers, as in [1, 2, 4]")
-    """The values of K to choose from, including `num_stages`; empty: only `num_stages`. Another K
-    is considered once the job has reported a profile of its layers."""
+    """Numbers of stages that the scheduler may choose from, `num_stages` among them; none:
+    `num_stages` only. It chooses another one once the job has reported a profile of its layers."""
     process_per_stage: bool = Field(default=False, description="true or false")
-    """Whether each stage has its own process; else one process drives a whole replica."""
+    """Whether replicas are multi-process pipelines, with one process per stage."""
     num_microbatches: Count = 1
-    """M, the micro-batches of one forward and backward."""
+    """Number M of micro-batches of one forward and backward pass."""
     min_replicas: Count = 1
-    """The smallest number of replicas on which the job runs."""
+    """Smallest number of replicas; with less room the job waits in the queue."""
     max_replicas: Count = DEFAULT_MAX_REPLICAS
-    """The largest number of replicas on which the job runs."""
+    """Largest number of replicas."""
     requested_replicas: Count | None = Field(default=None, description="a whole number")
-    """The number of replicas under policies with fixed sizes; None: `min_replicas`."""
+    """Number of replicas under policies with fixed sizes, such as FIFO; none: `min_replicas`."""
     gpu_type: GpuType | None = Field(default=None, description="a text such as a100")
-    """The GPU type that the job requires; None: any."""
+    """GPU type that the job requires; none: any."""
     preemptible: bool = Field(default=True, description="true or false")
-    """False: the allocation of the running job does not change."""
+    """Whether the scheduler may change the allocation of the job while it runs."""
     team: Name | None = Field(default=None, description="the name of a team")
-    """The team whose quota the job counts towards; None: its user's team, else the default team."""
+    """Team whose quota the job counts towards; none: the user's first team, else the default."""
     user: UserName | None = Field(default=None, description="the name of a user")
-    """The user who owns the job; set by a user's token."""
+    """Owner of the job. A user's token sets it."""
     run_as: UserName | None = Field(default=None, description="a user of the machine")
-    """The system user that the job's processes run as, if the scheduler runs as root; None: the
-    scheduler's user. Set by a user's token."""
+    """Unix user that runs the processes, if the scheduler runs as root; none: the scheduler's
+    user. A user's token sets it."""
     priority: Name | None = Field(default=None, description="the name of a class of priority")
-    """The job's priority class; None: priority 0."""
+    """Priority class; none: priority 0."""
     resources: ResourceSpec = Field(
         default=ResourceSpec(), description="a mapping, as in {cpus: 1, memory: 8GiB}"
     )
-    """Resources per replica, besides its slots."""
+    """Resources of each replica besides its slots."""
     resources_per_stage: ResourceSpec = Field(
         default=ResourceSpec(), description="a mapping, as in {cpus: 1, memory: 8GiB}"
     )
-    """Resources per stage of a replica, in addition to `resources`; the total grows with K."""
+    """Resources of each stage of a replica, added to `resources`."""
     environment: Annotated[dict[str, str], AfterValidator(_check_environment)] = Field(
         default={}, description="a mapping of texts to texts", repr=False
     )
-    """Environment variables of the job's processes; hidden in errors, because some are secrets."""
+    """Environment variables of the processes. Output and error messages do not show the values."""
     working_dir: FilePath | None = Field(default=None, description="the path of a folder")
-    """The working directory of the script; None: the scheduler's, with an `image` the image's."""
+    """Working directory of the script; none: the current folder at submission, with an `image` the
+    one that the image sets."""
     checkpoint_dir: FilePath | None = Field(default=None, description="the path of a folder")
-    """The job's own checkpoint folder, at the same path on every node; None: a folder in the state
-    directory."""
+    """Checkpoint directory, used by this job only and visible to every node; none: a folder in the
+    scheduler's state directory."""
     max_restarts: int = Field(
         default=DEFAULT_MAX_RESTARTS, ge=0, description="a whole number of at least 0"
     )
-    """Restarts after failures; restarts for a new allocation do not count."""
+    """Restarts after failures. Restarts for a new allocation do not count."""
     deadline: Duration = Field(default=None, description="a duration such as 36h")
-    """Seconds after its submission at which the job is ended, complete or not; None: never."""
+    """Time after submission at which the scheduler ends the job, complete or not; none: never."""
     start_timeout: Duration = Field(
         default=DEFAULT_START_TIMEOUT, description="a duration such as 30m, or null"
     )
-    """Seconds from the start of an attempt's processes to its first step, after which the job is
-    restarted; None: unlimited."""
+    """Time from the start of the processes to the first optimizer step, after which the job is
+    restarted; null: no limit."""
     hang_timeout: Duration = Field(default=None, description="a duration such as 30m")
-    """Seconds without a further step, after the first step of an attempt, after which the job is
-    restarted; None: unlimited."""
+    """Time without an optimizer step, after the first one, after which the job is restarted; none:
+    no limit."""
     hints: HintsField | None = None
-    """Measurements of the job known in advance."""
+    """Hints that the job starts with, such as measured performance parameters."""
     allocation: List[str] = Field(default=(), description="a list of node names, one per replica")
-    """The current node of each replica; only for `plan`."""
+    """Current allocation, one node name per replica. Only `pipollux plan` reads it."""
 
     @field_serializer("hints")
     def _hints_to_json(self, hints: SchedHints | None) -> dict[str, Any] | None:
@@ -316,6 +321,7 @@ class JobBatch(_Spec):
     """The contents of a job file: jobs that are submitted together."""
 
     jobs: List[JobSpec] = Field(description="a list of jobs")
+    """The jobs; at least one."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

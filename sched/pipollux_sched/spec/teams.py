@@ -57,28 +57,29 @@ class TeamSpec(_TeamsModel):
     """One team."""
 
     name: Name = Field(description="a name, as in name: vision")
+    """Unique among the teams."""
     quota: _Amount = Field(default=0, description="a whole number of slots of at least 0")
     """Slots guaranteed to the team while its jobs can use them."""
     borrow: _Amount | None = Field(default=None, description="a whole number of at least 0")
-    """Slots beyond its quota that the team may hold while no team needs them; None: any number."""
+    """Slots beyond the quota that the team may borrow while they are idle; none: unlimited."""
     lend: _Amount | None = Field(default=None, description="a whole number of at least 0")
-    """Slots of its quota that other teams may hold while its jobs do not need them; None: all."""
+    """Idle slots of the quota that other teams may borrow; none: all."""
     weight: Annotated[StrictFloat | StrictInt, Field(gt=0, le=1000)] = Field(
         default=1.0, description="a number above 0 and at most 1000"
     )
-    """Weight of its share of lent slots."""
+    """Share of borrowed slots relative to the other teams."""
     max_jobs: _Amount | None = Field(default=None, description="a whole number of at least 0")
-    """Largest number of jobs that hold slots."""
+    """Jobs that may hold slots at the same time; none: unlimited."""
     max_submit_jobs: _Amount | None = Field(
         default=None, description="a whole number of at least 0"
     )
-    """Largest number of unfinished jobs, like Slurm's GrpSubmitJobs; more are refused."""
+    """Unfinished jobs, as Slurm's GrpSubmitJobs. Further submissions are refused."""
     max_slots_per_job: _Number | None = Field(
         default=None, description="a whole number of at least 1"
     )
-    """Largest number of slots of one job."""
+    """Slots that one job may hold; none: unlimited."""
     users: List[UserName] = Field(default=(), description="a list of names")
-    """Users who may submit jobs for the team; empty: all users."""
+    """Users that may submit jobs for the team; none: everyone."""
 
 
 class JobOwner(NamedTuple):
@@ -99,13 +100,15 @@ class PrioritySpec(_TeamsModel):
     """A priority class, like Kubernetes' PriorityClass and Kueue's WorkloadPriorityClass."""
 
     name: Name = Field(description="a name, as in name: urgent")
+    """Unique among the priority classes."""
     value: Annotated[int, Field(ge=-(10**9), le=10**9)] = Field(
         description="a whole number from -1000000000 to 1000000000; the higher goes first"
     )
+    """Priority of the jobs of this class."""
     preemption: bool = Field(default=True, description="true or false")
-    """Whether its jobs take slots from running jobs of lower priority."""
+    """Whether jobs of this class preempt running jobs of lower priority."""
     users: List[UserName] = Field(default=(), description="a list of names")
-    """Users whose jobs may have this class; empty: all users."""
+    """Users whose jobs may name the class; none: everyone."""
 
     def admits(self, user: str | None) -> bool:
         """Return whether a user's jobs may have this class."""
@@ -116,18 +119,19 @@ class TeamsSpec(_TeamsModel):
     """The teams of a cluster, and the priority classes of jobs."""
 
     teams: List[TeamSpec] = Field(description="a list of teams")
+    """The teams."""
     default: Name = Field(default=DEFAULT_TEAM, description="the name of a team")
-    """Team of jobs without a team, if their user is in no team."""
+    """Team of jobs that name no team and whose user is in none."""
     notice: Annotated[float, BeforeValidator(_parse_pause)] = Field(
         default=DEFAULT_NOTICE, description="a duration such as 60s, or 0"
     )
-    """Seconds from the notice to return borrowed slots until they are taken."""
+    """Time between the notice that a team reclaims slots and the change of the allocation."""
     turn: Annotated[float, BeforeValidator(_parse_pause)] = Field(
         default=DEFAULT_TURN, description="a duration such as 1h, or 0"
     )
-    """Length of a turn in seconds: teams take turns in borrowing slots that cannot be divided."""
+    """Time for which one team may borrow slots that cannot be divided among several."""
     priorities: List[PrioritySpec] = Field(default=(), description="a list of classes")
-    """Priority classes; jobs without a class have priority 0."""
+    """Priority classes. Jobs that name no class have priority 0."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
