@@ -27,12 +27,10 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages of the benchmarks, and empty ones for those that are not written yet."""
+    """Add the pages of the benchmarks."""
     for name in benchmarks.names():
         path = f"benchmarks/{name}.md"
         files.append(File.generated(config, path, content=benchmarks.page(name)))
-    for path in config.extra.get("pending") or []:
-        files.append(File.generated(config, path, content="# This page is not written yet\n"))
     return files
 
 

@@ -12,15 +12,6 @@ from pipollux_protocol.reference import table
 ROOT = Path(__file__).parents[2]
 FOLDER = "benchmarks"
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
-MOVED = {
-    "live-changes.md": "concepts/elastic-resize.md",
-    "observing.md": "concepts/goodput.md",
-    "performance-model.md": "concepts/goodput.md",
-    "policy-exact.md": "concepts/policies.md",
-    "scale.md": "howto/operate.md",
-    "teams.md": "howto/teams.md",
-}
-"""Pages of the previous documentation, which the READMEs still link to: where they are now."""
 
 
 def names() -> list[str]:
@@ -66,7 +57,4 @@ def _rewritten(name: str, text: str, target: str, anchor: str | None) -> str:
         return f"[{text}]({other[1]}.md{anchor})"
     if not path.startswith("docs/"):
         return text
-    path = path.removeprefix("docs/")
-    if path in MOVED:
-        path, anchor = MOVED[path], ""
-    return f"[{text}](../{path}{anchor})"
+    return f"[{text}](../{path.removeprefix('docs/')}{anchor})"

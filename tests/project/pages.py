@@ -47,11 +47,6 @@ def configuration() -> dict[str, Any]:
     return loaded
 
 
-def pending() -> set[str]:
-    """Pages that are not written yet, relative to `docs`."""
-    return set(configuration()["extra"].get("pending") or ())
-
-
 def in_navigation(entry: Any = None) -> list[str]:
     """Every page of the navigation, relative to `docs`."""
     entry = configuration()["nav"] if entry is None else entry
@@ -63,7 +58,7 @@ def in_navigation(entry: Any = None) -> list[str]:
 
 def site_pages() -> list[Path]:
     """Pages of the site that are files of `docs`."""
-    return [DOCS / name for name in in_navigation() if name not in pending()]
+    return [DOCS / name for name in in_navigation()]
 
 
 def benchmark_pages() -> list[Path]:
