@@ -206,7 +206,7 @@ def test_figures_for_prometheus(service: Service, client: Client) -> None:
         "pipollux_restarts_total": 1,
         "pipollux_reallocations_total": 1,
         "pipollux_failures_total": 1,
-        "pipollux_live_changes_total": 1,
+        "pipollux_resizes_total": 1,
         "pipollux_policy_seconds_count": 1,
         'pipollux_jobs{phase="Restarting"}': 1,
         'pipollux_jobs{phase="Running"}': -1,
