@@ -98,10 +98,10 @@ def _events(cli: Cli, *types: str) -> list[str]:
             2,
             "'--advertise-url': http://a:1 begins with http://, but with a certificate",
         ),
-        (["--advertise-url", "a:1"], 2, "'--advertise-url': 'a:1' is no URL of a scheduler"),
+        (["--advertise-url", "a:1"], 2, "'--advertise-url': 'a:1' is not the URL of a scheduler"),
         (["--advertise-url", "http://me:x@a"], 2, "'--advertise-url': the URL of a scheduler"),
-        (["--host", "http://a"], 2, "'--host': 'http://a' is no name of a host"),
-        (["--host", "*.a"], 2, "'--host': '*.a' is no name of a host"),
+        (["--host", "http://a"], 2, "'--host': 'http://a' is not a host name"),
+        (["--host", "*.a"], 2, "'--host': '*.a' is not a host name"),
         (["--host", "127.0.0.999"], 1, "cannot listen on 127.0.0.999:0 ("),
     ],
 )
@@ -140,11 +140,17 @@ def test_warnings(
     tls = ["--tls-cert", str(files.certificate), "--tls-key", str(files.key)]
     doubtful = [*tls, "--tls-ca", str(files.authority), "--advertise-url", "https://other:1"]
     for line, warning in (
-        (serving, "Warning: --host 192.0.2.1: tokens travel in clear, and the admin's opens"),
+        (serving, "Warning: --host 192.0.2.1: tokens are sent unencrypted"),
         ([*serving, *tls], None),
         ([*serving, *doubtful], "Warning: --tls-ca: "),
-        (["--server", "http://nobody.invalid:1", "jobs"], "Warning: the token travels in clear to"),
-        (["--server", "http://nobody.invalid:1", "plan"], "Warning: the token travels in clear to"),
+        (
+            ["--server", "http://nobody.invalid:1", "jobs"],
+            "Warning: the token is sent unencrypted to",
+        ),
+        (
+            ["--server", "http://nobody.invalid:1", "plan"],
+            "Warning: the token is sent unencrypted to",
+        ),
         (["--server", "http://127.0.0.1:1", "jobs"], None),
         (["--server", "https://nobody.invalid:1", "jobs"], None),
     ):

@@ -46,9 +46,7 @@ def test_from_submission_to_the_end_of_the_scheduler(cli: Cli) -> None:
     assert len(shown["running_on"]) == 1
     assert "token" not in shown
 
-    assert (
-        "2 of the jobs are already there: 'short' (Complete)" in cli("submit", "jobs.yaml").stderr
-    )
+    assert "2 of the jobs already exist: 'short' (Complete)" in cli("submit", "jobs.yaml").stderr
     logs = cli("logs", "short")
     assert "replica 0 of attempt 1 goes on from step 0" in logs.stdout
     cancelled = cli("cancel", "long")
@@ -71,7 +69,7 @@ def test_from_submission_to_the_end_of_the_scheduler(cli: Cli) -> None:
     assert "short: complete at step 5, epochs done: 1" in said
     assert "Stopping: jobs save" in said
     assert cli.jobs()["long"]["reason"] == "SchedulerStopped"
-    assert "this is how the last one left it" in cli("jobs").stderr
+    assert "this is the last recorded state" in cli("jobs").stderr
     assert "no scheduler serves" in one_sentence(cli("cancel", "long"), 1)
 
 
@@ -216,8 +214,8 @@ jobs:
     again = cli("apply", *files, "--yes")
     assert again.returncode == 0
     assert again.stdout.splitlines() == [
-        "one is complete already, and left alone.",
-        "two is complete already, and left alone.",
+        "one is already complete; skipped.",
+        "two is already complete; skipped.",
     ]
 
     told = cli("apply", *files, "--yes", "--output", "json")

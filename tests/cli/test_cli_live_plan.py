@@ -79,7 +79,7 @@ def say(capsys: pytest.CaptureFixture[str], *command: str) -> str:
         main(command)
     said = capsys.readouterr()
     assert ended.value.code == 0, said.err
-    assert "this is how the last one left it" in said.err
+    assert "this is the last recorded state" in said.err
     return said.out
 
 

@@ -234,11 +234,11 @@ def test_events_of_so_long_ago(
         (["suspend", "grown"], 1, "no scheduler serves"),
         (["resume"], 2, "NAME"),
         (["rerun", "gone"], 1, "no scheduler serves"),
-        (["update", "gone"], 2, "say which team with --team NAME"),
+        (["update", "gone"], 2, "give a team with --team NAME"),
         (["update", "gone", "--team", "text"], 1, "no scheduler serves"),
         (["delete", "gone", "--yes"], 1, "no scheduler serves"),
-        (["delete", "gone"], 2, "nobody to ask: give --yes"),
-        (["delete", "gone", "--output", "json"], 2, "nobody to ask: give --yes"),
+        (["delete", "gone"], 2, "cannot ask for confirmation: give --yes"),
+        (["delete", "gone", "--output", "json"], 2, "cannot ask for confirmation: give --yes"),
     ],
 )
 def test_mistakes(say: Say, command: list[str], code: int, says: str) -> None:
@@ -246,8 +246,10 @@ def test_mistakes(say: Say, command: list[str], code: int, says: str) -> None:
 
 
 def test_what_has_ended_had_what_it_had(say: Say) -> None:
-    assert say("explain", "broken").startswith("broken had 1 replica of 1 stage on node-c at last.")
-    assert say("explain", "gone").startswith("gone held nothing when it ended.")
+    assert say("explain", "broken").startswith(
+        "broken had 1 replica of 1 stage on node-c when it ended."
+    )
+    assert say("explain", "gone").startswith("gone held no slots when it ended.")
 
 
 def test_a_report_of_what_a_scheduler_has_kept(say: Say, store: Store, tmp_path: Path) -> None:

@@ -222,7 +222,7 @@ def test_the_token_is_in_no_process_list_and_no_error(elsewhere: Elsewhere) -> N
     following = elsewhere.start(*with_file, "events", "--follow")
     assert token not in " ".join(psutil.Process(following.pid).cmdline())
     wanting = one_sentence(elsewhere(*server, "jobs"), 2)
-    assert "wants a token: the admin's, which stands in admin.token" in wanting
+    assert "needs a token: the admin's, in admin.token" in wanting
     file.write_text("a-guess\n")
     refused = one_sentence(elsewhere(*with_file, "jobs"), 1)
     assert "refuses the token; give the one in admin.token" in refused
@@ -245,10 +245,10 @@ def test_the_token_is_in_no_process_list_and_no_error(elsewhere: Elsewhere) -> N
         (["--server", "{url}", "demo"], 2, "'pipollux demo' works on this machine alone"),
         (["--server", "{url}", "version"], 2, "'pipollux version' works on this machine alone"),
         (["--server", "{url}", "jobs", "--state-dir", "."], 2, "give one of them"),
-        (["--server", "localhost:1", "jobs"], 2, "'localhost:1' is no URL of a scheduler"),
-        (["--server", "http://localhost:1?a=b", "jobs"], 2, "holds no user, password, query"),
+        (["--server", "localhost:1", "jobs"], 2, "'localhost:1' is not the URL of a scheduler"),
+        (["--server", "http://localhost:1?a=b", "jobs"], 2, "has no user, password, query"),
         (["--server", "http://127.0.0.1:{free}", "jobs"], 1, "no scheduler answers at http://127"),
-        (["--server", "http://127.0.0.1:{other}", "jobs"], 1, "is no scheduler; check the URL"),
+        (["--server", "http://127.0.0.1:{other}", "jobs"], 1, "is not a scheduler; check the URL"),
         (["--server", "http://127.0.0.1:{newer}", "jobs"], 1, "is pipollux 99.0, this is "),
     ],
 )

@@ -101,14 +101,14 @@ jobs:
     wait_until(lambda: both("reason") == {"Cancelled"})
     refused = one_sentence(cli("resume", "quick"), 1)
     assert refused == ("Error: job 'quick' has ended (Complete, Finished) and cannot be resumed\n")
-    assert "complete and has nothing to go on with" in one_sentence(cli("rerun", "quick"), 1)
+    assert "complete and cannot continue" in one_sentence(cli("rerun", "quick"), 1)
     again = cli("rerun", "quick", "--from-scratch")
     assert again.stdout == "quick: The job is run again, from the start.\n"
     wait_until(lambda: cli.jobs()["quick"]["ended_at"] is not None)
     assert cli.jobs()["quick"]["phase"] == "Complete"
     written = cli("logs", "quick", "--attempt", "2").stdout
     assert "replica 0 of attempt 2 goes on from step 0" in written
-    assert "nobody to ask: give --yes" in one_sentence(cli("delete", "quick"), 2)
+    assert "cannot ask for confirmation: give --yes" in one_sentence(cli("delete", "quick"), 2)
     assert cli("delete", "quick", "--yes").stdout == "quick: The job was deleted.\n"
     assert "quick" not in cli.jobs()
     assert not (cli.state_dir / "jobs" / "quick").exists()

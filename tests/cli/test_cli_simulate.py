@@ -146,7 +146,7 @@ def test_lines_of_libraries_do_not_get_into_the_output() -> None:
         ([], "there are no jobs; give a WORKLOAD.csv, --generate MIX or --from-state DIR"),
         (
             ["traced.csv", "--generate", "mixed"],
-            "--generate mixed and traced.csv both say which jobs there are; leave one of them out",
+            "--generate mixed and traced.csv both define the jobs; leave one of them out",
         ),
         (
             ["none.csv"],
@@ -241,7 +241,7 @@ def test_help_teaches() -> None:
 def test_the_result_says_what_the_policy_was_told_of_lengths(folder: Path) -> None:
     args = ("simulate", "pipelines.csv", "--jobs", "1", *SMALL, "--known-length")
     table = pipollux(*args, "none", cwd=folder)
-    assert "policies were told how long jobs still train: not at all" in table.stdout
+    assert "policies know job lengths: not at all" in table.stdout
     (row,) = json.loads(pipollux(*args, "2", "-o", "json", cwd=folder).stdout)
     assert row["known_length"] == "2"
     failed = pipollux(*args, "0.5", cwd=folder)

@@ -83,8 +83,8 @@ def test_the_table_says_how_far_to_trust_it(folder: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("│ state    │") == 2
     assert done.stdout.splitlines()[-3:] == [
-        "actual: what happened under exact; 4 jobs replayed. They trained 1.00 times (median) what "
-        "their own models say, and do so again.",
+        "actual: what happened under exact; 4 jobs replayed. They trained at 1.00 times (median) "
+        "the speed of their models, and so does the replay.",
         "1 job left out: 1 never started.",
         "Replay of exact against what happened: average JCT 1.00 times, makespan 1.00 times; a "
         "job's JCT is off by 0% (median), 0% (p90).",
@@ -114,8 +114,8 @@ def test_other_options_work_with_it(folder: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "Wrote page.html\nWrote jobs.csv\n")
     assert done.stdout.splitlines()[-2:] == [
-        "actual: what happened under exact; 2 jobs replayed. They trained 1.00 times (median) what "
-        "their own models say, and do so again.",
+        "actual: what happened under exact; 2 jobs replayed. They trained at 1.00 times (median) "
+        "the speed of their models, and so does the replay.",
         "1 job left out: 1 never started.",
     ]
     with (folder / "jobs.csv").open(newline="") as file:
@@ -156,7 +156,7 @@ def test_quotas_are_the_schedulers_or_others(folder: Path) -> None:
     ("args", "expected"),
     [
         (["--from-state", "nowhere"], "--from-state: {}/nowhere holds no scheduler's store; give"),
-        (["--from-state", "new"], "--from-state: {}/new knows no nodes, as no scheduler has"),
+        (["--from-state", "new"], "--from-state: {}/new has no nodes, because no scheduler has"),
         (["--from-state", "broken"], "--from-state: {}/broken/pipollux.db"),
         (["--from-state", "idle"], "idle: none of its 1 jobs can be replayed (late never started"),
         (
@@ -165,9 +165,9 @@ def test_quotas_are_the_schedulers_or_others(folder: Path) -> None:
         ),
         (
             ["--from-state", "state", "w.csv"],
-            "--from-state and w.csv both say which jobs there are",
+            "--from-state and w.csv both define the jobs",
         ),
-        (["--from-state", "state", "--traces", "t"], "--traces: jobs of a history are timed by"),
+        (["--from-state", "state", "--traces", "t"], "--traces: jobs of a history use their own"),
         (
             ["--generate", "mixed", "--add-nodes", "1"],
             "--add-nodes: adds to the nodes of a history",

@@ -62,7 +62,7 @@ def test_a_quota_that_is_lent_comes_back(cli: Cli) -> None:
     once = cli("top", "--once").stdout
     assert "Teams: 4 slots used" in once
     assert re.search(r"(?m)^text +2 +4 +2 ", once)
-    assert "borrowed slots back" in cli("events").stdout
+    assert "must return borrowed slots" in cli("events").stdout
 
     # The file is read again; one that is wrong changes nothing.
     (cli.folder / "teams.yaml").write_text(TEAMS.format(notice="soon", more=""))
@@ -90,7 +90,7 @@ def test_what_teams_never_let_run_is_refused(cli: Cli) -> None:
     cli("submit", mine, "--priority", "urgent")
     wait_until(lambda: held(cli)["text"] == 1)
     moved = cli("update", "mine", "--team", "vision")
-    assert moved.stdout == "mine: The job counts to team vision.\n"
+    assert moved.stdout == "mine: The job belongs to team vision.\n"
     assert (held(cli)["text"], held(cli)["vision"]) == (0, 1)
     more = jobs_file(cli, "more.yaml", "name: m1, team: text", "name: m2, team: text")
     assert "may have 1 unfinished job" in one_sentence(cli("submit", more), 1)

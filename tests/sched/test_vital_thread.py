@@ -46,7 +46,7 @@ def test_a_thread_that_dies_ends_the_process(
     last = ended.stderr.splitlines()[-1]
     assert last == (
         f"Error: the thread pipollux-{thread} has failed (Fault('out of order')), so the scheduler "
-        "ends; jobs run on, start it again to look after them"
+        "ends; jobs run on, start it again to manage them"
     )
     assert (tmp_path / "s" / "server.json").exists(), "jobs report to the next one, there"
     assert processes_of(tmp_path / "s") == []

@@ -1,4 +1,4 @@
-"""The command line: `app` lists the commands, each group of them is a module of its own."""
+"""The command line: `app` lists the commands; each module holds one command or related ones."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""`pipollux` itself: the list of commands, and the handling of errors.
+"""The `pipollux` program: its list of commands and its error handling.
 
 To add a command, write a typer function of that name (``-`` becomes ``_``) in a module of this
-package and put a line into `COMMANDS`. A module is imported only when one of its commands is run,
-so `pipollux --help` stays fast whatever they import.
+package and add a line to `COMMANDS`. A module is imported only when one of its commands runs, so
+`pipollux --help` stays fast.
 """
 
 from __future__ import annotations
@@ -37,40 +37,40 @@ class _Entry(NamedTuple):
 
 
 _MOST_SHOWN = 60
-"""Characters of a wrong value."""
+"""Largest number of characters of an invalid value in an error message."""
 COMMANDS = {
-    "demo": _Entry("demo", "Run two jobs under the scheduler on this machine, and write a report."),
-    "plan": _Entry("plan", "Print what each job would get; change nothing."),
-    "apply": _Entry("apply", "Carry out a plan, after confirmation."),
-    "serve": _Entry("serve", "Run the scheduler until it is interrupted."),
+    "demo": _Entry("demo", "Run two jobs under a scheduler on this machine; write a report."),
+    "plan": _Entry("plan", "Show the allocation that each job would get."),
+    "apply": _Entry("apply", "Carry out a plan after confirmation."),
+    "serve": _Entry("serve", "Run the scheduler in the foreground."),
     "submit": _Entry("submit", "Submit jobs to a running scheduler."),
     "jobs": _Entry("jobs", "List jobs: phase, allocation, progress."),
-    "describe": _Entry("describe", "Print everything known about a job."),
+    "describe": _Entry("describe", "Show the details of a job."),
     "explain": _Entry("explain", "Explain a job's allocation, or why it is queued."),
-    "logs": _Entry("logs", "Print what a job has written."),
+    "logs": _Entry("logs", "Print the logs of a job."),
     "cancel": _Entry("submit", "Cancel jobs."),
     "suspend": _Entry("submit", "Suspend jobs: checkpoint and release their slots."),
     "resume": _Entry("submit", "Resume suspended jobs."),
     "rerun": _Entry("submit", "Run ended jobs again."),
     "update": _Entry("submit", "Move jobs to another team."),
     "delete": _Entry("submit", "Delete ended jobs."),
-    "nodes": _Entry("nodes", "List nodes: slots, who holds them, condition."),
-    "drain": _Entry("nodes", "Take a node out of use, or back into it."),
-    "teams": _Entry("teams", "List teams: quotas, what they hold; set them."),
-    "tokens": _Entry("tokens", "List, create and revoke tokens of users."),
-    "events": _Entry("events", "Print past events, or follow new ones."),
-    "top": _Entry("top.command", "Watch the cluster, live."),
+    "nodes": _Entry("nodes", "List nodes: slots, jobs, condition."),
+    "drain": _Entry("nodes", "Drain a node, or return it to service."),
+    "teams": _Entry("teams", "List teams and their quotas, or replace them."),
+    "tokens": _Entry("tokens", "List, create and revoke the tokens of users."),
+    "events": _Entry("events", "Print events, or follow new ones."),
+    "top": _Entry("top.command", "Watch the cluster on a full screen."),
     "fit": _Entry("fit", "Fit the performance model to measured step times."),
-    "predict": _Entry("predict", "Predict step time, goodput and speedup on allocations."),
-    "report": _Entry("report", "Draw the report of a run from its event log."),
-    "simulate": _Entry("simulate", "Try policies on a simulated cluster, and compare them."),
+    "predict": _Entry("predict", "Predict step time, goodput and speedup of allocations."),
+    "report": _Entry("report", "Write the HTML report of a run."),
+    "simulate": _Entry("simulate", "Compare policies on a simulated cluster."),
     "version": _Entry("version", "Print the version."),
 }
-"""Every command, in the order of `--help`: its module, and its line there."""
+"""The module and the summary of each command, in the order of `--help`."""
 
 
 class _LazyGroup(TyperGroup):
-    """A group whose commands are imported when they are run, not when they are listed."""
+    """A group that imports a command when it runs, not when it is listed."""
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002  # the base class's
         return list(COMMANDS)
@@ -87,7 +87,7 @@ class _LazyGroup(TyperGroup):
 
 
 def load_command(name: str) -> Any:
-    """Import the module of a command, and return the command."""
+    """Import a command's module and return the command."""
     module = import_module(f"pipollux_sched.cli.{COMMANDS[name].module}")
     command = typer.Typer(add_completion=False, rich_markup_mode="rich")
     command.command(name, cls=CheckedCommand)(getattr(module, name.replace("-", "_")))
@@ -124,12 +124,12 @@ def pipollux(
         ),
     ] = False,
 ) -> None:
-    """Train models partitioned into GPipe stages on as many nodes as pay off.
+    """Train pipeline-parallel models on as many nodes as pay off.
 
-    A scheduler moves whole pipeline replicas between jobs to maximise the goodput
-    of the cluster (useful training progress per second).
+    The scheduler moves whole pipeline replicas between jobs to maximise the goodput
+    of the cluster, its useful training progress per second.
 
-    Begin with [bold]pipollux demo[/bold]; then plan jobs of your own:
+    Start with [bold]pipollux demo[/bold], then plan your own jobs:
 
         pipollux plan --cluster examples/cluster.yaml --jobs examples/jobs.yaml
     """
@@ -138,12 +138,12 @@ def pipollux(
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run `pipollux` and exit: 0 done, 1 failed, 2 usage.
+    """Run `pipollux` and exit with 0 (done), 1 (failed) or 2 (usage).
 
-    A user's mistake ends in one clear sentence on standard error, never in a traceback.
+    User errors are reported as one sentence on standard error, without a traceback.
 
     Args:
-        args: the command line without the program; None: `sys.argv`.
+        args: the command line without the program name; None: `sys.argv`.
     """
     sys.exit(_run(args))
 
@@ -166,7 +166,7 @@ def _run(args: Sequence[str] | None) -> int:
         complain("interrupted")
         return FAILED
     except BrokenPipeError:
-        # The reader, for instance `head`, has what it wanted and has closed the pipe.
+        # The reader, for instance `head`, has closed the pipe.
         discard_output()
         return FAILED
     except OSError as error:
@@ -175,13 +175,13 @@ def _run(args: Sequence[str] | None) -> int:
         discard_output()
         complain(f"the output cannot be written ({error.strerror})")
         return FAILED
-    except Exception as error:  # typer's own as a sentence; any other is a defect
+    except Exception as error:  # typer's errors become a sentence; any other is a defect
         return _usage_error(error, sys.argv[1:] if args is None else args)
     return code if isinstance(code, int) else 0
 
 
 def _usage_error(error: Exception, args: Sequence[str]) -> int:
-    """Print a mistake in the command line, and return the status; raise any other error."""
+    """Print a command-line error and return the exit code; raise any other error."""
     if not hasattr(error, "format_message"):  # typer's errors have it
         raise error
     command = f"pipollux {args[0]}" if args and args[0] in COMMANDS else "pipollux"
@@ -192,6 +192,6 @@ def _usage_error(error: Exception, args: Sequence[str]) -> int:
 
 
 def _given(error: Exception) -> str:
-    """Return the value that typer refused, which its own text leaves out."""
+    """Return the value that typer refused; typer's own message leaves it out."""
     problems = getattr(error.__cause__, "errors", None)  # pydantic's
     return repr(clean(problems()[0]["input"], _MOST_SHOWN)) if problems else "it"

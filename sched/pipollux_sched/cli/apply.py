@@ -1,4 +1,4 @@
-"""`pipollux apply`: carry out a plan on this machine."""
+"""`pipollux apply`: carry out a plan, of files on this machine or of the running scheduler."""
 
 from __future__ import annotations
 
@@ -41,32 +41,34 @@ TICK = 0.2
 def apply(
     cluster: SomeClusterFile = None,
     jobs: SomeJobsFile = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Skip the confirmation.")] = False,
     state_dir: StateDirectory = None,
     policy: PolicyName = None,
     pass_environment: PassEnvironment = None,
     output: TableOutput = OutputFormat.table,
 ) -> None:
-    """Carry out a plan: of files on this machine, or of the running scheduler.
+    """Carry out a plan: run the jobs of a file, or let the running scheduler decide.
 
-    The plan is that of `pipollux plan`. Each job runs with exactly this allocation,
-    as torchrun processes of this machine, until all jobs are complete. After an
-    interruption, the same command resumes jobs from their last checkpoint, and
-    does not run complete jobs again.
+    With --cluster and --jobs, apply runs each job on this machine at the allocation
+    that `pipollux plan` shows, until all jobs are complete. If it is interrupted,
+    run it again: jobs resume from their last checkpoint, and complete jobs are
+    skipped.
 
-    Without files the plan is that of `pipollux plan --diff`; the running scheduler
-    is asked to decide now, not only at its next interval. It decides on the
-    state at that moment.
+    Without files, apply shows the plan of `pipollux plan --diff` and asks the
+    running scheduler to decide immediately. The scheduler decides on its state at
+    that moment.
 
-    --output json prints the jobs as they have ended (without files: the plan),
-    and everything else on standard error; it needs --yes.
+    With --output json or yaml, which needs --yes, the result is the jobs in their
+    final state (without files: the plan); messages go to standard error.
 
     Exit code: 0 all jobs are complete (without files: the scheduler decides, or
-    has nothing to change); 1 one is not; 2 a file or an option is wrong.
+    nothing changes); 1 a job is not complete; 2 a file or an option is invalid.
     """
     told = output is OutputFormat.table
     if not (told or yes):
-        raise CommandError(f"--output {output.value} needs --yes: there is nobody to ask", USAGE)
+        raise CommandError(
+            f"--output {output.value} needs --yes: it cannot ask for confirmation", USAGE
+        )
     if cluster is None and jobs is None:
         _apply_live(state_dir, policy, yes, output)
         return
@@ -83,7 +85,7 @@ def apply(
     left = [spec for spec in specs if spec.name not in done]
     for spec in specs:
         if spec.name in done:
-            typer.echo(f"{spec.name} is complete already, and left alone.", err=not told)
+            typer.echo(f"{spec.name} is already complete; skipped.", err=not told)
     if not left:
         _print_jobs(directory, specs, output)
         return
@@ -100,7 +102,7 @@ def apply(
 
 
 def _print_jobs(directory: StateDir, specs: list[JobSpec], output: OutputFormat) -> None:
-    """Print the jobs as they are, for programs; people have seen the events."""
+    """Print the final state of the jobs, except as a table: the events have shown it."""
     if output is not OutputFormat.table and directory.has_store():
         names = {spec.name for spec in specs}
         with Store(directory.store) as store:
@@ -144,7 +146,7 @@ def _carry_out(
     pass_on: Collection[str],
     to_stderr: bool,
 ) -> tuple[Mapping[str, JobRecord], bool]:
-    """Run jobs to their end as planned; return them, and whether a signal interrupted them."""
+    """Run jobs to their end as planned; return them, and whether a signal interrupted the run."""
     allocations = {job.job: job.allocation for job in plan.assignments if job.nodes}
     on_event = partial(_print_event, to_stderr=to_stderr)
     scheduler = Scheduler(
@@ -162,7 +164,9 @@ def _carry_out(
             found = scheduler.jobs()
         finally:
             if interruption.count:
-                typer.echo("Stopping: jobs save and go on when this is run again.", err=to_stderr)
+                typer.echo(
+                    "Stopping: jobs save, and resume when apply is run again.", err=to_stderr
+                )
             scheduler.stop(hurry=lambda: interruption.count > 1)
     return found, interruption.count > 0
 

@@ -1,7 +1,4 @@
-"""A command that checks its values before it runs, by the rules common to all commands.
-
-Each option declares what it allows itself; the rules for all of them are checked here, once.
-"""
+"""A command that checks the values of all its options before it runs."""
 
 from __future__ import annotations
 
@@ -16,9 +13,9 @@ from .console import shortened
 from .server_choice import choose_server, warn_of_unused_token
 
 MOST_CHARACTERS = 4096
-"""Largest length of a text; no path is longer on Linux."""
+"""Largest length of a text: PATH_MAX on Linux."""
 MOST = 2**63 - 1
-"""Largest whole number, that of a database."""
+"""Largest whole number: that of a database column."""
 
 
 class CheckedCommand(TyperCommand):

@@ -1,6 +1,6 @@
 """Shell completion: the names of jobs, nodes and policies.
 
-A shell must never show a traceback, so any error here means that nothing is offered.
+Errors yield no completions, because a shell must not show a traceback.
 """
 
 from __future__ import annotations

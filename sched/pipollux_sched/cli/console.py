@@ -1,7 +1,6 @@
-"""What commands share: exit codes, errors, and the printing of results.
+"""Exit codes, errors and output of all commands.
 
-Only results go to standard output, so that they can be piped; messages for the person at the
-terminal go to standard error.
+Standard output carries only results, so that they can be piped; messages go to standard error.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ FAILED = 1
 USAGE = 2
 
 OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
-"""What writing to standard output fails with; files are written with errors of their own."""
+"""Errors of writing to standard output; writing a file reports its own errors."""
 MOST_SAID = 2000
 """Largest length of an error message, which may quote a user's input."""
 _PIPE_WIDTH = 160
@@ -50,7 +49,7 @@ class CommandError(PipolluxError):
 
 
 class OutputFormat(StrEnum):
-    """How a command prints its result."""
+    """Output formats of a command whose result is a table."""
 
     table = "table"
     json = "json"
@@ -58,7 +57,7 @@ class OutputFormat(StrEnum):
 
 
 class TextFormat(StrEnum):
-    """How a command prints a result that people read as text."""
+    """Output formats of a command whose result is text."""
 
     text = "text"
     json = "json"
@@ -66,17 +65,17 @@ class TextFormat(StrEnum):
 
 
 class LineFormat(StrEnum):
-    """How a command prints its result line by line; as JSON, one object per line."""
+    """Output formats of a command that prints line by line; JSON is one object per line."""
 
     text = "text"
     json = "json"
 
 
 def use_any_output() -> None:
-    """Make do with the standard streams that there are.
+    """Prepare the standard streams for any locale and for closed descriptors.
 
-    Characters that the locale's encoding lacks are replaced. A closed stream discards what is
-    written, and keeps its number: the next file that is opened would get it.
+    Characters that the locale's encoding lacks are replaced. A closed stream discards its output
+    and keeps its descriptor, which the next opened file would get otherwise.
     """
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
@@ -85,13 +84,13 @@ def use_any_output() -> None:
             if null != number:
                 os.dup2(null, number)
                 os.close(null)
-            setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))  # noqa: SIM115  # for good
+            setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))  # noqa: SIM115  # kept open
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
 def discard_output() -> None:
-    """Discard what is still to be written to standard output, which cannot take it."""
+    """Discard the buffered output of standard output after a failed write."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)
@@ -105,11 +104,11 @@ def output_console() -> Console:
 
 
 def print_result(result: RenderableType, *, fold: bool = True) -> None:
-    """Print a result on standard output; into a pipe without trailing blanks.
+    """Print a result on standard output; strip trailing blanks unless it is a terminal.
 
     Args:
         result: anything that rich can print.
-        fold: break lines that are wider than the terminal; False leaves that to the terminal.
+        fold: wrap lines at the width of the terminal; False leaves that to the terminal.
     """
     console = output_console()
     if console.is_terminal:
@@ -133,7 +132,7 @@ def warn(sentence: str) -> None:
 
 
 def shortened(text: str, most: int) -> str:
-    """Return a text, without its middle if it is longer than `most` characters.
+    """Return a text of at most `most` characters, with its middle left out if it is longer.
 
     Example:
         >>> shortened("abcdefghijklmnopqrstuvwxyz", 11)
@@ -164,9 +163,9 @@ def print_data(data: Any, output: OutputFormat | TextFormat | LineFormat) -> Non
 
 @contextmanager
 def libraries_on_stderr() -> Iterator[None]:
-    """Redirect to standard error what C libraries (HiGHS) and child processes write.
+    """Redirect the output of C libraries (HiGHS) and child processes to standard error.
 
-    Python's own `print` goes there, too, so print results afterwards.
+    This includes Python's own `print`, so print results afterwards.
     """
     sys.stdout.flush()
     try:

@@ -1,4 +1,4 @@
-"""`pipollux demo`: everything at work on this machine, and a report of it."""
+"""`pipollux demo`: train two jobs under the scheduler on this machine, and write a report."""
 
 from __future__ import annotations
 
@@ -17,33 +17,31 @@ from .options import PolicyName, TableOutput
 
 def demo(
     folder: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder for the report and the state.")
+        Path, typer.Option(metavar="DIR", help="Folder of the report and the scheduler's state.")
     ] = Path("demo-report"),
     examples: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR",
-            help="Folder of the example scripts.",
-            show_default="the examples of this package",
+            metavar="DIR", help="Folder of the example scripts.", show_default="the project's own"
         ),
     ] = None,
     seconds_alone: Annotated[
-        float, typer.Option(min=0, help="Seconds between the submission of the two jobs.")
+        float, typer.Option(min=0, help="Seconds between the start of the first and second job.")
     ] = SECONDS_ALONE,
     policy: PolicyName = None,
     output: TableOutput = OutputFormat.table,
 ) -> None:
-    """Train two real jobs under the scheduler on this machine, and write a report.
+    """Train two real jobs under a scheduler on this machine, and write a report.
 
-    A digit classifier trains, and grows while it trains. Then a transformer arrives,
-    as a multi-process pipeline of two stages, and the classifier gives back the
-    slots that it needs. The numbers of replicas depend on the measured step times.
-    The demo takes some minutes on two cores.
+    A digit classifier trains and grows. Then a language model for Python code
+    arrives as a multi-process pipeline of two stages; the classifier releases
+    slots for it and keeps training on the rest. The allocations depend on the
+    measurements. The demo takes a few minutes on two cores.
 
-    Ctrl-C ends every process; the report then covers the time until then.
+    Ctrl-C ends all processes; the report then covers the run up to that point.
 
-    Exit code: 0 all jobs are complete; 1 one is not, or it was interrupted;
-    2 a file or an option is wrong.
+    Exit code: 0 all jobs are complete; 1 a job is not complete, or the demo was
+    interrupted; 2 a file or an option is invalid.
     """
     for_people = output is OutputFormat.table
     stream = sys.stdout if for_people else sys.stderr

@@ -1,8 +1,7 @@
-"""The demonstration: two real training jobs under the scheduler, watched and reported.
+"""The demo: two real training jobs under the scheduler, with an event log and a report.
 
-The first job has the machine to itself, and grows while it trains. The second one, a pipeline with
-a process for each stage, arrives and takes its share. Nothing is staged: the scheduler decides as
-it always does, only at shorter intervals.
+The first job has the machine to itself and grows while it trains. The second job, a multi-process
+pipeline, arrives later. The scheduler decides as in `pipollux serve`, but at shorter intervals.
 """
 
 from __future__ import annotations
@@ -38,28 +37,28 @@ RESTART_SECONDS = 8.0
 """Intervals of rounds, hints and checkpoints, and the assumed cost of a restart, all shorter than
 on a cluster: these jobs train for minutes, not for days."""
 SECONDS_ALONE = 60.0
-"""Seconds from the first job to the second one: some rounds, in which the first grows."""
+"""Seconds between the first and the second job: enough rounds for the first job to grow."""
 GRACE = 20.0
 
 
 class DemoError(SchedulerError):
-    """The demonstration cannot begin; the message gives the reason and the fix."""
+    """The demo cannot start; the message gives the reason and the fix."""
 
 
 class Demo:
-    """Runs the demonstration once.
+    """Runs the demo once.
 
     Args:
-        output: Folder for ``events.jsonl``, ``report.html`` and the scheduler's state. What an
-            earlier demonstration left there is replaced.
+        output: Folder for ``events.jsonl``, ``report.html`` and the scheduler's state; replaces
+            the files of an earlier demo.
         console: Where progress is shown.
         examples: Folder of the example scripts and of ``demo-cluster.yaml``, ``demo-jobs.yaml``.
-        seconds_alone: Seconds from the arrival of the first job to that of the second one.
+        seconds_alone: Seconds between the arrivals of the first and the second job.
         policy: Name of the allocation policy; None: the default.
 
     Raises:
-        DemoError: Another demonstration runs in this folder, or the examples are not there.
-        SpecError: An example file is not valid.
+        DemoError: Another demo runs in this folder, or the examples are missing.
+        SpecError: An example file is invalid.
     """
 
     def __init__(
@@ -121,7 +120,7 @@ class Demo:
                     phases = [job.phase for job in scheduler.jobs().values()]
                 finally:
                     if interruption.count:
-                        self._say("Stopping: the jobs save what they have.")
+                        self._say("Stopping: the jobs save.")
                     scheduler.stop(hurry=lambda: interruption.count > 1)
             self._log = None
         self._view.print_summary()
@@ -174,7 +173,7 @@ def find_examples() -> Path:
     """Return the folder of the examples: in the installed package, or in the repository.
 
     Raises:
-        DemoError: Neither is there.
+        DemoError: Neither exists.
     """
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "examples", package.parents[1] / "examples"):
@@ -187,7 +186,7 @@ def find_examples() -> Path:
 
 
 def with_gpus(cluster: ClusterSpec) -> ClusterSpec:
-    """Return the same nodes with a GPU per slot, if this machine has enough GPUs."""
+    """Return the cluster with a GPU per slot if this machine has enough GPUs, else unchanged."""
     if count_gpus() < sum(node.slots for node in cluster.nodes):
         return cluster
     nodes = [node.model_copy(update={"kind": "gpu"}) for node in cluster.nodes]

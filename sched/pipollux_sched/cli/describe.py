@@ -1,4 +1,4 @@
-"""`pipollux describe`: everything known about a job, in sections for people."""
+"""`pipollux describe`: the details of a job, in sections."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from .options import JobName, StateDirectory, TextOutput
 from .reader import reading
 
 SHOWN_ATTEMPTS = 10
-"""How many of the last attempts are listed one by one."""
+"""Number of latest attempts that are listed one by one."""
 
 
 def describe(
     name: JobName, output: TextOutput = TextFormat.text, state_dir: StateDirectory = None
 ) -> None:
-    """Print all that is known about a job: spec, state, attempts, progress, hints, events.
+    """Show a job: its spec, state, attempts, progress, hints and last events.
 
-    Also works without a running scheduler, and then shows the last known state.
+    Without a running scheduler, describe shows the last recorded state.
     """
     with reading(state_dir) as reader:
         found = reader.job(name)
@@ -52,11 +52,11 @@ def describe(
 
 
 def job_sections(job: JobDetails, now: float | None = None) -> RenderableType:
-    """Return all that is known about a job, for a terminal.
+    """Return the details of a job, for a terminal.
 
     Args:
-        job: all that is known of the job.
-        now: the time for ages, in seconds since the epoch; None: the present.
+        job: the details.
+        now: the time that ages are relative to, in seconds since the epoch; None: the present.
     """
     now = time.time() if now is None else now
     parts: list[RenderableType] = [_head(job, now)]
@@ -109,7 +109,7 @@ def _head(job: JobDetails, now: float) -> RenderableType:
         told = [f"{replica} on {clean(node)}" for replica, node in both]
         rows.append(("Replicas", ", ".join(told)))
     if job.intent:
-        rows.append(("Is stopped for", str(job.intent)))
+        rows.append(("Stopping for", str(job.intent)))
     rows += [
         ("Attempt", str(job.attempt)),
         ("Failures", _failures(job.failures, job.max_restarts)),
@@ -130,7 +130,7 @@ def _where(nodes: Sequence[str], num_stages: int) -> str:
 
 
 def _spec(spec: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Return what the user asked for, without fields that were left out and are empty."""
+    """Return the fields of the user's spec, without empty ones."""
     for name, value in spec.items():
         if value in (None, [], (), {}, "") or name in ("name", "hints", "assigned"):
             continue
@@ -205,7 +205,7 @@ def _progress(point: Point | None, now: float) -> Iterator[tuple[str, str]]:
 
 
 def _pipeline(job: JobDetails) -> Iterator[tuple[str, str]]:
-    """Return how the job works on a batch, as far as it has told."""
+    """Return the job's stages, micro-batches and schedule, as far as it has reported them."""
     hints = job.hints or {}
     params = hints.get("perfParams")
     if job.progress is None or not params:
@@ -235,11 +235,11 @@ def _hints(hints: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
 
 def _planned_by(predecessor: str | None) -> Iterator[tuple[str, str]]:
     if predecessor is not None:
-        yield "planned for by", f"those of job {clean(predecessor)} of its family"
+        yield "planned with", f"those of job {clean(predecessor)} of its family"
 
 
 def _outcome(outcome: str | None, intent: str | None) -> str:
-    """Spell how an attempt ended; one that was stopped did not fail, even if unsaved."""
+    """Spell the outcome of an attempt; a stopped attempt did not fail, even if it did not save."""
     if intent is None:
         return outcome or "runs"
     return f"{'ended unsaved' if outcome == 'failed' else outcome or 'runs'} ({intent})"
@@ -262,7 +262,7 @@ def _table(*headers: str) -> Table:
 
 
 def _failures(failures: int, allowed: int) -> str:
-    """Describe failures next to the restarts allowed; the last one has no restart."""
+    """Describe the failures next to the allowed restarts; the last failure has no restart."""
     if failures > allowed:
         return f"{failures} (max_restarts is {allowed})"
     return f"{failures} of {allowed} restarts used"

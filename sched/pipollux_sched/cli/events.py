@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 def events(
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Follow new events until Ctrl-C.")
+        bool, typer.Option("--follow", "-f", help="Print new events as they happen, until Ctrl-C.")
     ] = False,
     job: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Only events of this job.",
+            help="Show only the events of this job.",
             show_default=False,
             autocompletion=complete_jobs,
         ),
@@ -40,7 +40,7 @@ def events(
         typer.Option(
             "--type",
             metavar="TYPE",
-            help="Only events of this type; may be repeated.",
+            help="Show only events of this type; may be repeated.",
             show_default="all but the frequent ones",
             autocompletion=complete_event_types,
         ),
@@ -49,19 +49,21 @@ def events(
         str | None,
         typer.Option(
             metavar="ID|DURATION",
-            help="Only events after the one with this number, or of this last time, as in 10m.",
+            help="Show events after this event number, or of a period such as 10m.",
             show_default=False,
         ),
     ] = None,
-    last: Annotated[int, typer.Option(min=0, help="Number of past events without --since.")] = 50,
+    last: Annotated[
+        int, typer.Option(min=0, help="Number of past events, unless --since is given.")
+    ] = 50,
     output: LineOutput = LineFormat.text,
     state_dir: StateDirectory = None,
 ) -> None:
-    """Print past events: one line for each, oldest first.
+    """Print events, oldest first, one per line.
 
-    Works without a running scheduler, too. Left out unless a --type asks for
-    them: started, stopping, waiting_to_join, hints, progress, timeline, cluster. Each event
-    has a number, the "id" of --output json.
+    Frequent types are shown only on request with --type: started, stopping,
+    waiting_to_join, hints, progress, timeline, cluster. With --output json, "id"
+    is the number of an event. Works without a running scheduler.
 
         pipollux events --follow --job char-lm
         pipollux events --since 2h --type allocated --output json
@@ -110,7 +112,7 @@ def _events(
 
 
 def _after(reader: Reader, since: str) -> int:
-    """Return the id of the last event that is too old."""
+    """Return the id of the last event before `since`."""
     if re.fullmatch(r"\d{1,18}", since):
         return int(since)
     try:

@@ -23,11 +23,11 @@ def explain(
 ) -> None:
     """Explain a job's allocation, or why it is queued.
 
-    Shows the last decision on it, the speedup with one replica more or fewer as
-    predicted from the job's measurements (its hints), and what limits it.
-    Speedups are over one replica.
+    Shows the last decision about the job, the predicted speedup with one replica
+    more or fewer, and what limits its allocation. Predictions use the job's
+    measurements (hints); speedups are relative to one replica.
 
-    Also works without a running scheduler, and then explains the last known state.
+    Without a running scheduler, explain shows the last recorded state.
     """
     with reading(state_dir) as reader:
         found = reader.explanation(name)
@@ -51,11 +51,11 @@ def explanation_text(found: ExplanationView) -> RenderableType:
     if found.waits_for is not None:
         parts += [Text(), Text("Waits for", style="bold"), _inset(Text(clean(found.waits_for)))]
     if found.more is not None:
-        title = "What it has, and what it would have"
+        title = "Alternatives"
         parts += [Text(), Text(title, style="bold"), _inset(_alternatives(found))]
     if found.limits:
         lines = "\n".join(clean(limit.text) for limit in found.limits)
-        parts += [Text(), Text("What limits it", style="bold"), _inset(Text(lines))]
+        parts += [Text(), Text("Limits", style="bold"), _inset(Text(lines))]
     return Group(*parts)
 
 
@@ -67,9 +67,9 @@ def _has(found: ExplanationView) -> str:
     if found.phase.ended:
         return _had(found)
     if not found.nodes:
-        return f"{found.name} holds nothing."
+        return f"{found.name} holds no slots."
     replicas = f"{count(len(found.nodes), 'replica')} of {count(found.num_stages, 'stage')}"
-    moving = " and makes way" if found.intent else ""
+    moving = " and is being stopped" if found.intent else ""
     return f"{found.name} has {replicas} on {spell_nodes(sorted(found.nodes))}{moving}."
 
 
@@ -78,14 +78,14 @@ def _had(found: ExplanationView) -> str:
     decision = found.last_decision or {"nodes": ()}
     nodes = decision["nodes"]
     if not nodes:
-        return f"{found.name} held nothing when it ended."
+        return f"{found.name} held no slots when it ended."
     stages = decision["num_stages"] or found.num_stages
     replicas = f"{count(len(nodes), 'replica')} of {count(stages, 'stage')}"
-    return f"{found.name} had {replicas} on {spell_nodes(sorted(nodes))} at last."
+    return f"{found.name} had {replicas} on {spell_nodes(sorted(nodes))} when it ended."
 
 
 def _changes(found: ExplanationView) -> Iterator[str]:
-    """Tell of a change under way, and whether the next one would need a restart."""
+    """Describe a change in progress, and whether the next change needs a restart."""
     if found.changing is not None:
         yield f"Changing: {clean(found.changing)}."
     following = found.next_change
@@ -100,8 +100,8 @@ def _changes(found: ExplanationView) -> Iterator[str]:
 
 def _planned_by(predecessor: str) -> str:
     return (
-        "It has measured nothing yet, and is planned for by what job "
-        f"{clean(predecessor)} measured, which is of its family."
+        "It has measured nothing yet, and is planned with the measurements of job "
+        f"{clean(predecessor)} of its family."
     )
 
 
@@ -117,7 +117,7 @@ def _decision(decision: Mapping[str, Any]) -> Text:
     if after is None:
         lines.append("Its speedup was not predicted: nothing had been measured yet.")
     else:
-        had = "it held nothing before" if before is None else f"{before:.2f} before"
+        had = "it held no slots before" if before is None else f"{before:.2f} before"
         size = decision["batch_size"]
         batch = "" if size is None else f", at a batch size of {size}"
         lines.append(f"Predicted speedup {after:.2f}, {had}{batch}.")

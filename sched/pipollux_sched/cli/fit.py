@@ -40,18 +40,20 @@ def fit(
         str,
         typer.Argument(
             metavar="MEASUREMENTS.jsonl",
-            help="The measurements, one JSON object a line; - reads standard input.",
+            help="The measurements, one JSON object per line; - reads standard input.",
             show_default=False,
         ),
     ],
     save: Annotated[
         Path | None,
-        typer.Option("--save", metavar="FILE", help="JSON file to write, for pipollux predict."),
+        typer.Option(
+            "--save", metavar="FILE", help="File to write the fit to, for pipollux predict."
+        ),
     ] = None,
     plot: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Plot of measured against predicted times: .png, .svg or .pdf."
+            metavar="FILE", help="Plot measured against predicted times: .png, .svg or .pdf."
         ),
     ] = None,
     output: TableOutput = OutputFormat.table,
@@ -65,40 +67,39 @@ def fit(
     chunks_per_stage: ChunksPerStage = None,
     checkpoint: Annotated[
         CheckpointMode,
-        typer.Option(help="Recomputed micro-batches of the measurements."),
+        typer.Option(help="Micro-batches that were recomputed in the measurements."),
     ] = CheckpointMode.never,
     skip_bad_rows: Annotated[
         bool,
-        typer.Option("--skip-bad-rows", help="Leave out invalid rows, and list them."),
+        typer.Option("--skip-bad-rows", help="Skip invalid rows, and report them."),
     ] = False,
 ) -> None:
     r"""Fit the performance model of a job to measured step times.
 
-    [bold]The measurements[/bold] are a file of lines such as
+    [bold]MEASUREMENTS.jsonl[/bold] has one measurement per line:
 
         {"num_nodes": 1, "num_replicas": 2, "atomic_bsz": 16,
          "accum_step_time": 0.081, "optim_step_time": 0.115}
 
-    each on one line, with times in seconds, of one step or the mean of many. A pipeline also has
-    num_stages and num_microbatches, and may have forward and backward: the seconds
-    of one micro-batch, a list with one time for each stage. Each num_stages is
-    fitted by itself.
+    Each object is on one line. Times are in seconds, of one step or the mean of many steps.
+    A pipeline also has num_stages and num_microbatches, and may have forward and backward: lists
+    with the seconds of one micro-batch in each stage. Each num_stages is fitted separately.
 
-    Printed are the parameters, how far off the fit is in each regime, what it had
-    to assume because nothing was measured that tells it, and rows far off the rest.
+    The output shows the parameters, the error of the fit in each regime, assumptions where
+    measurements are missing, and outliers.
 
         pipollux fit examples/measurements.jsonl --checkpoint except_last --save params.json
 
-    --init-batch-size, --grad-sqr and --grad-var are kept in the saved fit, for what
-    pipollux predict says of efficiency and goodput.
+    The saved fit includes --init-batch-size, --grad-sqr and --grad-var, from which
+    pipollux predict computes efficiency and goodput.
 
     Exit code: 0 fitted; 1 the fit cannot be written; 2 a row or an option is
-    wrong, and nothing was written.
+    invalid, and nothing was written.
     """
     from pipollux_perfmodel.modeling.arguments import picture_format
 
     gradients = grad_params(grad_sqr, grad_var)
-    # Before the work, so that a bad file name fails at once.
+    # Before the fit, so that an invalid file name fails at once.
     picture = picture_format(plot) if plot else ""
     chunks = num_chunks(chunks_per_stage, interleaved=schedule is ScheduleName.interleaved)
     run: tuple[Checkpoint, ScheduleKind, int] = checkpoint.value, schedule.value, chunks
@@ -117,7 +118,7 @@ def fit(
 def _fit(
     source: str, run: tuple[Checkpoint, ScheduleKind, int], *, skip_bad_rows: bool
 ) -> FitSummary:
-    """Read rows and fit what ran so; without `skip_bad_rows`, any bad row is an error."""
+    """Read and fit the rows; without `skip_bad_rows`, an invalid row is an error."""
     from pipollux_perfmodel.modeling.errors import ModelingError
     from pipollux_perfmodel.modeling.files import read_text
     from pipollux_perfmodel.modeling.fitting import fit_rows
@@ -148,7 +149,7 @@ def _write(
 
 
 def print_summary(summary: FitSummary) -> None:
-    """Print a fit for people, on standard output."""
+    """Print a fit as tables on standard output."""
     from .fit_table import print_fit, print_rows
 
     console = output_console()

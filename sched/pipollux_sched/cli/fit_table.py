@@ -20,36 +20,36 @@ class _Meaning(NamedTuple):
 
 
 _SECONDS = {
-    "alpha_c": _Meaning("", "a micro-batch through all stages, whatever its size"),
-    "beta_c": _Meaning("/sample", "each sample of a micro-batch, through all stages"),
+    "alpha_c": _Meaning("", "fixed time of a micro-batch in all stages"),
+    "beta_c": _Meaning("/sample", "time of each sample of a micro-batch in all stages"),
     "alpha_n": _Meaning("", "synchronising two replicas on several nodes"),
     "beta_n": _Meaning("/replica", "each replica beyond two, on several nodes"),
     "alpha_r": _Meaning("", "synchronising two replicas on one node"),
     "beta_r": _Meaning("/replica", "each replica beyond two, on one node"),
 }
 _NUMBERS = {
-    "gamma": "overlap of network and compute: 1 none, 10 about full",
-    "overlap": "how far stages run side by side: 0 in turn, 1 an ideal pipeline",
-    "gamma_c": "overlap of a micro-batch's fixed and per-sample cost: 1 they add",
-    "contention": "slowdown for each replica more on the same node",
-    "growth_n": "growth of the network's cost across nodes: 1 by R, 0 by log R",
-    "two_node_penalty": "how much dearer two nodes are than more",
+    "gamma": "overlap of communication and compute: 1 none, 10 almost full",
+    "overlap": "overlap of stages: 0 one after another, 1 an ideal pipeline",
+    "gamma_c": "overlap of a micro-batch's fixed and per-sample time: 1 none",
+    "contention": "slowdown per additional replica on the same node",
+    "growth_n": "growth of the network time across nodes: 1 with R, 0 with log R",
+    "two_node_penalty": "extra cost of two nodes, relative to more nodes",
 }
 _LISTS = {
     "forward_shares": "share of a micro-batch in each stage's forward",
     "backward_shares": "share of a micro-batch in each stage's backward",
 }
 _STAGES_ONLY = ("overlap", *_LISTS)
-_NOT_TIMED = "stages were not timed; taken to be equally slow"
+_NOT_TIMED = "stages were not timed; assumed equally slow"
 
 
 def print_fit(console: Console, fit: StageFit) -> None:
     """Print the fit for one number of stages."""
     stages = "1 stage" if fit.num_stages == 1 else f"{fit.num_stages} stages"
     console.print(_parameters(fit, f"{stages}: parameters"))
-    console.print(_errors(fit, f"{stages}: how far off the fit is"))
+    console.print(_errors(fit, f"{stages}: error of the fit"))
     if fit.report.outliers:
-        console.print(_outliers(fit, f"{stages}: outliers, far off while the others are not"))
+        console.print(_outliers(fit, f"{stages}: outliers"))
     console.print()
 
 
@@ -57,7 +57,7 @@ def print_rows(console: Console, summary: FitSummary) -> None:
     """Print how many rows were read, and how many were used."""
     fitted = sum(len(fit.rows) for fit in summary.fits)
     outliers = sum(len(fit.outliers) for fit in summary.fits)
-    table = _table("Rows", "File", "Fitted", "Outliers among them", "Bad, left out")
+    table = _table("Rows", "File", "Fitted", "Outliers", "Invalid, skipped")
     for column in table.columns[1:]:
         column.justify = "right"
     counts = fitted, outliers, summary.num_skipped
@@ -66,7 +66,7 @@ def print_rows(console: Console, summary: FitSummary) -> None:
 
 
 def _parameters(fit: StageFit, title: str) -> Table:
-    table = _table(title, "Parameter", "Value", "What", "From")
+    table = _table(title, "Parameter", "Value", "Meaning", "Source")
     table.columns[1].justify = "right"
     reasons = {one.parameter: one.reason for one in fit.report.assumed}
     if not fit.timed:

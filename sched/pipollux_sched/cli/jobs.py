@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .reader import Reader
 
 WATCH_INTERVAL = 1.0
-"""Seconds between two updates of a list with --watch."""
+"""Seconds between two updates of the list with --watch."""
 
 PHASE_STYLES = {
     Phase.RUNNING: "green",
@@ -51,10 +51,10 @@ _COLUMNS = (
 )
 _NUMBERS = ("Stages", "Replicas", "Epoch", "Step", "Loss", "Samples/s", "Restarts")
 _LEFT_OUT = ("Restarts", "Epoch", "Stages", "Samples/s", "Age", "Nodes")
-"""Columns that a narrow terminal leaves out, in this order."""
+"""Columns that a narrow terminal drops, in this order."""
 _GAP = 2
 _LEAST_MESSAGE = 24
-"""Smallest width of a message; below it the message is left out."""
+"""Smallest width of the Message column; a narrower one is dropped."""
 
 
 def jobs(
@@ -62,21 +62,21 @@ def jobs(
         list[ListedPhase] | None,
         typer.Option(
             case_sensitive=False,
-            help="Only jobs in this phase; may be repeated. Running does not include Stopping, "
-            "Failed does not include Cancelled.",
+            help="Show only jobs in this phase; may be repeated. Running excludes Stopping, "
+            "Failed excludes Cancelled.",
             show_default=False,
         ),
     ] = None,
     watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Update the list until Ctrl-C.")
+        bool, typer.Option("--watch", "-w", help="Update the list as it changes, until Ctrl-C.")
     ] = False,
     output: TableOutput = OutputFormat.table,
     state_dir: StateDirectory = None,
 ) -> None:
     """List jobs: phase, allocation, progress.
 
-    Also works without a running scheduler, and then shows the last known state.
-    Restarts counts restarts for a new allocation and restarts after failures.
+    Restarts counts all restarts of a job, after changes of its allocation and
+    after failures. Without a running scheduler, jobs shows the last recorded state.
 
         pipollux jobs --phase Running --phase Queued --watch
     """
@@ -105,11 +105,11 @@ def jobs(
 class JobTable:
     """A table of jobs as lines of text.
 
-    rich's own table takes a millisecond per line, and there may be thousands.
+    rich's own table takes a millisecond per row, too slow for thousands of rows.
 
     Args:
         rows: the cells of each job by header.
-        widths: of the columns to show, in order.
+        widths: the widths of the shown columns, in order.
     """
 
     def __init__(self, rows: Sequence[Mapping[str, str]], widths: Mapping[str, int]) -> None:
@@ -136,7 +136,7 @@ class JobTable:
 
 
 def job_table(jobs: Sequence[ListedJob], console: Console) -> JobTable:
-    """Return jobs as a table; messages are cut to the width available.
+    """Return jobs as a table; messages are cut to the available width.
 
     Args:
         jobs: the jobs.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _Log: TypeAlias = tuple[int, int]
 """Attempt and replica."""
 _END = re.compile(rb"(\r?\n|\r(?=[^\n]))")
-"""Where a line ends: a line break, or a carriage return with which a progress bar is redrawn."""
+"""End of a line: a line break, or the carriage return of a progress bar."""
 _SEQUENCE = re.compile(
     r"(?P<colour>\x1b\[[0-9;:]*m)"
     r"|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"
@@ -38,25 +38,24 @@ _RESET = "\x1b[0m"
 def logs(
     name: JobName,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Follow the logs until the job has ended.")
+        bool, typer.Option("--follow", "-f", help="Print new output until the job ends.")
     ] = False,
     attempt: Annotated[
-        int | None, typer.Option(min=1, help="Which attempt.", show_default="the last one")
+        int | None, typer.Option(min=1, help="Number of the attempt.", show_default="the last one")
     ] = None,
     replica: Annotated[
-        int | None, typer.Option(min=0, help="Which pipeline replica.", show_default="all")
+        int | None, typer.Option(min=0, help="Number of the pipeline replica.", show_default="all")
     ] = None,
     output: LineOutput = LineFormat.text,
     state_dir: StateDirectory = None,
 ) -> None:
-    r"""Print the logs of a job's replicas.
+    r"""Print the logs of a job.
 
-    Each start of a job is an attempt, and each pipeline replica has a log of
-    its own; if there are several, lines begin with
-    \[attempt.replica].
+    Each start of a job is an attempt, and each pipeline replica of an attempt has
+    its own log. If there are several logs, lines begin with \[attempt.replica].
 
-    On a terminal, colours are kept and other control sequences left out; a file
-    or pipe gets what the script wrote, unchanged.
+    On a terminal, colours are kept and other control sequences are removed. Files
+    and pipes receive the output of the script unchanged.
 
     Exit code: 0 done; 1 there is no log, or with --follow the job failed or was
     cancelled.
@@ -85,16 +84,16 @@ def logs(
 
 
 class LogLine(NamedTuple):
-    """One line that a replica wrote, or one of the texts that it has drawn over each other."""
+    """One line of a log, or one state of a line that a progress bar redraws."""
 
     attempt: int
     replica: int
     content: bytes
-    """Without its end."""
+    """The line without its end."""
     end: bytes
-    """The line break, or the carriage return with which a progress bar goes back to redraw."""
+    """The line break, or the carriage return of a progress bar."""
     several: bool
-    """Whether there is more than one log, so that each line needs a prefix."""
+    """Whether there are several logs, so that lines need a prefix."""
 
     @property
     def line(self) -> str:
@@ -103,21 +102,21 @@ class LogLine(NamedTuple):
 
     @property
     def redrawn(self) -> bool:
-        """Whether another text was drawn over it."""
+        """Whether the line was redrawn."""
         return self.end == b"\r"
 
     @property
     def raw(self) -> bytes:
-        """The line for a file or pipe: as the script wrote it, with a prefix if need be."""
+        """The line for a file or pipe: unchanged, with a prefix if there are several logs."""
         if not self.several:
             return self.content + self.end
-        # Texts of several replicas cannot be drawn over each other.
+        # Several replicas cannot redraw the same line.
         end = b"\n" if self.redrawn else self.end
         return self._prefix.encode() + self.content + end
 
     @property
     def harmless(self) -> str:
-        """The line for a terminal: what could do more than show text is left out."""
+        """The line for a terminal, without control sequences other than colours."""
         redrawn = self.redrawn and not self.several
         return f"{self._prefix}{harmless(self.line)}" + ("\r" if redrawn else "\n")
 
@@ -131,9 +130,10 @@ class LogLine(NamedTuple):
 
 
 def harmless(line: str) -> str:
-    r"""Return a line without control sequences that do more than colour the text.
+    r"""Return a line without control sequences other than colours.
 
-    Others could retitle the window, rewrite what stands above, or have the terminal type.
+    Others could retitle the window, overwrite earlier lines, or inject input to the terminal.
+
 
     >>> harmless("\x1b]0;title\x07a \x1b[31mred\x1b[0m\x1b[2Jb\tc\x08")
     'a \x1b[31mred\x1b[0mb\tc\ufffd'

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pipollux_perfmodel import GradParams
 
 DEFAULT_CHUNKS = 2
-"""As in HybridParallel."""
+"""The default of HybridParallel."""
 
 InitBatchSize: TypeAlias = Annotated[
     int | None,
@@ -23,7 +23,7 @@ InitBatchSize: TypeAlias = Annotated[
         "--init-batch-size",
         min=1,
         metavar="N",
-        help="Initial batch size, at which the efficiency is 1.",
+        help="Initial batch size, at which statistical efficiency is 1.",
         show_default=False,
     ),
 ]
@@ -53,14 +53,14 @@ ChunksPerStage: TypeAlias = Annotated[
         "--chunks-per-stage",
         min=2,
         metavar="V",
-        help="Chunks of layers per stage, with interleaved stages.",
+        help="Chunks of layers per stage in the interleaved schedule.",
         show_default=str(DEFAULT_CHUNKS),
     ),
 ]
 
 
 class ScheduleName(StrEnum):
-    """In which order a stage works on micro-batches."""
+    """Pipeline schedules."""
 
     gpipe = "gpipe"
     one_f_one_b = "1f1b"
@@ -68,7 +68,7 @@ class ScheduleName(StrEnum):
 
 
 def num_chunks(given: int | None, *, interleaved: bool) -> int:
-    """Return V; 1 unless stages are interleaved.
+    """Return the chunks per stage V; 1 unless stages are interleaved.
 
     Raises:
         CommandError: it was given for a schedule that has no chunks.

@@ -1,4 +1,4 @@
-"""`pipollux nodes` and `drain`: list nodes, and take nodes out of use."""
+"""`pipollux nodes` and `drain`: list nodes, and drain them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from pipollux_sched.views.models import NodeDetails, NodeView
 
 CONDITION_STYLES = {NodeCondition.DRAINING: "yellow", NodeCondition.DEAD: "red"}
-"""Colour of each condition other than the usual one."""
+"""Colour of each condition other than ready."""
 
 
 def nodes(output: TableOutput = OutputFormat.table, state_dir: StateDirectory = None) -> None:
     """List nodes: slots, the jobs that hold them, condition.
 
-    Also works without a running scheduler, and then shows the last known state.
+    Without a running scheduler, nodes shows the last recorded state.
     """
     with reading(state_dir) as reader:
         found = reader.nodes()
@@ -42,27 +42,24 @@ def nodes(output: TableOutput = OutputFormat.table, state_dir: StateDirectory = 
 
 def drain(
     node: NodeName,
-    reason: Annotated[str, typer.Option(metavar="TEXT", help="Reason to show.")] = "",
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="Reason, shown to users.")] = "",
     dead: Annotated[
-        bool,
-        typer.Option("--dead", help="The node is lost: restart its jobs on other nodes at once."),
+        bool, typer.Option("--dead", help="Treat the node as lost: restart its jobs elsewhere.")
     ] = False,
-    undo: Annotated[bool, typer.Option("--undo", help="Put the node back into use.")] = False,
-    wait: Annotated[
-        bool, typer.Option("--wait", help="Wait until no job holds a slot of the node.")
-    ] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Return the node to service.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until the node is empty.")] = False,
     timeout: Annotated[
         str | None,
         typer.Option(
             metavar="DURATION",
-            help="Limit of --wait, as in 10m.",
+            help="Time limit of --wait, such as 10m.",
             show_default="never",
         ),
     ] = None,
     output: TableOutput = OutputFormat.table,
     state_dir: StateDirectory = None,
 ) -> None:
-    """Drain a node: it gets no new replicas, and its jobs move to other nodes.
+    """Drain a node: no new replicas are placed on it, and its jobs move away.
 
     Jobs that are not preemptible stay until they end. The condition survives
     restarts of the scheduler.
@@ -70,8 +67,8 @@ def drain(
         pipollux drain node-b --reason "new fans" --wait
         pipollux drain node-b --undo
 
-    Exit code: 0 done; 1 refused (with --wait: it was not empty in time); 2 an
-    option is wrong.
+    Exit code: 0 done; 1 refused (with --wait: the node was not empty in time); 2 an
+    option is invalid.
     """
     if dead and undo:
         raise CommandError("--dead and --undo contradict each other; give one of them", USAGE)
@@ -99,7 +96,7 @@ def _seconds(timeout: str | None, wait: bool) -> float | None:
 
 
 def _wait_until_empty(client: Client, node: str, seconds: float | None) -> NodeDetails:
-    """Wait until no job holds a slot of a node; print which jobs remain, on each change."""
+    """Wait until no job holds a slot of a node; print the remaining jobs on each change."""
     from pipollux_sched.client.connection import UnreachableError
 
     deadline = None if seconds is None else time.monotonic() + seconds
@@ -120,7 +117,7 @@ def _wait_until_empty(client: Client, node: str, seconds: float | None) -> NodeD
         if deadline is not None and time.monotonic() > deadline:
             raise CommandError(
                 f"{node} is not empty after {spell_age(seconds or 0)}: "
-                f"{', '.join(holders)} still hold slots of it; it goes on draining"
+                f"{', '.join(holders)} still hold slots; draining continues"
             )
         time.sleep(POLL_INTERVAL)
 

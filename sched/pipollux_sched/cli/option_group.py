@@ -1,4 +1,4 @@
-"""Options of a command that belong together: one dataclass, and one panel of its `--help`."""
+"""Related options of a command: one dataclass, and one panel of `--help`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["OptionGroup", "flag_of", "text_option", "with_groups"]
 
 
 class OptionGroup(Protocol):
-    """A dataclass each of whose fields is an option, declared as a parameter would be."""
+    """A dataclass whose fields are options, declared like typer parameters."""
 
     panel: ClassVar[str]
     """Heading of the options in `--help`."""
 
 
 def with_groups(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the options of groups, each of which it gets as one object.
+    """Give a command groups of options, each passed as one object.
 
-    Every parameter whose annotation is a dataclass stands for such an `OptionGroup`.
+    Every parameter annotated with a dataclass is such an `OptionGroup`.
 
     Example:
         >>> @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ def with_groups(command: Callable[..., Any]) -> Callable[..., Any]:
 
     shown = [one for one in own if one.name not in groups]
     shown += [one for group in groups.values() for one in _parameters(group)]
-    # typer reads both.
+    # typer reads both the signature and the annotations.
     run.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]  # inspect's
     run.__annotations__ = {one.name: one.annotation for one in shown}
     return run
@@ -75,9 +75,9 @@ def text_option(flag: str, metavar: str, text: str, default: str) -> Any:
 
     Args:
         flag: such as "--namespace".
-        metavar: what stands for the value.
-        text: its help.
-        default: what counts where it is not given, in words.
+        metavar: placeholder of the value.
+        text: the help text.
+        default: description of the default.
     """
     return typer.Option(flag, metavar=metavar, help=text, show_default=default)
 

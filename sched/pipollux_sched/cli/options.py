@@ -40,8 +40,8 @@ TokenFile: TypeAlias = Annotated[
         "--token-file",
         envvar="PIPOLLUX_TOKEN_FILE",
         metavar="FILE",
-        help="File with the token for that scheduler, an admin's or a user's.",
-        show_default="the token in PIPOLLUX_TOKEN",
+        help="File with the token for the scheduler: the admin's or a user's.",
+        show_default="PIPOLLUX_TOKEN",
     ),
 ]
 
@@ -51,7 +51,7 @@ AuthorityFile: TypeAlias = Annotated[
         "--ca-file",
         envvar=CA_FILE.name,
         metavar="FILE",
-        help="Certificates of the authorities to trust for that scheduler.",
+        help="Certificates of the authorities to trust for the connection.",
         show_default="those of the system",
     ),
 ]
@@ -62,8 +62,8 @@ ClusterFile: TypeAlias = Annotated[
         "--cluster",
         "-c",
         metavar="FILE",
-        help="YAML file of the nodes.",
-        show_default="this machine: a slot for each GPU, else each CPU",
+        help="YAML: the nodes of the cluster.",
+        show_default="this machine, with a slot per GPU, else per CPU",
     ),
 ]
 
@@ -74,7 +74,7 @@ SomeClusterFile: TypeAlias = Annotated[
         "--cluster",
         "-c",
         metavar="FILE",
-        help="YAML file of the nodes.",
+        help="YAML: the nodes of the cluster.",
         show_default="the scheduler's own",
     ),
 ]
@@ -119,9 +119,9 @@ Fairness: TypeAlias = Annotated[
     typer.Option(
         metavar="F",
         min=1.0,
-        help="Complete each job within F times its time on an equal share of the cluster, if "
-        "possible; policy exact only.",
-        show_default="no promise",
+        help="Finish each job, where possible, within F times its completion time on an equal "
+        "share of the cluster; policy exact only.",
+        show_default="no limit",
     ),
 ]
 
@@ -130,14 +130,14 @@ Scarcity: TypeAlias = Annotated[
     typer.Option(
         metavar="S",
         min=0.0,
-        help="Weight of the delay that jobs with a choice of GPU types cause to jobs that need one "
-        "type; policy exact only.",
+        help="Share of the cost of delaying jobs that run on one GPU type only, charged to jobs "
+        "that run on several types; policy exact only.",
         show_default="0.7",
     ),
 ]
 
 MOST_TAIL = 10.0
-"""That of `policy.CompletionTime`, whose import would make every command slow."""
+"""The limit of `policy.CompletionTime`, whose import would make every command slow."""
 
 Tail: TypeAlias = Annotated[
     float | None,
@@ -145,9 +145,9 @@ Tail: TypeAlias = Annotated[
         metavar="Q",
         min=0.0,
         max=MOST_TAIL,
-        help="Weight of late jobs: minimize completion times to the power 1 + Q; "
-        "policy exact only.",
-        show_default="0, and 0.6 where a type of GPU is scarce",
+        help="Weight of late jobs: minimise completion times to the power 1 + Q (1: their "
+        "squares); policy exact only.",
+        show_default="0, and 0.6 where a GPU type is scarce",
     ),
 ]
 
@@ -157,8 +157,8 @@ RankPower: TypeAlias = Annotated[
         metavar="A",
         min=0.0,
         max=1.0,
-        help="Weight of short jobs: near 1 minimizes the average completion time, near 0 shares "
-        "the cluster evenly, so that the last job completes earlier; policy exact only.",
+        help="Weight of short jobs: near 1 minimises the average completion time, near 0 lets jobs "
+        "share the cluster, so that the last job ends sooner; policy exact only.",
         show_default="0.28",
     ),
 ]
@@ -181,7 +181,7 @@ SomeJobsFile: TypeAlias = Annotated[
         "--jobs",
         "-j",
         metavar="FILE",
-        help="YAML file of jobs.",
+        help="YAML: the jobs to plan.",
         show_default="the scheduler's own",
     ),
 ]
@@ -192,7 +192,7 @@ JobName: TypeAlias = Annotated[
 
 JobNames: TypeAlias = Annotated[
     list[str],
-    typer.Argument(metavar="NAME...", help="Names of jobs.", autocompletion=complete_jobs),
+    typer.Argument(metavar="NAME...", help="Names of the jobs.", autocompletion=complete_jobs),
 ]
 
 NodeName: TypeAlias = Annotated[
@@ -206,6 +206,5 @@ TableOutput: TypeAlias = Annotated[
 TextOutput: TypeAlias = Annotated[TextFormat, typer.Option("--output", "-o", help="Output format.")]
 
 LineOutput: TypeAlias = Annotated[
-    LineFormat,
-    typer.Option("--output", "-o", help="Output format; json prints one object per line."),
+    LineFormat, typer.Option("--output", "-o", help="Output format; json: one object per line.")
 ]

@@ -1,4 +1,4 @@
-"""`pipollux plan`: show what every job of a file would get, and why."""
+"""`pipollux plan`: show the allocation that each job would get, and the reason."""
 
 from __future__ import annotations
 
@@ -33,53 +33,52 @@ if TYPE_CHECKING:
 def plan(
     cluster: SomeClusterFile = None,
     jobs: SomeJobsFile = None,
-    diff: Annotated[bool, typer.Option("--diff", help="Only changes; without files.")] = False,
+    diff: Annotated[bool, typer.Option("--diff", help="Show only changes; without files.")] = False,
     state_dir: StateDirectory = None,
     policy: PolicyName = None,
     output: Annotated[
         OutputFormat, typer.Option("--output", "-o", help="Output format.")
     ] = OutputFormat.table,
     seed: Annotated[
-        int,
-        typer.Option(min=0, help="Random seed of the policy; the same seed gives the same plan."),
+        int, typer.Option(min=0, help="Random seed of the search; equal seeds give equal plans.")
     ] = 0,
 ) -> None:
-    r"""Print what every job would get, from files or the live state; change nothing.
+    r"""Show the allocation that each job would get; change nothing.
 
-    The plan is what the scheduler would decide now: for each job its pipeline
-    replicas, their nodes, the batch size with the best goodput, the speedup
-    that is predicted, and why.
+    The plan is the scheduler's decision at this moment: for each job its pipeline
+    replicas, their nodes, the batch size with the best goodput, the predicted
+    speedup, and the reason.
 
-    [bold]The cluster[/bold] is a file such as
+    [bold]--cluster[/bold] is a file such as
 
         nodes:
           - name: node-a
-            slots: 4              # GPUs; a replica takes num_stages of them
+            slots: 4              # GPUs; a replica takes num_stages slots
           - {name: node-b, slots: 4, cpus: 32, memory: 256GiB}
 
-    [bold]The jobs[/bold] are a file such as
+    [bold]--jobs[/bold] is a file such as
 
         jobs:
           - name: char-lm
             script: examples/char_lm.py
-            num_stages: 2         # a replica lies on 2 slots of one node
+            num_stages: 2         # a replica takes 2 slots of one node
             num_microbatches: 4
             max_replicas: 8
-            allocation: \[node-a]  # where it runs now, if it does
+            allocation: \[node-a]  # its current nodes, if it runs
 
-    Measurements of a job go under [bold]hints:[/bold], in the form that jobs report them.
-    A job without hints is assumed to scale perfectly, but starts small. With the
-    files in examples/:
+    Measurements of a job's speed go under [bold]hints:[/bold], in the format that jobs
+    report. Without hints, a job is assumed to scale perfectly but starts small.
+    For complete files see examples/:
 
         pipollux plan --cluster examples/cluster.yaml --jobs examples/jobs.yaml
 
-    [bold]Without files[/bold] the plan is for the jobs and nodes of the scheduler: what it
-    would change if it decided now, with its policy or another one.
+    [bold]Without files[/bold], the plan is for the jobs and nodes in the scheduler's state
+    directory: what the scheduler would change now, under its own policy or another.
 
         pipollux plan --diff
 
-    Exit code: 0 planned; 1 a job could never run on this cluster; 2 a file or
-    an option is wrong.
+    Exit code: 0 planned; 1 a job can never run on this cluster; 2 a file or an
+    option is invalid.
     """
     if cluster is None and jobs is None:
         with reading(state_dir) as reader:
@@ -105,7 +104,7 @@ def plan(
 
 
 def print_table(plan: Plan) -> None:
-    """Print a plan for people, on standard output."""
+    """Print a plan as a table on standard output."""
     from rich.table import Table
     from rich.text import Text
 
@@ -138,7 +137,7 @@ def print_table(plan: Plan) -> None:
 def print_live_plan(
     reader: Reader, policy: str | None, seed: int, *, diff: bool, output: OutputFormat
 ) -> bool:
-    """Print what a scheduler would change now; return whether there is anything.
+    """Print what the scheduler would change now; return whether there is a change.
 
     Args:
         reader: reads the scheduler's jobs and nodes.

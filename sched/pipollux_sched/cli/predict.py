@@ -29,7 +29,7 @@ GPUS_PER_NODE = 8
 
 
 class ScheduleChoice(StrEnum):
-    """A schedule, or all of them."""
+    """A pipeline schedule, or all of them."""
 
     gpipe = "gpipe"
     one_f_one_b = "1f1b"
@@ -42,7 +42,7 @@ def predict(
         str,
         typer.Argument(
             metavar="PARAMS.json",
-            help="What pipollux fit wrote, or the hints of a job; - reads standard input.",
+            help="Output of pipollux fit, or the hints of a job; - reads standard input.",
             show_default=False,
         ),
     ],
@@ -58,7 +58,7 @@ def predict(
         typer.Option(
             metavar="RANGE",
             help="Numbers of micro-batches to choose from.",
-            show_default="1,2,4,8, or that of the hints",
+            show_default="1,2,4,8, or the number in the hints",
         ),
     ] = None,
     nodes: Annotated[
@@ -66,15 +66,13 @@ def predict(
         typer.Option(
             min=1,
             metavar="N",
-            help="Number of nodes, if there are at least as many replicas.",
+            help="Nodes that the replicas are spread over; at most one per replica.",
             show_default="as few as possible",
         ),
     ] = None,
     gpus_per_node: Annotated[
         int | None,
-        typer.Option(
-            min=1, metavar="G", help="GPUs of each node.", show_default=str(GPUS_PER_NODE)
-        ),
+        typer.Option(min=1, metavar="G", help="GPUs per node.", show_default=str(GPUS_PER_NODE)),
     ] = None,
     max_batch_size: Annotated[
         int | None,
@@ -82,38 +80,38 @@ def predict(
             min=1,
             metavar="B",
             help="Largest batch size.",
-            show_default="the initial one, or that of the hints",
+            show_default="the initial batch size, or that of the hints",
         ),
     ] = None,
     atomic_bsz: Annotated[
         str | None,
         typer.Option(
             metavar="LO:HI",
-            help="Smallest and largest atomic batch size; HI is the largest that fits into memory.",
-            show_default="any, or those of the hints",
+            help="Smallest and largest atomic batch size; HI is limited by memory.",
+            show_default="unlimited, or the bounds in the hints",
         ),
     ] = None,
     accumulation: Annotated[
         bool | None,
         typer.Option(
             "--accumulation/--no-accumulation",
-            help="Whether accumulation steps are allowed.",
-            show_default="no, or that of the hints",
+            help="Allow gradient accumulation.",
+            show_default="no, or as in the hints",
         ),
     ] = None,
     layers: Annotated[
         str | None,
         typer.Option(
             metavar="LAYERS.json",
-            help="Profile of the model's layers, for numbers of stages that were not measured.",
-            show_default="even stages",
+            help="Layer profile of the model, from which unmeasured stages are built.",
+            show_default="unmeasured stages are equal parts",
         ),
     ] = None,
     memory_limit: Annotated[
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Memory limit of a stage, such as 40GiB; needs --layers.",
+            help="GPU memory that stages must fit into, such as 40GiB; needs --layers.",
             show_default="unlimited",
         ),
     ] = None,
@@ -121,15 +119,16 @@ def predict(
         str | None,
         typer.Option(
             metavar="SPEED",
-            help="Bandwidth between stages of --layers: 20GB/s, or 20GB/s,10us with latency.",
+            help="Bandwidth, and optionally latency, between stages built from --layers: 20GB/s or "
+            "20GB/s,10us.",
             show_default="copies are free",
         ),
     ] = None,
     schedule: Annotated[
         ScheduleChoice | None,
         typer.Option(
-            help="Pipeline schedule; all compares the schedules.",
-            show_default="that of the measured stages",
+            help="Pipeline schedule; all compares them.",
+            show_default="the schedule of the measurements",
         ),
     ] = None,
     chunks_per_stage: ChunksPerStage = None,
@@ -138,44 +137,45 @@ def predict(
     grad_var: GradVar = None,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Plot of goodput and speedup: .png, .svg or .pdf."),
+        typer.Option(metavar="FILE", help="Plot goodput and speedup: .png, .svg or .pdf."),
     ] = None,
     output: Annotated[
         OutputFormat, typer.Option("--output", "-o", help="Output format.")
     ] = OutputFormat.table,
 ) -> None:
-    """Predict step time, throughput, goodput and speedup on allocations.
+    """Predict step time, throughput, goodput and speedup of allocations.
 
-    For each number of stages and replicas: the batch size, accumulation steps and
-    micro-batches with the best goodput, as the job itself would choose them, and
-    their speedup. A replica runs on one node; replicas use as few nodes as possible.
+    For each number of stages and replicas, predict shows the batch size, accumulation
+    steps and micro-batches with the best goodput, as the job would choose them, and
+    the speedup. A replica runs on one node; replicas use as few nodes as possible.
 
         pipollux fit examples/measurements.jsonl --checkpoint except_last --save params.json
         pipollux predict params.json --init-batch-size 32 --max-batch-size 256 --replicas 1:8
 
     [bold]RANGE[/bold] is 8, or 1,2,4, or 1:16, or 1:16:2, or several of these separated by commas.
 
-    With [bold]--layers[/bold], stages that were not measured are cut from the layers and priced,
-    with the network of the nearest number that was. The cut is made for the largest
-    number of micro-batches, and the initial batch size on one replica.
+    With [bold]--layers[/bold], numbers of stages that were not measured are predicted from the
+    layer profile and the network of the nearest measured number. The layers are
+    partitioned for the largest number of micro-batches and the initial batch size on
+    one replica.
 
         pipollux predict params.json --stages 1,2,4 --layers layers.json --memory-limit 40GiB
 
-    With [bold]--schedule[/bold], stages that ran by one schedule are predicted by another: by
-    all of them, with what each holds on the fullest device and the best one marked.
+    With [bold]--schedule[/bold], measurements of one schedule predict another; "all" compares the
+    schedules, with the memory of the fullest device, and marks the best.
 
         pipollux predict params.json --stages 4 --layers layers.json --schedule all
 
-    Without the statistics of the gradient, by option or in the file, efficiency is
-    not known: the fastest batch size is chosen, and throughput is all that is shown.
+    Without gradient statistics, from options or the file, efficiency is unknown:
+    predict chooses the fastest batch size and shows throughput only.
 
-    Exit code: 0 predicted; 1 the plot cannot be written; 2 a file or an option is wrong.
+    Exit code: 0 predicted; 1 the plot cannot be written; 2 a file or an option is invalid.
     """
     from pipollux_perfmodel.modeling.arguments import parse_numbers, picture_format
     from pipollux_perfmodel.modeling.prediction import Question
     from pipollux_perfmodel.modeling.prediction import predict as answer_question
 
-    # Before the work, so that a bad file name fails at once.
+    # Before the predictions, so that an invalid file name fails at once.
     picture = picture_format(plot) if plot else ""
     gradients = grad_params(grad_sqr, grad_var)
     question = Question(
@@ -250,8 +250,8 @@ def _layers(
         for option, value in (("--memory-limit", memory_limit), ("--link", link)):
             if value is not None:
                 raise CommandError(
-                    f"{option} needs --layers, the profile that tells what crosses a cut and what "
-                    "a stage holds; give --layers LAYERS.json",
+                    f"{option} needs --layers, the profile with the sizes of activations and "
+                    "layers; give --layers LAYERS.json",
                     USAGE,
                 )
         return None
@@ -266,7 +266,7 @@ def _layers(
 
 
 def _model(path: str, **given: Any) -> ModelFile:
-    """Read the file; options override what it says."""
+    """Read the file; options override its values."""
     from pipollux_perfmodel.modeling.params_file import read_model
 
     said = {name: value for name, value in given.items() if value is not None}

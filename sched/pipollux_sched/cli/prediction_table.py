@@ -30,7 +30,7 @@ _IF_KNOWN = ("Efficiency", "Goodput/s")
 
 
 def print_answer(answer: Answer) -> None:
-    """Print predictions for people, on standard output."""
+    """Print predictions as a table on standard output."""
     headers = [*_ALWAYS, *(_IF_KNOWN if answer.efficiency_known else ()), "Speedup"]
     if answer.schedules_asked:
         headers.insert(1, "Schedule")

@@ -1,7 +1,7 @@
 """Readers of a scheduler's state: from its state directory on this machine, or over REST.
 
 `--server` or `PIPOLLUX_SERVER` names a scheduler, possibly on another machine. Otherwise commands
-read the store in the state directory, so they also work when its scheduler does not run.
+read the store in the state directory, with or without a running scheduler.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PAGE = 1000
 
 
 class LocalReader:
-    """Reads the store of a scheduler of this machine, whether it runs or not.
+    """Reads the store of a scheduler on this machine, whether or not it runs.
 
     It has the methods of `client.Client`, and uses the same functions as the scheduler.
 
@@ -70,11 +70,11 @@ class LocalReader:
         return self._directory.is_served()
 
     def jobs(self, phases: Collection[ListedPhase] = ()) -> list[ListedJob]:
-        """Return the jobs in these phases (none: in any), in the order of submission."""
+        """Return the jobs in these phases (empty: all), in the order of submission."""
         return list_jobs(self._store, replace(IN_ORDER, phases=phases))[0]
 
     def job(self, name: str) -> JobDetails:
-        """Return all that is known about a job, except its curves."""
+        """Return the details of a job, without its curves."""
         return job_details(self._store, self._store.job(name))
 
     def explanation(self, name: str) -> ExplanationView:
@@ -88,7 +88,7 @@ class LocalReader:
         return list_nodes(self._store)
 
     def teams(self) -> TeamsView:
-        """Return the teams, with what they hold."""
+        """Return the teams and their usage."""
         from pipollux_sched.views.teams import list_teams  # imports numpy
 
         return list_teams(self._store)
@@ -102,13 +102,13 @@ class LocalReader:
         return node_usage(self._store, since, num_parts)
 
     def plan(self, policy: str | None = None, seed: int = 0) -> PlanView:
-        """Return what the scheduler would decide now, by its own policy or another."""
+        """Return what the scheduler would decide now, under its own policy or another."""
         from pipollux_sched.planning.dry_run import live_plan
 
         return live_plan(self._store, policy, seed)
 
     def report(self, jobs: Sequence[str] = (), seconds: float | None = None) -> str:
-        """Return the report of these jobs (none: of all) as HTML."""
+        """Return the report of these jobs (empty: all) as HTML."""
         from pipollux_sched.report.run_events import kept_report
 
         return kept_report(self._store, jobs, seconds)
@@ -131,7 +131,7 @@ class LocalReader:
         return self._store.latest_events(limit, job=job, types=types or None)
 
     def last_event(self) -> int:
-        """Return the id of the newest event, 0 if there is none."""
+        """Return the id of the newest event; 0 if there is none."""
         return self._store.last_event()
 
     def last_event_before(self, seconds: float) -> int:
@@ -187,8 +187,8 @@ def asking(state_dir: Path | None) -> Iterator[Client]:
 
 
 def tell_unserved(reader: Reader) -> None:
-    """Print a note on standard error that the output is not live, if no scheduler runs."""
+    """Print on standard error that the output is not live, if no scheduler runs."""
     if not reader.served:
         typer.echo(
-            f"No scheduler serves {reader.where}: this is how the last one left it.", err=True
+            f"No scheduler serves {reader.where}: this is the last recorded state.", err=True
         )

@@ -26,7 +26,7 @@ def report(
         Path | None,
         typer.Argument(
             metavar="EVENTS.jsonl",
-            help="An event log: one JSON object per line, as `pipollux demo` writes it.",
+            help="An event log: one JSON object per line, as pipollux demo writes it.",
             show_default="the scheduler's own records",
         ),
     ] = None,
@@ -34,14 +34,16 @@ def report(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Only this job; may be repeated.",
+            help="Include only this job; may be repeated.",
             show_default=False,
             autocompletion=complete_jobs,
         ),
     ] = None,
     since: Annotated[
         str | None,
-        typer.Option(metavar="DURATION", help="Only this last time, as in 2h.", show_default=False),
+        typer.Option(
+            metavar="DURATION", help="Length of the last period, such as 2h.", show_default=False
+        ),
     ] = None,
     save: Annotated[
         Path, typer.Option("--save", metavar="FILE", help="HTML file to write.")
@@ -49,12 +51,11 @@ def report(
     output: TableOutput = OutputFormat.table,
     state_dir: StateDirectory = None,
 ) -> None:
-    """Draw the report of a run: of the present or last scheduler, or of an event log.
+    """Write the report of a run, from the scheduler's records or an event log.
 
-    The report is one HTML file that needs no network: slots of each job over time,
-    the loss over the restarts, goodput, predicted against measured step time, the
-    pipeline's bubble, and the allocations with their reasons. Long series of
-    reports are evenly thinned.
+    The report is one HTML file that works offline. It shows allocations over time
+    with their reasons, the loss across restarts, goodput, predicted and measured
+    step times, and the pipeline bubble. Long series are thinned evenly.
 
         pipollux report --since 2h
         pipollux report --job char-lm --save char-lm.html
@@ -92,11 +93,11 @@ def _seconds(since: str | None) -> float | None:
 
 
 def _logged(path: Path, jobs: Sequence[str], seconds: float | None) -> str:
-    """Return the report of a log, or of a part: some jobs, or the last seconds before its end."""
+    """Return the report of an event log, or of some of its jobs or its last seconds."""
     found: Sequence[Any] = read_events(path).events
     unknown = set(jobs) - {event.get("job") for event in found}
     if unknown:
-        raise CommandError(f"{path}: no event tells of a job named {min(unknown)!r}")
+        raise CommandError(f"{path}: no event belongs to a job named {min(unknown)!r}")
     if not jobs and seconds is None:
         return render_report(path)
     end = max(event["time"] for event in found)

@@ -46,28 +46,28 @@ from .serve_kubernetes_options import KubernetesFlags, kubernetes_options
 from .serve_slurm_options import SlurmFlags, slurm_pools
 
 SWITCH_INTERVAL = 0.0005
-"""Seconds after which a thread that computes lets another one go on: a decision on thousands of
-jobs takes seconds, in which a heartbeat waits so long for each look at its connection."""
+"""Seconds after which a computing thread yields to another. A decision on thousands of jobs takes
+seconds, in which a heartbeat waits for each access to its connection."""
 COLLECTION_THRESHOLDS = (50_000, 20, 50)
-"""How seldom Python looks for cyclic garbage: with thousands of jobs in memory a look at all of it
-takes a good part of a second, and by default a burst of requests sets off one after the other.
+"""Thresholds of Python's garbage collector. With thousands of jobs in memory a full collection
+takes a good part of a second, and by default a burst of requests triggers one after the other.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterFlags:
-    """What the command line says of the nodes."""
+    """Options of `serve` about nodes."""
 
     panel: ClassVar[str] = "Cluster"
     cluster: ClusterFile = None
     backend: Annotated[
-        str, typer.Option(metavar="NAME", help=f"Backend that runs the jobs: {', '.join(ENGINES)}.")
+        str, typer.Option(metavar="NAME", help=f"Backend that runs jobs: {', '.join(ENGINES)}.")
     ] = DEFAULT_BACKEND
     autoscale: Annotated[
         str | None,
         typer.Option(
             metavar="MIN:MAX",
-            help="Smallest and largest number of nodes to request; needs --expander-command.",
+            help="Range of the number of nodes; needs --expander-command.",
             show_default=False,
         ),
     ] = None
@@ -75,7 +75,7 @@ class ClusterFlags:
         str | None,
         typer.Option(
             metavar="COMMAND",
-            help="Command that requests nodes; {desired}, {current} and {release} are replaced.",
+            help="Command that requests nodes; {desired}, {current}, {release} are filled in.",
             show_default=False,
         ),
     ] = None
@@ -83,7 +83,7 @@ class ClusterFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyFlags:
-    """What the command line says of decisions."""
+    """Options of `serve` about decisions."""
 
     panel: ClassVar[str] = "Policy"
     policy: PolicyName = None
@@ -95,19 +95,19 @@ class PolicyFlags:
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="YAML file of teams; read again after each change of the file.",
+            help="YAML: teams with quotas and limits; reloaded when the file changes.",
             show_default="the teams in the store",
         ),
     ] = None
     interval: Annotated[
         float,
-        typer.Option(min=0.1, max=MOST_SECONDS, help="Seconds between allocation decisions."),
+        typer.Option(min=0.1, max=MOST_SECONDS, help="Seconds between two scheduling rounds."),
     ] = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobFlags:
-    """What the command line says of all jobs."""
+    """Options of `serve` about jobs."""
 
     panel: ClassVar[str] = "Jobs"
     hints_interval: Annotated[
@@ -115,16 +115,12 @@ class JobFlags:
     ] = 30.0
     checkpoint_interval: Annotated[
         float,
-        typer.Option(
-            min=0.1, max=MOST_SECONDS, help="Seconds between periodic checkpoints of a job."
-        ),
+        typer.Option(min=0.1, max=MOST_SECONDS, help="Seconds between checkpoints of a job."),
     ] = 60.0
     grace: Annotated[
         float,
         typer.Option(
-            min=0.0,
-            max=MOST_SECONDS,
-            help="Seconds for the last checkpoint of a job that is stopped.",
+            min=0.0, max=MOST_SECONDS, help="Seconds that a job has for saving when it is stopped."
         ),
     ] = STOP_GRACE
     heartbeat_timeout: Annotated[
@@ -146,7 +142,7 @@ def serve(
         typer.Option(
             envvar="PIPOLLUX_STORE",
             metavar="URL",
-            help="Database of the store, as postgresql://USER@HOST/DATABASE.",
+            help="Database URL of the store: postgresql://USER@HOST/DATABASE.",
             show_default="SQLite in the state directory",
         ),
     ] = None,
@@ -160,15 +156,16 @@ def serve(
 ) -> None:
     """Run the scheduler of a cluster in the foreground, until Ctrl-C.
 
-    State is kept in the state directory. When the scheduler is stopped, running
-    jobs save a checkpoint, and the next scheduler resumes them. From another terminal:
+    The state directory holds its state. When the scheduler ends, running jobs save;
+    when it starts again, they resume. From another terminal:
 
         pipollux submit examples/jobs.yaml
         pipollux jobs
 
     With the local backend, nodes are virtual: each is a name and a number of slots
-    of this machine. A slot is a GPU, or on nodes of kind cpu one CPU thread. The
-    backends slurm and kubernetes use the nodes of a cluster.
+    of this machine. A slot is a GPU, or a CPU device of one thread on nodes of kind
+    cpu. Other backends use the nodes of a cluster: see docs/howto/slurm.md and
+    docs/howto/kubernetes.md.
     """
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     own = kubernetes_options(nodes.backend, kubernetes)
@@ -224,7 +221,7 @@ def serve(
             token = directory.admin_token_file
             typer.echo(f"Watch it at {scheduler.url}/ with the token in {token}")
         serve_until(scheduler, interruption)
-        typer.echo("Stopping: jobs save and go on when the scheduler is started again.")
+        typer.echo("Stopping: jobs save, and resume when the scheduler is started again.")
         scheduler.stop(hurry=lambda: interruption.count > 1)
 
 
@@ -238,7 +235,7 @@ def _policy(deciding: PolicyFlags) -> Policy:
 
 
 def _cluster(backend: str, file: Path | None) -> ClusterSpec | Path | None:
-    """Return the nodes, or their file; None where the backend finds them itself."""
+    """Return the nodes, or their file; None where the backend discovers them."""
     if file is not None:
         load_cluster(file)  # before anything is made; the backend reads it again when it changes
         return file
@@ -246,7 +243,7 @@ def _cluster(backend: str, file: Path | None) -> ClusterSpec | Path | None:
 
 
 def _listening(scheduler: Scheduler) -> str:
-    """Return where it listens, if its URL does not say so."""
+    """Return the listening address if the URL does not show it."""
     where = scheduler.listening_url
     return "" if where == scheduler.url else f" (listening on {urlsplit(where).netloc})"
 
@@ -254,7 +251,7 @@ def _listening(scheduler: Scheduler) -> str:
 def _autoscaling(
     bounds: str | None, command: str | None, num_nodes: Callable[[], int]
 ) -> tuple[AutoscalingRules | None, CommandExpander | None]:
-    """Parse the two options of autoscaling, which need each other."""
+    """Parse the two options of autoscaling, which require each other."""
     if bounds is None and command is None:
         return None, None
     if bounds is None or command is None:

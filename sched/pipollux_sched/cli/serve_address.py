@@ -1,4 +1,4 @@
-"""The options of `serve` about its address: where it listens, what jobs are told, certificates."""
+"""Options of `serve` about its server: listening address, advertised URL, certificates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HOST_NAME = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})|\[?[0-9A-Fa
 
 @dataclass(frozen=True, kw_only=True)
 class AddressFlags:
-    """What the command line says of the scheduler's server."""
+    """Options of `serve` about its server."""
 
     panel: ClassVar[str] = "Server and TLS"
     host: Annotated[
@@ -28,7 +28,7 @@ class AddressFlags:
         typer.Option(
             "--host",
             metavar="ADDRESS",
-            help="Address to listen on; 0.0.0.0 for all interfaces.",
+            help="Address to listen on; 0.0.0.0 for all addresses of this machine.",
         ),
     ] = "127.0.0.1"
     port: Annotated[
@@ -40,8 +40,8 @@ class AddressFlags:
         typer.Option(
             "--advertise-url",
             metavar="URL",
-            help="URL at which jobs reach the scheduler, such as that of a proxy.",
-            show_default="the address of --host, or the host name for 0.0.0.0",
+            help="URL that jobs report to, such as the URL of a proxy.",
+            show_default="the listening address; for 0.0.0.0 the name of this host",
         ),
     ] = None
     allow_host: Annotated[
@@ -49,8 +49,8 @@ class AddressFlags:
         typer.Option(
             "--allow-host",
             metavar="NAME",
-            help="Additional host name of requests, such as that of a proxy; may be repeated.",
-            show_default="names of the loopback interface, of --host and of --advertise-url",
+            help="Additional host name to accept in requests, such as a proxy's; may be repeated.",
+            show_default="loopback names, and the listening and advertised names",
         ),
     ] = None
     tls_cert: Annotated[
@@ -58,7 +58,7 @@ class AddressFlags:
         typer.Option(
             "--tls-cert",
             metavar="FILE",
-            help="Certificate of the server, in PEM format.",
+            help="TLS certificate of the server, in PEM format.",
             show_default="plain HTTP",
         ),
     ] = None
@@ -78,15 +78,15 @@ class AddressFlags:
         ),
     ] = None
     open_metrics: Annotated[
-        bool, typer.Option("--open-metrics", help="Serve /metrics without a token.")
+        bool, typer.Option("--open-metrics", help="Serve /metrics without authentication.")
     ] = False
 
 
 def server_address(given: AddressFlags) -> ServerAddress:
-    """Return the address that the options describe; warn where it is likely not what is meant.
+    """Return the address that the options describe; warn about probable mistakes.
 
     Raises:
-        BadParameter: an option makes no sense, or lacks another.
+        BadParameter: an option is invalid, or requires another one.
         TlsError: a certificate cannot be used.
     """
     host, allowed_hosts = given.host, given.allow_host or ()
@@ -107,8 +107,8 @@ def server_address(given: AddressFlags) -> ServerAddress:
         raise typer.BadParameter(str(error), param_hint="'--advertise-url'") from None
     if tls is None and not address.is_loopback:
         warn(
-            f"--host {host}: tokens travel in clear, and the admin's opens everything; give "
-            "--tls-cert and --tls-key, unless only trusted machines are on this network"
+            f"--host {host}: tokens are sent unencrypted; give "
+            "--tls-cert and --tls-key, unless all machines on this network are trusted"
         )
     if tls is not None:
         tls.check()
@@ -120,7 +120,7 @@ def _check_name(name: str, option: str, *, wildcard: bool) -> None:
     if not _HOST_NAME.fullmatch(name) or (name.startswith("*") and not wildcard):
         example = "pipollux.example.com or *.example.com" if wildcard else "10.0.0.5 or 0.0.0.0"
         raise typer.BadParameter(
-            f"{name[:60]!r} is no name of a host; give it without port, as in {example}",
+            f"{name[:60]!r} is not a host name; give it without a port, as in {example}",
             param_hint=f"'{option}'",
         )
 
@@ -140,7 +140,7 @@ def _warn_of_doubt(tls: Tls, address: ServerAddress) -> None:
     doubt = tls.doubt(address.advertised_host)
     if doubt is not None:
         warn(
-            f"--tls-ca: {tls.authority} does not vouch for {tls.certificate} at "
-            f"{address.advertised_host} ({doubt}): jobs and commands will refuse it, unless a "
-            "proxy shows them another"
+            f"--tls-ca: {tls.authority} does not verify {tls.certificate} for "
+            f"{address.advertised_host} ({doubt}): jobs and commands will reject it, unless a "
+            "proxy presents another certificate"
         )

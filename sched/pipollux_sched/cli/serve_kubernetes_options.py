@@ -24,7 +24,7 @@ _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 
 @dataclass(frozen=True, kw_only=True)
 class KubernetesFlags:
-    """What the command line says of `KubernetesOptions`; None where it says nothing."""
+    """The fields of `KubernetesOptions` given on the command line; None if not given."""
 
     panel: ClassVar[str] = "With --backend kubernetes"
     namespace: Annotated[
@@ -32,8 +32,8 @@ class KubernetesFlags:
         text_option(
             "--namespace",
             "NAME",
-            "Namespace of the jobs and their pods.",
-            "the namespace of the context, or of the scheduler's pod",
+            "Namespace of jobs and their pods.",
+            "that of the context, or of the scheduler's own pod",
         ),
     ] = None
     scheduler: Annotated[
@@ -41,7 +41,7 @@ class KubernetesFlags:
         text_option(
             "--scheduler-name",
             "NAME",
-            "Label of the pods; unique among the schedulers of a namespace.",
+            "Label of the scheduler's pods, unique within a namespace.",
             "pipollux",
         ),
     ] = None
@@ -50,7 +50,7 @@ class KubernetesFlags:
         text_option(
             "--device-resource",
             "RESOURCE",
-            "Resource of a slot; cpu for CPU devices.",
+            "Resource that a slot stands for; cpu for CPU devices.",
             "nvidia.com/gpu",
         ),
     ] = None
@@ -59,7 +59,7 @@ class KubernetesFlags:
         text_option(
             "--node-selector",
             "LABEL=VALUE",
-            "Label that nodes must have; may be repeated.",
+            "Use only nodes with this label; may be repeated.",
             "all nodes with devices",
         ),
     ] = None
@@ -68,8 +68,8 @@ class KubernetesFlags:
         text_option(
             "--toleration",
             "KEY[=VALUE][:EFFECT]",
-            "Taint that the pods tolerate; may be repeated.",
-            "the taint of the device resource",
+            "Also use nodes with this taint; may be repeated.",
+            "only the taint of the device resource",
         ),
     ] = None
     checkpoint_folder: Annotated[
@@ -95,26 +95,21 @@ class KubernetesFlags:
         text_option(
             "--checkpoint-host-path",
             "DIR",
-            "Folder on a file system that all nodes share, instead of a claim.",
+            "Folder that all nodes share, as the alternative to a claim.",
             "none",
         ),
     ] = None
     python: Annotated[
         str | None,
-        text_option(
-            "--image-python",
-            "COMMAND",
-            "Python command in images, with this package installed.",
-            "python",
-        ),
+        text_option("--image-python", "COMMAND", "Python command of images.", "python"),
     ] = None
     pod_security: Annotated[
         str | None,
         text_option(
             "--pod-security",
             "LEVEL",
-            "Pod Security Standard of the pod templates of jobs: restricted, baseline or "
-            "privileged.",
+            "Pod Security Standard that the pod templates of jobs must meet: restricted, baseline "
+            "or privileged.",
             "restricted",
         ),
     ] = None
@@ -123,8 +118,8 @@ class KubernetesFlags:
         text_option(
             "--allow-service-account",
             "NAME",
-            "Service account that pod templates may name; may be repeated.",
-            "the namespace's default service account",
+            "Service account that pod templates may use; may be repeated.",
+            "only the namespace's default account",
         ),
     ] = None
     priority_class: Annotated[
@@ -132,7 +127,7 @@ class KubernetesFlags:
         text_option(
             "--priority-class",
             "NAME",
-            "PriorityClass of pods whose template names none.",
+            "PriorityClass of pods whose template sets none.",
             "the cluster's default",
         ),
     ] = None
@@ -141,7 +136,7 @@ class KubernetesFlags:
         text_option(
             "--via",
             "pod|trainjob",
-            "Objects of an attempt: one pod per replica, or one TrainJob.",
+            "Objects to create for a launch: a pod per replica, or one TrainJob.",
             "pod",
         ),
     ] = None
@@ -150,25 +145,25 @@ class KubernetesFlags:
         text_option(
             "--trainjob-runtime",
             "NAME",
-            "ClusterTrainingRuntime of the TrainJobs.",
+            "ClusterTrainingRuntime of TrainJobs.",
             "torch-distributed",
         ),
     ] = None
     volcano_queue: Annotated[
         str | None,
-        text_option("--volcano-queue", "NAME", "Volcano queue of the TrainJobs.", "none"),
+        text_option("--volcano-queue", "NAME", "Volcano queue of TrainJobs.", "none"),
     ] = None
 
 
 def kubernetes_options(backend: str, given: KubernetesFlags) -> KubernetesOptions | None:
-    """Return the options of the Kubernetes backend; None for another one.
+    """Return the options of the Kubernetes backend; None for another backend.
 
     Args:
         backend: name of the backend.
-        given: what the command line says of them.
+        given: the options on the command line.
 
     Raises:
-        typer.BadParameter: one is wrong, or they are given for another backend.
+        typer.BadParameter: an option is invalid, or given for another backend.
     """
     named: dict[str, Any] = {name: value for name, value in vars(given).items() if value}
     if backend != "kubernetes":

@@ -22,12 +22,12 @@ __all__ = ["SlurmFlags", "slurm_pools"]
 _RANGE = re.compile(r"(?P<least>[1-9]\d*)(:(?P<most>[1-9]\d*))?")
 _IDENTITY = "slurm.id"
 _OURS = ("--job-name", "-J", "--nodes", "-N", "--array", "-a", "--wrap", "--requeue", "--parsable")
-"""Options of sbatch that are given already."""
+"""Options of sbatch that Pipollux sets itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmFlags:
-    """What the command line says of the nodes to ask Slurm for; None where it says nothing."""
+    """Options of the nodes to request from Slurm; None if not given."""
 
     panel: ClassVar[str] = "With --backend slurm"
     nodes: Annotated[
@@ -35,49 +35,41 @@ class SlurmFlags:
         text_option(
             "--nodes",
             "MIN[:MAX]",
-            "Request nodes from Slurm: MIN nodes, and up to MAX if that increases the goodput.",
-            "the nodes of the Slurm allocation that the scheduler runs in",
+            "Request nodes from Slurm: MIN, and up to MAX if jobs profit from them.",
+            "the nodes of the allocation that the scheduler runs in",
         ),
     ] = None
     partition: Annotated[
-        str | None,
-        text_option(
-            "--partition", "NAME", "Slurm partition of requested nodes.", "Slurm's default"
-        ),
+        str | None, text_option("--partition", "NAME", "Partition of the nodes.", "Slurm's default")
     ] = None
     gres: Annotated[
         str | None,
         text_option(
             "--gres",
             "gpu:K",
-            "GPUs of each node, one slot each.",
+            "GPUs that each node must have; a slot is a GPU.",
             "none: CPUs are slots",
         ),
     ] = None
     time: Annotated[
         str | None,
-        text_option(
-            "--time",
-            "TIME",
-            "Time limit of a node, after which another node is requested.",
-            "Slurm's",
-        ),
+        text_option("--time", "TIME", "Time limit of a node; another one replaces it.", "Slurm's"),
     ] = None
     account: Annotated[
-        str | None, text_option("--account", "NAME", "Slurm account of requested nodes.", "yours")
+        str | None, text_option("--account", "NAME", "Account that nodes are charged to.", "yours")
     ] = None
     qos: Annotated[str | None, text_option("--qos", "NAME", "Quality of service.", "yours")] = None
     constraint: Annotated[
         str | None,
-        text_option("--constraint", "FEATURES", "Features of requested nodes.", "none"),
+        text_option("--constraint", "FEATURES", "Features that nodes must have.", "none"),
     ] = None
     reservation: Annotated[
-        str | None, text_option("--reservation", "NAME", "Reservation of requested nodes.", "none")
+        str | None, text_option("--reservation", "NAME", "Reservation of the nodes.", "none")
     ] = None
     more: Annotated[
         list[str] | None,
         text_option(
-            "--sbatch-option", "OPTION", "Additional sbatch option; may be repeated.", "none"
+            "--sbatch-option", "OPTION", "Additional option of sbatch; may be repeated.", "none"
         ),
     ] = None
     renew_before: Annotated[
@@ -94,7 +86,7 @@ class SlurmFlags:
         bool,
         typer.Option(
             "--keep-pool",
-            help="Keep the nodes for the next scheduler when this one is stopped.",
+            help="Keep the nodes for the next scheduler when this one stops.",
         ),
     ] = False
 
@@ -102,19 +94,19 @@ class SlurmFlags:
 def slurm_pools(
     backend: str, state_dir: StateDir, given: SlurmFlags
 ) -> tuple[Pools | None, tuple[int, int] | None]:
-    """Return the allocations that the Slurm backend uses, and bounds for their number.
+    """Return the allocations that the Slurm backend uses, and the bounds of their number.
 
     Args:
         backend: name of the backend.
-        state_dir: of the scheduler.
-        given: what the command line says of them.
+        state_dir: state directory of the scheduler.
+        given: the options on the command line.
 
     Returns:
-        None for another backend, and for the allocation that the scheduler is in; the bounds are
-        None where the number of nodes stays the same.
+        None for another backend, and for the allocation that the scheduler runs in; the bounds are
+        None if the number of nodes is fixed.
 
     Raises:
-        typer.BadParameter: one is wrong, or they are given for another backend or without --nodes.
+        typer.BadParameter: an option is invalid, or given for another backend or without --nodes.
     """
     named: dict[str, Any] = {name: value for name, value in vars(given).items() if value}
     nodes = named.pop("nodes", None)
@@ -147,7 +139,7 @@ def _check_more(options: Sequence[str]) -> None:
 
 
 def _identity(state_dir: StateDir) -> str:
-    """Return what tells this scheduler's allocations from others; it lasts as long as its state."""
+    """Return the id of this scheduler's allocations, which lasts as long as its state."""
     state_dir.create()
     path = state_dir.path / _IDENTITY
     try:

@@ -1,4 +1,4 @@
-"""Which scheduler a command talks to, by `--server` and the environment."""
+"""The choice of a command's scheduler, by `--server` and the environment."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ TOKEN_VARIABLE = TOKEN.name
 
 
 class ServerChoice(NamedTuple):
-    """A scheduler that was named by its URL."""
+    """A scheduler given by its URL."""
 
     url: str
     token_file: Path | None
     by_flag: bool
-    """Whether it was given on the command line, not in the environment."""
+    """Whether the URL is from the command line, not the environment."""
     timeout: float | None
-    """Seconds to wait for an answer; None: the usual."""
+    """Timeout of a request in seconds; None: the default."""
     ca_file: Path | None = None
     """Certificates of the authorities to trust; None: those of the system."""
 
     def client(self) -> Client:
-        """Return a client of it.
+        """Return a client of the scheduler.
 
         Raises:
             CommandError: the URL or the token is invalid, or a file cannot be read.
@@ -45,9 +45,7 @@ class ServerChoice(NamedTuple):
         except ClientError as error:
             raise CommandError(str(error), USAGE) from error
         if url.startswith("http://") and not is_loopback(url):
-            _warn_once(
-                f"the token travels in clear to {url}, and opens everything; use https, or a tunnel"
-            )
+            _warn_once(f"the token is sent unencrypted to {url}; use https, or a tunnel")
         return client
 
     def _token(self, url: str) -> str:
@@ -55,8 +53,8 @@ class ServerChoice(NamedTuple):
             token = os.environ.get(TOKEN_VARIABLE, "").strip()
             if not token:
                 raise CommandError(
-                    f"{url} wants a token: the admin's, which stands in admin.token of its "
-                    "scheduler's state directory, or a user's; give it in a file with "
+                    f"{url} needs a token: the admin's, in admin.token in the scheduler's "
+                    "state directory, or a user's; give it in a file with "
                     f"--token-file, or in {TOKEN_VARIABLE}",
                     USAGE,
                 )
@@ -64,7 +62,7 @@ class ServerChoice(NamedTuple):
         try:
             return self.token_file.read_text(encoding="utf-8").strip()
         except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or "it is no text"
+            reason = getattr(error, "strerror", None) or "it is not text"
             raise CommandError(
                 f"--token-file: {self.token_file} cannot be read ({reason}); give a file that "
                 "holds the token",
@@ -77,7 +75,7 @@ _CHOSEN: ContextVar[ServerChoice | None] = ContextVar("server", default=None)
 
 
 def chosen_server() -> ServerChoice | None:
-    """Return the scheduler of the running command; None: that of its state directory."""
+    """Return the scheduler of the running command; None: the one of its state directory."""
     return _CHOSEN.get()
 
 
@@ -87,12 +85,11 @@ def choose_server(context: Any, timeout: float | None = None) -> None:
     The command line overrides the environment, and a URL overrides a state directory.
 
     Args:
-        context: typer's, of the command.
-        timeout: seconds to wait for its answers; None: the default.
+        context: typer's context of the command.
+        timeout: timeout of a request in seconds; None: the default.
 
     Raises:
-        CommandError: `--server` and `--state-dir` were both given, or the command works on this
-            machine alone.
+        CommandError: `--server` and `--state-dir` were both given, or the command is local.
     """
     root = context.find_root()
     url, token_file, ca_file = (
@@ -121,7 +118,7 @@ def choose_server(context: Any, timeout: float | None = None) -> None:
 
 
 def warn_of_unused_token(context: Any) -> None:
-    """Say that a token is not used, where a command asks the scheduler of a state directory."""
+    """Warn about an unused token if a command uses the scheduler of a state directory."""
     local = chosen_server() is None and context.info_name != "serve"
     if local and "state_dir" in context.params and os.environ.get(TOKEN_VARIABLE):
         _warn_once(
@@ -131,7 +128,7 @@ def warn_of_unused_token(context: Any) -> None:
 
 
 def _warn_once(sentence: str) -> None:
-    """Print a warning, once for each command however many clients it makes."""
+    """Print a warning once per command, for any number of clients."""
     if not _WARNED.get():
         _WARNED.set(True)
         warn(sentence)

@@ -1,4 +1,4 @@
-"""Serve until a signal arrives, the scheduler fails, its nodes end, or another one takes over."""
+"""Serve until a signal, a failure, the loss of the nodes, or a takeover by another scheduler."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class SchedulerFailedError(SchedulerError):
 
 
 class ClusterLostError(SchedulerError):
-    """The cluster is gone for good, and the scheduler has ended; the text says so."""
+    """The cluster is lost for good, and the scheduler has ended; the text gives the reason."""
 
 
 def run(scheduler: Scheduler) -> None:
-    """Serve until SIGINT or SIGTERM; a second signal ends jobs without time to save.
+    """Serve until SIGINT or SIGTERM; a second signal ends jobs without saving.
 
     Raises:
         StoreTakenError: see `serve_until`.
@@ -37,21 +37,21 @@ def run(scheduler: Scheduler) -> None:
 
 
 def serve_until(scheduler: Scheduler, interruption: Interruption) -> None:
-    """Wait for a signal; the scheduler still runs when this returns.
+    """Wait for a signal; the scheduler still runs on return.
 
     Raises:
-        StoreTakenError: another scheduler has taken over the store. This one has ended, and leaves
+        StoreTakenError: another scheduler has taken over the store. This one has ended and leaves
             its running jobs to the other.
-        SchedulerFailedError: one of its threads has died. The others have ended; jobs continue to
-            run, and the next scheduler adopts them.
-        ClusterLostError: the nodes are gone for good. The scheduler has ended as for a signal; its
-            jobs go on when it is started again.
+        SchedulerFailedError: a thread of the scheduler has died. The others have ended; jobs keep
+            running, and the next scheduler adopts them.
+        ClusterLostError: the nodes are lost for good. The scheduler has ended as on a signal; its
+            jobs resume when it is started again.
     """
     while not interruption.wait(LOOK_INTERVAL):
         try:
             scheduler.store.check_leader_lock()
         except StoreUnavailableError:
-            pass  # the owner cannot be read; retry when the database is back
+            pass  # the database is unavailable; retry later
         except StoreTakenError:
             scheduler.abandon()
             raise
@@ -60,12 +60,12 @@ def serve_until(scheduler: Scheduler, interruption: Interruption) -> None:
             _LOG.error("%s: jobs save if they still can, and the scheduler ends", lost)
             scheduler.stop(hurry=lambda: interruption.count > 0)
             raise ClusterLostError(
-                f"{scheduler.lost or lost}; jobs go on from their checkpoints when a scheduler is "
+                f"{scheduler.lost or lost}; jobs resume from their checkpoints when a scheduler is "
                 f"started with the state directory {scheduler.state_dir.path} in a new one"
             )
         failure = scheduler.failure
         if failure is not None:
             scheduler.abandon()
             raise SchedulerFailedError(
-                f"{failure}, so the scheduler ends; jobs run on, start it again to look after them"
+                f"{failure}, so the scheduler ends; jobs run on, start it again to manage them"
             )

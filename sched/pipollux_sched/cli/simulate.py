@@ -26,11 +26,7 @@ _RESULT = "The result"
 def simulate(
     workloads: Annotated[
         list[Path] | None,
-        typer.Argument(
-            metavar="[WORKLOAD.csv]...",
-            help="Files of jobs with their arrival times.",
-            show_default=False,
-        ),
+        typer.Argument(metavar="[WORKLOAD.csv]...", help="Workloads of jobs.", show_default=False),
     ] = None,
     policy: Annotated[
         str | None,
@@ -38,15 +34,15 @@ def simulate(
             "--policy",
             "-p",
             metavar="NAME,...",
-            help="exact, pollux, sia, optimus, tiresias, fifo, or all.",
+            help="Policies: exact, pollux, sia, optimus, tiresias, fifo, or all.",
             show_default="the scheduler's",
         ),
     ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, help="Random seed of policies, --generate, --failures and --spot.")
+        int, typer.Option(min=0, help="Random seed of policies, workloads, failures and spot.")
     ] = 0,
     processes: Annotated[
-        int, typer.Option(min=1, max=1024, help="Number of simulations that run in parallel.")
+        int, typer.Option(min=1, max=1024, help="Number of simulations to run in parallel.")
     ] = 1,
     output: Annotated[
         OutputFormat,
@@ -56,45 +52,43 @@ def simulate(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="HTML file to write: completion times, usage and allocations.",
+            help="HTML plots: completion times, GPU use and allocations.",
             rich_help_panel=_RESULT,
         ),
     ] = None,
     save_jobs: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="CSV file to write, with one row per job.", rich_help_panel=_RESULT
-        ),
+        typer.Option(metavar="FILE", help="CSV: one row per job.", rich_help_panel=_RESULT),
     ] = None,
     *,
     cluster: SimulatedClusterFlags,
     jobs: SimulatedJobFlags,
 ) -> None:
-    r"""Try policies on a simulated cluster, and compare them.
+    r"""Compare scheduling policies on a simulated cluster.
 
-    [bold]A workload[/bold] is a CSV file, in the format of the public Pollux workloads:
+    [bold]A workload[/bold] is a CSV file in the format of the public Pollux workloads:
 
         name,time,application,num_replicas,batch_size
         cifar10-0,124,cifar10,2,1024
 
-    Applications are cifar10, bert, imagenet, ncf, deepspeech2 and yolov3, read from
-    their traces, and pipelines that are computed: gpt-1.3b, gpt-2.7b, gpt-6.7b, gpt-13b.
+    Applications are cifar10, bert, imagenet, ncf, deepspeech2 and yolov3, from their
+    traces, and the modelled pipelines gpt-1.3b, gpt-2.7b, gpt-6.7b and gpt-13b.
 
         pipollux simulate workload-1.csv --traces traces --policy exact,pollux
         pipollux simulate --generate pipelines --num-jobs 40 --nodes 8 --gpus 8
 
-    [bold]The history[/bold] of a scheduler, which may be running, is replayed with another
-    policy, other quotas or more nodes, and compared with the real run:
+    [bold]With --from-state[/bold], the jobs are the history of a scheduler, which may be running.
+    The result compares the real run with other policies, quotas or more nodes:
 
         pipollux simulate --from-state /var/lib/pipollux --policy exact,fifo
         pipollux simulate --from-state /var/lib/pipollux --add-nodes 10
 
-    Every workload is run under every policy. JCT is the time from a job's arrival to its
-    completion; fairness is JCT over the time alone on an equal share of the GPUs, and
-    "unfair to" the share of jobs with a fairness above 1; policy time is the
-    wall-clock time of all decisions.
+    Every workload runs under every policy. JCT is the time from the arrival of a job to
+    its completion. Fairness is the JCT over the JCT alone on an equal share of the
+    GPUs; "Unfair to" is the share of jobs with a fairness above 1. Policy time is the
+    wall-clock time of all decisions. For details see docs/howto/simulate.md.
 
-    Exit code: 0 done; 1 a simulation failed; 2 a file or an option is wrong.
+    Exit code: 0 done; 1 a simulation failed; 2 a file or an option is invalid.
     """
     from pipollux_simulator import run_pairs
 

@@ -1,4 +1,4 @@
-"""`pipollux simulate --from-state`: a scheduler's own history in the place of a workload."""
+"""`pipollux simulate --from-state`: the history of a scheduler as a workload."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from pipollux_simulator import SimulationOutcome, Workload
 
 USUAL = "default"
-"""Stands for the state directory that commands use when none is named."""
+"""Name of the default state directory."""
 
 
 def read_past(folder: Path) -> SchedulerHistory:
     """Return the history of the scheduler of a state directory, which may be running.
 
     Raises:
-        CommandError: there is none, or it cannot be read.
+        CommandError: there is no history, or it cannot be read.
     """
     from pipollux_sched.history.records import read_history
     from pipollux_sched.store import StateDir, Store
@@ -46,8 +46,8 @@ def read_past(folder: Path) -> SchedulerHistory:
             history = read_history(store)
         if not history.nodes:
             raise CommandError(
-                f"{directory.path} knows no nodes, as no scheduler has served it; give the state "
-                "directory of one that has"
+                f"{directory.path} has no nodes, because no scheduler has served it; give the "
+                "state directory of a scheduler that has run"
             )
     except (PipolluxError, ValueError) as error:
         raise CommandError(f"--from-state: {error}", USAGE) from error
@@ -55,7 +55,7 @@ def read_past(folder: Path) -> SchedulerHistory:
 
 
 def past_nodes(history: SchedulerHistory, added: int) -> dict[str, NodeInfo]:
-    """Return the nodes that a scheduler served, and so many more like most of them."""
+    """Return the nodes of a scheduler, and `added` more of their most common kind."""
     nodes = dict(history.nodes)
     kinds = Counter(
         (tuple(sorted(node.resources.items())), node.gpu_type) for node in nodes.values()
@@ -71,13 +71,13 @@ def past_nodes(history: SchedulerHistory, added: int) -> dict[str, NodeInfo]:
 
 
 class PastRun:
-    """A history, its replay, and what is told of both beside the simulations.
+    """A history, its replay, and the comparison of both with the simulations.
 
     Args:
-        history: the past of a scheduler.
-        replay: made of it.
-        unchanged: whether the replay's cluster and jobs are the scheduler's own.
-        teams: say which team a job counts to; None: there are none.
+        history: the history of a scheduler.
+        replay: the workload made from it.
+        unchanged: whether the replay has the scheduler's own cluster and jobs.
+        teams: teams of the jobs; None: there are none.
     """
 
     def __init__(
@@ -94,21 +94,21 @@ class PastRun:
         self.actual: SimulationOutcome = what_happened(history, replay, teams)
 
     def workload(self, load: float) -> Workload:
-        """Return the workload with so many times as many jobs."""
+        """Return the workload with `load` times as many jobs."""
         from pipollux_simulator import scale_load
 
         workload = self._replay.workload
         return replace(workload, jobs=scale_load(workload.jobs, load))
 
     def agreement(self, outcomes: Sequence[SimulationOutcome]) -> Agreement | None:
-        """Return how close the replay of the scheduler's own policy came; None: there is none."""
+        """Return how close the replay under the scheduler's own policy is; None: no such replay."""
         from pipollux_sched.history.reality import agreement
 
         own = [one for one in outcomes if one.policy == self._history.policy]
         return agreement(self.actual, own[0]) if own and self._unchanged else None
 
     def to_dict(self, outcomes: Sequence[SimulationOutcome]) -> dict[str, Any]:
-        """Return what the row of reality has besides its figures."""
+        """Return the additional fields of the row of the real run."""
         found = self.agreement(outcomes)
         return {
             "actual_policy": self._history.policy,
@@ -124,11 +124,11 @@ class PastRun:
         replayed = f"actual: what happened under {self._history.policy or 'another policy'}; "
         replayed += f"{count(len(jobs), 'job')} replayed"
         if short:
-            replayed += f", {len(short)} of them as far as they had trained ({_tally(short)})"
+            replayed += f", {len(short)} of them up to the step they had reached ({_tally(short)})"
         pace = median(self._replay.paces.values())
         lines = [
-            f"{replayed}. They trained {pace:.2f} times (median) what their own models say, and do "
-            "so again."
+            f"{replayed}. They trained at {pace:.2f} times (median) the speed of their models, and "
+            "so does the replay."
         ]
         left_out = {one.job: one.reason.partition(":")[0] for one in self._replay.left_out}
         if left_out:
@@ -150,5 +150,5 @@ class PastRun:
 
 
 def _tally(reasons: Mapping[str, str]) -> str:
-    """Return how many jobs there are for each reason, in words."""
+    """Return the number of jobs for each reason, in words."""
     return listing([f"{number} {why}" for why, number in Counter(reasons.values()).most_common()])

@@ -51,17 +51,17 @@ def input_errors() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class SimulationInputs:
-    """What is simulated."""
+    """The inputs of a set of simulations."""
 
     experiment: Experiment
     pairs: list[tuple[Workload, str]]
     """Workloads, and the policies to run them under."""
     past: PastRun | None
-    """The history that is replayed, if there is one."""
+    """The replayed history; None: there is none."""
 
     @property
     def actual(self) -> list[SimulationOutcome]:
-        """What really happened, where that is known."""
+        """The outcome of the real run, if a history is replayed."""
         return [] if self.past is None else [self.past.actual]
 
     @classmethod
@@ -73,7 +73,7 @@ class SimulationInputs:
         cluster: SimulatedClusterFlags,
         jobs: SimulatedJobFlags,
     ) -> SimulationInputs:
-        """Read what the command line names.
+        """Read the files and options of the command line.
 
         Raises:
             CommandError: options contradict each other, or a history cannot be read.
@@ -101,26 +101,24 @@ class SimulationInputs:
 
 
 def _check_source(paths: Sequence[Path], jobs: SimulatedJobFlags) -> None:
-    """Check that jobs come from one place.
+    """Check that jobs come from one source.
 
     Raises:
-        CommandError: they come from several, or from none.
+        CommandError: they come from several sources, or from none.
     """
     given = [str(paths[0])] if paths else []
     given += [f"--generate {jobs.generate.value}"] if jobs.generate is not None else []
     given += ["--from-state"] if jobs.from_state is not None else []
     if len(given) > 1:
         last, first = given[0], given[1]
-        raise CommandError(
-            f"{first} and {last} both say which jobs there are; leave one of them out", USAGE
-        )
+        raise CommandError(f"{first} and {last} both define the jobs; leave one of them out", USAGE)
     if not given:
         raise CommandError(
             "there are no jobs; give a WORKLOAD.csv, --generate MIX or --from-state DIR", USAGE
         )
     if jobs.from_state is not None and jobs.traces is not None:
         raise CommandError(
-            "--traces: jobs of a history are timed by what they measured; leave it out", USAGE
+            "--traces: jobs of a history use their own measurements; leave it out", USAGE
         )
 
 
@@ -153,7 +151,7 @@ def _options(
     nodes: Sequence[str],
     teams: TeamsSpec | None,
 ) -> Options:
-    """Return how the cluster behaves: as the command line says, else as in the history.
+    """Return how the cluster behaves, by the command line, else by the history.
 
     Raises:
         ValueError: an option is out of range.
@@ -188,7 +186,7 @@ def _decides_at(cluster: SimulatedClusterFlags, history: SchedulerHistory | None
 
 
 class _UsualOptions(NamedTuple):
-    """What counts where the command line says nothing."""
+    """Defaults of options."""
 
     interval: float = 60.0
     restart_seconds: float = 30.0
@@ -212,7 +210,7 @@ def _workloads(
     history: SchedulerHistory | None,
     teams: TeamsSpec | None,
 ) -> tuple[list[Workload], PastRun | None]:
-    """Return what is to be simulated.
+    """Return the workloads to simulate.
 
     Raises:
         ValueError: a file or an option is invalid, or there are no jobs.
@@ -269,10 +267,10 @@ def _fit(name: FitName) -> Fit:
 
 
 def policy_names(text: str) -> list[str]:
-    """Return the policies of a comma-separated list, each once; "all": all.
+    """Return the policies of a comma-separated list without duplicates; "all": all policies.
 
     Raises:
-        ValueError: one is unknown.
+        ValueError: a policy is unknown.
     """
     from pipollux_policies import POLICIES, make_policy
 
@@ -286,10 +284,10 @@ def policy_names(text: str) -> list[str]:
 def cluster_nodes(
     number: int, gpus: int, node_types: Sequence[str], *, preemptible: bool
 ) -> dict[str, NodeInfo]:
-    """Return nodes of one kind, or those given as `TYPE=COUNTxGPUS`.
+    """Return nodes of one kind, or the nodes given as `TYPE=COUNTxGPUS`.
 
     Raises:
-        ValueError: one of the texts has another form, or a type is given twice.
+        ValueError: a text has another form, or a type is repeated.
     """
     from pipollux_simulator import make_nodes
 

@@ -32,7 +32,7 @@ class FitName(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedClusterFlags:
-    """What the command line says of the cluster; None where it says nothing."""
+    """Options of `simulate` about the cluster; None if not given."""
 
     panel: ClassVar[str] = "The cluster"
     fairness: Fairness = None
@@ -41,7 +41,7 @@ class SimulatedClusterFlags:
     rank_power: RankPower = None
     on_arrival: Annotated[
         bool,
-        typer.Option("--on-arrival", help="Decide also at each arrival, as the scheduler does."),
+        typer.Option("--on-arrival", help="Also decide at every arrival, as the scheduler does."),
     ] = False
     nodes: Annotated[
         int | None,
@@ -49,18 +49,18 @@ class SimulatedClusterFlags:
             min=1,
             max=100_000,
             help="Number of nodes.",
-            show_default="16, or those of the history",
+            show_default="16, or the nodes of the history",
         ),
     ] = None
     gpus: Annotated[
         int | None,
-        typer.Option(min=1, max=1024, help="GPUs of each node.", show_default="4"),
+        typer.Option(min=1, max=1024, help="GPUs per node.", show_default="4"),
     ] = None
     node_type: Annotated[
         list[str] | None,
         typer.Option(
             metavar="TYPE=COUNTxGPUS",
-            help="Nodes with one GPU type, instead of --nodes and --gpus; may be repeated.",
+            help="Nodes of one GPU type, instead of --nodes and --gpus; may be repeated.",
         ),
     ] = None
     add_nodes: Annotated[
@@ -68,23 +68,23 @@ class SimulatedClusterFlags:
         typer.Option(
             min=0,
             max=100_000,
-            help="With --from-state: number of additional nodes, of the most frequent kind.",
+            help="With --from-state: additional nodes of the most common kind.",
         ),
     ] = 0
     teams: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="YAML file of teams.",
-            show_default="none, or those of the history",
+            help="YAML: teams and their quotas, in the format of serve.",
+            show_default="none, or the teams of the history",
         ),
     ] = None
     interval: Annotated[
         float | None,
         typer.Option(
             max=1e6,
-            help="Seconds between allocation decisions.",
-            show_default="60, or that of the history",
+            help="Seconds between two decisions.",
+            show_default="60, or the interval of the history",
         ),
     ] = None
     restart_seconds: Annotated[
@@ -99,56 +99,51 @@ class SimulatedClusterFlags:
         float | None,
         typer.Option(
             max=1e6,
-            help="Resize jobs elastically where a replica survives: it trains while others start, "
-            "in the time of a restart, then pauses for this many seconds.",
-            show_default="every change is a restart, or as measured in the history",
+            help="Resize jobs elastically if a replica stays in place: it trains while the others "
+            "start (for the duration of a restart), then pauses for this many seconds.",
+            show_default="restart at every change, or as measured in the history",
         ),
     ] = None
     interference: Annotated[
         float,
-        typer.Option(help="Fraction of throughput that distributed jobs on a shared node lose."),
+        typer.Option(help="Fraction of speed that distributed jobs lose when they share a node."),
     ] = 0.0
     failures: Annotated[
         bool,
-        typer.Option(
-            "--failures", help="Simulate node failures, one in 75 days on average for each node."
-        ),
+        typer.Option("--failures", help="Simulate node failures: one in 75 days per node."),
     ] = False
     spot: Annotated[
         bool,
-        typer.Option(
-            "--spot", help="Simulate preemption, one in 6 hours on average for each node."
-        ),
+        typer.Option("--spot", help="Simulate spot preemptions: one in 6 hours per node."),
     ] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedJobFlags:
-    """What the command line says of jobs; None where it says nothing."""
+    """Options of `simulate` about jobs; None if not given."""
 
     panel: ClassVar[str] = "The jobs"
     traces: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR",
-            help="Folder of the public Pollux traces, with one folder per application.",
+            metavar="DIR", help="Folder of the public Pollux traces, one folder per application."
         ),
     ] = None
     from_state: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="State directory of a scheduler whose jobs are replayed; "
-            f"'{USUAL}': the default one.",
+            help="Replay the jobs of the scheduler with this state directory; "
+            f"'{USUAL}': the default directory.",
         ),
     ] = None
     known_length: Annotated[
         str | None,
         typer.Option(
             metavar="exact|none|learned|declared|FACTOR",
-            help="Remaining job lengths that the policy knows: exact, none, estimated from "
-            "completed jobs (learned), declared by the job or else estimated, or wrong by a "
-            "factor of up to FACTOR.",
+            help="Job lengths as known to the policy: exact; unknown (none); estimated from "
+            "completed jobs (learned); estimated, except for jobs that declare theirs "
+            "(declared); or wrong by up to FACTOR either way.",
             show_default="exact; with --from-state declared",
         ),
     ] = None
@@ -156,27 +151,22 @@ class SimulatedJobFlags:
         bool | None,
         typer.Option(
             "--inherit-models/--no-inherit-models",
-            help="Share measured step times within families of jobs.",
+            help="Start jobs with the measurements of completed jobs of their family.",
             show_default="only with --from-state",
         ),
     ] = None
     fit: Annotated[
         FitName,
         typer.Option(
-            help="Performance model of the jobs: that of Pipollux or that of AdaptDL.",
+            help="Performance model of trace jobs: Pipollux's, or AdaptDL's, which has fewer "
+            "terms.",
         ),
     ] = FitName.pipollux
     load: Annotated[
         float,
         typer.Option(max=1e6, help="Factor of the arrival rate."),
     ] = 1.0
-    jobs: Annotated[int | None, typer.Option(min=1, help="Simulate the first N jobs only.")] = None
-    generate: Annotated[
-        MixName | None, typer.Option(help="Generate a random workload of this mix.")
-    ] = None
-    num_jobs: Annotated[
-        int, typer.Option(min=1, max=1_000_000, help="Number of generated jobs.")
-    ] = 160
-    hours: Annotated[float, typer.Option(max=1e6, help="Hours in which generated jobs arrive.")] = (
-        8.0
-    )
+    jobs: Annotated[int | None, typer.Option(min=1, help="Number of first jobs to keep.")] = None
+    generate: Annotated[MixName | None, typer.Option(help="Generate this mix of jobs.")] = None
+    num_jobs: Annotated[int, typer.Option(min=1, max=1_000_000, help="Jobs to generate.")] = 160
+    hours: Annotated[float, typer.Option(max=1e6, help="Hours in which they arrive.")] = 8.0

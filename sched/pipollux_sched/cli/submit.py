@@ -1,4 +1,4 @@
-"""What users ask of jobs: `pipollux submit`, `cancel`, `suspend`, `resume`, and others."""
+"""Commands that change jobs: `pipollux submit`, `cancel`, `suspend`, `resume`, and others."""
 
 from __future__ import annotations
 
@@ -31,38 +31,35 @@ T = TypeVar("T", "JobView", "DeletedJobView")
 
 def submit(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="YAML file of jobs.", show_default=False)
+        Path, typer.Argument(metavar="FILE", help="YAML: the jobs to submit.", show_default=False)
     ],
     wait: Annotated[
-        bool,
-        typer.Option("--wait", help="Wait until all jobs have ended; exit with 1 if one failed."),
+        bool, typer.Option("--wait", help="Wait until the jobs end; exit 1 if one fails.")
     ] = False,
     team: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Team of the jobs.", show_default="the file's"),
+        typer.Option(metavar="NAME", help="Team of the jobs.", show_default="as in the file"),
     ] = None,
     priority: Annotated[
         str | None,
-        typer.Option(
-            metavar="CLASS", help="Priority class of the jobs.", show_default="the file's"
-        ),
+        typer.Option(metavar="CLASS", help="Priority of the jobs.", show_default="as in the file"),
     ] = None,
     output: TableOutput = OutputFormat.table,
     state_dir: StateDirectory = None,
 ) -> None:
     """Submit the jobs of a file to the running scheduler.
 
-    If one job is refused, none is submitted. A job that has failed or was cancelled
-    can be submitted again under its name: it resumes from its last checkpoint.
+    If one job is refused, none is submitted. A failed or cancelled job can be
+    submitted again under its name; it resumes from its last checkpoint.
 
         pipollux submit examples/jobs.yaml --wait
 
-    A script is looked for beside the file, then in the current folder. With
-    --server it lies on the scheduler's machine: its path is absolute there.
+    Scripts are searched for in the folder of the file, then in the current folder.
+    With --server, paths are absolute and belong to the scheduler's machine.
 
-    Exit code: 0 submitted (with --wait: all are complete); 1 a job was refused
-    (with --wait: or has failed); 2 the file or an option is wrong. With --wait,
-    --output json prints the jobs as they have ended.
+    Exit code: 0 submitted (with --wait: all jobs are complete); 1 a job was refused
+    (with --wait: or has failed); 2 the file or an option is invalid. With --wait,
+    --output json prints the final state of the jobs.
     """
     from pipollux_sched.spec.job import load_jobs
 
@@ -86,9 +83,10 @@ def submit(
 def cancel(
     names: JobNames, output: TableOutput = OutputFormat.table, state_dir: StateDirectory = None
 ) -> None:
-    """Cancel jobs: their processes save and end, and they are not started again.
+    """Cancel jobs: their processes save and end.
 
-    A cancelled job can be submitted again: it resumes from its last checkpoint.
+    A cancelled job can be submitted again under its name; it resumes from its last
+    checkpoint.
 
         pipollux cancel char-lm digits
     """
@@ -98,10 +96,13 @@ def cancel(
 def suspend(
     names: JobNames, output: TableOutput = OutputFormat.table, state_dir: StateDirectory = None
 ) -> None:
-    """Suspend jobs: they checkpoint and release their slots.
+    """Suspend jobs: they save a checkpoint and release their slots.
 
-    pipollux suspend char-lm
-    pipollux resume char-lm
+    Suspended jobs hold no slots. When they are resumed, they continue from their
+    last checkpoint.
+
+        pipollux suspend char-lm
+        pipollux resume char-lm
     """
     _ask_each(state_dir, names, lambda client, name: client.suspend(name), output, _print_answers)
 
@@ -109,9 +110,9 @@ def suspend(
 def resume(
     names: JobNames, output: TableOutput = OutputFormat.table, state_dir: StateDirectory = None
 ) -> None:
-    """Resume suspended jobs; they start as soon as slots are free.
+    """Resume suspended jobs; they start when slots are free.
 
-    A job that is not suspended does not change; a job that has ended is refused.
+    Jobs that are not suspended stay unchanged; jobs that have ended are refused.
     """
     _ask_each(state_dir, names, lambda client, name: client.resume(name), output, _print_answers)
 
@@ -120,17 +121,17 @@ def rerun(
     names: JobNames,
     from_scratch: Annotated[
         bool,
-        typer.Option("--from-scratch", help="Start from scratch, without a checkpoint."),
+        typer.Option("--from-scratch", help="Start without the earlier checkpoints."),
     ] = False,
     output: TableOutput = OutputFormat.table,
     state_dir: StateDirectory = None,
 ) -> None:
-    """Run jobs again that have ended, with the same specification.
+    """Run ended jobs again, with their original spec.
 
-    A job that failed or was cancelled resumes from its last checkpoint. One that
-    is complete can only be trained again --from-scratch. What was saved before is
-    kept until the job is deleted; a job with a checkpoint_dir begins from scratch
-    only once you have moved away what is there.
+    A failed or cancelled job resumes from its last checkpoint. A complete job needs
+    --from-scratch. Earlier checkpoints are kept until the job is deleted; a job with
+    its own checkpoint_dir starts from scratch only after you have moved the contents
+    of that folder away.
 
         pipollux rerun char-lm
         pipollux rerun digits --from-scratch
@@ -153,15 +154,15 @@ def update(
     output: TableOutput = OutputFormat.table,
     state_dir: StateDirectory = None,
 ) -> None:
-    """Move jobs to another team; running jobs keep running.
+    """Move jobs to another team.
 
-    From the next decision on they count to that team's quota and limits. Jobs
-    that have ended can be moved, too: run again they are that team's.
+    Running jobs keep running. From the next decision on, the jobs count towards the
+    quota and limits of the new team. Jobs that have ended can be moved, too.
 
         pipollux update char-lm digits --team vision
     """
     if team is None:
-        raise CommandError("there is nothing to update; say which team with --team NAME", USAGE)
+        raise CommandError("there is nothing to update; give a team with --team NAME", USAGE)
     _ask_each(state_dir, names, lambda client, name: client.move(name, team), output, _print_moved)
 
 
@@ -170,26 +171,26 @@ def _print_moved(jobs: Sequence[JobView], output: OutputFormat) -> None:
         print_data([job.to_dict() for job in jobs], output)
         return
     for job in jobs:
-        typer.echo(f"{job.name}: The job counts to team {job.spec['team']}.")
+        typer.echo(f"{job.name}: The job belongs to team {job.spec['team']}.")
 
 
 def delete(
     names: JobNames,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Skip the confirmation.")] = False,
     output: TableOutput = OutputFormat.table,
     state_dir: StateDirectory = None,
 ) -> None:
-    """Delete jobs that have ended, with their logs, events and checkpoints.
+    """Delete ended jobs, with their logs, events and checkpoints.
 
-    A job's own checkpoint_dir is left as it is. Of its events only the deletion
-    remains. On a terminal you are asked first; elsewhere it needs --yes.
+    A job's own checkpoint_dir is kept, and so is the event of the deletion. Deletion
+    asks for confirmation on a terminal, and needs --yes elsewhere.
 
         pipollux delete char-lm digits
     """
     wanted = list(dict.fromkeys(names))
     if not yes:
         if output is not OutputFormat.table or not sys.stdin.isatty():
-            raise CommandError("there is nobody to ask: give --yes to delete", USAGE)
+            raise CommandError("cannot ask for confirmation: give --yes to delete", USAGE)
         question = f"Delete {', '.join(wanted)}, with logs, events and checkpoints?"
         if not typer.confirm(question, err=True):
             raise CommandError("nothing was deleted")
@@ -212,9 +213,9 @@ def _print_deleted(jobs: Sequence[DeletedJobView], output: OutputFormat) -> None
 
 
 def located(spec: JobSpec, file: Path) -> JobSpec:
-    """Return a job that can be started from any folder, with absolute paths.
+    """Return a job with absolute paths, which can be started from any folder.
 
-    One with an image stays as it is: its paths are inside the image.
+    A job with an image stays unchanged: its paths are inside the image.
 
     Raises:
         SpecError: there is no such script.
@@ -250,7 +251,7 @@ def _absolute(spec: JobSpec, _file: Path) -> JobSpec:
 
 
 def _print_answers(jobs: Sequence[JobView], output: OutputFormat) -> None:
-    """Print the scheduler's answers about jobs: one line for each, or the full data."""
+    """Print the scheduler's answers: one line per job, or the full data."""
     if output is not OutputFormat.table:
         print_data([job.to_dict() for job in jobs], output)
         return
@@ -284,7 +285,7 @@ def _ask_each(
 
 
 def _wait_for(client: Client, names: set[str], last: int, *, to_stderr: bool) -> list[JobView]:
-    """Print the events of jobs until all have ended, and return the jobs."""
+    """Print the events of jobs until all have ended; return the jobs."""
     from pipollux_sched.client.connection import UnreachableError
 
     try:

@@ -1,4 +1,4 @@
-"""`pipollux teams`: list teams with what they hold, and set their quotas."""
+"""`pipollux teams`: list teams and their usage, and set their quotas."""
 
 from __future__ import annotations
 
@@ -29,19 +29,21 @@ def teams(
             show_default=False,
         ),
     ] = None,
-    clear: Annotated[bool, typer.Option("--clear", help="Remove all teams and quotas.")] = False,
+    clear: Annotated[
+        bool, typer.Option("--clear", help="Remove all teams, so that all users share all slots.")
+    ] = False,
     output: TextOutput = TextFormat.text,
     state_dir: StateDirectory = None,
 ) -> None:
-    """List teams: quota, slots used, borrowed and lent, jobs that run and wait.
+    """List teams: quota, slots used, borrowed and lent, running and waiting jobs.
 
-    Without --set and --clear this also works without a running scheduler, and
-    then shows the last known state.
+    Without a running scheduler, teams shows the last recorded state; --set and
+    --clear need a running scheduler.
 
         pipollux teams
         pipollux teams --set teams.yaml
 
-    Exit code: 0 done; 1 refused; 2 the file or an option is wrong.
+    Exit code: 0 done; 1 refused; 2 the file or an option is invalid.
     """
     if set_file is not None and clear:
         raise CommandError("--set and --clear contradict each other; give one of them", USAGE)
@@ -61,14 +63,14 @@ def _print(found: TeamsView, output: TextFormat) -> None:
     if output is not TextFormat.text:
         print_data(found.to_dict(), output)
     elif not found.configured:
-        typer.echo("No teams: everyone shares everything. Set some with: pipollux teams --set FILE")
+        typer.echo("No teams: all users share all slots. Set some with: pipollux teams --set FILE")
     else:
         print_result(team_table(found))
         typer.echo(f"{count(len(found.teams), 'team')}, {spell_use(found)}.")
 
 
 def spell_use(found: TeamsView) -> str:
-    """Spell how many slots teams use, and whether their quotas are more than there are."""
+    """Spell how many slots teams use, and whether the quotas exceed the slots."""
     used = sum(team.used for team in found.teams)
     quotas = sum(team.quota for team in found.teams)
     text = f"{count(used, 'slot')} used"
@@ -78,7 +80,7 @@ def spell_use(found: TeamsView) -> str:
 
 
 def team_table(found: TeamsView) -> Table:
-    """Return the teams with what they hold, as a table."""
+    """Return the teams and their usage as a table."""
     from rich.table import Table
 
     table = Table(box=None, header_style="bold", pad_edge=False)

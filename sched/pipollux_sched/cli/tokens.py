@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class TokenAction(StrEnum):
-    """What to do with tokens."""
+    """Actions on tokens."""
 
     list = "list"
     create = "create"
@@ -38,39 +38,37 @@ def tokens(
     name: Annotated[
         str | None, typer.Argument(metavar="[NAME]", help="Name of the user.", show_default=False)
     ] = None,
-    role: Annotated[Role, typer.Option(help="Role of the token.")] = Role.USER,
+    role: Annotated[Role, typer.Option(help="Role of the user.")] = Role.USER,
     team: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME",
-            help="Only team that the token may submit for.",
-            show_default="any of the user's",
+            metavar="NAME", help="Team of all the user's jobs.", show_default="any team of the user"
         ),
     ] = None,
     run_as: Annotated[
         str | None,
         typer.Option(
             metavar="USER",
-            help="Unix user of the jobs; needs a scheduler that runs as root.",
-            show_default="the scheduler's own",
+            help="System user that the jobs run as; needs a scheduler that runs as root.",
+            show_default="the scheduler's user",
         ),
     ] = None,
     output: TableOutput = OutputFormat.table,
     state_dir: StateDirectory = None,
 ) -> None:
-    """List, create and revoke tokens of users.
+    """List, create and revoke the tokens of users.
 
-    A viewer reads everything, a user also submits jobs and manages those, an admin
-    may do everything. A token is printed once; the scheduler keeps its digest.
+    A viewer reads everything; a user also submits and manages own jobs; an admin
+    may do everything. A token is printed once; the scheduler keeps only its digest.
 
-    With the local and Slurm backends, a job can do everything that its Unix user
-    can do. Without --run-as this is the scheduler's user, so give such tokens only to
-    people who may also be admins.
+    With the local and Slurm backends, jobs have all permissions of the system user
+    that they run as. Without --run-as, this is the user of the scheduler; give
+    tokens without --run-as only to people whom you trust as admins.
 
         pipollux tokens create ana --role user --team vision --run-as ana
         pipollux tokens revoke ana
 
-    Exit code: 0 done; 1 refused; 2 an option is wrong.
+    Exit code: 0 done; 1 refused; 2 an option is invalid.
     """
     if (name is None) != (action is TokenAction.list):
         wanted = "takes no NAME" if name else "needs the NAME of a user"

@@ -1,1 +1,1 @@
-"""HTTP client of a running scheduler, on this machine or another."""
+"""HTTP client of a running scheduler, on this machine or another one."""

@@ -1,4 +1,4 @@
-"""The client behind the command line: one method for each request to a scheduler."""
+"""The client behind the command line: one method per request to a scheduler."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from pipollux_sched.views.tokens import MadeToken, TokenView
 from .connection import TIMEOUT, ClientError, Connection, UnreachableError
 
 LONG_TIMEOUT = 600.0
-"""Seconds to wait for what may take long: large checkpoints deleted, thousands of jobs submitted, a
-report, a plan."""
+"""Timeout in seconds of slow requests: deletion of large checkpoints, submission of thousands of
+jobs, a report, a plan."""
 
 
 class Client:
@@ -62,7 +62,7 @@ class Client:
             url: URL of the scheduler, of a tunnel to it, or of a proxy in front of it.
             token: the admin token.
             timeout: seconds to wait for an answer.
-            ca_file: certificates of the authorities to trust; None: those of the system.
+            ca_file: certificates of the authorities to trust; None: the system's.
 
         Raises:
             ClientError: the URL or the token is malformed, or the file holds no certificates.
@@ -88,12 +88,12 @@ class Client:
         if info is None:
             raise UnreachableError(nobody)
         ca_file = None if info.ca_file is None else Path(info.ca_file)
-        if state_dir.is_served():  # its process id may be another's since it was killed
+        if state_dir.is_served():  # its process id may have been reused since it was killed
             nobody = (
-                f"no scheduler answers at {info.local_url}, where that of {state_dir.path} should: "
+                f"no scheduler answers at {info.local_url}, the address of {state_dir.path}: "
                 f"process {info.pid}; see its output, and that the host name can be resolved"
             )
-        # It is reached without a proxy: it is on this machine, or shares files with it.
+        # Without a proxy: the scheduler is on this machine, or shares files with it.
         return cls(Connection(info.local_url, info.token, timeout, nobody, ca_file, by_proxy=False))
 
     def close(self) -> None:
@@ -113,26 +113,26 @@ class Client:
 
     @property
     def served(self) -> bool:
-        """Whether a running scheduler is at the other end: always True."""
+        """Whether a running scheduler is connected: always True."""
         return True
 
     # Commands on jobs and nodes
 
     def submit(self, spec: JobSpec) -> JobView:
-        """Submit a job; return it as the scheduler now knows it."""
+        """Submit a job; return its new state."""
         return self._connection.get(JobView, "POST", "/jobs", json=spec.model_dump(mode="json"))
 
     def submit_all(self, specs: Sequence[JobSpec]) -> list[JobView]:
-        """Submit jobs, all or none of them; return them as the scheduler now knows them."""
-        # Defaults are left out, so that a thousand jobs fit into one request.
+        """Submit all of the jobs or none of them; return their new states."""
+        # Without defaults, a thousand jobs fit into one request.
         jobs = [spec.model_dump(mode="json", exclude_defaults=True) for spec in specs]
-        # All or none are taken, so it is one request, however many there are.
+        # One request for any number of jobs, because all or none are accepted.
         return self._connection.get(
             list[JobView], "POST", "/jobs/batch", json={"jobs": jobs}, timeout=LONG_TIMEOUT
         )
 
     def cancel(self, name: str) -> JobView:
-        """Cancel a job; return it as the scheduler now knows it."""
+        """Cancel a job; return its new state."""
         return self._connection.get(JobView, "DELETE", _job(name))
 
     def suspend(self, name: str) -> JobView:
@@ -154,7 +154,7 @@ class Client:
         return self._connection.get(JobView, "POST", _job(name, "rerun"), params=query)
 
     def move(self, name: str, team: str) -> JobView:
-        """Let a job count to another team."""
+        """Move a job to another team."""
         return self._connection.get(JobView, "PUT", _job(name, "team"), json={"team": team})
 
     def delete(self, name: str) -> DeletedJobView:
@@ -164,19 +164,19 @@ class Client:
         )
 
     def set_node(self, name: str, condition: NodeCondition, reason: str = "") -> NodeDetails:
-        """Set a node ready, draining or dead; return it as the scheduler now knows it."""
+        """Set a node ready, draining or dead; return its new state."""
         body = {"condition": condition.value, "reason": reason}
         return self._connection.get(NodeDetails, "PUT", _path("node", name), json=body)
 
     def set_teams(self, spec: TeamsSpec | None) -> TeamsView:
-        """Replace the teams; None: have none. Return them with what they hold."""
+        """Replace the teams; None: remove them. Return them with their usage."""
         if spec is None:
             return self._connection.get(TeamsView, "DELETE", "/teams")
         body = spec.model_dump(mode="json")
         return self._connection.get(TeamsView, "PUT", "/teams", json=body)
 
     def teams(self) -> TeamsView:
-        """Return the teams, with what they hold."""
+        """Return the teams with their usage."""
         return self._connection.get(TeamsView, "GET", "/teams")
 
     def tokens(self) -> list[TokenView]:
@@ -184,7 +184,7 @@ class Client:
         return self._connection.get(list[TokenView], "GET", "/tokens")
 
     def create_token(self, new: NewToken) -> MadeToken:
-        """Make a token for a user; return it, which is possible this once."""
+        """Create a token for a user; return it, which is possible only here."""
         body = new.model_dump(mode="json")
         return self._connection.get(MadeToken, "POST", "/tokens", json=body)
 
@@ -199,7 +199,7 @@ class Client:
     # Queries
 
     def jobs(self, phases: Collection[ListedPhase] = ()) -> list[ListedJob]:
-        """Return the jobs in the given phases (none: all), in order of submission."""
+        """Return the jobs in the given phases (empty: all), in the order of submission."""
         query = {"phase": [phase.value for phase in phases]}
         return self._connection.get(list[ListedJob], "GET", "/jobs", params=query)
 
@@ -216,7 +216,7 @@ class Client:
         return self._connection.get(ExplanationView, "GET", _job(name, "explanation"))
 
     def nodes(self) -> list[NodeDetails]:
-        """Return the nodes, each with its condition and who holds its slots."""
+        """Return the nodes, each with its condition and the jobs that hold its slots."""
         return self._connection.get(list[NodeDetails], "GET", "/nodes")
 
     def cluster(self, query: JobQuery, num_events: int = 0) -> ClusterView:
@@ -323,7 +323,7 @@ class Client:
         return self._connection.get(list[LogTail], "GET", _job(name, "logs"), params={"tail": tail})
 
     def read_log(self, name: str, attempt: int, replica: int, offset: int) -> LogPart:
-        """Return what a replica has logged from an offset on."""
+        """Return the log of a replica from an offset on."""
         path = _job(name, f"logs/{attempt}/{replica}")
         response = self._connection.request("GET", path, params={"offset": offset})
         try:

@@ -1,4 +1,4 @@
-"""One connection to a scheduler: requests, and errors as one sentence each."""
+"""One connection to a scheduler: requests, and errors in one sentence each."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from pydantic import TypeAdapter, ValidationError
 from pipollux_sched.errors import SchedulerError
 
 TIMEOUT = 30.0
-"""Seconds to wait for an answer."""
+"""Timeout of a request, in seconds."""
 
 T = TypeVar("T")
 
 
 class ClientError(SchedulerError):
-    """The scheduler cannot be reached, or refuses; the text is one sentence for the user."""
+    """The scheduler is unreachable, or refuses; the text is one sentence for the user."""
 
 
 class UnreachableError(ClientError):
@@ -39,9 +39,9 @@ class Connection:
         url: URL of the scheduler.
         token: the admin token.
         timeout: seconds to wait for an answer.
-        nobody: error text when nothing answers.
-        ca_file: certificates of the authorities to trust; None: those of the system.
-        by_proxy: use the proxy that the environment names, if any; never to loopback addresses.
+        nobody: error text if nothing answers.
+        ca_file: certificates of the authorities to trust; None: the system's.
+        by_proxy: use a proxy from the environment; never for loopback addresses.
 
     Raises:
         ClientError: the URL or the token is malformed, the file holds no certificates, or the proxy
@@ -59,10 +59,10 @@ class Connection:
         by_proxy: bool = True,
     ) -> None:
         self.url = checked_url(url)
-        """Where the scheduler is reached."""
+        """URL of the scheduler."""
         self._nobody = nobody or (
-            f"no scheduler answers at {self.url}; check the URL, and that the scheduler and the "
-            "way to it are up"
+            f"no scheduler answers at {self.url}; check the URL, the scheduler, and the network "
+            "between"
         )
         if not token or not (token.isascii() and token.isprintable()) or " " in token:
             raise ClientError(
@@ -83,7 +83,7 @@ class Connection:
             )
         except (ImportError, ValueError) as error:  # of the proxy's URL
             raise ClientError(
-                "the proxy that HTTP_PROXY, HTTPS_PROXY or ALL_PROXY names cannot be used "
+                "the proxy in HTTP_PROXY, HTTPS_PROXY or ALL_PROXY cannot be used "
                 f"({str(error).rstrip('.')}); name one that begins with http://, or put "
                 f"{urlsplit(self.url).hostname} into NO_PROXY"
             ) from None
@@ -111,7 +111,7 @@ class Connection:
             yield from response.iter_lines()
 
     def request(self, method: str, path: str, **content: Any) -> httpx.Response:
-        """Send a request; return the answer. While the scheduler has too much to do, wait for it.
+        """Send a request; return the answer. Retry while the scheduler is overloaded.
 
         Raises:
             ClientError: nothing answers, or the request was refused.
@@ -129,7 +129,7 @@ class Connection:
 
     @contextmanager
     def _answers(self) -> Iterator[None]:
-        """Turn connection errors into a sentence: the scheduler does not answer."""
+        """Turn connection errors into a sentence."""
         try:
             yield
         except (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError) as error:
@@ -140,8 +140,8 @@ class Connection:
                 ) from None
             if "certificate" in str(error).lower():
                 raise UnreachableError(
-                    f"the certificate of {self.url} cannot be verified ({error}); where an "
-                    "authority of your own has signed it, name its file with --ca-file or in "
+                    f"the certificate of {self.url} cannot be verified ({error}); if a "
+                    "private authority has signed it, give its file with --ca-file or in "
                     "PIPOLLUX_CA_FILE"
                 ) from None
             raise UnreachableError(self._nobody) from None
@@ -152,7 +152,7 @@ class Connection:
             ) from error
 
     def _refused(self, response: httpx.Response) -> ClientError:
-        """Return the reason for a refusal."""
+        """Return the reason of a refusal."""
         try:
             detail = str(response.json()["detail"])
         except (ValueError, KeyError, TypeError):
@@ -171,7 +171,7 @@ class Connection:
         return ClientError(detail)
 
     def not_understood(self) -> ClientError:
-        """Return an error: the server is no scheduler, or one of another version."""
+        """Return an error: the server is not a scheduler, or has another version."""
         ours = version("pipollux")
         with self._answers():
             response = self._client.get("/healthz")
@@ -180,10 +180,10 @@ class Connection:
         except (ValueError, KeyError, TypeError):
             theirs = ""
         if not theirs.isprintable() or not theirs:
-            return ClientError(f"what answers at {self.url} is no scheduler; check the URL")
+            return ClientError(f"the server at {self.url} is not a scheduler; check the URL")
         return ClientError(
-            f"the scheduler at {self.url} is pipollux {theirs}, this is {ours}, and they do not "
-            "understand each other; install the same version here"
+            f"the scheduler at {self.url} is pipollux {theirs}, this is {ours}, and they are not "
+            "compatible; install the same version here"
         )
 
 
@@ -201,11 +201,13 @@ def checked_url(url: str) -> str:
     except (ValueError, httpx.InvalidURL):
         good = False
     if not good:
-        raise ClientError(f"{url!r} is no URL of a scheduler; give one such as https://HOST:PORT")
+        raise ClientError(
+            f"{url!r} is not the URL of a scheduler; give one such as https://HOST:PORT"
+        )
     if parts.username is not None or parts.query or parts.fragment:
         raise ClientError(
-            "the URL of a scheduler holds no user, password, query or fragment; the token goes "
-            "into a file that --token-file names, or into PIPOLLUX_TOKEN"
+            "the URL of a scheduler has no user, password, query or fragment; give the token "
+            "in a file with --token-file, or in PIPOLLUX_TOKEN"
         )
     return url.rstrip("/")
 
@@ -220,20 +222,20 @@ def is_loopback(url: str) -> bool:
 
 
 def _pause(response: httpx.Response) -> float | None:
-    """Return the seconds after which a busy scheduler wants to be asked again; None: it is not."""
+    """Return the seconds after which to retry at a busy scheduler; None: it is not busy."""
     if response.status_code != httpx.codes.SERVICE_UNAVAILABLE:
         return None
     try:
         return max(float(response.headers["Retry-After"]), 0.0)
-    except (KeyError, ValueError):  # it is being stopped, or a proxy names a date
+    except (KeyError, ValueError):  # it is stopping, or a proxy sends a date
         return None
 
 
 def _trusting(ca_file: Path) -> ssl.SSLContext:
-    """Return a context that trusts the certificates of a file, and no others."""
+    """Return a context that trusts only the certificates of a file."""
     try:
         return ssl.create_default_context(cafile=ca_file)
-    except OSError as error:  # ssl's own is one, too
+    except OSError as error:  # ssl's error is a subclass
         reason = "it holds none" if isinstance(error, ssl.SSLError) else error.strerror
         raise ClientError(
             f"--ca-file: {ca_file} cannot be used ({reason}); give a file of certificates in PEM "

@@ -1,4 +1,4 @@
-"""An event as one line for people."""
+"""Events as lines of text."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Event: TypeAlias = Mapping[str, Any]
 
 
 def event_line(event: Event, *, every: bool = False) -> str | None:
-    """Describe an event in one line; None for those too frequent to be shown.
+    """Describe an event in one line; None for frequent events.
 
     Args:
         event: one flat object, as `Store.events` returns it.
-        every: describe the frequent ones as well.
+        every: also describe frequent events.
 
     Example:
         >>> event_line({"time": 0.0, "type": "complete", "job": "toy", "attempt": 2,
@@ -28,7 +28,7 @@ def event_line(event: Event, *, every: bool = False) -> str | None:
 
 
 def told_line(time: float, job: str | None, text: str) -> str:
-    """Return an event, of a job or of none, as one line that begins with the time of day."""
+    """Return an event, of a job or of none, as one line that starts with the time of day."""
     clock = datetime.fromtimestamp(time).strftime("%H:%M:%S")
     return f"{clock} {job}: {text}" if job else f"{clock} {text}"
 
@@ -69,7 +69,7 @@ def _rerun(event: Event) -> str:
 
 
 def _autoscaling(event: Event) -> str:
-    lists = {"to be left": event["drain"], "to be given back": event["release"]}
+    lists = {"to drain": event["drain"], "to release": event["release"]}
     parts = [f"{', '.join(names)} {what}" for what, names in lists.items() if names]
     nodes = "node" if event["desired"] == 1 else "nodes"
     return "; ".join([f"wants {event['desired']} {nodes}", *parts])
@@ -77,12 +77,12 @@ def _autoscaling(event: Event) -> str:
 
 def _notice(event: Event) -> str:
     clock = datetime.fromtimestamp(event["due"]).strftime("%H:%M:%S")
-    return f"is to give borrowed slots back to other teams at {clock}"
+    return f"must return borrowed slots to other teams at {clock}"
 
 
 def _updated(event: Event) -> str:
-    before = f", no longer to {event['before']}" if event["before"] else ""
-    return f"counts to team {event['team']}{before}"
+    before = f" from team {event['before']}" if event["before"] else ""
+    return f"moved to team {event['team']}{before}"
 
 
 def _node(event: Event) -> str:
@@ -101,7 +101,7 @@ def _progress(event: Event) -> str:
 
 
 def decision_text(why: str, why_restart: str | None) -> str:
-    """Return the reason of a decision, and why it could not be made while the job trains, if so.
+    """Return the reason of a decision and, if it is a restart, the reason of the restart.
 
     Example:
         >>> decision_text("moves to node-b", "none of its replicas stays where it is")
@@ -137,11 +137,11 @@ def _replicas_lost(event: Event) -> str:
 
 def _survived(event: Event) -> str:
     lost = _several("replica", [str(one) for one in event["lost"]])
-    return f"goes on without {lost}: {_goes_on(event)}"
+    return f"continues without {lost}: {_goes_on(event)}"
 
 
 def _goes_on(event: Event) -> str:
-    """Spell which replicas train on, from which step, and after which pause."""
+    """Spell which replicas keep training, from which step, and after which pause."""
     nodes, pause = event["nodes"], event["pause_seconds"]
     who = f"{count(len(nodes), 'replica')} on {spell_nodes(nodes)}"
     since = "" if event["step"] is None else f" since step {event['step']}"

@@ -27,7 +27,7 @@ from pipollux_utils.text import (
 from .event_text import decision_text
 
 MOST_OF_SOURCE = 300
-"""Characters of a job's owner, script and arguments."""
+"""Limit on the characters of a job's owner, script and arguments."""
 
 Key = TypeVar("Key", int, tuple[int, int])
 
@@ -46,7 +46,7 @@ class JobFacts(NamedTuple):
     colour: int
     phase: str
     source: str
-    """Whose it is, and what it runs."""
+    """The job's owner, script and arguments."""
     message: str
     stages: str
     steps: str
@@ -74,7 +74,7 @@ class AllocationRow(NamedTuple):
 
 
 def title(run: Run) -> str:
-    """Return a title that names the run's jobs, if they are few."""
+    """Return a title with the run's jobs, if they are few."""
     names = [clean(name, 32) for name in run.jobs]
     if not names:
         return "A run without jobs"
@@ -83,7 +83,7 @@ def title(run: Run) -> str:
 
 
 def moment(run: Run) -> str:
-    """Return when the run began, as a date in UTC."""
+    """Return the start of the run, as a date in UTC."""
     try:
         begin = datetime.fromtimestamp(run.start or 0.0, UTC)
     except (OverflowError, OSError, ValueError):
@@ -103,7 +103,7 @@ def summary(run: Run) -> str:
     """Summarise the run in a few sentences."""
     jobs = list(run.jobs.values())
     if not jobs:
-        return "The log tells of no job."
+        return "The log has no jobs."
     sentences = [
         f"{_spelt(len(jobs), 'training job')} on {cluster(run)}, for {duration(run.seconds)}."
     ]
@@ -181,13 +181,13 @@ def _headline(how_many: int, what: str, costs: list[float]) -> Headline:
 
 
 def pauses(run: Run) -> list[float]:
-    """Return how long nobody of a job trained at each of its elastic resizes, in seconds."""
+    """Return the pause of each elastic resize, in seconds: the time in which no replica trained."""
     known = [g.pause_seconds for job in run.jobs.values() for g in job.started if g.live]
     return [pause for pause in known if pause is not None]
 
 
 def restart_costs(run: Run) -> list[float]:
-    """Return what each restart cost: seconds from asking to stop to the next first step."""
+    """Return the cost of each restart: seconds from the stop request to the next first step."""
     costs = []
     for job in run.jobs.values():
         for before, after in pairwise(job.started):
@@ -225,7 +225,7 @@ def job_row(job: JobRun, colour: int) -> JobFacts:
 
 
 def epochs(job: JobRun) -> int | None:
-    """Return the epochs a job has completed, or its current epoch, from 0, if it still runs."""
+    """Return the number of completed epochs, or the current epoch, from 0, of a running job."""
     if job.final_epoch is not None:
         return job.final_epoch
     return job.last_point.epoch if job.last_point else None
@@ -238,7 +238,7 @@ def goodputs(job: JobRun) -> list[float]:
 
 
 class Speedup(NamedTuple):
-    """Goodput with the most replicas a job had over that with one: measured, and as predicted."""
+    """Goodput with the most replicas of a job over that with one: measured and predicted."""
 
     num_replicas: int
     measured: float
@@ -264,7 +264,7 @@ def _grouped(pairs: Iterable[tuple[Key, float]]) -> dict[Key, list[float]]:
 
 
 def _path(values: list[str]) -> str:
-    """Write a series as `1 → 2`; only its ends if it is long."""
+    """Write a series as `1 → 2`, or only its ends if it is long."""
     if not values:
         return DASH
     short = [v for i, v in enumerate(values) if i == 0 or v != values[i - 1]]
@@ -274,7 +274,7 @@ def _path(values: list[str]) -> str:
 
 
 def continuations(job: JobRun) -> str:
-    """Describe at which steps a job stopped and resumed, or resized."""
+    """Describe the steps at which a job stopped and resumed, or was resized."""
     pairs = [(a, b) for a, b in pairwise(job.started) if b.first_step_number is not None]
     if not pairs:
         restarts = len(job.started) - 1

@@ -63,14 +63,14 @@ SLOT_WIDTH = 12
 """Characters of one slot in the display of the nodes."""
 
 NARROW = 108
-"""Width below which the tables leave out what the rest of the display shows."""
+"""Width below which tables leave out information that the rest of the display shows."""
 
 KEPT_POINTS = 5000
-"""Number of reports kept of each job."""
+"""Number of reports kept per job."""
 
 
 class LiveView:
-    """Shows events as they come; a context manager.
+    """Shows events as they happen; a context manager.
 
     Args:
         console: where to print; plain lines if it is not a terminal.
@@ -194,10 +194,10 @@ class LiveView:
         return [self._line(event, words)]
 
     def _take_allocations(self) -> list[RenderableType]:
-        """Return the table of the allocation if it has changed, and the resizes it leads to.
+        """Return the table of the allocation if it has changed, and the resulting resizes.
 
-        The decisions of one round come as one event per job, or two where it is resized; the
-        table waits for the event after.
+        A scheduling round is one event per job, or two with an elastic resize, so the table is
+        printed at the next event.
         """
         changed, self._changed = self._changed, {}
         begun, self._begun = self._begun, []

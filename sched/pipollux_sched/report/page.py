@@ -33,7 +33,7 @@ from pipollux_utils.text import clean, count, duration, percent
 from . import facts
 
 MAX_DETAILED = 12
-"""Number of jobs with charts of their own; further ones are in the tables only."""
+"""Number of jobs with their own charts; further jobs are only in the tables."""
 
 
 class Figure(NamedTuple):
@@ -165,7 +165,7 @@ def _gantt_words(run: Run) -> str:
             f"jobs starting or stopping for {percent(use.changing)}, and free for {percent(free)}."
         )
     if run.nodes and not run.nodes_declared:
-        words += " The log does not say how large the nodes are; what was put on them is shown."
+        words += " The log has no sizes of nodes; the chart shows the slots that were used."
     num_holds = sum(len(g.nodes) for j in run.jobs.values() for g in j.started)
     if num_holds > MAX_HOLDS:
         words += f" Of {num_holds} blocks the {MAX_HOLDS} longest are drawn."

@@ -1,7 +1,7 @@
 """Select the events for a report: of some jobs, since a time, and not too many.
 
-Events of a job's life are all kept. Periodic reports of jobs are thinned by the database, so that a
-report of a store with a million events takes seconds.
+Events of a job's life cycle are all kept. The database thins periodic reports, so that a report of
+a store with a million events takes seconds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Event: TypeAlias = Mapping[str, Any]
 MOST_POINTS = 1000
 """Maximum points of one job's curves."""
 POINTS = 60_000
-"""Maximum points of all jobs together, besides a few of each."""
+"""Maximum points of all jobs together, besides a few per job."""
 _FEWEST = 20
 _TOLD = ("progress", "hints", "timeline")
 """Types of periodic events."""
@@ -41,7 +41,7 @@ _MEMBERSHIP = ("membership", "nodes", "replicas", "num_replicas", "num_stages")
 
 
 class NothingToReportError(SchedulerError):
-    """The events selected for a report name no job."""
+    """The events selected for a report contain no job."""
 
 
 def kept_report(store: Store, jobs: Collection[str] = (), seconds: float | None = None) -> str:
@@ -49,36 +49,36 @@ def kept_report(store: Store, jobs: Collection[str] = (), seconds: float | None 
 
     Args:
         store: the store.
-        jobs: only of these; empty: of all.
+        jobs: only these jobs; empty: all.
         seconds: only the last seconds; None: everything.
 
     Raises:
-        NothingToReportError: no selected event names a job.
-        UnknownJobError: there is no job of one of the names.
+        NothingToReportError: no selected event belongs to a job.
+        UnknownJobError: a job does not exist.
     """
     since = None if seconds is None else time.time() - seconds
     return report_of(store_events(store, jobs, since))
 
 
 def report_of(events: Sequence[Event]) -> str:
-    """Return the report of events as HTML; raise `NothingToReportError` if they name no job."""
+    """Return the report of events as HTML; raise `NothingToReportError` if they have no job."""
     if not any(event.get("job") for event in events):
-        raise NothingToReportError("there is nothing to report: no job is told of in this time")
+        raise NothingToReportError("there is nothing to report: no job has events in this period")
     return render_report(events)
 
 
 def store_events(
     store: Store, jobs: Collection[str] = (), since: float | None = None
 ) -> list[Event]:
-    """Return the events of a store, thinned, in the order they happened.
+    """Return the events of a store, thinned, in chronological order.
 
     Args:
         store: the store.
-        jobs: only of these; empty: of all.
+        jobs: only these jobs; empty: all.
         since: only events from this time on, in seconds since the epoch; see `clipped`.
 
     Raises:
-        UnknownJobError: there is no job of one of the names.
+        UnknownJobError: a job does not exist.
     """
     for name in jobs:
         store.job(name)
@@ -92,15 +92,15 @@ def store_events(
 
 
 def of_jobs(events: Iterable[Event], jobs: Collection[str]) -> list[Event]:
-    """Return the events of some jobs (of all where `jobs` is empty), and those of no job."""
+    """Return the events of some jobs (all if `jobs` is empty), and those of no job."""
     return [event for event in events if not (jobs and event.get("job")) or event["job"] in jobs]
 
 
 def clipped(events: Sequence[Event], since: float | None) -> list[Event]:
     """Return the events from a time on.
 
-    Jobs that had ended by then are left out. An allocation that a job already held is dated at that
-    time, so that the report shows it from its left edge; so is what elastic resizes had made of it.
+    Jobs that had ended by then are left out. An allocation held at that time, with its elastic
+    resizes, is dated at that time, so that the report shows it from its left edge.
     """
     if since is None:
         return list(events)
@@ -130,7 +130,7 @@ def clipped(events: Sequence[Event], since: float | None) -> list[Event]:
 
 
 def _taken_over(held: Sequence[Event], changed: Event) -> list[Event]:
-    """Return the events that led to a job's allocation after a resize, as if it began so."""
+    """Return the events of a job's allocation after a resize, as if it began with that one."""
     number = changed.get("attempt")
     allocated = [one for one in held if _is_of(one, "allocated", number)]
     rest = [one for one in held if one not in allocated and one["type"] not in _CHANGES]

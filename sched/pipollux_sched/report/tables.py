@@ -1,4 +1,4 @@
-"""Tables for terminals, in one style; `allocation_table` is what `plan` and the live view print."""
+"""Tables for terminals, in one style; `plan` and the live view print `allocation_table`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipollux_utils.text import DASH, THIN_SPACE, amount, clean, placement
 
 
 class AllocationLine(NamedTuple):
-    """One job's line in a table of allocations; `previous_replicas` None when it is new."""
+    """One job's line in a table of allocations; `previous_replicas` None for a new job."""
 
     job: str
     num_stages: int
@@ -26,10 +26,10 @@ class AllocationLine(NamedTuple):
 
 
 def allocation_table(rows: Iterable[AllocationLine], *, title: str | None = None) -> Table:
-    """Return a table of who gets what, and why.
+    """Return a table of allocations and their reasons.
 
     Args:
-        rows: one per job, in the order they are to be shown.
+        rows: one per job, in the order to show.
         title: text above the table.
 
     Example:
@@ -61,7 +61,7 @@ def allocation_table(rows: Iterable[AllocationLine], *, title: str | None = None
 
 
 def open_table(title: str | None) -> Table:
-    """Return an empty table in the style of all."""
+    """Return an empty table in the common style."""
     return Table(
         title=title,
         title_justify="left",
@@ -72,7 +72,7 @@ def open_table(title: str | None) -> Table:
 
 
 def plain_spaces(words: str) -> str:
-    """Return text with narrow spaces replaced, which terminal fonts seldom have.
+    """Return text without narrow spaces, which terminal fonts seldom have.
 
     >>> plain_spaces("1\u202f391 in 4.2\u202fs")
     '1391 in 4.2 s'

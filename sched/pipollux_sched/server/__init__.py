@@ -12,14 +12,14 @@ GET      /jobs/{name}                admin   one job, with its attempts, hints a
 DELETE   /jobs/{name}                admin   cancel a job
 POST     /jobs/{name}/suspend        admin   suspend it: checkpoint and release its slots
 POST     /jobs/{name}/resume         admin   resume it
-PUT      /jobs/{name}/team           admin   let it count to another team
+PUT      /jobs/{name}/team           admin   move it to another team
 GET      /jobs/{name}/explanation    admin   explain its allocation
 GET      /jobs/{name}/logs           admin   the last lines of its replicas
 GET      /jobs/{name}/logs/G/R       admin   the log of one replica of an attempt
 GET      /nodes                      admin   nodes, their condition, and the jobs on them
 PUT      /nodes/{name}               admin   set it draining, dead or ready
 GET      /overview                   admin   nodes, counts and a page of jobs at a glance
-GET      /attempts                admin   attempts and the slots that they held
+GET      /attempts                   admin   attempts and the slots that they held
 GET      /usage                      admin   slot usage of the nodes
 GET      /plan                       admin   what the scheduler would decide now
 GET      /report                     admin   the report of a run, as HTML

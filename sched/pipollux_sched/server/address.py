@@ -1,4 +1,4 @@
-"""Where a scheduler listens, and where jobs and users are told to find it."""
+"""The listening address of a scheduler, and its URL for jobs and users."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["ServerAddress"]
 
 @dataclass(frozen=True, kw_only=True)
 class ServerAddress:
-    """Where a scheduler listens, and the URL that jobs report to.
+    """The listening address of a scheduler, and the URL that jobs report to.
 
     Example:
         >>> ServerAddress(host="10.0.0.5", port=7070).advertised(7070)
@@ -32,13 +32,13 @@ class ServerAddress:
     """
 
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 or ::, all of the machine's."""
+    """Address to listen on; 0.0.0.0 or ::, all addresses of the machine."""
     port: int = 0
-    """Port to listen on; 0: any free one."""
+    """Port to listen on; 0: any free port."""
     advertise_url: str | None = None
-    """What jobs and commands use; None: the address itself, or for all addresses the host name."""
+    """URL for jobs and commands; None: the listening address, or the host name for a wildcard."""
     allowed_hosts: Sequence[str] = ()
-    """Further names that requests may ask for."""
+    """Additional host names to accept in requests."""
     tls: Tls | None = None
     """The certificate; None: plain HTTP."""
 
@@ -51,7 +51,7 @@ class ServerAddress:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only processes of this machine can reach it."""
+        """Whether only processes of this machine can connect."""
         try:
             return ip_address(self.host).is_loopback
         except ValueError:
@@ -59,7 +59,7 @@ class ServerAddress:
 
     @property
     def is_wildcard(self) -> bool:
-        """Whether it is all addresses of the machine."""
+        """Whether the address stands for all addresses of the machine."""
         try:
             return ip_address(self.host).is_unspecified
         except ValueError:
@@ -69,7 +69,7 @@ class ServerAddress:
         """Return the URL that jobs report to, without a trailing slash.
 
         Args:
-            port: the port that is listened on.
+            port: the listening port.
         """
         if self.advertise_url is not None:
             return self.advertise_url.rstrip("/")
@@ -83,10 +83,10 @@ class ServerAddress:
         return urlsplit(self.advertised(0)).hostname or ""
 
     def hosts(self) -> list[str]:
-        """Return the names that requests may ask for, besides those of the loopback interface.
+        """Return the host names to accept in requests, besides those of the loopback interface.
 
-        No web page can let a name of its own stand for an address that a request names itself, so
-        all addresses of the machine may be asked for where all are listened on.
+        With a wildcard address all addresses of the machine are accepted: DNS rebinding needs a
+        name, so an address in the Host header is safe.
         """
         names = [self.host, *self.allowed_hosts, self.advertised_host]
         if self.is_wildcard:
@@ -99,10 +99,10 @@ class ServerAddress:
         return list(dict.fromkeys(name for name in names if name))
 
     def server_info(self, port: int, token: str) -> ServerInfo:
-        """Return what commands of this machine need to ask the scheduler.
+        """Return the information that commands of this machine need to connect.
 
         Args:
-            port: the port that is listened on.
+            port: the listening port.
             token: the admin token.
         """
         authority = self.environment(port).get(variables.CA_FILE.name)
@@ -111,10 +111,10 @@ class ServerAddress:
         )
 
     def environment(self, port: int) -> dict[str, str]:
-        """Return the variables that tell a job where to report.
+        """Return the environment variables with the URL that a job reports to.
 
         Args:
-            port: the port that is listened on.
+            port: the listening port.
         """
         found = variables.SCHEDULER_URL.write(self.advertised(port))
         if self.tls is not None and self.tls.authority is not None:

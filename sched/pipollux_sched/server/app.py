@@ -25,22 +25,22 @@ from .swagger_page import add_docs
 from .web_page import add_pages
 
 DESCRIPTION = (
-    "Every request but those for `/healthz`, `/docs`, `/openapi.json` and the web page at `/` "
-    "bears a token, as in "
-    "`Authorization: Bearer TOKEN`: a job's own, a user's, or the admin's, which opens everything. "
+    "Requests need a token in the header `Authorization: Bearer TOKEN`, except those for "
+    "`/healthz`, `/docs`, `/openapi.json` and the web page at `/`. "
+    "A token is a job's own, a user's, or the admin's, which allows everything. "
     "Bodies are JSON objects of at most 1 MiB. Every refusal is an object with one sentence, "
     "`detail`."
 )
 TAGS = {
-    "jobs' own": "What jobs ask about themselves, with their own token.",
-    "jobs": "Submitting, watching and ending jobs.",
-    "nodes": "The cluster, and taking nodes out of it.",
-    "teams": "Quotas of teams, and what they hold.",
+    "jobs' own": "Requests of jobs about themselves, with their own token.",
+    "jobs": "Submit, watch and end jobs.",
+    "nodes": "The nodes of the cluster, and their condition.",
+    "teams": "Quotas and usage of teams.",
     "tokens": "Tokens of users, with their roles; for admins.",
-    "events": "What has happened, and what happens.",
+    "events": "Past events and the live event stream.",
     "service": "The scheduler itself.",
 }
-"""Sections of the OpenAPI document, in this order, with what each is about."""
+"""Sections of the OpenAPI document, in order, with their descriptions."""
 
 
 def create_app(

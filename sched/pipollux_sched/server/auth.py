@@ -1,4 +1,4 @@
-"""Authentication: who sends a request, by its token. A job's opens only what concerns itself."""
+"""Authentication by token. The token of a job grants access to that job only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Auth:
     """Authorizes requests by their token, and counts them against the rate limits.
 
     Args:
-        store: holds the tokens of the jobs and of users.
+        store: holds the tokens of jobs and users.
         admin_token: grants access to everything.
         limits: rates of requests.
     """
@@ -38,7 +38,7 @@ class Auth:
     def identify(
         self, request: Request, credentials: HTTPAuthorizationCredentials | None
     ) -> Caller:
-        """Return who sends a request; refuse everyone but the admin and users with a token."""
+        """Return the sender of a request; refuse everyone but the admin and users with a token."""
         if self._is_admin(credentials):
             self._admin.check("admin", "the admin token")
             return Caller("admin", Role.ADMIN)
@@ -54,9 +54,10 @@ class Auth:
         return caller
 
     def _users(self) -> Mapping[str, Caller]:
-        """Return the users by the digests of their tokens: these tell nothing, so may be looked up.
+        """Return the users by the digests of their tokens.
 
-        They are made and revoked through the same store object, so they are read again only then.
+        Digests reveal nothing, so a plain lookup is safe. Tokens are created and revoked through
+        the same store object, so they are read again only after such a change.
         """
         tokens = self._store.tokens
         if self._read_at != (changes := tokens.num_changes):
@@ -64,15 +65,15 @@ class Auth:
                 one.digest: Caller(one.name, Role(one.role), one.team, one.run_as)
                 for one in tokens.all()
             }
-            self._read_at = changes  # last: where that fails, nobody goes on with what was revoked
+            self._read_at = changes  # last: if reading fails, revoked tokens must not stay valid
         return self._callers
 
     def account_of(self, user: str) -> str | None:
-        """Return the user of the machine as which the jobs of a token's user run; None: unknown."""
+        """Return the system user that the jobs of a user run as; None: unknown."""
         return next((one.run_as for one in self._users().values() if one.name == user), None)
 
     def knows(self, credentials: HTTPAuthorizationCredentials | None) -> bool:
-        """Tell whether a token is the admin's or a user's, and was not revoked."""
+        """Return whether a token is the admin's or a user's, and not revoked."""
         if credentials is None:
             return False
         return self._is_admin(credentials) or digest_of(credentials.credentials) in self._users()
@@ -91,9 +92,9 @@ class Auth:
         self._jobs.check(name, f"job {name!r}", _share(job))
 
     async def admits_own_token(self, name: str, token: str) -> bool:
-        """Tell whether a token is the job's and its rate allows one more request.
+        """Return whether a token is the job's and its rate allows one more request.
 
-        False: `admit_job` has to say, as this does not ask for other tokens.
+        False: call `admit_job`, which also accepts the admin's token.
         """
         job = await self._job(name)
         if job is None or not equal(token, job.token):
@@ -115,8 +116,8 @@ class Auth:
     def _refused(self, request: Request, what: str) -> Exception:
         """Refuse a wrong token: 401, or 429 after too many from this address.
 
-        Requests with the right token are still accepted from there: all jobs of a machine share
-        one address, and one that guesses must not lock the others out.
+        Requests with a valid token are still accepted from the address: all jobs of a machine
+        share it, and a job that guesses tokens must not lock out the others.
         """
         address = request.client.host if request.client else "an unknown address"
         seconds = self._wrong.take(address)
@@ -128,7 +129,7 @@ class Auth:
 
 
 def _share(job: JobRecord) -> float:
-    """Return how many times the rate of a job this one is allowed."""
+    """Return the factor of the job rate that this job is allowed."""
     live = job.state.live
     return max((len(live.replicas) + len(live.joining)) / REPLICAS_OF_A_RATE, 1.0)
 

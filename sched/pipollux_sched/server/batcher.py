@@ -1,7 +1,6 @@
-"""Batching of what jobs send: what arrives together is stored in one transaction.
+"""Batches requests of jobs: those that arrive together are stored in one transaction.
 
-Each request is answered only once what it brings is in the store; batching saves one transaction
-for each request.
+A request is answered once its data is in the store; batching saves a transaction per request.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 
 PAUSE = 0.005
-"""Seconds from one writing to the next; what comes meanwhile waits so long at the most."""
+"""Seconds between two writes; the largest delay that batching adds."""
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -24,8 +23,7 @@ class Batcher(Generic[_Item, _Result]):
     """Stores items in batches on behalf of the coroutines of one event loop.
 
     Args:
-        write: stores items; returns for each what its request is told, an exception to raise or a
-            result to return.
+        write: stores items; returns for each item its result, or an exception to raise.
     """
 
     def __init__(self, write: Callable[[list[_Item]], Sequence[_Result | Exception]]) -> None:
@@ -34,10 +32,10 @@ class Batcher(Generic[_Item, _Result]):
         self._task: asyncio.Task[None] | None = None
 
     async def put(self, item: _Item) -> _Result:
-        """Store an item; return what it came to when it is in the store.
+        """Store an item; return its result once the transaction has committed.
 
         Raises:
-            StoreError: why it was not stored; also whatever else `write` raises.
+            StoreError: it was not stored; also any other error of `write`.
         """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[_Result] = loop.create_future()
@@ -47,7 +45,7 @@ class Batcher(Generic[_Item, _Result]):
         return await done
 
     async def _write(self) -> None:
-        own = CapacityLimiter(1)  # the threads that serve requests stay free
+        own = CapacityLimiter(1)  # leaves the threads that serve requests free
         try:
             while self._waiting:
                 batch, self._waiting = self._waiting, []

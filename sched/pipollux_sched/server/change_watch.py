@@ -1,4 +1,4 @@
-"""Waiting for a commit without a thread or a database connection for each waiter."""
+"""Wait for commits without a thread or a database connection per waiter."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from anyio.to_thread import run_sync
 from pipollux_sched.store import Store
 
 LOOK = 1.0
-"""Seconds after which the one thread that waits looks whether anybody still does."""
+"""Seconds between two checks of the waiting thread for remaining listeners."""
 PAUSE = 0.1
-"""Seconds between two wake-ups: commits in between are announced together."""
+"""Seconds between two wake-ups; commits in between are announced together."""
 
 
 class ChangeWatch:
     """Wakes coroutines of one event loop when the store has changed.
 
-    While anyone listens, one thread waits for the store on behalf of all.
+    While there are listeners, one thread waits for the store on behalf of all of them.
 
     Args:
         store: the store to wait for.
@@ -33,11 +33,11 @@ class ChangeWatch:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self.closed = False
-        """Whether the server stops, so that nobody should wait any more."""
+        """Whether the server is stopping, so that waiters must return."""
 
     @property
     def version(self) -> int:
-        """Version to wait for a change of; read it before the data that it stands for."""
+        """The version to pass to `wait`; read it before the data."""
         return self._store.version
 
     @asynccontextmanager
@@ -53,10 +53,10 @@ class ChangeWatch:
             self._num_listening -= 1
 
     async def wait(self, version: int, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for a commit after `version`, or for the server's end.
+        """Wait up to `timeout` seconds for a commit after `version`, or for the end of the server.
 
         Returns:
-            Whether there was one.
+            Whether there was a commit.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
@@ -68,11 +68,11 @@ class ChangeWatch:
         """Release all waiters; may be called from any thread."""
         self.closed = True
         if self._loop is not None:
-            with suppress(RuntimeError):  # the loop has ended, and its waiters with it
+            with suppress(RuntimeError):  # the loop has ended, and so have its waiters
                 self._loop.call_soon_threadsafe(self._wake)
 
     async def _watch(self) -> None:
-        own = CapacityLimiter(1)  # the threads that serve requests stay free
+        own = CapacityLimiter(1)  # leaves the threads that serve requests free
         version = self._store.version
         try:
             while self._num_listening and not self.closed:

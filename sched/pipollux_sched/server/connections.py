@@ -1,9 +1,9 @@
 """Limits on connections that uvicorn lacks: their number, and the time for a request's head.
 
-uvicorn 0.54 limits idle time between requests and how many are answered at once, but neither the
-number of connections, nor the time that a request's head takes, nor, with its faster parser, the
-size of that head. A client that opens sockets and sends half a head on each can hold every
-descriptor of the process for good. `BoundedProtocol` is uvicorn's own protocol with these limits;
+uvicorn 0.54 limits the idle time between requests and the number of concurrent requests. It limits
+neither the number of connections, nor the time that a request's head takes, nor, with httptools,
+the size of that head. A client that opens sockets and sends half a head on each can hold every
+descriptor of the process forever. `BoundedProtocol` is uvicorn's protocol with these limits;
 uvicorn receives it through its option `http`.
 """
 
@@ -22,15 +22,15 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from .overload import GONE
 
 HEAD_TIMEOUT = 10.0
-"""Seconds that the head of a request may take, from the connection or its first byte on."""
+"""Seconds allowed for the head of a request, from the connection or its first byte on."""
 MOST_HEAD = 2**16
-"""Bytes of a request's head at most."""
+"""Largest head of a request, in bytes."""
 MOST_CONNECTIONS = 16384
-"""Connections at once, where the process may have twice as many descriptors."""
+"""Largest number of connections, if the process may have twice as many descriptors."""
 _CLOSED = getattr(select, "POLLRDHUP", 0)
-"""What `poll` waits for besides errors: Linux tells that the other end sends no more."""
+"""Event of `poll` besides errors: on Linux, that the peer has closed its writing side."""
 QUIET = 60.0
-"""Seconds between two log lines about the same."""
+"""Seconds between two equal log lines."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -38,8 +38,8 @@ _LOG = logging.getLogger(__name__)
 def most_connections() -> int:
     """Return the limit on connections: half the process's descriptors, up to a maximum.
 
-    The other half is for files, pipes and the store, and for connections that were accepted but
-    are not counted yet.
+    The other half is for files, pipes and the store, and for accepted connections that are not
+    counted yet.
     """
     soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
@@ -104,10 +104,9 @@ class BoundedConfig(uvicorn.Config):
         self.most = most
         self.head_timeout = head_timeout
         self.never_answered: dict[BoundedProtocol, None] = {}
-        """Connections whose client has yet to send its first request, or the rest of it, the oldest
-        first."""
+        """Connections without a complete request, oldest first."""
         self.idle: dict[BoundedProtocol, None] = {}
-        """Those whose client has yet to send another one, the one that is quiet longest first."""
+        """Keep-alive connections between requests, in the order of their last request."""
         self.crowded = QuietLog(
             f"more than {most} connections at once: %d that had sent no whole request were closed"
         )
@@ -118,10 +117,10 @@ class BoundedConfig(uvicorn.Config):
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection. At the limit, the oldest without a complete request is evicted.
+    """One connection. At the limit, the oldest connection without a complete request is evicted.
 
-    So a new one is always accepted, and a client that sends its request at once is answered
-    however many others are held open.
+    So a new connection is always accepted, and a client that sends its request at once is answered
+    regardless of how many other connections are open.
     """
 
     config: BoundedConfig
@@ -140,7 +139,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
-        """Receive data; a head that has begun must be complete in time."""
+        """Receive data; a started head must be complete in time."""
         super().data_received(data)
         if not self._unheard:
             self._count_as_heard()
@@ -162,12 +161,12 @@ class BoundedProtocol(HttpToolsProtocol):
             self.config.idle[self] = None
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
+        """Remove the connection from the counts."""
         self._expect_nothing()
         self._count_as_heard()
         super().connection_lost(exc)
-        # Nothing here refers to itself any more, so that it is freed at once: Python looks for
-        # cyclic garbage so seldom that thousands of connections a minute would fill the memory.
+        # Break reference cycles, so that memory is freed at once: Python collects cycles so seldom
+        # that thousands of connections a minute would fill the memory.
         self.app_state = {}
         self.scope = self.cycle = None  # type: ignore[assignment]  # as before the first request
         self.pipeline.clear()
@@ -175,16 +174,16 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def _waits(self) -> bool:
-        """Whether the client has yet to send the head of its next request."""
+        """Whether the head of the next request is missing."""
         return self.cycle is None or self.cycle.response_complete
 
     @property
     def _unheard(self) -> bool:
-        """Whether the client has yet to send a request, or the rest of one."""
+        """Whether no complete request was received."""
         return self._waits or self.cycle.more_body
 
     def _is_gone(self) -> bool:
-        """Tell whether the client has closed the connection, which may not have been read yet."""
+        """Return whether the client has closed the connection, even if that is unread."""
         number = self.transport.get_extra_info("socket").fileno()
         if number < 0 or self.transport.is_closing():
             return True
@@ -193,7 +192,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return bool(ends.poll(0))
 
     def _expect_head(self) -> None:
-        if self._deadline is None:  # data that trickles in does not extend the time
+        if self._deadline is None:  # later data must not extend the time
             self._deadline = self.loop.call_later(self.config.head_timeout, self._give_up)
 
     def _expect_nothing(self) -> None:

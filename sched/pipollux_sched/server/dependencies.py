@@ -1,6 +1,6 @@
 """Dependencies of the endpoints: the application's services, and authorization.
 
-`create_app` keeps one `Services` in ``app.state``; an endpoint names its needs by an alias.
+`create_app` keeps one `Services` in ``app.state``; an endpoint declares its needs by an alias.
 
 Example:
     ``def jobs(store: StoreDep) -> list[ListedJob]: ...``
@@ -89,7 +89,7 @@ class Services:
         )
 
 
-# Coroutines, because a plain function would run in a thread for each request.
+# Coroutines, because FastAPI runs plain functions in a thread per request.
 
 
 async def get_services(request: Request) -> Services:
@@ -119,9 +119,7 @@ JobToken = Annotated[
     Depends(
         HTTPBearer(
             scheme_name="jobToken",
-            description=(
-                "The token of the job in the path; its processes find it in PIPOLLUX_TOKEN."
-            ),
+            description=("The token of the job in the path, from PIPOLLUX_TOKEN of its processes."),
             auto_error=False,
         )
     ),
@@ -132,8 +130,8 @@ AdminToken = Annotated[
         HTTPBearer(
             scheme_name="adminToken",
             description=(
-                "The admin's token, which stands in `admin.token` in the state directory, or a "
-                "user's, whose role allows the request."
+                "The admin's token, from `admin.token` in the state directory, or a user's, whose "
+                "role allows the request."
             ),
             auto_error=False,
         )
@@ -142,7 +140,7 @@ AdminToken = Annotated[
 
 
 async def require_role(request: Request, services: ServicesDep, token: AdminToken) -> None:
-    """Refuse everyone whose role the request does not allow: see `roles.ACCESS`."""
+    """Refuse requests that the sender's role does not allow: see `roles.ACCESS`."""
     caller = services.auth.identify(request, token)
     access = ACCESS.get((request.method, request.scope["route"].path), Access.ADMIN)
     why = caller.why_not(access)
@@ -160,7 +158,7 @@ async def require_role(request: Request, services: ServicesDep, token: AdminToke
 
 
 def _why_no_logs(store: Store, caller: Caller, name: str) -> str | None:
-    """Explain why somebody may not read the logs of a job; None: they may."""
+    """Explain why a user may not read the logs of a job; None: allowed."""
     teams = stored_teams(store)
     if teams is None:
         return None
@@ -174,7 +172,7 @@ def _why_no_logs(store: Store, caller: Caller, name: str) -> str | None:
 
 
 async def get_caller(request: Request) -> Caller:
-    """Return who sends the request, once `require_role` has let it in."""
+    """Return the sender of the request, as accepted by `require_role`."""
     caller: Caller = request.state.caller
     return caller
 

@@ -34,7 +34,7 @@ from pipollux_utils.validation import problems
 from .limits import BusyError, TooManyRequestsError
 
 MOST_WORDS = 1000
-"""Limit on a sentence, in characters; it may quote the request."""
+"""Limit on the length of a sentence, which may quote the request."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ STATUSES: Sequence[tuple[type[Exception], int]] = (
     (UnavailableError, 503),
     (BusyError, 503),
 )
-"""Status of each error; of an error and a kind of it, the kind's."""
+"""Status by error class; for subclasses, the most specific entry counts."""
 
 
 def answer_errors(app: FastAPI) -> None:
@@ -68,7 +68,7 @@ def answer_errors(app: FastAPI) -> None:
 
 
 def refusal(status: int, sentence: str, headers: dict[str, str] | None = None) -> JSONResponse:
-    """Return the response that refuses a request, on one line whatever the request held."""
+    """Return the response that refuses a request, with the sentence on one line."""
     lines = (line.strip() for line in sentence.splitlines())
     text = "; ".join(line for line in lines if line)
     printable = "".join(
@@ -87,13 +87,13 @@ def _answer(status: int) -> ExceptionHandler:
 
 
 def _answer_invalid(request: Request, error: Exception) -> JSONResponse:
-    """Answer an invalid request: one sentence says what is wrong with it."""
+    """Answer an invalid request with one sentence about its problem."""
     assert isinstance(error, RequestValidationError)  # noqa: S101  # it is registered for no other
     first = error.errors()[0]
     where, *place = first["loc"]
     if where != "body":
         return refusal(422, f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
-    if isinstance(first["input"], HTTPException):  # the body could not even be read
+    if isinstance(first["input"], HTTPException):  # the body could not be parsed
         return _answer_http(request, first["input"])
     if not place and first["type"] == "missing":
         return refusal(422, "the body is not valid JSON: it is empty; send a JSON object, {…}")
@@ -109,7 +109,7 @@ def _answer_http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)  # noqa: S101  # it is registered for no other
     detail = error.detail
     if detail == "Not Found":
-        detail = f"there is no path {request.url.path[:200]!r}; /docs lists those there are"
+        detail = f"there is no path {request.url.path[:200]!r}; /docs lists the paths"
     elif detail == "Method Not Allowed":
         allowed = (error.headers or {}).get("Allow", "another method")
         detail = f"{request.method} is not allowed on {request.url.path[:200]!r}; use {allowed}"
@@ -117,7 +117,7 @@ def _answer_http(request: Request, error: Exception) -> JSONResponse:
 
 
 def _answer_database(request: Request, error: Exception) -> JSONResponse:
-    """Answer that the store is unavailable now, say because the disk is full."""
+    """Answer that the store is unavailable, for instance because the disk is full."""
     assert isinstance(error, DBAPIError)  # noqa: S101  # it is registered for no other
     _LOG.error("%s %s: the store failed: %s", request.method, request.url.path, error.orig)
     sentence = f"the store cannot be used just now ({error.orig}); nothing was changed, ask again"
@@ -126,4 +126,4 @@ def _answer_database(request: Request, error: Exception) -> JSONResponse:
 
 def _answer_failure(_request: Request, _error: Exception) -> JSONResponse:
     """Answer an unexpected error; the server logs the traceback."""
-    return refusal(500, "the scheduler failed over this request; its log says where")
+    return refusal(500, "the scheduler failed on this request; see its log")

@@ -1,7 +1,7 @@
 """Live events as server-sent events (SSE).
 
-Each is ``id: N`` and ``data: {…}``, the object that `GET /events` has; a comment keeps the
-connection alive while nothing happens. A client that reconnects with the last id misses nothing.
+Each event is ``id: N`` and ``data: {…}``, the object of `GET /events`; a comment keeps an idle
+connection alive. A client that reconnects with the last id misses nothing.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .change_watch import ChangeWatch
 RETRY_MS = 2000
 """Milliseconds after which a browser reconnects."""
 BATCH = 500
-"""Events read from the store at once."""
+"""Number of events per read of the store."""
 KEPT = 2000
-"""Newest events kept in memory for all who listen."""
+"""Number of newest events kept in memory for all listeners."""
 
 
 class _Entry(NamedTuple):
@@ -35,7 +35,7 @@ class _Entry(NamedTuple):
     job: str | None
     text: str
     summary: str | None
-    """The event as a sentence, in JSON; None: it is left out of summaries."""
+    """The event as a sentence, in JSON; None: not part of summaries."""
 
 
 class Tail:
@@ -51,13 +51,13 @@ class Tail:
         self._version = -1
         self._entries: deque[_Entry] = deque()
         self._floor = self._last = 0
-        """All events of ids above the one, up to the other, are kept."""
+        """All events with ids in (floor, last] are kept."""
 
     async def read(self, after: int, job: str | None) -> tuple[list[_Entry], int, bool]:
         """Return the events after an id.
 
         Returns:
-            Events, the id after which to read on, and whether there is more at once.
+            Events, the id to continue after, and whether there are more.
         """
         async with self._lock:
             version = self._store.version
@@ -67,7 +67,7 @@ class Tail:
             if after >= self._floor:
                 return self._newer(after, job), max(after, self._last), False
             last = self._last
-        # Older than the kept events: read for this listener alone, up to the first of those.
+        # Older than the kept events: read for this listener alone, up to the first kept event.
         found = await run_in_threadpool(self._store.events, after, job=job, limit=BATCH)
         entries = [_entry(event) for event in found]
         if len(entries) == BATCH:
@@ -114,8 +114,8 @@ async def stream(
         job: only events of this job; None: all.
         keep_alive: seconds of silence after which a comment is sent.
         summary: only events with a summary, in the form of `event_summary`.
-        allowed: whether the listener may still have what was read; a token that is revoked is an
-            event, too, and so wakes the stream.
+        allowed: whether the listener may still receive events; revoking a token is an event, and
+            so wakes the stream.
     """
     yield f"retry: {RETRY_MS}\n\n"
     async with changes.listening():
@@ -125,7 +125,7 @@ async def stream(
                 entries, after, more = await tail.read(after, job)
                 if not allowed():
                     return
-            except StoreError:  # it was closed, because the server stops
+            except StoreError:  # the store was closed, because the server stops
                 return
             text = "".join((entry.summary or "") if summary else entry.text for entry in entries)
             if text:
@@ -135,7 +135,7 @@ async def stream(
 
 
 class EventStream(StreamingResponse):
-    """Streaming response; it holds one of the places for listeners while it lasts.
+    """Streaming response that holds a place among the listeners.
 
     Args:
         text: text from `stream`.

@@ -1,10 +1,9 @@
-"""The short way for what jobs send all the time: heartbeats, reports and hints.
+"""A fast path for the frequent requests of jobs: heartbeats, reports and hints.
 
-Finding a route, solving its dependencies and making models of errors cost FastAPI several times
-what a heartbeat itself does. Where a request is as it should be, nothing of that is needed: the
-endpoint is called at once. Whatever is out of the ordinary takes the usual way, which says what is
-wrong: nothing has been done until then. The routes, their schema and their answers are those of
-`routes.job_side`.
+In FastAPI, finding a route, solving its dependencies and building error models costs several times
+the heartbeat itself. A valid request needs none of these: its endpoint is called directly. Any
+other request takes the regular path, which reports the error; nothing has been changed by then.
+The routes, their schema and their answers are those of `routes.job_side`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from .routes.job_side import post_heartbeat, post_report, put_hints
 __all__ = ["FastPath"]
 
 _USUAL = "pipollux_usual_way"
-"""Entry of a scope that takes the usual way."""
+"""Scope entry of requests that take the regular path."""
 _BEARER = b"Bearer "
 
 _UNSTORABLE = tuple(escape.encode() for escape in UNSTORABLE)
@@ -40,14 +39,14 @@ _Endpoint = Callable[[str, bytes, bytes], Awaitable[bytes]]
 
 
 class _UnusualError(SchedulerError):
-    """A request takes the usual way."""
+    """A request takes the regular path."""
 
 
 class FastPath(BaseRoute):
-    """Route that answers the ordinary requests of jobs itself; comes before all others.
+    """Route that answers valid requests of jobs itself; comes before all other routes.
 
     Args:
-        services: the application's.
+        services: services of the application.
     """
 
     def __init__(self, services: Services) -> None:
@@ -59,12 +58,12 @@ class FastPath(BaseRoute):
         }
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Match what jobs send all the time."""
+        """Match the frequent requests of jobs."""
         is_ours = scope["type"] == "http" and self._find(scope) is not None
         return (Match.FULL if is_ours and _USUAL not in scope else Match.NONE), {}
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or let it take the usual way."""
+        """Answer a request, or pass it to the regular path."""
         name, endpoint = self._find(scope) or ("", None)
         message = await receive()
         body: bytes = message.get("body", b"")
@@ -84,7 +83,7 @@ class FastPath(BaseRoute):
         await send({"type": "http.response.body", "body": answer})
 
     def _find(self, scope: Scope) -> tuple[str, _Endpoint] | None:
-        """Return the job of a path, and its endpoint."""
+        """Return the job and the endpoint of a path."""
         _, _, rest = scope["path"].partition("/jobs/")
         name, _, what = rest.partition("/")
         endpoint = self._endpoints.get((scope["method"], what))
@@ -120,7 +119,7 @@ class FastPath(BaseRoute):
 
 
 def _read(model: type[_Body], query: bytes, body: bytes) -> _Body:
-    """Return a body whose form is bounded by its model, depth included."""
+    """Parse a body; its model bounds its form and depth."""
     lower = body.lower()
     if query or any(escape in lower for escape in _UNSTORABLE):
         raise _UnusualError
@@ -131,7 +130,7 @@ def _read(model: type[_Body], query: bytes, body: bytes) -> _Body:
 
 
 def _again(message: Message, receive: Receive) -> Receive:
-    """Return what gives a message once more, then those that follow."""
+    """Return a `receive` that repeats a message, then yields the following ones."""
     messages = [message]
 
     async def replay() -> Message:

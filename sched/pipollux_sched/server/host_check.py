@@ -1,8 +1,8 @@
-"""Check of the Host header: the names that the scheduler answers to.
+"""Check of the Host header against DNS rebinding.
 
-A web page from elsewhere can let its own name point at this machine, and then ask the scheduler as
-if it were its own server ("DNS rebinding"). Such a request names that page's host, so only requests
-that name one of the scheduler's own are answered.
+A web page can resolve its own host name to this machine, and then send requests to the scheduler
+as if to its own server. Such a request has that page's host name, so only requests with a host name
+of the scheduler are answered.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .errors import refusal
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-"""What a machine calls itself."""
+"""Names of the loopback interface."""
 MOST_ADMITTED = 64
-"""Headers that are remembered: names with a wildcard have no end."""
+"""Number of headers to remember; names that match a wildcard are unbounded."""
 
 
 class HostCheck:
@@ -27,7 +27,7 @@ class HostCheck:
     Args:
         app: the application.
         hosts: names and addresses besides those of the loopback interface; ``*.example.com`` stands
-            for all names that end so.
+            for all names with that suffix.
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str] = ()) -> None:
@@ -35,7 +35,7 @@ class HostCheck:
         # In the header an IPv6 address is in brackets.
         self._hosts = [f"[{h.strip('[]')}]" if ":" in h else h for h in (*LOOPBACK, *hosts)]
         self._admitted: set[bytes] = set()
-        """Headers that were admitted, so that each is looked at once."""
+        """Accepted headers, so that each is checked once."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
@@ -61,7 +61,7 @@ class HostCheck:
         if not admitted:
             host = Headers(scope=scope).get("host", "")[:100]
             sentence = (
-                f"the header Host is {host!r}, which this scheduler does not answer to; use the "
-                "address that it says at its start, or allow the name with serve --allow-host"
+                f"the header Host is {host!r}, which this scheduler does not accept; use the "
+                "address that it prints at its start, or allow the name with serve --allow-host"
             )
             await refusal(400, sentence)(scope, receive, send)

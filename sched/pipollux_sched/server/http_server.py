@@ -24,7 +24,7 @@ from .tls import Tls
 START_TIMEOUT = 10.0
 STOP_TIMEOUT = 5.0
 QUEUED = 1024
-"""Connections that the kernel holds until they are accepted."""
+"""Length of the kernel's queue of connections to accept."""
 
 
 class HttpServerError(SchedulerError):
@@ -37,15 +37,15 @@ class HttpServer:
     Args:
         app: the application to serve.
         host: address to listen on.
-        port: port to listen on; 0: any free one.
-        preferred: port to prefer for 0, if it is free; 0: any.
-        tls: certificate to show; None: plain HTTP.
+        port: port to listen on; 0: any free port.
+        preferred: port to prefer for 0 if it is free; 0: any.
+        tls: server certificate; None: plain HTTP.
         most: limit on concurrent connections; None: derived from the process's descriptors.
         head_timeout: seconds that the head of a request may take.
-        tick: called every second by the thread that answers requests; later where that is behind.
+        tick: called every second by the serving thread, or later if the thread is busy.
 
     Raises:
-        HttpServerError: the address cannot be listened on.
+        HttpServerError: the address is not available.
         TlsError: the certificate cannot be used.
     """
 
@@ -81,18 +81,18 @@ class HttpServer:
         self._server = _Server(config, tick)
         self._repeats = Repeats()
         self.thread = VitalThread("http", self._run)
-        """Runs for as long as requests are answered."""
+        """Runs while requests are answered."""
 
     @property
     def url(self) -> str:
-        """URL of the server, by the address that it listens on."""
+        """URL of the server at its listening address."""
         host, port = self._socket.getsockname()[:2]
         scheme = "https" if self._server.config.ssl_certfile else "http"
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
     @property
     def port(self) -> int:
-        """The port that it listens on."""
+        """The listening port."""
         port: int = self._socket.getsockname()[1]
         return port
 
@@ -107,7 +107,7 @@ class HttpServer:
             time.sleep(0.01)
 
     def stop(self) -> None:
-        """Stop serving: requests under way are finished, or dropped after a few seconds."""
+        """Stop serving: requests in progress are finished, or dropped after a few seconds."""
         self._server.should_exit = True
         if self.thread.is_alive():
             self.thread.join(STOP_TIMEOUT)
@@ -135,12 +135,12 @@ class _Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._note_failure)
         if self.config.is_ssl:
-            # A handshake has the time of a request's head; asyncio's own limit is a minute.
+            # A TLS handshake has the time limit of a request's head; asyncio's own is a minute.
             limit = {"ssl_handshake_timeout": self.config.head_timeout}
             loop.create_server = partial(loop.create_server, **limit)  # type: ignore[method-assign]  # uvicorn has no setting for it
         await super().startup(sockets)
         self._beat(loop)
-        # asyncio uses the number accepted at a turn as the length of the kernel's queue too.
+        # asyncio also uses the number of accepts per loop iteration as the length of this queue.
         for listener in sockets or ():
             listener.listen(QUEUED)
 
@@ -155,13 +155,13 @@ class _Server(uvicorn.Server):
             loop.default_exception_handler(context)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close all connections, including one accepted at the last moment."""
+        """Close all connections, including one accepted in the last loop iteration."""
         await super().shutdown(sockets)
         for connection in list(self.server_state.connections):
             transport = getattr(connection, "transport", None)
             if transport is not None:
                 transport.abort()
-        await asyncio.sleep(0)  # the loop closes them at its next turn, which is its last
+        await asyncio.sleep(0)  # the loop closes them in its next and last iteration
 
 
 def _listen_preferably(host: str, port: int) -> socket.socket:
@@ -173,7 +173,7 @@ def _listen_preferably(host: str, port: int) -> socket.socket:
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol named asyncio sets TCP_NODELAY, without which an answer may take 40 ms.
+    # With an explicit protocol asyncio sets TCP_NODELAY; without it, answers may take 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""Rate limits: requests a second, and the number of requests that may wait at once.
+"""Rate limits: requests per second, and the number of concurrent requests.
 
 One misbehaving sender, such as a job in a loop, must not block the others.
 """
@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pipollux_sched.errors import SchedulerError
 
 MOST_SENDERS = 16_384
-"""Senders remembered at once; those that were quiet longest are forgotten first."""
+"""Number of senders to remember; the longest idle ones are forgotten first."""
 REPLICAS_OF_A_RATE = 32
-"""Replicas that a job's rate and burst are for; those of one with more grow with their number."""
+"""Replicas covered by a job's rate and burst; more replicas scale both in proportion."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits of one scheduler. Rates are requests a second; bursts, requests at once."""
+    """Limits of one scheduler. Rates are requests per second; bursts, concurrent requests."""
 
     job_rate: float = 50.0
     """Requests a second with a job's token, for each 32 replicas of the job."""
@@ -60,30 +60,30 @@ class Limits:
 
 
 class TooManyRequestsError(SchedulerError):
-    """A sender sends too many requests; the text says when to retry.
+    """A sender exceeds its rate; the text has the time to retry.
 
     Args:
         who: the sender.
-        rate: allowed requests a second.
-        seconds: time until the next request is answered.
+        rate: allowed requests per second.
+        seconds: time until the next request is accepted.
     """
 
     def __init__(self, who: str, rate: float, seconds: float) -> None:
         self.retry_after = max(1, math.ceil(seconds))
         super().__init__(
-            f"{who}: more than {rate:g} requests a second are too many; "
+            f"{who}: more than {rate:g} requests per second are too many; "
             f"ask again after {self.retry_after} s"
         )
 
 
 class BusyError(SchedulerError):
-    """All places are taken; the text says what to do."""
+    """All places are taken; the text gives the remedy."""
 
     retry_after = 1
 
 
 class RateLimit:
-    """Token bucket for each sender: a request takes a token, time restores them.
+    """Token bucket per sender: a request takes a token, time restores tokens.
 
     Example:
         >>> limit = RateLimit(2.0, 1, clock=lambda: 0.0)
@@ -91,8 +91,8 @@ class RateLimit:
         (0.0, 0.5)
 
     Args:
-        rate: tokens that come back each second.
-        burst: tokens that a bucket holds.
+        rate: tokens restored per second.
+        burst: capacity of a bucket.
         clock: returns the time in seconds; must be monotonic.
     """
 
@@ -106,13 +106,13 @@ class RateLimit:
         self._buckets: dict[str, tuple[float, float]] = {}
 
     def take(self, sender: str, cost: float = 1.0) -> float:
-        """Take a token, or a part of one, and return 0, or return the seconds until it is there."""
+        """Take a token, or a fraction, and return 0; or return the seconds until there is one."""
         with self._lock:
             now = self._clock()
             left, since = self._buckets.pop(sender, (self._burst, now))
             left = min(self._burst, left + (now - since) * self.rate)
             allowed = left >= cost
-            # Moved to the end: the first bucket belongs to the sender that was quiet longest.
+            # Moved to the end: the first bucket belongs to the longest idle sender.
             self._buckets[sender] = (left - cost * allowed, now)
             if len(self._buckets) > MOST_SENDERS:
                 del self._buckets[next(iter(self._buckets))]
@@ -122,9 +122,9 @@ class RateLimit:
         """Take a token, or raise `TooManyRequestsError`.
 
         Args:
-            sender: whose bucket it is taken from.
-            who: the sender, for people.
-            times: how many times the rate, and the burst, the sender is allowed.
+            sender: owner of the bucket.
+            who: the sender, for error messages.
+            times: factor of the rate and burst of this sender.
         """
         seconds = self.take(sender, 1.0 / times)
         if seconds > 0.0:
@@ -132,13 +132,13 @@ class RateLimit:
 
 
 class ConcurrencyLimit:
-    """Limit on concurrent requests, in total and for each sender.
+    """Limit on concurrent requests, in total and per sender.
 
     Args:
         most: limit for all senders together.
-        most_each: limit for each sender.
-        what: what they do, in words: "wait for replicas".
-        reserved: places that only admins may take.
+        most_each: limit per sender.
+        what: the action, for error messages: "wait for replicas".
+        reserved: places reserved for admins.
     """
 
     def __init__(self, most: int, most_each: int, what: str, *, reserved: int = 0) -> None:
@@ -160,8 +160,8 @@ class ConcurrencyLimit:
         """Hold a place within the context, or raise `BusyError` if none is free.
 
         Args:
-            sender: who takes it.
-            all_of_them: whether it may take all places, as an admin.
+            sender: the sender.
+            all_of_them: whether it may take reserved places, as an admin.
         """
         with self._lock:
             if all_of_them:

@@ -1,9 +1,9 @@
-"""Refusal, at next to no cost, of what cannot be answered in time.
+"""Cheap refusal of requests that cannot be answered in time.
 
-A request that waits longer than its sender does is computed for nobody, and makes all behind it
-late too, until nothing is answered in time. So a limited number of each kind is under way at once.
-More are refused before their token is read, with the moment to come again. Heartbeats are never
-refused: they cost no more than a refusal, and their absence would end jobs.
+A request that waits longer than its sender's timeout is computed in vain and delays all others,
+until no request is answered in time. So the number of concurrent requests of each kind is limited.
+Further requests are refused before their token is read, with a time to retry. Heartbeats are never
+refused: they cost no more than a refusal, and without them jobs would be ended.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from .report_pace import RATE
 __all__ = ["GONE", "Overload", "RequestKind", "RetrySchedule", "kind_of"]
 
 GONE = "pipollux_gone"
-"""Entry of a scope's `state`: tells whether the sender has closed its connection."""
+"""Entry of a scope's `state`: returns whether the sender has closed its connection."""
 LATEST_TURN = 60.0
-"""Seconds after which a refused sender comes again at the latest."""
+"""Largest time to retry, in seconds."""
 PAGE_PAUSE = 2
-"""Seconds after which one comes again whose page was refused."""
+"""Time to retry for refused users, in seconds."""
 
 
 class RequestKind(StrEnum):
-    """Kinds of requests, which do not crowd each other out."""
+    """Kinds of requests; each has its own limit."""
 
     VITAL = "vital"
-    """What jobs cannot do without. Cheap, or limited elsewhere; never refused here."""
+    """Required by jobs. Cheap, or limited elsewhere; never refused here."""
     REPORT = "report"
-    """Hints and reports of progress, which jobs send again."""
+    """Hints and progress reports, which jobs repeat."""
     PAGE = "page"
-    """What users ask."""
+    """Requests of users."""
 
 
 _JOBS_OWN = {
@@ -50,7 +50,7 @@ _JOBS_OWN = {
     "hints": RequestKind.REPORT,
 }
 _OPEN_LONG = ("/healthz", "/events/stream")
-"""What must always be answered, and what takes a place for hours (`Limits.listeners`)."""
+"""Paths that must always be answered, or hold a place for hours (`Limits.listeners`)."""
 
 
 def kind_of(path: str) -> RequestKind:
@@ -66,7 +66,7 @@ def kind_of(path: str) -> RequestKind:
 
 
 class RetrySchedule:
-    """Hands out moments to come again, so that those refused together do not come together.
+    """Spreads the retries of refused requests over time.
 
     Belongs to one thread.
 
@@ -76,7 +76,7 @@ class RetrySchedule:
         [1, 1, 2, 2, 3]
 
     Args:
-        rate: turns a second.
+        rate: retries per second.
         clock: returns the time in seconds; must be monotonic.
     """
 
@@ -85,14 +85,14 @@ class RetrySchedule:
         self._last = 0.0
 
     def next(self) -> int:
-        """Return the seconds until the next turn that nobody was given yet."""
+        """Return the seconds until the next free turn."""
         now = self._clock()
         self._last = min(max(self._last, now) + self._gap, now + LATEST_TURN)
         return max(math.ceil(self._last - now), 1)
 
 
 class Overload:
-    """ASGI middleware: answers 503 to what is too much at once, and to what nobody waits for.
+    """ASGI middleware: answers 503 to excess requests and to those whose sender has gone.
 
     Args:
         app: the application.
@@ -110,7 +110,7 @@ class Overload:
         """Handle one request."""
         kind = kind_of(scope["path"]) if scope["type"] == "http" else RequestKind.VITAL
         if kind is RequestKind.VITAL:
-            # One whose sender has gone is a sign of life all the same.
+            # A heartbeat counts even if its sender has closed the connection.
             await self._app(scope, receive, send)
         elif self._under_way[kind] >= self._most[kind] or _is_gone(scope):
             await self._refuse(kind)(scope, receive, send)
@@ -122,15 +122,17 @@ class Overload:
                 self._under_way[kind] -= 1
 
     async def _page(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a user once few others are being answered: each computes in a thread of its own,
-        and all threads have one interpreter with what answers the jobs.
+        """Answer a user once few other requests are computed.
+
+        Each is computed in a thread, and all threads share one interpreter with the answers to
+        jobs.
         """
         await self._computing.acquire()
         holds = True
 
         async def send_and_leave(message: Message) -> None:
             nonlocal holds
-            if holds:  # what is sent is computed, however slowly it is read
+            if holds:  # the answer is computed: a slow reader must not hold the place
                 holds = False
                 self._computing.release()
             await send(message)

@@ -1,6 +1,6 @@
 """Prometheus metrics of the scheduler, for `GET /metrics`.
 
-The scheduler's own counters are in `pipollux_sched.metrics`; figures from the store and the backend
+The scheduler's own counters are in `pipollux_sched.metrics`; values from the store and the backend
 are read on each request.
 """
 
@@ -29,7 +29,7 @@ REASONS = {
     500: "failure",
     503: "busy",
 }
-"""Why requests are refused, by status."""
+"""Reasons of refusals, by status."""
 
 
 class RefusedCounter:

@@ -1,7 +1,7 @@
-"""How often jobs report progress, so that all of them together are not too much for one store.
+"""The interval of progress reports, which bounds the load of all jobs on the store.
 
-Few jobs report once a second. Of many, each is told to wait longer, and sends fewer points (as the
-reporter of `pipollux_hybrid` does), so that the load does not grow with the number of jobs.
+A few jobs report once a second. With many jobs, each gets a longer interval and sends fewer points
+(see the reporter of `pipollux_hybrid`), so that the load does not grow with the number of jobs.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Callable
 __all__ = ["LEAST", "MOST", "RATE", "ReportPace"]
 
 RATE = 100.0
-"""Reports a second of all jobs together, at most, where that leaves each one in `MOST` seconds."""
+"""Target rate of reports per second of all jobs, subject to the interval `MOST` per job."""
 LEAST, MOST = 1.0, 60.0
 """Seconds between two reports of a job."""
 
 
 class ReportPace:
-    """Counts the jobs that report, and says when each is to report again.
+    """Counts the reporting jobs, and returns the interval of their reports.
 
     Belongs to one thread.
 
@@ -36,10 +36,10 @@ class ReportPace:
         self._since = clock()
         self._now: set[str] = set()
         self._before: set[str] = set()
-        """Jobs that reported in the time of `MOST` seconds before this one."""
+        """Jobs that reported in the previous `MOST` seconds."""
 
     def note(self, job: str) -> float:
-        """Note a report of a job; return the seconds until its next one."""
+        """Record a report of a job; return the seconds until its next report."""
         passed = self._clock() - self._since
         if passed >= MOST:
             self._before = self._now if passed < 2 * MOST else set()

@@ -1,4 +1,4 @@
-"""Request bodies: limited in size, time and depth; read as JSON whatever their content type."""
+"""Request bodies: limited in size, time and depth; parsed as JSON for any content type."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from .errors import refusal
 BODY_LIMIT = 2**20
 """Largest request body, in bytes."""
 BODY_TIMEOUT = 10.0
-"""Seconds that a body may take."""
+"""Seconds allowed for a body."""
 DISCARDED = 32
-"""How many times the limit is read and thrown away, so that the sender gets to read the answer."""
+"""Multiple of the limit that is read and discarded, so that the sender can read the answer."""
 MAX_DEPTH = 32
-"""Objects and arrays within one another; hints have five."""
+"""Largest nesting of objects and arrays; hints have five."""
 LARGE = 2**16
-"""Bytes from which a body is read in another thread, so that others are answered meanwhile."""
+"""Size from which a body is parsed in another thread, so that it does not delay other answers."""
 UNSTORABLE = ("\\u0000", "\\ud")
-"""Escapes that may stand for what no database keeps: NUL, and halves of surrogate pairs."""
+"""Escapes of text that no database stores: NUL, and lone surrogates."""
 
 
 class BodyLimit:
     """ASGI middleware: answers 413 to a body that is too large, 408 to one that is too slow.
 
-    The application sees neither, nor a request whose client disconnects before it is complete.
+    The application receives neither, nor a request whose client disconnects too early.
 
     Args:
         app: the application.
@@ -87,7 +87,7 @@ class BodyLimit:
 
 
 class JsonRoute(APIRoute):
-    """Route that reads a body as JSON whatever its content type, through `JsonRequest`."""
+    """Route that parses a body as JSON for any content type, through `JsonRequest`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return the handler of the route."""
@@ -103,11 +103,12 @@ class JsonRoute(APIRoute):
 
 
 class JsonRequest(Request):
-    """A request whose body must be a JSON object that can be stored."""
+    """A request whose body must be a JSON object that the database can store."""
 
     async def json(self) -> dict[str, Any] | HTTPException:
-        """Return the body, or the error that refuses it: FastAPI reads a body before it checks the
-        token, and a missing token must be reported first.
+        """Return the body, or the error to raise later.
+
+        FastAPI reads a body before it checks the token, and a missing token must be reported first.
         """
         body = await self.body()
         try:
@@ -130,7 +131,7 @@ def parse(body: bytes) -> dict[str, Any]:
     """Return the JSON object of a body.
 
     Raises:
-        HTTPException: it is none, is too deep, or cannot be stored.
+        HTTPException: it is not an object, is too deep, or cannot be stored.
     """
     try:
         text = body.decode()  # `json` would accept bytes that are not UTF-8
@@ -171,7 +172,7 @@ def _too_deep() -> HTTPException:
 
 
 def _check_text(value: Any) -> None:
-    """Refuse text that UTF-8 cannot encode, and NUL, in keys and values; depth is bounded."""
+    """Refuse text that UTF-8 cannot encode, and NUL, in keys and values of a bounded depth."""
     if isinstance(value, dict):
         for key, child in value.items():
             _check_text(key)

@@ -1,4 +1,4 @@
-"""Which role each request needs. A route that is not here is refused to all but the admin."""
+"""The role that each request needs. A route without an entry is for admins only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .limits import ConcurrencyLimit
 
 
 class Access(StrEnum):
-    """Who may send a request."""
+    """The senders that a request is open to."""
 
     OPEN = "open"
     """Everyone, without a token."""
@@ -26,14 +26,14 @@ class Access(StrEnum):
     VIEWER = "viewer"
     USER = "user"
     OWNER = "owner"
-    """Users whose job it is, and admins."""
+    """The user who owns the job, and admins."""
     LOGS = "logs"
-    """Viewers; where there are teams, those of the job's team, and admins."""
+    """Viewers; with teams, members of the job's team, and admins."""
     ADMIN = "admin"
 
     @property
     def role(self) -> Role:
-        """The least role that it takes."""
+        """The lowest sufficient role."""
         least = {Access.OWNER: Role.USER, Access.LOGS: Role.VIEWER}
         return least.get(self) or Role(self.value)
 
@@ -78,22 +78,22 @@ ACCESS: Mapping[tuple[str, str], Access] = {
     ("GET", "/report"): Access.VIEWER,
     ("GET", "/metrics"): Access.VIEWER,
 }
-"""By method and path."""
+"""Access by method and path."""
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Who sends a request."""
+    """The sender of a request."""
 
     name: str
     role: Role
     team: str | None = None
-    """The only team that it may submit for; None: any."""
+    """The only team that the sender may submit jobs for; None: any."""
     run_as: str | None = None
-    """The user of the machine as which its jobs run; None: the scheduler's own."""
+    """The system user that the sender's jobs run as; None: the scheduler's."""
 
     def why_not(self, access: Access) -> str | None:
-        """Explain why its role does not allow a request; None: it does."""
+        """Explain why the role does not allow a request; None: allowed."""
         if self.role.allows(access.role):
             return None
         return (
@@ -102,25 +102,25 @@ class Caller:
         )
 
     def place(self, places: ConcurrencyLimit) -> AbstractContextManager[None]:
-        """Return a place to hold: users have a part of them each, admins may have all."""
+        """Return a place to hold: users have a share of the places, admins may have all."""
         return places.take(self.name, all_of_them=self.role is Role.ADMIN)
 
     def owns(self, user: str | None) -> bool:
-        """Tell whether it may manage a job of a user."""
+        """Return whether the sender may manage the jobs of a user."""
         return self.role is Role.ADMIN or user == self.name
 
     def reads_logs_of(self, job: JobOwner, teams: TeamsSpec) -> bool:
-        """Tell whether it may read a job's logs: it is the job's user, or of the job's team."""
+        """Return whether the sender may read a job's logs: as its user, or a member of its team."""
         if self.owns(job.user):
             return True
         own = [self.team] if self.team else teams.teams_of(self.name) or [teams.default]
         return teams.team_of(job) in own
 
     def signed(self, job: JobSpec) -> JobSpec:
-        """Return a job as this caller may submit it: a user's own, of its token's team.
+        """Return a job with this sender as its user, and with the team of the sender's token.
 
         Raises:
-            HTTPException: it names another user or team.
+            HTTPException: the job names another user or team.
         """
         if self.role is Role.ADMIN:
             return job
@@ -142,15 +142,15 @@ class Caller:
         return job.model_copy(update=own)
 
     def check_team(self, job: str, team: str | None, remedy: str) -> None:
-        """Refuse a job of another team than this caller's only one.
+        """Refuse a job of a team other than the team of the sender's token.
 
         Args:
             job: name of the job.
-            team: the team that it names; None: none.
-            remedy: what to do about a refusal.
+            team: team of the job; None: none.
+            remedy: remedy for the error message.
 
         Raises:
-            HTTPException: it is of another.
+            HTTPException: the team is another one.
         """
         if self.role is not Role.ADMIN and self.team not in (None, team):
             raise HTTPException(

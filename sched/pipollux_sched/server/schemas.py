@@ -1,4 +1,4 @@
-"""Response models besides the views: refusals, health, addresses of replicas."""
+"""Response models besides the views: refusals, health, discovery of replicas."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Deciding(View):
 
 
 def inheritance_answer(relatives: Sequence[Predecessor]) -> InheritanceAnswer:
-    """Return what relatives hand down; rows of another version are left out."""
+    """Return the measurements of relatives; rows of another version are left out."""
     found = {}
     for one in relatives:
         with suppress(ValidationError):
@@ -99,7 +99,7 @@ def heartbeat_answer(state: JobState, answer: ReplicaAnswer) -> HeartbeatAnswer:
     )
 
 
-# All joining replicas of a job are told the same, and may be thousands.
+# All joining replicas of a job get the same answer, and there may be thousands.
 @lru_cache(maxsize=128)
 def _membership(number: int, replicas: tuple[int, ...], nodes: tuple[str, ...]) -> dict[str, Any]:
     ids = tuple(str(replica) for replica in replicas)

@@ -1,4 +1,4 @@
-"""`/docs`: Swagger UI from the files that fastapi-offline installs, so that it needs no network."""
+"""`/docs`: Swagger UI from the files of fastapi-offline, so that it needs no network."""
 
 from __future__ import annotations
 

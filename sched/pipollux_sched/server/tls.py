@@ -1,7 +1,7 @@
-"""The certificate that a scheduler shows, checked before anything listens.
+"""The certificate of a scheduler, checked before the server listens.
 
-A certificate that nobody accepts would only show in the logs of jobs. So the files are read, and a
-handshake is made in memory, as a job would make it.
+An unusable certificate would only show in the logs of jobs. So the files are read, and a handshake
+is made in memory, as a job would make it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Tls:
     """
 
     certificate: Path
-    """The certificate, followed by those of authorities between it and the root, if any."""
+    """The certificate, followed by any intermediate certificates."""
     key: Path
-    """Its private key, not encrypted."""
+    """Its unencrypted private key."""
     authority: Path | None = None
     """Certificates of the authorities that jobs and commands trust; None: the system's."""
 
@@ -45,7 +45,7 @@ class Tls:
         key = _read(self.key, "--tls-key", "PRIVATE KEY-----", "a private key")
         if "ENCRYPTED" in key:
             raise TlsError(
-                f"--tls-key: {self.key} is encrypted, and nobody is there to type its passphrase; "
+                f"--tls-key: {self.key} is encrypted, but nobody can type its passphrase; "
                 "give a decrypted copy that only the scheduler's user can read"
             )
         if self.authority is not None:
@@ -61,9 +61,9 @@ class Tls:
             )
 
     def doubt(self, host: str) -> str | None:
-        """Return why jobs could not verify the certificate at a host; None if they can.
+        """Return why jobs could not verify the certificate for a host; None if they can.
 
-        Without an `authority` it is for the authorities of each job's system to say.
+        Without an `authority`, verification depends on the authorities of each job's system.
         """
         if self.authority is None:
             return None
@@ -102,7 +102,7 @@ def _read(path: Path, option: str, wanted: str, what: str) -> str:
 
 
 def _trusting(path: Path, option: str) -> ssl.SSLContext:
-    """Return the context of a client that trusts the certificates of a file, whatever the host."""
+    """Return the context of a client that trusts the certificates of a file, for any host."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     try:
@@ -115,7 +115,7 @@ def _trusting(path: Path, option: str) -> ssl.SSLContext:
 
 
 def _handshake(client: ssl.SSLContext, server: ssl.SSLContext, host: str | None) -> str | None:
-    """Let a client and a server shake hands in memory; return what the client objects to."""
+    """Perform a TLS handshake in memory; return the client's objection."""
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
     asking = client.wrap_bio(to_client, to_server, server_hostname=host)
     answering = server.wrap_bio(to_server, to_client, server_side=True)

@@ -3,8 +3,8 @@
 Its chart scripts and charting library are shared with the reports.
 
 The page requests its data with the admin's token, which it keeps in the browser's session. The
-policy below allows it to load only these files, to request only this scheduler, and to insert no
-text as markup.
+policy below allows it to load only these files, to send requests only to this scheduler, and to
+insert no text as markup.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ KINDS = {
 }
 """Media types by suffix; files of other kinds are not served."""
 BASE_STYLE = "base.css"
-"""Colours and type that the page has in common with reports."""
+"""Colours and fonts that the page shares with reports."""
 
 
 class _File(NamedTuple):
@@ -65,7 +65,7 @@ def add_pages(app: FastAPI) -> None:
 
 
 def _read() -> dict[str, _File]:
-    """Read all files of the page, which are few, small and constant while it is served."""
+    """Read all files of the page; they are few, small and constant while it is served."""
     package = resources.files("pipollux_sched")
     charts = package.joinpath("report", "charts")
     found = {

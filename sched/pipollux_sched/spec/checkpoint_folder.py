@@ -1,6 +1,6 @@
-"""Checks of a job's `checkpoint_dir`: it must be the job's own to write to.
+"""Checks of a job's `checkpoint_dir`: only this job may write to it.
 
-Checkpoints are written, renamed and removed automatically. So a folder that holds anything else, or
+Checkpoints are written, renamed and removed automatically. So a folder that holds other files, or
 belongs to another user, is refused at submission. A typical folder is ``/data/checkpoints/job1`` on
 a shared file system.
 """
@@ -19,12 +19,12 @@ SYSTEM = (
     *("/sys", "/usr", "/var/cache", "/var/log", "/var/run", "/var/spool"),
 )
 """Folders of the operating system."""
-ALLOWED = ("/dev/shm", "/run/user", "/run/media")  # noqa: S108  # users' own, and what is in memory
-"""Folders within them that are not."""
+ALLOWED = ("/dev/shm", "/run/user", "/run/media")  # noqa: S108  # for users, and in memory
+"""Exceptions within them."""
 _SAVED = re.compile(r"\.?checkpoint-\d{8}|\.?stopped\.json")
-"""What a job leaves where it saves."""
+"""Names of a job's files in its checkpoint folder."""
 _IGNORED = re.compile(r"lost\+found|\.snapshot|\.live-\d+|\.owner")
-"""What file systems have in an empty folder, and what replicas leave there."""
+"""Names that file systems create in empty folders, and that replicas leave behind."""
 
 
 def check_checkpoint_folder(
@@ -81,11 +81,9 @@ def _is_anothers(name: str, folder: Path, others: Iterable[tuple[str, str]]) -> 
             continue
         its = Path(where).resolve()
         if its == folder:
-            return f"is job '{other}''s; give each job a folder of its own"
+            return f"is job '{other}''s; give each job its own folder"
         if _within(folder, its) or _within(its, folder):
-            return (
-                f"and job '{other}''s {its} lie in one another; give each job a folder of its own"
-            )
+            return f"and job '{other}''s {its} contain each other; give each job its own folder"
     return None
 
 

@@ -1,6 +1,6 @@
-"""Validation of hints: absurd numbers are refused before anything is computed from them.
+"""Validation of hints: excessive numbers are refused before any computation.
 
-`SchedHints` checks the form alone. A million stages, or steps of a billion years, would be
+`SchedHints` checks only the form. A million stages, or steps of a billion years, would be
 well-formed, but cost the scheduler its memory or all jobs their allocations.
 """
 
@@ -14,7 +14,7 @@ from pydantic import BeforeValidator
 from pipollux_perfmodel import HintsError, SchedHints
 
 MOST_SAMPLES = 2**22
-"""Largest batch: the sizes up to it may be tried one by one, which takes memory."""
+"""Largest batch size: all sizes up to it may be tried, which takes memory."""
 MOST = {
     "numStages": 1024,
     "numMicrobatches": 2**20,
@@ -28,12 +28,12 @@ MOST = {
     "memoryLimit": 1e18,
     "perfParams.growth_n": 16,
 }
-"""Largest magnitude of each of these keys; a network's time grows with some power of the replicas,
-and a large power of them is more seconds than a float can say."""
+"""Largest magnitude by key. A network's time grows with a power of the replicas; a large exponent
+overflows."""
 _HAS_LIMITS = {name.rpartition(".")[0] for name in MOST} - {""}
-"""Keys of objects in which a key has a limit of its own."""
+"""Keys of objects that contain a key with its own limit."""
 MOST_GRADIENT = 1e60
-"""Largest squared norm and variance of a gradient, which may explode and still be reported."""
+"""Largest squared norm and variance of a gradient; an exploding gradient may still be reported."""
 MOST_NUMBER = 1e18
 """Largest magnitude of any other number: seconds, bytes, samples."""
 
@@ -42,7 +42,7 @@ def read_hints(body: Mapping[str, Any]) -> SchedHints:
     """Return the hints in decoded JSON.
 
     Raises:
-        HintsError: naming the first key that is wrong, its value and what is allowed.
+        HintsError: with the first invalid key, its value and the limit.
     """
     for key, value in body.items():
         _check(key, value, MOST_GRADIENT if key == "gradParams" else MOST_NUMBER)
@@ -70,7 +70,7 @@ def _check(key: str, value: Any, most: float) -> None:
     most = MOST.get(key, most)
     if isinstance(value, dict | list):
         for name, child in value.items() if isinstance(value, dict) else enumerate(value):
-            # Hints have hundreds of numbers, and a name for each takes longer than a look at it.
+            # Hints have hundreds of numbers, and building a name costs more than checking one.
             if type(child) not in (int, float) or abs(child) > most or key in _HAS_LIMITS:
                 _check(f"{key}.{name}", child, most)
     elif isinstance(value, int | float) and abs(value) > most:

@@ -1,8 +1,8 @@
 """Form of references to container images.
 
-The grammar is that of the registries (and so of Docker, Podman and Kubernetes): an optional
-registry, a name, an optional tag and an optional digest. Whether the image exists is not checked:
-only the registry knows.
+The grammar is that of container registries, Docker, Podman and Kubernetes: an optional registry, a
+name, an optional tag and an optional digest. Only the registry knows whether the image exists, so
+that is not checked.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 __all__ = ["MOST_OF_IMAGE", "check_image"]
 
 MOST_OF_IMAGE = 512
-"""Characters of a whole reference: a name of 255, a tag of 128 and a digest."""
+"""Largest length of a reference: a name of 255 characters, a tag of 128 and a digest."""
 _MOST_OF_NAME = 255
 
 _LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?"
@@ -33,7 +33,7 @@ def check_image(text: str) -> str:
         'registry.example:5000/team/train:2.1'
 
     Raises:
-        ValueError: the form is wrong; the text describes the right one.
+        ValueError: the form is wrong; the text describes the valid form.
     """
     found = _REFERENCE.fullmatch(text) if len(text) <= MOST_OF_IMAGE else None
     if found is None or len(found["name"]) > _MOST_OF_NAME:

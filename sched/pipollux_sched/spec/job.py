@@ -1,7 +1,7 @@
 """Specifications of clusters and jobs: `cluster.yaml`, `jobs.yaml`, and jobs sent as JSON.
 
-Everything is validated before use. Each problem is one sentence with file, line, place, value and
-what is allowed (`SpecError`).
+Everything is validated before use. Each problem is one sentence with the file, line, place and
+value, and the allowed values (`SpecError`).
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ __all__ = [
 DEFAULT_MAX_REPLICAS = 64
 DEFAULT_MAX_RESTARTS = 3
 DEFAULT_START_TIMEOUT = 3600.0
-"""Seconds: loading a large model and compiling it take minutes, and a script that reports nothing
+"""Seconds: loading a large model and compiling it take minutes, and a script that never reports
 should not hold its slots for days."""
 
 _NODE_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _NODE_NAME_LENGTH = 253
-"""Of a host's full name."""
+"""Largest length of a full host name."""
 
 
 def _check_node_name(name: str) -> str:
@@ -93,7 +93,7 @@ List = Annotated[tuple[T, ...], Field(strict=False)]
 
 
 class _Spec(BaseModel):
-    """Base: refuses unknown fields, converts nothing silently, is immutable."""
+    """Base class: refuses unknown fields, converts no types, is immutable."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -141,7 +141,7 @@ class ResourceSpec(_Spec):
 
 
 class JobSpec(_Spec):
-    """One job: a script or an image that trains, and the bounds within which it may be scaled.
+    """One job: a training script or image, and the bounds of its allocation.
 
     Example:
         >>> JobSpec(name="digits", script="examples/digits.py", max_replicas=4).num_stages
@@ -236,7 +236,7 @@ class JobSpec(_Spec):
     @model_validator(mode="before")
     @classmethod
     def _hints_know_the_pipeline(cls, data: Any) -> Any:
-        """Fill in stages and micro-batches of the hints from the job's own fields."""
+        """Set the stages and micro-batches of the hints to the job's own."""
         hints = data.get("hints") if isinstance(data, Mapping) else None
         if not isinstance(hints, Mapping):
             return data
@@ -346,7 +346,7 @@ def load_cluster(path: str | Path) -> ClusterSpec:
     """Return the cluster in a `cluster.yaml`.
 
     Raises:
-        SpecError: the file cannot be read, or says something that is not allowed.
+        SpecError: the file cannot be read, or its content is invalid.
     """
     return _load(read_yaml_file(path, "nodes:"), ClusterSpec)
 
@@ -355,7 +355,7 @@ def load_jobs(path: str | Path) -> list[JobSpec]:
     """Return the jobs in a `jobs.yaml`.
 
     Raises:
-        SpecError: the file cannot be read, or says something that is not allowed.
+        SpecError: the file cannot be read, or its content is invalid.
     """
     return list(_load(read_yaml_file(path, "jobs:"), JobBatch).jobs)
 
@@ -368,7 +368,7 @@ def parse_job(data: Any, source: str = "job") -> JobSpec:
         source: name of the JSON in error messages.
 
     Raises:
-        SpecError: it contains something that is not allowed.
+        SpecError: the content is invalid.
     """
     try:
         return JobSpec.model_validate(data)

@@ -41,12 +41,12 @@ def _check_family(text: str) -> str:
 def schema_bounds(
     longest: int, pattern: re.Pattern[str] | None = None, *, empty: bool = False
 ) -> Any:
-    """Return what a text's JSON schema says of what its validator checks, with its own sentences.
+    """Return the JSON schema of a text that a validator with its own error messages checks.
 
     Args:
-        longest: characters that it may have.
-        pattern: what the whole of it matches; None: anything.
-        empty: whether it may be empty.
+        longest: largest number of characters.
+        pattern: regular expression for the whole text; None: any text.
+        empty: whether the text may be empty.
     """
     bounds: dict[str, Any] = {"maxLength": longest} | ({} if empty else {"minLength": 1})
     if pattern is not None:
@@ -58,5 +58,5 @@ Name = Annotated[str, AfterValidator(_check_name), schema_bounds(NAME_LENGTH, _N
 FamilyName = Annotated[
     str, AfterValidator(_check_family), schema_bounds(NAME_LENGTH, _NAME, empty=True)
 ]
-"""A name, or an empty text for none."""
+"""A name, or an empty text for no family."""
 UserName = Annotated[str, AfterValidator(_check_user), schema_bounds(NAME_LENGTH, _USER_NAME)]

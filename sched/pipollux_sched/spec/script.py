@@ -16,21 +16,21 @@ class ResolvedScript(NamedTuple):
     path: Path
     """Absolute."""
     found_in: str
-    """Which folder its relative path was taken from, for a message."""
+    """The folder that its relative path was resolved in, for messages."""
 
 
 def resolve_script(
     job: JobSpec, jobs_file: str | Path | None = None, *, must_exist: bool = False
 ) -> ResolvedScript:
-    """Return a job's script: relative to the file that names it, else to the current folder.
+    """Return a job's script: relative to the file of the job, else to the current folder.
 
     Args:
         job: the job.
         jobs_file: the file that the job was read from, if any.
-        must_exist: whether a script found in neither place is an error.
+        must_exist: whether a script that exists in neither place is an error.
 
     Raises:
-        SpecError: it has no script, or `must_exist` and there is no such file.
+        SpecError: the job has no script, or `must_exist` and the file does not exist.
     """
     if job.script is None:
         raise SpecError(f"job '{job.name}': script: is missing; give the path of a Python script")
@@ -62,7 +62,7 @@ def with_script_found(job: JobSpec, jobs_file: str | Path | None = None) -> JobS
         jobs_file: the file that the job was read from, if any.
 
     Raises:
-        SpecError: there is no such script.
+        SpecError: the script does not exist.
     """
     if job.image is not None:
         return job

@@ -1,4 +1,4 @@
-"""Teams and priorities: `teams.yaml`, and the same sent as JSON (docs/howto/teams.md).
+"""Teams and priorities: `teams.yaml`, and the same as JSON (docs/howto/teams.md).
 
 Example:
     ``teams: [{name: vision, quota: 8, users: [ana]}, {name: text, quota: 4, borrow: 4}]``
@@ -32,7 +32,7 @@ from .job import JobSpec, List
 from .names import Name, UserName
 
 DEFAULT_TEAM = "default"
-"""Team of jobs that name none, and whose user is in none."""
+"""Team of jobs without a team, if their user is in no team."""
 
 _Amount = Annotated[int, Field(ge=0, le=10**9)]
 _Number = Annotated[int, Field(ge=1, le=10**9)]
@@ -48,7 +48,7 @@ def _parse_pause(value: str | float | None) -> float:
 
 
 class _TeamsModel(BaseModel):
-    """Base: refuses unknown fields, converts nothing silently, is immutable."""
+    """Base class: refuses unknown fields, converts no types, is immutable."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -83,7 +83,7 @@ class TeamSpec(_TeamsModel):
 
 
 class JobOwner(NamedTuple):
-    """What a job's spec says of whose it is, read without the rest of it."""
+    """The fields of a job's spec about its owner, read without parsing the others."""
 
     name: str
     team: str | None
@@ -92,12 +92,12 @@ class JobOwner(NamedTuple):
 
     @classmethod
     def of(cls, spec: Mapping[str, Any]) -> JobOwner:
-        """Return the owner of a job by its spec as the store keeps it."""
+        """Return the owner of a job from its stored spec."""
         return cls(spec["name"], spec.get("team"), spec.get("user"), spec.get("priority"))
 
 
 class PrioritySpec(_TeamsModel):
-    """A class of jobs: Kubernetes' PriorityClass, Kueue's WorkloadPriorityClass."""
+    """A priority class, like Kubernetes' PriorityClass and Kueue's WorkloadPriorityClass."""
 
     name: Name = Field(description="a name, as in name: urgent")
     """Unique among the priority classes."""
@@ -111,12 +111,12 @@ class PrioritySpec(_TeamsModel):
     """Users whose jobs may name the class; none: everyone."""
 
     def admits(self, user: str | None) -> bool:
-        """Tell whether a user's jobs may have it."""
+        """Return whether a user's jobs may have this class."""
         return not self.users or user in self.users
 
 
 class TeamsSpec(_TeamsModel):
-    """The teams of a cluster, and the classes of priority that jobs may name."""
+    """The teams of a cluster, and the priority classes of jobs."""
 
     teams: List[TeamSpec] = Field(description="a list of teams")
     """The teams."""
@@ -154,15 +154,15 @@ class TeamsSpec(_TeamsModel):
         return self
 
     def for_policy(self) -> Teams:
-        """Return the teams as policies see them."""
+        """Return the teams in the form that policies use."""
         own = set(Team.__dataclass_fields__)
         values = [{k: v for k, v in team.model_dump().items() if k in own} for team in self.teams]
         return Teams({entry["name"]: Team(**entry) for entry in values}, self.notice, self.turn)
 
     def team_of(self, job: OwnedJob) -> str:
-        """Return the team that a job counts to: its own, else its user's first, else the default.
+        """Return the team of a job: its own, else its user's first team, else the default team.
 
-        A team that has been removed since the job was submitted counts as none.
+        A team that was removed after the submission counts as none.
         """
         names = [team.name for team in self.teams]
         if job.team in names:
@@ -175,10 +175,10 @@ class TeamsSpec(_TeamsModel):
         return [team.name for team in self.teams if user in team.users]
 
     def check_team_name(self, team: str) -> None:
-        """Refuse the name of a team that is not known.
+        """Refuse the name of an unknown team.
 
         Raises:
-            SpecError: so.
+            SpecError: the team is unknown.
         """
         known = [entry.name for entry in self.teams]
         if team not in known:
@@ -187,7 +187,7 @@ class TeamsSpec(_TeamsModel):
     def priority_of(self, job: OwnedJob) -> tuple[int, bool]:
         """Return a job's priority, and whether it preempts.
 
-        It is 0 for a class that is gone, or that its user may not use any more.
+        The priority is 0 if the class was removed, or if its user may no longer use it.
         """
         found = self._class_of(job)
         return (found.value, found.preemption) if found and found.admits(job.user) else (0, True)
@@ -196,10 +196,10 @@ class TeamsSpec(_TeamsModel):
         return next((entry for entry in self.priorities if entry.name == job.priority), None)
 
     def check_names(self, job: OwnedJob) -> None:
-        """Refuse a job whose team or class of priority is not known.
+        """Refuse a job with an unknown team or priority class.
 
         Raises:
-            SpecError: it names what is, and what is known.
+            SpecError: with the unknown name and the known ones.
         """
         where = f"job '{job.name}'"
         known = [team.name for team in self.teams]
@@ -215,11 +215,11 @@ class TeamsSpec(_TeamsModel):
             )
 
     def check(self, job: JobSpec) -> None:
-        """Refuse a job that these teams never let run.
+        """Refuse a job that can never run under these teams.
 
         Raises:
-            SpecError: its team or priority is unknown or not for its user, or its least is more
-                than the team may ever hold.
+            SpecError: its team or priority is unknown or not allowed for its user, or its smallest
+                allocation exceeds the team's limits.
         """
         self.check_names(job)
         where, asked = f"job '{job.name}'", self._class_of(job)
@@ -261,7 +261,7 @@ def load_teams(path: str | Path) -> TeamsSpec:
     """Return the teams in a `teams.yaml`.
 
     Raises:
-        SpecError: the file cannot be read, or says something that is not allowed.
+        SpecError: the file cannot be read, or its content is invalid.
     """
     document = read_yaml_file(path, "teams:")
     try:
@@ -278,10 +278,10 @@ def load_teams(path: str | Path) -> TeamsSpec:
 
 
 def parse_teams(data: Mapping[str, Any]) -> TeamsSpec:
-    """Return teams from JSON, as the store keeps them.
+    """Return teams from stored JSON.
 
     Raises:
-        SpecError: it contains something that is not allowed.
+        SpecError: the content is invalid.
     """
     try:
         return TeamsSpec.model_validate(data)

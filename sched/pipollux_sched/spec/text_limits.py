@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MOST_BYTES = 100_000
-"""Bytes of an argument or variable; Linux hands over 131071 at most."""
+"""Largest size of an argument or variable, below Linux's limit of 131071 bytes."""
 MOST_PATH = 4096
-"""Characters of a path; Linux knows no longer one."""
+"""Largest length of a path: PATH_MAX on Linux."""
 
 
 def check_args(args: Sequence[str]) -> Sequence[str]:

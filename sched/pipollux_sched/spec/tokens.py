@@ -1,4 +1,4 @@
-"""Tokens of users, and the roles that they give."""
+"""Tokens of users, and their roles."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from .names import Name, UserName
 
 
 class Role(StrEnum):
-    """What a token allows; each role allows what those before it do."""
+    """The role of a token; each role includes the preceding ones."""
 
     VIEWER = "viewer"
-    """To read everything but tokens."""
+    """Read everything except tokens."""
     USER = "user"
-    """To submit jobs, and to manage one's own."""
+    """Submit jobs, and manage one's own jobs."""
     ADMIN = "admin"
-    """Everything."""
+    """Do everything."""
 
     def allows(self, needed: Role) -> bool:
-        """Tell whether this role allows what another one is needed for."""
+        """Return whether this role includes another one."""
         order = list(Role)
         return order.index(self) >= order.index(needed)
 
@@ -35,16 +35,16 @@ def _not_admin(name: str) -> str:
 
 
 class NewToken(BaseModel):
-    """A token that is to be made."""
+    """A token to create."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: Annotated[UserName, AfterValidator(_not_admin)] = Field(description="the name of a user")
     role: Role = Field(description="'viewer', 'user' or 'admin'")
     team: Name | None = Field(default=None, description="the name of a team")
-    """The only team that it may submit for; None: any that has its user."""
+    """The only team that the user may submit jobs for; None: any team of the user."""
     run_as: UserName | None = Field(default=None, description="a user of the machine")
-    """The user of the machine as which its jobs run; None: the scheduler's own."""
+    """The system user that the user's jobs run as; None: the scheduler's user."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -9,9 +9,9 @@ from typing import Any
 __all__ = ["check_name", "check_variables", "hide_values", "is_reserved"]
 
 VALUE_LIMIT = 32 * 1024
-"""Characters of a value."""
+"""Largest number of characters of a value."""
 TOTAL_LIMIT = 256 * 1024
-"""Characters of all names and values; Linux starts no program with more than some megabytes."""
+"""Largest number of characters of all names and values; Linux limits them to some megabytes."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _RESERVED = re.compile(
@@ -21,7 +21,7 @@ _RESERVED = re.compile(
 
 
 def is_reserved(name: str) -> bool:
-    """Return whether only the scheduler sets a variable: it gives a replica its place in its job.
+    """Return whether only the scheduler may set a variable, because it identifies a replica.
 
     Example:
         >>> [name for name in ("RANK", "SEED", "PIPOLLUX_TOKEN") if is_reserved(name)]
@@ -34,7 +34,7 @@ def check_name(name: str) -> None:
     """Refuse an invalid name, and a variable that the scheduler sets itself.
 
     Raises:
-        ValueError: one sentence that names it.
+        ValueError: with the name.
     """
     if not _NAME.fullmatch(name):
         raise ValueError(
@@ -48,10 +48,10 @@ def check_name(name: str) -> None:
 def check_variables(environment: Mapping[str, str]) -> None:
     """Refuse variables that a process cannot receive unchanged.
 
-    A message never holds a value, which may be secret.
+    Values may be secret, so messages do not contain them.
 
     Raises:
-        ValueError: one sentence that names the variable.
+        ValueError: with the name of the variable.
     """
     for name, value in environment.items():
         check_name(name)
@@ -74,10 +74,9 @@ def check_variables(environment: Mapping[str, str]) -> None:
 
 
 def hide_values(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a job's spec for display and logs: its environment holds names without values.
+    """Return a job's spec for display and logs: its environment has names without values.
 
-    A list of names is not a valid environment, so the result cannot be mistaken for the complete
-    spec.
+    A list of names is not a valid environment, so the result cannot be mistaken for the full spec.
 
     Example:
         >>> hide_values({"name": "digits", "environment": {"WANDB_API_KEY": "secret"}})

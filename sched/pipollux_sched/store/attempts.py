@@ -1,7 +1,6 @@
 """Queries on attempts: their number, cost and slot-seconds.
 
-The methods of the store consist of these queries; each runs within a session that the store has
-begun.
+The methods of the store consist of these queries; each runs within a session of the store.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from .records import AttemptRecord, attempt_record
 from .tables import AttemptRow, JobRow
 
 ENDED = tuple(phase.value for phase in Phase if phase.ended)
-"""Phases of jobs that have ended: of a store that was kept for months nearly all."""
+"""Phases of ended jobs: in a store of several months, nearly all jobs."""
 CHANGED = "changed"
-"""Outcome of a membership whose replicas went on in the next one."""
+"""Outcome of a membership that ended with an elastic resize."""
 
 
 class AttemptCounts(NamedTuple):
-    """Starts and restarts of jobs, by reason, since the store was created."""
+    """Restarts, failures and resizes of jobs since the store was created."""
 
     restarts: int
     """Attempts of a job after its first."""
     reallocations: int
-    """Attempts that were stopped for the job to go on elsewhere."""
+    """Attempts that were stopped to move the job."""
     failures: int
     """Attempts that failed by themselves."""
     resizes: int
@@ -37,7 +36,7 @@ class AttemptCounts(NamedTuple):
 
 
 def totals(session: Session, name: str | None = None) -> AttemptCounts:
-    """Return the starts and restarts of a job, or of all existing jobs without a name."""
+    """Return the counts of a job; without a name, of all existing jobs."""
     row = AttemptRow
     failed = (row.outcome == Outcome.FAILED.value) & row.intent.is_(None)
     begun = row.membership == 1
@@ -88,7 +87,7 @@ def restart_seconds(session: Session, name: str | None = None) -> dict[str, list
 
 
 def pause_seconds(session: Session, name: str | None = None) -> dict[str, list[float]]:
-    """Return the pause of each elastic resize in seconds, as `restart_seconds` does."""
+    """Return the pause of each elastic resize in seconds, like `restart_seconds`."""
     return _costs(session, AttemptRow.pause_seconds, name)
 
 
@@ -108,7 +107,7 @@ def _costs(
 
 
 def attained_service(session: Session, now: float, *, live: bool) -> dict[str, float]:
-    """Return the slot-seconds of each job: every attempt from its start to its end."""
+    """Return the slot-seconds of each job, summed over its attempts."""
     held = func.coalesce(AttemptRow.ended_at, now) - AttemptRow.created_at
     slots = AttemptRow.num_replicas * AttemptRow.num_stages
     service = func.sum(case((held > 0, held), else_=0.0) * slots).label("service")

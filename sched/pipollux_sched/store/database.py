@@ -1,7 +1,7 @@
 """The database under the store: transactions, and notification of waiters.
 
-Within this process writers queue for a lock, and a commit wakes those that wait for changes.
-`engines.py` says what keeps writers of several processes apart.
+Writers of this process queue for a lock, and a commit wakes the waiters for changes. For writers of
+several processes see `engines.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CHANGED_JOBS = "changed jobs"
 
 
 class _Writing(Session):
-    """A session that notes the jobs whose rows it changes, in its `info`: None of a deleted one."""
+    """A session that records the jobs whose rows it changes in its `info`; None: deleted."""
 
 
 @event.listens_for(_Writing, "after_flush")
@@ -39,7 +39,7 @@ def _note_changed_jobs(session: Session, _context: Any) -> None:
 
 
 def _changed_jobs(session: Session) -> dict[str, JobRecord | None]:
-    """Return what a transaction that is about to be committed has made of jobs; None: deleted."""
+    """Return the jobs that a transaction about to be committed has changed; None: deleted."""
     session.flush()
     noted: dict[str, JobRow | None] = session.info.get(_CHANGED_JOBS, {})
     return {name: None if row is None else job_record(row) for name, row in noted.items()}
@@ -70,11 +70,11 @@ class Database:
         self._closed = False
         self._leader_lock: LeaderLock | None = None
         self.on_jobs_changed: Callable[[Mapping[str, JobRecord | None]], object] = lambda _: None
-        """Called with the jobs whose rows a transaction of this object has changed, once it is
-        committed, before the next one begins. None: it was deleted, or nobody knows what it is."""
+        """Called with the jobs whose rows a transaction of this object has changed, after its
+        commit and before the next transaction. None: deleted, or its new state is unknown."""
         try:
             self._open(create)
-        except BaseException as error:  # also Ctrl-C: nothing stays open
+        except BaseException as error:  # including Ctrl-C: close everything
             self._engine.dispose()
             if isinstance(error, DatabaseError | OSError | StoreUnavailableError):
                 raise StoreError(
@@ -88,7 +88,7 @@ class Database:
         return self._location
 
     def acquire_leader_lock(self) -> None:
-        """Become the one scheduler that serves the store, until this is closed.
+        """Become the only scheduler that serves the store, until `close`.
 
         Raises:
             StoreTakenError: another scheduler serves it.
@@ -98,24 +98,24 @@ class Database:
         try:
             with self.write() as session:
                 lock.write_token(session)
-        except BaseException:  # also Ctrl-C: the store must not stay locked
+        except BaseException:  # including Ctrl-C: release the lock
             lock.close()
             raise
         self._leader_lock = lock
 
     def check_leader_lock(self) -> None:
-        """Check that the leader lock, if it was ever acquired, is still held.
+        """Check that the leader lock, if it was acquired, is still held.
 
         Raises:
-            StoreTakenError: another scheduler has taken the store over.
-            StoreUnavailableError: the database does not answer now.
+            StoreTakenError: another scheduler has taken over the store.
+            StoreUnavailableError: the database is unavailable.
         """
         if self._leader_lock is not None:
             with self.read() as session:
                 self._leader_lock.check_token(session)
 
     def close(self) -> None:
-        """Close every connection; from then on every transaction is refused."""
+        """Close all connections; later transactions are refused."""
         with self._lock:
             self._closed = True
         if self._leader_lock is not None:
@@ -124,15 +124,15 @@ class Database:
 
     @contextmanager
     def write(self, *, durable: bool = True) -> Iterator[Session]:
-        """Run a writing transaction: committed at the end, rolled back when an error leaves it.
+        """Run a writing transaction: committed at the end, rolled back on an error.
 
         Args:
             durable: whether the commit waits for the disk; False for data that jobs soon resend.
 
         Raises:
-            StoreTakenError: another scheduler has taken the store over.
-            StoreUnavailableError: the database cannot do it now; if the connection broke at the
-                very end, it is unknown whether the transaction was committed.
+            StoreTakenError: another scheduler has taken over the store.
+            StoreUnavailableError: the database is unavailable; if the connection broke during the
+                commit, it is unknown whether the transaction was committed.
         """
         self._check_open()
         writer = self._writer if durable else self._hasty_writer
@@ -144,7 +144,7 @@ class Database:
                         self._leader_lock.check_token(session)
                     yield session
                     changed = _changed_jobs(session)
-            except BaseException:  # a commit that fails may have come about all the same
+            except BaseException:  # a failed commit may have taken effect
                 self.on_jobs_changed(dict.fromkeys(changed))
                 raise
             self.on_jobs_changed(changed)
@@ -157,7 +157,7 @@ class Database:
         """Run a reading transaction on a consistent snapshot of the store.
 
         Raises:
-            StoreUnavailableError: the database cannot do it now.
+            StoreUnavailableError: the database is unavailable.
         """
         self._check_open()
         with self._available(), Session(self._reader) as session, session.begin():
@@ -167,7 +167,7 @@ class Database:
         """Return the size of the database, in bytes.
 
         Raises:
-            StoreUnavailableError: the database does not answer now.
+            StoreUnavailableError: the database is unavailable.
         """
         file = self._location.file
         if file is not None:
@@ -178,11 +178,11 @@ class Database:
 
     @property
     def version(self) -> int:
-        """Number of commits by this object so far; for `wait`."""
+        """Number of commits by this object; for `wait`."""
         return self._version
 
     def wait(self, version: int, timeout: float) -> int:
-        """Wait until something was committed after `version`, or `timeout` seconds have passed.
+        """Wait until there is a commit after `version`, or `timeout` seconds have passed.
 
         Returns:
             The version to wait for next.
@@ -207,7 +207,7 @@ class Database:
     def _open(self, create: bool) -> None:
         file = self._location.file
         if create and file is not None:
-            file.touch(mode=0o600)  # while it is still empty: it will hold the tokens of the jobs
+            file.touch(mode=0o600)  # before it holds any data: it will hold tokens of jobs
             file.chmod(0o600)
         with self.read() as session:
             found = schema.revision(session.connection())

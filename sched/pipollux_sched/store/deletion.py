@@ -1,10 +1,9 @@
-"""Deletion of a job that has ended, at its user's request.
+"""Deletion of an ended job, at its user's request.
 
-It takes three steps, each one transaction or many small ones, so that a kill between them leaves
-nothing half done. First the job disappears, and its pending deletion is recorded, which keeps its
-name reserved. Then the caller removes its files. Last its events are deleted, except the one that
-records the deletion, and the name is free. Totals over all attempts keep counting those of
-deleted jobs.
+It has three steps of one transaction or many small ones, and can be interrupted between them. First
+the job is removed, and its pending deletion is recorded, which keeps its name reserved. Then the
+caller removes its files. Last its events are deleted, except for the event of the deletion, and the
+name is free. The attempts of deleted jobs still count in totals.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ from .retention import delete_events
 from .tables import AttemptRow, EventRow, HeartbeatRow, HintsRow, MetaRow, ReplicaRow
 
 _MARK = "deleting "
-"""What the name of a job stands behind that is being deleted."""
+"""Prefix of the key of a pending deletion, before the name of the job."""
 _COUNTED = "deleted attempts: "
-"""What the name of a figure stands behind that the attempts of deleted jobs amount to."""
+"""Prefix of the keys with the number of attempts of deleted jobs."""
 BATCH = 1000
-"""Events that are deleted in one transaction."""
+"""Number of events deleted per transaction."""
 
 
 class PendingDeletion(NamedTuple):
-    """A job that is being deleted."""
+    """A pending deletion of a job."""
 
     name: str
     event: int
-    """Id of the event that says so."""
+    """Id of the event of the deletion."""
 
 
 class Deletions:
@@ -58,24 +57,24 @@ class Deletions:
         """Remove a job, and record its pending deletion.
 
         Returns:
-            The job as it was.
+            The last state of the job.
 
         Raises:
-            UnknownJobError: there is no job of this name.
-            JobLivesError: it has not ended.
+            UnknownJobError: the job does not exist.
+            JobLivesError: the job has not ended.
         """
         with self._database.write() as session:
             return _begin(session, name, self._clock())
 
     def pending(self) -> list[PendingDeletion]:
-        """Return the jobs that are being deleted."""
+        """Return the pending deletions."""
         query = select(MetaRow).where(MetaRow.key.startswith(_MARK)).order_by(MetaRow.key)
         with self._database.read() as session:
             rows = session.scalars(query)
             return [PendingDeletion(row.key.removeprefix(_MARK), int(row.value)) for row in rows]
 
     def finish(self, deletion: PendingDeletion) -> None:
-        """Delete the events of a job that is being deleted, and complete the deletion."""
+        """Delete the events of a job, and complete its deletion."""
         mine = (EventRow.job == deletion.name, EventRow.id < deletion.event)
         query = select(EventRow.id).where(*mine).limit(BATCH)
         while True:
@@ -86,15 +85,15 @@ class Deletions:
                 if len(ids) < BATCH:
                     session.execute(delete(MetaRow).where(MetaRow.key == _MARK + deletion.name))
                     return
-            # Other writers get as much of the time as this.
+            # Leaves half of the time to other writers.
             time.sleep(time.monotonic() - began)
 
 
 def check_free(session: Session, names: Sequence[str]) -> None:
-    """Refuse the names of jobs that are being deleted.
+    """Refuse the names of jobs whose deletion is pending.
 
     Raises:
-        JobExistsError: a job of one of the names is being deleted.
+        JobExistsError: a job with one of the names is being deleted.
     """
     marks = session.scalars(select(MetaRow.key).where(MetaRow.key.startswith(_MARK)))
     taken = {mark.removeprefix(_MARK) for mark in marks} & set(names)
@@ -106,7 +105,7 @@ def check_free(session: Session, names: Sequence[str]) -> None:
 
 
 def counted(session: Session) -> AttemptCounts:
-    """Return the totals over the attempts of all deleted jobs."""
+    """Return the counts over the attempts of all deleted jobs."""
     rows = session.scalars(select(MetaRow).where(MetaRow.key.startswith(_COUNTED)))
     found = {row.key.removeprefix(_COUNTED): int(row.value) for row in rows}
     return AttemptCounts(*(found.get(figure, 0) for figure in AttemptCounts._fields))
@@ -128,7 +127,7 @@ def _begin(session: Session, name: str, now: float) -> JobRecord:
         "num_attempts": job.state.attempt,
     }
     event = journal.log(session, now, "deleted", name, None, told)
-    session.flush()  # assigns its id
+    session.flush()  # assigns the id
     session.add(MetaRow(key=_MARK + name, value=str(event.id)))
     for table in (HintsRow, ReplicaRow, HeartbeatRow, AttemptRow):
         session.execute(delete(table).where(table.job == name))
@@ -137,7 +136,7 @@ def _begin(session: Session, name: str, now: float) -> JobRecord:
 
 
 def _count(session: Session, name: str) -> None:
-    """Add the attempts of a job to the totals of deleted jobs."""
+    """Add the attempts of a job to the counts of deleted jobs."""
     before = counted(session)._asdict()
     for figure, value in totals(session, name)._asdict().items():
         session.merge(MetaRow(key=_COUNTED + figure, value=str(before[figure] + value)))

@@ -1,11 +1,11 @@
-"""The supported databases: how each is opened, and how transactions begin.
+"""The supported databases: engines and the start of transactions.
 
-All writing transactions hold the same lock from beginning to end. What one has read cannot change
-before it commits, two writers never deadlock, and events get their ids in the order of their
-commits, so a reader of "all after 17" misses none.
+All writing transactions hold the same lock throughout. So data read in a transaction cannot change
+before its commit, writers never deadlock, and the ids of events have the order of their commits, so
+that a reader of the events after an id misses none.
 
-* SQLite: its own write lock (`BEGIN IMMEDIATE`). Write-ahead logging, so that other processes read
-  while the scheduler writes, and `synchronous=FULL`, so that commits survive a power cut.
+* SQLite: its write lock (`BEGIN IMMEDIATE`). Write-ahead logging lets other processes read while
+  the scheduler writes; with `synchronous=FULL`, commits survive a power cut.
 * PostgreSQL: an advisory lock of the transaction. SERIALIZABLE would protect reads too, but needs
   retries after conflicts, and assigns ids in another order than that of commits. The isolation is
   READ COMMITTED, because a snapshot would be taken before the lock is acquired. Reading
@@ -26,10 +26,10 @@ from .errors import StoreError
 from .location import Location
 
 BUSY_TIMEOUT = 10
-"""Seconds to wait for another process that writes, and for a server to answer."""
+"""Timeout in seconds for the lock of another writing process, and for a server's answer."""
 
 _WRITERS_LOCK = 0x50697078
-"""Number of the advisory lock, within its database, of the writer."""
+"""Number of the writers' advisory lock within the database."""
 
 _WAITING = {
     "connect_timeout": BUSY_TIMEOUT,
@@ -38,9 +38,9 @@ _WAITING = {
     "keepalives_count": 3,
     "tcp_user_timeout": 3000 * BUSY_TIMEOUT,  # milliseconds
 }
-"""After how long a PostgreSQL server counts as gone, where the URL does not say."""
+"""Timeouts of a PostgreSQL connection, unless set by the URL."""
 
-# NaN is not JSON, and could not be sent to readers of events.
+# NaN is not valid JSON, so readers of events could not parse it.
 _to_json = partial(json.dumps, allow_nan=False)
 
 
@@ -64,9 +64,9 @@ def writing(engine: Engine, *, durable: bool = True) -> Engine:
     """Return an engine on the same connections, for writing transactions.
 
     Args:
-        engine: engine of the connections.
-        durable: whether a commit waits for the disk. Otherwise it survives the death of every
-            process, but the last commits may be lost in a power cut.
+        engine: engine with the connections.
+        durable: whether a commit waits for the disk. Otherwise it survives the end of processes,
+            but the last commits may be lost in a power cut.
     """
     engine = engine.execution_options(pipollux_write=True, pipollux_durable=durable)
     if engine.dialect.name == "sqlite":
@@ -79,7 +79,7 @@ def _sqlite(location: Location) -> Engine:
         location.url,
         connect_args={"timeout": BUSY_TIMEOUT},
         json_serializer=_to_json,
-        hide_parameters=True,  # the store holds the tokens of the jobs
+        hide_parameters=True,  # the store holds tokens of jobs
         pool_size=4,
         max_overflow=-1,
     )
@@ -101,7 +101,7 @@ def _configure_sqlite(connection: sqlite3.Connection, _record: Any) -> None:
 
 
 def _use_wal(cursor: sqlite3.Cursor) -> None:
-    # SQLite does not wait by itself if several processes set this mode on a new file at once.
+    # SQLite does not wait if several processes set this mode on a new file concurrently.
     deadline = time.monotonic() + BUSY_TIMEOUT
     while True:
         try:

@@ -14,7 +14,7 @@ class StoreError(SchedulerError):
 
 
 class StoreUnavailableError(StoreError):
-    """The database does not answer, is busy for too long, or is full; a retry may succeed."""
+    """The database is unavailable, busy for too long, or full; a retry may succeed."""
 
 
 class StoreTakenError(StoreError):
@@ -34,7 +34,7 @@ class UnknownTokenError(StoreError):
 
 
 class ConflictError(StoreError):
-    """The request conflicts with the present state of a job."""
+    """The request conflicts with the current state of a job."""
 
 
 class JobExistsError(ConflictError):
@@ -46,7 +46,7 @@ class TokenExistsError(ConflictError):
 
 
 class TeamFullError(ConflictError):
-    """The team has as many unfinished jobs as it may have."""
+    """The team has reached its limit of unfinished jobs."""
 
 
 class JobEndedError(ConflictError):
@@ -58,4 +58,4 @@ class JobLivesError(ConflictError):
 
 
 class StaleAttemptError(ConflictError):
-    """The sender belongs to an attempt that is no longer the present one."""
+    """The sender belongs to an attempt that is no longer the current one."""

@@ -13,13 +13,13 @@ from pipollux_sched.utils.vital_thread import VitalThread
 _LOG = logging.getLogger(__name__)
 _BATCH = 500
 PAUSE = 0.1
-"""Seconds between two looks: hints come by the hundred a second, and each look costs as much."""
+"""Seconds between two reads: hints come at hundreds per second, and each read has a fixed cost."""
 
 Listener: TypeAlias = Callable[[Mapping[str, Any]], None]
 
 
 class EventFeed:
-    """A thread that calls a listener with every event committed after a given one.
+    """A thread that calls a listener with every committed event after a given one.
 
     Args:
         store: store of the events.
@@ -42,14 +42,14 @@ class EventFeed:
         self._last = after
         self._ending = threading.Event()
         self.thread = VitalThread("events", self._run)
-        """Runs for as long as events are handed on."""
+        """Runs while events are delivered."""
 
     def start(self) -> None:
         """Start the delivery."""
         self.thread.start()
 
     def stop(self, timeout: float = 5.0) -> None:
-        """Deliver the events committed so far, and end."""
+        """Deliver the events committed so far, and stop."""
         self._ending.set()
         self.thread.join(timeout)
 
@@ -71,7 +71,7 @@ class EventFeed:
             self._ending.wait(PAUSE)
 
     def _hand_on(self) -> bool:
-        """Deliver a batch of events; return whether there may be more already."""
+        """Deliver a batch of events; return whether there may be more."""
         newest = self._store.last_event()
         if newest == self._last:
             return False
@@ -80,7 +80,7 @@ class EventFeed:
             self._last = event["id"]
             try:
                 self._listener(event)
-            except Exception:  # an error of the caller's listener must not stop the delivery
+            except Exception:  # an error of the listener must not stop the delivery
                 _LOG.exception("the listener failed on event %s", event)
         if len(events) == _BATCH:
             return True

@@ -1,12 +1,12 @@
-"""Jobs that are alike, and what they measured.
+"""Families of similar jobs, and their measurements.
 
-A new job is planned for by the hints of its predecessor: the last job of its family that completed
-or, while none has, the one at work that has reported last. It begins with the step times of its
-relatives: its predecessor, and those that have reported last. Jobs that failed hand nothing down.
+A new job is planned with the hints of its predecessor: the last job of its family that completed
+or, if none has, the running one with the latest report. It starts with the step times of its
+relatives: its predecessor, and the jobs with the latest reports. Failed jobs pass nothing on.
 
-A job that names no family shares one with the jobs of the same script and image whose names differ
-only in the number at their end. What is measured depends on the type of GPU and on the stages, so
-jobs that ask for other ones are not alike; nor are those of other users or teams.
+A job without a family name shares a family with the jobs of the same script and image whose names
+differ only in a trailing number. Measurements depend on the GPU type and on the stages, so jobs
+that request other ones are in other families, and so are those of other users or teams.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from .database import Database
 from .tables import HintsRow, JobRow
 
 MOST_LOOKED_AT = 10_000
-"""Jobs of an old store that are looked at; earlier ones hand nothing down."""
+"""Number of newest jobs that are searched; earlier jobs pass nothing on."""
 MOST_ALIKE = 64
-"""Jobs of a family that are asked for their hints: the latest."""
+"""Number of newest jobs of a family whose hints are read."""
 
 FamilyKey: TypeAlias = tuple[Any, ...]
 
 
 class Predecessor(NamedTuple):
-    """A job that hands down what it measured."""
+    """A job that passes on its measurements."""
 
     job: str
     hints: Mapping[str, Any]
-    """Its last ones, as JSON."""
+    """Its last hints, as JSON."""
 
 
 class Families:
@@ -60,10 +60,10 @@ class Families:
         self._latest: dict[FamilyKey, tuple[tuple[str, float], Predecessor]] = {}
 
     def predecessors(self, jobs: Mapping[str, Mapping[str, Any]]) -> dict[str, Predecessor]:
-        """Return the predecessors of those jobs that have one.
+        """Return the predecessors, by job; jobs without one are left out.
 
         Args:
-            jobs: by name, their specs as JSON.
+            jobs: specs as JSON, by name.
         """
         keys = {name: key_of(name, spec) for name, spec in jobs.items()}
         wanted = {key for key in keys.values() if key is not None}
@@ -80,16 +80,16 @@ class Families:
         }
 
     def relatives(self, name: str, spec: Mapping[str, Any]) -> list[Predecessor]:
-        """Return the jobs with whose step times a job begins, at most `MAX_RELATIVES`.
+        """Return the jobs whose step times a job starts with, at most `MAX_RELATIVES`.
 
         Args:
-            name: of the job.
+            name: name of the job.
             spec: its spec, as JSON.
 
         Returns:
-            Its predecessor first, then those that have reported last.
+            Its predecessor first, then the jobs with the latest reports.
         """
-        # With all of numpy, which who only lists jobs does without.
+        # Imports numpy, which lists of jobs do not need.
         from pipollux_perfmodel.hints.step_rows import MAX_RELATIVES
 
         key = key_of(name, spec)
@@ -112,7 +112,7 @@ class Families:
         return [*found.values()][:MAX_RELATIVES]
 
     def forget(self) -> None:
-        """Look at all jobs again: one has changed what makes it alike."""
+        """Read all jobs again, because the family of a job has changed."""
         with self._lock:
             self._seen = 0
             self._alike.clear()
@@ -146,7 +146,7 @@ class Families:
             if known is not None and known[0] == mark:
                 return known[1]
             row = session.get(HintsRow, last.name)
-            # Submitted again with another spec, it is of another family now.
+            # A job submitted again with another spec may be in another family.
             if row is None or key_of(last.name, last.spec) != key:
                 return None
             found = Predecessor(last.name, row.hints)
@@ -155,13 +155,13 @@ class Families:
 
 
 def key_of(name: str, spec: Mapping[str, Any]) -> FamilyKey | None:
-    """Return what jobs of a family have in common; None: the job is of none.
+    """Return the key that the jobs of a family share; None: the job has no family.
 
     Args:
-        name: of the job.
+        name: name of the job.
         spec: its spec, as JSON.
     """
-    # With all policies, which takes longer than printing a list of jobs.
+    # Imports all policies, which takes longer than printing a list of jobs.
     from pipollux_policies import family_of
 
     family = spec.get("family")
@@ -178,7 +178,7 @@ def key_of(name: str, spec: Mapping[str, Any]) -> FamilyKey | None:
 
 
 def _reported(names: Collection[str]) -> Select[tuple[str, str, float, dict[str, Any]]]:
-    """Ask for those of the jobs that have hints to hand down."""
+    """Return the query for those of the jobs that have hints to pass on."""
     return (
         select(JobRow.name, JobRow.phase, HintsRow.time, JobRow.spec)
         .join(HintsRow, HintsRow.job == JobRow.name)

@@ -1,8 +1,8 @@
-"""The last heartbeat of each replica of a running attempt, kept for the next scheduler.
+"""The last heartbeat of each replica of a running attempt, stored for the next scheduler.
 
-Whether a replica is lost is decided elsewhere, on the monotonic clock of the scheduler that hears
-it. These rows tell the scheduler after that which replicas to expect, and commands without a
-scheduler what was heard last.
+The scheduler that receives heartbeats decides by its monotonic clock whether a replica is lost. The
+stored rows give the next scheduler the replicas to expect, and commands without a running scheduler
+the last heartbeats.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ class ReceivedHeartbeat(NamedTuple):
     attempt: int
     replica: int
     step: int | None = None
-    """Optimizer step that it reported; None if it had none."""
+    """Optimizer step of the heartbeat; None: not reported."""
     finished: bool = False
-    """Whether the replica said that it sends no more of them."""
+    """Whether it was the replica's last heartbeat."""
     seconds: float = 0.0
-    """How long ago it was."""
+    """Age of the heartbeat."""
 
 
 class KeptHeartbeat(NamedTuple):
-    """The last heartbeat of a replica, as kept."""
+    """The last heartbeat of a replica, as stored."""
 
     seconds: float
-    """How long ago it was."""
+    """Age of the heartbeat."""
     step: int | None
-    """Optimizer step in that heartbeat; None if it had none."""
+    """Optimizer step of the heartbeat; None: not reported."""
     finished: bool
-    """Whether the replica said that it sends no more of them."""
+    """Whether it was the replica's last heartbeat."""
 
 
 class HeartbeatRecords:
-    """Stores heartbeats, so that they outlive the scheduler that received them.
+    """Stores heartbeats, so that they survive the scheduler that received them.
 
     Example:
         >>> with Store(Path("/var/lib/pipollux/pipollux.db")) as store:
@@ -64,10 +64,10 @@ class HeartbeatRecords:
     def keep(self, received: Sequence[ReceivedHeartbeat]) -> list[None]:
         """Store heartbeats in one transaction; those of attempts that do not run are skipped.
 
-        A replica that has finished stays so, whatever arrives late.
+        A finished replica stays finished, even if an earlier heartbeat arrives late.
 
         Returns:
-            None for each.
+            None per heartbeat.
         """
         if not received:
             return []
@@ -80,7 +80,7 @@ class HeartbeatRecords:
         return [None] * len(received)
 
     def of(self, job: str, attempt: int) -> dict[int, KeptHeartbeat]:
-        """Return the last heartbeat of each replica of an attempt that sent one, in order."""
+        """Return the last heartbeat of each replica of an attempt, by replica."""
         query = (
             select(HeartbeatRow)
             .where(HeartbeatRow.job == job, HeartbeatRow.attempt == attempt)
@@ -95,13 +95,13 @@ class HeartbeatRecords:
 
 
 def drop_heartbeats(session: Session, job: str, attempt: int) -> None:
-    """Delete the heartbeats of a job up to an attempt: it has ended, or a newer one begins."""
+    """Delete the heartbeats of a job up to an attempt that has ended or been replaced."""
     mine = (HeartbeatRow.job == job, HeartbeatRow.attempt <= attempt)
     session.execute(delete(HeartbeatRow).where(*mine))
 
 
 def _running_attempts(session: Session, names: set[str]) -> dict[str, int]:
-    """Return the running attempt of each of these jobs that has one."""
+    """Return the running attempts of these jobs, by job."""
     query = select(JobRow.name, JobRow.attempt, JobRow.running_on)
     rows = session.execute(query.where(JobRow.name.in_(names)))
     return {row.name: row.attempt for row in rows if row.running_on}
@@ -114,7 +114,7 @@ def _row(received: ReceivedHeartbeat, now: float) -> dict[str, Any]:
 
 
 def _upsert(insert: Callable[[Table], Any]) -> Any:
-    """Return the statement that inserts a heartbeat, or replaces the replica's one before."""
+    """Return the statement that inserts a heartbeat, or replaces the replica's previous one."""
     statement = insert(_HEARTBEATS)
     new = statement.excluded
     return statement.on_conflict_do_update(
@@ -128,5 +128,5 @@ def _upsert(insert: Callable[[Table], Any]) -> Any:
 
 
 _HEARTBEATS = Base.metadata.tables[HeartbeatRow.__tablename__]
-"""The table, not the class: hundreds of rows are written at once, and none is an object."""
+"""The table instead of the class: hundreds of rows are written at once, without objects."""
 _UPSERTS = {"sqlite": _upsert(sqlite.insert), "postgresql": _upsert(postgresql.insert)}

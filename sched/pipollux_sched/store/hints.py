@@ -1,7 +1,7 @@
 """Hints reported by jobs, stored in batches.
 
-A full cluster sends hundreds of hints a second. Nearly all of the cost of storing one is the
-transaction, so those that arrive together share one.
+A full cluster sends hundreds of hints per second. Nearly all of the cost of storing one is the
+transaction, so hints that arrive together share one.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from .tables import Base, EventRow, HintsRow, JobRow
 _JOBS = Base.metadata.tables[JobRow.__tablename__]
 _HINTS = Base.metadata.tables[HintsRow.__tablename__]
 _EVENTS = Base.metadata.tables[EventRow.__tablename__]
-"""Tables, not classes: rows that nobody reads again need no objects."""
+"""Tables instead of classes: rows that are not read again need no objects."""
 
 _NOT_LOGGED = ("layers", "stepProfile")
-"""Hints that are large, and hardly change: the log would repeat them every few seconds."""
+"""Large hints that rarely change: events leave them out."""
 
 _PRESENT = select(_JOBS.c.name, _JOBS.c.attempt, _HINTS.c.job.is_not(None).label("known")).join(
     _HINTS, _HINTS.c.job == _JOBS.c.name, isouter=True
@@ -35,16 +35,16 @@ class ReceivedHints(NamedTuple):
     job: str
     attempt: int
     hints: Mapping[str, Any]
-    """As JSON."""
+    """The hints, as JSON."""
 
 
 def keep(
     session: Session, received: Sequence[ReceivedHints], now: float
 ) -> list[StoreError | None]:
-    """Store hints: the last of each job, and an event for each.
+    """Store the last hints of each job, and an event per hints.
 
     Returns:
-        For each why it was refused: `UnknownJobError`, `StaleAttemptError`; None if it was
+        For each the reason of a refusal: `UnknownJobError`, `StaleAttemptError`; None if it was
         stored.
     """
     present, known = _present(session, {each.job for each in received})
@@ -59,7 +59,7 @@ def keep(
 
 
 def _present(session: Session, names: Collection[str]) -> tuple[dict[str, int], set[str]]:
-    """Return the present attempt of each job, and the jobs that have hints already."""
+    """Return the current attempt of each job, and the jobs that have hints already."""
     rows = session.execute(_PRESENT.where(_JOBS.c.name.in_(names))).all()
     return {row.name: row.attempt for row in rows}, {row.name for row in rows if row.known}
 

@@ -1,8 +1,8 @@
-"""Jobs that are asked for again and again, in memory, as of the last commit.
+"""A cache of frequently read jobs, as of the last commit.
 
-Every request of a job's replicas asks for its job: for its token, its attempt, its number of
-replicas. A record is replaced when the transaction that changed it was committed, before whoever
-changed it goes on, so nobody is given an older one than the database would have given.
+Every request of a replica reads its job: the token, the attempt, the number of replicas. A record
+is replaced when the transaction that changed it was committed, before the writer continues, so the
+cache never returns an older record than the database would.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ __all__ = ["JobCache"]
 
 
 class JobCache:
-    """The records of jobs that have not ended and were asked for, or have changed.
+    """The records of jobs that have not ended and were read or changed.
 
-    Every method may be called from any thread. Only changes through the same store object are
-    noticed: that of the one scheduler that writes.
+    All methods are thread-safe. Only changes through the same store object are seen, which is that
+    of the one scheduler that writes.
 
     Args:
         read: returns the record of a job, or raises `UnknownJobError`.
@@ -30,17 +30,17 @@ class JobCache:
         self._lock = threading.Lock()
         self._known: dict[str, JobRecord] = {}
         self._being_read: dict[str, object] = {}
-        """By job, who began to read it last, unless it has changed since."""
+        """By job, the last reader, unless the job has changed since."""
 
     def get(self, name: str) -> JobRecord | None:
-        """Return a job without asking the database; None: it has to be asked, with `find`."""
+        """Return a job without reading the database; None: not cached, use `find`."""
         return self._known.get(name)
 
     def find(self, name: str) -> JobRecord:
         """Return a job.
 
         Raises:
-            UnknownJobError: there is none of this name.
+            UnknownJobError: the job does not exist.
         """
         known = self._known.get(name)
         if known is not None:
@@ -53,7 +53,7 @@ class JobCache:
             job = self._read(name)
         finally:
             with self._lock:
-                # It may have changed after it was read.
+                # It may have changed since it was read.
                 if self._being_read.get(name) is me:
                     del self._being_read[name]
                     if job is not None and not job.phase.ended:
@@ -61,15 +61,15 @@ class JobCache:
         return job
 
     def keep(self, changed: Mapping[str, JobRecord | None]) -> None:
-        """Note what jobs have become; called in the order of commits.
+        """Update the cache after a commit; called in the order of commits.
 
         Args:
-            changed: by name; None for a job that is to be read again when it is asked for.
+            changed: records by name; None for a job to read again when it is needed.
         """
         with self._lock:
             for name, job in changed.items():
                 self._being_read.pop(name, None)
                 if job is None or job.phase.ended:
                     self._known.pop(name, None)
-                else:  # its replicas will ask
+                else:  # its replicas will need it
                     self._known[name] = job

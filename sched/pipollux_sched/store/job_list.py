@@ -1,6 +1,6 @@
 """Lists of jobs: filtered, sorted, counted and paged by the database.
 
-A store that is months old holds many thousand jobs, and a reader sees one page at a time. The phase
+A store of several months holds many thousand jobs, and a reader sees one page at a time. The phase
 in lists is a `ListedPhase`.
 """
 
@@ -23,7 +23,7 @@ from .tables import JobRow, PointRow
 
 
 class ListedPhase(StrEnum):
-    """The phase of a job as lists show it, in their order."""
+    """The phase of a job as shown in lists, in their order."""
 
     RUNNING = "Running"
     STOPPING = "Stopping"
@@ -39,7 +39,7 @@ class ListedPhase(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> ListedPhase | None:
-        """Return the phase of a name in upper or lower case."""
+        """Return the phase by name, ignoring case."""
         asked = str(value).lower()
         return next((phase for phase in cls if phase.value.lower() == asked), None)
 
@@ -48,7 +48,7 @@ class JobOrder(StrEnum):
     """Sort keys for lists of jobs."""
 
     USUAL = "usual"
-    """Jobs that hold slots first, ended ones last; within each group, the latest first."""
+    """Jobs that hold slots first, ended jobs last; within each group, the latest first."""
     SUBMITTED = "submitted"
     """In the order of first submission."""
     NAME = "name"
@@ -68,23 +68,23 @@ class JobQuery:
     """Filter, order and page of a list of jobs."""
 
     phases: Collection[ListedPhase] = ()
-    """Only jobs in one of these phases; empty: in any."""
+    """Only jobs in one of these phases; empty: all phases."""
     name: str = ""
-    """Only jobs with this text in their name, in upper or lower case."""
+    """Only jobs whose name contains this text, ignoring case."""
     order: JobOrder = JobOrder.USUAL
     descending: bool = False
     offset: int = 0
     """Number of jobs to skip."""
     limit: int | None = None
-    """How many at most; None: all."""
+    """Largest number of jobs; None: all."""
 
 
 @dataclass(frozen=True)
 class JobSummary:
-    """A job as lists show it."""
+    """A job as shown in lists."""
 
     number: int
-    """Its place in the order in which jobs came, from 1: its colour and its badge."""
+    """Its place in the order of submission, from 1; determines its colour."""
     name: str
     phase: ListedPhase
     reason: str
@@ -92,9 +92,9 @@ class JobSummary:
     submitted_at: float
     ended_at: float | None
     nodes: tuple[str, ...]
-    """Of each replica that holds slots."""
+    """Node of each replica that holds slots."""
     num_stages: int
-    """K of these replicas, or of those that it would have."""
+    """K of these replicas; if there are none, the K planned for the job."""
     attempt: int
     intent: Intent | None
     suspended: bool
@@ -118,12 +118,12 @@ class JobPage:
 
 @dataclass(frozen=True)
 class Holder:
-    """A job that holds slots, or was assigned them."""
+    """A job that holds slots, or was assigned slots."""
 
     job: str
     number: int
     nodes: tuple[str, ...]
-    """Of each replica, also of those that are about to join."""
+    """Node of each replica, including replicas that are about to join."""
     num_stages: int
 
 
@@ -165,7 +165,7 @@ def page_of(columns: Select[Any], query: JobQuery, now: float) -> Select[Any]:
 
 
 def page(session: Session, query: JobQuery, now: float) -> JobPage:
-    """Return the jobs of a query; the ages of those that have not ended extend to `now`."""
+    """Return the jobs of a query; the ages of jobs that have not ended extend to `now`."""
     wanted, num_found = _filter(query), count(session, query)
     found = list(session.scalars(page_of(select(JobRow.id), query, now)))
     lines = _lines(session, found if query.limit is not None else None, wanted)
@@ -180,7 +180,7 @@ def count_by_phase(session: Session) -> dict[ListedPhase, int]:
 
 
 def holders(session: Session) -> list[Holder]:
-    """Return the jobs that hold slots or were assigned them: at most one for each slot."""
+    """Return the jobs that hold slots or were assigned slots: at most one per slot."""
     columns = (JobRow.id, JobRow.name, JobRow.running_on, JobRow.live, JobRow.assigned, _STAGES)
     rows = session.execute(select(*columns).where(_IS_LIVE, _REPLICAS > 0).order_by(JobRow.id))
     return [
@@ -200,14 +200,14 @@ def _joining(live: Mapping[str, Any] | None) -> Iterator[str]:
 
 
 def goodput(session: Session) -> tuple[float, int]:
-    """Return the total goodput of the running jobs, in samples/s, and how many reported one."""
+    """Return the total goodput of the running jobs, in samples/s, and the number that report it."""
     query = _of_running(func.sum(PointRow.goodput), func.count(PointRow.goodput))
     total, told = session.execute(query).one()
     return float(total or 0.0), int(told)
 
 
 def goodputs(session: Session) -> dict[str, float]:
-    """Return the goodput that each running job reported last, in samples/s, where it did."""
+    """Return the last reported goodput of running jobs, in samples/s; others are left out."""
     query = _of_running(JobRow.name, PointRow.goodput).order_by(JobRow.id)
     return {name: told for name, told in session.execute(query) if told is not None}
 
@@ -219,7 +219,7 @@ def _of_running(*columns: Any) -> Select[Any]:
 
 
 def _newest() -> Any:
-    """Return the id of a job's latest progress: one index lookup for each job."""
+    """Return the id of a job's latest progress: one index lookup per job."""
     other = aliased(PointRow)
     latest = select(func.max(other.event)).where(other.job == JobRow.name)
     return latest.correlate(JobRow).scalar_subquery()
@@ -261,7 +261,7 @@ def _order(query: JobQuery, now: float) -> tuple[Any, ...]:
 def _lines(
     session: Session, ids: Collection[int] | None, wanted: ColumnElement[bool]
 ) -> dict[int, JobSummary]:
-    """Return the summaries of jobs by number; None: of all that match."""
+    """Return the summaries of jobs by number; None: of all matching jobs."""
     query = (
         select(JobRow, _PHASE, _STAGES, PointRow)
         .outerjoin(PointRow, PointRow.event == _newest())

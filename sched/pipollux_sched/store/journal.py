@@ -1,7 +1,6 @@
-"""Recording what happens to a job, within a transaction: state, attempts, events.
+"""Records of transitions, within a transaction: state, attempts, events.
 
-The methods of the store consist of these steps; each works within a session that the store has
-begun and will commit.
+The methods of the store consist of these steps; each works within a session of the store.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from .records import JobRecord, Point, job_record, job_state, write_job_state
 from .tables import AttemptRow, EventRow, JobRow, PointRow
 
 APART: frozenset[type[Event]] = frozenset({LiveReady, Started})
-"""Events that concern nothing but their job, and leave it in its attempt."""
+"""Events that concern only their job, and do not change its attempt."""
 
 
 class Change(NamedTuple):
@@ -51,7 +50,7 @@ class Change(NamedTuple):
 
     job: JobRecord
     actions: tuple[Action, ...]
-    """What is now to be done in the world, in this order; what was to be recorded is recorded."""
+    """The actions to carry out, in order; everything to be recorded is recorded."""
 
 
 def find_job(session: Session, name: str) -> JobRow:
@@ -65,11 +64,11 @@ def find_job(session: Session, name: str) -> JobRow:
 
 
 def check_present(row: JobRow, attempt: int) -> None:
-    """Raise `StaleAttemptError` unless `attempt` is the present one of the job."""
+    """Raise `StaleAttemptError` unless `attempt` is the current one of the job."""
     if attempt != row.attempt:
         raise StaleAttemptError(
-            f"attempt {attempt} of job {row.name!r} is not the present one "
-            f"({row.attempt}); what it reports is not taken"
+            f"attempt {attempt} of job {row.name!r} is not the current one "
+            f"({row.attempt}); its report is refused"
         )
 
 
@@ -80,18 +79,18 @@ def advance_job(
     now: float,
     present: Mapping[str, AttemptRow] | None = None,
 ) -> Change:
-    """Apply an event to a job, and record all of its consequences.
+    """Apply an event to a job, and record all consequences.
 
     Args:
-        session: of the transaction.
-        row: the job's.
-        event: what happens to it.
+        session: session of the transaction.
+        row: row of the job.
+        event: the event.
         now: the time.
-        present: the rows of `present_attempts`, where many jobs are asked for at once; None:
-            the job's own is looked for.
+        present: the rows of `present_attempts`, read at once for several jobs; None: read the
+            job's own.
 
     Raises:
-        JobEndedError: `event` is a user's request on a live job, but the job has ended.
+        JobEndedError: `event` is a user's request that needs a live job, but the job has ended.
     """
     before = job_state(row)
     _check_asked(row.name, before, event)
@@ -111,11 +110,11 @@ def advance_job(
 def advance_all(
     session: Session, events: Sequence[tuple[str, Event]], now: float
 ) -> list[Change | None]:
-    """Apply events to jobs, one after the other; None for an unknown job."""
+    """Apply events to jobs in order; None for an unknown job."""
     names = {name for name, _ in events}
     found = session.scalars(select(JobRow).where(JobRow.name.in_(names))).all()
     rows = {row.name: row for row in found}
-    # Of different jobs these need nothing of what each other wrote.
+    # For different jobs, these events do not depend on each other's writes.
     apart = len(names) == len(events) and {type(event) for _, event in events} <= APART
     present = present_attempts(session, found) if apart else None
     with session.no_autoflush if apart else nullcontext():
@@ -130,7 +129,7 @@ def _check_asked(name: str, state: JobState, event: Event) -> None:
     asked = {Cancel: "cancelled", Suspend: "suspended", Resume: "resumed"}.get(type(event))
     if asked is None or not state.phase.ended:
         return
-    again = "" if state.phase is Phase.COMPLETE else "; to let it go on, submit it again"
+    again = "" if state.phase is Phase.COMPLETE else "; to resume it, submit it again"
     raise JobEndedError(
         f"job {name!r} has ended ({state.phase}, {state.reason}) and cannot be {asked}{again}"
     )
@@ -144,7 +143,7 @@ def _keep_event(
     now: float,
     present: Mapping[str, AttemptRow] | None,
 ) -> None:
-    """Record in the row of an attempt what `event` says of it."""
+    """Record an event in the row of its attempt."""
     if not isinstance(event, Started | FirstStep | Exited | Recover) or not before.running_on:
         return
     row = find_attempt(session, name, before.attempt) if present is None else present.get(name)
@@ -168,7 +167,7 @@ def _keep_event(
 def _keep_membership(
     session: Session, name: str, after: JobState, event: Switched | Survived, now: float
 ) -> None:
-    """End the row of the membership before, and begin another one."""
+    """End the row of the previous membership, and begin the next one."""
     before = find_attempt(session, name, after.attempt)
     if before is None:
         return
@@ -216,14 +215,14 @@ def _keep_action(
 
 
 def find_attempt(session: Session, name: str, attempt: int) -> AttemptRow | None:
-    """Return the row of an attempt's last membership, None if there is none."""
+    """Return the row of an attempt's last membership; None if there is none."""
     mine = (AttemptRow.job == name, AttemptRow.attempt == attempt)
     query = select(AttemptRow).where(*mine).order_by(AttemptRow.membership.desc())
     return session.scalar(query.limit(1))
 
 
 def present_attempts(session: Session, rows: Sequence[JobRow]) -> dict[str, AttemptRow]:
-    """Return the rows of the last memberships of jobs' present attempts, by job."""
+    """Return the rows of the last memberships of jobs' current attempts, by job."""
     mine = and_(AttemptRow.job == JobRow.name, AttemptRow.attempt == JobRow.attempt)
     query = select(AttemptRow).join(JobRow, mine).order_by(AttemptRow.membership)
     named = query.where(JobRow.name.in_([row.name for row in rows]))
@@ -231,7 +230,7 @@ def present_attempts(session: Session, rows: Sequence[JobRow]) -> dict[str, Atte
 
 
 def restart_seconds(session: Session, name: str, attempt: int, now: float) -> float | None:
-    """Return the seconds since the previous attempt was asked to stop for this one, if so."""
+    """Return the seconds since the previous attempt was asked to stop for this one, if it was."""
     before = find_attempt(session, name, attempt - 1) if attempt > 1 else None
     if before is None or before.intent != Intent.MOVE.value or before.stopping_at is None:
         return None
@@ -296,13 +295,13 @@ def starting(session: Session) -> list[StartingJob]:
 
 
 def last_points(session: Session, names: Collection[str] | None) -> dict[str, Point]:
-    """Return the latest progress by job; jobs that never reported are left out.
+    """Return the latest progress by job; jobs without reports are left out.
 
     Args:
-        session: of the database.
-        names: of the jobs; None: all.
+        session: session of the store.
+        names: names of the jobs; None: all.
     """
-    # One index lookup for each job, not a scan of all points.
+    # One index lookup per job instead of a scan of all points.
     other = aliased(PointRow)
     latest = select(func.max(other.event)).where(other.job == JobRow.name)
     newest = latest.correlate(JobRow).scalar_subquery()
@@ -318,7 +317,7 @@ def point_of(row: PointRow) -> Point:
 
 
 def events_of(job: str | None, types: Collection[str] | None) -> Select[EventRow, PointRow]:
-    """Return the query for events with their points; None: of all jobs, of all types."""
+    """Return the query for events with their points; None: all jobs, all types."""
     query = select(EventRow, PointRow).join(PointRow, PointRow.event == EventRow.id, isouter=True)
     if job is not None:
         query = query.where(EventRow.job == job)

@@ -1,8 +1,8 @@
-"""What the next scheduler must know of an attempt: how it was started, and where it has saved.
+"""Launches and agreed stops of attempts, stored for the next scheduler.
 
-A launch is stored before the first replica is started, so that what runs can be adopted. The step
-of an agreed stop comes from the job itself: its processes may be killed between the checkpoint and
-their end, and then nothing else tells that it is whole.
+A launch is stored before the first replica starts, so that running processes can be adopted. The
+step of an agreed stop comes from the job itself: its processes may be killed between the checkpoint
+and their end, and only this record shows that the checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LaunchRecords:
         self._database = database
 
     def note_launch(self, job: str, attempt: int, data: Mapping[str, Any]) -> None:
-        """Store how an attempt is started, as JSON; an earlier one is replaced.
+        """Store the launch of an attempt, as JSON; an earlier one is replaced.
 
         Raises:
             StaleAttemptError: the job has no such attempt.
@@ -47,7 +47,7 @@ class LaunchRecords:
             _find(session, job, attempt).launch = dict(data)
 
     def launch(self, job: str, attempt: int) -> dict[str, Any] | None:
-        """Return what `note_launch` stored of an attempt; None if nothing."""
+        """Return the stored launch of an attempt; None if there is none."""
         with self._database.read() as session:
             return session.scalar(select(AttemptRow.launch).where(*_mine(job, attempt)))
 
@@ -55,13 +55,13 @@ class LaunchRecords:
         """Store that the replicas of an attempt have agreed to stop, and have saved.
 
         Args:
-            job: its name.
-            attempt: the present one.
-            step: the optimizer step of their checkpoint.
+            job: name of the job.
+            attempt: the current attempt.
+            step: the optimizer step of the checkpoint.
 
         Raises:
-            UnknownJobError: there is no job of this name.
-            StaleAttemptError: `attempt` is not the present one, or has ended.
+            UnknownJobError: the job does not exist.
+            StaleAttemptError: `attempt` is not the current one, or has ended.
         """
         with self._database.write() as session:
             row = journal.find_job(session, job)
@@ -69,7 +69,7 @@ class LaunchRecords:
             _find(session, job, attempt).stopped_step = step
 
     def stopped_step(self, job: str, attempt: int) -> int | None:
-        """Return the step that `note_stop` stored of an attempt; None if none."""
+        """Return the stored step of an agreed stop; None if there is none."""
         with self._database.read() as session:
             return session.scalar(select(AttemptRow.stopped_step).where(*_mine(job, attempt)))
 

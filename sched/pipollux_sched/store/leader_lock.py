@@ -1,9 +1,9 @@
-"""Leader lock: one scheduler serves a store, and cannot write once it has lost the lock.
+"""Leader lock: only one scheduler serves a store, and it cannot write without the lock.
 
 The lock ends with its process: it is on a file beside an SQLite file, or held by a PostgreSQL
-session. A session also ends when the server restarts or the network breaks, and another scheduler
+session. A session also ends when the server restarts or the network fails, and another scheduler
 may then take over. So each scheduler writes a fencing token into the store, and every writing
-transaction begins by checking that the token is still its own.
+transaction first checks that the token is unchanged.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .ownership import open_private
 from .tables import MetaRow
 
 _SERVING_LOCK = 0x50697079
-"""Number of the advisory lock, within its database, of the scheduler that serves the store."""
+"""Number of the advisory lock of the serving scheduler within the database."""
 
 _KEY = "scheduler"
 
 
 class LeaderLock:
-    """The right of one scheduler to serve a store, until `close`.
+    """The exclusive right of a scheduler to serve a store, until `close`.
 
     Raises:
         StoreTakenError: another scheduler serves it.
@@ -41,7 +41,7 @@ class LeaderLock:
         file = location.file
         try:
             held = self._lock_session(engine) if file is None else self._lock_file(file)
-        except BaseException:  # also Ctrl-C: no lock is left behind
+        except BaseException:  # including Ctrl-C: release the lock
             self.close()
             raise
         if not held:
@@ -79,10 +79,10 @@ class LeaderLock:
 
     def _lock_session(self, engine: Engine) -> bool:
         connection = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
-        # Not returned to the pool, where it would keep the lock.
+        # Not returned to the pool, which would keep the lock.
         self._resources.callback(connection.close)
         self._resources.callback(connection.invalidate)
-        # So that the server soon notices when the machine at the other end is gone.
+        # The server must notice soon when this machine fails.
         connection.exec_driver_sql(
             "SET tcp_keepalives_idle = 10; SET tcp_keepalives_interval = 10; "
             "SET tcp_keepalives_count = 3"

@@ -1,7 +1,7 @@
 """Location of a store: a file, or the URL of a database.
 
-A URL may hold a password, so the displayed form is built from the harmless parts, and an invalid
-URL is never repeated.
+A URL may hold a password, so the displayed form has only the harmless parts, and an invalid URL is
+never repeated.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DRIVERS = {
     "postgresql": "postgresql+psycopg",
     "postgresql+psycopg": "postgresql+psycopg",
 }
-"""What may stand before `://`, and the driver that is used."""
+"""Allowed schemes of URLs, with the driver of each."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Location:
             url = make_url(given)
         except (ArgumentError, ValueError):
             raise StoreError(
-                "store: what was given is not the URL of a database; "
+                "store: the value is not the URL of a database; "
                 "write postgresql://USER@HOST/DATABASE or sqlite:////PATH/TO/FILE"
             ) from None  # the cause would repeat the URL, with its password
         driver = _DRIVERS.get(url.drivername)
@@ -70,7 +70,7 @@ class Location:
 
     @property
     def file(self) -> Path | None:
-        """The file of an SQLite database, None for any other."""
+        """The file of an SQLite database; None for any other."""
         if self.url.drivername != "sqlite+pysqlite":
             return None
         return Path(str(self.url.database))

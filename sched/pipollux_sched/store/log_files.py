@@ -1,8 +1,8 @@
-"""The files of a replica's log: the log itself, and what was renamed when it had grown too large.
+"""The files of a replica's log: the current file, and renamed ones.
 
-A byte of the output is known by its offset: how many bytes were written before it, whatever files
-they went to. The name of a renamed file tells the offset of its first byte (`LOG.from-START`), and
-the log goes on where the last renamed file ends. Earlier ones have been removed.
+The offset of a byte is the number of bytes written before it to all files. A log that has grown too
+large is renamed to `LOG.from-START`, where START is the offset of its first byte, and the log
+continues where the last renamed file ends. Earlier files are removed.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class LogPart(NamedTuple):
 
     content: bytes
     offset: int
-    """Where to read on."""
+    """The next offset."""
 
 
 class _Piece(NamedTuple):
-    """A file of a log."""
+    """One file of a log."""
 
     start: int
     """Offset of its first byte."""
@@ -36,9 +36,9 @@ class _Piece(NamedTuple):
 
 
 def read_part(path: Path, offset: int, most: int) -> LogPart:
-    """Return what follows an offset, at most so many bytes; nothing if nothing is new.
+    """Return the bytes after an offset, at most `most`; empty if there is no new output.
 
-    Where bytes after the offset were removed, the part begins with a line that tells how many.
+    If bytes after the offset were removed, the part begins with a line with their number.
     """
     with ExitStack() as resources:
         for piece in _pieces(path, resources):
@@ -53,7 +53,7 @@ def read_part(path: Path, offset: int, most: int) -> LogPart:
 
 
 def read_tail(path: Path, most: int) -> bytes:
-    """Return the last bytes of a log; none where there is none."""
+    """Return the last bytes of a log; empty if there is no log."""
     with ExitStack() as resources:
         tail = b""
         for piece in reversed(_pieces(path, resources)):
@@ -65,12 +65,12 @@ def read_tail(path: Path, most: int) -> bytes:
 
 
 def has_log(path: Path) -> bool:
-    """Return whether a log has any file, also while it is being renamed."""
+    """Return whether a log has any file, even while it is being renamed."""
     return path.exists() or bool(_renamed(path))
 
 
 def rename_full(path: Path) -> None:
-    """Rename a log that has grown too large, and remove what was renamed before.
+    """Rename a log that has grown too large, and remove the files renamed earlier.
 
     Raises:
         OSError: it cannot be renamed.
@@ -83,7 +83,7 @@ def rename_full(path: Path) -> None:
 
 
 def _pieces(path: Path, resources: ExitStack) -> list[_Piece]:
-    """Open the files of a log, in the order of their bytes; closing `resources` closes them."""
+    """Open the files of a log, in the order of their offsets; closing `resources` closes them."""
     while True:
         names = _renamed(path)
         opened = ExitStack()
@@ -103,7 +103,7 @@ def _pieces(path: Path, resources: ExitStack) -> list[_Piece]:
 
 
 def _renamed(path: Path) -> dict[int, Path]:
-    """Return the renamed files of a log, by the offsets of their first bytes."""
+    """Return the renamed files of a log, by offset."""
     found = {}
     for other in path.parent.glob(f"{path.name}.from-*"):
         match = _RENAMED.fullmatch(other.name.removeprefix(path.name))

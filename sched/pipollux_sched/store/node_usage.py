@@ -40,7 +40,7 @@ def usage(session: Session, begin: float, end: float, num_parts: int) -> dict[st
 def attempts(
     session: Session, since: float, most: int, nodes: Collection[str] | None = None
 ) -> list[tuple[AttemptRecord, int]]:
-    """Return the attempts that held slots after a moment, oldest first, with job numbers.
+    """Return the attempts that held slots after a time, oldest first, with job numbers.
 
     Args:
         session: session of the store.
@@ -57,7 +57,7 @@ def attempts(
 
 
 def oldest_attempt(session: Session) -> float | None:
-    """Return when the first attempt of the jobs that run now was; where none does, of any."""
+    """Return the first start of an attempt of the running jobs; if none runs, of any job."""
     row = AttemptRow
     running = select(row.job).where(row.ended_at.is_(None))
     first = select(func.min(row.created_at))
@@ -70,7 +70,7 @@ def _held_after(moment: float) -> ColumnElement[bool]:
 
 
 def _lies_on(node: str) -> ColumnElement[bool]:
-    # The list holds names as JSON, with quotes, so no other name contains this one.
+    # The list has quoted names in JSON, so no other name contains this one.
     return cast(AttemptRow.nodes, String).contains(json.dumps(node), autoescape=True)
 
 

@@ -1,7 +1,6 @@
 """The nodes that a scheduler serves, and their conditions.
 
-The methods of the store consist of these steps; each works within a session that the store has
-begun and will commit.
+The methods of the store consist of these steps; each works within a session of the store.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from .tables import NodeRow
 def remember(
     session: Session, nodes: Iterable[tuple[str, int, str, Mapping[str, Any]]], now: float
 ) -> None:
-    """Replace the nodes by those served now; known ones keep their condition."""
+    """Replace the nodes by the current ones; known nodes keep their condition."""
     before = {row.name: row for row in session.scalars(select(NodeRow))}
     for name, slots, kind, spec in nodes:
         row = before.pop(name, None)
@@ -39,7 +38,7 @@ def set_condition(
     """Set the condition of a node, and log a change.
 
     Raises:
-        UnknownNodeError: there is no node of this name.
+        UnknownNodeError: the node does not exist.
     """
     row = session.get(NodeRow, name)
     if row is None:

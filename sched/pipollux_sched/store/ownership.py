@@ -1,6 +1,6 @@
-"""Private files: only their owner may access the state directory, lock and tokens.
+"""Private files: only the owner may access the state directory, lock and tokens.
 
-Permissions that are too open are tightened, with a warning. A file of another user, who could open
+Permissions that are too open are restricted, with a warning. A file of another user, who could open
 it again at any time, is refused.
 """
 
@@ -26,10 +26,10 @@ def make_private(path: Path, advice: str) -> bool:
 
     Args:
         path: the file or folder; a symbolic link is not followed.
-        advice: what the user should do if that fails.
+        advice: advice for the error message.
 
     Returns:
-        Whether others had access until now.
+        Whether others had access before.
 
     Raises:
         FileNotFoundError: it does not exist.

@@ -26,9 +26,9 @@ class Glance(NamedTuple):
     holders: tuple[job_list.Holder, ...]
     """Jobs that hold slots."""
     goodput: float | None
-    """Total of the running jobs that report one, in samples per second; None: none does."""
+    """Total of the running jobs that report it, in samples per second; None: none does."""
     oldest_attempt: float | None
-    """Start of the first attempt of the jobs that hold slots or, if none does, of any."""
+    """First start of an attempt of the jobs that hold slots or, if none does, of any job."""
 
 
 class NoisePoint(NamedTuple):
@@ -51,7 +51,7 @@ class CompletedRecord(NamedTuple):
     spec: Mapping[str, Any]
     hints: Mapping[str, Any]
     time: float
-    """When the hints came."""
+    """Time of the hints."""
 
 
 class Overview:
@@ -71,11 +71,11 @@ class Overview:
             return {row[0]: row[1] for row in session.execute(query)}
 
     def completed(self, since: float, most: int = 2000) -> list[CompletedRecord]:
-        """Return the jobs that completed at a time or later and sent hints, the first ones first.
+        """Return the jobs that completed at or after a time and sent hints, oldest first.
 
         Args:
             since: seconds since the epoch.
-            most: so many; of more, the last ones.
+            most: largest number of jobs; the last ones are returned.
         """
         columns = JobRow.name, JobRow.ended_at, JobRow.spec, HintsRow.hints, HintsRow.time
         query = (
@@ -89,20 +89,20 @@ class Overview:
             return [CompletedRecord(*row) for row in session.execute(query)][::-1]
 
     def hint_times(self) -> dict[str, float]:
-        """Return when the last hints of each job came, in seconds since the epoch."""
+        """Return the time of each job's last hints, in seconds since the epoch."""
         with self._database.read() as session:
             return {
                 row.job: row.time for row in session.execute(select(HintsRow.job, HintsRow.time))
             }
 
     def ended_since(self, moment: float) -> list[tuple[float, float]]:
-        """Return when each job that ended after a moment was submitted, and when it ended."""
+        """Return the submission and end times of the jobs that ended after a time."""
         query = select(JobRow.submitted_at, JobRow.ended_at).where(JobRow.ended_at > moment)
         with self._database.read() as session:
             return [(row[0], row[1] or moment) for row in session.execute(query)]
 
     def attempt_counts(self) -> AttemptCounts:
-        """Return the starts and restarts of all jobs, including deleted ones."""
+        """Return the counts of all jobs, including deleted ones."""
         with self._database.read() as session:
             there, gone = attempts.totals(session), deletion.counted(session)
         return AttemptCounts(*map(sum, zip(there, gone, strict=True)))
@@ -128,7 +128,7 @@ class Overview:
     def attempts_since(
         self, since: float, most: int, nodes: Collection[str] | None = None
     ) -> list[tuple[AttemptRecord, int]]:
-        """Return the attempts that held slots after a moment, with their jobs' numbers.
+        """Return the attempts that held slots after a time, with their jobs' numbers.
 
         Args:
             since: seconds since the epoch.
@@ -150,11 +150,11 @@ class Overview:
             return job_list.goodputs(session)
 
     def points(self, job: str, most: int) -> list[Point]:
-        """Return at most `most` points of a job's progress, evenly thinned, with the newest.
+        """Return at most `most` points of a job's progress, evenly thinned, including the newest.
 
         Args:
-            job: its name.
-            most: 0 for none.
+            job: name of the job.
+            most: largest number; 0: none.
         """
         if most < 1:
             return []
@@ -167,12 +167,12 @@ class Overview:
     def progress_events(
         self, most: int, jobs: Collection[str] = (), since: float | None = None
     ) -> list[dict[str, Any]]:
-        """Return the progress of many jobs as events, thinned for each job as in `points`.
+        """Return the progress of many jobs as events, thinned per job as in `points`.
 
         Args:
-            most: limit for each job, at least 1.
+            most: limit per job, at least 1.
             jobs: only these jobs; empty: all.
-            since: only events from this moment on, in seconds since the epoch.
+            since: only events from this time on, in seconds since the epoch.
         """
         ids = select(PointRow.event, PointRow.job)
         if jobs:
@@ -187,7 +187,7 @@ class Overview:
             return [dict(row._mapping) for row in session.execute(wanted)]
 
     def last_timelines(self, jobs: Collection[str] = ()) -> list[dict[str, Any]]:
-        """Return the newest timeline of each of some jobs, or of every job, as events."""
+        """Return the newest timeline of each of some jobs, or of all jobs, as events."""
         newest = select(func.max(EventRow.id)).where(EventRow.type == "timeline")
         if jobs:
             newest = newest.where(EventRow.job.in_(jobs))
@@ -210,8 +210,8 @@ class Overview:
 def _thinned(ids: Select[*tuple[Any, ...]], most: int, *, each: bool = False) -> Select[Any]:
     """Return at most `most` of the ids of a query, evenly spread, with the first and last.
 
-    With `each`, the limit is for each job, whose name is the second column. Of n ids, that at
-    position p is kept where p (most - 1) / (n - 1) passes a whole number.
+    With `each`, the limit is per job, whose name is the second column. Of n ids, the one at
+    position p is kept if p (most - 1) / (n - 1) passes a whole number.
     """
     inner = ids.subquery()
     found = inner.c[0].label("id")

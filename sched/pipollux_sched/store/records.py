@@ -29,11 +29,11 @@ class JobRecord:
     spec: Mapping[str, Any]
     """The `JobSpec` as JSON."""
     token: str
-    """What the job's processes show to the supervisor."""
+    """The token that the job's processes send to the scheduler."""
     submitted_at: float
     ended_at: float | None
     deadline_at: float | None
-    """When the job is ended, whether complete or not; None: never."""
+    """Time at which the job is ended, complete or not; None: never."""
     state: JobState
 
     @property
@@ -68,7 +68,7 @@ class AttemptRecord:
     job: str
     attempt: int
     membership: int
-    """Its number; later ones began while the job trained."""
+    """Number of the membership; later ones began with an elastic resize."""
     nodes: tuple[str, ...]
     num_stages: int
     """K of each replica."""
@@ -77,10 +77,10 @@ class AttemptRecord:
     first_step_at: float | None
     first_step: int | None
     restart_seconds: float | None
-    """From the moment the attempt before was asked to stop to this one's first step; None where
-    the job did not go straight from one to the other."""
+    """Seconds from the stop request of the previous attempt to the first step of this one; None if
+    it did not directly follow the previous one."""
     pause_seconds: float | None
-    """How long nobody trained while replicas joined or left; None: it began with a start."""
+    """Pause of the elastic resize, in seconds; None: the membership began with a start."""
     stopping_at: float | None
     ended_at: float | None
     outcome: str | None
@@ -92,9 +92,9 @@ class NodeCondition(StrEnum):
 
     READY = "ready"
     DRAINING = "draining"
-    """Nothing new is put here, and jobs leave, but for those that are not preemptible."""
+    """No new replicas are placed here, and jobs leave, except non-preemptible ones."""
     DEAD = "dead"
-    """Nothing runs here; jobs that did are started again elsewhere."""
+    """The node is lost; its jobs are restarted elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,9 @@ class NodeRecord:
     """The `NodeSpec` as JSON."""
     condition: NodeCondition
     reason: str
-    """Why it is in this condition, in the words of who put it there; often empty."""
+    """The reason for the condition, as given by a user; often empty."""
     since: float
-    """Seconds since the epoch at which it came into this condition."""
+    """Time of the condition, in seconds since the epoch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ class Point:
     step: int
     epoch: int
     samples: int
-    """Samples trained on so far, over all attempts."""
+    """Samples trained so far, over all attempts."""
     loss: float | None
     batch_size: int
     atomic_bsz: int
@@ -132,7 +132,7 @@ class Point:
     goodput: float | None
     efficiency: float | None
     num_epochs: int | None = None
-    """How many epochs the job means to train; None when it does not say."""
+    """Number of epochs of the job; None: not reported."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Timeline:
     events: tuple[tuple[int, int, str, float, float], ...]
     """(stage, micro-batch, "forward" or "backward", start, end), in seconds."""
     schedule: str = "gpipe"
-    """In which order the stages worked on micro-batches."""
+    """The pipeline schedule."""
 
 
 def job_state(row: JobRow) -> JobState:
@@ -178,7 +178,7 @@ def job_state(row: JobRow) -> JobState:
 def _live_state(row: JobRow) -> LiveState:
     if not row.running_on:
         return LiveState()
-    if row.live is None:  # started before there were elastic resizes
+    if row.live is None:  # a row from before the column existed
         ids = tuple(range(len(row.running_on)))
         return LiveState(1, ids, len(ids), highest=1)
     data = dict(row.live)

@@ -1,4 +1,4 @@
-"""Addresses of the replicas of a job's present attempt, as they registered them."""
+"""Registered addresses of the replicas of a job's current attempt."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Discovery(NamedTuple):
     """The registered replicas of an attempt."""
 
     num_replicas: int
-    """How many the attempt has."""
+    """Number of replicas of the attempt."""
     addresses: dict[int, str]
-    """By replica, in order."""
+    """Addresses by replica, in order."""
 
     @property
     def complete(self) -> bool:
@@ -32,7 +32,7 @@ class Discovery(NamedTuple):
 
 
 class ReplicaAddresses:
-    """Stores the addresses, so that they outlive the scheduler that received them.
+    """Stores the addresses, so that they survive the scheduler that received them.
 
     Args:
         database: database of the store.
@@ -47,8 +47,8 @@ class ReplicaAddresses:
         """Store the address of a replica; an earlier one is replaced.
 
         Raises:
-            UnknownJobError: there is no job of this name.
-            StaleAttemptError: `attempt` is not the present one, or has ended.
+            UnknownJobError: the job does not exist.
+            StaleAttemptError: `attempt` is not the current one, or has ended.
             UnknownReplicaError: the attempt has no such replica.
         """
         with self._database.write() as session:
@@ -70,8 +70,8 @@ class ReplicaAddresses:
         """Return the registered replicas.
 
         Raises:
-            UnknownJobError: there is no job of this name.
-            StaleAttemptError: `attempt` is not the present one, or has ended.
+            UnknownJobError: the job does not exist.
+            StaleAttemptError: `attempt` is not the current one, or has ended.
         """
         with self._database.read() as session:
             row: JobRow = journal.find_job(session, job)
@@ -86,7 +86,7 @@ class ReplicaAddresses:
 
 
 def num_ids(row: JobRow) -> int:
-    """Return how many replicas the running attempt of a job has had so far; 0: none runs."""
+    """Return the number of replicas that the running attempt has had; 0: the job does not run."""
     if not row.running_on:
         return 0
     return len(row.running_on) if row.live is None else int(row.live["num_ids"])
@@ -95,9 +95,9 @@ def num_ids(row: JobRow) -> int:
 def check_replica(
     job: str, present: int, num_replicas: int, attempt: int, replica: int = 0
 ) -> None:
-    """Raise unless `attempt` is the `present` one, runs, and has such a replica."""
+    """Raise unless `attempt` is the current one, runs, and has this replica."""
     if attempt != present or num_replicas == 0:
-        why = "has ended" if attempt == present else f"is not the present one ({present})"
+        why = "has ended" if attempt == present else f"is not the current one ({present})"
         raise StaleAttemptError(f"attempt {attempt} of job {job!r} {why}")
     if replica >= num_replicas:
         raise UnknownReplicaError(

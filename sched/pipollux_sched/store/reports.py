@@ -1,7 +1,7 @@
 """Reports of training, stored in batches.
 
-A full cluster sends many of them a second. Nearly all of the cost of storing one is the
-transaction, so those that arrive together share one, and no row becomes an object.
+A full cluster sends many reports per second. Nearly all of the cost of storing one is the
+transaction, so reports that arrive together share one, and rows are written without objects.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ReceivedReport(NamedTuple):
 
 
 class _Present(NamedTuple):
-    """What a job is at the moment."""
+    """The current attempt of a job."""
 
     attempt: int
     trains: bool
@@ -49,10 +49,10 @@ class _Present(NamedTuple):
 def keep(
     session: Session, received: Sequence[ReceivedReport], now: float
 ) -> list[bool | Exception]:
-    """Store reports: an event for each point and time line.
+    """Store reports: an event per point and timeline.
 
     Returns:
-        For each whether it held the first step of its attempt; an error if it was refused:
+        For each whether it had the first step of its attempt; an error if it was refused:
         `UnknownJobError`, `StaleAttemptError`.
     """
     present = _present(session, {each.job for each in received})
@@ -75,7 +75,7 @@ def keep(
     if not events:
         return outcomes
     _note_first_steps(session, beginning, now)
-    session.flush()  # what a first step led to comes before its points
+    session.flush()  # the transition of a first step comes before its points
     ids = session.scalars(_INSERT_EVENTS, events).all()
     kinds = (event["type"] for event in events)
     told = [number for number, kind in zip(ids, kinds, strict=True) if kind == "progress"]
@@ -103,7 +103,7 @@ def _note_first_steps(session: Session, received: Sequence[ReceivedReport], now:
     found = session.scalars(select(JobRow).where(JobRow.name.in_([each.job for each in received])))
     rows = {row.name: row for row in found}
     present = journal.present_attempts(session, list(rows.values()))
-    # Each is of another job, so that none needs what another one wrote.
+    # Each is of another job, so none depends on the writes of another.
     with session.no_autoflush:
         for each in received:
             seconds = journal.restart_seconds(session, each.job, each.attempt, now)

@@ -1,14 +1,13 @@
 """Retention: the store thins old events, so that it does not grow without bound.
 
-Life-cycle events are kept. Events that jobs report repeatedly are thinned as they age. For each job
-and type, all of the last hour are kept, then the last of every minute; after a day the last of
-every ten minutes, after 30 days of every hour. Timelines and hints are large and soon out of date:
-only the last timeline of a job is kept after a week, only the last hints after 30 days. The last
-one is always kept.
+Life-cycle events are kept. Periodic events are thinned as they age, per job and type: all of the
+last hour are kept, then the last of every minute; after a day the last of every ten minutes, after
+30 days of every hour. Timelines and hints are large and soon out of date: after a week only the
+last timeline of a job is kept, after 30 days only the last hints. The last event is always kept.
 
-An event is superfluous if the next of its job and type falls into the same interval. This is
-decided for one event at a time, so the log is scanned in small transactions, once for each rule;
-the position is stored together with the deletions.
+An event is superfluous if the next event of its job and type falls into the same interval. This is
+decided per event, so the log is scanned in small transactions, once per rule; the position is
+stored in the same transaction as the deletions.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ _HOUR, _DAY = 3600.0, 86400.0
 
 
 class Rule(NamedTuple):
-    """From an age on, one event of the given types is kept in every interval."""
+    """From an age on, one event of the given types is kept per interval."""
 
     name: str
-    """What its place in the log is written down under."""
+    """Name for the stored position of the scan."""
     types: tuple[str, ...]
     age: float
-    """Seconds."""
+    """Age in seconds."""
     stretch: float
-    """Seconds; infinite: only the very last is kept."""
+    """Interval in seconds; infinite: only the last event is kept."""
 
 
 RULES = (
@@ -46,13 +45,13 @@ RULES = (
     Rule("hours", ("progress",), 30 * _DAY, _HOUR),
     Rule("the last hints", ("hints",), 30 * _DAY, math.inf),
 )
-"""What is thinned, in the order of age."""
+"""The rules, in the order of age."""
 
 BATCH = 100
-"""Events that are looked at in one transaction."""
+"""Number of events examined per transaction."""
 
 PATIENCE = 1.0
-"""Seconds after which the rest is left for the next time."""
+"""Time limit in seconds, after which the rest is left for the next call."""
 
 
 def prune(database: Database, now: float, patience: float = PATIENCE) -> int:
@@ -72,13 +71,13 @@ def prune(database: Database, now: float, patience: float = PATIENCE) -> int:
                 deleted += _prune_batch(session, rule, now)
             if time.monotonic() > deadline:
                 return deleted
-            # Other writers get as much of the time as this.
+            # Leaves half of the time to other writers.
             time.sleep(time.monotonic() - began)
     return deleted
 
 
 def _is_due(database: Database, rule: Rule, now: float) -> bool:
-    """Return whether there is anything to scan, without taking the writers' lock."""
+    """Return whether there is anything to scan, without the writers' lock."""
     with database.read() as session:
         query = select(EventRow.time).where(EventRow.id > _place(session, rule))
         following = session.scalar(query.order_by(EventRow.id).limit(1))

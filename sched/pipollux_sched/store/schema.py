@@ -1,8 +1,8 @@
-"""Schema of a store, brought up to date when it is opened.
+"""Schema of a store, migrated when the store is opened.
 
-A new store gets all tables at once; one of an earlier version goes through alembic's revisions in
-`migrations/`. Either is one writing transaction: it happens completely and once, or not at all,
-even if several processes open the store.
+A new store gets all tables at once; a store of an earlier version goes through alembic's revisions
+in `migrations/`. Either is one writing transaction, so it happens completely and once, or not at
+all, even if several processes open the store.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from .location import Location
 from .tables import Base, MetaRow
 
 REVISION = "0004"
-"""The newest of alembic's revisions, which this version needs."""
+"""The newest of alembic's revisions, required by this version."""
 REVISIONS = "pipollux_sched.store.migrations:versions"
-"""Where they are, one place a line, as alembic spells places."""
+"""Location of the revisions, in alembic's format."""
 
 _VERSION = Table("alembic_version", MetaData(), Column("version_num", String(32), primary_key=True))
-"""Where alembic keeps the revision of a store."""
+"""Alembic's table with the revision of a store."""
 
 
 def no_store(location: Location) -> StoreError:
@@ -47,7 +47,7 @@ def bring_up_to_date(connection: Connection, location: Location) -> None:
     Raises:
         StoreError: the tables have a schema that this version does not know.
     """
-    found = revision(connection)  # again: another process may have done it since the first check
+    found = revision(connection)  # again: another process may have migrated the store meanwhile
     if found is None:
         _create(connection)
     elif found != REVISION:
@@ -55,7 +55,7 @@ def bring_up_to_date(connection: Connection, location: Location) -> None:
 
 
 def _create(connection: Connection) -> None:
-    # Another program's tables of the same names must not be mistaken for ours.
+    # Another program's tables of the same names must not be mistaken for a store.
     Base.metadata.create_all(connection, checkfirst=False)
     connection.execute(insert(MetaRow).values(key="created_at", value=str(time.time())))
     _VERSION.create(connection)

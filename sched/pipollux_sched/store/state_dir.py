@@ -8,7 +8,7 @@
 <state dir>/jobs/NAME/checkpoints/          the job's checkpoints
 <state dir>/jobs/NAME/checkpoints-G/        the same, after attempt G restarted from scratch
 <state dir>/jobs/NAME/attempts/attempt-N/    the last launch, and the state of its processes
-<state dir>/jobs/NAME/logs/attempt-N-replica-R.log    with `log_files` beside it where it is long
+<state dir>/jobs/NAME/logs/attempt-N-replica-R.log    with renamed parts beside it (`log_files`)
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from .ownership import make_private, open_private
 _LOG = logging.getLogger(__name__)
 
 ENVIRONMENT_VARIABLE = "PIPOLLUX_STATE_DIR"
-"""Names the state directory where no flag does."""
+"""Variable with the state directory, unless an option is given."""
 
 TOKEN_LENGTH = 32
-"""Random bytes of the admin token, and the fewest characters that one has."""
+"""Random bytes of the admin token, and its smallest number of characters."""
 _LOG_NAME = re.compile(r"attempt-(\d+)-replica-(\d+)\.log(?:\.from-\d+)?")
 
 
@@ -55,15 +55,15 @@ class ServerInfo:
     token: str
     """The admin token."""
     port: int = 0
-    """The port that it listens on, which the URL need not name; 0: unknown."""
+    """The listening port, which the URL need not contain; 0: unknown."""
     ca_file: str | None = None
-    """Certificates that vouch for the URL; None: those of the system."""
+    """Certificates of the authorities to trust for the URL; None: the system's."""
     everywhere: bool = False
-    """Whether it listens on all addresses of its machine."""
+    """Whether the scheduler listens on all addresses of its machine."""
 
     @property
     def local_url(self) -> str:
-        """The URL for commands: the loopback interface on its own machine, if it listens there."""
+        """URL for commands: the loopback interface on the same machine, if it is listened on."""
         parts = urlsplit(self.url)
         here = (parts.hostname or "") == socket.gethostname().lower()
         if self.everywhere and here and parts.scheme == "http" and self.port:
@@ -81,7 +81,7 @@ class StateDir:
     """
 
     path: Path
-    """Absolute, because processes with other working directories receive it."""
+    """Absolute, because processes with other working directories use it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", self.path.expanduser().resolve())
@@ -97,12 +97,12 @@ class StateDir:
 
     @property
     def database(self) -> Path:
-        """The file of the store, unless it is elsewhere: see `store`."""
+        """The database file, unless the store is elsewhere: see `store`."""
         return self.path / "pipollux.db"
 
     @property
     def store_url(self) -> Path:
-        """The file with the location of the store, if it is elsewhere."""
+        """The file with the location of a store that is elsewhere."""
         return self.path / "store.url"
 
     @property
@@ -118,7 +118,7 @@ class StateDir:
             return self.database
         except (OSError, ValueError) as error:
             raise StateDirError(
-                f"{self.store_url} cannot be read ({error}); it says where the store is"
+                f"{self.store_url} cannot be read ({error}); it has the location of the store"
             ) from error
 
     def has_store(self) -> bool:
@@ -135,7 +135,7 @@ class StateDir:
         return self.path / "jobs" / name
 
     def checkpoints(self, name: str, first_attempt: int = 1) -> Path:
-        """Return the checkpoint directory of a job's run that began with an attempt."""
+        """Return the checkpoint directory of the run of a job that began with an attempt."""
         number = "" if first_attempt == 1 else f"-{first_attempt}"
         return self.job(name) / f"checkpoints{number}"
 
@@ -158,11 +158,11 @@ class StateDir:
         return sorted(found)
 
     def create(self) -> None:
-        """Create the directory for its owner alone; tighten the mode of an existing one.
+        """Create the directory, for its owner alone; restrict the mode of an existing one.
 
         Raises:
             StateDirError: it cannot be created or written to, belongs to another user, or is open
-                to others and holds foreign files, so that closing it might lock them out.
+                to others and holds foreign files, to which others might lose access.
         """
         advice = "choose another with --state-dir"
         try:
@@ -189,17 +189,17 @@ class StateDir:
         return bool(names) and not names & {self.database.name, self.store_url.name, "lock"}
 
     def job_names(self) -> list[str]:
-        """Return the names of the jobs that have files here."""
+        """Return the names of the jobs with files in this directory."""
         try:
             return sorted(path.name for path in (self.path / "jobs").iterdir() if path.is_dir())
         except FileNotFoundError:
             return []
 
     def check_known(self, store: Path | str, last_event: int) -> None:
-        """Refuse a store without any event if jobs have files here.
+        """Refuse a store without events if jobs have files here.
 
-        The database was lost or replaced: new jobs of the same names would mix their files with
-        those of the old ones.
+        The database was lost or replaced: new jobs would use the files of old jobs with the same
+        names.
 
         Args:
             store: location of the store.
@@ -222,7 +222,7 @@ class StateDir:
         """Lock the directory: at most one scheduler serves it at a time.
 
         Raises:
-            StateDirError: another one serves it, or the lock file belongs to another user.
+            StateDirError: another scheduler serves it, or the lock file belongs to another user.
         """
         with open_private(self.path / "lock") as file:
             if not _lock(file.fileno()):
@@ -246,12 +246,12 @@ class StateDir:
         return False
 
     def keep_store(self, where: Path | str) -> None:
-        """Record the location of the store, for commands and later schedulers; owner only."""
+        """Record the location of the store for commands and later schedulers, in a private file."""
         new = Location.of(where)
         if self.has_store():
             old = Location.of(self.store)
             if old.url.set(password=None) != new.url.set(password=None):
-                _LOG.warning("the store was %s; jobs that are there are not in %s", old, new)
+                _LOG.warning("the store was %s; its jobs are not in %s", old, new)
         write_aside(self.store_url, f"{new.secret()}\n".encode(), PRIVATE)
 
     @property
@@ -260,7 +260,7 @@ class StateDir:
         return self.path / "admin.token"
 
     def admin_token(self) -> str:
-        """Return the admin token, the same for every scheduler of the directory.
+        """Return the admin token, which all schedulers of the directory share.
 
         To replace it, remove the file and restart the scheduler.
         """
@@ -273,7 +273,7 @@ class StateDir:
             token = ""
         except (OSError, ValueError) as error:
             raise StateDirError(
-                f"{path} cannot be read ({error}); it holds the admin token, "
+                f"{path} cannot be read ({error}); it contains the admin token; "
                 "remove it to have another"
             ) from error
         if len(token) < TOKEN_LENGTH:
@@ -282,7 +282,7 @@ class StateDir:
         return token
 
     def write_server(self, info: ServerInfo) -> None:
-        """Record the address of the scheduler; readable for the owner alone."""
+        """Record the address of the scheduler, in a private file."""
         write_aside(self.server, (json.dumps(asdict(info), indent=2) + "\n").encode(), PRIVATE)
 
     def read_server(self) -> ServerInfo | None:

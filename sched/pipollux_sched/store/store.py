@@ -1,9 +1,8 @@
 """The scheduler's persistent store, and the only way to change it.
 
-Every method is one transaction: when it returns, the change is on the disk, so whatever is
-acknowledged after it survives the death of the scheduler. Changes of a job's state go through
-`Store.transition`, which computes the new state, writes it with its events, and returns the actions
-to carry out.
+Every method is one transaction: when it returns, the change is on disk, so acknowledged changes
+survive the end of the scheduler. Changes of a job's state go through `Store.transition`, which
+computes the new state, writes it with its events, and returns the actions to carry out.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from .tokens import TokenRecords
 
 
 class Store:
-    """The store of one scheduler, safe for use by many threads, readable by other processes.
+    """The store of one scheduler; thread-safe, and readable by other processes.
 
     Example:
         >>> with Store(Path("/var/lib/pipollux/pipollux.db"), create=True) as store:
@@ -63,7 +62,7 @@ class Store:
         clock: returns the time, in seconds since the epoch.
 
     Raises:
-        StoreError: there is no store, or it cannot be read by this version.
+        StoreError: there is no store, or this version cannot read it.
     """
 
     def __init__(
@@ -76,31 +75,31 @@ class Store:
         self._database = Database(where, create=create)
         self._clock = clock
         self.present = JobCache(self.job)
-        """Jobs whose replicas ask for them again and again."""
+        """Cache of the jobs that replicas read frequently."""
         self._database.on_jobs_changed = self.present.keep
         self.replicas = ReplicaAddresses(self._database, clock)
-        """Where the replicas of running jobs can be reached."""
+        """Addresses of the replicas of running jobs."""
         self.heartbeats = HeartbeatRecords(self._database, clock)
-        """When the replicas of running jobs were heard of last."""
+        """Last heartbeats of the replicas of running jobs."""
         self.launches = LaunchRecords(self._database)
-        """How attempts were started, and where they have saved."""
+        """Launches of attempts, and their agreed stops."""
         self.overview = Overview(self._database)
-        """Figures over many jobs, and curves of one."""
+        """Figures of many jobs, and curves of one job."""
         self.families = Families(self._database)
-        """What new jobs begin with."""
+        """Measurements that new jobs start with."""
         self.teams = TeamRecords(self._database, clock, self.families.forget)
-        """Quotas of teams, and notices given to jobs."""
+        """Teams, and notices to jobs."""
         self.tokens = TokenRecords(self._database, clock)
         """Tokens of users."""
         self.deletions = Deletions(self._database, clock)
-        """Deletes jobs that have ended."""
+        """Deletions of ended jobs."""
 
     def acquire_leader_lock(self) -> None:
-        """Become the one scheduler that serves the store, until it is closed.
+        """Become the only scheduler that serves the store, until it is closed.
 
         Raises:
-            StoreTakenError: another scheduler serves it. A scheduler that loses the lock later,
-                with its connection, gets this error from every write.
+            StoreTakenError: another scheduler serves it. A scheduler that later loses the lock with
+                its connection gets this error from every write.
         """
         self._database.acquire_leader_lock()
 
@@ -120,11 +119,11 @@ class Store:
 
     @property
     def version(self) -> int:
-        """Number of commits by this object so far; for `wait`."""
+        """Number of commits by this object; for `wait`."""
         return self._database.version
 
     def wait(self, version: int, timeout: float) -> int:
-        """Wait up to `timeout` seconds for a commit after `version`; return the version then."""
+        """Wait up to `timeout` seconds for a commit after `version`; return the new version."""
         return self._database.wait(version, timeout)
 
     # Jobs
@@ -137,36 +136,36 @@ class Store:
         max_restarts: int,
         deadline: float | None = None,
     ) -> Change:
-        """Add a job, or restart one that failed or was cancelled: see `Submission`.
+        """Add a job, or restart a failed or cancelled one: see `Submission`.
 
         Raises:
-            JobExistsError: a job of this name is under way, or complete.
-            TeamFullError: its team has as many unfinished jobs as it may.
+            JobExistsError: a job with this name has not ended, or is complete.
+            TeamFullError: its team has reached its limit of unfinished jobs.
         """
         return self.submit_all([Submission(name, spec, token, max_restarts, deadline)])[0]
 
     def submit_all(self, submissions: Sequence[Submission]) -> list[Change]:
-        """Add many jobs, each as in `submit`: all of them or, if one is refused, none.
+        """Add jobs as in `submit`: all of them or, if one is refused, none.
 
         Raises:
-            JobExistsError: a job of one of the names is under way, or complete.
-            TeamFullError: a team would have more unfinished jobs than it may.
+            JobExistsError: a job with one of the names has not ended, or is complete.
+            TeamFullError: a team would exceed its limit of unfinished jobs.
         """
         with self._database.write() as session:
             return take_in(session, submissions, self._clock())
 
     def rerun(self, name: str, *, from_scratch: bool) -> Change:
-        """Rerun a job that has ended, as it was submitted.
+        """Run an ended job again, with its original spec.
 
         Args:
             name: name of the job.
-            from_scratch: whether it starts from scratch; else from its last checkpoint.
+            from_scratch: start from scratch instead of the last checkpoint.
 
         Raises:
-            UnknownJobError: there is no job of this name.
+            UnknownJobError: the job does not exist.
             JobLivesError: it has not ended.
             JobEndedError: it is complete, and `from_scratch` is False.
-            TeamFullError: its team has as many unfinished jobs as it may.
+            TeamFullError: its team has reached its limit of unfinished jobs.
         """
         with self._database.write() as session:
             return run_again(session, name, self._clock(), from_scratch=from_scratch)
@@ -175,7 +174,7 @@ class Store:
         """Return a job.
 
         Raises:
-            UnknownJobError: there is none of this name.
+            UnknownJobError: the job does not exist.
         """
         with self._database.read() as session:
             return job_record(journal.find_job(session, name))
@@ -184,7 +183,7 @@ class Store:
         """Return all jobs in the order of their first submission.
 
         Args:
-            live: only those that have not ended, which are few in an old store.
+            live: only jobs that have not ended, which are few in an old store.
         """
         query = select(JobRow).order_by(JobRow.id)
         if live:
@@ -203,7 +202,7 @@ class Store:
         """Apply an event to a job: see `pipollux_sched.lifecycle.advance`.
 
         Raises:
-            UnknownJobError: there is no job of this name.
+            UnknownJobError: the job does not exist.
         """
         with self._database.write() as session:
             row = journal.find_job(session, name)
@@ -232,18 +231,18 @@ class Store:
     # Reports of jobs
 
     def put_hints(self, name: str, attempt: int, hints: Mapping[str, Any]) -> None:
-        """Store the hints of a job's present attempt, given as JSON.
+        """Store the hints of a job's current attempt, given as JSON.
 
         Raises:
-            UnknownJobError: there is no job of this name.
-            StaleAttemptError: `attempt` is not the present one.
+            UnknownJobError: the job does not exist.
+            StaleAttemptError: `attempt` is not the current one.
         """
         (problem,) = self.put_all_hints([ReceivedHints(name, attempt, hints)])
         if problem is not None:
             raise problem
 
     def put_all_hints(self, received: Sequence[ReceivedHints]) -> list[StoreError | None]:
-        """Store hints of many jobs; return for each why it was refused, None if stored."""
+        """Store hints of several jobs; return for each the reason of a refusal, None if stored."""
         with self._database.write(durable=False) as session:
             return hint_rows.keep(session, received, self._clock())
 
@@ -254,7 +253,7 @@ class Store:
             return {row.job: row.hints for row in session.scalars(query)}
 
     def hint_texts(self) -> dict[str, str]:
-        """Return the latest hints of the jobs that have not ended, as JSON that is not parsed."""
+        """Return the latest hints of the jobs that have not ended, as unparsed JSON."""
         query = select(HintsRow.job, cast(HintsRow.hints, String))
         live = query.where(attempts.among_live(HintsRow.job, live=True))
         with self._database.read() as session:
@@ -267,14 +266,14 @@ class Store:
         points: Sequence[Point],
         timeline: Timeline | None = None,
     ) -> bool:
-        """Store a job's report of its training.
+        """Store a training report of a job.
 
         Returns:
-            Whether this was the first step of the attempt.
+            Whether it had the first step of the attempt.
 
         Raises:
-            UnknownJobError: there is no job of this name.
-            StaleAttemptError: `attempt` is not the present one.
+            UnknownJobError: the job does not exist.
+            StaleAttemptError: `attempt` is not the current one.
         """
         received = reports.ReceivedReport(name, attempt, points, timeline)
         (outcome,) = self.add_all_reports([received])
@@ -283,15 +282,15 @@ class Store:
         return outcome
 
     def add_all_reports(self, received: Sequence[ReceivedReport]) -> list[bool | Exception]:
-        """Store reports of many jobs; return for each what `add_report` returns, or raises."""
+        """Store reports of several jobs; return for each the result or error of `add_report`."""
         with self._database.write(durable=False) as session:
             return reports.keep(session, received, self._clock())
 
     def last_points(self, names: Collection[str] | None = None) -> dict[str, Point]:
-        """Return the latest progress by job; jobs that never reported are left out.
+        """Return the latest progress by job; jobs without reports are left out.
 
         Args:
-            names: of the jobs; None: all.
+            names: names of the jobs; None: all.
         """
         with self._database.read() as session:
             return journal.last_points(session, names)
@@ -316,12 +315,12 @@ class Store:
             return attempts.count(session, names, live=live)
 
     def attained_service(self, *, live: bool = False) -> dict[str, float]:
-        """Return the slot-seconds of jobs that started: of attempts from start to end."""
+        """Return the slot-seconds of started jobs, summed over their attempts."""
         with self._database.read() as session:
             return attempts.attained_service(session, self._clock(), live=live)
 
     def restart_seconds(self, name: str, default: float) -> float:
-        """Return a job's restart cost in seconds: its moving average, `default` before any."""
+        """Return the moving average of a job's restart costs in seconds; `default` if none."""
         with self._database.read() as session:
             return moving_average(attempts.restart_seconds(session, name).get(name, ()), default)
 
@@ -332,25 +331,25 @@ class Store:
         return {job: moving_average(seconds, 0.0) for job, seconds in measured.items()}
 
     def pause_costs(self) -> dict[str, float]:
-        """Return the moving average of the pauses of elastic resizes, of jobs that had some."""
+        """Return the moving average of the pauses of elastic resizes, by job."""
         with self._database.read() as session:
             measured = attempts.pause_seconds(session)
         return {job: moving_average(seconds, 0.0) for job, seconds in measured.items()}
 
     def num_changes(self) -> dict[str, int]:
-        """Return the number of elastic resizes of jobs that have not ended and had some."""
+        """Return the number of elastic resizes by job, for jobs that have not ended."""
         with self._database.read() as session:
             return {job: len(costs) for job, costs in attempts.pause_seconds(session).items()}
 
     # Events
 
     def add_event(self, kind: str, data: Mapping[str, Any]) -> None:
-        """Log an event that belongs to no job."""
+        """Log an event of no job."""
         with self._database.write() as session:
             journal.log(session, self._clock(), kind, None, None, data)
 
     def last_event(self) -> int:
-        """Return the id of the newest event, 0 if there is none."""
+        """Return the id of the newest event; 0 if there is none."""
         with self._database.read() as session:
             return session.scalar(select(func.max(EventRow.id))) or 0
 
@@ -362,13 +361,13 @@ class Store:
         types: Collection[str] | None = None,
         limit: int | None = None,
     ) -> list[dict[str, Any]]:
-        """Return events in the order they happened, each as one flat object.
+        """Return events in chronological order, each as one flat object.
 
         Args:
-            after: leave out those up to this id.
-            job: only those of this job.
-            types: only those of these types.
-            limit: at most so many; the oldest are returned.
+            after: leave out events up to this id.
+            job: only events of this job.
+            types: only events of these types.
+            limit: largest number; the oldest are returned.
         """
         query = journal.events_of(job, types).where(EventRow.id > after)
         with self._database.read() as session:
@@ -376,7 +375,7 @@ class Store:
             return [journal.event_object(event, point) for event, point in rows]
 
     def prune(self, now: float) -> int:
-        """Thin repeated reports (`.retention`), a second at most at a time; return how many."""
+        """Thin periodic events (`.retention`) for at most a second; return the number deleted."""
         return retention.prune(self._database, now)
 
     def num_bytes(self) -> int:
@@ -386,7 +385,7 @@ class Store:
     def latest_events(
         self, limit: int, *, job: str | None = None, types: Collection[str] | None = None
     ) -> list[dict[str, Any]]:
-        """Return the newest events, at most `limit`, in the order they happened; see `events`."""
+        """Return the newest events, at most `limit`, in chronological order; see `events`."""
         query = journal.events_of(job, types).order_by(EventRow.id.desc())
         with self._database.read() as session:
             rows = session.execute(query.limit(limit)).all()
@@ -395,7 +394,7 @@ class Store:
     # Nodes
 
     def set_nodes(self, nodes: Iterable[tuple[str, int, str, Mapping[str, Any]]]) -> None:
-        """Store the nodes served now: name, slots, kind, spec. Known ones keep their condition."""
+        """Store the served nodes: name, slots, kind, spec. Known nodes keep their condition."""
         with self._database.write() as session:
             node_rows.remember(session, nodes, self._clock())
 
@@ -405,7 +404,7 @@ class Store:
         """Set a node's condition; an event records a change.
 
         Raises:
-            UnknownNodeError: there is no node of this name.
+            UnknownNodeError: the node does not exist.
         """
         with self._database.write() as session:
             return node_rows.set_condition(session, name, condition, reason, self._clock())

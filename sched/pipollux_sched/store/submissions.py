@@ -1,4 +1,4 @@
-"""Submission of jobs: all of a batch, or none."""
+"""Submission of jobs: all jobs of a batch, or none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .tables import HintsRow, JobRow
 from .teams import check_submit_limits
 
 _MOST_NAMED = 5
-"""Jobs that a refusal names at most."""
+"""Largest number of jobs named in a refusal."""
 
 
 @dataclass(frozen=True)
@@ -31,19 +31,19 @@ class Submission:
     spec: Mapping[str, Any]
     """The `JobSpec` as JSON."""
     token: str
-    """What its processes show to the supervisor."""
+    """The token that the job's processes send to the scheduler."""
     max_restarts: int
-    """How many failures lead to a restart."""
+    """Number of failures that lead to a restart."""
     deadline: float | None = None
-    """Seconds from now on after which the job is ended; None: never."""
+    """Seconds from now after which the job is ended, complete or not; None: never."""
 
 
 def take_in(session: Session, submissions: Sequence[Submission], now: float) -> list[Change]:
-    """Store new jobs, and restart those that failed or were cancelled.
+    """Store new jobs, and restart failed or cancelled ones.
 
     Raises:
-        JobExistsError: a job of one of the names is under way, or complete.
-        TeamFullError: a team would have more unfinished jobs than it may.
+        JobExistsError: a job with one of the names has not ended, or is complete.
+        TeamFullError: a team would exceed its limit of unfinished jobs.
     """
     names = [entry.name for entry in submissions]
     found = session.scalars(select(JobRow).where(JobRow.name.in_(names)))
@@ -69,13 +69,13 @@ def take_in(session: Session, submissions: Sequence[Submission], now: float) -> 
 
 
 def run_again(session: Session, name: str, now: float, *, from_scratch: bool) -> Change:
-    """Rerun a job that has ended, as it was submitted.
+    """Run an ended job again, with its original spec.
 
     Raises:
-        UnknownJobError: there is no job of this name.
+        UnknownJobError: the job does not exist.
         JobLivesError: it has not ended.
-        JobEndedError: it is complete, and is not to start from scratch.
-        TeamFullError: its team has as many unfinished jobs as it may.
+        JobEndedError: it is complete, and `from_scratch` is False.
+        TeamFullError: its team has reached its limit of unfinished jobs.
     """
     row = journal.find_job(session, name)
     phase = Phase(row.phase)
@@ -83,7 +83,7 @@ def run_again(session: Session, name: str, now: float, *, from_scratch: bool) ->
         raise JobLivesError(f"job {name!r} is {phase}; only a job that has ended is run again")
     if phase is Phase.COMPLETE and not from_scratch:
         raise JobEndedError(
-            f"job {name!r} is complete and has nothing to go on with; to train it again from the "
+            f"job {name!r} is complete and cannot continue; to train it again from the "
             f"start: pipollux rerun {name} --from-scratch"
         )
     check_submit_limits(session, [row.spec])
@@ -100,12 +100,12 @@ def _check_free(taken: Sequence[JobRow]) -> None:
         return
     if len(taken) == 1:
         raise JobExistsError(
-            f"a job named {taken[0].name!r} is already there ({taken[0].phase}); "
+            f"a job named {taken[0].name!r} already exists ({taken[0].phase}); "
             "give the new one another name"
         )
     named = ", ".join(f"{row.name!r} ({row.phase})" for row in taken[:_MOST_NAMED])
     more = f" and {len(taken) - _MOST_NAMED} more" if len(taken) > _MOST_NAMED else ""
     raise JobExistsError(
-        f"{len(taken)} of the jobs are already there: {named}{more}; nothing was "
+        f"{len(taken)} of the jobs already exist: {named}{more}; nothing was "
         "submitted, so leave these out or give them other names"
     )

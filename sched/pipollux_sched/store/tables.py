@@ -1,11 +1,11 @@
 """The tables of the store.
 
-Times are seconds since the epoch. Progress points are events too, but by far the most numerous, so
-they have a table with its own columns: the row in `events` stands for one, and the row in `points`
-with the same id holds its values.
+Times are seconds since the epoch. Progress points are by far the most numerous events, so they have
+a table with their own columns: the row in `points` has the values of the row in `events` with the
+same id.
 
-A change of a table needs a revision in `migrations/versions`, which migrates existing stores, and
-is named in `schema.py`.
+A change of a table needs a revision in `migrations/versions`, which migrates existing stores and is
+named in `schema.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Base(DeclarativeBase):
         list[str]: JSON,
         list[dict[str, Any]]: JSON,
         float: Double(),
-        # Ids of events and counts of samples outgrow 32 bits, a limit that SQLite does not have.
+        # Ids of events and counts of samples exceed 32 bits, a limit that SQLite does not have.
         int: BigInteger().with_variant(Integer(), "sqlite"),
     }
 
@@ -39,7 +39,7 @@ class MetaRow(Base):
 
 
 class JobRow(Base):
-    """A job: its specification, and its present state."""
+    """A job: its spec and its current state."""
 
     __tablename__ = "jobs"
 
@@ -81,8 +81,8 @@ class HintsRow(Base):
 class AttemptRow(Base):
     """One membership of an attempt of a job: where, when, and how it ended.
 
-    Most attempts have one, with the number 1. Where replicas join or leave while the others
-    train, the row ends, and the next one begins.
+    Most attempts have one, with the number 1. An elastic resize ends the row, and begins the next
+    one.
     """
 
     __tablename__ = "attempts"
@@ -162,7 +162,7 @@ class NodeRow(Base):
 
 
 class ReplicaRow(Base):
-    """Address of a replica of a job's present attempt."""
+    """Address of a replica of a job's current attempt."""
 
     __tablename__ = "replicas"
 

@@ -1,8 +1,7 @@
-"""The teams that a scheduler was given, and the notices that it has given to jobs.
+"""The stored teams, and the notices given to jobs.
 
-Both are single documents in the table of facts about the store, and so of any version of it.
-`check_submit_limits` keeps to the teams' limits on unfinished jobs, in the transaction that would
-make one more.
+Both are single documents in the table of facts about the store. `check_submit_limits` enforces the
+teams' limits on unfinished jobs, in the transaction that adds a job.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ _TEAMS, _NOTICES = "teams", "notices"
 
 
 class TeamRecords:
-    """What a store knows of teams.
+    """The teams and notices of a store.
 
     Args:
         database: database of the store.
         clock: returns the time, in seconds since the epoch.
-        moved: called when a job has gone to another team.
+        moved: called when a job has moved to another team.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class TeamRecords:
             return None if found is None else dict(found)
 
     def set_spec(self, spec: Mapping[str, Any] | None) -> None:
-        """Store other teams, or None for none; an event records a change."""
+        """Replace the teams; None: remove them. An event records a change."""
         with self._database.write() as session:
             if _get(session, _TEAMS) == spec:
                 return
@@ -65,11 +64,11 @@ class TeamRecords:
                 _put(session, _NOTICES, None)
 
     def move(self, job: str, team: str) -> JobRecord:
-        """Let a job count to another team; an event records a change.
+        """Move a job to another team; an event records a change.
 
         Raises:
-            UnknownJobError: there is no job of this name.
-            TeamFullError: it has not ended, and the team has as many unfinished jobs as it may.
+            UnknownJobError: the job does not exist.
+            TeamFullError: it has not ended, and the team has reached its limit of unfinished jobs.
         """
         with self._database.write() as session:
             row = journal.find_job(session, job)
@@ -86,12 +85,12 @@ class TeamRecords:
         return record
 
     def notices(self) -> dict[str, float]:
-        """Return the jobs that were told to give slots back, and when they have to."""
+        """Return the jobs that must return slots, and the time by which they must."""
         with self._database.read() as session:
             return {str(job): float(due) for job, due in (_get(session, _NOTICES) or {}).items()}
 
     def set_notices(self, notices: Mapping[str, float]) -> None:
-        """Store the present notices; an event records each new one."""
+        """Store the current notices; an event records each new one."""
         with self._database.write() as session:
             before = _get(session, _NOTICES) or {}
             if before == notices:
@@ -103,19 +102,19 @@ class TeamRecords:
 
 
 def check_submit_limits(session: Session, specs: Iterable[Mapping[str, Any]]) -> None:
-    """Refuse jobs that would make more of a team unfinished than its `max_submit_jobs` allows.
+    """Refuse jobs with which a team would exceed its `max_submit_jobs`.
 
     Args:
         session: session of the store.
-        specs: of the jobs, as JSON.
+        specs: specs of the jobs, as JSON.
 
     Raises:
-        TeamFullError: so; it names the team, its limit, and how many it has.
+        TeamFullError: with the team, its limit and its number of unfinished jobs.
     """
     found = _get(session, _TEAMS)
     if found is None or all(team.get("max_submit_jobs") is None for team in found["teams"]):
         return
-    # With all policies, which takes longer than printing a list of jobs.
+    # Imports all policies, which takes longer than printing a list of jobs.
     from pipollux_sched.spec.teams import JobOwner, parse_teams
 
     teams, owners = parse_teams(found), [JobOwner.of(spec) for spec in specs]
@@ -135,7 +134,7 @@ def check_submit_limits(session: Session, specs: Iterable[Mapping[str, Any]]) ->
 
 
 def _unfinished(session: Session, teams: TeamsSpec, but: Collection[str]) -> Counter[str]:
-    """Return how many jobs of each team have not ended, but those of some names."""
+    """Return the number of unfinished jobs of each team, without the jobs with some names."""
     from pipollux_sched.spec.teams import JobOwner
 
     # Thousands of jobs have few owners, and their specs are long.

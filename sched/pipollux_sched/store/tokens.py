@@ -1,7 +1,7 @@
-"""The tokens of users: of each only the SHA-256 digest is kept, from which nobody gets it back.
+"""The tokens of users; only their SHA-256 digests are stored.
 
-They are long and random, so that a fast digest without salt is enough. Each is an entry in the
-table of facts about the store, and so of any version of it.
+Tokens are long and random, so a fast digest without salt suffices. Each is an entry in the table of
+facts about the store.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .tables import MetaRow
 
 _MARK = "token:"
 PREFIX = "plx_"
-"""How tokens begin, so that people and secret scanners know them."""
+"""Prefix of tokens, by which people and secret scanners recognize them."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class TokenRecord:
     created_at: float
     digest: str
     run_as: str | None = None
-    """The user of the machine as which its jobs run; None: the scheduler's own."""
+    """The system user that the user's jobs run as; None: the scheduler's user."""
 
 
 class TokenRecords:
@@ -52,13 +52,13 @@ class TokenRecords:
         self._database = database
         self._clock = clock
         self.num_changes = 0
-        """How often this object has made or revoked one."""
+        """Number of tokens that this object has created or revoked."""
 
     def create(self, new: NewToken) -> tuple[TokenRecord, str]:
-        """Make a token; return it, too, as it is kept nowhere.
+        """Create a token; return it as well, because it is not stored.
 
         Raises:
-            TokenExistsError: the user has one.
+            TokenExistsError: the user has a token.
         """
         secret = PREFIX + secrets.token_urlsafe(32)
         now = self._clock()
@@ -75,10 +75,10 @@ class TokenRecords:
         return record, secret
 
     def revoke(self, name: str) -> TokenRecord:
-        """Remove a token.
+        """Revoke a token.
 
         Raises:
-            UnknownTokenError: there is none of this name.
+            UnknownTokenError: the token does not exist.
         """
         with self._database.write() as session:
             row = session.get(MetaRow, _MARK + name)
@@ -102,5 +102,5 @@ class TokenRecords:
 
 
 def digest_of(secret: str) -> str:
-    """Return what is kept of a token."""
+    """Return the stored digest of a token."""
     return hashlib.sha256(secret.encode()).hexdigest()

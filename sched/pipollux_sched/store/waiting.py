@@ -1,4 +1,4 @@
-"""Waiting until something is true of a store."""
+"""Waiting for a condition of a store."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from .store import Store
 __all__ = ["wait_until"]
 
 LONGEST = 1.0
-"""Seconds after which the predicate is called again, whether anything has changed or not."""
+"""Seconds after which the predicate is called again without any change."""
 
 
 def wait_until(store: Store, predicate: Callable[[], bool], timeout: float | None) -> bool:
-    """Wait until a predicate is true; it is called whenever something has changed.
+    """Wait until a predicate is true; it is called after every change of the store.
 
     Args:
-        store: the store whose changes are waited for.
+        store: the store.
         predicate: returns whether the wait is over.
         timeout: seconds after which to give up; None: never.
 
     Returns:
-        Whether it became true.
+        Whether the predicate became true.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     while True:

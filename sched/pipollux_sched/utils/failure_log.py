@@ -1,4 +1,4 @@
-"""Failures of a task that is tried again and again: each is logged once, and so is their end."""
+"""Logging of a task that is retried: equal failures are logged once, and so is the recovery."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["FailureLog"]
 class FailureLog:
     """Logs the failures of one task.
 
-    A disk that is full for an hour makes a task fail thousands of times, and all for one reason.
+    A disk that is full for an hour makes a task fail thousands of times for the same reason.
 
     Args:
-        logger: what to log with.
+        logger: the logger.
         task: the task, as the subject of a sentence ("the executor").
     """
 
@@ -27,19 +27,19 @@ class FailureLog:
     def failed(self, error: Exception) -> None:
         """Log a failure, unless it is the same as the last one.
 
-        Of one that a user can act on, its sentence says all; of others, the traceback is logged.
+        For an error that a user can act on, only its sentence is logged; for others, the traceback.
         """
         said = f"{type(error).__name__}: {error}"
         if said == self._last:
             return
         self._last = said
         if isinstance(error, PipolluxError | OSError):
-            self._logger.error("%s failed and is tried again: %s", self._task, error)
+            self._logger.error("%s failed and is retried: %s", self._task, error)
         else:
-            self._logger.error("%s failed and is tried again", self._task, exc_info=error)
+            self._logger.error("%s failed and is retried", self._task, exc_info=error)
 
     def succeeded(self) -> None:
-        """Log that the task works again, where it had failed."""
+        """Log the recovery of a task that had failed."""
         if self._last is not None:
             self._last = None
             self._logger.warning("%s works again", self._task)

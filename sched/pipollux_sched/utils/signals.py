@@ -13,11 +13,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interruption:
-    """Context that counts termination signals; the main thread can wait for them.
+    """Context that counts termination signals, for which the main thread can wait.
 
-    These are SIGINT (Ctrl-C), SIGTERM, and SIGHUP unless it is ignored, as under nohup. The handler
-    only counts and writes a byte into a pipe: it takes no lock, so it may run at any moment. Enter
-    it in the main thread.
+    The signals are SIGINT (Ctrl-C), SIGTERM, and SIGHUP unless it is ignored, as under nohup. The
+    handler only counts and writes a byte into a pipe: it takes no lock, so it may run at any time.
+    Enter it in the main thread.
 
     Example:
         >>> with Interruption() as interruption:
@@ -27,7 +27,7 @@ class Interruption:
 
     def __init__(self) -> None:
         self.count = 0
-        """How many signals have come."""
+        """Number of signals received."""
         self._previous: dict[signal.Signals, Any] = {}
         self._pipe = (-1, -1)
 
@@ -45,7 +45,7 @@ class Interruption:
             os.close(end)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait at most `timeout` seconds for a signal; return whether any has arrived so far."""
+        """Wait at most `timeout` seconds for a signal; return whether any has arrived yet."""
         if not self.count:
             select.select([self._pipe[0]], [], [], timeout)
         return self.count > 0

@@ -1,4 +1,4 @@
-"""Threads that the scheduler cannot do without; the error that ended one is kept."""
+"""Threads that the scheduler depends on; the error that ended a thread is kept."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class VitalThread(threading.Thread):
     """A daemon thread that keeps the error that ended it.
 
     Args:
-        name: what it does; the thread's name is this after ``pipollux-``.
-        run: task that runs until the scheduler stops.
+        name: the thread's task; the thread's name is this after ``pipollux-``.
+        run: function that runs until the scheduler stops.
     """
 
     def __init__(self, name: str, run: Callable[[], None]) -> None:
@@ -31,7 +31,7 @@ class VitalThread(threading.Thread):
         """Run the task; keep the error that it raises."""
         try:
             self._task()
-        except BaseException as error:  # its owner ends the process
+        except BaseException as error:  # the owner ends the process
             self._error = error
             _LOG.critical("the thread %s has failed", self.name, exc_info=error)
         finally:
@@ -74,5 +74,5 @@ class VitalThreads:
 
     @property
     def failure(self) -> str | None:
-        """How the first ended thread ended, as a sentence; None while all run."""
+        """How the first ended thread ended, as a sentence; None while all threads run."""
         return next((thread.failure for thread in self._threads if thread.failure), None)

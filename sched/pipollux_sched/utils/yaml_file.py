@@ -1,7 +1,7 @@
 """Reading of YAML files, with the line of each value for error messages.
 
-Files are read by PyYAML's safe loader with one difference: a duplicate key in a mapping is refused,
-where PyYAML silently keeps the last.
+Files are read by PyYAML's safe loader, except that a duplicate key in a mapping is an error, where
+PyYAML silently keeps the last value.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Loader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode) and key.value != "<<":
                 if key.value in lines:
                     raise yaml.constructor.ConstructorError(
-                        problem=f"'{key.value}' stands here a second time "
+                        problem=f"'{key.value}' is repeated here "
                         f"(first in line {lines[key.value]}); keep one of them",
                         problem_mark=key.start_mark,
                     )
@@ -66,9 +66,9 @@ class YamlFile:
         return line + 1
 
     def written(self, place: Sequence[int | str]) -> str | None:
-        """Return the one value at a place as its file has it: ``0755``, not 493.
+        """Return the text of a scalar as the file has it: ``0755``, not 493.
 
-        None: there is no such place, or a list or a mapping stands there.
+        None: the place does not exist, or has a list or a mapping.
         """
         node = self.root
         for step in place:
@@ -88,7 +88,7 @@ def read_yaml_file(path: str | Path, example: str) -> YamlFile:
 
     Args:
         path: the file.
-        example: required beginning of such a file, for the error about an empty one.
+        example: required first line of such a file, for the error about an empty one.
 
     Raises:
         SpecError: the file is missing, unreadable, empty, or not YAML.

@@ -1,1 +1,1 @@
-"""Read model of jobs, nodes and events: one answer to each question."""
+"""Read model: views of jobs, nodes, teams and events, for the REST interface and commands."""

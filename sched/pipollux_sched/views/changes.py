@@ -1,4 +1,4 @@
-"""An elastic resize under way, in words."""
+"""An elastic resize in progress, in words."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipollux_utils.text import count
 
 
 def change_under_way(state: JobState) -> str | None:
-    """Return what an elastic resize leads to, and what it waits for; None: there is none.
+    """Return the target of an elastic resize, and what it waits for; None: there is none.
 
     Example: `from 1 to 2 replicas; replica 3 on node-b is on its way`.
     """

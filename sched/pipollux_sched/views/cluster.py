@@ -1,4 +1,4 @@
-"""Views of the cluster: nodes and their holders, overview, attempts, slot usage.
+"""Views of the cluster: nodes, overview, attempts, slot usage.
 
 The size of an answer does not depend on the number of jobs: the database counts, sorts and
 pages.
@@ -25,11 +25,11 @@ from .events import event_summary
 from .models import AttemptLine, ClusterView, JobLine, NodeDetails, NodeView, UsageView
 
 MOST_JOBS = 500
-"""Jobs of a page."""
+"""Largest number of jobs per page."""
 MOST_ATTEMPTS = 5000
-"""Launches of all jobs together: more than a picture has room for."""
+"""Largest number of attempts, more than a chart can show."""
 MOST_WORDS = 300
-"""Characters of a job's message; the job's own page has all of it."""
+"""Largest number of characters of a job's message; the job's own page has the full message."""
 
 _ATTEMPT = tuple(name for name in AttemptLine.model_fields if name != "number")
 _POINT = (
@@ -40,8 +40,7 @@ _POINT = (
 def list_nodes(store: Store) -> list[NodeDetails]:
     """Return the nodes, and the jobs that hold their slots.
 
-    A replica holds its slots from its start until its process has ended; one that was assigned
-    slots and is yet to start holds those.
+    A replica holds its slots from its assignment until its process has ended.
     """
     held = _held(store.overview.glance().holders)
     return [
@@ -57,7 +56,7 @@ def cluster_view(store: Store, query: JobQuery, num_events: int) -> ClusterView:
         query: selects the jobs of the page.
         num_events: number of newest events with a summary.
     """
-    now, last_event = time.time(), store.last_event()  # first: clients follow events from there
+    now, last_event = time.time(), store.last_event()  # first: clients continue from this event
     glance, page = store.overview.glance(), store.overview.jobs(query, now)
     held = _held(glance.holders)
     found = store.latest_events(num_events, types=TELLING_TYPES) if num_events else []
@@ -85,7 +84,7 @@ def serving_policy(store: Store) -> str:
 
 
 def serving_knobs(store: Store, names: Iterable[str]) -> dict[str, float | None]:
-    """Return numbers of the present or last policy, as `policy.KNOBS`; None: it has none."""
+    """Return the parameters of the current or last policy, as `policy.KNOBS`; None: not set."""
     served = store.latest_events(1, types=["cluster"])
     found = {name: served[-1].get(name) if served else None for name in names}
     return {
@@ -95,7 +94,7 @@ def serving_knobs(store: Store, names: Iterable[str]) -> dict[str, float | None]
 
 
 def serves_evenly(store: Store) -> bool:
-    """Tell whether the present or last scheduler gives a job as many replicas on each node."""
+    """Return whether the current or last scheduler places equally many replicas on each node."""
     served = store.latest_events(1, types=["cluster"])
     return bool(served and served[-1].get("even"))
 
@@ -103,13 +102,13 @@ def serves_evenly(store: Store) -> bool:
 def list_attempts(
     store: Store, since: float, nodes: Collection[str] | None = None
 ) -> list[AttemptLine]:
-    """Return the attempts that held slots after a moment, on some nodes or on all."""
+    """Return the attempts that held slots after a time, on some nodes or on all."""
     found = store.overview.attempts_since(since, MOST_ATTEMPTS, nodes)
     return [_attempt(record, number) for record, number in found]
 
 
 def node_usage(store: Store, since: float, num_parts: int) -> UsageView:
-    """Return the nodes' slot usage from a moment until now; unused nodes are left out."""
+    """Return the slot usage of nodes from a time until now; unused nodes are left out."""
     now = time.time()
     begin = min(since, now - 1.0)
     usage = store.overview.node_usage(begin, now, num_parts)

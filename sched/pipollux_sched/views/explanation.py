@@ -1,4 +1,4 @@
-"""Response models of explanations: what a job has, why, and what limits it."""
+"""Response models of explanations: a job's allocation, its reason, and its limits."""
 
 from __future__ import annotations
 
@@ -44,31 +44,31 @@ class Alternative:
     """The allocation of a job with one replica more or fewer."""
 
     nodes: tuple[str, ...]
-    """Node of each replica; empty if no nodes could ever hold them."""
+    """Node of each replica; empty if no nodes can hold them."""
     num_replicas: int
     speedup: float | None
-    """Predicted, over one replica; None: unknown."""
+    """Predicted, relative to one replica; None: unknown."""
     batch_size: int | None
     fits: bool
-    """Whether there is room for it now."""
+    """Whether there are free slots for it now."""
 
 
 @dataclass(frozen=True)
 class NextChange:
-    """What the next change of a job's replicas would be."""
+    """The kind of the next change of a job's replicas."""
 
     live: bool
-    """Whether replicas would join and leave while the others train."""
+    """Whether it would be an elastic resize."""
     why_restart: str | None
-    """Why all of them would be stopped and started instead."""
+    """The reason that it would be a restart."""
 
 
 class ExplanationView(View):
-    """The explanation of a job's allocation; speedups are predicted, over one replica.
+    """The explanation of a job's allocation; speedups are predicted, relative to one replica.
 
-    `changing`: an elastic resize under way, in words; `next_change`: null where nothing runs, or is
-    being stopped. `planned_by`: the job that measured what it is planned for by; null: itself, or
-    nothing is known. The `last_decision` has `live`, and `why_restart` where it was a restart.
+    `changing`: an elastic resize in progress, in words. `next_change`: null if nothing runs, or if
+    the job is being stopped. `planned_by`: the job whose measurements are used; null: the job's
+    own, or none. The `last_decision` has `live`, and `why_restart` if it was a restart.
     """
 
     name: str

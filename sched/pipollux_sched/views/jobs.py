@@ -13,7 +13,7 @@ from .changes import change_under_way
 from .models import JobCurves, JobDetails, ListedJob, NoiseView, ReplicaView
 
 NUM_EVENTS = 10
-"""Number of a job's newest events in its details."""
+"""Number of newest events in a job's details."""
 
 
 class SignOfLife(Protocol):
@@ -21,15 +21,15 @@ class SignOfLife(Protocol):
 
     @property
     def seconds(self) -> float:
-        """Seconds since then."""
+        """Seconds since the heartbeat."""
 
     @property
     def step(self) -> int | None:
-        """Its optimizer step then; None if unknown."""
+        """The replica's optimizer step; None if unknown."""
 
     @property
     def finished(self) -> bool:
-        """Whether it said that it sends no more of them."""
+        """Whether it was the replica's last heartbeat, because its script has ended."""
 
 
 IN_ORDER = JobQuery(order=JobOrder.SUBMITTED)
@@ -57,7 +57,7 @@ def job_details(
     Args:
         store: the scheduler's store.
         job: the job.
-        heard: last heartbeats of its replicas; None: those that the store keeps.
+        heard: last heartbeats of its replicas; None: the stored ones.
     """
     attempts = store.attempts(job.name)
     hints = store.hints().get(job.name)
@@ -103,7 +103,7 @@ def _replicas(
         return []
     try:
         addresses = store.replicas.find(job.name, attempt).addresses
-    except StaleAttemptError:  # a newer attempt has started meanwhile
+    except StaleAttemptError:  # a newer attempt has started in the meantime
         addresses = {}
     if heard is None:
         heard = store.heartbeats.of(job.name, attempt)

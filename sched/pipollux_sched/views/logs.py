@@ -1,4 +1,4 @@
-"""Logs of a job's replicas, a part at a time."""
+"""Logs of a job's replicas, in parts."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .models import LogTail
 __all__ = ["MOST_BYTES", "OFFSET_HEADER", "LogPart", "list_logs", "read_log"]
 
 OFFSET_HEADER = "Pipollux-Log-Offset"
-"""Header of an answer that is a part of a log: where to read on."""
+"""Header of a part of a log: the next offset."""
 MOST_BYTES = 2**20
-"""Bytes of a log that are read at once."""
+"""Largest number of bytes per read."""
 
 
 def list_logs(state_dir: StateDir, job: str) -> list[LogTail]:
-    """Return the logs that a job has, without their lines."""
+    """Return the logs of a job, without their lines."""
     return [
         LogTail(attempt=attempt, replica=replica, lines=[])
         for attempt, replica, _path in state_dir.logs(job)
@@ -24,8 +24,8 @@ def list_logs(state_dir: StateDir, job: str) -> list[LogTail]:
 
 
 def read_log(state_dir: StateDir, job: str, attempt: int, replica: int, offset: int) -> LogPart:
-    """Return a log from an offset on: at most `MOST_BYTES`, nothing if nothing is new.
+    """Return a log from an offset on: at most `MOST_BYTES`, and nothing if there is no new output.
 
-    Where the bytes after the offset are kept no more, it begins with a line that says so.
+    If the bytes after the offset are no longer kept, it begins with a line that says so.
     """
     return read_part(state_dir.log(job, attempt, replica), offset, MOST_BYTES)

@@ -24,7 +24,7 @@ class View(BaseModel):
 
 
 class ConditionView(View):
-    """One condition of a job; there is one for each phase that it has been in."""
+    """One condition of a job; there is one for each phase that the job has been in."""
 
     type: Phase
     status: bool
@@ -34,7 +34,7 @@ class ConditionView(View):
 
 
 class ChangeView(View):
-    """An elastic resize under way: `replicas` on `nodes` are to take part."""
+    """An elastic resize in progress: the new membership has `replicas` on `nodes`."""
 
     number: int
     replicas: list[int]
@@ -44,9 +44,9 @@ class ChangeView(View):
 
 
 class MembershipView(View):
-    """Who takes part in the running attempt: `replicas` are ids in the order of ranks.
+    """The membership of the running attempt: `replicas` are ids in the order of ranks.
 
-    `why_not`: why a change of its replicas is a restart; null where they can join and leave live.
+    `why_not`: the reason that the job cannot be resized elastically; null if it can.
     """
 
     number: int
@@ -93,7 +93,7 @@ class JobView(View):
 
     @property
     def listed_phase(self) -> ListedPhase:
-        """The phase as lists show it."""
+        """The phase as shown in lists."""
         if self.phase is Phase.FAILED and self.reason == CANCELLED:
             return ListedPhase.CANCELLED
         if self.phase is Phase.RUNNING and self.intent is not None:
@@ -102,7 +102,7 @@ class JobView(View):
 
     @property
     def holds(self) -> tuple[list[str], int]:
-        """The node of each replica that the job holds slots for, and K of these replicas."""
+        """The node of each replica that the job holds slots for, and K, its stages."""
         if self.running_on:
             return self.running_on, self.running_stages or int(self.spec.get("num_stages", 1))
         return self.assigned, self.num_stages
@@ -116,7 +116,7 @@ class ListedJob(JobView):
 
 
 class AttemptView(View):
-    """One membership of an attempt of a job; later ones began while the job trained."""
+    """One membership of an attempt of a job; later memberships began with an elastic resize."""
 
     job: str
     attempt: int
@@ -138,7 +138,7 @@ class AttemptView(View):
 class ReplicaView(View):
     """A replica of the running attempt; its last heartbeat was `heard_seconds` ago.
 
-    `finished`: its script has ended, and other replicas still run.
+    `finished`: its script has ended, while other replicas still run.
     """
 
     replica: int
@@ -180,9 +180,9 @@ class EventSummary(View):
 class JobDetails(JobView):
     """The details of a job without its curves; `number`: its place in the order of jobs.
 
-    Each of the last `events` has the form of `EventView`. `changing`: an elastic resize under way,
-    in words; null: there is none. `planned_by`: the job whose hints stand for its own as long as it
-    has sent none; null: it has, or there is none.
+    The last `events` have the form of `EventView`. `changing`: an elastic resize in progress, in
+    words; null: there is none. `planned_by`: the job whose hints are used until this job has sent
+    its own; null: there is none, or it has sent its own.
     """
 
     number: int
@@ -224,27 +224,27 @@ class DeletedJobView(View):
 
 @dataclass(frozen=True)
 class PlannedChange:
-    """The present and the planned allocation of one job."""
+    """The current and the planned allocation of one job."""
 
     job: str
     previous: tuple[str, ...]
-    """Node of each replica now."""
+    """Node of each current replica."""
     previous_num_stages: int | None
-    """K now; None if it holds no slots."""
+    """Current K; None if the job holds no slots."""
     previous_speedup: float | None
-    """Predicted by the job's model; None: nothing is known."""
+    """Predicted by the job's model; None: unknown."""
     nodes: tuple[str, ...]
-    """Node of each replica then."""
+    """Node of each planned replica."""
     num_stages: int | None
     speedup: float | None
     batch_size: int | None
     changes: bool
-    """Whether the plan differs from the present allocation."""
+    """Whether the plan differs from the current allocation."""
     why: str
 
 
 class PlanView(View):
-    """What the scheduler would decide now under this policy: one entry for each eligible job."""
+    """The scheduler's decision now under this policy, with an entry for each eligible job."""
 
     policy: str
     jobs: list[PlannedChange]
@@ -297,7 +297,7 @@ class JobLine(View):
 
 
 class AttemptLine(View):
-    """Summary of a membership of an attempt; `number` is that of its job."""
+    """Summary of a membership of an attempt; `number` is the number of its job."""
 
     job: str
     number: int
@@ -315,7 +315,7 @@ class AttemptLine(View):
 
 
 class CallerView(View):
-    """Whose token a request bears; `team`: the only one that it may submit for, null: any."""
+    """The sender of a request; `team`: the only team that it may submit jobs for, null: any."""
 
     name: str
     role: Role
@@ -325,9 +325,9 @@ class CallerView(View):
 class ClusterView(View):
     """Overview of the cluster, at this time by the scheduler's clock.
 
-    `phases` counts all jobs; `jobs` are those of the requested page, `num_found` the number on
-    all pages. `has_teams`: whether there are quotas, which `TeamsView` has. `caller`: who asks;
-    null where no token was needed.
+    `phases` counts all jobs; `jobs` is the requested page, `num_found` the number of jobs on all
+    pages. `has_teams`: whether there are teams, which `TeamsView` lists. `caller`: the sender of
+    the request; null if no token was needed.
     """
 
     time: float

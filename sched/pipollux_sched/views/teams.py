@@ -1,4 +1,4 @@
-"""Views of teams: quotas, and what is used, borrowed, lent and waited for."""
+"""Views of teams: quotas, and slots used, borrowed and lent."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .models import View
 class TeamView(View):
     """A team: its limits, the slots that its jobs hold, and its jobs.
 
-    `submitted`: its unfinished jobs, also those that their users have suspended; `borrowed`: slots
-    beyond its quota; `lent`: slots of its quota that others hold; `until`: when it gives back what
-    it was told to, in seconds since the epoch.
+    `submitted`: its unfinished jobs, including suspended ones; `borrowed`: slots beyond its quota;
+    `lent`: slots of its quota that other teams hold; `until`: the time by which it must return
+    borrowed slots, in seconds since the epoch.
     """
 
     name: str
@@ -41,10 +41,10 @@ class TeamView(View):
 
 
 class TeamsView(View):
-    """The teams of a cluster: `configured` says whether there are any, `spec` what was given.
+    """The teams of a cluster: `configured`: whether there are teams; `spec`: their definition.
 
-    `slots`: of the nodes that take jobs, and those of the others that jobs still hold; quotas that
-    are more than that are cut.
+    `slots`: the slots of nodes in service, and those that jobs still hold on other nodes; quotas
+    beyond that sum are scaled down.
     """
 
     configured: bool
@@ -64,7 +64,7 @@ def stored_teams(store: Store) -> TeamsSpec | None:
 
 
 def list_teams(store: Store) -> TeamsView:
-    """Return the teams, with what they hold; those that only jobs name are among them."""
+    """Return the teams and their usage, including teams that only jobs name."""
     spec, jobs = stored_teams(store), store.jobs(live=True)
     on_nodes = Counter[str]()
     for job in jobs:
@@ -94,7 +94,7 @@ def list_teams(store: Store) -> TeamsView:
 
 @dataclass
 class _TeamJobs:
-    """The jobs of a team that have not ended."""
+    """The unfinished jobs of a team."""
 
     used: int = 0
     submitted: int = 0
@@ -103,7 +103,7 @@ class _TeamJobs:
     waiting: list[str] = field(default_factory=list)
 
     def add(self, job: JobRecord, due: float | None) -> None:
-        """Count a job, which has to give slots back at some time, or not."""
+        """Count a job; `due`: the time by which it must return slots, or None."""
         nodes, stages = _held(job)
         self.used += len(nodes) * stages
         self.submitted += 1
@@ -123,7 +123,7 @@ def _held(job: JobRecord) -> tuple[Sequence[str], int]:
 
 
 def _slots_given(store: Store) -> dict[str, int]:
-    """Return the slots of the nodes that take jobs."""
+    """Return the slots of the nodes in service."""
     return {
         name: node.slots
         for name, node in store.nodes().items()

@@ -12,8 +12,8 @@ from .models import View
 
 
 class TokenView(View):
-    """A user's token: its role, the only team that it may submit for, and the user of the machine
-    as which its jobs run, or null.
+    """A user's token: its role, the only team that it may submit jobs for, and the system user that
+    its jobs run as; null: any team, the scheduler's user.
     """
 
     name: str
@@ -36,9 +36,9 @@ class TokenView(View):
 
 
 class MadeToken(View):
-    """A token that was just made: the `token` is shown here and nowhere else.
+    """A new token: the `token` is shown only here.
 
-    `note`: how far its owner is to be trusted, because of whom jobs run as; empty: nothing to note.
+    `note`: a warning about the permissions of the user's jobs; empty: none.
     """
 
     name: str

@@ -161,5 +161,5 @@ def test_real_jobs_leave_the_node_that_is_given_back(tmp_path: Path) -> None:
         events = scheduler.store.events(types=["autoscaling"])
     lines = [event_line(event) for event in events]
     assert lines[-1] is not None
-    assert lines[-1][9:] == f"wants 1 node; {gone} to be left; {gone} to be given back"
+    assert lines[-1][9:] == f"wants 1 node; {gone} to drain; {gone} to release"
     assert processes_of(tmp_path / "state") == []

@@ -74,7 +74,7 @@ def test_it_gets_at_once_what_pays(world: World) -> None:
     job = world.store.job("toy-2")
     why, shown = explanation(world.store, job), job_details(world.store, job)
     assert why.planned_by == shown.planned_by == "toy-1"
-    assert "is planned for by what job toy-1 measured" in plain(explanation_text(why))
+    assert "is planned with the measurements of job toy-1" in plain(explanation_text(why))
     assert "those of job toy-1 of its family" in plain(job_sections(shown))
     world.step("toy-2", 1)
     world.store.put_hints("toy-2", 1, {**SANE, "maxProfiledReplicas": 8, "stepProfile": PROFILE})

@@ -80,7 +80,7 @@ def test_where_a_job_saves_and_what_its_stages_need(directory: Path, tmp_path: P
     """Its own folder, for it alone; and what each stage needs is asked of one node."""
     with scheduler_on(directory) as scheduler:
         scheduler.submit(toy("toy", "--steps", "3", checkpoint_dir=str(tmp_path / "kept")))
-        with pytest.raises(SpecError, match="is job 'toy''s; give each job a folder of its own"):
+        with pytest.raises(SpecError, match="is job 'toy''s; give each job its own folder"):
             scheduler.submit(toy("other", checkpoint_dir=str(tmp_path / "kept")))
         assert scheduler.wait(lambda jobs: jobs["toy"].phase.ended, timeout=240)
         log = scheduler.state_dir.log("toy", 1, 0).read_text()

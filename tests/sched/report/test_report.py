@@ -282,7 +282,7 @@ def test_hostile_names_are_text() -> None:
 @pytest.mark.parametrize("kept", [0.0, 0.002, 0.01, 0.1, 0.3, 0.5, 0.7, 0.95])
 def test_a_log_may_end_anywhere(events: list[Event], kept: float) -> None:
     page = Page(render_report(events[: math.ceil(kept * len(events))]))
-    assert "Who held what, when" in page.text("slots")
+    assert "Allocation over time" in page.text("slots")
 
 
 @pytest.mark.parametrize(
@@ -310,9 +310,9 @@ def test_a_log_may_lack_any_type_of_event(events: list[Event], left_out: str) ->
     if left_out == "timeline":
         assert "No time line of a step was recorded." in page.text("bubble")
     if left_out == "allocated":
-        assert "The log tells of no allocation." in page.text("allocations")
+        assert "The log has no allocations." in page.text("allocations")
     if left_out == "cluster":
-        assert "does not say how large the nodes are" in page.text("slots")
+        assert "The log has no sizes of nodes" in page.text("slots")
     if left_out == "complete":
         assert "still running when the log ends" in page.text("header")
 

@@ -79,7 +79,7 @@ def test_every_event_is_a_sentence(events: list[Event]) -> None:
     wanted = "resizes: replicas 3 on a and 4 on b are to join; replicas 0 and 1 are to leave"
     assert event_text(several) == wanted
     assert event_text({**SURVIVED, "pause_seconds": None, "step": None, "lost": [0, 2]}) == (
-        "goes on without replicas 0 and 2: 1 replica on node-b trains"
+        "continues without replicas 0 and 2: 1 replica on node-b trains"
     )
 
 
@@ -127,9 +127,9 @@ def test_who_stays_holds_its_slot_without_a_gap(events: list[Event]) -> None:
         [" ".join(line) if isinstance(line, list) else line for line in tip] for tip in _tips(gantt)
     ]
     (joined,) = [tip for tip in tips if tip[0] == "live, attempt 1, membership 2 on node-b"]
-    assert joined[-2:] == ["on its way 10 s", "pause of those that stayed 250 ms"]
+    assert joined[-2:] == ["on its way 10 s", "pause of surviving replicas 250 ms"]
     (stayed,) = [tip for tip in tips if tip[0] == "live, attempt 1, membership 2 on node-a"]
-    assert stayed[-2:] == ["held 0:30 to 1:00", "pause of those that stayed 250 ms"]
+    assert stayed[-2:] == ["held 0:30 to 1:00", "pause of surviving replicas 250 ms"]
     use = slot_use(run)
     assert use is not None
     training = (1030 - 1005) + 2 * (1060 - 1030) + (1080 - 1060) + (1120 - 1090)
@@ -180,7 +180,7 @@ def test_a_death_that_the_others_survive(events: list[Event]) -> None:
     assert job.attempts[-2].outcome == "survived"
     assert (job.num_resizes, job.num_restarts) == (2, 0)
     assert event_text(SURVIVED) == (
-        "goes on without replica 0: 1 replica on node-b trains since step 69, after a pause of "
+        "continues without replica 0: 1 replica on node-b trains since step 69, after a pause of "
         "400 ms"
     )
     lost: Event = {"type": "replicas_lost", "replicas": [0], "why": "node-a is dead"}

@@ -96,4 +96,4 @@ def test_what_is_too_much_to_draw_is_left_out_and_said_to_be(
     monkeypatch.setattr("pipollux_sched.report.facts.MAX_ALLOCATIONS", 1)
     page = render_report(events)
     assert "Of 4 blocks the 2 longest are drawn." in page
-    assert "The 2 before these are left out." in page
+    assert "2 earlier ones are left out." in page

@@ -47,7 +47,7 @@ def test_a_job_is_suspended_and_resumed(service: Service, client: Client) -> Non
         (client.suspend, "suspended"),
         (client.resume, "resumed"),
     ):
-        ended = rf"job 'resting' has ended \(Failed, Cancelled\) and cannot be {done}; to let it"
+        ended = rf"job 'resting' has ended \(Failed, Cancelled\) and cannot be {done}; to resume it"
         with pytest.raises(ClientError, match=ended):
             ask("resting")
         with pytest.raises(ClientError, match="no job is named 'restign'"):
@@ -206,7 +206,7 @@ def test_figures_for_prometheus(service: Service, client: Client) -> None:
         "pipollux_restarts_total": 1,
         "pipollux_reallocations_total": 1,
         "pipollux_failures_total": 1,
-        "pipollux_live_changes_total": 1,
+        "pipollux_resizes_total": 1,
         "pipollux_policy_seconds_count": 1,
         'pipollux_jobs{phase="Restarting"}': 1,
         'pipollux_jobs{phase="Running"}': -1,

@@ -80,7 +80,7 @@ def test_one_that_is_refused_holds_up_no_other(store: Store) -> None:
     first, stale, unknown, last = put_all(store, told)
     assert (first, last) == (None, None)
     assert isinstance(stale, StaleAttemptError)
-    assert "attempt 2 of job 'job-1' is not the present one (1)" in str(stale)
+    assert "attempt 2 of job 'job-1' is not the current one (1)" in str(stale)
     assert isinstance(unknown, UnknownJobError)
     assert store.hints() == {"job-0": {"numStages": 1}, "job-3": {"numStages": 4}}
 

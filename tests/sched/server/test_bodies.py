@@ -172,7 +172,7 @@ def test_hints_that_are_absurd(service: Service, hints: dict[str, Any], says: st
 def test_paths_and_methods_that_are_not_there(service: Service) -> None:
     response = service.admin.get("/jbos")
     assert response.status_code == 404
-    assert detail(response) == "there is no path '/jbos'; /docs lists those there are"
+    assert detail(response) == "there is no path '/jbos'; /docs lists the paths"
     response = service.admin.patch("/jobs")
     assert response.status_code == 405
     assert "PATCH is not allowed on '/jobs'; use " in detail(response)

@@ -34,7 +34,9 @@ def test_a_bucket_is_emptied_and_fills_again() -> None:
     assert [limit.take("a") for _ in range(2)] == [0.0, 0.5]
     clock.now += 1000.0
     assert [limit.take("a") for _ in range(4)] == [0.0, 0.0, 0.0, 0.5], "it holds no more than that"
-    with pytest.raises(TooManyRequestsError, match=r"job 'a': more than 2 requests a second") as e:
+    with pytest.raises(
+        TooManyRequestsError, match=r"job 'a': more than 2 requests per second"
+    ) as e:
         limit.check("a", "job 'a'")
     assert e.value.retry_after == 1
 
@@ -58,7 +60,7 @@ def test_a_sender_may_be_allowed_a_multiple() -> None:
     assert [limit.take("a", cost=0.25) for _ in range(13)] == [0.0] * 12 + [0.125]
     clock.now += 0.5
     assert [limit.take("a", cost=0.25) for _ in range(5)] == [0.0] * 4 + [0.125]
-    with pytest.raises(TooManyRequestsError, match=r"job 'a': more than 8 requests a second"):
+    with pytest.raises(TooManyRequestsError, match=r"job 'a': more than 8 requests per second"):
         limit.check("a", "job 'a'", 4.0)
 
 
@@ -107,7 +109,9 @@ def test_one_wild_job_holds_up_nobody_else(service: Service) -> None:
     refused = wild.put("/jobs/wild/hints?attempt=1", json={})
     assert refused.status_code == 429
     assert int(refused.headers["Retry-After"]) > 900
-    assert detail(refused).startswith("job 'wild': more than 0.001 requests a second are too many")
+    assert detail(refused).startswith(
+        "job 'wild': more than 0.001 requests per second are too many"
+    )
     assert calm.post("/jobs/calm/reports", json=report()).status_code == 200
     assert service.admin.post("/jobs/wild/reports", json=report()).status_code == 200
     assert len([e for e in service.store.events(job="wild") if e["type"] == "progress"]) == 6

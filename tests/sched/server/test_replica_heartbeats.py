@@ -190,10 +190,10 @@ def test_a_replica_whose_place_was_taken_ends(service: Service) -> None:
     assert done.returncode == heartbeat.REPLACED
     (line,) = done.stderr.splitlines()
     assert "attempt 1 of this job is over for the scheduler" in line
-    assert "is not the present one (2)" in line
+    assert "is not the current one (2)" in line
     assert service.control.heartbeats.heard("moved", 1) == {}
     refused = service.admin.post("/jobs/moved/heartbeats", json={"attempt": 1, "replica": 0})
-    assert detail(refused) == "attempt 1 of job 'moved' is not the present one (2)"
+    assert detail(refused) == "attempt 1 of job 'moved' is not the current one (2)"
 
 
 def test_a_wrong_token_ends_them(service: Service, caplog: pytest.LogCaptureFixture) -> None:

@@ -152,7 +152,7 @@ def test_who_waits_learns_at_once_that_the_job_has_moved(
     service.store.transition("moving", Exited(1, Outcome.STOPPED, step=1))
     response = waiting.result(240)
     assert response.status_code == 409
-    assert detail(response) == "attempt 1 of job 'moving' is not the present one (2)"
+    assert detail(response) == "attempt 1 of job 'moving' is not the current one (2)"
     assert register(job, "moving", 1, 1).status_code == 409
     # Nothing of the old attempt is taken for the new one's.
     assert ask(job, "moving", 2, 0).json()["replicas"] == []

@@ -128,7 +128,7 @@ def test_attempts_that_are_gone_are_refused(service: Service) -> None:
     service.store.transition("moved", Exited(1, Outcome.STOPPED, step=1))
     response = moved.put("/jobs/moved/hints?attempt=1", json={})
     assert response.status_code == 409
-    assert "attempt 1 of job 'moved' is not the present one (2)" in detail(response)
+    assert "attempt 1 of job 'moved' is not the current one (2)" in detail(response)
     assert moved.post("/jobs/moved/reports", json=report(1)).status_code == 409
     assert moved.post("/jobs/moved/reports", json=report(2)).status_code == 200
 
@@ -195,7 +195,7 @@ def test_jobs_that_make_no_sense(service: Service) -> None:
     assert "'Toy' is not a name" in detail(response)
     response = service.admin.post("/jobs", json={"name": "toy", "script": SCRIPT})
     assert response.status_code == 409
-    assert "'toy' is already there" in detail(response)
+    assert "'toy' already exists" in detail(response)
     before = service.store.last_event()
     image = {"name": "boxed", "image": "registry.example/train:2.1"}
     response = service.admin.post("/jobs", json=image)

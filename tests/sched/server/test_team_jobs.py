@@ -83,7 +83,7 @@ def test_a_job_of_a_team_that_is_renamed_moves(service: Service) -> None:
     assert submitted(service) == {"default": 1, "sight": 1, "web": 0}
     assert move(service.admin, "a", "sight").is_success  # it is there already
     (told,) = service.store.events(types=["updated"])
-    assert event_text(told) == "counts to team sight, no longer to vision"
+    assert event_text(told) == "moved to team sight from team vision"
 
     # Into a team that is full only what has ended moves, until it is run again.
     assert "has 1, and this one is more" in detail(move(service.admin, "b", "sight"))

@@ -100,7 +100,7 @@ def test_files_that_hold_something_else(
 def test_a_key_with_a_passphrase(valid: Certificates, tmp_path: Path) -> None:
     key = tmp_path / "key.pem"
     key.write_text("-----BEGIN ENCRYPTED PRIVATE KEY-----\n")
-    assert "is encrypted, and nobody is there to type" in refusal(tls(valid, key=key))
+    assert "is encrypted, but nobody can type" in refusal(tls(valid, key=key))
 
 
 def test_a_server_that_shows_it(valid: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +121,7 @@ def test_a_server_that_shows_it(valid: Certificates, monkeypatch: pytest.MonkeyP
             client.get(server.url)
         with (
             Client.at(server.url, "t", ca_file=valid.authority) as asking,
-            pytest.raises(ClientError, match="is no scheduler"),
+            pytest.raises(ClientError, match="is not a scheduler"),
         ):
             asking.jobs()
         with (

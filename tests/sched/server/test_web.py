@@ -42,8 +42,8 @@ def test_the_token_is_asked_for_refused_and_kept(tab: Visit) -> None:
     page.get_by_label("Admin token").fill("wrong")
     page.get_by_role("button", name="Open").click()
     expect(page.get_by_role("alert")).to_have_text(
-        "This is not the token of the scheduler that answers here; it stands in "
-        "admin.token in its state directory."
+        "This is not a valid token of this scheduler. The admin token is in admin.token in its "
+        "state directory."
     )
     assert page.evaluate("sessionStorage.length") == 0
     assert [error for error in tab.errors if "401" not in error] == []
@@ -70,7 +70,7 @@ def test_a_link_with_the_token_does_not_stay_in_the_address(tab: Visit) -> None:
     expect(page.locator(".state")).to_have_text("live")
     tab.check()
     page.goto(f"{tab.url}/#token=wrong")
-    expect(page.get_by_role("alert")).to_contain_text("not the token of the scheduler")
+    expect(page.get_by_role("alert")).to_contain_text("not a valid token of this scheduler")
     assert page.evaluate("sessionStorage.length") == 0
 
 
@@ -119,7 +119,7 @@ def test_the_teams(tab: Visit, service: Service) -> None:
         *("vision", "4", "0", "0", "1 of 3", "1", "0", "5 of 9", "v0, v1, v2 and 2 more", "–")
     ]
     expect(page.locator(".teams .note").last).to_have_text(
-        "The quotas are 5 slots of 4, so each team gets its part of them."
+        "The quotas are 5 slots, but there are only 4: each team gets its share."
     )
     assert page.evaluate(CUT) == []
     rows.nth(1).get_by_role("link", name="v0").click()
@@ -157,7 +157,7 @@ def test_what_is_chosen_stands_in_the_address(tab: Visit) -> None:
     shared = tab.page.context.new_page()
     shared.goto(f"{tab.url}/#token={ADMIN}")
     shared.goto(f"{tab.url}/#/?phase=Failed&phase=Queued&name=nothing&page=7")
-    expect(shared.locator(".jobs .note").first).to_have_text("no job is like that")
+    expect(shared.locator(".jobs .note").first).to_have_text("no matching jobs")
     expect(shared.locator(".phases [aria-current]")).to_have_text(["Queued 0", "Failed 1"])
     tab.check()
 
@@ -229,7 +229,7 @@ def test_the_page_of_a_job(tab: Visit) -> None:
     ]
     expect(page.locator(".why-it")).to_contain_text("It has 2 replicas of 1 stage on node-a ×2.")
     expect(page.locator(".why-it table tbody tr")).to_have_count(3)
-    attempts = page.locator("section", has_text="ReplicaGroupManager").last.locator("tbody tr")
+    attempts = page.locator("section", has_text="Attempts").last.locator("tbody tr")
     assert attempts.nth(1).locator("th, td").all_inner_texts()[-2:] == ["stopped", "move"]
     tab.check()
 
@@ -326,7 +326,7 @@ def test_the_log_of_a_failed_job_comes_first(tab: Visit) -> None:
     expect(page.locator(".log")).to_contain_text("first line")
     expect(page.locator(".page h2").first).to_have_text("Log")
     expect(page.locator(".curve:visible")).to_have_count(1)
-    expect(page.get_by_text("It has reported nothing.")).to_be_visible()
+    expect(page.get_by_text("No reports yet.")).to_be_visible()
     page.goto(f"{tab.url}/#/jobs/grown")
     expect(page.locator(".page h2").first).to_have_text("Progress")
     expect(page.locator(".page h2").last).to_have_text("Log")
@@ -354,7 +354,7 @@ def test_actions_are_confirmed_and_refusals_shown(
 ) -> None:
     page = tab.open(ADMIN)
     page.get_by_role("button", name="Drain node-b").click()
-    page.get_by_role("button", name="Leave it").click()
+    page.get_by_role("button", name="Go back").click()
     expect(page.get_by_role("dialog")).to_have_count(0)
     assert service.store.nodes()["node-b"].condition is NodeCondition.READY
     page.get_by_role("button", name="Drain node-b").click()
@@ -387,7 +387,7 @@ def test_the_scheduler_goes_away_and_comes_back(tab: Visit, service: Service) ->
     port = int(service.server.url.rpartition(":")[2])
     service.stop_serving()
     expect(page.locator(".state")).to_have_text(
-        re.compile(r"^The scheduler does not answer since \d\d:\d\d:\d\d; asking again$")
+        re.compile(r"^The scheduler has not answered since \d\d:\d\d:\d\d; retrying$")
     )
     service.store.set_node_condition("node-a", NodeCondition.DRAINING, "while nobody listened")
     again(service, port, ADMIN)
@@ -397,7 +397,7 @@ def test_the_scheduler_goes_away_and_comes_back(tab: Visit, service: Service) ->
     assert len(texts) == len(set(texts)), "an event is shown twice"
     service.stop_serving()
     again(service, port, "another-token")
-    expect(page.get_by_role("alert")).to_contain_text("it stands in admin.token")
+    expect(page.get_by_role("alert")).to_contain_text("admin token is in admin.token")
     assert page.evaluate("sessionStorage.length") == 0
     assert [error for error in tab.errors if not error.startswith("Failed to load")] == []
 

@@ -78,7 +78,7 @@ def test_a_resize_is_shown_as_that(tab: Visit, service: Service) -> None:
     expect(loss.locator(".change line")).to_have_count(1)
     expect(loss.locator(".restart line")).to_have_count(0)
     expect(loss.locator(".mean path")).to_have_count(1)
-    shown = page.locator("section", has_text="ReplicaGroupManager").last.locator("tbody tr")
+    shown = page.locator("section", has_text="Attempts").last.locator("tbody tr")
     expect(shown.first.locator("th")).to_have_text("1, membership 2")
     expect(shown.first).to_contain_text("250 ms")
     expect(page.locator(".why-it")).to_contain_text("An elastic resize: the others train while")

@@ -54,10 +54,10 @@ def test_another_jobs(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "its")
     state, other = tmp_path / "state", ("other", str(tmp_path / "its"))
     for given in (tmp_path / "its", tmp_path / "link"):
-        with pytest.raises(SpecError, match=r"is job 'other''s; give each job a folder of its own"):
+        with pytest.raises(SpecError, match=r"is job 'other''s; give each job its own folder"):
             check(given, state, other)
     for given in (tmp_path / "its" / "inner", tmp_path):
-        with pytest.raises(SpecError, match=r"job 'other''s .*its lie in one another"):
+        with pytest.raises(SpecError, match=r"job 'other''s .*its contain each other"):
             check(given, tmp_path.parent / "state", other)
 
 

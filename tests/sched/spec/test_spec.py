@@ -108,7 +108,7 @@ def test_a_cluster_is_read(tmp_path: Path) -> None:
         ("- a\n", "cluster.yaml:1: [\"a\"] is not allowed; it must be a mapping that begins with 'nodes:'"),
         ("", "cluster.yaml: the file is empty; it must begin with 'nodes:'"),
         ("# nothing\n", "cluster.yaml: the file is empty; it must begin with 'nodes:'"),
-        (NODE + "  slots: 5\n", "cluster.yaml:4:3: not valid YAML: 'slots' stands here a second time (first in line 3); keep one of them"),
+        (NODE + "  slots: 5\n", "cluster.yaml:4:3: not valid YAML: 'slots' is repeated here (first in line 3); keep one of them"),
         ("nodes: [\n", "cluster.yaml:2:1: not valid YAML: expected the node content, but found '<stream end>'"),
         ("a: b: c\n", "cluster.yaml:1:5: not valid YAML: mapping values are not allowed here"),
         (NODE + "---\n" + NODE, "cluster.yaml:4:1: not valid YAML: expected a single document in the stream but found another document"),

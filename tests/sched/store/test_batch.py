@@ -64,7 +64,7 @@ def test_a_batch_is_one_transaction_and_one_decision(service: Service, client: C
     [
         ({"num_stages": 3}, "job 'bad' fits no node"),
         ({"script": "/nowhere.py"}, "job 'bad': script: there is no file"),
-        ({"name": "there"}, "a job named 'there' is already there (Created)"),
+        ({"name": "there"}, "a job named 'there' already exists (Created)"),
         ({"name": "fine"}, "jobs[1].name: 'fine' is also the name of jobs[0]"),
     ],
 )
@@ -85,7 +85,7 @@ def test_a_client_that_asks_again_submits_nothing_twice(service: Service, client
     batch = [spec(f"once-{n}") for n in range(7)]
     client.submit_all(batch)
     before = service.store.last_event()
-    with pytest.raises(ClientError, match=r"7 of the jobs are already there: 'once-0' \(Created\)"):
+    with pytest.raises(ClientError, match=r"7 of the jobs already exist: 'once-0' \(Created\)"):
         client.submit_all(batch)
     assert service.store.last_event() == before
 

@@ -58,7 +58,7 @@ print(*(job.name for job in store.jobs()), sep="\\n")
     ("url", "words"),
     [
         ("mysql://u:hunter2@h/d", "'mysql' databases are not supported; allowed are postgresql://"),
-        ("postgresql://u:hunter2@h:port/d", "what was given is not the URL of a database"),
+        ("postgresql://u:hunter2@h:port/d", "the value is not the URL of a database"),
         ("sqlite://", "sqlite:// needs the path of a file"),
         ("sqlite:///:memory:", "sqlite:// needs the path of a file"),
         ("sqlite:///x.db?mode=ro", "sqlite:// needs the path of a file"),
@@ -237,5 +237,5 @@ def test_a_state_directory_remembers_where_its_store_is(
     assert caplog.messages == []
     with caplog.at_level(logging.WARNING), Scheduler(directory, nodes, store=f"{tmp_path}/new.db"):
         pass
-    told = f"the store was {Location.of(place)}; jobs that are there are not in {tmp_path}/new.db"
+    told = f"the store was {Location.of(place)}; its jobs are not in {tmp_path}/new.db"
     assert caplog.messages == [told]

@@ -55,7 +55,7 @@ def test_a_job_comes_back_as_it_was_written(store: Store, place: Path | str) -> 
 
 def test_names_are_taken_once(store: Store) -> None:
     submit(store)
-    with pytest.raises(JobExistsError, match=r"'toy' is already there \(Created\)"):
+    with pytest.raises(JobExistsError, match=r"'toy' already exists \(Created\)"):
         submit(store)
     with pytest.raises(UnknownJobError, match="no job is named 'tyo'; there are toy"):
         store.job("tyo")

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 ALL = "all"
 REREAD = 5.0
-"""Seconds after which all is read again even without events, to update ages."""
+"""Seconds between full updates without events, which update the ages."""
 
 
 class TopApp(App[None]):
@@ -93,7 +93,7 @@ class TopApp(App[None]):
         self._read_at = 0.0
         self._is_looking = self._look_again = False
         self.view: Look | None = None
-        """What is shown; None before the first update."""
+        """The shown state; None before the first update."""
 
     def compose(self) -> ComposeResult:
         """Lay the screen out."""
@@ -209,14 +209,14 @@ class TopApp(App[None]):
 
     @on(DataTable.RowHighlighted, "#jobs")
     def read_on(self) -> None:
-        """Read more jobs when the last ones already read come into view."""
+        """Read more jobs when the end of the list comes into view."""
         shown = len(self.view.cluster.jobs) if self.view else 0
         limit = self._wanted.limit or FIRST_JOBS
         near = self._main.query_one("#jobs", LiveTable).near_end
         if self.view is not None and near and limit <= shown < self.view.cluster.num_found:
             self._want(replace(self._wanted, limit=2 * limit))
 
-    # What is selected
+    # The selection
 
     def _want(self, query: JobQuery) -> None:
         self._wanted = query

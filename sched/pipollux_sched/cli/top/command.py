@@ -1,4 +1,4 @@
-"""`pipollux top`: the cluster on a full screen, as it changes, or once, as text."""
+"""`pipollux top`: the cluster on a full screen, or once as text."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def top(
     output: TableOutput = OutputFormat.table,
     state_dir: StateDirectory = None,
 ) -> None:
-    """Watch the cluster: jobs, teams, nodes with their usage, last events.
+    """Watch jobs, teams, nodes and events on a full screen.
 
-    Scroll with the arrow keys or the mouse; / searches by name, p goes to the
-    next phase, a click on a column's head or s sorts by it, Enter opens a job
-    or a node, q quits. If standard output is not a terminal, and with
-    --output json, the state is printed once.
+    Scroll with the arrow keys or the mouse. / searches by name, p selects the next
+    phase, s or a click on a column header sorts, Enter opens a job or a node, q
+    quits. The state is printed once if standard output is not a terminal, and with
+    --output json.
 
-    Also works without a running scheduler, and then shows the last known state.
+    Without a running scheduler, top shows the last recorded state.
     """
     console = output_console()
     with reading(state_dir) as reader:

@@ -50,7 +50,7 @@ class _Details(Screen[None]):
 
 
 class JobScreen(_Details):
-    """The details of a job, kept up to date: what `pipollux describe` prints.
+    """The details of a job as `pipollux describe` prints them, kept up to date.
 
     Args:
         reader: reads the job.
@@ -117,6 +117,6 @@ class NodeScreen(_Details):
                 Text(node.name, style="bold"),
                 Text(f"{count(node.slots, 'slot')} of kind {node.kind}, {node.free} free; {about}"),
                 Text(),
-                table if node.jobs else Text("Nobody holds any of it.", style="dim"),
+                table if node.jobs else Text("No job holds a slot of it.", style="dim"),
             )
         )

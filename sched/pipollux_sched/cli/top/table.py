@@ -47,7 +47,7 @@ PHASE_STYLES = {
 CONDITION_STYLES = {"draining": "yellow", "dead": "bold red"}
 
 SOON = 30
-"""More rows are read when fewer than this many lines remain below the visible ones."""
+"""Number of unread lines below the visible ones at which more rows are read."""
 
 Cell: TypeAlias = Text | str
 
@@ -58,7 +58,7 @@ class TableColumn(NamedTuple):
     title: str
     right: bool = False
     order: JobOrder | None = None
-    """The sort key of a click on its head."""
+    """The sort key when the header is clicked."""
     descending: bool = False
     """Whether the first click sorts in descending order."""
 
@@ -135,8 +135,8 @@ class LiveTable(DataTable[Cell]):
     def show(self, rows: Iterable[TableRow]) -> None:
         """Show these rows, in this order, and redraw only what has changed.
 
-        Lines are reused with new content: adding one takes the library much longer, because it
-        measures each.
+        Lines are reused with new content, because adding a line is much slower: the library
+        measures each new line.
         """
         wanted = list(rows)
         at = self._told[self.cursor_row].key if 0 < self.cursor_row < len(self._told) else None
@@ -161,12 +161,12 @@ class LiveTable(DataTable[Cell]):
 
     @property
     def near_end(self) -> bool:
-        """Whether the last row is almost in view."""
+        """Whether the last row is almost visible."""
         seen = max(self.scroll_offset.y + self.size.height, self.cursor_row)
         return seen + SOON >= len(self._told)
 
     def mark(self, order: JobOrder, *, descending: bool) -> None:
-        """Mark in the heads the column that the rows are sorted by."""
+        """Mark the column that the rows are sorted by."""
         for column, shown in zip(self._titles, self.ordered_columns, strict=True):
             sign = (" ↓" if descending else " ↑") if column.order is order else ""
             label = _head(column, sign)
@@ -211,7 +211,7 @@ def job_row(job: JobLine, now: float) -> tuple[Cell, ...]:
 
 
 def node_row(node: NodeView, usage: Sequence[float]) -> tuple[Cell, ...]:
-    """Return the cells of a node; `usage`: its slots held in the intervals of the last hour."""
+    """Return the cells of a node; `usage`: its used slots in each interval of the last hour."""
     condition = node.condition.value
     cells = (
         bars(usage, node.slots).ljust(USAGE_PARTS),

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pipollux_sched.cli.reader import Reader
 
 MOST_JOBS = 200
-"""Number of jobs printed; `pipollux jobs` has all."""
+"""Largest number of printed jobs; `pipollux jobs` prints all."""
 NUM_EVENTS = 10
 
 
@@ -54,7 +54,7 @@ def headline(view: Look, now: float | None = None) -> str:
 
     Args:
         view: the state to print.
-        now: the time to print; None: that of the state.
+        now: the time to print; None: the time of the state.
     """
     cluster = view.cluster
     parts = ["Pipollux"]
@@ -69,12 +69,12 @@ def headline(view: Look, now: float | None = None) -> str:
 
 
 def spell_phases(cluster: ClusterView) -> str:
-    """Spell how many jobs are in each phase that has any."""
+    """Spell the number of jobs in each phase that has any."""
     return ", ".join(f"{many} {phase.value.lower()}" for phase, many in cluster.phases.items())
 
 
 def spell_slots(cluster: ClusterView) -> str:
-    """Spell how many slots are held, and how many nodes are unavailable."""
+    """Spell the number of used slots, and of unavailable nodes."""
     nodes = cluster.nodes.values()
     used, slots = sum(node.used for node in nodes), sum(node.slots for node in nodes)
     away = sum(node.condition != "ready" for node in nodes)

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from pipollux_sched.views.teams import TeamsView
 
 FIRST_JOBS = 100
-"""Number of jobs read at first: more than most terminals have lines for."""
+"""Number of jobs read at first, more than the lines of most terminals."""
 MOST_EVENTS = 60
 USAGE_PARTS = 24
-"""Number of intervals for the usage of a node."""
+"""Number of intervals in the usage of a node."""
 USAGE_SECONDS = 3600.0
 
 
@@ -26,13 +26,13 @@ class Look(NamedTuple):
     cluster: ClusterView
     """The overview, with the jobs of the query."""
     query: JobQuery
-    """The query it answers."""
+    """The query that selected the jobs."""
     served: bool
     """Whether a scheduler runs."""
     usage: Mapping[str, Sequence[float]]
     """Mean slots held of each node in each interval of the last hour, where known."""
     teams: TeamsView | None
-    """The teams with what they hold; None: there are none."""
+    """The teams and their usage; None: there are no teams."""
 
 
 def look(reader: Reader, query: JobQuery | None = None) -> Look:

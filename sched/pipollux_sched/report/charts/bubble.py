@@ -1,8 +1,8 @@
-"""The pipeline's bubble: one measured step above its schedule's ideal with the same stage times.
+"""The pipeline bubble: one measured step above its schedule's ideal with the same stage times.
 
-Ideal means that a stage works as soon as it has its input, in the order of the job's schedule:
-GPipe's, 1F1B's or interleaved 1F1B's. Its stage times are the means of the measured step, so both
-do the same work, and only idle times differ.
+In the ideal step, a stage works as soon as it has its input, in the order of the job's schedule:
+GPipe, 1F1B or interleaved 1F1B. The stage times are the means of the measured step, so both steps
+do the same work, and only their idle times differ.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NAMES: dict[ScheduleKind, str] = {
 
 
 class Bubble(NamedTuple):
-    """A measured step beside the ideal one. Bubbles are idle shares of stages × makespan."""
+    """A measured step and the ideal one. Bubbles are the idle share of stages × makespan."""
 
     timeline: StepTimeline
     ideal: list[StageEvent]
@@ -37,14 +37,14 @@ class Bubble(NamedTuple):
 
     @property
     def ideal_makespan(self) -> float:
-        """Seconds the ideal time line takes."""
+        """Duration of the ideal step, in seconds."""
         return max(e.end for e in self.ideal)
 
 
 def bubble(job: JobRun) -> Bubble | None:
     """Compare a job's step of median length with the ideal one.
 
-    None when no time line with more than one stage was recorded, or a stage lacks a direction.
+    None if no timeline with several stages was recorded, or if a stage lacks a direction.
     """
     pairs = [
         (timeline, ideal)
@@ -77,7 +77,7 @@ def _overlap(events: Sequence[StageEvent]) -> float:
 
 
 def verdict(job: JobRun, found: Bubble, run: Run) -> str:
-    """Describe what the two time lines show, and why they differ."""
+    """Describe the two timelines and their difference."""
     timeline = found.timeline
     head = (
         f"The measured step took {duration(timeline.makespan, 3)} and left its stages idle for "
@@ -100,7 +100,7 @@ def verdict(job: JobRun, found: Bubble, run: Run) -> str:
 
 
 def bubble_chart(found: Bubble, colour: int) -> TimelineChart:
-    """Return both time lines, stages × time; each block has the number of its micro-batch."""
+    """Return both timelines, stages × time; each block has the number of its micro-batch."""
     timeline = found.timeline
     begin = min(e.start for e in timeline.events)
     measured = [e._replace(start=e.start - begin, end=e.end - begin) for e in timeline.events]
@@ -152,7 +152,7 @@ def _block(event: StageEvent, group: int, colour: int, tip: int, scale: float) -
 
 
 def missing(job: JobRun) -> str:
-    """Return why there is no chart of a job's pipeline."""
+    """Return the reason that a job has no chart of its pipeline."""
     if job.timelines:
         return "The recorded time lines lack the forward or the backward of a stage."
     return "No time line of a step was recorded."

@@ -13,7 +13,7 @@ from pipollux_utils.text import amount, clean
 from .specs import Axis, CurveChart, Line, Mark, Panel, Point, moments
 
 MAX_POINTS = 1500
-"""Reports drawn per curve; more are thinned to every n-th, so that the page stays small."""
+"""Reports drawn per curve; a curve with more is thinned evenly, so that the page stays small."""
 
 
 def thinned(points: Sequence[RunPoint], most: int = MAX_POINTS) -> list[RunPoint]:
@@ -37,7 +37,7 @@ def _pieces(
 
 
 def _later(job: JobRun) -> list[tuple[Attempt, float, int]]:
-    """Return the time and step at which each later membership that trained began."""
+    """Return the time and step at which each later membership started training."""
     trained = [
         (g, g.first_step, g.first_step_number)
         for g in job.started
@@ -67,12 +67,12 @@ def _pauses(job: JobRun, start: float) -> list[tuple[float, float]]:
 
 
 def loss_charts(job: JobRun, colour: int, start: float) -> tuple[CurveChart, ...]:
-    """Return a job's loss by step and by time; nothing when it reported fewer than two losses.
+    """Return a job's loss by step and by time; empty if it reported fewer than two losses.
 
     Args:
         job: the job with its reports.
         colour: the job's number on the page.
-        start: when the run began, unix time.
+        start: start of the run, unix time.
     """
     points = [p for p in job.points if p.loss is not None]
     if len(points) < 2:

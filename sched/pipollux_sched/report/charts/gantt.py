@@ -19,9 +19,9 @@ NODE_GAP = 16.0
 FEW_SLOTS = 24
 """Number of slots up to which each has a high row with its number."""
 MAX_HOLDS = 5000
-"""Number of blocks drawn, the longest ones: more could not be distinguished."""
+"""Number of blocks drawn, the longest ones; more could not be distinguished."""
 TOLERANCE = 0.5
-"""Seconds by which two holds of a slot may overlap, as events are written one after another."""
+"""Tolerated overlap of two holds of a slot, in seconds, because events are written in sequence."""
 
 
 class Hold(NamedTuple):
@@ -53,9 +53,9 @@ def holds(run: Run) -> list[Hold]:
 
 
 def _starts(attempt: Attempt) -> list[tuple[str, float]]:
-    """Return the node of each replica, and from when on it held its slots as one of these.
+    """Return the node of each replica, and the time from which it held its slots there.
 
-    One that joined while the others trained held them from its own start.
+    A replica that joined in an elastic resize held its slots from its own start.
     """
     begin = attempt.started or 0.0
     if len(attempt.replicas) != len(attempt.nodes):
@@ -117,7 +117,7 @@ def slot_use(run: Run) -> Use | None:
 
 
 def _training(hold: Hold) -> tuple[float, float]:
-    """Return the interval in which a hold's job trained, empty if it never did."""
+    """Return the interval in which a hold's job trained; empty if it did not train."""
     attempt = hold.attempt
     if attempt.first_step is None:
         return hold.end, hold.end
@@ -127,7 +127,7 @@ def _training(hold: Hold) -> tuple[float, float]:
 
 
 def _flags(run: Run, colours: Mapping[str, int], begin: float) -> list[Flag]:
-    """Return when jobs were submitted and ended; none is beyond the end of the axis."""
+    """Return flags at the submission and the end of jobs, within the axis."""
     flags = []
     last = round((run.end or begin) - begin, 3)
     for job in run.jobs.values():
@@ -155,7 +155,7 @@ def gantt(run: Run, colours: Mapping[str, int]) -> TimelineChart | None:
         tip = tips.setdefault(_tip(hold, run.start), len(tips))
         blocks.append(_block(hold, numbers[hold.node], colours[hold.job.name], tip, run.start))
     return TimelineChart(
-        title="Who held which slots of which node, over time",
+        title="Slots of the nodes over time",
         x=Axis("elapsed", 0.0, round(max(run.end - run.start, 1e-3), 3)),
         row=24.0 if sum(rows.values()) <= FEW_SLOTS else 12.0,
         gap=NODE_GAP,
@@ -213,7 +213,7 @@ def _tip(hold: Hold, offset: float) -> tuple[str | tuple[str, str], ...]:
         return lines
     if not attempt.live:
         return (*lines, ("to its first step", duration(attempt.first_step - attempt.started)))
-    pause = ("pause of those that stayed", duration(attempt.pause_seconds))
+    pause = ("pause of surviving replicas", duration(attempt.pause_seconds))
     if hold.start == attempt.started:
         return (*lines, pause)
     return (*lines, ("on its way", duration(attempt.started - hold.start)), pause)

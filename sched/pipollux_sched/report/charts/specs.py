@@ -19,7 +19,7 @@ Tip: TypeAlias = Sequence[str | tuple[str, str]]
 """Lines of a tooltip: a text, or a label and its value."""
 
 NUM_COLOURS = 8
-"""Job colours in the style sheet; more jobs start over."""
+"""Number of job colours in the style sheet; further jobs start over."""
 SCRIPTS = (
     *("dom.js", "format.js", "hover.js", "axes.js", "figure.js"),
     *("curves.js", "timeline.js", "scatter.js", "page.js"),
@@ -42,7 +42,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Line:
-    """A curve with gaps between its pieces; `colour` None: that of the chart."""
+    """A curve with gaps between its pieces; `colour` None: the chart's colour."""
 
     name: str
     pieces: Sequence[Sequence[Point]]
@@ -90,7 +90,7 @@ class CurveChart:
 
 @dataclass(frozen=True)
 class Group:
-    """Rows that belong together, as the slots of a node, up to `until`; see `timeline.js`."""
+    """Rows that belong together, such as the slots of a node, up to `until`; see `timeline.js`."""
 
     name: str
     rows: int
@@ -103,7 +103,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Block:
-    """What fills neighbouring rows of a group: hatched from `start` to `to`, solid in between."""
+    """A block over adjacent rows of a group: hatched from `start` to `to`, solid in between."""
 
     group: int
     row: int
@@ -120,7 +120,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Flag:
-    """Something that happened, over the chart."""
+    """An event, drawn as a flag over the chart."""
 
     at: float
     words: str
@@ -146,7 +146,7 @@ class TimelineChart:
 
 @dataclass(frozen=True)
 class Dot:
-    """A measured value, what was predicted for it, and what was predicted at first."""
+    """A measured value, its prediction, and its first prediction."""
 
     x: float
     y: float
@@ -158,7 +158,7 @@ class Dot:
 
 @dataclass(frozen=True)
 class ScatterChart:
-    """Dots around a diagonal; `band` is the factor within which they are shaded as near it."""
+    """Dots around a diagonal; values within the factor `band` are shaded."""
 
     title: str
     name: tuple[str, str]
@@ -171,7 +171,7 @@ Chart: TypeAlias = CurveChart | TimelineChart | ScatterChart
 
 
 def moments(values: Iterable[tuple[float, float | None]], start: float = 0.0) -> list[Point]:
-    """Return points rounded to the digits that a chart shows, without unknown ones."""
+    """Return known points, rounded to the digits that a chart shows."""
     return [
         (round(at - start, 2), _short(value))
         for at, value in values

@@ -1,1 +1,1 @@
-"""A run as a report reads it: its events, and the records built from them."""
+"""The records of a run: its events, and the state built from them."""

@@ -24,7 +24,7 @@ class EventLogError(InputError):
 
 
 class EventLog(NamedTuple):
-    """Events in order, and how many entries were skipped because they are not events."""
+    """Events in order, and the number of skipped entries."""
 
     events: list[Event]
     num_skipped: int = 0

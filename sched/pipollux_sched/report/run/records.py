@@ -1,13 +1,13 @@
 """The records of a run, built from its events: nodes, jobs, attempts, measurements.
 
-An attempt (one start of a job) passes through these moments; each is None until it is seen:
+An attempt (one start of a job) passes through these times; each is None until it is seen:
 
     allocated --> started --> first_step --> stopping --> ended
                   |  starting  |  training   | stopping |
                   '------------- holds its slots -------'
 
-When replicas join or leave while the others train, its record ends, and one of the next membership
-begins at that very moment, with its first step.
+In an elastic resize, the record of the current membership ends, and at the same time the record of
+the next membership starts, with its first step.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RunPoint(NamedTuple):
 
 
 class StepTimeline(NamedTuple):
-    """One optimizer step of one replica: when each stage worked on which micro-batch."""
+    """One optimizer step of one replica: the times at which each stage worked on a micro-batch."""
 
     attempt: int
     step: int | None
@@ -59,11 +59,11 @@ class StepTimeline(NamedTuple):
     num_microbatches: int
     events: tuple[StageEvent, ...]
     schedule: ScheduleKind = "gpipe"
-    """In which order the stages worked on micro-batches."""
+    """The pipeline schedule."""
 
     @property
     def makespan(self) -> float:
-        """Seconds from the first stage's beginning to the last stage's end."""
+        """Seconds from the start of the first stage to the end of the last one."""
         return max(e.end for e in self.events) - min(e.start for e in self.events)
 
 
@@ -80,9 +80,9 @@ class AllocationRecord(NamedTuple):
     speedup: float | None
     why: str
     live: bool
-    """Whether it was to be made while the job trained."""
+    """Whether the decision is an elastic resize."""
     why_restart: str
-    """Why it could not; empty: it could, or nothing ran."""
+    """The reason of a restart; empty: it is not a restart, or nothing ran."""
 
 
 @dataclass
@@ -94,15 +94,15 @@ class Attempt:
     num_stages: int
     membership: int = 1
     live: bool = False
-    """Whether it began while the job trained."""
+    """Whether the membership began with an elastic resize."""
     pause_seconds: float | None = None
-    """How long nobody trained then."""
+    """The pause of that resize, in seconds."""
     replicas: tuple[int, ...] = ()
-    """Id of the replica on each of `nodes`; empty: not known."""
+    """Id of the replica on each of `nodes`; empty: unknown."""
     arrivals: Mapping[int, float] = field(default_factory=dict)
-    """When the replicas that joined with it were started, by id."""
+    """Start times of the replicas that joined with this membership, by id."""
     arriving: Mapping[int, float] = field(default_factory=dict)
-    """When those were started that are to join the next one."""
+    """Start times of the replicas that join with the next membership, by id."""
     allocated: float | None = None
     started: float | None = None
     first_step: float | None = None
@@ -115,12 +115,12 @@ class Attempt:
 
     @property
     def num_replicas(self) -> int:
-        """Whole pipeline replicas, one entry of `nodes` each."""
+        """Number of pipeline replicas, one per entry of `nodes`."""
         return len(self.nodes)
 
     @property
     def title(self) -> str:
-        """What it is called: `attempt 2, membership 3`."""
+        """The title of the membership: `attempt 2, membership 3`."""
         more = f", membership {self.membership}" if self.membership > 1 else ""
         return f"attempt {self.number}{more}"
 
@@ -138,9 +138,9 @@ class JobRun:
     num_stages: int = 1
     num_microbatches: int | None = None
     owner: str = ""
-    """Its user and its team, as far as they are known."""
+    """Its user and team, as far as known."""
     program: str = ""
-    """Its script, or its image, with its arguments, as a shell takes them."""
+    """Its script or image, with shell-quoted arguments."""
     phase: str = "Queued"
     message: str = ""
     submitted: float | None = None
@@ -156,17 +156,17 @@ class JobRun:
 
     @property
     def started(self) -> list[Attempt]:
-        """Attempts whose processes were started, each membership by itself."""
+        """Attempts whose processes were started, with one entry per membership."""
         return [g for g in self.attempts if g.started is not None]
 
     @property
     def num_restarts(self) -> int:
-        """Attempts after the first."""
+        """Number of attempts after the first."""
         return max(0, len(self.started) - self.num_resizes - 1)
 
     @property
     def num_resizes(self) -> int:
-        """How often replicas joined, left or were lost while the others went on."""
+        """Number of elastic resizes, including losses of replicas that the others survived."""
         return sum(g.live for g in self.started)
 
     @property

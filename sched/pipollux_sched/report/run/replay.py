@@ -1,8 +1,8 @@
 """Replay: build the records of a run from the events of a log.
 
 `Recorder` reads events one at a time, so that it serves both the report, which reads a whole log,
-and the live view, which reads a log while it is written. It relies on the order of the events, and
-no event is required: whatever is missing stays None.
+and the live view, which reads a log while it is written. It relies on the order of the events, but
+no event is required: missing values stay None.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from .records import (
 )
 
 MAX_SLOTS, MAX_STAGES, MAX_MICROBATCHES = 4096, 1024, 65536
-"""Limits on what a log may claim; larger values are ignored, as drawing them would not end."""
+"""Limits on values in a log; larger ones are ignored, because drawing them would take too long."""
 
 
 class Recorder:
     """Builds a `Run` from events, one at a time.
 
     Args:
-        max_points: number of latest reports of each job to keep besides the first; None keeps all.
+        max_points: number of latest reports of each job to keep besides the first; None: all.
 
     Example:
         >>> recorder = Recorder()
@@ -75,13 +75,13 @@ class Recorder:
         run = self.run
         kind, name = text(event, "type"), text(event, "job")
         if kind == "progress" and run.start is not None:
-            time = max(time, run.start)  # a job's own clock may be off, the scheduler's is not
+            time = max(time, run.start)  # the clock of a job may be off
         run.start = time if run.start is None else min(run.start, time)
         run.end = time if run.end is None else max(run.end, time)
         if kind == "cluster":
             self._cluster(event)
         elif kind == "deleted":
-            run.jobs.pop(name, None)  # a later one of the same name is another job
+            run.jobs.pop(name, None)  # a later job of the same name is another one
         elif name and (handler := self._on_job.get(kind)) is not None:
             handler(run.jobs.setdefault(name, JobRun(name)), event, time)
 
@@ -116,7 +116,7 @@ class Recorder:
             )
         )
         if event.get("live") is True:
-            return  # what runs goes on as it is until `changed`
+            return  # the attempt continues unchanged until `changed`
         if nodes:
             number = whole(event, "attempt") or _next_number(job)
             attempt = _attempt(job, number)
@@ -129,7 +129,7 @@ class Recorder:
             job.phase = "Suspended"
 
     def _changed(self, job: JobRun, event: Event, time: float) -> None:
-        """Begin the next membership of the attempt that runs, at the end of the one before."""
+        """Start the next membership of the running attempt, at the end of the previous one."""
         before = _running(job, event)
         nodes = tuple(names(event, "nodes"))
         if before is None or not before.active or not nodes:
@@ -154,7 +154,7 @@ class Recorder:
         self._make_room(nodes, after.num_stages)
 
     def _make_room(self, nodes: tuple[str, ...], num_stages: int) -> None:
-        """Enlarge a node to what is placed on it at once, if there is no `cluster` event."""
+        """Enlarge a node to the replicas placed on it, if there is no `cluster` event."""
         if self.run.nodes_declared:
             return
         for node in nodes:
@@ -209,7 +209,7 @@ def _attempt(job: JobRun, number: int) -> Attempt:
 def _of_event(job: JobRun, event: Event) -> Attempt | None:
     """Return the attempt of an event: by its number, else the running one.
 
-    Of one with several memberships it is the last.
+    With several memberships it is the last one.
     """
     number = whole(event, "attempt")
     for attempt in reversed(job.attempts):
@@ -263,7 +263,7 @@ def _first_step(job: JobRun, event: Event, time: float) -> None:
 
 
 def _changing(job: JobRun, event: Event, time: float) -> None:
-    """Note when the joining replicas were started: from then on they hold slots."""
+    """Record the start times of the joining replicas, which hold slots from then on."""
     attempt = _running(job, event)
     joining = event.get("joining")
     if attempt is None or not isinstance(joining, list | tuple):
@@ -286,7 +286,7 @@ def _stopping(job: JobRun, event: Event, time: float) -> None:
 
 
 def _running(job: JobRun, event: Event) -> Attempt | None:
-    """Return the attempt that is to stop: the one named if it runs, else the running one."""
+    """Return the attempt to stop: the one of the event if it runs, else the running one."""
     named = _of_event(job, event)
     return named if named is not None and named.active else job.current
 

@@ -1,4 +1,4 @@
-"""Policies as curves: how soon jobs were done, how many waited or ran, what they held."""
+"""Curves of policies: completion times, unfinished jobs, slots held."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pipollux_simulator.engine.outcome import SimulationOutcome
 from pipollux_utils.text import clean, count
 
 Step = tuple[float, float]
-"""From when on a value holds."""
+"""The time from which a value holds, and the value."""
 
 
 def completion_curve(outcome: SimulationOutcome) -> list[Step]:
-    """Return (JCT, share of jobs done in no more), rising to 1."""
+    """Return (JCT, share of jobs with at most this JCT), rising to 1."""
     jcts = sorted(job.jct for job in outcome.jobs)
     return [(jct, (index + 1) / len(jcts)) for index, jct in enumerate(jcts)]
 
 
 def slots_held(outcome: SimulationOutcome) -> list[Step]:
-    """Return (seconds, slots that jobs hold from then on)."""
+    """Return (seconds, slots held from then on)."""
     return _totals(
         (moment, sign * len(hold.nodes) * hold.num_stages)
         for job in outcome.jobs
@@ -31,7 +31,7 @@ def slots_held(outcome: SimulationOutcome) -> list[Step]:
 
 
 def jobs_unfinished(outcome: SimulationOutcome) -> list[Step]:
-    """Return (seconds, jobs that have arrived and are not done from then on)."""
+    """Return (seconds, jobs that have arrived and are not complete from then on)."""
     return _totals(
         (moment, sign)
         for job in outcome.jobs
@@ -40,10 +40,10 @@ def jobs_unfinished(outcome: SimulationOutcome) -> list[Step]:
 
 
 def completion_chart(outcomes: Sequence[SimulationOutcome]) -> CurveChart:
-    """Return the share of jobs done within a time, a curve for every policy.
+    """Return the share of jobs completed within a time, with a curve per policy.
 
     Args:
-        outcomes: of one workload.
+        outcomes: the outcomes of one workload.
     """
     curves = [completion_curve(outcome) for outcome in outcomes]
     low = min(curve[0][0] for curve in curves)
@@ -56,10 +56,10 @@ def completion_chart(outcomes: Sequence[SimulationOutcome]) -> CurveChart:
 
 
 def use_chart(outcomes: Sequence[SimulationOutcome]) -> CurveChart:
-    """Return slots held, and below unfinished jobs, over time, a curve for every policy.
+    """Return slots held, and below unfinished jobs, over time, with a curve per policy.
 
     Args:
-        outcomes: of one workload.
+        outcomes: the outcomes of one workload.
     """
     begin = min(outcome.begin for outcome in outcomes)
     end = max(outcome.end for outcome in outcomes)
@@ -84,7 +84,7 @@ def _lines(
 
 
 def _totals(changes: Iterable[tuple[float, int]]) -> list[Step]:
-    """Sum changes up; what changes at one moment counts as one change."""
+    """Return cumulative sums; changes at the same time are merged."""
     net: Counter[float] = Counter()
     for moment, change in changes:
         net[moment] += change

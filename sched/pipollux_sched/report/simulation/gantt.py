@@ -1,8 +1,7 @@
-"""Who held which slots of a simulated cluster when, coloured by application.
+"""Gantt chart of the slots of a simulated cluster, coloured by application.
 
-A simulation says on which nodes replicas lay, not in which slots, because a slot is like the other.
-`blocks` lays a job into the slots of a node that it had before where these are free, and what lies
-side by side becomes one block.
+A simulation has the nodes of replicas, not their slots, because slots are interchangeable. `blocks`
+gives a job the slots that it had before on the node, if they are free, and merges adjacent slots.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _FEW = 32
 
 
 class HeldSlots(NamedTuple):
-    """Neighbouring slots of one node, held by one job."""
+    """Adjacent slots of one node, held by one job."""
 
     job: JobOutcome
     hold: Interval
@@ -33,7 +32,7 @@ class HeldSlots(NamedTuple):
 
 
 def blocks(outcome: SimulationOutcome) -> list[HeldSlots]:
-    """Return all that was held, in order of its beginning."""
+    """Return all holds of slots, in order of their start."""
     nodes = {name: _Slots(number) for name, number in outcome.slots.items()}
     holds = [(hold, job) for job in outcome.jobs for hold in job.history]
     found = []
@@ -45,14 +44,14 @@ def blocks(outcome: SimulationOutcome) -> list[HeldSlots]:
 
 
 class _Slots:
-    """The slots of a node: until when each is held, and whose it was last."""
+    """The slots of a node: the end of the current hold of each, and its last job."""
 
     def __init__(self, number: int) -> None:
         self._until = [0.0] * number
         self._owner = [""] * number
 
     def take(self, job: str, hold: Interval, number: int) -> list[int]:
-        """Give a job free slots, those that it had first; returns them in order."""
+        """Give a job free slots, preferring its previous ones; return them in order."""
         free = [slot for slot, until in enumerate(self._until) if until <= hold.start]
         taken = sorted(sorted(free, key=lambda slot: self._owner[slot] != job)[:number])
         for slot in taken:
@@ -62,7 +61,7 @@ class _Slots:
 
 
 def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield (first, number) of neighbouring slots."""
+    """Yield (first, number) of adjacent slots."""
     first = 0
     for index in range(1, len(slots) + 1):
         if index == len(slots) or slots[index] != slots[index - 1] + 1:
@@ -71,12 +70,12 @@ def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def gantt(outcome: SimulationOutcome, colours: Mapping[str, int], until: float) -> TimelineChart:
-    """Return who held what.
+    """Return the chart of one simulation.
 
     Args:
-        outcome: of one workload under one policy.
+        outcome: one workload under one policy.
         colours: by application.
-        until: end of the time axis, so that charts can be compared.
+        until: end of the time axis, which makes charts comparable.
     """
     begin = outcome.begin
     numbers = {node: number for number, node in enumerate(outcome.slots)}
@@ -104,7 +103,7 @@ def gantt(outcome: SimulationOutcome, colours: Mapping[str, int], until: float) 
         )
     few = sum(outcome.slots.values()) <= _FEW
     return TimelineChart(
-        title=f"Who held which GPUs under {clean(outcome.policy)}, over time",
+        title=f"GPUs under {clean(outcome.policy)} over time",
         x=Axis("elapsed", 0.0, round(max(until - begin, 1.0), 2)),
         row=_TALL if few else _FLAT,
         gap=_NODE_GAP,

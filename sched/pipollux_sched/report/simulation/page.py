@@ -1,4 +1,4 @@
-"""Simulations as one HTML file that needs nothing but itself: a table, curves, who held what."""
+"""Simulations as one self-contained HTML file: a table, curves, Gantt charts."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .table import HEADERS, cells
 
 
 class Gantt(NamedTuple):
-    """Who held what under a policy: the name of the chart."""
+    """The Gantt chart of a policy: the name of the chart."""
 
     policy: str
     chart: str
 
 
 class Section(NamedTuple):
-    """What became of one workload."""
+    """The charts of one workload."""
 
     name: str
     summary: str
@@ -38,7 +38,7 @@ class Section(NamedTuple):
 
 
 def render_plots(outcomes: Sequence[SimulationOutcome]) -> str:
-    """Return the page of simulations, a section for every workload in it.
+    """Return the page of simulations, with a section per workload.
 
     Example:
         >>> from pipollux_simulator import Experiment, JobArrival, Workload, make_nodes
@@ -71,7 +71,7 @@ def render_plots(outcomes: Sequence[SimulationOutcome]) -> str:
 def _section(
     index: int, outcomes: Sequence[SimulationOutcome], charts: dict[str, Chart]
 ) -> Section:
-    """Return the section of a workload; what it shows is added to `charts`."""
+    """Return the section of a workload; its charts are added to `charts`."""
     jobs, slots = outcomes[0].jobs, outcomes[0].slots
     applications = sorted({job.application for job in jobs})
     colours = {name: number for number, name in enumerate(applications)}
@@ -94,7 +94,7 @@ def _section(
 
 def _environment() -> Environment:
     def load(name: str) -> str:
-        # The style sheet is that of all pages.
+        # All pages share one style sheet.
         folder = resources.files(report if name.endswith(".css") else __package__)
         return folder.joinpath(name).read_text(encoding="utf-8")
 

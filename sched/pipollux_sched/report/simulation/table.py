@@ -1,4 +1,4 @@
-"""Simulations as a table for people."""
+"""Simulations as a table."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ _COLUMNS = (
 )
 
 
-_TOLD = {"exact": "exactly", "none": "not at all", "learned": "what completed jobs tell"}
-_TOLD["declared"] = "as jobs declared, else what completed jobs tell"
+_TOLD = {"exact": "exactly", "none": "not at all", "learned": "as estimated from completed jobs"}
+_TOLD["declared"] = "as declared by jobs, else estimated from completed jobs"
 
 HEADERS = ("Workload", "Policy", *(column.header for column in _COLUMNS))
-"""Of `cells`."""
+"""Headers of `cells`."""
 
 
 def cells(row: SimulationMetrics) -> tuple[str, ...]:
-    """Return what stands in a row of the table."""
+    """Return the cells of a row."""
     return row.workload, row.policy, *(column.write(row) for column in _COLUMNS)
 
 
 def metrics_table(rows: Sequence[SimulationMetrics]) -> Table:
-    """Return a table with a row for every simulation.
+    """Return a table with a row per simulation.
 
     Example:
         >>> metrics_table([]).columns[2].header
@@ -60,7 +60,7 @@ def metrics_table(rows: Sequence[SimulationMetrics]) -> Table:
             }
         )
     )
-    title = f"Simulations; policies were told how long jobs still train: {told}" if rows else None
+    title = f"Simulations; policies know job lengths: {told}" if rows else None
     table = Table(title=title, title_justify="left", header_style="bold")
     for index, header in enumerate(HEADERS):
         table.add_column(header, justify="left" if index < 2 else "right")
@@ -70,7 +70,7 @@ def metrics_table(rows: Sequence[SimulationMetrics]) -> Table:
 
 
 def teams_table(outcomes: Sequence[SimulationOutcome]) -> Table | None:
-    """Return a table with a row for every team in every simulation; None: there are no teams."""
+    """Return a table with a row per team and simulation; None: there are no teams."""
     table = Table(title="Teams", title_justify="left", header_style="bold")
     for header in ("Workload", "Policy", "Team"):
         table.add_column(header)

@@ -14,25 +14,23 @@ from pipollux_sched.server.schemas import refusals, text_reply
 from pipollux_sched.views.events import last_event_before
 from pipollux_sched.views.models import EventView
 
-_After = Annotated[int, Query(ge=0, le=2**62, description="Only events of larger ids.")]
+_After = Annotated[int, Query(ge=0, le=2**62, description="Only events with larger ids.")]
 _Since = Annotated[
-    int | None, Query(ge=0, le=2**62, description="Only events of larger ids; 0: from the first.")
+    int | None, Query(ge=0, le=2**62, description="Only events with larger ids; 0: all events.")
 ]
-_Summary = Annotated[
-    bool, Query(description="Only what people are told, each with a sentence, `text`.")
-]
-_Limit = Annotated[int, Query(ge=1, le=10_000, description="So many at most.")]
+_Summary = Annotated[bool, Query(description="Only events with a sentence for users, in `text`.")]
+_Limit = Annotated[int, Query(ge=1, le=10_000, description="Largest number of events.")]
 _Job = Annotated[str | None, Query(max_length=255, description="Only events of this job.")]
 _Types = Annotated[
     list[Annotated[str, StringConstraints(max_length=50)]],
     Query(max_length=100, description="Only events of one of these types."),
 ]
 _Last = Annotated[
-    int | None, Query(ge=0, le=10_000, description="So many of the newest, in place of the oldest.")
+    int | None, Query(ge=0, le=10_000, description="Return this many newest events instead.")
 ]
 _Seconds = Annotated[
     float | None,
-    Query(ge=0, le=1e12, allow_inf_nan=False, description="Only the last so many seconds."),
+    Query(ge=0, le=1e12, allow_inf_nan=False, description="Only the last seconds."),
 ]
 
 router = APIRouter(
@@ -40,17 +38,17 @@ router = APIRouter(
 )
 
 
-@router.get("", response_model=list[EventView], summary="The event log")
+@router.get("", response_model=list[EventView], summary="List events")
 def events(
     store: StoreDep,
     after: _After = 0,
     limit: _Limit = 1000,
     job: _Job = None,
-    type: _Types = [],  # noqa: A002, B006  # the parameter is called so; FastAPI's way to say none
+    type: _Types = [],  # noqa: A002, B006  # the name of the parameter; FastAPI copies the default
     last: _Last = None,
     seconds: _Seconds = None,
 ) -> list[dict[str, Any]]:
-    """Return events in the order they happened, oldest first."""
+    """Return events, oldest first."""
     if last is not None:
         return store.latest_events(last, job=job, types=type or None)
     if seconds is not None:
@@ -62,7 +60,7 @@ def events(
     "/stream",
     response_class=Response,
     responses=text_reply("text/event-stream"),
-    summary="Events as they happen",
+    summary="Stream events",
 )
 async def follow(
     request: Request,
@@ -72,9 +70,10 @@ async def follow(
     job: _Job = None,
     summary: _Summary = False,
 ) -> EventStream:
-    """Stream server-sent events with `id`; a client that sends `Last-Event-ID` misses none.
+    """Stream events as server-sent events; a client that sends `Last-Event-ID` misses none.
 
-    Without that header and without `after`, the stream starts now. It ends when the token does.
+    Without that header and `after`, the stream starts with the next event. It ends when the token
+    is revoked.
     """
     since = _last_event_id(request)
     since = after if since is None else since

@@ -1,4 +1,4 @@
-"""Routes for jobs: each uses its own token, for itself alone."""
+"""Routes of jobs about themselves, with their own tokens."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from pipollux_sched.store import Discovery, ReceivedHints, ReceivedReport
 from pipollux_sched.store.replicas import check_replica
 
 MAX_WAIT = 60.0
-"""Seconds that a request for replicas waits at most."""
+"""Largest wait of a request for replicas, in seconds."""
 
 _Attempt = Annotated[
     int,
-    Query(ge=1, le=MOST_ATTEMPTS, description="The attempt that asks: PIPOLLUX_ATTEMPT."),
+    Query(ge=1, le=MOST_ATTEMPTS, description="The sender's attempt: PIPOLLUX_ATTEMPT."),
 ]
 _Wait = Annotated[
     float,
@@ -42,7 +42,7 @@ _Wait = Annotated[
         ge=0,
         le=MAX_WAIT,
         allow_inf_nan=False,
-        description="Seconds to wait until all replicas are there.",
+        description="Seconds to wait until all replicas are registered.",
     ),
 ]
 
@@ -56,16 +56,16 @@ router = APIRouter(
 )
 
 
-@router.put("/hints", status_code=204, summary="Tell what the job measured of itself")
+@router.put("/hints", status_code=204, summary="Send hints")
 async def put_hints(name: str, services: ServicesDep, attempt: _Attempt, hints: HintsField) -> None:
-    """Keep the latest hints, from which the job's goodput is predicted."""
+    """Store the latest hints: the job's measurements, from which its goodput is predicted."""
     await services.hints.put(ReceivedHints(name, attempt, hints.to_json_object()))
     services.metrics.hints.inc()
 
 
-@router.get("/inheritance", summary="Ask what jobs like it measured")
+@router.get("/inheritance", summary="Get the measurements of related jobs")
 def get_inheritance(name: str, store: StoreDep, attempt: _Attempt) -> InheritanceAnswer:
-    """Return the step times that the family's jobs hand down, those at work too."""
+    """Return the measured step times of jobs of the same family, including running ones."""
     job = store.job(name)
     check_replica(name, job.state.attempt, len(job.state.running_on), attempt)
     return inheritance_answer(store.families.relatives(name, job.spec))
@@ -73,9 +73,9 @@ def get_inheritance(name: str, store: StoreDep, attempt: _Attempt) -> Inheritanc
 
 @router.post("/reports", summary="Report progress")
 async def post_report(name: str, services: ServicesDep, report: TrainingReport) -> ReportAnswer:
-    """Keep the progress since the last report and, occasionally, the timeline of a step.
+    """Store the progress since the last report and, occasionally, the timeline of a step.
 
-    Where many jobs report, each is told to wait longer with its next one, and may leave out points.
+    The answer has the interval until the next report, which grows with the number of jobs.
     """
     points, timeline = stored_points(report), stored_timeline(report)
     received = ReceivedReport(name, report.attempt, points, timeline)
@@ -86,15 +86,15 @@ async def post_report(name: str, services: ServicesDep, report: TrainingReport) 
     return ReportAnswer(again=services.report_pace.note(name))
 
 
-@router.post("/heartbeats", summary="Give a sign of life")
+@router.post("/heartbeats", summary="Send a heartbeat")
 async def post_heartbeat(name: str, services: ServicesDep, heartbeat: Heartbeat) -> HeartbeatAnswer:
     """Record a heartbeat; each replica sends one every few seconds, or the job restarts.
 
-    The last one has `finished`: from then on the replica is not missed. One that says something
-    `live` is told what its replicas need to join and leave.
+    After a heartbeat with `finished` no more are expected. The answer to a heartbeat with `live`
+    has the next step of an elastic resize.
     """
-    # Nearly all are answered from memory, without a thread or the database: that is what a
-    # scheduler of ten thousand replicas does most.
+    # Nearly all are answered from memory, without a thread or the database: heartbeats are the most
+    # frequent requests of a scheduler of ten thousand replicas.
     job = services.store.present.get(name)
     if job is None:
         job = await run_in_threadpool(services.store.present.find, name)
@@ -121,25 +121,25 @@ async def post_heartbeat(name: str, services: ServicesDep, heartbeat: Heartbeat)
     match events:
         case []:
             pass
-        case [LiveReady() | WaitingToJoin() as event]:  # thousands may come at once
+        case [LiveReady() | WaitingToJoin() as event]:  # possibly thousands at once
             job = await services.words.put((name, event))
         case _:
             job = await run_in_threadpool(control.follow_word, job, events)
     return heartbeat_answer(job.state, control.answer(job, heartbeat.replica))
 
 
-@router.post("/stops", status_code=204, summary="Tell that all has been saved")
+@router.post("/stops", status_code=204, summary="Report the step of a saved stop")
 def post_stop(name: str, store: StoreDep, stop: Stop) -> None:
-    """Keep the step at which the replicas agreed to stop, once their checkpoint is written.
+    """Store the step at which the replicas agreed to stop, once its checkpoint is written.
 
-    What ends them after that, and however, nothing of their work is lost.
+    The work up to that step is safe, however the processes end.
     """
     store.launches.note_stop(name, stop.attempt, stop.step)
 
 
-@router.post("/replicas", status_code=204, summary="Tell where a replica is")
+@router.post("/replicas", status_code=204, summary="Register a replica")
 def post_replica(name: str, store: StoreDep, replica: ReplicaRegistration) -> None:
-    """Keep a replica's address until the attempt ends; an earlier one is replaced."""
+    """Store a replica's address until the attempt ends; it replaces an earlier one."""
     store.replicas.register(name, replica.attempt, replica.replica, replica.address)
 
 
@@ -147,9 +147,9 @@ def post_replica(name: str, store: StoreDep, replica: ReplicaRegistration) -> No
 async def get_replicas(
     name: str, services: ServicesDep, attempt: _Attempt, wait: _Wait = 0.0
 ) -> ReplicaAddresses:
-    """Wait until all replicas of the attempt are registered; return those that are.
+    """Wait until all replicas of the attempt are registered; return the registered replicas.
 
-    409 as soon as the attempt is no longer the present one.
+    409 if the attempt is no longer the current one.
     """
     with services.waiting.take(name):
         found = await _discover(services, name, attempt, wait)

@@ -41,29 +41,29 @@ from pipollux_sched.views.models import (
 TOTAL_HEADER = "X-Total-Count"
 """Header with the number of jobs on all pages."""
 MOST_POINTS = 500
-"""Points of a job's curves: more than a picture of them has pixels for."""
+"""Largest number of points per curve, more than the pixels of a chart."""
 
 _Points = Annotated[
-    int, Query(ge=0, le=MOST_POINTS, description="Points of each curve at most; 0: no curves.")
+    int, Query(ge=0, le=MOST_POINTS, description="Largest number of points per curve; 0: none.")
 ]
 _FromScratch = Annotated[
-    bool, Query(description="Start from scratch, not from its last checkpoint.")
+    bool, Query(description="Start from scratch, not from the last checkpoint.")
 ]
 _Tail = Annotated[
-    int, Query(ge=0, le=10_000, description="Lines of each; 0: only which logs there are.")
+    int, Query(ge=0, le=10_000, description="Number of lines per log; 0: list the logs only.")
 ]
-_Only = Annotated[int | None, Query(ge=1, le=2**31, description="Only of this one.")]
+_Only = Annotated[int | None, Query(ge=1, le=2**31, description="Only logs of this attempt.")]
 _Phases = Annotated[list[ListedPhase], Query(description="Only jobs in one of these phases.")]
 _Name = Annotated[
-    str, Query(max_length=255, description="Only jobs with this in their name, in any case.")
+    str, Query(max_length=255, description="Only jobs whose name contains this, ignoring case.")
 ]
 _FirstJob = Annotated[int, Query(ge=0, le=2**31, description="Number of jobs to skip.")]
 _Limit = Annotated[
-    int | None, Query(ge=0, le=MOST_JOBS, description="Number of jobs at most; none: all.")
+    int | None, Query(ge=0, le=MOST_JOBS, description="Largest number of jobs; none: all.")
 ]
-_Number = Annotated[int, Path(ge=1, le=2**31, description="The attempt.")]
-_Replica = Annotated[int, Path(ge=0, le=2**31, description="The replica.")]
-_Offset = Annotated[int, Query(ge=0, le=2**62, description="So many bytes are passed over.")]
+_Number = Annotated[int, Path(ge=1, le=2**31, description="Number of the attempt.")]
+_Replica = Annotated[int, Path(ge=0, le=2**31, description="Number of the replica.")]
+_Offset = Annotated[int, Query(ge=0, le=2**62, description="Offset to start at, in bytes.")]
 
 
 class TeamChange(BaseModel):
@@ -85,13 +85,11 @@ router = APIRouter(
 
 @router.post("", status_code=201, response_model=JobView, summary="Submit a job")
 def submit(services: ServicesDep, caller: CallerDep, job: JobSpec) -> dict[str, Any]:
-    """Submit a job; after a 201 it is on the disk, and starts as soon as slots are free."""
+    """Submit a job; after a 201 it is stored, and starts as soon as slots are free."""
     return services.control.submit(_signed(services, caller, job)).to_json_object()
 
 
-@router.post(
-    "/batch", status_code=201, response_model=list[JobView], summary="Submit many jobs at once"
-)
+@router.post("/batch", status_code=201, response_model=list[JobView], summary="Submit several jobs")
 def submit_all(services: ServicesDep, caller: CallerDep, batch: JobBatch) -> list[dict[str, Any]]:
     """Submit all jobs or none: if one is refused, the error names it, and nothing changes."""
     jobs = [_signed(services, caller, job) for job in batch.jobs]
@@ -99,12 +97,12 @@ def submit_all(services: ServicesDep, caller: CallerDep, batch: JobBatch) -> lis
 
 
 def _signed(services: Services, caller: Caller, job: JobSpec) -> JobSpec:
-    """Return a job as its sender may submit it: not for others, nor in place of others' jobs.
+    """Return a job as its sender may submit it: in the sender's name, under an unused name.
 
-    A user's job runs as the user of the machine that the user's token names, whoever submits it.
+    A user's job runs as the system user of the user's token, whoever submits it.
     """
     signed = caller.signed(job)
-    if caller.role is Role.ADMIN:  # thousands may be submitted at once
+    if caller.role is Role.ADMIN:  # admins may submit thousands at once
         if signed.user is None or signed.run_as is not None:
             return signed
         return signed.model_copy(update={"run_as": services.auth.account_of(signed.user)})
@@ -119,7 +117,7 @@ def _signed(services: Services, caller: Caller, job: JobSpec) -> JobSpec:
     return signed
 
 
-@router.get("", response_model=list[ListedJob], summary="All jobs")
+@router.get("", response_model=list[ListedJob], summary="List jobs")
 def jobs(
     store: StoreDep,
     response: Response,
@@ -138,7 +136,7 @@ def jobs(
     return found
 
 
-@router.get("/{name}", response_model=JobCurves, summary="One job, with its curves")
+@router.get("/{name}", response_model=JobCurves, summary="Get a job and its curves")
 def job(
     name: str, store: StoreDep, control: ControlDep, points: _Points = MOST_POINTS
 ) -> JobCurves:
@@ -166,7 +164,7 @@ def resume(name: str, control: ControlDep) -> dict[str, Any]:
     return control.resume(name).to_json_object()
 
 
-@router.post("/{name}/rerun", response_model=JobView, summary="Run a job again that has ended")
+@router.post("/{name}/rerun", response_model=JobView, summary="Run an ended job again")
 def rerun(
     name: str,
     control: ControlDep,
@@ -174,19 +172,19 @@ def rerun(
     caller: CallerDep,
     from_scratch: _FromScratch = False,
 ) -> dict[str, Any]:
-    """Rerun a job; 409 if it has not ended, or is complete and not to start from scratch."""
-    caller.check_team(name, store.job(name).spec.get("team"), "submit it anew")
+    """Rerun a job; 409 if it has not ended, or is complete and `from_scratch` is not set."""
+    caller.check_team(name, store.job(name).spec.get("team"), "submit it again")
     return control.rerun(name, from_scratch=from_scratch).to_json_object()
 
 
 @router.put("/{name}/team", response_model=JobView, summary="Move a job to another team")
 def move(name: str, control: ControlDep, caller: CallerDep, change: TeamChange) -> dict[str, Any]:
-    """Let a job count to another team, from the next decision on; 409 if the team is full."""
+    """Move a job to another team from the next decision on; 409 if the team is full."""
     caller.check_team(name, change.team, "ask an admin to move it")
     return control.move(name, change.team).to_json_object()
 
 
-@router.post("/{name}/delete", response_model=DeletedJobView, summary="Delete a job that has ended")
+@router.post("/{name}/delete", response_model=DeletedJobView, summary="Delete an ended job")
 def delete(name: str, control: ControlDep) -> DeletedJobView:
     """Delete a job, its logs, events and checkpoints, except its own `checkpoint_dir`; 409 if
     it has not ended.
@@ -207,12 +205,12 @@ def explanation(name: str, store: StoreDep) -> ExplanationView:
 
 
 @router.get(
-    "/{name}/logs", response_model=list[LogTail], summary="The last lines of a job's replicas"
+    "/{name}/logs", response_model=list[LogTail], summary="Get the last lines of a job's logs"
 )
 def logs(
     name: str, services: ServicesDep, tail: _Tail = 100, attempt: _Only = None
 ) -> list[LogTail]:
-    """Return the last lines of each replica of each attempt whose log is kept."""
+    """Return the last lines of each replica of each attempt with a log."""
     services.store.job(name)
     services.control.fetch_logs(name)
     return [
@@ -226,23 +224,24 @@ def logs(
     "/{name}/logs/{attempt}/{replica}",
     response_class=Response,
     responses=text_reply("application/octet-stream"),
-    summary="A replica's log",
+    summary="Get the log of a replica",
 )
 def log(
     name: str, attempt: _Number, replica: _Replica, services: ServicesDep, offset: _Offset = 0
 ) -> Response:
-    """Return up to 1 MiB of a log from an offset, unchanged; the header
-    `Pipollux-Log-Offset` holds the next offset.
+    """Return up to 1 MiB of a log from an offset, unchanged.
+
+    The header `Pipollux-Log-Offset` has the next offset.
     """
     state = services.store.job(name).state
     services.control.fetch_logs(name)
-    # One that has been started may not have printed anything yet.
+    # A replica may have started without any output yet.
     runs = attempt == state.attempt and replica < max(state.live.num_ids, 1)
     if not runs and not has_log(services.state_dir.log(name, attempt, replica)):
         raise HTTPException(
             404,
             f"there is no log of attempt {attempt}, replica {replica} of job {name!r}; "
-            f"GET /jobs/{name}/logs lists those that there are",
+            f"GET /jobs/{name}/logs lists the existing logs",
         )
     part = read_log(services.state_dir, name, attempt, replica, offset)
     headers = {OFFSET_HEADER: str(part.offset)}

@@ -35,15 +35,13 @@ router = APIRouter(
 )
 
 
-@router.get("/nodes", response_model=list[NodeDetails], summary="All nodes")
+@router.get("/nodes", response_model=list[NodeDetails], summary="List nodes")
 def nodes(store: StoreDep) -> list[NodeDetails]:
-    """Return the nodes: slots and their holders, condition, entry of the cluster file."""
+    """Return the nodes: slots and their jobs, condition, entry of the cluster file."""
     return list_nodes(store)
 
 
-@router.put(
-    "/nodes/{name}", response_model=NodeDetails, summary="Drain a node, or say that it is dead"
-)
+@router.put("/nodes/{name}", response_model=NodeDetails, summary="Set the condition of a node")
 def set_node(name: str, store: StoreDep, control: ControlDep, node: NodeChange) -> NodeDetails:
     """Set a node `draining` (jobs leave), `dead` (jobs restart elsewhere) or `ready`."""
     control.set_node(name, NodeCondition(node.condition), node.reason)

@@ -17,48 +17,46 @@ from pipollux_sched.views.cluster import MOST_JOBS, cluster_view, list_attempts,
 from pipollux_sched.views.models import AttemptLine, CallerView, ClusterView, PlanView, UsageView
 
 MOST_PARTS = 500
-"""Parts of a span: more than a picture of it has pixels for."""
+"""Largest number of intervals, more than the pixels of a chart."""
 
 _Moment = Annotated[
     float, Query(ge=0, le=1e12, allow_inf_nan=False, description="Seconds since the epoch.")
 ]
-_Last = Annotated[int, Query(ge=0, le=500, description="So many of the last events.")]
+_Last = Annotated[int, Query(ge=0, le=500, description="Number of last events.")]
 _Phases = Annotated[list[ListedPhase], Query(description="Only jobs in one of these phases.")]
 _Name = Annotated[
-    str, Query(max_length=255, description="Only jobs with this in their name, in any case.")
+    str, Query(max_length=255, description="Only jobs whose name contains this, ignoring case.")
 ]
-_Order = Annotated[JobOrder, Query(description="What to sort the jobs by.")]
-_Descending = Annotated[bool, Query(description="The greatest first; what is not known is last.")]
-_Offset = Annotated[int, Query(ge=0, le=2**31, description="So many jobs are passed over.")]
-_Limit = Annotated[int, Query(ge=0, le=MOST_JOBS, description="So many jobs at most.")]
+_Order = Annotated[JobOrder, Query(description="Sort key of the jobs.")]
+_Descending = Annotated[bool, Query(description="Descending order; unknown values are last.")]
+_Offset = Annotated[int, Query(ge=0, le=2**31, description="Number of jobs to skip.")]
+_Limit = Annotated[int, Query(ge=0, le=MOST_JOBS, description="Largest number of jobs.")]
 _Nodes = Annotated[
     list[Annotated[str, StringConstraints(max_length=255)]] | None,
-    Query(max_length=1000, description="Only on these nodes; none: on any."),
+    Query(max_length=1000, description="Only attempts on these nodes; empty: on any node."),
 ]
-_Parts = Annotated[
-    int, Query(ge=1, le=MOST_PARTS, description="Into so many equal parts the time is cut.")
-]
+_Parts = Annotated[int, Query(ge=1, le=MOST_PARTS, description="Number of equal intervals.")]
 _Policy = Annotated[
     str | None, Query(max_length=50, description="Allocation policy; none: the scheduler's own.")
 ]
-_Seed = Annotated[int, Query(ge=0, le=2**32 - 1, description="Of the policy, if it draws.")]
+_Seed = Annotated[int, Query(ge=0, le=2**32 - 1, description="Random seed of the policy.")]
 _Jobs = Annotated[
     list[Annotated[str, StringConstraints(max_length=255)]],
-    Query(max_length=1000, description="Only of these jobs; none: of all."),
+    Query(max_length=1000, description="Only these jobs; empty: all."),
 ]
 _Seconds = Annotated[
     float | None,
-    Query(ge=0, le=1e12, allow_inf_nan=False, description="Only the last so many seconds."),
+    Query(ge=0, le=1e12, allow_inf_nan=False, description="Only the last seconds."),
 ]
 
 router = APIRouter(tags=["nodes"], dependencies=[NeedsRole], responses=refusals())
 
 
-@router.get("/overview", response_model=ClusterView, summary="Everything at a glance")
+@router.get("/overview", response_model=ClusterView, summary="Get an overview of the cluster")
 def overview(
     store: StoreDep,
     caller: CallerDep,
-    phase: _Phases = [],  # noqa: B006  # FastAPI's way to say none
+    phase: _Phases = [],  # noqa: B006  # FastAPI copies the default
     name: _Name = "",
     order: _Order = JobOrder.USUAL,
     descending: _Descending = False,
@@ -72,23 +70,23 @@ def overview(
     return cluster_view(store, query, events).model_copy(update={"caller": asked_by})
 
 
-@router.get("/attempts", response_model=list[AttemptLine], summary="Who held what")
+@router.get("/attempts", response_model=list[AttemptLine], summary="List attempts and their slots")
 def attempts(store: StoreDep, since: _Moment = 0.0, node: _Nodes = None) -> list[AttemptLine]:
     """Return the attempts that held slots after a moment, at most 5000, oldest first."""
     return list_attempts(store, since, node)
 
 
-@router.get("/usage", response_model=UsageView, summary="How full the nodes were")
+@router.get("/usage", response_model=UsageView, summary="Get the slot usage of nodes")
 def usage(store: StoreDep, since: _Moment = 0.0, parts: _Parts = 100) -> UsageView:
-    """Return the mean slot usage in each interval from a moment until now."""
+    """Return the mean number of used slots in each interval from a time until now."""
     return node_usage(store, since, parts)
 
 
-@router.get("/plan", response_model=PlanView, summary="What the scheduler would decide now")
+@router.get("/plan", response_model=PlanView, summary="Get the plan")
 def plan(
     services: ServicesDep, caller: CallerDep, policy: _Policy = None, seed: _Seed = 0
 ) -> PlanView:
-    """Return the planned allocation of each eligible job, with the reason; change nothing."""
+    """Return the allocation that each job would get now, with the reason; change nothing."""
     if policy is not None and policy not in POLICIES:
         known = ", ".join(POLICIES)
         raise HTTPException(422, f"policy: {policy!r} is not known; known are {known}")
@@ -100,7 +98,7 @@ def plan(
     "/report",
     response_class=Response,
     responses={**refusals(404), **text_reply("text/html")},
-    summary="The report, as one HTML file",
+    summary="Get the report as one HTML file",
 )
 def report(
     services: ServicesDep,

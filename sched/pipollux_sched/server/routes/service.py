@@ -15,10 +15,10 @@ VERSION = version("pipollux")
 
 router = APIRouter(tags=["service"])
 metrics_router = APIRouter(tags=["service"])
-"""Separate, because `create_app` decides whether it needs the admin's token."""
+"""Separate, because `create_app` decides whether metrics need the admin's token."""
 
 
-@router.get("/healthz", summary="Whether the scheduler is there")
+@router.get("/healthz", summary="Check the health of the scheduler")
 async def healthz() -> Health:
     """Return the scheduler's version; needs no token."""
     return Health(status="ok", version=VERSION)
@@ -28,7 +28,7 @@ async def healthz() -> Health:
     "/metrics",
     response_class=Response,
     responses=text_reply("text/plain"),
-    summary="Figures for Prometheus",
+    summary="Get Prometheus metrics",
 )
 def metrics(services: ServicesDep) -> Response:
     """Return the metrics in Prometheus text format."""

@@ -1,4 +1,4 @@
-"""Routes of teams: their quotas, and what they hold."""
+"""Routes of teams: their quotas and usage."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ router = APIRouter(
 )
 
 
-@router.get("", response_model=TeamsView, summary="All teams")
+@router.get("", response_model=TeamsView, summary="List teams")
 def teams(store: StoreDep) -> TeamsView:
     """Return the teams: quotas and limits, what each uses, borrows and lends, and its jobs."""
     return list_teams(store)
 
 
-@router.put("", response_model=TeamsView, summary="Set the teams")
+@router.put("", response_model=TeamsView, summary="Replace the teams")
 def set_teams(control: ControlDep, store: StoreDep, teams: TeamsSpec) -> TeamsView:
-    """Replace all teams and classes of priority; the next decision, at once, keeps to them."""
+    """Replace all teams and priority classes, and decide at once."""
     control.set_teams(teams)
     return list_teams(store)
 
 
-@router.delete("", response_model=TeamsView, summary="Have no teams")
+@router.delete("", response_model=TeamsView, summary="Remove all teams")
 def remove_teams(control: ControlDep, store: StoreDep) -> TeamsView:
-    """Remove all teams: decisions are as they were without any."""
+    """Remove all teams; decisions no longer consider teams."""
     control.set_teams(None)
     return list_teams(store)

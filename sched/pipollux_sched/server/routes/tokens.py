@@ -19,15 +19,15 @@ router = APIRouter(
 )
 
 
-@router.get("", response_model=list[TokenView], summary="All tokens of users")
+@router.get("", response_model=list[TokenView], summary="List the tokens of users")
 def tokens(store: StoreDep) -> list[TokenView]:
-    """Return who has a token, with its role and team; the tokens themselves are kept nowhere."""
+    """Return the users with tokens, their roles and teams; tokens themselves are not stored."""
     return list_tokens(store)
 
 
-@router.post("", status_code=201, response_model=MadeToken, summary="Make a token for a user")
+@router.post("", status_code=201, response_model=MadeToken, summary="Create a token for a user")
 def create_token(services: ServicesDep, token: NewToken) -> MadeToken:
-    """Make a token, which is in this answer and nowhere else; 409 if the user has one."""
+    """Create a token, which only this answer contains; 409 if the user has one."""
     note = services.control.check_token(token)
     record, secret = services.store.tokens.create(token)
     return MadeToken(**TokenView.of(record).to_dict(), token=secret, note=note)

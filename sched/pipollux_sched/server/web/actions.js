@@ -9,29 +9,29 @@ const node = (name) => `/nodes/${encodeURIComponent(name)}`;
 export const ACTIONS = {
   suspend: {
     verb: "Suspend",
-    words: "It saves, ends its processes, and holds nothing until it is resumed.",
+    words: "It saves, ends its processes, and holds no slots until it is resumed.",
     send: (name) => ask(`${job(name)}/suspend`, { method: "POST" }),
   },
   resume: {
     verb: "Resume",
-    words: "It goes on from its last checkpoint as soon as something is free.",
+    words: "It resumes from its last checkpoint when slots are free.",
     send: (name) => ask(`${job(name)}/resume`, { method: "POST" }),
   },
   cancel: {
     verb: "Cancel",
-    words: "Its processes end. Submitted again under its name, it goes on from its last checkpoint.",
+    words: "Its processes save and end. If it is submitted again under its name, it resumes from its last checkpoint.",
     send: (name) => ask(job(name), { method: "DELETE" }),
     grave: true,
   },
   drain: {
     verb: "Drain",
-    words: "Nothing new is put there. Its jobs save and go on elsewhere; those that are not preemptible stay to their end.",
+    words: "No new replicas are placed on it. Its jobs move to other nodes; jobs that are not preemptible stay until they end.",
     send: (name, reason) => ask(node(name), { method: "PUT", body: { condition: "draining", reason } }),
     reason: true,
   },
   undrain: {
     verb: "Undrain",
-    words: "Jobs are put there again.",
+    words: "Jobs can be placed on it again.",
     send: (name) => ask(node(name), { method: "PUT", body: { condition: "ready" } }),
   },
 };
@@ -45,9 +45,9 @@ export function actionButton(kind, name, done) {
 
 function confirm(kind, name, done) {
   const { verb, words, send, reason, grave } = ACTIONS[kind];
-  const why = reason ? h("input", { maxlength: 500, placeholder: "reason, as in: a new disk", "aria-label": "Reason" }) : null;
+  const why = reason ? h("input", { maxlength: 500, placeholder: "reason, such as: new disk", "aria-label": "Reason" }) : null;
   const fault = h("p", { class: "fault", role: "alert", hidden: true });
-  const no = h("button", { type: "button", click: () => dialog.close() }, "Leave it");
+  const no = h("button", { type: "button", click: () => dialog.close() }, "Go back");
   const yes = h("button", { type: "submit", class: grave ? "grave main" : "main" }, verb);
   const submit = async (event) => {
     event.preventDefault();

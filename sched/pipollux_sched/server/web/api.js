@@ -31,7 +31,7 @@ export async function ask(path, { method = "GET", body } = {}) {
   }
 }
 
-/** Send a request; null without an answer, which the bar shows already. */
+/** Send a request; null without an answer, which the bar shows. */
 export async function quietly(path) {
   try {
     return await ask(path);
@@ -69,7 +69,7 @@ export async function* listen(last, signal, onOpen) {
 async function within(promise, milliseconds) {
   let timer;
   const late = new Promise((_, reject) => {
-    timer = setTimeout(() => reject(new Away("nothing is heard")), milliseconds);
+    timer = setTimeout(() => reject(new Away("timeout")), milliseconds);
   });
   try {
     return await Promise.race([promise, late]);

@@ -4,7 +4,7 @@ import { h } from "./dom.js";
 import { DASH, count, moment, places, thousands } from "./format.js";
 import { Table } from "./table.js";
 
-/** Return the elements that show it. */
+/** Return the elements of an explanation. */
 export function explanation(why) {
   const parts = [h("p", {}, has(why))];
   if (why.last_decision) {
@@ -13,26 +13,26 @@ export function explanation(why) {
   const changes = nextChange(why);
   if (changes.length) parts.push(h("h3", {}, "Changes"), ...changes.map((words) => h("p", {}, words)));
   if (why.waits_for) parts.push(h("h3", {}, "Waits for"), h("p", {}, why.waits_for));
-  if (why.more) parts.push(h("h3", {}, "What it has, and what it would have"), alternatives(why));
+  if (why.more) parts.push(h("h3", {}, "Alternatives"), alternatives(why));
   if (why.limits.length) {
-    parts.push(h("h3", {}, "What limits it"), h("ul", {}, ...why.limits.map((limit) => h("li", {}, limit.text))));
+    parts.push(h("h3", {}, "Limits"), h("ul", {}, ...why.limits.map((limit) => h("li", {}, limit.text))));
   }
   return parts;
 }
 
 function has(why) {
   if (["Complete", "Failed"].includes(why.phase)) return had(why.last_decision);
-  if (!why.nodes.length) return "It holds nothing.";
+  if (!why.nodes.length) return "It holds no slots.";
   return `It has ${count(why.nodes.length, "replica")} of ${count(why.num_stages, "stage")} on ${places(why.nodes)}.`;
 }
 
 /** Return the last allocation of a job that has ended. */
 function had(last) {
-  if (!last?.nodes.length) return "It held nothing when it ended.";
-  return `It had ${count(last.nodes.length, "replica")} on ${places(last.nodes)} at last.`;
+  if (!last?.nodes.length) return "It held no slots when it ended.";
+  return `It had ${count(last.nodes.length, "replica")} on ${places(last.nodes)} when it ended.`;
 }
 
-/** Tell of a change under way, and whether the next one would need a restart. */
+/** Describe a change in progress, and whether the next change needs a restart. */
 function nextChange({ changing, next_change }) {
   const found = changing ? [`Changing: ${changing}.`] : [];
   if (next_change?.why_restart) found.push(`A change would be a restart: ${next_change.why_restart}.`);
@@ -46,7 +46,7 @@ function decision(last) {
   if (last.speedup === null || last.speedup === undefined) {
     return `${first} Its speedup was not predicted: nothing had been measured yet.`;
   }
-  const before = last.previous_speedup == null ? "it held nothing before" : `${last.previous_speedup.toFixed(2)} before`;
+  const before = last.previous_speedup == null ? "it held no slots before" : `${last.previous_speedup.toFixed(2)} before`;
   const batch = last.batch_size ? `, at a batch size of ${thousands(last.batch_size)}` : "";
   return `${first} Predicted speedup ${last.speedup.toFixed(2)}, ${before}${batch}.`;
 }

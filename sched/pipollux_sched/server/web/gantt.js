@@ -26,7 +26,7 @@ export class Gantt {
     const blocks = layOut(attempts, nodes);
     const jobs = new Set(attempts.filter((attempt) => attempt.ended_at === null).map((attempt) => attempt.job));
     this.timeline.update({
-      title: `Who held which of ${count(slots, "slot")} when: ${count(jobs.size, "job")} now`,
+      title: `Allocation of ${count(slots, "slot")} over time: ${count(jobs.size, "job")} now`,
       x: { kind: "moment", low: from, high: to },
       row: Math.max(4, Math.min(22, Math.floor(HEIGHT / Math.max(slots, 1)))),
       gap: 6,
@@ -65,7 +65,7 @@ function state(attempt) {
 
 /**
  * Assign each replica the lowest free slots of its node, oldest attempt first. Which of a node's
- * slots a replica is drawn in is a matter of layout: the scheduler reports nodes, not slots. Those of
+ * slots a replica is drawn in is a matter of layout: the scheduler reports nodes, not slots. Replicas of
  * an attempt that resizes stay in their slots.
  */
 export function layOut(attempts, nodes) {

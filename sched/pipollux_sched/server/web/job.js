@@ -12,7 +12,7 @@ import { SIZE, Tiles, fillPlaces, outcome, phase, phaseMark, section, titled } f
 const POINTS = 400;
 const LINES = 60;
 const CODE = new Set(["Image", "Script", "Arguments"]);
-const SELDOM = 3; // log and explanation are requested once in so many updates
+const SELDOM = 3; // number of updates between two requests of log and explanation
 
 const byTime = (points, name) => points.filter((p) => p[name] !== null).map((p) => [p.time, p[name]]);
 
@@ -54,7 +54,7 @@ export class JobPage {
     this.live.removeEventListener("told", this.told);
   }
 
-  /** Request the job again, and occasionally what changes less often. */
+  /** Request the job, and less often its log and explanation. */
   async update() {
     if (this.#asking || this.live.awaySince !== null) return;
     this.#asking = true;
@@ -80,7 +80,7 @@ export class JobPage {
 
   #body() {
     const all = Object.values(this.charts).map((chart) => chart.element);
-    this.silence = h("p", { class: "note", hidden: true }, "It has reported nothing.");
+    this.silence = h("p", { class: "note", hidden: true }, "No reports yet.");
     this.key = h("p", { class: "note" }, h("span", { class: "key restart" }, "started again"), " ", h("span", { class: "key change" }, "resized"));
     this.progress = section("Progress", this.key, this.silence, h("div", { class: "curves" }, ...all));
     this.log = section("Log", h("div", { class: "choice" }, this.which), this.lines);
@@ -90,7 +90,7 @@ export class JobPage {
       this.tiles.element,
       this.facts,
       this.progress,
-      section("What it has or had, and why", this.why),
+      section("Allocation and reasons", this.why),
       section("Attempts", this.attempts.element, h("p", { class: "note" }, SIZE)),
       section("Conditions", this.conditions.element),
       this.log);
@@ -137,7 +137,7 @@ export class JobPage {
     });
   }
 
-  /** Show whose job it is, and what it runs. */
+  /** Show the job's owner and program. */
   #facts(spec) {
     const facts = { Owner: spec.user, Team: spec.team, Priority: spec.priority, Image: spec.image, Script: spec.script, Arguments: spec.args.map(quoted).join(" ") };
     const known = Object.entries(facts).filter(([, value]) => value);
@@ -147,7 +147,7 @@ export class JobPage {
     this.facts.replaceChildren(...known.map(([title, value]) => h("div", {}, h("dt", {}, title), h("dd", CODE.has(title) ? { class: "code" } : {}, value))));
   }
 
-  /** Put the log first for a job that has failed: it says why. */
+  /** Put the log of a failed job first, because it has the reason. */
   #order(text) {
     const failed = text === "Failed";
     if (this.failed === failed) return;
@@ -156,7 +156,7 @@ export class JobPage {
     else this.body.firstChild.append(this.log);
   }
 
-  /** Hide charts without values once there can be none any more. */
+  /** Hide charts without values after the end of the job. */
   #hideEmpty(job) {
     const charts = Object.values(this.charts).filter((chart) => chart !== this.charts.slots);
     for (const chart of charts) chart.element.hidden = chart.empty && job.ended_at !== null;
@@ -168,7 +168,7 @@ export class JobPage {
     const { attempts, points } = job;
     const reported = points.map((one) => one.time);
     const begin = Math.min(...attempts.map((one) => one.created_at), ...reported, this.live.now);
-    // A node's clock may be ahead of the scheduler's: no report may be left out.
+    // A node's clock may be ahead of the scheduler's; include its reports.
     const end = Math.max(job.ended_at ?? Math.max(this.live.now, begin + 10), ...reported);
     const marks = attempts.slice(1).map((one) => ({ at: one.created_at, label: titled(one), live: one.membership > 1 }));
     const shape = { from: begin, to: end, marks };
@@ -204,12 +204,12 @@ export class JobPage {
 
   #showLog() {
     const atEnd = this.lines.scrollHeight - this.lines.scrollTop - this.lines.clientHeight < 30;
-    say(this.lines, this.logs[this.which.selectedIndex]?.lines.join("\n") || "It has printed nothing.");
+    say(this.lines, this.logs[this.which.selectedIndex]?.lines.join("\n") || "No output yet.");
     if (atEnd) this.lines.scrollTop = this.lines.scrollHeight;
   }
 }
 
-/** Return an argument as a shell takes it. */
+/** Return a shell-quoted argument. */
 function quoted(text) {
   return /^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`;
 }
@@ -221,7 +221,7 @@ function split(point) {
   return `${point.num_replicas} × ${point.atomic_bsz}${times}`;
 }
 
-/** Return the slots a job held over time: [[time, slots], …], 0 between attempts. */
+/** Return the slots of a job over time: [[time, slots], …], 0 between attempts. */
 function held(attempts, end) {
   const found = [];
   for (const one of attempts) {

@@ -42,7 +42,7 @@ export class Jobs {
     this.element.classList.toggle("late", late); // the table still shows another choice
     if (late) return;
     this.table.none = Object.keys(data.phases).length
-      ? "no job is like that" : "no jobs yet; submit some with: pipollux submit FILE";
+      ? "no matching jobs" : "no jobs yet; submit some with: pipollux submit FILE";
     this.table.update(data.jobs);
     this.#turn(data);
   }

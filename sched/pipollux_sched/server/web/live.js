@@ -3,7 +3,7 @@
 import { Away, Refusal, ask, listen } from "./api.js";
 
 const PAUSE_MS = 2000;
-const SHARE = 20; // pause between two requests, in multiples of the time that one takes
+const SHARE = 20; // pause between two requests, in multiples of the duration of a request
 const SOON_MS = 50;
 const EVENTS = 100;
 
@@ -11,15 +11,15 @@ const EVENTS = 100;
 export class Live extends EventTarget {
   data = null;
   events = [];
-  /** Time since which the scheduler has not answered, in seconds; null: it answers. */
+  /** Time of the first unanswered request, in seconds; null: the scheduler answers. */
   awaySince = null;
-  /** The sentence with which it refused to answer; null: none. */
+  /** The sentence of its last refusal; null: none. */
   trouble = null;
-  /** Seconds by which its clock is ahead of ours. */
+  /** Seconds by which its clock is ahead of the browser's. */
   ahead = 0;
-  /** The query for jobs, in the scheduler's form. */
+  /** The query for jobs, as sent to the scheduler. */
   query = "limit=0";
-  /** The known numbers of jobs, which give them their colours. */
+  /** The known numbers of jobs, which determine their colours. */
   numbers = new Map();
 
   #ending = new AbortController();
@@ -63,7 +63,7 @@ export class Live extends EventTarget {
     clearTimeout(this.#timer);
   }
 
-  /** Request everything again at once; a pending request is followed by another. */
+  /** Request everything again now, or after the pending request. */
   async refresh() {
     if (this.#asking) {
       this.#again = true;
@@ -106,7 +106,7 @@ export class Live extends EventTarget {
         for await (const event of listen(this.#last, signal, () => this.refresh())) this.#told(event);
         throw new Away("the stream has ended");
       } catch (error) {
-        // If there are too many listeners already, polling has to suffice.
+        // With too many listeners, only polling is left.
         if (!(error instanceof Refusal) || error.status === 401) this.#failed(error);
       }
       await new Promise((resolve) => setTimeout(resolve, PAUSE_MS));

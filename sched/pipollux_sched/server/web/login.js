@@ -3,7 +3,7 @@
 import { Refusal, ask, token } from "./api.js";
 import { h, say } from "./dom.js";
 
-const WRONG = "This is not the token of the scheduler that answers here; it stands in admin.token in its state directory.";
+const WRONG = "This is not a valid token of this scheduler. The admin token is in admin.token in its state directory.";
 
 /** The form; `done()` is called once the scheduler has accepted a token. */
 export function login(done, wrong = false) {
@@ -30,8 +30,8 @@ export function login(done, wrong = false) {
   const form = h("form", { class: "login", submit },
     h("h1", {}, "Pipollux"),
     h("label", { for: "token" }, "Admin token"), h("div", { class: "line" }, field, button), fault,
-    h("p", { class: "note" }, "It stands in ", h("code", {}, "admin.token"), " in the scheduler's state directory: ",
-      h("code", {}, "cat ~/.local/state/pipollux/admin.token"), ". A user's token, which an admin has made, shows the same. It stays in this tab until it is closed."));
+    h("p", { class: "note" }, "It is in ", h("code", {}, "admin.token"), " in the scheduler's state directory: ",
+      h("code", {}, "cat ~/.local/state/pipollux/admin.token"), ". A user's token, created by an admin, works as well. The token is kept until this tab is closed."));
   queueMicrotask(() => field.focus());
   return form;
 }

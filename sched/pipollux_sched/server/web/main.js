@@ -1,4 +1,4 @@
-// The whole page: the token, the bar, and the view that is shown.
+// The page: token, bar, and current view.
 
 import { token } from "./api.js";
 import { h, say } from "./dom.js";
@@ -79,8 +79,8 @@ function update() {
   state.className = away ? "state away" : "state";
   const since = away ? moment(live.awaySince) : "";
   if (!away) say(state, live.data ? "live" : "");
-  else if (live.trouble) say(state, `The scheduler refuses since ${since}: ${live.trouble}; asking again`);
-  else say(state, `The scheduler does not answer since ${since}; asking again`);
+  else if (live.trouble) say(state, `The scheduler has refused requests since ${since}: ${live.trouble}; retrying`);
+  else say(state, `The scheduler has not answered since ${since}; retrying`);
   main.classList.toggle("stale", away);
   if (live.data) say(policy, `${live.data.policy} policy`);
   if (live.data) page.update();

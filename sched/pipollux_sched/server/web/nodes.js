@@ -1,4 +1,4 @@
-// The nodes: a row each with its slot usage, which opens to show the holders of its slots.
+// The nodes: a row each with its slot usage, which opens to show the jobs on its slots.
 
 import { actionButton } from "./actions.js";
 import { quietly } from "./api.js";
@@ -23,9 +23,9 @@ const MOST_NAMED = 100; // for more open nodes, attempts are requested without n
 export class Nodes {
   constructor(live) {
     this.live = live;
-    this.span = null; // as chosen; null: the span of all running jobs' attempts
+    this.span = null; // the chosen one; null: the span of all running jobs' attempts
     this.rows = new Map();
-    this.opened = live.opened ??= new Map(); // whether open, by name; as the reader left it
+    this.opened = live.opened ??= new Map(); // whether each is open, by name; kept across views
     this.usage = null;
     this.attempts = [];
     this.list = h("div", { class: "nodes-list" });
@@ -66,7 +66,7 @@ export class Nodes {
     }
   }
 
-  /** Show of a node's usage the span that its slots show; what is not known yet stays as it was last. */
+  /** Align a node's usage with the span of its slots; the last known usage extends to now. */
   #stretch({ strip }, from, to) {
     if (!this.measured) return;
     const { since, until } = this.measured;
@@ -75,7 +75,7 @@ export class Nodes {
     if (strip.getAttribute("viewBox") !== window) strip.setAttribute("viewBox", window);
   }
 
-  /** Return the margins that put a node's slots below its usage, moment by moment. */
+  /** Return the margins that align a node's slots with its usage in time. */
   #margins({ strip, gantt }) {
     if (!gantt) return {};
     const [bar, box] = [strip.getBoundingClientRect(), gantt.element.getBoundingClientRect()];
@@ -206,7 +206,7 @@ export class Nodes {
 /** Return the outline of adjacent bars, each a share of the height. */
 function steps(shares) {
   if (!shares.length) return "";
-  const end = (i) => (i === shares.length - 1 ? 2 * PARTS : i + 1); // until it is known anew
+  const end = (i) => (i === shares.length - 1 ? 2 * PARTS : i + 1); // until the next request
   const line = shares.map((share, i) => `V${(1 - share).toFixed(3)}H${end(i)}`).join("");
   return `M0 1${line}V1Z`;
 }

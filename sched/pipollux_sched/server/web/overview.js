@@ -30,7 +30,7 @@ export class Overview {
     return `${running} running, ${phases.Queued ?? 0} queued · Pipollux`;
   }
 
-  /** Show the jobs that the address now selects. */
+  /** Show the jobs selected by the address. */
   moved({ choice }) {
     if (!choice) return false;
     this.jobs.choose(choice);
@@ -73,7 +73,7 @@ export class Overview {
     return [
       { title: "Time", kind: "short", text: (event) => moment(event.time) },
       { title: "Job", text: (event) => event.job ?? "", fill: link },
-      { title: "What", kind: "words", text: (event) => event.text },
+      { title: "Event", kind: "words", text: (event) => event.text },
     ];
   }
 }

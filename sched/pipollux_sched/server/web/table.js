@@ -1,4 +1,4 @@
-// Tables that update only what has changed, so that focus and selection last.
+// Tables that update only changed cells, so that focus and selection last.
 
 import { h, say } from "./dom.js";
 import { DASH } from "./format.js";

@@ -1,4 +1,4 @@
-// The teams: their quotas, what they use, borrow and lend, and which of their jobs wait.
+// The teams: their quotas, slots used, borrowed and lent, and waiting jobs.
 
 import { quietly } from "./api.js";
 import { h, say } from "./dom.js";
@@ -7,13 +7,13 @@ import { Table } from "./table.js";
 import { jobLink } from "./words.js";
 
 const SELDOM_MS = 2000;
-const SHARE = 20; // pause between two requests, in multiples of the time that one takes
+const SHARE = 20; // pause between two requests, in multiples of the duration of a request
 const MOST_NAMED = 3;
 
 export class Teams {
   constructor(live) {
     this.live = live;
-    this.table = new Table(this.#columns(), { key: (team) => team.name, none: "no team is named" });
+    this.table = new Table(this.#columns(), { key: (team) => team.name, none: "no teams" });
     this.note = h("p", { class: "note", role: "status" });
     this.element = h("section", { class: "teams", hidden: true }, h("h2", {}, "Teams"), this.table.element, this.note);
     this.pause = 0;
@@ -35,7 +35,7 @@ export class Teams {
     if (!found) return;
     this.table.update(found.teams);
     const quotas = found.teams.reduce((sum, team) => sum + team.quota, 0);
-    say(this.note, quotas > found.slots ? `The quotas are ${thousands(quotas)} slots of ${thousands(found.slots)}, so each team gets its part of them.` : "");
+    say(this.note, quotas > found.slots ? `The quotas are ${thousands(quotas)} slots, but there are only ${thousands(found.slots)}: each team gets its share.` : "");
   }
 
   #columns() {

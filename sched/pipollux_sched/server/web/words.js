@@ -9,24 +9,24 @@ export function phase(job) {
   return job.phase;
 }
 
-/** Whether an attempt failed; one that was asked to stop did not, even without a checkpoint. */
+/** Whether an attempt failed; a stopped attempt did not, even without a checkpoint. */
 export function hasFailed(attempt) {
   return attempt.outcome === "failed" && !attempt.intent;
 }
 
-/** Return what an attempt, or a later membership of one, is called. */
+/** Return the title of an attempt, or of a later membership of it. */
 export function titled({ attempt, membership }) {
   return `attempt ${attempt}${membership > 1 ? `, membership ${membership}` : ""}`;
 }
 
-/** Return how an attempt ended, in words. */
+/** Return the outcome of an attempt, in words. */
 export function outcome(attempt) {
   return attempt.outcome === "failed" && attempt.intent ? "ended unsaved" : attempt.outcome;
 }
 
 export const ORDER = ["Running", "Stopping", "Restarting", "Created", "Queued", "Suspended", "Failed", "Cancelled", "Complete"];
 
-/** What a size in a table means. */
+/** Explanation of sizes in tables. */
 export const SIZE = "R×K: R pipeline replicas of K stages each, on R·K slots.";
 
 export function phaseMark(text) {

@@ -57,7 +57,7 @@ def test_agents_that_cannot_meet(
         address_exchange.meet(0, "127.0.0.1", 29500, 240.0)
     said = capsys.readouterr().err
     assert "answers 409" in said
-    assert "attempt 7 of job 'alone' is not the present one" in said
+    assert "attempt 7 of job 'alone' is not the current one" in said
     with socket.create_server(("127.0.0.1", 0)) as closed:
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
     monkeypatch.setenv("PIPOLLUX_SCHEDULER_URL", url)

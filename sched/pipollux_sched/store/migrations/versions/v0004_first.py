@@ -1,4 +1,4 @@
-"""The tables of the first release: a new store is created with the present ones.
+"""The tables of the first release; a new store is created with the current tables.
 
 Earlier numbers belonged to schemas that were never released.
 """
