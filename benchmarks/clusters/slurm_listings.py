@@ -95,7 +95,7 @@ def listings(num_steps: int) -> None:
 
 
 def _look_anew(engine: SlurmEngine) -> None:
-    engine._strays_seen = 0
+    engine._orphans_seen = 0
     engine.listing()
 
 

@@ -20,8 +20,8 @@ _REPLICA = Path(__file__).parents[2] / "hybrid/pipollux_agent"
 def main() -> int:
     """Run the agent; return its exit status."""
     sys.path.insert(0, str(_REPLICA))  # the package around these modules takes long to load
+    import address_exchange
     import agent
-    import meeting
 
     children: list[subprocess.Popen[bytes]] = []
 
@@ -39,9 +39,9 @@ def main() -> int:
     options = dict(word.split("=", 1) for word in sys.argv[1:at] if "=" in word)
     world, rank = int(options["--nnodes"]), int(options["--rdzv-conf"].removeprefix("rank="))
     if world > 1:
-        own = meeting.own_address()
-        with meeting.listen(own, 0) as listener:
-            meeting.meet(rank, own, listener.getsockname()[1], 240.0)
+        own = address_exchange.own_address()
+        with address_exchange.listen(own, 0) as listener:
+            address_exchange.meet(rank, own, listener.getsockname()[1], 240.0)
     with tempfile.TemporaryDirectory() as folder:
         error = Path(folder) / "error.json"
         script, several = str(_REPLICA / "script_main.py"), int(options["--nproc-per-node"])

@@ -277,7 +277,7 @@ def test_another_scheduler_adopts_what_runs(scheduler: Scheduler) -> None:
     again.holds(done, lambda state: state.ended, "has ended")
     assert set(again.listing().replicas) == {kept, left, done}
     one = first_membership(1)
-    assert "died before it had started" in str(again.attempts.adopt("never", 1, "", one))
+    assert "ended before it had started" in str(again.attempts.adopt("never", 1, "", one))
     assert again.attempts.adopt("kept", 1, "", one) is None
     assert again.attempts.adopt("done", 1, "", one) is None
     found = again.attempts.recover(60.0)

@@ -232,7 +232,7 @@ def test_a_joining_replica_that_is_killed_is_replaced(
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from tests.sched.test_resizes import A, B, Wish, begin, live_job, newcomer_of, scheduler_on
+from tests.sched.test_resizes import A, B, Wish, begin, live_job, joining_replica_of, scheduler_on
 
 directory, results, stage = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 policy = Wish()
@@ -246,7 +246,7 @@ def has_come(jobs):
     if stage == "changed":
         return live.number == 2
     there = live.change is not None and live.change.stage == stage
-    return there and (stage != "starting" or newcomer_of(directory, scheduler))
+    return there and (stage != "starting" or joining_replica_of(directory, scheduler))
 
 scheduler.wait(has_come, timeout=240)
 os.kill(os.getpid(), signal.SIGKILL)

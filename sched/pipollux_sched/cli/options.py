@@ -41,7 +41,7 @@ TokenFile: TypeAlias = Annotated[
         envvar="PIPOLLUX_TOKEN_FILE",
         metavar="FILE",
         help="File with the token for the scheduler: the admin's or a user's.",
-        show_default="PIPOLLUX_TOKEN",
+        show_default="the value of PIPOLLUX_TOKEN",
     ),
 ]
 

@@ -71,7 +71,7 @@ class RetrySchedule:
     Belongs to one thread.
 
     Example:
-        >>> turns = Turns(2.0, clock=lambda: 0.0)
+        >>> turns = RetrySchedule(2.0, clock=lambda: 0.0)
         >>> [turns.next() for _ in range(5)]
         [1, 1, 2, 2, 3]
 

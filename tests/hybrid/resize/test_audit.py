@@ -109,7 +109,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     "GradientSynchronizer": (
         "_averaged _batch_over_part _buffers _comm_timer _control _finite _fresh _hooks _lock "
         "_losses _measurable _measures _mesh _nonfinite _num_replicas _on_finished _on_gradient "
-        "_on_settled _plans "
+        "_on_settled _parameters _plans "
         "_preconditioner _reducer _reference _sqr _stages _synchronizes _task _tied _watched _wire",
         "_estimates _hook_watch _loss_weight _part _samples _unit _weighed",
     ),
@@ -131,7 +131,8 @@ FIELDS: dict[str, tuple[str, str]] = {
     ),
     "HybridParallel": (
         "_batch _check _complete _context _deferred _elsewhere _engine _layer_profile _metrics "
-        "_no_sync _noise _norm _normalises _optimizer _rule _same_samples _steps_alike "
+        "_no_sync _noise _norm _normalises _optimizer _parameters_check _rule _same_samples "
+        "_steps_alike "
         "_synchronizer _tied balance",
         "_digests _inputs_check _result _targets_check _timing _watch",
     ),
@@ -180,7 +181,7 @@ FIELDS: dict[str, tuple[str, str]] = {
         "_beat _clock _mine _posts _run _seen arbiter folder",
     ),
     "MembershipWatch": (
-        "_context _suspended changing forming membership waiting_to_join place rendezvous timeout",
+        "_context _suspended changing pending membership waiting_to_join place rendezvous timeout",
         "_ending _highest _looking _not_before _retired _said _signs _thread loop refused replica "
         "speaks store totals",
     ),
@@ -275,6 +276,10 @@ FIELDS: dict[str, tuple[str, str]] = {
     "ReplicaCalls": (
         "",
         "_group _replica _stage",
+    ),
+    "ParameterCheck": (
+        "_compared _context _module _step _stepped _warned",
+        "",
     ),
     "ReplicaCheck": (
         "_control _interval _module _tied",

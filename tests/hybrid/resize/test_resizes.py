@@ -227,7 +227,7 @@ def test_a_job_in_a_folder_that_is_in_use_is_refused(make_job: MakeJob) -> None:
     job.begin(2)
     first_of_two = job.programs[1]
     assert first_of_two.wait() == 1
-    assert "replicas that join it are started one by one" in first_of_two.errors
+    assert "start joining replicas one by one" in first_of_two.errors
 
 
 @pytest.mark.exhaustive

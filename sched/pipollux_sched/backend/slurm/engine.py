@@ -99,7 +99,7 @@ class SlurmEngine(Engine):
         self._view = NodeStates()
         self._specs: dict[str, NodeSpec] = {}
         """Specs of the last listed nodes."""
-        self._version = self._strays_seen = 0
+        self._version = self._orphans_seen = 0
         self._recovered = False
         self._signals = SignalSender()
         self._orphans = Orphans(self._signals)
@@ -220,7 +220,7 @@ class SlurmEngine(Engine):
         if any(step.unsettled for step in self._replicas.values()):
             self._slurm.hurry()
         self._signals.look()
-        if self._recovered and snapshot.number != self._strays_seen:
+        if self._recovered and snapshot.number != self._orphans_seen:
             self._kill_strays(snapshot)
         return Listing(self._version, states)
 
@@ -324,7 +324,7 @@ class SlurmEngine(Engine):
 
     def _kill_strays(self, snapshot: SlurmSnapshot) -> None:
         """Kill steps that counted as lost and reappear with their node."""
-        self._strays_seen = snapshot.number
+        self._orphans_seen = snapshot.number
         live = [replica for replica in self._replicas.values() if replica.ended is None]
         # Exclude by name first, as that covers nearly all of them.
         found = self._listed(snapshot, (), {replica.name for replica in live})

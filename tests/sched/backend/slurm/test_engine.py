@@ -128,7 +128,7 @@ from pipollux_sched.backend.slurm.pools import OwnAllocation
 from pipollux_sched.store import StateDir
 from tests.sched.backend.slurm.steps import start
 from tests.waiting import until
-from tests.sched.backends import seats
+from tests.sched.backends import assignments
 engine = SlurmEngine(StateDir(Path(sys.argv[1])), OwnAllocation(int(sys.argv[2])), interval=0.5)
 start(engine, "long", "n1")
 start(engine, "short", "n2", "--steps=40")
