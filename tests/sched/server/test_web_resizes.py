@@ -67,7 +67,7 @@ def test_a_resize_is_shown_as_that(tab: Visit, service: Service) -> None:
     expect(why).to_contain_text(
         "Changing: from 1 to 2 replicas; replica 1 on node-b is on its way."
     )
-    expect(why).to_contain_text("A change would be live")
+    expect(why).to_contain_text("A change would be an elastic resize")
     for event in (WaitingToJoin(1, (1,)), Switched(1, 2, step=10, seconds=0.25)):
         store.transition("live", event)
     again = time.time()

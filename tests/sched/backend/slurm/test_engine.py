@@ -52,7 +52,7 @@ def test_replicas_run_where_they_were_placed_with_gpus_of_their_own(
     keys = (first, second, third, other)
     for key in keys:
         runs(engine, state_dir, key)
-    assert {name: node for name, node in step_names(cluster).items() if ".g" in name} == {
+    assert {name: node for name, node in step_names(cluster).items() if ".a" in name} == {
         "first.a1.r0": "n2",
         "second.a1.r0": "n2",
         "third.a1.r0": "n2",
