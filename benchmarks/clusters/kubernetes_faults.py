@@ -119,7 +119,7 @@ class KubernetesWorld(World):
 
     def job_of(self, pod: str) -> JobRecord:
         """Return the job that a pod belongs to, as it is now."""
-        return self.jobs()[pod.rsplit("-g", 1)[0]]
+        return self.jobs()[pod.rsplit("-a", 1)[0]]
 
 
 class KubernetesInvariants(Invariants):

@@ -120,7 +120,7 @@ def drain_node(world: SlurmWorld, rng: random.Random) -> str | None:
 def cancel_step(world: SlurmWorld, rng: random.Random) -> str | None:
     """An admin cancels a step."""
     lines = world.slurm.call("squeue", "--noheader", "--steps", "--format=%i %j")
-    steps = re.findall(r"^(\S+) (\S+\.g\d+\.r\d+)$", lines, re.MULTILINE)
+    steps = re.findall(r"^(\S+) (\S+\.a\d+\.r\d+)$", lines, re.MULTILINE)
     if not steps:
         return None
     number, name = rng.choice(steps)
