@@ -259,6 +259,7 @@ class SlurmEngine(Engine):
 
     def close(self) -> None:
         """End the threads: see `Engine`."""
+        self._pools.settle()
         self._slurm.stop()
         self._checks.close()
         self._pools.close(self._busy())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 
@@ -15,6 +16,8 @@ LEAVE_BEFORE = 300.0
 """Seconds before the time limit of the scheduler's own allocation at which jobs save and end."""
 LARGEST_SHARE = 0.25
 """Largest share of its time limit for which an allocation drains."""
+REASON_PATIENCE = 10.0
+"""Seconds to wait for the reason why the own allocation has ended."""
 UNLISTED = 2
 """Consecutive snapshots without an allocation after which it counts as ended."""
 _HELD = frozenset(
@@ -57,6 +60,9 @@ class Pools(ABC):
             stuck: all of them, and why, in one sentence.
         """
 
+    def settle(self) -> None:  # noqa: B027  # optional
+        """Wait a few seconds until `lost` has the reason, while snapshots are taken."""
+
     def close(self, busy: Collection[int]) -> None:  # noqa: B027  # optional
         """Release the allocations without replicas.
 
@@ -81,6 +87,7 @@ class OwnAllocation(Pools):
         self._unlisted = 0
         """Consecutive snapshots that do not list it."""
         self._lost: str | None = None
+        self._has_reason = threading.Event()
 
     def choose(self, jobs: Mapping[int, SlurmJob]) -> Iterable[int]:
         """Return this allocation only."""
@@ -106,6 +113,11 @@ class OwnAllocation(Pools):
         """Why it is gone: cancelled, past its time limit, or requeued, which starts it again."""
         return self._lost
 
+    def settle(self) -> None:
+        """Wait for the reason of the end, which Slurm has once it has ended every step."""
+        if self._lost is not None:
+            self._has_reason.wait(REASON_PATIENCE)
+
     def _why_lost(self, job: SlurmJob | None) -> str | None:
         self._unlisted = 0 if job is not None else self._unlisted + 1
         ended = self._unlisted >= UNLISTED if job is None else job.state not in _HELD
@@ -114,6 +126,7 @@ class OwnAllocation(Pools):
         if job is None or job.state == "COMPLETING":
             state = ""
         else:
+            self._has_reason.set()
             state = f" ({job.state}, {job.reason})" if job.reason else f" ({job.state})"
         return f"Slurm's allocation {self._job}, whose nodes were the cluster, has ended{state}"
 
