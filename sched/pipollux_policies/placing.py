@@ -52,7 +52,7 @@ def place_in_order(
 
 def _subtract(free: dict[Any, NodeInfo], given: Allocation) -> None:
     """Subtract an allocation from the free resources of its nodes."""
-    assert given.shape is not None, "an allocation that is not empty has a shape"  # noqa: S101
+    assert given.shape is not None  # noqa: S101  # an allocation that is not empty has one
     for name in given:
         left = dict(free[name].resources)
         for kind, amount in given.shape.resources.items():
