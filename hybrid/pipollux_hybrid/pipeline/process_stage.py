@@ -300,7 +300,7 @@ class ProcessStage(PipelineStage):
         """Run the backward of a micro-batch; see :class:`PipelineStage`."""
         if not self.has_backward:
             return
-        with self.notes.computing(self._row, bwd_chunk_id, "backward"), _in_layers():
+        with self.notes.computing(self._row, bwd_chunk_id, "backward"):
             outputs = self._outputs.pop(bwd_chunk_id)
             roots = (
                 self.roots.pop(bwd_chunk_id, [])
@@ -308,7 +308,8 @@ class ProcessStage(PipelineStage):
                 else self._received_roots(bwd_chunk_id, outputs)
             )
             if roots:
-                self._layers.backward(roots)
+                with _in_layers():
+                    self._layers.backward(roots)
 
     def _received_roots(self, chunk: int, outputs: tuple[Tensor, ...]) -> Roots:
         """Return the outputs for which the next stage has gradients, and the gradients."""
