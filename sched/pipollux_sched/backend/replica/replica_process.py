@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from pipollux_agent import runner
+from pipollux_agent import supervisor
 
 LOG_LIMIT = 64 * 2**20
 """Bytes at which a replica's log is rotated; one earlier file is kept."""
@@ -48,8 +48,9 @@ class ReplicaProcess:
         Raises:
             OSError: it cannot be started.
         """
-        own = [sys.executable, "-I", "-S", runner.__file__, str(status), str(log), str(LOG_LIMIT)]
-        with open(log, "ab", opener=runner.private) as file:
+        own = [sys.executable, "-I", "-S", supervisor.__file__]
+        own += [str(status), str(log), str(LOG_LIMIT)]
+        with open(log, "ab", opener=supervisor.private) as file:
             started = subprocess.Popen(
                 [*own, *command],
                 env=dict(environment),
@@ -105,7 +106,7 @@ class ReplicaProcess:
 
     def _is_there(self) -> bool:
         mark = self._known.get("birth")
-        return mark is not None and runner.birth(self.pid) == mark
+        return mark is not None and supervisor.birth(self.pid) == mark
 
 
 def read_status(path: Path) -> dict[str, Any]:
