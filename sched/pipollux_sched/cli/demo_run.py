@@ -49,8 +49,8 @@ class Demo:
     """Runs the demo once.
 
     Args:
-        output: Folder for ``events.jsonl``, ``report.html`` and the scheduler's state; replaces
-            the files of an earlier demo.
+        output: Folder for ``events.jsonl``, ``report.html`` and the scheduler's state; replaces the
+            files of an earlier demo.
         console: Where progress is shown.
         examples: Folder of the example scripts and of ``demo-cluster.yaml``, ``demo-jobs.yaml``.
         seconds_alone: Seconds between the arrivals of the first and the second job.

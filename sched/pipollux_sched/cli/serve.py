@@ -50,8 +50,7 @@ SWITCH_INTERVAL = 0.0005
 seconds, in which a heartbeat waits for each access to its connection."""
 COLLECTION_THRESHOLDS = (50_000, 20, 50)
 """Thresholds of Python's garbage collector. With thousands of jobs in memory a full collection
-takes a good part of a second, and by default a burst of requests triggers one after the other.
-"""
+takes a good part of a second, and by default a burst of requests triggers one after the other."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Deletion of jobs that have ended: their records in the store, and their files.
 
-The deletion is recorded first: from then on the job is gone, and its name is free again once all
-of it is deleted. If the scheduler is killed meanwhile, the next one completes the deletion.
+The deletion is recorded first: from then on the job is gone, and its name is free again once all of
+it is deleted. If the scheduler is killed meanwhile, the next one completes the deletion.
 """
 
 from __future__ import annotations

@@ -56,15 +56,8 @@ def create_app(
 ) -> FastAPI:
     """Return the application that serves jobs and users.
 
-    Args:
-        store: the scheduler's store.
-        control: carries out commands.
-        state_dir: directory of the jobs' logs.
-        admin_token: grants access to everything.
-        metrics: the scheduler's counters; None: new ones.
-        limits: limits on requests; None: the defaults.
-        open_metrics: whether `/metrics` is open without a token.
-        hosts: accepted host names besides those of the loopback interface.
+    Some arguments by default: new counters, the default limits, `/metrics` with a token, and only
+    hosts of the loopback interface.
     """
     metrics = metrics or SchedulerMetrics()
     app = FastAPI(

@@ -1,7 +1,4 @@
-"""Batches requests of jobs: those that arrive together are stored in one transaction.
-
-A request is answered once its data is in the store; batching saves a transaction per request.
-"""
+"""Batches requests of jobs: those that arrive together are stored in one transaction."""
 
 from __future__ import annotations
 
@@ -32,10 +29,8 @@ class Batcher(Generic[_Item, _Result]):
         self._task: asyncio.Task[None] | None = None
 
     async def put(self, item: _Item) -> _Result:
-        """Store an item; return its result once the transaction has committed.
-
-        Raises:
-            StoreError: it was not stored; also any other error of `write`.
+        """Return an item's result once it is stored; raise `StoreError` or another error of
+        `write`.
         """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[_Result] = loop.create_future()

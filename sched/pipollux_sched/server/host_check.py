@@ -1,8 +1,7 @@
 """Check of the Host header against DNS rebinding.
 
-A web page can resolve its own host name to this machine, and then send requests to the scheduler
-as if to its own server. Such a request has that page's host name, so only requests with a host name
-of the scheduler are answered.
+A web page can resolve its own host name to this machine and so send requests to the scheduler as to
+its own server. They have that page's host name, so only the scheduler's names are answered.
 """
 
 from __future__ import annotations
@@ -25,9 +24,7 @@ class HostCheck:
     """ASGI middleware: refuses requests for other hosts with 400 and a sentence.
 
     Args:
-        app: the application.
-        hosts: names and addresses besides those of the loopback interface; ``*.example.com`` stands
-            for all names with that suffix.
+        hosts: accepted besides the loopback interface; ``*.example.com`` stands for a suffix.
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str] = ()) -> None:

@@ -33,11 +33,6 @@ class BodyLimit:
     """ASGI middleware: answers 413 to a body that is too large, 408 to one that is too slow.
 
     The application receives neither, nor a request whose client disconnects too early.
-
-    Args:
-        app: the application.
-        limit: largest body, in bytes.
-        seconds: time limit for a body.
     """
 
     def __init__(self, app: ASGIApp, limit: int, seconds: float = BODY_TIMEOUT) -> None:
@@ -106,10 +101,7 @@ class JsonRequest(Request):
     """A request whose body must be a JSON object that the database can store."""
 
     async def json(self) -> dict[str, Any] | HTTPException:
-        """Return the body, or the error to raise later.
-
-        FastAPI reads a body before it checks the token, and a missing token must be reported first.
-        """
+        """Return the body, or the error to raise later: a missing token must be reported first."""
         body = await self.body()
         try:
             return await run_in_threadpool(parse, body) if len(body) > LARGE else parse(body)

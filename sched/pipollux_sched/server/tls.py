@@ -1,7 +1,6 @@
 """The certificate of a scheduler, checked before the server listens.
 
-An unusable certificate would only show in the logs of jobs. So the files are read, and a handshake
-is made in memory, as a job would make it.
+An unusable certificate would only show in the logs of jobs. So a handshake is made in memory.
 """
 
 from __future__ import annotations
@@ -89,7 +88,6 @@ class Tls:
 
 
 def _read(path: Path, option: str, wanted: str, what: str) -> str:
-    """Return the text of a file that holds `what`."""
     try:
         text = path.read_text(encoding="ascii", errors="replace")
     except OSError as error:
@@ -102,7 +100,6 @@ def _read(path: Path, option: str, wanted: str, what: str) -> str:
 
 
 def _trusting(path: Path, option: str) -> ssl.SSLContext:
-    """Return the context of a client that trusts the certificates of a file, for any host."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     try:

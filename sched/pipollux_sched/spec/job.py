@@ -188,8 +188,8 @@ class JobSpec(_Spec):
     user: UserName | None = Field(default=None, description="the name of a user")
     """Owner of the job. A user's token sets it."""
     run_as: UserName | None = Field(default=None, description="a user of the machine")
-    """Unix user that runs the processes, if the scheduler runs as root; none: the scheduler's
-    user. A user's token sets it."""
+    """Unix user that runs the processes, if the scheduler runs as root; none: the scheduler's user.
+    A user's token sets it."""
     priority: Name | None = Field(default=None, description="the name of a class of priority")
     """Priority class; none: priority 0."""
     resources: ResourceSpec = Field(

@@ -86,8 +86,8 @@ def advance_job(
         row: row of the job.
         event: the event.
         now: the time.
-        present: the rows of `present_attempts`, read at once for several jobs; None: read the
-            job's own.
+        present: the rows of `present_attempts`, read at once for several jobs; None: read the job's
+            own.
 
     Raises:
         JobEndedError: `event` is a user's request that needs a live job, but the job has ended.

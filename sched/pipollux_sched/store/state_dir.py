@@ -1,14 +1,12 @@
 """The state directory of a scheduler: its store, and the files of its jobs.
 
-<state dir>/pipollux.db                     the store
-<state dir>/store.url                       location of the store, if elsewhere (mode 0600)
-<state dir>/lock                            held by the scheduler that serves this directory
-<state dir>/admin.token                     the admin's token (mode 0600)
-<state dir>/server.json                     URL and admin token (mode 0600)
-<state dir>/jobs/NAME/checkpoints/          the job's checkpoints
-<state dir>/jobs/NAME/checkpoints-G/        the same, after attempt G restarted from scratch
-<state dir>/jobs/NAME/attempts/attempt-N/    the last launch, and the state of its processes
-<state dir>/jobs/NAME/logs/attempt-N-replica-R.log    with renamed parts beside it (`log_files`)
+<state dir>/pipollux.db the store <state dir>/store.url location of the store, if elsewhere (mode
+0600) <state dir>/lock held by the scheduler that serves this directory <state dir>/admin.token the
+admin's token (mode 0600) <state dir>/server.json URL and admin token (mode 0600) <state
+dir>/jobs/NAME/checkpoints/ the job's checkpoints <state dir>/jobs/NAME/checkpoints-G/ the same,
+after attempt G restarted from scratch <state dir>/jobs/NAME/attempts/attempt-N/ the last launch,
+and the state of its processes <state dir>/jobs/NAME/logs/attempt-N-replica-R.log with renamed parts
+beside it (`log_files`)
 """
 
 from __future__ import annotations

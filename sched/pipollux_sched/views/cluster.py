@@ -1,7 +1,6 @@
 """Views of the cluster: nodes, overview, attempts, slot usage.
 
-The size of an answer does not depend on the number of jobs: the database counts, sorts and
-pages.
+The size of an answer does not depend on the number of jobs: the database counts, sorts and pages.
 """
 
 from __future__ import annotations

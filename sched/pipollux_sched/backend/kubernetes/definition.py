@@ -1,7 +1,7 @@
 """The CustomResourceDefinition of jobs, generated from the model of the job file (`JobSpec`).
 
-To write the file, run this in the root of the repository: `python -m
-pipollux_sched.backend.kubernetes.definition > deploy/kubernetes/crd.yaml`
+To write the file, run this in the root of the repository:
+`python -m pipollux_sched.backend.kubernetes.definition > deploy/kubernetes/crd.yaml`
 """
 
 from __future__ import annotations
