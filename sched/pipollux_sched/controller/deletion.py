@@ -24,18 +24,12 @@ class DeletedJob:
     """A job that was deleted."""
 
     job: JobRecord
-    """Its last state."""
     left: tuple[Path, ...]
     """Folders that remain: the user's own `checkpoint_dir`, and those that cannot be removed."""
 
 
 class JobDeletion:
-    """Deletes jobs.
-
-    Args:
-        store: the scheduler's store.
-        state_dir: directory of their files.
-    """
+    """Deletes jobs."""
 
     def __init__(self, store: Store, state_dir: StateDir) -> None:
         self._store = store
@@ -44,9 +38,8 @@ class JobDeletion:
         self._told: set[str] = set()
 
     def delete(self, name: str) -> DeletedJob:
-        """Delete a job with its logs and with its checkpoints in the state directory.
-
-        The user's own `checkpoint_dir` is kept.
+        """Delete an ended job with its logs and checkpoints, except its user's own
+        `checkpoint_dir`.
 
         Raises:
             UnknownJobError: there is no job of this name.
@@ -61,10 +54,7 @@ class JobDeletion:
         return DeletedJob(job, tuple(folder for folder in folders if folder.exists()))
 
     def finish(self) -> None:
-        """Complete all pending deletions; idempotent.
-
-        If files cannot be removed, this is logged once, and the next call tries again.
-        """
+        """Complete all pending deletions; log once if files cannot be removed. Idempotent."""
         with self._lock:
             for pending in self._store.deletions.pending():
                 try:

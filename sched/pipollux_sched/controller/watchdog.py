@@ -44,11 +44,8 @@ class Watchdog:
     """Checks periodically whether anything is overdue, and applies the event.
 
     Args:
-        store: contains the jobs and their deadlines.
-        heartbeats: last heartbeat of each replica.
         handle: applies an event to a job.
         ending: set when the scheduler stops.
-        heartbeat_timeout: seconds without a heartbeat after which a replica counts as lost.
         look_at_nodes: called at each check.
         tidy: called after each pruning of the store, for further clean-up.
     """
@@ -72,7 +69,6 @@ class Watchdog:
         self._look_at_nodes = look_at_nodes
         self._tidy = tidy
         self._told_slow: set[tuple[str, int]] = set()
-        """Jobs and attempts that were ended because they did not take their first step in time."""
 
     def run(self) -> None:
         """Check every second until the scheduler stops; sometimes store heartbeats and prune."""
@@ -140,7 +136,6 @@ class Watchdog:
         return True
 
     def _survives(self, lost: LostReplica) -> bool:
-        """Return whether the other replicas of an attempt continue without this one."""
         try:
             state = self._store.job(lost.job).state
         except UnknownJobError:
@@ -148,7 +143,6 @@ class Watchdog:
         return state.attempt == lost.attempt and can_survive(state, [lost.replica])
 
     def _takes_part(self, lost: LostReplica) -> bool:
-        """Return whether a replica takes part; others are joining, or have left."""
         try:
             state = self._store.job(lost.job).state
         except UnknownJobError:

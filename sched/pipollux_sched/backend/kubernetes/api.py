@@ -1,7 +1,6 @@
 """Calls to the API server, through lightkube, with the scheduler's exceptions.
 
-Objects are the JSON of the API, so that all fields of a user's template are preserved. Importing
-this module imports lightkube.
+Objects are the JSON of the API, so that all fields of a user's template are preserved.
 """
 
 from __future__ import annotations
@@ -167,12 +166,7 @@ def _translated() -> Iterator[None]:
 
 
 class Api:
-    """Calls in one namespace. All raise `ClusterUnavailableError` if they may succeed later.
-
-    Args:
-        config: the client configuration.
-        namespace: None: that of the configuration.
-    """
+    """Calls in one namespace. All raise `ClusterUnavailableError` if they may succeed later."""
 
     def __init__(self, config: SingleConfig, namespace: str | None) -> None:
         self._client = Client(
@@ -206,13 +200,7 @@ class Api:
     def delete(
         self, kind: type[GenericNamespacedResource], name: str, grace: int | None = None
     ) -> None:
-        """Delete an object, if it exists.
-
-        Args:
-            kind: its kind.
-            name: its name.
-            grace: seconds that a pod has to end; None: its own.
-        """
+        """Delete an object, if it exists; a pod has `grace` seconds to end (None: its own)."""
         with _translated():
             try:
                 self._client.delete(kind, name, namespace=self.namespace, grace_period=grace)
@@ -238,13 +226,7 @@ class Api:
             return dict(patched)
 
     def log(self, pod: str, container: str, since: int | None) -> list[str]:
-        """Return the lines of a container's log, each prefixed with its time.
-
-        Args:
-            pod: name of the pod.
-            container: name of the container.
-            since: only lines of the last seconds; None: all.
-        """
+        """Return the lines of a container's log of the last `since` seconds, with times."""
         with _translated():
             lines = self._client.log(
                 pod,

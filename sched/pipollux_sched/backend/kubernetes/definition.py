@@ -170,7 +170,6 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _spec() -> Schema:
-    """Return the schema of a resource's spec."""
     document = JobSpec.model_json_schema()
     properties = _properties(JobSpec, document, document["$defs"])
     required = ["script"]
@@ -187,12 +186,7 @@ def _spec() -> Schema:
 
 
 def _unchanged(field: str, *, always: bool) -> tuple[str, str]:
-    """Return the rule that a field is immutable: neither changed, added nor removed.
-
-    Args:
-        field: its name.
-        always: whether every resource has it.
-    """
+    """Return the rule that a field is neither changed, added nor removed; `always`: all have it."""
     same = f"self.{field} == oldSelf.{field}"
     if not always:
         same = f"has(self.{field}) == has(oldSelf.{field}) && (!has(self.{field}) || {same})"
@@ -271,7 +265,6 @@ _LEFT_OUT = {"": "Left out", ". ": "Left out", "; ": "left out"}
 
 
 def _status() -> Schema:
-    """Return the schema of a resource's status: see `job_status`."""
     text: Schema = {"type": "string"}
     number: Schema = {"type": "integer"}
     condition = {

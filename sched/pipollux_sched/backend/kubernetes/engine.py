@@ -280,11 +280,9 @@ class KubernetesEngine(Engine):
     """Converts the last view of a deleted pod; not needed with our finalizer."""
 
     def _more_mirrors(self) -> list[Informer[Any]]:
-        """Return further mirrors of a subclass."""
         return []
 
     def _make_controller(self, informers: list[Informer[Any]]) -> ResourceController:
-        """Create the controller of custom resources, and add its mirror."""
         resources: Informer[JobResource] = Informer(
             Selection(Job, self.namespace), view_job, lambda *_: controller.wake()
         )
@@ -317,11 +315,9 @@ class KubernetesEngine(Engine):
         return self._pods.find((self._api.namespace, names.pod_name(key)))
 
     def _make_replicas(self) -> dict[ReplicaKey, ReplicaState]:
-        """Return the replicas for a listing."""
         return {pod.key: state for pod, state in self._states.all()}
 
     def _make_nodes(self) -> dict[str, Node]:
-        """Return the nodes that have devices."""
         views = self._nodes.values()
         by_object = {view.object_name: view.name for view in views}
         ours: dict[str, int] = {}

@@ -15,9 +15,6 @@ __all__ = ["make"]
 def make(options: EngineOptions) -> Engine:
     """Return the engine.
 
-    Args:
-        options: `own` is `KubernetesOptions`, or None for the defaults.
-
     Raises:
         BackendError: the client library is not installed, or no cluster is configured.
     """

@@ -45,10 +45,9 @@ def pod_name(key: ReplicaKey) -> str:
 
 
 def secret_name(job: str, token: str) -> str:
-    """Return the name of the secret with the token of a job.
+    """Return the unique name of the secret with the token of a job.
 
-    It is unique per job: the secret of a later job with the same name is created while the cluster
-    still collects the earlier one.
+    The secret of a later job with the same name may exist before the earlier one is collected.
     """
     return f"{SECRET_PREFIX}{job}-{sha256(token.encode()).hexdigest()[:10]}"
 

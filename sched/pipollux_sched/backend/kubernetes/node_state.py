@@ -40,7 +40,6 @@ class ClusterNode(NamedTuple):
     taints: tuple[Mapping[str, Any], ...]
     ready: bool
     reason: str
-    """Why it is not ready."""
 
 
 class Usage(NamedTuple):

@@ -25,8 +25,7 @@ class KubernetesOptions:
     """
 
     namespace: str | None = None
-    """Namespace of jobs, pods, services and secrets; None: that of the context, or of our own pod.
-    """
+    """Namespace of all objects; None: that of the context, or of our own pod."""
     scheduler: str = "pipollux"
     """Label of the objects of this scheduler; two schedulers in a namespace need different ones."""
     device: str = "nvidia.com/gpu"

@@ -1,8 +1,7 @@
 """The state of a replica from its pod: waiting, running, or ended.
 
-Our finalizer keeps a deleted pod readable until its exit status was read, whoever deleted it. When
-the kubelet has confirmed that all containers of the pod have ended, its grace period becomes 0;
-without the finalizer the pod would disappear at that moment, with its exit status.
+When the kubelet has confirmed that all containers of a deleted pod have ended, its grace period
+becomes 0 and it would disappear, with its exit status. Our finalizer keeps it readable until then.
 """
 
 from __future__ import annotations
@@ -43,9 +42,7 @@ class PodView(NamedTuple):
     reason: str
     message: str
     main: str
-    """Name of the main container."""
     container: Mapping[str, Any]
-    """State of the main container."""
     conditions: Mapping[str, Mapping[str, Any]]
     deletion_grace: int | None
     """Seconds that it has to end, 0 once it has; None: it was not deleted."""
@@ -129,7 +126,6 @@ def replica_state(
 
 
 def _waiting(pod: PodView) -> str:
-    """Return why a pod's container does not run yet."""
     bound = pod.conditions.get("PodScheduled", {})
     state = pod.container.get("waiting") or {}
     if not pod.node:

@@ -17,11 +17,7 @@ from .hardware import visible_gpus
 
 
 class Devices:
-    """The devices that a replica may use, as environment variables.
-
-    Args:
-        nodes: all nodes of the cluster; its GPU nodes divide the machine's GPUs in this order.
-    """
+    """The devices of replicas as environment variables; nodes divide the GPUs in their order."""
 
     def __init__(self, nodes: Mapping[str, Node]) -> None:
         self._nodes = dict(nodes)
