@@ -46,7 +46,6 @@ class JobFacts(NamedTuple):
     colour: int
     phase: str
     source: str
-    """The job's owner, script and arguments."""
     message: str
     stages: str
     steps: str

@@ -1,7 +1,6 @@
 """The report as one HTML file: sections in order, each with a chart and its description.
 
-The file is self-contained: no external fonts or addresses, and the scripts are inside. It is
-replaced atomically (written to a temporary file, synced, renamed), so readers never see half of it.
+The file is self-contained, and replaced atomically, so readers never see half of it.
 """
 
 from __future__ import annotations
@@ -82,11 +81,9 @@ def render_report(source: str | Path | Sequence[Event]) -> str:
 
 
 def write_report(source: str | Path | Sequence[Event], output: str | Path) -> Path:
-    """Write the report of an event log to `output` and return its path.
+    """Write the report of an event log (see `render_report`) to `output`, and return its path.
 
-    Args:
-        source: path of an `events.jsonl`, or the events themselves.
-        output: the HTML file, replaced atomically; its folder is created if missing.
+    `output` is replaced atomically; its folder is created if missing.
 
     Raises:
         EventLogError: the log cannot be read or holds no event.

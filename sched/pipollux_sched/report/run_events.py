@@ -1,7 +1,7 @@
 """Select the events for a report: of some jobs, since a time, and not too many.
 
-Events of a job's life cycle are all kept. The database thins periodic reports, so that a report of
-a store with a million events takes seconds.
+Life-cycle events are all kept. The database thins periodic reports, so that a report of a store
+with a million events takes seconds.
 """
 
 from __future__ import annotations
@@ -45,12 +45,8 @@ class NothingToReportError(SchedulerError):
 
 
 def kept_report(store: Store, jobs: Collection[str] = (), seconds: float | None = None) -> str:
-    """Return the report of a store's records, as HTML.
-
-    Args:
-        store: the store.
-        jobs: only these jobs; empty: all.
-        seconds: only the last seconds; None: everything.
+    """Return the report of a store's records of `jobs` (empty: all) and the last `seconds`, as
+    HTML.
 
     Raises:
         NothingToReportError: no selected event belongs to a job.
@@ -70,12 +66,7 @@ def report_of(events: Sequence[Event]) -> str:
 def store_events(
     store: Store, jobs: Collection[str] = (), since: float | None = None
 ) -> list[Event]:
-    """Return the events of a store, thinned, in chronological order.
-
-    Args:
-        store: the store.
-        jobs: only these jobs; empty: all.
-        since: only events from this time on, in seconds since the epoch; see `clipped`.
+    """Return the events of jobs (empty: all) since a time (`clipped`), thinned, in their order.
 
     Raises:
         UnknownJobError: a job does not exist.
@@ -97,10 +88,10 @@ def of_jobs(events: Iterable[Event], jobs: Collection[str]) -> list[Event]:
 
 
 def clipped(events: Sequence[Event], since: float | None) -> list[Event]:
-    """Return the events from a time on.
+    """Return the events from a time on, without those of jobs that had ended by then.
 
-    Jobs that had ended by then are left out. An allocation held at that time, with its elastic
-    resizes, is dated at that time, so that the report shows it from its left edge.
+    An allocation held at that time, with its elastic resizes, is dated at that time, so that the
+    report shows it from its left edge.
     """
     if since is None:
         return list(events)

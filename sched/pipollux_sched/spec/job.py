@@ -343,33 +343,17 @@ def _check_names(where: str, names: Sequence[str]) -> None:
 
 
 def load_cluster(path: str | Path) -> ClusterSpec:
-    """Return the cluster in a `cluster.yaml`.
-
-    Raises:
-        SpecError: the file cannot be read, or its content is invalid.
-    """
+    """Return the cluster in a `cluster.yaml`; raise `SpecError` if it is invalid."""
     return _load(read_yaml_file(path, "nodes:"), ClusterSpec)
 
 
 def load_jobs(path: str | Path) -> list[JobSpec]:
-    """Return the jobs in a `jobs.yaml`.
-
-    Raises:
-        SpecError: the file cannot be read, or its content is invalid.
-    """
+    """Return the jobs in a `jobs.yaml`; raise `SpecError` if it is invalid."""
     return list(_load(read_yaml_file(path, "jobs:"), JobBatch).jobs)
 
 
 def parse_job(data: Any, source: str = "job") -> JobSpec:
-    """Return the job in decoded JSON, such as the body of a request or a row of the store.
-
-    Args:
-        data: the decoded JSON.
-        source: name of the JSON in error messages.
-
-    Raises:
-        SpecError: the content is invalid.
-    """
+    """Return the job in decoded JSON; raise `SpecError` with its `source` if it is invalid."""
     try:
         return JobSpec.model_validate(data)
     except ValidationError as error:

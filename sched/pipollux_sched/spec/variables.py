@@ -31,11 +31,7 @@ def is_reserved(name: str) -> bool:
 
 
 def check_name(name: str) -> None:
-    """Refuse an invalid name, and a variable that the scheduler sets itself.
-
-    Raises:
-        ValueError: with the name.
-    """
+    """Raise ValueError for an invalid name, and a variable that the scheduler sets itself."""
     if not _NAME.fullmatch(name):
         raise ValueError(
             f"'{name:.80}' is not a variable's name; use letters, digits and '_', "
@@ -46,12 +42,9 @@ def check_name(name: str) -> None:
 
 
 def check_variables(environment: Mapping[str, str]) -> None:
-    """Refuse variables that a process cannot receive unchanged.
+    """Raise ValueError for variables that a process cannot receive unchanged.
 
     Values may be secret, so messages do not contain them.
-
-    Raises:
-        ValueError: with the name of the variable.
     """
     for name, value in environment.items():
         check_name(name)

@@ -1,7 +1,6 @@
 """Hints reported by jobs, stored in batches.
 
-A full cluster sends hundreds of hints per second. Nearly all of the cost of storing one is the
-transaction, so hints that arrive together share one.
+Nearly all of the cost of storing hints is the transaction, so those that arrive together share one.
 """
 
 from __future__ import annotations
@@ -43,9 +42,7 @@ def keep(
 ) -> list[StoreError | None]:
     """Store the last hints of each job, and an event per hints.
 
-    Returns:
-        For each the reason of a refusal: `UnknownJobError`, `StaleAttemptError`; None if it was
-        stored.
+    Return for each an `UnknownJobError` or `StaleAttemptError` if it was refused, None if stored.
     """
     present, known = _present(session, {each.job for each in received})
     problems = [_problem(session, present, each) for each in received]
@@ -59,7 +56,6 @@ def keep(
 
 
 def _present(session: Session, names: Collection[str]) -> tuple[dict[str, int], set[str]]:
-    """Return the current attempt of each job, and the jobs that have hints already."""
     rows = session.execute(_PRESENT.where(_JOBS.c.name.in_(names))).all()
     return {row.name: row.attempt for row in rows}, {row.name for row in rows if row.known}
 

@@ -1,6 +1,6 @@
 """Location of a store: a file, or the URL of a database.
 
-A URL may hold a password, so the displayed form has only the harmless parts, and an invalid URL is
+A URL may hold a password: the displayed form has only the harmless parts, and an invalid URL is
 never repeated.
 """
 

@@ -22,14 +22,9 @@ _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 def make_private(path: Path, advice: str) -> bool:
-    """Restrict a file or folder to its owner.
+    """Restrict a file or folder to its owner; return whether others had access before.
 
-    Args:
-        path: the file or folder; a symbolic link is not followed.
-        advice: advice for the error message.
-
-    Returns:
-        Whether others had access before.
+    A symbolic link is not followed. `advice` is for the error message.
 
     Raises:
         FileNotFoundError: it does not exist.
@@ -55,11 +50,7 @@ def make_private(path: Path, advice: str) -> bool:
 
 
 def open_private(path: Path) -> TextIO:
-    """Open a lock file for appending; create it if missing, for its owner alone.
-
-    Raises:
-        StateDirError: see `make_private`.
-    """
+    """Open a lock file for appending, as `make_private`; create it if missing."""
     with suppress(FileNotFoundError):
         make_private(path, "remove it where no scheduler runs")
     return os.fdopen(os.open(path, _FLAGS, 0o600), "a")

@@ -51,15 +51,10 @@ class CompletedRecord(NamedTuple):
     spec: Mapping[str, Any]
     hints: Mapping[str, Any]
     time: float
-    """Time of the hints."""
 
 
 class Overview:
-    """Queries for figures and curves.
-
-    Args:
-        database: database of the store.
-    """
+    """Queries for figures and curves."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -71,11 +66,9 @@ class Overview:
             return {row[0]: row[1] for row in session.execute(query)}
 
     def completed(self, since: float, most: int = 2000) -> list[CompletedRecord]:
-        """Return the jobs that completed at or after a time and sent hints, oldest first.
+        """Return the jobs that completed since a time and sent hints, oldest first.
 
-        Args:
-            since: seconds since the epoch.
-            most: largest number of jobs; the last ones are returned.
+        If there are more than `most`, the last ones are returned.
         """
         columns = JobRow.name, JobRow.ended_at, JobRow.spec, HintsRow.hints, HintsRow.time
         query = (
@@ -128,12 +121,9 @@ class Overview:
     def attempts_since(
         self, since: float, most: int, nodes: Collection[str] | None = None
     ) -> list[tuple[AttemptRecord, int]]:
-        """Return the attempts that held slots after a time, with their jobs' numbers.
+        """Return the attempts that held slots after a time, oldest first, with their jobs' numbers.
 
-        Args:
-            since: seconds since the epoch.
-            most: limit; the newest are returned, oldest first.
-            nodes: only attempts with a replica on one of these; None: on any.
+        At most `most`, the newest; only those with a replica on one of `nodes`, if given.
         """
         with self._database.read() as session:
             return node_usage.attempts(session, since, most, nodes)
@@ -150,12 +140,7 @@ class Overview:
             return job_list.goodputs(session)
 
     def points(self, job: str, most: int) -> list[Point]:
-        """Return at most `most` points of a job's progress, evenly thinned, including the newest.
-
-        Args:
-            job: name of the job.
-            most: largest number; 0: none.
-        """
+        """Return at most `most` points of a job's progress, evenly thinned, with the newest."""
         if most < 1:
             return []
         ids = select(PointRow.event).where(PointRow.job == job)
@@ -167,13 +152,7 @@ class Overview:
     def progress_events(
         self, most: int, jobs: Collection[str] = (), since: float | None = None
     ) -> list[dict[str, Any]]:
-        """Return the progress of many jobs as events, thinned per job as in `points`.
-
-        Args:
-            most: limit per job, at least 1.
-            jobs: only these jobs; empty: all.
-            since: only events from this time on, in seconds since the epoch.
-        """
+        """Return the progress of many jobs as events, at most `most` per job: see `points`."""
         ids = select(PointRow.event, PointRow.job)
         if jobs:
             ids = ids.where(PointRow.job.in_(jobs))

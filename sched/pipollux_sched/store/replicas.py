@@ -21,9 +21,7 @@ class Discovery(NamedTuple):
     """The registered replicas of an attempt."""
 
     num_replicas: int
-    """Number of replicas of the attempt."""
     addresses: dict[int, str]
-    """Addresses by replica, in order."""
 
     @property
     def complete(self) -> bool:
@@ -32,12 +30,7 @@ class Discovery(NamedTuple):
 
 
 class ReplicaAddresses:
-    """Stores the addresses, so that they survive the scheduler that received them.
-
-    Args:
-        database: database of the store.
-        clock: returns the time, in seconds since the epoch.
-    """
+    """Stores the addresses, so that they survive the scheduler that received them."""
 
     def __init__(self, database: Database, clock: Callable[[], float]) -> None:
         self._database = database
@@ -67,12 +60,7 @@ class ReplicaAddresses:
             )
 
     def find(self, job: str, attempt: int) -> Discovery:
-        """Return the registered replicas.
-
-        Raises:
-            UnknownJobError: the job does not exist.
-            StaleAttemptError: `attempt` is not the current one, or has ended.
-        """
+        """Return the registered replicas, or raise `UnknownJobError` or `StaleAttemptError`."""
         with self._database.read() as session:
             row: JobRow = journal.find_job(session, job)
             check_replica(job, row.attempt, num_ids(row), attempt)

@@ -1,7 +1,7 @@
 """Reports of training, stored in batches.
 
-A full cluster sends many reports per second. Nearly all of the cost of storing one is the
-transaction, so reports that arrive together share one, and rows are written without objects.
+Nearly all of the cost of storing one is the transaction, so reports that arrive together share one,
+and rows are written without objects.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ class ReceivedReport(NamedTuple):
 
 
 class _Present(NamedTuple):
-    """The current attempt of a job."""
-
     attempt: int
     trains: bool
     """Whether its first step was reported."""
@@ -51,9 +49,8 @@ def keep(
 ) -> list[bool | Exception]:
     """Store reports: an event per point and timeline.
 
-    Returns:
-        For each whether it had the first step of its attempt; an error if it was refused:
-        `UnknownJobError`, `StaleAttemptError`.
+    Return for each whether it had the first step of its attempt, or an error if it was refused:
+    `UnknownJobError`, `StaleAttemptError`.
     """
     present = _present(session, {each.job for each in received})
     outcomes: list[bool | Exception] = []

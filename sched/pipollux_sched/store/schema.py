@@ -1,8 +1,7 @@
 """Schema of a store, migrated when the store is opened.
 
-A new store gets all tables at once; a store of an earlier version goes through alembic's revisions
-in `migrations/`. Either is one writing transaction, so it happens completely and once, or not at
-all, even if several processes open the store.
+A new store gets all tables at once; an earlier version goes through alembic's revisions in
+`migrations/`. Either is one writing transaction, so it happens once, completely or not at all.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """The state directory of a scheduler: its store, and the files of its jobs.
 
-<state dir>/pipollux.db the store <state dir>/store.url location of the store, if elsewhere (mode
-0600) <state dir>/lock held by the scheduler that serves this directory <state dir>/admin.token the
-admin's token (mode 0600) <state dir>/server.json URL and admin token (mode 0600) <state
-dir>/jobs/NAME/checkpoints/ the job's checkpoints <state dir>/jobs/NAME/checkpoints-G/ the same,
-after attempt G restarted from scratch <state dir>/jobs/NAME/attempts/attempt-N/ the last launch,
-and the state of its processes <state dir>/jobs/NAME/logs/attempt-N-replica-R.log with renamed parts
-beside it (`log_files`)
+<state dir>/pipollux.db                     the store
+<state dir>/store.url                       location of the store, if elsewhere (mode 0600)
+<state dir>/lock                            held by the scheduler that serves this directory
+<state dir>/admin.token                     the admin's token (mode 0600)
+<state dir>/server.json                     URL and admin token (mode 0600)
+<state dir>/jobs/NAME/checkpoints/          the job's checkpoints
+<state dir>/jobs/NAME/checkpoints-G/        the same, after attempt G restarted from scratch
+<state dir>/jobs/NAME/attempts/attempt-N/    the last launch, and the state of its processes
+<state dir>/jobs/NAME/logs/attempt-N-replica-R.log    with renamed parts beside it (`log_files`)
 """
 
 from __future__ import annotations
@@ -86,10 +88,7 @@ class StateDir:
 
     @classmethod
     def choose(cls, path: Path | None = None) -> StateDir:
-        """Return `path`, else PIPOLLUX_STATE_DIR, else the user's default state directory.
-
-        The default is `pipollux` in XDG_STATE_HOME, else in ~/.local/state.
-        """
+        """Return `path`, else PIPOLLUX_STATE_DIR, else the user's: `pipollux` in XDG_STATE_HOME."""
         named = path or os.environ.get(ENVIRONMENT_VARIABLE)
         return cls(Path(named) if named else user_state_path("pipollux", appauthor=False))
 
@@ -105,11 +104,7 @@ class StateDir:
 
     @property
     def store(self) -> Path | str:
-        """Location to open `Store` with: a file, or the URL of a database.
-
-        Raises:
-            StateDirError: the file with the location cannot be read.
-        """
+        """Location to open `Store` with; raises `StateDirError` if its file cannot be read."""
         try:
             return self.store_url.read_text(encoding="utf-8").strip()
         except FileNotFoundError:
@@ -182,7 +177,6 @@ class StateDir:
             )
 
     def _holds_other_things(self) -> bool:
-        """Return whether the directory holds files, but none of a scheduler."""
         names = {path.name for path in self.path.iterdir()}
         return bool(names) and not names & {self.database.name, self.store_url.name, "lock"}
 
@@ -194,17 +188,10 @@ class StateDir:
             return []
 
     def check_known(self, store: Path | str, last_event: int) -> None:
-        """Refuse a store without events if jobs have files here.
+        """Raise `StateDirError` for a store without events if jobs have files here.
 
         The database was lost or replaced: new jobs would use the files of old jobs with the same
         names.
-
-        Args:
-            store: location of the store.
-            last_event: id of the last event in it.
-
-        Raises:
-            StateDirError: the store has no event, but there are files of jobs.
         """
         jobs = [] if last_event else self.job_names()
         if jobs:
@@ -258,9 +245,8 @@ class StateDir:
         return self.path / "admin.token"
 
     def admin_token(self) -> str:
-        """Return the admin token, which all schedulers of the directory share.
-
-        To replace it, remove the file and restart the scheduler.
+        """Return the admin token of all schedulers here; to replace it, remove its file and
+        restart.
         """
         path = self.admin_token_file
         try:

@@ -14,15 +14,9 @@ LONGEST = 1.0
 
 
 def wait_until(store: Store, predicate: Callable[[], bool], timeout: float | None) -> bool:
-    """Wait until a predicate is true; it is called after every change of the store.
+    """Wait until a predicate is true, called after every change of the store; return it.
 
-    Args:
-        store: the store.
-        predicate: returns whether the wait is over.
-        timeout: seconds after which to give up; None: never.
-
-    Returns:
-        Whether the predicate became true.
+    After `timeout` seconds it gives up; None: never.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     while True:

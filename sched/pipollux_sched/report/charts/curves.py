@@ -67,13 +67,7 @@ def _pauses(job: JobRun, start: float) -> list[tuple[float, float]]:
 
 
 def loss_charts(job: JobRun, colour: int, start: float) -> tuple[CurveChart, ...]:
-    """Return a job's loss by step and by time; empty if it reported fewer than two losses.
-
-    Args:
-        job: the job with its reports.
-        colour: the job's number on the page.
-        start: start of the run, unix time.
-    """
+    """Return a job's loss by step and by time; empty if it reported fewer than two losses."""
     points = [p for p in job.points if p.loss is not None]
     if len(points) < 2:
         return ()
@@ -111,7 +105,7 @@ def _axis(
 
 
 def goodput_chart(job: JobRun, colour: int, start: float) -> CurveChart | None:
-    """Return goodput, batch size and efficiency over time, and the job's replicas as steps below.
+    """Return goodput, batch size and efficiency over time, with the job's replicas as steps below.
 
     None when the job reported none of them at two times or more.
     """

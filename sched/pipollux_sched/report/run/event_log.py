@@ -33,9 +33,6 @@ class EventLog(NamedTuple):
 def read_events(source: str | Path | Sequence[Event]) -> EventLog:
     """Read events from a file of JSON lines, or check a list of them.
 
-    Args:
-        source: path of an `events.jsonl`, or the events themselves.
-
     Raises:
         EventLogError: the file cannot be read or holds no event.
     """
