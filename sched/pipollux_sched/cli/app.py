@@ -1,8 +1,7 @@
 """The `pipollux` program: its list of commands and its error handling.
 
-To add a command, write a typer function of that name (``-`` becomes ``_``) in a module of this
-package and add a line to `COMMANDS`. A module is imported only when one of its commands runs, so
-`pipollux --help` stays fast.
+A module of this package is imported only when one of its commands runs, so `pipollux --help` stays
+fast.
 """
 
 from __future__ import annotations
@@ -141,9 +140,6 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run `pipollux` and exit with 0 (done), 1 (failed) or 2 (usage).
 
     User errors are reported as one sentence on standard error, without a traceback.
-
-    Args:
-        args: the command line without the program name; None: `sys.argv`.
     """
     sys.exit(_run(args))
 

@@ -1,7 +1,4 @@
-"""Shell completion: the names of jobs, nodes and policies.
-
-Errors yield no completions, because a shell must not show a traceback.
-"""
+"""Shell completion: the names of jobs, nodes and policies; none after errors."""
 
 from __future__ import annotations
 

@@ -39,7 +39,6 @@ class CommandError(PipolluxError):
     """Ends a command with one clear sentence on standard error.
 
     Args:
-        message: the sentence.
         exit_code: `FAILED`, or `USAGE` if the command line or a file is wrong.
     """
 
@@ -106,9 +105,7 @@ def output_console() -> Console:
 def print_result(result: RenderableType, *, fold: bool = True) -> None:
     """Print a result on standard output; strip trailing blanks unless it is a terminal.
 
-    Args:
-        result: anything that rich can print.
-        fold: wrap lines at the width of the terminal; False leaves that to the terminal.
+    Without `fold`, wrapping lines at the width of the terminal is left to it.
     """
     console = output_console()
     if console.is_terminal:
@@ -163,10 +160,7 @@ def print_data(data: Any, output: OutputFormat | TextFormat | LineFormat) -> Non
 
 @contextmanager
 def libraries_on_stderr() -> Iterator[None]:
-    """Redirect the output of C libraries (HiGHS) and child processes to standard error.
-
-    This includes Python's own `print`, so print results afterwards.
-    """
+    """Redirect the output of C libraries (HiGHS), child processes and `print` to standard error."""
     sys.stdout.flush()
     try:
         kept = os.dup(1)

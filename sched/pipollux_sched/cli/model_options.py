@@ -103,11 +103,7 @@ def grad_params(grad_sqr: float | None, grad_var: float | None) -> GradParams | 
 
 
 def write_file(path: Path, option: str, content: bytes) -> None:
-    """Write a result atomically to the file that an option names, and report it on standard error.
-
-    Raises:
-        CommandError: it cannot be written.
-    """
+    """Write the file of an option atomically, and report it, or raise `CommandError`."""
     from pipollux_utils.atomic_write import write_output
 
     try:

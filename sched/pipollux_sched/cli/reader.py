@@ -49,10 +49,6 @@ class LocalReader:
     """Reads the store of a scheduler on this machine, whether or not it runs.
 
     It has the methods of `client.Client`, and uses the same functions as the scheduler.
-
-    Args:
-        store: the store.
-        directory: the state directory it belongs to.
     """
 
     def __init__(self, store: Store, directory: StateDir) -> None:

@@ -158,10 +158,6 @@ class KubernetesFlags:
 def kubernetes_options(backend: str, given: KubernetesFlags) -> KubernetesOptions | None:
     """Return the options of the Kubernetes backend; None for another backend.
 
-    Args:
-        backend: name of the backend.
-        given: the options on the command line.
-
     Raises:
         typer.BadParameter: an option is invalid, or given for another backend.
     """

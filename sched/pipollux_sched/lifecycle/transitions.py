@@ -1,9 +1,9 @@
 """The life of a job as a pure function: ``advance(state, event, now) -> (state, actions)``.
 
-Nothing here touches a process, a file or a clock. The store commits the new state together with its
-records, and only then are the actions carried out; so the store alone suffices to recover from an
-interruption. The phases and conditions follow Kubeflow's TrainJob: there is one condition per type,
-an event of the same type updates it, and its time is that of the last change of its status.
+The store commits the new state together with its records, and only then are the actions carried
+out; so the store alone suffices to recover from an interruption. The phases and conditions follow
+Kubeflow's TrainJob: there is one condition per type, an event of the same type updates it, and its
+time is that of the last change of its status.
 
     Created ──► Queued ──► Running ──► Complete
                   ▲          │  ▲
@@ -65,8 +65,7 @@ from .steps import (
 )
 
 FORGIVEN_AFTER = 600.0
-"""Seconds after which failures of earlier attempts do not count any more: a job that fails once a
-month must not be given up after some months."""
+"""Seconds after which earlier failures do not count any more: one a month must not end a job."""
 BACKOFF_LIMIT = 60.0
 """Longest backoff before a failed job is started again, in seconds."""
 START_TIMEOUT = "StartTimeout"
@@ -274,14 +273,7 @@ def _exited(state: JobState, event: Exited, now: float) -> Transition:
 
 
 def _failed(state: JobState, gone: JobState, event: Exited, now: float) -> Transition:
-    """Restart a job after the failure of its attempt, with a backoff, or give it up.
-
-    Args:
-        state: the job while that attempt ran.
-        gone: the job without it.
-        event: how it ended.
-        now: seconds since the epoch.
-    """
+    """Restart a job (`gone`: without its failed attempt) with a backoff, or give it up."""
     failures = 1 if _trained_for_long(state, now) else state.failures + 1
     counted = replace(gone, failures=failures)
     if event.cannot_start:
@@ -327,7 +319,7 @@ def _heartbeat_lost(state: JobState, event: HeartbeatLost, now: float) -> Transi
 
 
 def _stalled(state: JobState, event: Stalled, now: float) -> Transition:
-    """Kill an attempt whose training loop is stalled; its end is handled later.
+    """Kill a stalled attempt; its end is handled later.
 
     An attempt without any step is still starting, and one that was asked to stop is saving: both
     have limits of their own.

@@ -31,8 +31,6 @@ HISTORY = 60
 
 
 class _Details(Screen[None]):
-    """A scrolling text above a line of help."""
-
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "app.pop_screen", "back"),
         Binding("backspace", "app.pop_screen", show=False),
@@ -50,12 +48,8 @@ class _Details(Screen[None]):
 
 
 class JobScreen(_Details):
-    """The details of a job as `pipollux describe` prints them, kept up to date.
-
-    Args:
-        reader: reads the job.
-        name: of the job.
-        interval: seconds between two updates.
+    """The details of a job as `pipollux describe` prints them, with an update every `interval`
+    seconds.
     """
 
     def __init__(self, reader: Reader, name: str, interval: float) -> None:
@@ -92,11 +86,7 @@ class JobScreen(_Details):
 
 
 class NodeScreen(_Details):
-    """The jobs that hold the slots of a node.
-
-    Args:
-        node: its state when the screen was opened.
-    """
+    """The jobs that hold the slots of a node when the screen was opened."""
 
     def __init__(self, node: NodeView) -> None:
         super().__init__()

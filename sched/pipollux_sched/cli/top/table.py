@@ -107,12 +107,7 @@ class TableRow(NamedTuple):
 
 
 class LiveTable(DataTable[Cell]):
-    """A table that updates in place; the cursor stays with its job or node.
-
-    Args:
-        columns: its columns.
-        id: of the widget.
-    """
+    """A table that updates in place; the cursor stays with its job or node."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "select_cursor", "open"),
@@ -135,8 +130,7 @@ class LiveTable(DataTable[Cell]):
     def show(self, rows: Iterable[TableRow]) -> None:
         """Show these rows, in this order, and redraw only what has changed.
 
-        Lines are reused with new content, because adding a line is much slower: the library
-        measures each new line.
+        Lines are reused: adding one is much slower, because the library measures it.
         """
         wanted = list(rows)
         at = self._told[self.cursor_row].key if 0 < self.cursor_row < len(self._told) else None
