@@ -1,7 +1,6 @@
 """Counters of the running scheduler for `GET /metrics`.
 
-They contain only numbers that are not in the store, and start at zero with every start, as
-Prometheus expects of a counter.
+They contain only numbers that are not in the store, and start at zero with every start.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ class SchedulerMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        """The registry for Prometheus."""
         self.policy_seconds = Histogram(
             "pipollux_policy_seconds",
             "Duration of one allocation decision, in seconds.",

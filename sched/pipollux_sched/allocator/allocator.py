@@ -1,8 +1,6 @@
 """One round of allocation: read a snapshot, decide, apply.
 
-`SnapshotReader.read` returns the known state, `place_new` and `reallocate` decide from it, and the
-decisions are applied. New jobs are placed before the policy decides about all jobs, because that
-may take a while.
+New jobs are placed before the policy decides about all jobs, because that may take a while.
 """
 
 from __future__ import annotations
@@ -54,12 +52,9 @@ class Allocator:
         """When the first notice ends and a decision is due; None: there is no notice."""
 
     def run_once(self) -> list[Decision]:
-        """Start the jobs that fit, then decide on all jobs.
+        """Start the jobs that fit, then decide on all jobs; return the applied decisions.
 
         If the policy fails, or its result is invalid, nothing changes; the error is logged.
-
-        Returns:
-            The decisions that were applied.
         """
         snapshot = self._read()
         decisions: list[Decision] = []
@@ -74,12 +69,7 @@ class Allocator:
         return decisions
 
     def adjust(self, autoscaler: Autoscaler) -> bool:
-        """Run the autoscaler with the last decisions.
-
-        Returns:
-            Whether the set of draining nodes has changed, so that another decision on all jobs is
-            due.
-        """
+        """Run the autoscaler; return whether another decision is due, because other nodes drain."""
         now = self._read()
         allocations = {job.name: job.held for job in now.candidates if job.allocation}
         before, self._leaving = (

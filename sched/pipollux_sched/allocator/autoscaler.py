@@ -1,9 +1,8 @@
 """Control of the number of nodes: decisions, draining, and requests, once per round.
 
-`Autoscaler.round` follows every round of the allocator, in the allocator's thread; its decisions
-come from `policy.autoscaling`. The expander rents and releases nodes in a separate thread, because
-that may take minutes. Observations are not persisted: a restarted scheduler observes for a whole
-window before it changes anything.
+`Autoscaler.round` follows every round of the allocator, in the allocator's thread; the expander
+rents and releases nodes in a separate thread, because that may take minutes. Observations are not
+persisted: a restarted scheduler observes for a whole window before it changes anything.
 """
 
 from __future__ import annotations
@@ -91,17 +90,9 @@ class Autoscaler:
     ) -> tuple[str, ...]:
         """Process one round of the policy, and request nodes if their number should change.
 
-        The number of nodes depends on quotas alone, not on loans between teams.
-
-        Args:
-            jobs: all jobs that have not ended.
-            nodes: all nodes, with the draining ones of the previous round marked.
-            allocations: the allocations after this round.
-            busy: nodes with running processes, including those of jobs that are moving.
-            teams: quotas and limits; None: there are no teams.
-
-        Returns:
-            The nodes to mark as draining.
+        The number of nodes depends on quotas alone, not on loans between teams. `nodes` have the
+        draining ones of the previous round marked; `busy` are nodes with running processes,
+        including those of jobs that are moving. Return the nodes to mark as draining.
         """
         template = node_template(nodes)
         policy: Policy = self._policy

@@ -1,9 +1,7 @@
-"""Decisions from the results of a strategy; pure functions.
+"""Decisions from the results of a strategy, validated against nodes, slots and bounds.
 
-* A new job starts at once if slots are free (`place_new`).
-* All jobs are reallocated at every interval, and when one was submitted or has ended
-  (`reallocate`).
-* The result of a strategy is validated against nodes, slots and bounds.
+A new job starts at once if slots are free (`place_new`). All jobs are reallocated at every
+interval, and when one was submitted or has ended (`reallocate`).
 """
 
 from __future__ import annotations
@@ -31,9 +29,8 @@ class Decision:
     previous: tuple[str, ...] = ()
     why: str = ""
     details: Mapping[str, Any] = field(default_factory=dict)
-    """num_stages; if they can be predicted, num_microbatches, atomic_bsz, accum_steps, batch_size
-    and speedup; and previous_speedup, the prediction of the same model for the previous allocation.
-    """
+    """Data for the event: num_stages; if they can be predicted, num_microbatches, atomic_bsz,
+    accum_steps, batch_size and speedup; and previous_speedup, of the previous allocation."""
     num_stages: int | None = None
     """K of each replica; None without an allocation."""
 
@@ -86,13 +83,7 @@ def reallocate(
 def why_waiting(
     waiting: Sequence[SchedulableJob], candidates: Sequence[SchedulableJob], nodes: Nodes
 ) -> list[str]:
-    """Explain why jobs that hold no slots are queued.
-
-    Args:
-        waiting: these jobs.
-        candidates: all jobs.
-        nodes: all nodes.
-    """
+    """Explain why some of the jobs, which hold no slots, are queued."""
     free, others = free_of(nodes, candidates), others_of(candidates)
     return [explain(job.info, (), (), nodes, free, others) for job in waiting]
 
@@ -103,7 +94,6 @@ def _decisions(
     nodes: Nodes,
     strategy: Strategy,
 ) -> list[Decision]:
-    """Validate the new allocations, and return the changes, with reasons."""
     pairs = [(old, new) for old, new in zip(before, after, strict=True) if _differ(old, new)]
     if not pairs:
         return []

@@ -1,7 +1,6 @@
 """Renting and releasing nodes: the hook between the autoscaler and a cloud.
 
-`autoscale` computes the number of nodes, and `plan_nodes` the nodes that can be released; an
-`Expander` acts on it. Clouds differ, so the implementation here runs a command of the operator.
+Clouds differ, so the implementation here runs a command of the operator.
 """
 
 from __future__ import annotations
@@ -26,10 +25,7 @@ class ExpanderError(PipolluxError):
 
 
 class Expander(Protocol):
-    """Changes the number of nodes. Renting takes minutes, so `request` need not wait for it.
-
-    `desired_nodes` is `NodePlan.num_nodes`, and `release` its nodes of that name.
-    """
+    """Changes the number of nodes. Renting takes minutes, so `request` need not wait for it."""
 
     def num_nodes(self) -> int:
         """Return how many nodes there are now."""
@@ -37,10 +33,7 @@ class Expander(Protocol):
     def request(self, desired_nodes: int, release: Sequence[str] = ()) -> None:
         """Request a number of nodes; must be idempotent.
 
-        Args:
-            desired_nodes: the desired number.
-            release: names of the nodes to release; nothing runs on them any more, and no others may
-                be removed.
+        Nothing runs any more on the nodes to `release`, and no others may be removed.
 
         Raises:
             ExpanderError: the request could not be made.
@@ -80,11 +73,7 @@ class CommandExpander:
         return self._count()
 
     def request(self, desired_nodes: int, release: Sequence[str] = ()) -> None:
-        """Run the command.
-
-        Raises:
-            ExpanderError: it could not be started, did not end in time, or did not exit with 0.
-        """
+        """Run the command; raise `ExpanderError` unless it exits with 0 in time."""
         values = {
             "desired": str(desired_nodes),
             "current": str(self.num_nodes()),
@@ -135,7 +124,6 @@ class CommandExpander:
 
 
 def _parse(command: str) -> list[str]:
-    """Split a command, and check the fields that it names."""
     try:
         arguments = shlex.split(command)
         fields = {

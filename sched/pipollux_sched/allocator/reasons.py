@@ -157,12 +157,10 @@ def _why_not_given(info: JobInfo, others: Others) -> str:
 
 
 def _spell_jobs(names: Sequence[str]) -> str:
-    """Name the jobs that run on a node."""
     return f" beside {_first_of(names, len(names))}" if names else ""
 
 
 def _first_of(names: Sequence[str], many: int) -> str:
-    """Name the jobs, or the first of them if there are many."""
     more = many - MOST_NAMED
     shown = [*names[:MOST_NAMED], *([f"{more} more"] if more > 0 else [])]
     return f"{'job' if many == 1 else 'jobs'} {listing(shown)}"

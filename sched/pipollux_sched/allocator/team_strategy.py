@@ -26,10 +26,7 @@ class TeamStrategy:
     """Calls a policy within the quotas of teams; used for one decision.
 
     Args:
-        policy: decides within each team.
-        teams: quotas and limits.
-        now: seconds since the epoch.
-        notices: jobs with a notice to return slots, and when.
+        notices: jobs with a notice to return slots, and when, in seconds since the epoch.
     """
 
     def __init__(
@@ -37,7 +34,6 @@ class TeamStrategy:
     ) -> None:
         self._policy = TeamPolicy(policy, teams, now, notices)
         self.answer: TeamAnswer | None = None
-        """The result of `optimize`; None before the call."""
 
     def place(
         self,

@@ -26,11 +26,8 @@ class HistoryApplication:
 
     Args:
         spec: its job file.
-        hints: its last hints, with a model of its step times.
+        hints: its last hints; ValueError: they contain no model of its step times.
         samples: number of trained samples, in units of the initial batch size's samples.
-
-    Raises:
-        ValueError: the hints contain no model.
     """
 
     max_epochs = 1
@@ -132,12 +129,7 @@ class HistoryApplication:
 
 
 class HistoryJobModel:
-    """A replayed job's model of itself; a `JobModel`.
-
-    Args:
-        app: the actual application.
-        known: whether it has already been measured.
-    """
+    """A replayed job's model of itself; a `JobModel`. `known`: it has already been measured."""
 
     def __init__(self, app: HistoryApplication, *, known: bool = False) -> None:
         self._app = app

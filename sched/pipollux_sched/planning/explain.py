@@ -75,11 +75,7 @@ class Standing:
 
 
 def explanation(store: Store, job: JobRecord) -> ExplanationView:
-    """Explain a job's allocation, or why it is queued.
-
-    Raises:
-        SpecError: the store holds a node or a job that this version cannot read.
-    """
+    """Explain a job's allocation, or why it is queued; raise `SpecError` if unreadable."""
     found = _find_standing(store, job)
     decisions = store.latest_events(1, job=job.name, types=["allocated"])
     nodes, num_stages = JobView.of(job).holds
@@ -106,13 +102,10 @@ def explanation(store: Store, job: JobRecord) -> ExplanationView:
 
 
 def next_change(state: JobState) -> NextChange | None:
-    """Return whether the next change of a running job would be a resize.
+    """Return whether the next change of a running job would be a resize; None: nothing runs.
 
-    That is possible if a replica stays in place, with the same number of stages; otherwise it is a
+    That is possible if a replica stays in place, with the same number of stages; else it is a
     restart.
-
-    Returns:
-        None if nothing runs, or it is being stopped.
     """
     if not state.running_on or state.intent is not None:
         return None
@@ -351,7 +344,6 @@ def _worth(shape: ReplicaShape, nodes: Sequence[str]) -> tuple[float | None, int
 
 
 def _measured(hints: Mapping[str, Any] | None, spec: JobSpec, warm_start: WarmStart | None) -> int:
-    """Return the largest number of replicas that a job's step time was measured on."""
     if warm_start is not None:
         return warm_start.hints.max_profiled_replicas
     if hints:

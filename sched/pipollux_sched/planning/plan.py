@@ -1,7 +1,6 @@
 """Plans from specs: the allocation of every job, and the reason, without acting.
 
-`plan` computes a plan for files (`pipollux plan`). The running scheduler uses the same parts:
-`job_infos` converts specs and hints to the policy's form, and `reasons` gives the reasons.
+The running scheduler uses the same `job_infos` and `reasons`.
 """
 
 from __future__ import annotations
@@ -102,8 +101,7 @@ class Plan:
     nodes: tuple[NodeUse, ...]
     """In the order of the cluster."""
     desired_nodes: int
-    """Number of nodes according to the utility band (`policy.autoscale`), at most twice the present
-    one."""
+    """Number of nodes by the utility band (`policy.autoscale`), at most twice the present one."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain lists and mappings, for JSON or YAML."""
@@ -127,13 +125,7 @@ def plan(
     policy: Policy | None = None,
     seed: int = 0,
 ) -> Plan:
-    """Decide on all jobs, from the specs alone.
-
-    Args:
-        cluster: the nodes.
-        jobs: the jobs, with their hints and current allocations as far as known.
-        policy: allocation policy; None: a new one of the default kind, with this seed.
-        seed: random seed of that policy.
+    """Decide on all jobs, from the specs alone; `policy` None: the default one, with this seed.
 
     Raises:
         SpecError: a current allocation names an unknown node or exceeds a node.
