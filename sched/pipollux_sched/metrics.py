@@ -1,7 +1,4 @@
-"""Counters of the running scheduler for `GET /metrics`.
-
-They contain only numbers that are not in the store, and start at zero with every start.
-"""
+"""Counters of the running scheduler for `GET /metrics`, which are not in the store."""
 
 from __future__ import annotations
 

@@ -258,7 +258,7 @@ class Scheduler:
     def wait(
         self, predicate: Callable[[Mapping[str, JobRecord]], bool], timeout: float | None = None
     ) -> bool:
-        """Wait until a condition on the jobs holds, or for `timeout` seconds; return it."""
+        """Return whether a condition on the jobs becomes true within `timeout` seconds."""
         return wait_until(self._store, lambda: predicate(self.jobs()), timeout)
 
     # Start

@@ -1,7 +1,4 @@
-"""One round of allocation: read a snapshot, decide, apply.
-
-New jobs are placed before the policy decides about all jobs, because that may take a while.
-"""
+"""One round of allocation: read a snapshot, decide, apply."""
 
 from __future__ import annotations
 
@@ -23,12 +20,9 @@ OF_TEAM = "waits: team "
 
 
 class Allocator:
-    """Decides on all jobs, and applies the decisions.
+    """Decides on all jobs, and applies the decisions of a round together (`carry_out`).
 
     Args:
-        reader: reads the state.
-        strategy: makes the decisions.
-        carry_out: applies all allocations of a round together.
         keep_notices: stores the jobs that have to return slots to other teams, and when.
         metrics: counts and times the decisions; None: they are not exposed.
     """
@@ -100,7 +94,6 @@ class Allocator:
         return decisions
 
     def _queue_the_rest(self, snapshot: Snapshot) -> None:
-        """Record why each job without an allocation is queued, if that is not recorded yet."""
         of_teams = team_reasons(snapshot)
         waiting = [
             job

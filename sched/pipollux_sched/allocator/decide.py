@@ -1,8 +1,4 @@
-"""Decisions from the results of a strategy, validated against nodes, slots and bounds.
-
-A new job starts at once if slots are free (`place_new`). All jobs are reallocated at every
-interval, and when one was submitted or has ended (`reallocate`).
-"""
+"""Decisions from the results of a strategy, validated against nodes, slots and bounds."""
 
 from __future__ import annotations
 
@@ -38,13 +34,10 @@ class Decision:
 def place_new(
     candidates: Sequence[SchedulableJob], nodes: Nodes, strategy: Strategy
 ) -> list[Decision]:
-    """Place jobs that hold nothing on free slots, in the order of submission.
+    """Place jobs that hold nothing on free slots, in the order of submission (`placing`).
 
-    The rule is `pipollux_policies.placing`; then the strategy decides on all jobs (`reallocate`). A
-    fixed allocation never waits for another job.
-
-    Raises:
-        ValueError: the result of the strategy is invalid; the message says why.
+    Then the strategy decides on all jobs (`reallocate`). A fixed allocation never waits for another
+    job. ValueError: the result of the strategy is invalid.
     """
     by_name = {job.name: job for job in candidates}
     queue = not isinstance(strategy, FixedStrategy)

@@ -1,7 +1,4 @@
-"""Renting and releasing nodes: the hook between the autoscaler and a cloud.
-
-Clouds differ, so the implementation here runs a command of the operator.
-"""
+"""Renting and releasing nodes, by a command of the operator, because clouds differ."""
 
 from __future__ import annotations
 
@@ -17,7 +14,6 @@ from typing import Protocol
 from pipollux_sched.errors import PipolluxError
 
 FIELDS = ("desired", "current", "release")
-"""Fields in braces that an expander command may contain."""
 
 
 class ExpanderError(PipolluxError):
@@ -31,12 +27,9 @@ class Expander(Protocol):
         """Return how many nodes there are now."""
 
     def request(self, desired_nodes: int, release: Sequence[str] = ()) -> None:
-        """Request a number of nodes; must be idempotent.
+        """Request a number of nodes, idempotently, or raise `ExpanderError`.
 
         Nothing runs any more on the nodes to `release`, and no others may be removed.
-
-        Raises:
-            ExpanderError: the request could not be made.
         """
 
 
@@ -44,14 +37,11 @@ class CommandExpander:
     """Runs a command of the operator with the number of nodes, without a shell.
 
     Args:
-        command: program and arguments, quoted as in a shell; `{desired}` is replaced by the desired
-            number of nodes, `{current}` by the present one, `{release}` by the names of nodes to
-            release, separated by commas. `{desired}` is required.
+        command: program and arguments, quoted as in a shell; `{desired}` (required) is replaced by
+            the desired number of nodes, `{current}` by the present one, `{release}` by the names of
+            nodes to release, separated by commas. Anything else in braces is a ValueError.
         count: returns the number of nodes that the backend has.
         timeout: seconds after which the command and its child processes are killed.
-
-    Raises:
-        ValueError: the command is empty, cannot be split, or has unknown or missing fields.
 
     Example:
         >>> expander = CommandExpander("true --nodes {desired}", count=lambda: 3)

@@ -38,10 +38,7 @@ class HintsWorth(NamedTuple):
 def worth(
     hints: SchedHints, num_stages: int, choices: tuple[int, ...], most_replicas: int
 ) -> HintsWorth:
-    """Return the speedups that hints predict, with speedup 1 for one replica of K = `num_stages`.
-
-    Cached until the job reports again.
-    """
+    """Return the speedups that hints predict, over one replica of K = `num_stages`; cached."""
     try:
         # An infinite time, which makes a speedup of zero, is valid.
         with np.errstate(all="ignore"):

@@ -1,7 +1,4 @@
-"""Inherited hints of jobs that have sent none yet: those of their predecessors (`store.families`).
-
-They predict how such a job scales, so that its first allocation may be larger than the minimum.
-"""
+"""Inherited hints of jobs that have sent none yet, so that they may start larger than minimal."""
 
 from __future__ import annotations
 
@@ -23,7 +20,6 @@ class WarmStart(NamedTuple):
     """The inherited hints of a job that has measured nothing."""
 
     predecessor: str
-    """The job that measured them."""
     hints: SchedHints
 
 

@@ -139,10 +139,7 @@ def job_info(
 def hints_worth(
     spec: JobSpec, hints: SchedHints | None, choices: Sequence[int] | None = None
 ) -> HintsWorth:
-    """Return the predictions of hints for each possible number of stages of a job.
-
-    These are its own and `choices`; None: those that its user allows.
-    """
+    """Return the predictions of hints for a job's own number of stages, and its choices."""
     if hints is None:
         return HintsWorth({})
     stages = tuple(spec.stage_choices if choices is None else choices)

@@ -93,13 +93,8 @@ def length_of(
 ) -> dict[str, Any]:
     """Return the estimate of a job's remaining training, as fields of `JobInfo`.
 
-    Args:
-        spec: the job file.
-        hints: the hints used for decisions, without implausible ones.
-        own: the speedup of its own shape.
-        history: completed jobs; None: nothing is estimated from them.
-        has_trained: whether the hints are its own, not inherited.
-        relatives: declared numbers of samples of other jobs of its family.
+    Implausible `hints` are left out; without `has_trained` they are inherited. `own` is the speedup
+    of its own shape, `relatives` are declared numbers of samples of other jobs of its family.
     """
     if hints is None or not isinstance(own, SpeedupFunction) or not own.base_goodput > 0:
         return {}

@@ -54,7 +54,6 @@ class Snapshot:
     nodes: Mapping[str, NodeInfo]
     """Nodes that are not dead; some may drain."""
     busy: frozenset[str] = frozenset()
-    """Nodes with running processes."""
     teams: Teams | None = None
     """Quotas and limits; None: there are no teams."""
     notices: Mapping[str, float] = field(default_factory=dict)
@@ -63,11 +62,7 @@ class Snapshot:
 
     @classmethod
     def read(cls, store: Store) -> Snapshot:
-        """Read a snapshot as the present or last scheduler of the store would.
-
-        Raises:
-            SpecError: the store contains a node or a job that this version cannot read.
-        """
+        """Read a snapshot as the present or last scheduler would, or raise `SpecError`."""
         served = store.latest_events(1, types=["cluster"])
         seconds = served[0].get("restart_seconds") if served else None
         known = float(seconds) if isinstance(seconds, int | float) else DEFAULT_RESTART_SECONDS
@@ -83,10 +78,7 @@ class Snapshot:
 
 
 class SnapshotReader:
-    """Reads snapshots; parses only specs and hints that have changed since the last one.
-
-    A restart costs `restart_seconds` until a job's own cost has been measured.
-    """
+    """Reads snapshots; parses only specs and hints that have changed since the last one."""
 
     def __init__(
         self, store: Store, *, restart_seconds: float, clock: Callable[[], float] = time.time
@@ -206,7 +198,6 @@ class SnapshotReader:
         )
 
     def _note_doubt(self, job: str, doubt: str | None) -> None:
-        """Log that a job's hints are ignored, once per reason."""
         if doubt is None:
             self._doubted.pop(job, None)
         elif self._doubted.get(job) != doubt:

@@ -45,7 +45,6 @@ class SchedulableJob:
     warm_start: WarmStart | None = None
     """Inherited hints, if it has measured nothing itself."""
     message: str = ""
-    """The message for its user."""
 
     @property
     def held(self) -> Allocation:

@@ -28,7 +28,6 @@ from .job_actions import JobActions
 from .result import ReplicaResult
 
 POLL_INTERVAL = 0.05
-"""Seconds between two calls of `ReplicaGroupManager.poll`."""
 
 
 class BackendError(SchedulerError):
@@ -51,7 +50,6 @@ class ReplicaProgram:
     script: Path | None
     """None: the image's entry point."""
     image: str | None = None
-    """The container image of the replicas; None: they run as processes of the node."""
     args: tuple[str, ...] = ()
     num_stages: int = 1
     """K, the number of devices of one replica on its node."""
@@ -103,7 +101,6 @@ class SlotAssignment:
 
     node: str
     slots: tuple[int, ...]
-    """Slots that it holds on its node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,14 +110,12 @@ class Launch:
     job: str
     attempt: int
     assignments: Mapping[int, SlotAssignment]
-    """Node and slots of each replica, by its id."""
     num_first: int
     """Replicas at the start of the attempt; those with higher ids have joined it."""
     scheduler_url: str
     checkpoints: str
     """The checkpoint folder, as its replicas see it."""
     live: bool = False
-    """Whether its replicas support elastic resizes."""
 
     @cached_property
     def keys(self) -> tuple[ReplicaKey, ...]:
@@ -174,9 +169,7 @@ class Launch:
 
     @classmethod
     def from_json_object(cls, job: str, attempt: int, data: Mapping[str, Any]) -> Self:
-        """Return the result of `to_json_object` as a launch; raise KeyError, TypeError or
-        ValueError.
-        """
+        """Return the launch in JSON, or raise KeyError, TypeError or ValueError."""
         assignments = {
             int(replica): SlotAssignment(
                 str(assignment["node"]), tuple(map(int, assignment["slots"]))
@@ -265,7 +258,6 @@ class Engine(ABC):
 
     name: str = "engine"
     even: bool = False
-    """Whether a job must have the same number of replicas on each of its nodes."""
     grows: bool = False
     """Whether replicas can start and end while others of their attempt continue."""
 
@@ -276,11 +268,7 @@ class Engine(ABC):
 
     @abstractmethod
     def check(self, spec: JobSpec) -> None:
-        """Reject a job that this engine can never run, by its spec alone.
-
-        Raises:
-            SpecError: one sentence: the field, its value, what is allowed and the fix.
-        """
+        """Reject a job that this engine can never run, by its spec alone, with `SpecError`."""
 
     @abstractmethod
     def nodes(self) -> Mapping[str, Node]:
@@ -288,11 +276,7 @@ class Engine(ABC):
 
     @abstractmethod
     def checkpoints(self, program: ReplicaProgram) -> str:
-        """Return the checkpoint folder of a job, as its replicas see it.
-
-        Raises:
-            BackendError: there is none that all of them would share.
-        """
+        """Return the checkpoint folder of a job as its replicas see it, or raise `BackendError`."""
 
     @abstractmethod
     def start(self, program: ReplicaProgram, launch: Launch, replica: int) -> None:
@@ -302,16 +286,14 @@ class Engine(ABC):
 
         Raises:
             ClusterUnavailableError: the cluster did not answer; it may have been started or not.
-            BackendError: it was not started, and a retry would fail; also OSError, and ValueError
-                for arguments that the system does not accept.
+            BackendError: a retry would fail; also OSError, and ValueError for impossible arguments.
         """
 
     @abstractmethod
     def signal(self, key: ReplicaKey, signal: Signal) -> None:
         """Send a signal to a replica, if it exists. A repeated STOP has no further effect.
 
-        Raises:
-            ClusterUnavailableError: the cluster did not answer; it may have arrived or not.
+        After a `ClusterUnavailableError`, it may have arrived or not.
         """
 
     @abstractmethod
@@ -320,16 +302,10 @@ class Engine(ABC):
 
     @abstractmethod
     def forget(self, job: str, attempt: int) -> None:
-        """Remove everything of an attempt that has ended, except its logs.
-
-        After a failure the listing still has the rest, which the next attempt or `recover` removes.
-        """
+        """Remove an ended attempt except its logs; what remains is removed with a later one."""
 
     def forget_replica(self, key: ReplicaKey) -> None:  # noqa: B027  # most keep a few bytes of it
-        """Remove everything of a replica that has left its attempt and ended, except its log.
-
-        Called once; whatever remains is removed with the attempt, which may live for weeks.
-        """
+        """Remove everything of a replica that has left its attempt and ended, except its log."""
 
     def holds(self, launch: Launch) -> bool:  # noqa: ARG002  # most have nothing to check
         """Return whether an attempt that may be adopted still holds the devices that it runs on."""
@@ -347,17 +323,11 @@ class Engine(ABC):
         """End what an earlier scheduler left running, except the adopted jobs and attempts.
 
         The others have `grace` seconds to save. Return one line for each replica or process found.
-
-        Raises:
-            BackendError: a replica or process cannot be ended.
+        `BackendError`: one cannot be ended.
         """
 
     def keep_records(self, jobs: JobActions, ending: Event) -> None:  # noqa: ARG002  # most have none
-        """Keep the cluster's own records of jobs in step with the scheduler's until the end.
-
-        It runs in a separate thread while jobs are scheduled; engines without such records only
-        wait.
-        """
+        """Keep the cluster's own records of jobs in step, in a separate thread, until the end."""
         ending.wait()
 
     def close(self) -> None:  # noqa: B027  # most have nothing to do

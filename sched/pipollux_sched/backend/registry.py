@@ -63,11 +63,7 @@ ENGINES: Mapping[str, Factory] = {
 
 
 def make_engine(name: str, options: EngineOptions) -> Engine:
-    """Return a new engine.
-
-    Raises:
-        BackendError: there is no engine of this name, or it cannot have these nodes.
-    """
+    """Return a new engine; `BackendError`: the name is unknown, or it cannot have these nodes."""
     if name not in ENGINES:
         known = ", ".join(sorted(ENGINES))
         raise BackendError(f"there is no backend {name!r}; known are: {known}")

@@ -102,7 +102,6 @@ class ReplicaGroup:
         """Replicas that no longer take part, and when they are killed."""
         self._lost: list[JoiningReplicaLost] = []
         self.can_survive = False
-        """Whether its replicas can continue when one of them is lost."""
         self._survive_by: float | None = None
 
     def join(self, program: ReplicaProgram, assignments: Mapping[int, SlotAssignment]) -> None:
@@ -383,9 +382,8 @@ class ReplicaGroup:
             self._engine.fetch_log(key)
 
     def _agreed_step(self, ends: Collection[Ended]) -> int | None:
-        """Return the step at which the replicas agreed to stop, None if they did not.
-
-        The results of agents may be lost with them; the step that the job reported before is not.
+        """Return the step of the agreed stop; agents' results may be lost, the job's earlier report
+        not.
         """
         steps = (end.result.stopped_step for end in ends)
         left = next((step for step in steps if step is not None), None)

@@ -1,9 +1,4 @@
-"""The backend: attempts of jobs on the nodes of an engine.
-
-Everything above single replicas is implemented here and in `replica_group`: waiting for slots and
-for the end of the previous attempt, stopping within a grace period, adopting attempts of an earlier
-scheduler.
-"""
+"""The backend: attempts of jobs on the nodes of an engine; `replica_group` has one attempt."""
 
 from __future__ import annotations
 
@@ -168,10 +163,7 @@ class ReplicaGroupManager:
             return pending is not None
 
     def kill(self, job: str, why: str) -> bool:
-        """Kill a job's processes, because they no longer respond.
-
-        `poll` reports `Exited` with `why`; False: nothing runs, so nothing will be reported.
-        """
+        """Kill processes that do not respond; False: none run, so `poll` reports nothing."""
         with self._lock:
             if job in self._running:
                 self._running[job].kill(why)
@@ -267,8 +259,7 @@ class ReplicaGroupManager:
     def saved_step(self, job: str, attempt: int) -> int | None:
         """Return the step at which the replicas of an attempt have saved and stopped, if known.
 
-        They report it to the scheduler that started them, which may be gone; a marker beside their
-        checkpoint has the same step.
+        They report it to their scheduler, which may be gone; a marker beside the checkpoint has it.
         """
         launch = self._read_launch(job, attempt)
         return None if launch is None else self._saved_step(launch)

@@ -32,7 +32,6 @@ class ReplicaResult(NamedTuple):
 
     error: ScriptError | None = None
     asked: bool = False
-    """Whether the agent received a stop signal."""
     left: bool = False
     """Whether an agent wrote this; False: it was killed or had not begun, or there is none."""
     stopped_step: int | None = None

@@ -77,9 +77,7 @@ def why_no_python(user: str) -> str | None:
 
 
 def check_access(spec: JobSpec) -> None:
-    """Reject a resolved job with `SpecError` if its user cannot enter its folder or read its
-    script.
-    """
+    """Reject a resolved job with `SpecError` if its user has no access to its folder or script."""
     if spec.run_as is None or spec.script is None or spec.working_dir is None:
         return
     found = _look(spec.run_as, Path(spec.working_dir), Path(spec.script))
@@ -121,10 +119,9 @@ def _look(user: str, folder: Path, script: Path) -> int:
 
 
 def with_home_checkpoints(spec: JobSpec, before: str | None) -> JobSpec:
-    """Return a job with a checkpoint folder that its user can write to.
+    """Return a job with a checkpoint folder that its user can write to, or raise `SpecError`.
 
-    It is `before` if the failed job that it replaces ran as the same user. `SpecError`: the user
-    has no home directory, and the job has no folder.
+    It is `before` if the failed job that it replaces ran as the same user.
     """
     if spec.run_as is None or spec.checkpoint_dir is not None or spec.image is not None:
         return spec

@@ -34,10 +34,7 @@ class SlotLedger:
     ) -> dict[int, SlotAssignment] | None:
         """Reserve `num_stages` slots of its node for each replica, the lowest free ones.
 
-        Return None, with nothing reserved, if they are not all free.
-
-        Raises:
-            ValueError: a replica of the holder has slots already.
+        None, with nothing reserved: they are not all free. ValueError: a replica has slots already.
         """
         held = self._held.get(holder, {})
         if twice := sorted(held.keys() & replicas.keys()):

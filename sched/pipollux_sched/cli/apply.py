@@ -35,7 +35,6 @@ from .server_choice import refuse_server
 from .submit import located
 
 TICK = 0.2
-"""Seconds between two checks for a stop request."""
 
 
 def apply(

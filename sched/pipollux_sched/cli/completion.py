@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 
 TIMEOUT = 2.0
-"""Timeout in seconds for the names from a scheduler."""
 
 
 def complete_jobs(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:

@@ -1,7 +1,4 @@
-"""Exit codes, errors and output of all commands.
-
-Standard output carries only results, so that they can be piped; messages go to standard error.
-"""
+"""Exit codes, errors and output; standard output carries only results, so it can be piped."""
 
 from __future__ import annotations
 
@@ -36,11 +33,7 @@ _PIPE_WIDTH = 160
 
 
 class CommandError(PipolluxError):
-    """Ends a command with one clear sentence on standard error.
-
-    Args:
-        exit_code: `FAILED`, or `USAGE` if the command line or a file is wrong.
-    """
+    """Ends a command with one clear sentence on standard error, and `FAILED` or `USAGE`."""
 
     def __init__(self, message: str, exit_code: int = FAILED) -> None:
         super().__init__(message)
@@ -103,10 +96,7 @@ def output_console() -> Console:
 
 
 def print_result(result: RenderableType, *, fold: bool = True) -> None:
-    """Print a result on standard output; strip trailing blanks unless it is a terminal.
-
-    Without `fold`, wrapping lines at the width of the terminal is left to it.
-    """
+    """Print a result on standard output; strip trailing blanks unless it is a terminal."""
     console = output_console()
     if console.is_terminal:
         console.print(result, soft_wrap=not fold)

@@ -1,8 +1,4 @@
-"""The demo: two real training jobs under the scheduler, with an event log and a report.
-
-The first job has the machine to itself and grows while it trains; a multi-process pipeline arrives
-later. The scheduler decides as in `pipollux serve`, but at shorter intervals.
-"""
+"""The demo: two real training jobs under the scheduler, with an event log and a report."""
 
 from __future__ import annotations
 
@@ -46,7 +42,7 @@ class DemoError(SchedulerError):
 
 
 class Demo:
-    """Runs the demo once; `report` and `events` replace the files of an earlier demo in `output`.
+    """Runs the demo once, and replaces the files of an earlier one.
 
     Raises:
         DemoError: Another demo runs in this folder, or the examples are missing.

@@ -199,7 +199,6 @@ def _progress(point: Point | None, now: float) -> Iterator[tuple[str, str]]:
 
 
 def _pipeline(job: JobDetails) -> Iterator[tuple[str, str]]:
-    """Return the job's stages, micro-batches and schedule, as far as it has reported them."""
     hints = job.hints or {}
     params = hints.get("perfParams")
     if job.progress is None or not params:

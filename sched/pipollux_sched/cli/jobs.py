@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from .reader import Reader
 
 WATCH_INTERVAL = 1.0
-"""Seconds between two updates of the list with --watch."""
 
 PHASE_STYLES = {
     Phase.RUNNING: "green",

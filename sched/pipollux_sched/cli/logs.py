@@ -143,10 +143,7 @@ def harmless(line: str) -> str:
 
 
 class LogReader:
-    """Reads whole lines of a job's logs, each line once.
-
-    Without `attempt`, of the latest one and those that follow; without `replica`, of all replicas.
-    """
+    """Reads whole lines of a job's logs, each once; without `attempt`, from the latest one on."""
 
     def __init__(self, reader: Reader, job: str, attempt: int | None, replica: int | None) -> None:
         self._reader = reader

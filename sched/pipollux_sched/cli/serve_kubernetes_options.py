@@ -156,11 +156,7 @@ class KubernetesFlags:
 
 
 def kubernetes_options(backend: str, given: KubernetesFlags) -> KubernetesOptions | None:
-    """Return the options of the Kubernetes backend; None for another backend.
-
-    Raises:
-        typer.BadParameter: an option is invalid, or given for another backend.
-    """
+    """Return the options of the Kubernetes backend, if chosen; `BadParameter`: one is invalid."""
     named: dict[str, Any] = {name: value for name, value in vars(given).items() if value}
     if backend != "kubernetes":
         if named:

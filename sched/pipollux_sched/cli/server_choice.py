@@ -25,14 +25,11 @@ class ServerChoice(NamedTuple):
     by_flag: bool
     """Whether the URL is from the command line, not the environment."""
     timeout: float | None
-    """Timeout of a request in seconds; None: the default."""
     ca_file: Path | None = None
     """Certificates of the authorities to trust; None: those of the system."""
 
     def client(self) -> Client:
-        """Return a client of the scheduler; raise `CommandError` if URL, token or a file is
-        invalid.
-        """
+        """Return a client of the scheduler; raise `CommandError` if anything is invalid."""
         from pipollux_sched.client.client import Client
         from pipollux_sched.client.connection import TIMEOUT, ClientError, checked_url, is_loopback
 

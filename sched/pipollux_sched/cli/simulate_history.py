@@ -66,11 +66,7 @@ def past_nodes(history: SchedulerHistory, added: int) -> dict[str, NodeInfo]:
 
 
 class PastRun:
-    """A history, its replay, and the comparison of both with the simulations.
-
-    Args:
-        unchanged: whether the replay has the scheduler's own cluster and jobs.
-    """
+    """A history and its replay, `unchanged` if it has the scheduler's own cluster and jobs."""
 
     def __init__(
         self,

@@ -55,7 +55,6 @@ class SimulationInputs:
 
     experiment: Experiment
     pairs: list[tuple[Workload, str]]
-    """Workloads, and the policies to run them under."""
     past: PastRun | None
     """The replayed history; None: there is none."""
 
@@ -101,7 +100,6 @@ class SimulationInputs:
 
 
 def _check_source(paths: Sequence[Path], jobs: SimulatedJobFlags) -> None:
-    """Raise `CommandError` if jobs come from several sources, or from none."""
     given = [str(paths[0])] if paths else []
     given += [f"--generate {jobs.generate.value}"] if jobs.generate is not None else []
     given += ["--from-state"] if jobs.from_state is not None else []
@@ -119,7 +117,6 @@ def _check_source(paths: Sequence[Path], jobs: SimulatedJobFlags) -> None:
 
 
 def _nodes(cluster: SimulatedClusterFlags, history: SchedulerHistory | None) -> dict[str, NodeInfo]:
-    """Return the nodes of a simulation; raise ValueError if options are invalid."""
     said = cluster.nodes is not None or cluster.gpus is not None or bool(cluster.node_type)
     if history is None or said:
         if cluster.add_nodes:
@@ -143,7 +140,6 @@ def _options(
     nodes: Sequence[str],
     teams: TeamsSpec | None,
 ) -> Options:
-    """Return how the cluster behaves, by the command line, else by the history."""
     from pipollux_simulator import KnownLength, Options, node_events
 
     known, inherits = jobs.known_length, jobs.inherit_models
@@ -196,7 +192,6 @@ def _workloads(
     history: SchedulerHistory | None,
     teams: TeamsSpec | None,
 ) -> tuple[list[Workload], PastRun | None]:
-    """Return the workloads to simulate; raise ValueError or OSError for an invalid file."""
     if history is not None:
         past = _past_run(history, experiment, cluster, jobs, teams)
         return [past.workload(jobs.load)], past

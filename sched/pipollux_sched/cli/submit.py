@@ -213,11 +213,7 @@ def _print_deleted(jobs: Sequence[DeletedJobView], output: OutputFormat) -> None
 
 
 def located(spec: JobSpec, file: Path) -> JobSpec:
-    """Return a job with absolute paths, which can be started from any folder.
-
-    A job with an image stays unchanged: its paths are inside the image. `SpecError`: no such
-    script.
-    """
+    """Return a job with absolute paths, except in an image; `SpecError`: the script is missing."""
     from pipollux_sched.spec.script import with_script_found
 
     if spec.image is not None:
@@ -278,7 +274,6 @@ def _ask_each(
 
 
 def _wait_for(client: Client, names: set[str], last: int, *, to_stderr: bool) -> list[JobView]:
-    """Print the events of jobs until all have ended; return the jobs."""
     from pipollux_sched.client.connection import UnreachableError
 
     try:

@@ -52,23 +52,16 @@ class Client:
     def at(
         cls, url: str, token: str, *, timeout: float = TIMEOUT, ca_file: Path | None = None
     ) -> Self:
-        """Return a client of the scheduler at a URL, of a tunnel to it, or of a proxy in front of
-        it.
-
-        It trusts the authorities of `ca_file`; None: the system's.
+        """Return a client of a scheduler by its URL, or that of a tunnel or proxy.
 
         Raises:
-            ClientError: the URL or the token is malformed, or the file holds no certificates.
+            ClientError: the URL or the token is malformed, or `ca_file` holds no certificates.
         """
         return cls(Connection(url, token, timeout, ca_file=ca_file))
 
     @classmethod
     def of(cls, state_dir: StateDir, *, timeout: float = TIMEOUT) -> Self:
-        """Return a client of the scheduler that serves a state directory of this machine.
-
-        Raises:
-            ClientError: no scheduler serves the directory.
-        """
+        """Return a client of the scheduler that serves a directory; `ClientError`: none does."""
         nobody = (
             f"no scheduler serves {state_dir.path}; start one with: "
             f"pipollux serve --state-dir {state_dir.path}"
@@ -237,9 +230,7 @@ class Client:
         return self._connection.get(PlanView, "GET", "/plan", params=query, timeout=LONG_TIMEOUT)
 
     def report(self, jobs: Sequence[str] = (), seconds: float | None = None) -> str:
-        """Return the report of the given jobs (none: all) as HTML, over the last `seconds` or all
-        time.
-        """
+        """Return the report of the given jobs (none: all), of the last `seconds`, as HTML."""
         query = {"job": list(jobs), **({} if seconds is None else {"seconds": seconds})}
         return self._connection.request("GET", "/report", params=query, timeout=LONG_TIMEOUT).text
 
@@ -282,13 +273,7 @@ class Client:
     def follow(
         self, after: int | None = None, *, job: str | None = None, types: Collection[str] = ()
     ) -> Generator[dict[str, Any]]:
-        """Yield events as they happen, until the scheduler stops.
-
-        Start with the first event above `after`; None: with the next one. Empty `types`: all.
-
-        Raises:
-            ClientError: the scheduler refuses, or has been silent for too long.
-        """
+        """Yield events above `after` (None: new ones) until the scheduler stops."""
         query = {key: value for key, value in (("after", after), ("job", job)) if value is not None}
         for line in self._connection.lines("/events/stream", query):
             if line.startswith("data: "):

@@ -19,7 +19,6 @@ from pydantic import TypeAdapter, ValidationError
 from pipollux_sched.errors import SchedulerError
 
 TIMEOUT = 30.0
-"""Timeout of a request, in seconds."""
 
 T = TypeVar("T")
 
@@ -36,9 +35,6 @@ class Connection:
     """Connection to a scheduler with its admin token.
 
     Args:
-        url: URL of the scheduler.
-        token: the admin token.
-        timeout: seconds to wait for an answer.
         nobody: error text if nothing answers.
         ca_file: certificates of the authorities to trust; None: the system's.
         by_proxy: use a proxy from the environment; never for loopback addresses.

@@ -41,7 +41,7 @@ def admitted(spec: JobSpec, nodes: Mapping[str, NodeInfo]) -> JobSpec:
 
 
 def check_team(spec: JobSpec, teams: TeamsSpec | None) -> None:
-    """Raise `SpecError` for a job that `TeamsSpec.check` refuses, or of a team where are none."""
+    """Raise `SpecError` if `TeamsSpec.check` refuses a job, or it has a team and there are none."""
     if teams is not None:
         teams.check(spec)
         return

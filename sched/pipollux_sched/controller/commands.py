@@ -1,7 +1,4 @@
-"""Commands of users and jobs on the scheduler.
-
-Each command is stored first; the executor, the allocator and the backend carry it out from there.
-"""
+"""Commands of users and jobs, each stored first, and carried out by other components."""
 
 from __future__ import annotations
 
@@ -67,7 +64,6 @@ class JobService:
         nodes: returns the nodes of the cluster, whatever their condition.
         reconsider: called when the allocator has something new to decide on.
         stopping: returns whether the scheduler is stopping.
-        state_dir: state directory of the scheduler, in which jobs must not checkpoint.
     """
 
     def __init__(
@@ -91,7 +87,6 @@ class JobService:
         self._state_dir = state_dir
         self._deletion = deletion
         self.listening = EventLoopMonitor()
-        """Ticks while requests are answered."""
         self.heartbeats = Heartbeats(self.listening)
         self._board = LiveBoard()
 
@@ -170,7 +165,6 @@ class JobService:
         """Move a job to another team, from the next decision on.
 
         Raises:
-            UnknownJobError: there is no job of this name.
             SpecError: the team is not known, is not its user's, or never lets it run.
             TeamFullError: it has not ended, and the team has reached its limit of unfinished jobs.
         """
@@ -189,7 +183,7 @@ class JobService:
         return self._executor.handle(name, Cancel())
 
     def suspend(self, name: str) -> JobRecord:
-        """Let a job save and release its slots; raise `UnknownJobError` or `JobEndedError`."""
+        """Suspend a job: it saves and frees slots; raise `UnknownJobError` or `JobEndedError`."""
         self._check_running()
         return self._executor.handle(name, Suspend())
 
@@ -204,10 +198,8 @@ class JobService:
         """Rerun a job that has ended, as it was submitted, from scratch or its last checkpoint.
 
         Raises:
-            UnknownJobError: there is no job of this name.
             JobLivesError: it has not ended.
             JobEndedError: it is complete, and `from_scratch` is False.
-            TeamFullError: its team has reached its limit of unfinished jobs.
             SpecError: it can no longer run here (see `submit`), its team or priority is not its
                 user's any more, or from scratch its user's own `checkpoint_dir` contains
                 checkpoints.
@@ -235,9 +227,7 @@ class JobService:
         return deleted
 
     def set_node(self, name: str, condition: NodeCondition, reason: str = "") -> NodeRecord:
-        """Set a node's condition, or raise `UnknownNodeError`; jobs on a dead node restart
-        elsewhere.
-        """
+        """Set a node's condition; jobs on a dead node restart elsewhere."""
         self._check_running()
         node = self._store.set_node_condition(name, condition, reason)
         if condition is NodeCondition.DEAD:
@@ -266,8 +256,7 @@ class JobService:
     ) -> ReceivedHeartbeat | None:
         """Record a heartbeat of a replica; `finished`: it is the last one.
 
-        Return it if it must be stored before the response: the first and the last one. The watchdog
-        stores the latest of the others every few seconds.
+        Return the first and the last one, to be stored before the response.
         """
         first = self.heartbeats.note(name, attempt, replica, step, hang_timeout, finished=finished)
         if first or finished:
@@ -294,9 +283,7 @@ class JobService:
     def note_words(
         self, words: Sequence[tuple[str, LiveReady | WaitingToJoin]]
     ) -> list[JobRecord | UnknownJobError]:
-        """Record that jobs can be resized, or no longer, and that joining replicas wait; return the
-        jobs.
-        """
+        """Record whether jobs can be resized, and waiting joining replicas; return the jobs."""
         events = _together(words)
         jobs: dict[str, JobRecord | None] = {}
         for (name, _), job in zip(events, self._executor.handle_all(events), strict=True):
@@ -347,7 +334,6 @@ class JobService:
         return [None] * len(names)
 
     def _check_checkpoints(self, specs: Sequence[JobSpec]) -> None:
-        """Reject a job that would overwrite files of others."""
         asking = [spec for spec in specs if spec.checkpoint_dir is not None]
         if not asking:
             return

@@ -35,9 +35,7 @@ class Controller:
         plan_settings: further data of the event that lists the nodes: policy, interval,
             restart_seconds.
         grace: seconds that a job has to save after a stop request.
-        reconsider: called when the allocator has something new to decide on.
         stopping: returns whether the scheduler is stopping, so that no job may be submitted.
-        teams: the file of teams; None: there is none.
     """
 
     def __init__(

@@ -38,13 +38,7 @@ class JobDeletion:
         self._told: set[str] = set()
 
     def delete(self, name: str) -> DeletedJob:
-        """Delete an ended job with its logs and checkpoints, except its user's own
-        `checkpoint_dir`.
-
-        Raises:
-            UnknownJobError: there is no job of this name.
-            JobLivesError: it has not ended.
-        """
+        """Delete a job, except its own `checkpoint_dir`; `JobLivesError`: it has not ended."""
         job = self._store.deletions.begin(name)
         self.finish()
         folders = [self._state_dir.job(name)]

@@ -1,8 +1,4 @@
-"""A clock that runs only while the scheduler answers requests.
-
-A scheduler that is stopped, swapped out or busy receives no heartbeats; such times must not count
-as silence of replicas.
-"""
+"""A clock that stops while the scheduler answers no requests, and so gets no heartbeats."""
 
 from __future__ import annotations
 

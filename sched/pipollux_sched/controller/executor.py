@@ -50,7 +50,6 @@ from .unsent_report import take_unsent_report
 _LOG = logging.getLogger(__name__)
 
 TICK = 0.2
-"""Seconds between two polls of the processes."""
 TICK_EACH = 2.5e-4
 """The same per running job, if that is more in total: polling thousands of jobs takes long."""
 STOP_PATIENCE = 5.0
@@ -62,10 +61,8 @@ HARD_GRACE = 5.0
 class Executor:
     """Applies events to jobs, and carries out the resulting actions.
 
-    Args:
-        program: returns the program of a job's processes.
-        grace: seconds that a job has to checkpoint after a stop request.
-        on_ended: called when a job has ended, or waits for an allocation.
+    A job has `grace` seconds to checkpoint after a stop request. `on_ended` is called when a job
+    has ended, or waits for an allocation.
     """
 
     def __init__(
@@ -122,7 +119,6 @@ class Executor:
         return [None if change is None else change.job for change in changes]
 
     def _admit(self, event: Event, job: JobRecord) -> None:
-        """Update the backend's replicas of an attempt after an event that may change them."""
         if isinstance(event, Switched | LiveReady):
             live = job.state.live
             can_survive = live.why_not is None
@@ -147,9 +143,7 @@ class Executor:
         self.woken.clear()
 
     def stop_all(self, grace: float, hurry: Callable[[], bool]) -> None:
-        """Ask all jobs to checkpoint within `grace` seconds and end; wait until they have, or
-        `hurry()`.
-        """
+        """Ask all jobs to checkpoint and end; wait for `grace` seconds at most, or `hurry()`."""
         self._grace = min(self._grace, grace)
         for job in self._store.jobs(live=True):
             self.handle(job.name, Shutdown())
@@ -263,7 +257,7 @@ class Executor:
             self._backend.forget(report.job, event.attempt)
 
     def _completed(self, name: str, event: Exited, points: Mapping[str, Point]) -> Exited:
-        """Add the training's progress: a script that trained before can start, whatever failed."""
+        """Add the training's progress; a script that has trained before is able to start."""
         if event.cannot_start and any(map(_has_trained, self._store.attempts(name))):
             event = replace(event, cannot_start=False)
         point = points.get(name)
@@ -275,7 +269,6 @@ class Executor:
 
 
 def _frees(event: Event, job: JobRecord) -> bool:
-    """Return whether a job has ended, or waits for an allocation, after an event."""
     waits = job.phase is Phase.QUEUED and isinstance(event, Exited)
     return job.phase.ended or job.phase is Phase.SUSPENDED or waits
 

@@ -23,7 +23,6 @@ class Heard(NamedTuple):
 
     seconds: float
     step: int | None
-    """Optimizer step in that heartbeat, if any."""
     finished: bool = False
 
 
@@ -58,7 +57,6 @@ class _Attempt:
     highest: int | None = None
     """Highest step that was reported together with a `hang_timeout`."""
     grown_at: float = 0.0
-    """When the highest step was first reported."""
 
     def note_step(self, step: int | None, hang_timeout: float | None, now: float) -> None:
         self.hang_timeout = hang_timeout
@@ -68,9 +66,7 @@ class _Attempt:
             self.highest, self.grown_at = step, now
 
     def stalled(self, job: str) -> StalledJob | None:
-        """Return the job if it has stalled, in the time between heartbeats: now, its step is
-        unknown.
-        """
+        """Return the job if it has stalled; only time between heartbeats counts."""
         if self.hang_timeout is None or self.highest is None or not self.last:
             return None
         seconds = max(moment for moment, _ in self.last.values()) - self.grown_at
@@ -105,8 +101,7 @@ class Heartbeats:
         *,
         finished: bool = False,
     ) -> bool:
-        """Record a heartbeat; return whether it is the first of this replica in the present
-        attempt.
+        """Record a heartbeat; return whether it is the replica's first in the present attempt.
 
         One of an older attempt is ignored. The step may stay the same for `hang_timeout` seconds;
         None: no limit, or the attempt has not taken its first step. A `finished` replica is never
@@ -127,9 +122,7 @@ class Heartbeats:
             return first
 
     def expect(self, job: str, attempt: int, replica: int, kept: KeptHeartbeat) -> None:
-        """Expect heartbeats from now on of a replica that an earlier scheduler knew, if it sent
-        none yet.
-        """
+        """Expect heartbeats of a replica that an earlier scheduler knew, unless it sent one."""
         with self._lock:
             known = self._jobs.setdefault(job, _Attempt(attempt))
             if known.number == attempt:
@@ -163,10 +156,7 @@ class Heartbeats:
             ]
 
     def lingering(self, limit_seconds: float) -> list[tuple[str, int]]:
-        """Return jobs and attempts whose replicas have all finished more than `limit_seconds` ago.
-
-        Their scripts have ended, but their processes have not.
-        """
+        """Return attempts whose scripts ended that long ago, but whose processes have not."""
         with self._lock:
             now = self._clock()
             return [

@@ -23,7 +23,6 @@ class NodeWatch:
     """Compares the engine's nodes with the store's.
 
     Args:
-        handle: applies an event to a job.
         settings: further data of the event that lists the nodes: policy, restart_seconds.
         reconsider: called when the allocator has something new to decide on.
     """

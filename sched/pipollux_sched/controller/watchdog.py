@@ -27,7 +27,6 @@ from .heartbeats import Heartbeats, LostReplica, StalledJob
 _LOG = logging.getLogger(__name__)
 
 LOOK_INTERVAL = 1.0
-"""Seconds between two checks."""
 TIDY_INTERVAL = 5.0
 """Seconds between two writes of heartbeats and clean-ups of the store."""
 HEARTBEAT_TIMEOUT = 60.0
@@ -44,8 +43,6 @@ class Watchdog:
     """Checks periodically whether anything is overdue, and applies the event.
 
     Args:
-        handle: applies an event to a job.
-        ending: set when the scheduler stops.
         look_at_nodes: called at each check.
         tidy: called after each pruning of the store, for further clean-up.
     """
@@ -106,7 +103,6 @@ class Watchdog:
         self._end_slow_starts()
 
     def _end_slow_starts(self) -> None:
-        """End attempts that have run too long without a first step, each once."""
         starting = {(job.name, job.attempt): job for job in self._store.starting()}
         self._told_slow &= starting.keys()
         for key, job in starting.items():

@@ -43,7 +43,6 @@ class HistoryApplication:
         self.speedups = speedups
         """By number of stages, the job's own first."""
         self.pace = 1.0
-        """Actual speed relative to the model."""
         self._samples = samples
         # Without gradient statistics, larger batches gain nothing.
         unknown = not sum(hints.grad_params) > 0

@@ -33,10 +33,7 @@ ACTUAL = "actual"
 def what_happened(
     history: SchedulerHistory, replay: Replay, teams: TeamsSpec | None = None
 ) -> SimulationOutcome:
-    """Return the actual outcome of the replayed jobs.
-
-    Fairness is relative to the same estimates as in simulations, on the scheduler's own nodes.
-    """
+    """Return the actual outcome of the replayed jobs, with fairness as simulations estimate it."""
     begin, jobs = replay.begin, replay.jobs
     slots = _slots(history, jobs.values())
     isolated = IsolatedTimes(history.nodes, history.restart_seconds)

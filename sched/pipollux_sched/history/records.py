@@ -70,7 +70,6 @@ class SchedulerHistory:
     """In the order of submission."""
     left_out: tuple[LeftOut, ...]
     nodes: Mapping[str, NodeInfo]
-    """The nodes of the last scheduler, all of them as ready."""
     teams: TeamsSpec | None
     policy: str | None
     """Name of its last policy; None: not one of `POLICIES`."""
@@ -108,7 +107,6 @@ def read_history(store: Store) -> SchedulerHistory:
 
 
 def _policy_name(logged: str) -> str | None:
-    """Return a policy's name for the class name in the log."""
     return next((name for name in POLICIES if type(make_policy(name)).__name__ == logged), None)
 
 

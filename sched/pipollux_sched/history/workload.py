@@ -50,7 +50,7 @@ def replay(
     restart_seconds: float | None = None,
     rescale_seconds: float | None = None,
 ) -> Replay:
-    """Return the workload of a history, of the `first` jobs only if given.
+    """Return the workload of a history; ValueError: no job is left.
 
     Args:
         history: of a scheduler.
@@ -59,9 +59,6 @@ def replay(
         first: only this number of jobs, in order of submission; None: all.
         restart_seconds: the cost of every start and restart; None: measured costs.
         rescale_seconds: the cost of every elastic resize; None: measured costs.
-
-    Raises:
-        ValueError: no job is left.
     """
     applications: dict[str, HistoryApplication] = {}
     left_out, jobs = list(history.left_out), []
@@ -174,7 +171,6 @@ class _Prices:
 
 
 def _start_costs(attempts: Iterable[AttemptRecord]) -> list[float]:
-    """Return the seconds to the first step of each start that was not a restart."""
     return [
         max(one.first_step_at - one.created_at, 0.0)
         for one in attempts

@@ -71,7 +71,7 @@ def resume(state: JobState, now: float) -> Transition:
 
 
 def rerun(state: JobState, event: Rerun, now: float) -> Transition:
-    """Rerun a job that has ended, from its last checkpoint or, if it is complete, from scratch."""
+    """Rerun an ended job from its last checkpoint or from scratch, as a complete job must be."""
     nothing_left = state.phase is Phase.COMPLETE and not event.from_scratch
     if not state.phase.ended or nothing_left:
         return state, ()
@@ -98,10 +98,7 @@ def shutdown(state: JobState, now: float) -> Transition:
 
 
 def adopt(state: JobState, attempt: int) -> Transition:
-    """Adopt an attempt whose processes outlived their scheduler.
-
-    A stop is requested again, because the first request may have been lost.
-    """
+    """Adopt an attempt that outlived its scheduler; a stop, if any, is requested again."""
     if state.phase.ended or not state.running_on or attempt != state.attempt:
         return state, ()
     actions: tuple[Action, ...] = (Record("adopted", attempt, {"nodes": list(state.running_on)}),)

@@ -33,9 +33,8 @@ from .steps import Transition, enter, stop
 START_LIMIT = 600.0
 """Seconds in which all joining replicas must be ready."""
 MOST_FAILURES = 3
-"""Failed resizes, or losses, before a restart: joining replicas must not die forever."""
+"""Failed resizes, or losses, before a restart: replicas that die repeatedly must count."""
 FORGOTTEN_AFTER = 600.0
-"""Seconds after which an earlier failure does not count any more."""
 
 
 def why_restart(state: JobState, nodes: Sequence[str], num_stages: int | None) -> str | None:

@@ -1,7 +1,4 @@
-"""The state of a job's life cycle: its phase, conditions, running attempt and allocation.
-
-Phases and conditions are those of Kubeflow's TrainJob, so that Kubernetes need not translate.
-"""
+"""The state of a job's life cycle; phases and conditions are those of Kubeflow's TrainJob."""
 
 from __future__ import annotations
 

@@ -67,7 +67,6 @@ from .steps import (
 FORGIVEN_AFTER = 600.0
 """Seconds after which earlier failures do not count any more: one a month must not end a job."""
 BACKOFF_LIMIT = 60.0
-"""Longest backoff before a failed job is started again, in seconds."""
 START_TIMEOUT = "StartTimeout"
 """The reason of an attempt that was ended because it did not take its first step in time."""
 
@@ -295,7 +294,6 @@ def _failed(state: JobState, gone: JobState, event: Exited, now: float) -> Trans
 
 
 def _trained_for_long(state: JobState, now: float) -> bool:
-    """Return whether the failed attempt trained long enough to forgive earlier failures."""
     since = state.condition.time if state.condition else now
     return state.phase is Phase.RUNNING and state.training and now - since >= FORGIVEN_AFTER
 
@@ -308,7 +306,6 @@ def _retry(state: JobState, event: Retry, now: float) -> Transition:
 
 
 def _heartbeat_lost(state: JobState, event: HeartbeatLost, now: float) -> Transition:
-    """Kill an attempt with a lost replica; its end is handled later."""
     if event.attempt != state.attempt or not state.running_on:
         return state, ()
     if event.replica is not None and resizes.can_survive(state, [event.replica]):
@@ -333,7 +330,6 @@ def _stalled(state: JobState, event: Stalled, now: float) -> Transition:
 
 
 def _start_overdue(state: JobState, event: StartOverdue, now: float) -> Transition:
-    """Kill an attempt that has not taken its first step in time; its end is handled later."""
     starts = state.running_on and not state.training and state.intent is None
     if event.attempt != state.attempt or not starts or state.reason == START_TIMEOUT:
         return state, ()

@@ -36,7 +36,6 @@ def live_plan(store: Store, policy: str | None = None, seed: int = 0) -> PlanVie
 
     Raises:
         PolicyFailedError: the policy raised an error.
-        SpecError: the store contains a node or a job that this version cannot read.
         ValueError: there is no such policy.
     """
     serving = serving_policy(store)
@@ -75,7 +74,6 @@ def preview(state: Snapshot, strategy: Strategy) -> list[Decision]:
 
 
 def _started(job: SchedulableJob, decision: Decision | None) -> SchedulableJob:
-    """Return a job right after its start: pinned until its first step."""
     if decision is None:
         return job
     return replace(job, allocation=decision.nodes, num_stages=decision.num_stages, pinned=True)

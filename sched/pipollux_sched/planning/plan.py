@@ -1,7 +1,4 @@
-"""Plans from specs: the allocation of every job, and the reason, without acting.
-
-The running scheduler uses the same `job_infos` and `reasons`.
-"""
+"""Plans from specs: the allocation of every job, and the reason, without acting."""
 
 from __future__ import annotations
 
@@ -67,7 +64,6 @@ class PlannedJob:
     num_replicas: int
     num_microbatches: int
     nodes: tuple[str, ...]
-    """One node name per replica."""
     previous: tuple[str, ...]
     """The same, before the plan."""
     atomic_bsz: int | None
@@ -97,9 +93,7 @@ class Plan:
     """The allocations of all jobs."""
 
     assignments: tuple[PlannedJob, ...]
-    """In the order of the jobs."""
     nodes: tuple[NodeUse, ...]
-    """In the order of the cluster."""
     desired_nodes: int
     """Number of nodes by the utility band (`policy.autoscale`), at most twice the present one."""
 
@@ -168,7 +162,6 @@ def _advised_nodes(
     nodes: Mapping[str, NodeInfo],
     allocations: Mapping[str, Sequence[str]],
 ) -> int:
-    """Return the number of nodes for these jobs, at most twice the present one."""
     rules = AutoscalingRules(min_nodes=1, max_nodes=2 * len(nodes), window=1)
     template = node_template(nodes)
     state = AutoscalingState()

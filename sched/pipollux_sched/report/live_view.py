@@ -66,7 +66,6 @@ NARROW = 108
 """Width below which tables leave out information that the rest of the display shows."""
 
 KEPT_POINTS = 5000
-"""Number of reports kept per job."""
 
 
 class LiveView:
@@ -193,10 +192,7 @@ class LiveView:
         return [self._line(event, words)]
 
     def _take_allocations(self) -> list[RenderableType]:
-        """Return the table of the allocation if it has changed, and the resulting resizes.
-
-        A scheduling round is one event per job or two, so the table is printed at the next event.
-        """
+        """Return a changed allocation as a table, and resizes, once a round's events are over."""
         changed, self._changed = self._changed, {}
         begun, self._begun = self._begun, []
         if not changed:

@@ -1,7 +1,4 @@
-"""The report as one HTML file: sections in order, each with a chart and its description.
-
-The file is self-contained, and replaced atomically, so readers never see half of it.
-"""
+"""The report as one self-contained HTML file, which is replaced atomically."""
 
 from __future__ import annotations
 
@@ -81,9 +78,7 @@ def render_report(source: str | Path | Sequence[Event]) -> str:
 
 
 def write_report(source: str | Path | Sequence[Event], output: str | Path) -> Path:
-    """Write the report of an event log (see `render_report`) to `output`, and return its path.
-
-    `output` is replaced atomically; its folder is created if missing.
+    """Write the report of an event log (see `render_report`) atomically, and return its path.
 
     Raises:
         EventLogError: the log cannot be read or holds no event.

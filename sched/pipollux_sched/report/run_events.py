@@ -34,7 +34,6 @@ POINTS = 60_000
 """Maximum points of all jobs together, besides a few per job."""
 _FEWEST = 20
 _TOLD = ("progress", "hints", "timeline")
-"""Types of periodic events."""
 _ENDS = ("complete", "failed", "cancelled")
 _CHANGES = ("changing", "waiting_to_join", "change_abandoned")
 _MEMBERSHIP = ("membership", "nodes", "replicas", "num_replicas", "num_stages")
@@ -45,8 +44,7 @@ class NothingToReportError(SchedulerError):
 
 
 def kept_report(store: Store, jobs: Collection[str] = (), seconds: float | None = None) -> str:
-    """Return the report of a store's records of `jobs` (empty: all) and the last `seconds`, as
-    HTML.
+    """Return the report of jobs (empty: all) in a store, over the last `seconds`, as HTML.
 
     Raises:
         NothingToReportError: no selected event belongs to a job.
@@ -66,11 +64,7 @@ def report_of(events: Sequence[Event]) -> str:
 def store_events(
     store: Store, jobs: Collection[str] = (), since: float | None = None
 ) -> list[Event]:
-    """Return the events of jobs (empty: all) since a time (`clipped`), thinned, in their order.
-
-    Raises:
-        UnknownJobError: a job does not exist.
-    """
+    """Return the thinned events of jobs (empty: all) since a time, or raise `UnknownJobError`."""
     for name in jobs:
         store.job(name)
     lived = store.events(types=[kind for kind in EVENT_TYPES if kind not in _TOLD])

@@ -38,7 +38,6 @@ class ServerAddress:
     advertise_url: str | None = None
     """URL for jobs and commands; None: the listening address, or the host name for a wildcard."""
     allowed_hosts: Sequence[str] = ()
-    """Additional host names to accept in requests."""
     tls: Tls | None = None
     """The certificate; None: plain HTTP."""
 
@@ -79,7 +78,7 @@ class ServerAddress:
         return urlsplit(self.advertised(0)).hostname or ""
 
     def hosts(self) -> list[str]:
-        """Return the host names to accept in requests, besides those of the loopback interface.
+        """Return the accepted host names, besides those of the loopback interface.
 
         With a wildcard address all addresses are accepted: DNS rebinding needs a host name.
         """

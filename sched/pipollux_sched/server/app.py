@@ -40,7 +40,6 @@ TAGS = {
     "events": "Past events and the live event stream.",
     "service": "The scheduler itself.",
 }
-"""Sections of the OpenAPI document, in order, with their descriptions."""
 
 
 def create_app(
@@ -54,11 +53,7 @@ def create_app(
     open_metrics: bool = False,
     hosts: Collection[str] = (),
 ) -> FastAPI:
-    """Return the application that serves jobs and users.
-
-    Some arguments by default: new counters, the default limits, `/metrics` with a token, and only
-    hosts of the loopback interface.
-    """
+    """Return the application; `hosts` are accepted besides those of the loopback interface."""
     metrics = metrics or SchedulerMetrics()
     app = FastAPI(
         title="Pipollux",

@@ -48,10 +48,10 @@ class Auth:
         return caller
 
     def _users(self) -> Mapping[str, Caller]:
-        """Return the users by the digests of their tokens.
+        """Return the users by the digests of their tokens, which reveal nothing.
 
-        Digests reveal nothing, so a plain lookup is safe. Tokens change only through the same store
-        object, so they are read again only after such a change.
+        Tokens change only through the same store object, so they are read again only after a
+        change.
         """
         tokens = self._store.tokens
         if self._read_at != (changes := tokens.num_changes):
@@ -86,9 +86,7 @@ class Auth:
         self._jobs.check(name, f"job {name!r}", _share(job))
 
     async def admits_own_token(self, name: str, token: str) -> bool:
-        """Return whether a token is the job's and its rate allows one more request; or use
-        `admit_job`.
-        """
+        """Return whether a token is the job's and its rate allows one more request."""
         job = await self._job(name)
         if job is None or not equal(token, job.token):
             return False

@@ -28,7 +28,6 @@ MOST_CONNECTIONS = 16384
 _CLOSED = getattr(select, "POLLRDHUP", 0)
 """Event of `poll` besides errors: on Linux, that the peer has closed its writing side."""
 QUIET = 60.0
-"""Seconds between two equal log lines."""
 
 _LOG = logging.getLogger(__name__)
 

@@ -34,7 +34,6 @@ from pipollux_utils.validation import problems
 from .limits import BusyError, TooManyRequestsError
 
 MOST_WORDS = 1000
-"""Limit on the length of a sentence, which may quote the request."""
 
 _LOG = logging.getLogger(__name__)
 

@@ -25,7 +25,6 @@ from .change_watch import ChangeWatch
 RETRY_MS = 2000
 """Milliseconds after which a browser reconnects."""
 BATCH = 500
-"""Number of events per read of the store."""
 KEPT = 2000
 """Number of newest events kept in memory for all listeners."""
 

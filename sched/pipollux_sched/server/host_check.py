@@ -15,7 +15,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .errors import refusal
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-"""Names of the loopback interface."""
 MOST_ADMITTED = 64
 """Number of headers to remember; names that match a wildcard are unbounded."""
 
@@ -23,8 +22,7 @@ MOST_ADMITTED = 64
 class HostCheck:
     """ASGI middleware: refuses requests for other hosts with 400 and a sentence.
 
-    Args:
-        hosts: accepted besides the loopback interface; ``*.example.com`` stands for a suffix.
+    Besides the loopback interface, `hosts` are accepted; ``*.example.com`` stands for a suffix.
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str] = ()) -> None:
@@ -32,7 +30,6 @@ class HostCheck:
         # In the header an IPv6 address is in brackets.
         self._hosts = [f"[{h.strip('[]')}]" if ":" in h else h for h in (*LOOPBACK, *hosts)]
         self._admitted: set[bytes] = set()
-        """Accepted headers, so that each is checked once."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""

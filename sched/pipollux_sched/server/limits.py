@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pipollux_sched.errors import SchedulerError
 
 MOST_SENDERS = 16_384
-"""Number of senders to remember; the longest idle ones are forgotten first."""
+"""Senders to remember; the longest idle ones are forgotten first."""
 REPLICAS_OF_A_RATE = 32
 """Replicas covered by a job's rate and burst; more replicas scale both in proportion."""
 
@@ -112,11 +112,7 @@ class RateLimit:
 
 
 class ConcurrencyLimit:
-    """Limit on concurrent requests, in total and per sender, with places reserved for admins.
-
-    Args:
-        what: the action, for error messages: "wait for replicas".
-    """
+    """Limit on concurrent requests, in total and per sender, with places reserved for admins."""
 
     def __init__(self, most: int, most_each: int, what: str, *, reserved: int = 0) -> None:
         self._most = most

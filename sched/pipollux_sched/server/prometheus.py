@@ -1,7 +1,4 @@
-"""Prometheus metrics of the scheduler, for `GET /metrics`.
-
-`pipollux_sched.metrics` has the counters; values of the store and backend are read on each request.
-"""
+"""Prometheus metrics for `GET /metrics`: counters, and values read from store and backend."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The interval of progress reports, which bounds the load of all jobs on the store.
-
-With many jobs, each gets a longer interval and sends fewer points (see `pipollux_hybrid`).
-"""
+"""The interval of progress reports, which grows with the jobs, and bounds the store's load."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ __all__ = ["LEAST", "MOST", "RATE", "ReportPace"]
 RATE = 100.0
 """Target rate of reports per second of all jobs, subject to the interval `MOST` per job."""
 LEAST, MOST = 1.0, 60.0
-"""Seconds between two reports of a job."""
 
 
 class ReportPace:

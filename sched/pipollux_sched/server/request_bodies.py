@@ -16,7 +16,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .errors import refusal
 
 BODY_LIMIT = 2**20
-"""Largest request body, in bytes."""
 BODY_TIMEOUT = 10.0
 """Seconds allowed for a body."""
 DISCARDED = 32
@@ -30,10 +29,7 @@ UNSTORABLE = ("\\u0000", "\\ud")
 
 
 class BodyLimit:
-    """ASGI middleware: answers 413 to a body that is too large, 408 to one that is too slow.
-
-    The application receives neither, nor a request whose client disconnects too early.
-    """
+    """ASGI middleware: answers 413 to a body that is too large, 408 to one that is too slow."""
 
     def __init__(self, app: ASGIApp, limit: int, seconds: float = BODY_TIMEOUT) -> None:
         self._app = app
@@ -120,11 +116,7 @@ _JSON_NAMES = {
 
 
 def parse(body: bytes) -> dict[str, Any]:
-    """Return the JSON object of a body.
-
-    Raises:
-        HTTPException: it is not an object, is too deep, or cannot be stored.
-    """
+    """Return the JSON object of a body; HTTPException: it is none, too deep, or unstorable."""
     try:
         text = body.decode()  # `json` would accept bytes that are not UTF-8
         value = json.loads(text)

@@ -116,11 +116,7 @@ class Caller:
         return teams.team_of(job) in own
 
     def signed(self, job: JobSpec) -> JobSpec:
-        """Return a job with this sender as its user, and with the team of the sender's token.
-
-        Raises:
-            HTTPException: the job names another user or team.
-        """
+        """Return a job with this sender as user, and the token's team, or raise HTTPException."""
         if self.role is Role.ADMIN:
             return job
         for field, allowed in (("user", self.name), ("team", self.team)):

@@ -1,7 +1,4 @@
-"""The certificate of a scheduler, checked before the server listens.
-
-An unusable certificate would only show in the logs of jobs. So a handshake is made in memory.
-"""
+"""The certificate of a scheduler, checked by a handshake in memory before the server listens."""
 
 from __future__ import annotations
 
@@ -60,10 +57,7 @@ class Tls:
             )
 
     def doubt(self, host: str) -> str | None:
-        """Return why jobs could not verify the certificate for a host; None if they can.
-
-        Without an `authority`, verification depends on the authorities of each job's system.
-        """
+        """Return why jobs could not verify the certificate for a host; None if they can or may."""
         if self.authority is None:
             return None
         client = _trusting(self.authority, "--tls-ca")

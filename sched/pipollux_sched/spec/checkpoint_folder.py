@@ -17,7 +17,6 @@ SYSTEM = (
     *("/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/proc", "/run", "/sbin"),
     *("/sys", "/usr", "/var/cache", "/var/log", "/var/run", "/var/spool"),
 )
-"""Folders of the operating system."""
 ALLOWED = ("/dev/shm", "/run/user", "/run/media")  # noqa: S108  # for users, and in memory
 """Exceptions within them."""
 _SAVED = re.compile(r"\.?checkpoint-\d{8}|\.?stopped\.json")
@@ -29,10 +28,7 @@ _IGNORED = re.compile(r"lost\+found|\.snapshot|\.live-\d+|\.owner")
 def check_checkpoint_folder(
     spec: JobSpec, state_dir: Path, others: Iterable[tuple[str, str]]
 ) -> None:
-    """Raise `SpecError` if the absolute `checkpoint_dir` of a job is not allowed.
-
-    `others` are the names and folders of all submitted jobs.
-    """
+    """Raise `SpecError` if a job's `checkpoint_dir` is not allowed, or is that of another job."""
     if spec.checkpoint_dir is None:
         return
     given = Path(spec.checkpoint_dir)

@@ -159,10 +159,7 @@ class TeamsSpec(_TeamsModel):
         return Teams({entry["name"]: Team(**entry) for entry in values}, self.notice, self.turn)
 
     def team_of(self, job: OwnedJob) -> str:
-        """Return the team of a job: its own, else its user's first team, else the default team.
-
-        A team that was removed after the submission counts as none.
-        """
+        """Return a job's team: its own if that exists, else its user's first, else the default."""
         names = [team.name for team in self.teams]
         if job.team in names:
             return str(job.team)
@@ -180,9 +177,7 @@ class TeamsSpec(_TeamsModel):
             raise SpecError(f"team: '{team}' is not known; known are {', '.join(known) or 'none'}")
 
     def priority_of(self, job: OwnedJob) -> tuple[int, bool]:
-        """Return a job's priority (0 if its class is gone, or not its user's), and whether it
-        preempts.
-        """
+        """Return a job's priority (0 if its class is invalid), and whether it preempts."""
         found = self._class_of(job)
         return (found.value, found.preemption) if found and found.admits(job.user) else (0, True)
 

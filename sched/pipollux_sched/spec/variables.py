@@ -9,7 +9,6 @@ from typing import Any
 __all__ = ["check_name", "check_variables", "hide_values", "is_reserved"]
 
 VALUE_LIMIT = 32 * 1024
-"""Largest number of characters of a value."""
 TOTAL_LIMIT = 256 * 1024
 """Largest number of characters of all names and values; Linux limits them to some megabytes."""
 
@@ -42,10 +41,7 @@ def check_name(name: str) -> None:
 
 
 def check_variables(environment: Mapping[str, str]) -> None:
-    """Raise ValueError for variables that a process cannot receive unchanged.
-
-    Values may be secret, so messages do not contain them.
-    """
+    """Raise ValueError, without secret values, for variables that a process cannot receive."""
     for name, value in environment.items():
         check_name(name)
         if len(value) > VALUE_LIMIT:

@@ -74,10 +74,7 @@ def count(session: Session, names: Collection[str] | None, *, live: bool) -> dic
 
 
 def restart_seconds(session: Session, name: str | None = None) -> dict[str, list[float]]:
-    """Return the cost of each measured restart in seconds, by job, oldest first.
-
-    Without a name: of all jobs that have not ended.
-    """
+    """Return the seconds of each measured restart, by job; `name` None: of unfinished jobs."""
     return _costs(session, AttemptRow.restart_seconds, name)
 
 

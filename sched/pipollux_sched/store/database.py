@@ -1,8 +1,4 @@
-"""The database under the store: transactions, and notification of waiters.
-
-Writers of this process queue for a lock, and a commit wakes the waiters. For writers of several
-processes see `engines.py`.
-"""
+"""The database under the store: transactions, and notification of waiters."""
 
 from __future__ import annotations
 
@@ -88,9 +84,7 @@ class Database:
         return self._location
 
     def acquire_leader_lock(self) -> None:
-        """Become the only scheduler that serves the store, until `close`, or raise
-        `StoreTakenError`.
-        """
+        """Become the only scheduler that serves the store, or raise `StoreTakenError`."""
         with self._available():
             lock = LeaderLock(self._engine, self._location)
         try:
@@ -119,8 +113,7 @@ class Database:
     def write(self, *, durable: bool = True) -> Iterator[Session]:
         """Run a writing transaction: committed at the end, rolled back on an error.
 
-        If it is not `durable`, the commit does not wait for the disk: for data that jobs soon
-        resend.
+        If it is not `durable`, the commit does not wait for the disk.
 
         Raises:
             StoreTakenError: another scheduler has taken over the store.

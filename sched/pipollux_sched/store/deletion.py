@@ -37,7 +37,6 @@ class PendingDeletion(NamedTuple):
 
     name: str
     event: int
-    """Id of the event of the deletion."""
 
 
 class Deletions:
@@ -48,12 +47,7 @@ class Deletions:
         self._clock = clock
 
     def begin(self, name: str) -> JobRecord:
-        """Remove a job, record its pending deletion, and return its last state.
-
-        Raises:
-            UnknownJobError: the job does not exist.
-            JobLivesError: the job has not ended.
-        """
+        """Remove an ended job, and record its deletion; return it, or raise `JobLivesError`."""
         with self._database.write() as session:
             return _begin(session, name, self._clock())
 

@@ -57,10 +57,7 @@ def reading(engine: Engine) -> Engine:
 
 
 def writing(engine: Engine, *, durable: bool = True) -> Engine:
-    """Return an engine on the same connections, for writing transactions.
-
-    A commit that is not `durable` survives the end of processes, but not a power cut.
-    """
+    """Return an engine for writing; a commit not `durable` may be lost in a power cut only."""
     engine = engine.execution_options(pipollux_write=True, pipollux_durable=durable)
     if engine.dialect.name == "sqlite":
         return engine

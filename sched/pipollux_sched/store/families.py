@@ -36,7 +36,6 @@ class Predecessor(NamedTuple):
 
     job: str
     hints: Mapping[str, Any]
-    """Its last hints, as JSON."""
 
 
 class Families:
@@ -73,10 +72,7 @@ class Families:
         }
 
     def relatives(self, name: str, spec: Mapping[str, Any]) -> list[Predecessor]:
-        """Return the jobs whose step times a job starts with, at most `MAX_RELATIVES`.
-
-        Its predecessor comes first, then the jobs with the latest reports.
-        """
+        """Return the jobs whose step times a job starts with: its predecessor, then the latest."""
         # Imports numpy, which lists of jobs do not need.
         from pipollux_perfmodel.hints.step_rows import MAX_RELATIVES
 

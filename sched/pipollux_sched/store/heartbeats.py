@@ -30,7 +30,6 @@ class ReceivedHeartbeat(NamedTuple):
     finished: bool = False
     """Whether it was the replica's last heartbeat."""
     seconds: float = 0.0
-    """Age of the heartbeat."""
 
 
 class KeptHeartbeat(NamedTuple):
@@ -54,10 +53,7 @@ class HeartbeatRecords:
         self._clock = clock
 
     def keep(self, received: Sequence[ReceivedHeartbeat]) -> list[None]:
-        """Store heartbeats in one transaction; those of attempts that do not run are skipped.
-
-        A finished replica stays finished, even if an earlier heartbeat arrives late.
-        """
+        """Store heartbeats of running attempts; a finished replica stays finished."""
         if not received:
             return []
         with self._database.write(durable=False) as session:

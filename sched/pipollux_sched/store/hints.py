@@ -1,7 +1,4 @@
-"""Hints reported by jobs, stored in batches.
-
-Nearly all of the cost of storing hints is the transaction, so those that arrive together share one.
-"""
+"""Hints reported by jobs; those that arrive together share a transaction, the main cost."""
 
 from __future__ import annotations
 
@@ -40,10 +37,7 @@ class ReceivedHints(NamedTuple):
 def keep(
     session: Session, received: Sequence[ReceivedHints], now: float
 ) -> list[StoreError | None]:
-    """Store the last hints of each job, and an event per hints.
-
-    Return for each an `UnknownJobError` or `StaleAttemptError` if it was refused, None if stored.
-    """
+    """Store the last hints of each job, and an event per hints; return for each any refusal."""
     present, known = _present(session, {each.job for each in received})
     problems = [_problem(session, present, each) for each in received]
     kept = [each for each, problem in zip(received, problems, strict=True) if problem is None]

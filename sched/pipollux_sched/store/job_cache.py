@@ -16,10 +16,7 @@ __all__ = ["JobCache"]
 
 
 class JobCache:
-    """The records of jobs that have not ended and were read or changed; thread-safe.
-
-    Only changes through the same store object are seen: one scheduler writes.
-    """
+    """The records of unfinished jobs, as changed through one store object; thread-safe."""
 
     def __init__(self, read: Callable[[str], JobRecord]) -> None:
         self._read = read

@@ -45,7 +45,6 @@ class JobOrder(StrEnum):
     USUAL = "usual"
     """Jobs that hold slots first, ended jobs last; within each group, the latest first."""
     SUBMITTED = "submitted"
-    """In the order of first submission."""
     NAME = "name"
     PHASE = "phase"
     SLOTS = "slots"
@@ -69,7 +68,6 @@ class JobQuery:
     order: JobOrder = JobOrder.USUAL
     descending: bool = False
     offset: int = 0
-    """Number of jobs to skip."""
     limit: int | None = None
     """Largest number of jobs; None: all."""
 
@@ -94,7 +92,6 @@ class JobSummary:
     intent: Intent | None
     suspended: bool
     point: Point | None
-    """Its latest progress."""
 
     @property
     def num_restarts(self) -> int:
@@ -185,7 +182,6 @@ def holders(session: Session) -> list[Holder]:
 
 
 def _joining(live: Mapping[str, Any] | None) -> Iterator[str]:
-    """Return the node of each replica that is about to join."""
     change = None if live is None else live["change"]
     if live is None or change is None:
         return

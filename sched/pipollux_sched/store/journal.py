@@ -78,10 +78,8 @@ def advance_job(
 ) -> Change:
     """Apply an event to a job, and record all consequences.
 
-    For several jobs, `present` has the rows of `present_attempts`, read at once.
-
-    Raises:
-        JobEndedError: `event` is a user's request that needs a live job, but the job has ended.
+    For several jobs, `present` has the rows of `present_attempts`, read at once. `JobEndedError`: a
+    user's request needs a live job.
     """
     before = job_state(row)
     _check_asked(row.name, before, event)

@@ -35,9 +35,7 @@ class LaunchRecords:
         self._database = database
 
     def note_launch(self, job: str, attempt: int, data: Mapping[str, Any]) -> None:
-        """Store the launch of an attempt, as JSON, or raise `StaleAttemptError`; an earlier is
-        replaced.
-        """
+        """Store the launch of an attempt, as JSON, in place of an earlier one."""
         with self._database.write() as session:
             _find(session, job, attempt).launch = dict(data)
 
@@ -47,12 +45,7 @@ class LaunchRecords:
             return session.scalar(select(AttemptRow.launch).where(*_mine(job, attempt)))
 
     def note_stop(self, job: str, attempt: int, step: int) -> None:
-        """Store that the replicas have agreed to stop, and the optimizer step of their checkpoint.
-
-        Raises:
-            UnknownJobError: the job does not exist.
-            StaleAttemptError: `attempt` is not the current one, or has ended.
-        """
+        """Store the step at which the replicas of the present attempt have agreed to stop."""
         with self._database.write() as session:
             row = journal.find_job(session, job)
             check_replica(job, row.attempt, num_ids(row), attempt)

@@ -1,7 +1,6 @@
 """Private files: only the owner may access the state directory, lock and tokens.
 
-Permissions that are too open are restricted, with a warning. A file of another user, who could open
-it again at any time, is refused.
+Open permissions are restricted, with a warning; a file of another user is refused.
 """
 
 from __future__ import annotations
@@ -24,11 +23,7 @@ _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 def make_private(path: Path, advice: str) -> bool:
     """Restrict a file or folder to its owner; return whether others had access before.
 
-    A symbolic link is not followed. `advice` is for the error message.
-
-    Raises:
-        FileNotFoundError: it does not exist.
-        StateDirError: it belongs to another user, is a link, or cannot be changed.
+    `StateDirError`: it belongs to another user, is a link, or cannot be changed.
     """
     status = path.lstat()
     if status.st_uid != os.geteuid():

@@ -24,7 +24,6 @@ class Glance(NamedTuple):
     phases: Mapping[ListedPhase, int]
     """Number of jobs in each phase that has any, in the order of lists."""
     holders: tuple[job_list.Holder, ...]
-    """Jobs that hold slots."""
     goodput: float | None
     """Total of the running jobs that report it, in samples per second; None: none does."""
     oldest_attempt: float | None
@@ -36,7 +35,6 @@ class NoisePoint(NamedTuple):
 
     time: float
     norm: float
-    """Squared norm of the gradient."""
     var: float
     """Variance of the gradient at the initial batch size."""
     noise_scale: float | None
@@ -66,10 +64,7 @@ class Overview:
             return {row[0]: row[1] for row in session.execute(query)}
 
     def completed(self, since: float, most: int = 2000) -> list[CompletedRecord]:
-        """Return the jobs that completed since a time and sent hints, oldest first.
-
-        If there are more than `most`, the last ones are returned.
-        """
+        """Return the last `most` jobs that completed since a time and sent hints, oldest first."""
         columns = JobRow.name, JobRow.ended_at, JobRow.spec, HintsRow.hints, HintsRow.time
         query = (
             select(*columns)
@@ -121,10 +116,7 @@ class Overview:
     def attempts_since(
         self, since: float, most: int, nodes: Collection[str] | None = None
     ) -> list[tuple[AttemptRecord, int]]:
-        """Return the attempts that held slots after a time, oldest first, with their jobs' numbers.
-
-        At most `most`, the newest; only those with a replica on one of `nodes`, if given.
-        """
+        """Return the newest attempts that held slots after a time, oldest first, with numbers."""
         with self._database.read() as session:
             return node_usage.attempts(session, since, most, nodes)
 

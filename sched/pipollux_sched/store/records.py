@@ -71,7 +71,6 @@ class AttemptRecord:
     """Number of the membership; later ones began with an elastic resize."""
     nodes: tuple[str, ...]
     num_stages: int
-    """K of each replica."""
     created_at: float
     started_at: float | None
     first_step_at: float | None

@@ -37,13 +37,7 @@ class ReplicaAddresses:
         self._clock = clock
 
     def register(self, job: str, attempt: int, replica: int, address: str) -> None:
-        """Store the address of a replica; an earlier one is replaced.
-
-        Raises:
-            UnknownJobError: the job does not exist.
-            StaleAttemptError: `attempt` is not the current one, or has ended.
-            UnknownReplicaError: the attempt has no such replica.
-        """
+        """Store the address of a replica of the present attempt; an earlier one is replaced."""
         with self._database.write() as session:
             row = journal.find_job(session, job)
             check_replica(job, row.attempt, num_ids(row), attempt, replica)

@@ -43,8 +43,7 @@ def revision(connection: Connection) -> str | None:
 def bring_up_to_date(connection: Connection, location: Location) -> None:
     """Create the tables, or migrate them, within a writing transaction.
 
-    Raises:
-        StoreError: the tables have a schema that this version does not know.
+    `StoreError`: the tables have a schema that this version does not know.
     """
     found = revision(connection)  # again: another process may have migrated the store meanwhile
     if found is None:

@@ -190,8 +190,7 @@ class StateDir:
     def check_known(self, store: Path | str, last_event: int) -> None:
         """Raise `StateDirError` for a store without events if jobs have files here.
 
-        The database was lost or replaced: new jobs would use the files of old jobs with the same
-        names.
+        The database was replaced: new jobs would use the files of old jobs with the same names.
         """
         jobs = [] if last_event else self.job_names()
         if jobs:
@@ -204,11 +203,7 @@ class StateDir:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Lock the directory: at most one scheduler serves it at a time.
-
-        Raises:
-            StateDirError: another scheduler serves it, or the lock file belongs to another user.
-        """
+        """Lock the directory: at most one scheduler serves it; raise `StateDirError` otherwise."""
         with open_private(self.path / "lock") as file:
             if not _lock(file.fileno()):
                 info = self.read_server()
@@ -245,9 +240,7 @@ class StateDir:
         return self.path / "admin.token"
 
     def admin_token(self) -> str:
-        """Return the admin token of all schedulers here; to replace it, remove its file and
-        restart.
-        """
+        """Return the admin token; to replace it, remove its file and restart the scheduler."""
         path = self.admin_token_file
         try:
             if make_private(path, "remove it to have another"):

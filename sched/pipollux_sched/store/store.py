@@ -146,7 +146,6 @@ class Store:
         """Run an ended job again, with its original spec, from its last checkpoint or from scratch.
 
         Raises:
-            UnknownJobError: the job does not exist.
             JobLivesError: it has not ended.
             JobEndedError: it is complete, and `from_scratch` is False.
             TeamFullError: its team has reached its limit of unfinished jobs.
@@ -203,12 +202,7 @@ class Store:
     # Reports of jobs
 
     def put_hints(self, name: str, attempt: int, hints: Mapping[str, Any]) -> None:
-        """Store the hints of a job's current attempt, given as JSON.
-
-        Raises:
-            UnknownJobError: the job does not exist.
-            StaleAttemptError: `attempt` is not the current one.
-        """
+        """Store the hints of a job as JSON; `StaleAttemptError`: not of the current attempt."""
         (problem,) = self.put_all_hints([ReceivedHints(name, attempt, hints)])
         if problem is not None:
             raise problem
@@ -240,9 +234,7 @@ class Store:
     ) -> bool:
         """Store a training report; return whether it had the first step of the attempt.
 
-        Raises:
-            UnknownJobError: the job does not exist.
-            StaleAttemptError: `attempt` is not the current one.
+        `StaleAttemptError`: `attempt` is not the current one.
         """
         received = reports.ReceivedReport(name, attempt, points, timeline)
         (outcome,) = self.add_all_reports([received])
@@ -321,10 +313,7 @@ class Store:
         types: Collection[str] | None = None,
         limit: int | None = None,
     ) -> list[dict[str, Any]]:
-        """Return events after an id in chronological order, each as one flat object.
-
-        If there are more than `limit`, the oldest are returned.
-        """
+        """Return the oldest events after an id, in chronological order, each as one flat object."""
         query = journal.events_of(job, types).where(EventRow.id > after)
         with self._database.read() as session:
             rows = session.execute(query.order_by(EventRow.id).limit(limit))

@@ -56,9 +56,7 @@ class TeamRecords:
     def move(self, job: str, team: str) -> JobRecord:
         """Move a job to another team; an event records a change.
 
-        Raises:
-            UnknownJobError: the job does not exist.
-            TeamFullError: it has not ended, and the team has reached its limit of unfinished jobs.
+        `TeamFullError`: it has not ended, and the team has reached its limit of unfinished jobs.
         """
         with self._database.write() as session:
             row = journal.find_job(session, job)

@@ -1,7 +1,4 @@
-"""The tokens of users; only their SHA-256 digests are stored.
-
-Tokens are long and random, so a fast digest without salt suffices.
-"""
+"""The tokens of users; only digests are stored, without salt, as tokens are long and random."""
 
 from __future__ import annotations
 
@@ -49,9 +46,7 @@ class TokenRecords:
         """Number of tokens that this object has created or revoked."""
 
     def create(self, new: NewToken) -> tuple[TokenRecord, str]:
-        """Create a token and return it, because it is not stored; `TokenExistsError`: the user has
-        one.
-        """
+        """Create a token and return it, because it is not stored; or raise `TokenExistsError`."""
         secret = PREFIX + secrets.token_urlsafe(32)
         now = self._clock()
         record = TokenRecord(new.name, new.role.value, new.team, now, digest_of(secret), new.run_as)

@@ -14,10 +14,7 @@ LONGEST = 1.0
 
 
 def wait_until(store: Store, predicate: Callable[[], bool], timeout: float | None) -> bool:
-    """Wait until a predicate is true, called after every change of the store; return it.
-
-    After `timeout` seconds it gives up; None: never.
-    """
+    """Return whether a predicate becomes true within `timeout` seconds (None: no limit)."""
     deadline = None if timeout is None else time.monotonic() + timeout
     while True:
         version = store.version

@@ -10,10 +10,7 @@ __all__ = ["FailureLog"]
 
 
 class FailureLog:
-    """Logs the failures of one task, which is the subject of a sentence ("the executor").
-
-    A disk that is full for an hour makes a task fail thousands of times for the same reason.
-    """
+    """Logs the failures of one task, equal ones once: a full disk causes thousands."""
 
     def __init__(self, logger: logging.Logger, task: str) -> None:
         self._logger = logger
@@ -21,9 +18,7 @@ class FailureLog:
         self._last: str | None = None
 
     def failed(self, error: Exception) -> None:
-        """Log a failure, unless it is the same as the last one; without traceback for users'
-        errors.
-        """
+        """Log a failure, unless it equals the last one; without traceback for users' errors."""
         said = f"{type(error).__name__}: {error}"
         if said == self._last:
             return

@@ -1,7 +1,4 @@
-"""Reading of YAML files, with the line of each value for error messages.
-
-A duplicate key in a mapping is an error, where PyYAML silently keeps the last value.
-"""
+"""Reading of YAML files, with the line of each value; a duplicate key is an error."""
 
 from __future__ import annotations
 
@@ -60,9 +57,7 @@ class YamlFile:
         return line + 1
 
     def written(self, place: Sequence[int | str]) -> str | None:
-        """Return the text of a scalar as the file has it, ``0755``, not 493; None for anything
-        else.
-        """
+        """Return the text of a scalar as the file has it: ``0755``, not 493. Else None."""
         node = self.root
         for step in place:
             inside: list[yaml.Node] = []
@@ -79,8 +74,7 @@ class YamlFile:
 def read_yaml_file(path: str | Path, example: str) -> YamlFile:
     """Return the contents of one YAML file; `example` is the required first line of such a file.
 
-    Raises:
-        SpecError: the file is missing, unreadable, empty, or not YAML.
+    `SpecError`: the file is missing, unreadable, empty, or not YAML.
     """
     path = Path(path)
     text = read_text_file(path, SpecError)

@@ -1,7 +1,4 @@
-"""Views of the cluster: nodes, overview, attempts, slot usage.
-
-The size of an answer does not depend on the number of jobs: the database counts, sorts and pages.
-"""
+"""Views of the cluster; the database counts, sorts and pages, so that answers stay small."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Calls to the API server, through lightkube, with the scheduler's exceptions.
-
-Objects are the JSON of the API, so that all fields of a user's template are preserved.
-"""
+"""Calls to the API server, through lightkube. Objects are JSON, so that all fields are kept."""
 
 from __future__ import annotations
 
@@ -42,7 +39,6 @@ __all__ = [
 
 Object: TypeAlias = dict[str, Any]
 TIMEOUT = 10.0
-"""Timeout of one call in seconds."""
 FIELD_MANAGER = "pipollux"
 _VERBS = [
     "create",
@@ -112,11 +108,7 @@ class JobStatus(GenericNamespacedStatus):
 
 
 def load_config() -> SingleConfig:
-    """Return the client configuration: from within a pod, else from KUBECONFIG or ~/.kube/config.
-
-    Raises:
-        BackendError: no configuration was found.
-    """
+    """Return the configuration of the pod, KUBECONFIG or ~/.kube/config; or `BackendError`."""
     try:
         config, why = KubeConfig.from_env().get(), "no current context"
     except (ConfigError, OSError, ValueError, KeyError) as error:

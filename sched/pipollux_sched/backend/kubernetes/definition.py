@@ -38,7 +38,6 @@ _EITHER = "x-kubernetes-int-or-string"
 _OPAQUE = ("hints",)
 """Fields whose keys only the scheduler validates."""
 _NESTED: Mapping[str, type[BaseModel]] = {ResourceSpec.__name__: ResourceSpec}
-"""Models of fields that are objects."""
 MUTABLE: Mapping[str, Schema] = {
     "suspend": {
         "description": "true lets the job save and release its devices; false lets it go on.",
@@ -66,7 +65,6 @@ _DESCRIPTIONS = {
         "out: one on the scheduler's volume."
     ),
 }
-"""Descriptions that differ from those of `JobSpec` because of the container."""
 _NAME_RULES = (
     (
         "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
@@ -198,7 +196,6 @@ def _validations(rules: Iterable[tuple[str, str]]) -> list[Schema]:
 
 
 def _properties(model: type[BaseModel], schema: Schema, known: Mapping[str, Schema]) -> Schema:
-    """Return the properties of a model, described by its fields' docstrings."""
     docs = _field_docs(model)
     made: Schema = {}
     for field, part in schema["properties"].items():
@@ -235,7 +232,6 @@ def _structural(part: Schema, known: Mapping[str, Schema]) -> Schema:
 
 
 def _field_docs(model: type[BaseModel]) -> dict[str, str]:
-    """Return the docstrings below the fields of a model, each on one line."""
     body = [
         statement
         for definition in ast.parse(textwrap.dedent(inspect.getsource(model))).body

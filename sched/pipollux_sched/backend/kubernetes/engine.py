@@ -56,8 +56,6 @@ class KubernetesEngine(Engine):
     """Runs replicas as pods.
 
     Args:
-        options: the administrator's options.
-        state_dir: where logs are kept.
         config: the client configuration; None: that of `kubectl`, or of the scheduler's own pod.
         has_resources: whether each job has a custom resource, which owns its objects.
     """

@@ -43,7 +43,6 @@ SUCCEEDING = "EarlierJobEnds"
 _CHANGED_ELSEWHERE = ("allocation", "team", "priority", "user")
 """Fields of a job that change by a move to another team, or come from a token."""
 _KEPT_AS_THEY_ARE = ("environment", "hints")
-"""Fields whose keys belong to the user."""
 
 
 @dataclass(frozen=True)
@@ -151,10 +150,7 @@ def refused_status(resource: JobResource, message: str, now: float) -> dict[str,
 def ignored_change(
     resource: JobResource, spec: Mapping[str, Any], now: float
 ) -> dict[str, Any] | None:
-    """Return a condition if a resource differs from its job; None if it does not.
-
-    An API server with the rules of the definition rejects such a change.
-    """
+    """Return a condition if a resource differs from its job, which our rules in CEL forbid."""
     try:
         wanted = job_spec(resource)
     except SpecError as error:

@@ -64,7 +64,6 @@ class KubernetesOptions:
     priority_class: str | None = None
     """PriorityClass of pods whose template has none; None: the cluster's default."""
     python: str = "python"
-    """The interpreter in images."""
     grace: float = 30.0
     """Seconds that a job has to save when it is stopped."""
 

@@ -94,7 +94,6 @@ class PodLog:
 class _Following:
     def __init__(self) -> None:
         self.begun = threading.Event()
-        """Set after its first line."""
         self.ended = threading.Event()
 
 
@@ -120,9 +119,8 @@ class LogFollower:
     def expect_end(self, key: ReplicaKey, look: Callable[[], None]) -> None:
         """Follow the log of a replica that will be deleted; wait until that has begun.
 
-        The follower has begun when the last copied line arrives again. An empty log gives no such
-        sign, and is waited for only briefly. `look` calls the method `look` in the thread of the
-        watches.
+        That is when the last copied line arrives again; an empty log is waited for only briefly.
+        `look` is called in the thread of the watches.
         """
         if key in self._followed:
             return
@@ -188,7 +186,6 @@ def _stamped(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def _time(stamp: str) -> tuple[float, str]:
-    """Return a time as a sort key: whole seconds since the epoch, and nanoseconds."""
     match = _STAMP.match(stamp)
     if match is None:
         return 0.0, ""

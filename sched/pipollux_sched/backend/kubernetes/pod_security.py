@@ -154,7 +154,6 @@ def _own_secrets(value: Any, path: str = "") -> Iterator[Problem]:
 
 
 def _namespace_rules(spec: Mapping[str, Any], options: KubernetesOptions) -> Iterator[Problem]:
-    """Yield fields that would give a pod rights of others in its cluster."""
     for field in ("serviceAccountName", "serviceAccount"):
         account = spec.get(field)
         if account not in (None, "", "default", *options.service_accounts):

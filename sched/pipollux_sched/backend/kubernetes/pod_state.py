@@ -48,7 +48,6 @@ class PodView(NamedTuple):
     """Seconds that it has to end, 0 once it has; None: it was not deleted."""
     finalizers: tuple[str, ...]
     requests: Mapping[str, Any]
-    """Resource requests of its main container."""
 
     def slots(self, device: str) -> int:
         """Return its amount of a resource."""
@@ -112,13 +111,9 @@ def main_container(containers: list[dict[str, Any]]) -> dict[str, Any]:
 def replica_state(
     pod: PodView, node: ClusterNode | None, *, gone: bool, ordered: bool
 ) -> ReplicaState:
-    """Return a replica's state.
+    """Return a replica's state, from its pod and the node that this is bound to, if known.
 
-    Args:
-        pod: its pod.
-        node: the node that it is bound to; None: unbound or unknown.
-        gone: whether that node is no longer part of the cluster.
-        ordered: whether this scheduler has signalled the replica to stop or end.
+    `gone`: the node has left the cluster; `ordered`: this scheduler has signalled the replica.
     """
     ended = _ended(pod, node, gone=gone, ordered=ordered)
     waiting = "" if ended or pod.is_running else _waiting(pod)

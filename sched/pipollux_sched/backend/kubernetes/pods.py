@@ -83,10 +83,7 @@ def make_pod(
 
 
 def make_secret(program: ReplicaProgram, owner: Owner, options: KubernetesOptions) -> Object:
-    """Return the secret with the token by which the replicas of a job authenticate.
-
-    The cluster collects it with its owner: the scheduler needs no right to delete secrets.
-    """
+    """Return the secret with a job's token, which the cluster collects with its owner."""
     token = program.environment.get(_TOKEN, "")
     return {
         "metadata": {

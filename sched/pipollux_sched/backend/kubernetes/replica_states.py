@@ -95,6 +95,5 @@ class ReplicaStates:
         return replica_state(pod, node, gone=gone, ordered=ordered)
 
     def _is_gone(self, node: str) -> bool:
-        """Return whether a node has been missing for a while."""
         now = time.monotonic()
         return now - self._absent.setdefault(node, now) >= ABSENCE

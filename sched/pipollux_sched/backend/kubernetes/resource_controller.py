@@ -60,7 +60,6 @@ PAUSE = 0.5
 SHARE = 0.1
 """Largest share of a core for these passes: the store of thousands of jobs changes constantly."""
 LONGEST_REST = 5.0
-"""Longest pause in seconds for that limit."""
 MADE_BY = f"{names.GROUP}/made-by"
 """Annotation of a resource that was created for a job: the state directory that knows the job."""
 
@@ -140,9 +139,7 @@ class ResourceController:
         return done
 
     def owner(self, job: str) -> Owner:
-        """Return a job's owner, or raise `ClusterUnavailableError` while its resource does not
-        exist.
-        """
+        """Return a job's owner, or raise `ClusterUnavailableError` while there is no resource."""
         found = self._resources.find((self._api.namespace, job))
         link = self._link(job)
         if found is None or link is None or link.uid != found.uid:

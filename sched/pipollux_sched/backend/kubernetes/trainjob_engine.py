@@ -34,10 +34,9 @@ _LOG = logging.getLogger(__name__)
 class TrainJobEngine(KubernetesEngine):
     """Runs attempts as TrainJobs: for clusters with Kubeflow Trainer, its queues and its gangs.
 
-    The Trainer's controllers create all pods from one template: placements are even, and any change
-    of an allocation is another TrainJob. These pods cannot carry our finalizer, so the exit status
-    of a deleted pod is known only from the watch; pods deleted while no scheduler runs count as
-    lost.
+    All pods come from one template: placements are even, and any change of an allocation is another
+    TrainJob. They cannot carry our finalizer, so the exit status of a deleted pod is known only
+    from the watch; pods deleted while no scheduler runs count as lost.
     """
 
     name = "kubernetes"

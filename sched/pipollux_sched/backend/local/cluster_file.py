@@ -22,11 +22,7 @@ class VirtualNodes:
     """The nodes of a cluster file, or of a fixed cluster.
 
     A file that becomes invalid, or would move the GPUs of a node to another one, is ignored: jobs
-    may run on them.
-
-    Raises:
-        BackendError: the machine has fewer GPUs than the nodes.
-        SpecError: the file cannot be read, or is invalid.
+    may run on them. At first it is a `SpecError`, or `BackendError` if the machine has fewer GPUs.
     """
 
     def __init__(self, cluster: ClusterSpec | Path) -> None:

@@ -57,12 +57,8 @@ class LocalEngine(Engine):
     """Runs every pipeline replica as a torchrun agent on this machine.
 
     Args:
-        cluster: the virtual nodes, or the path of their file.
+        cluster: see `VirtualNodes`, also for errors.
         pass_environment: variables of this process passed to jobs, besides those of `.inherited`.
-
-    Raises:
-        BackendError: the machine has fewer GPUs than the nodes.
-        SpecError: the file cannot be read, or is invalid.
     """
 
     name = "local"

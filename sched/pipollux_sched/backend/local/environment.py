@@ -66,13 +66,7 @@ def replica_environment(
 ) -> dict[str, str]:
     """Return the complete environment of one replica.
 
-    Args:
-        program: the program of the replica.
-        launch: its attempt.
-        replica: its id.
-        devices: the variables that show it its devices.
-        marks: the variables by which its processes are found.
-        pass_on: variables of the scheduler passed in addition to those of `inherited`.
+    `marks` identify its processes; `pass_on` names variables of the scheduler besides `inherited`.
     """
     return {
         **inherited(os.environ, pass_on),

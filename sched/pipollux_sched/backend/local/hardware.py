@@ -23,7 +23,6 @@ TIMEOUT = 10.0
 TORCH_TIMEOUT = 120.0
 """Timeout in seconds of torch: its import alone is slow from a cold disk."""
 CGROUP = Path("/sys/fs/cgroup")
-"""The cgroup file system, with the resource limits of a container."""
 _DEVICE_FILES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 """At least one of these exists on machines with a GPU of NVIDIA or AMD."""
 
@@ -62,7 +61,6 @@ def count_cpus() -> int:
 
 
 def _memory() -> int:
-    """Return the bytes of main memory that child processes may use."""
     there, most = psutil.virtual_memory().total, _limit("memory.max")
     return min(there, int(most)) if most.isdecimal() else there
 

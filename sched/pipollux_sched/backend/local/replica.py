@@ -21,10 +21,7 @@ LINGER = 1.0
 
 
 class LocalReplica:
-    """The processes of one replica, started by this scheduler or an earlier one.
-
-    It has ended when its runner has ended and none of its processes, found by `marks`, is left.
-    """
+    """The processes of one replica; it has ended when none of them, found by `marks`, is left."""
 
     def __init__(
         self,

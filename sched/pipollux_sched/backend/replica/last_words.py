@@ -49,8 +49,7 @@ def last_lines(path: Path, count: int) -> list[str]:
 def last_words(path: Path, status: int | None, count: int = 20) -> LastWords:
     """Read how a script ended, and its last lines before torchrun's report.
 
-    If the script printed nothing and torchrun does not know how it ended, the lines are torchrun's;
-    without a status in its report, `status` counts.
+    If it printed nothing and its end is unknown, they are torchrun's; `status` is the default.
     """
     lines = [line for line in last_lines(path, 100_000) if not _SRUN_LINE.match(line)]
     reports = [index for index, line in enumerate(lines) if _REPORT.match(line)]

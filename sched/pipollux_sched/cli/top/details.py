@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from pipollux_sched.cli.reader import Reader
 
 HISTORY = 60
-"""Width of a job's history, in characters."""
 
 
 class _Details(Screen[None]):
@@ -48,9 +47,7 @@ class _Details(Screen[None]):
 
 
 class JobScreen(_Details):
-    """The details of a job as `pipollux describe` prints them, with an update every `interval`
-    seconds.
-    """
+    """The details of a job as `pipollux describe` prints them, updated periodically."""
 
     def __init__(self, reader: Reader, name: str, interval: float) -> None:
         super().__init__()

@@ -11,7 +11,6 @@ WAITS = "·"
 """Drawn while a job exists and holds no slots."""
 
 WINDOWS = (60.0, 300.0, 900.0, 3600.0, 6 * 3600.0, 24 * 3600.0, 7 * 24 * 3600.0)
-"""Lengths of the window, in seconds."""
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,6 @@ class TableColumn(NamedTuple):
     title: str
     right: bool = False
     order: JobOrder | None = None
-    """The sort key when the header is clicked."""
     descending: bool = False
     """Whether the first click sorts in descending order."""
 
@@ -128,10 +127,7 @@ class LiveTable(DataTable[Cell]):
             self.add_column(_head(column, ""), key=column.title)
 
     def show(self, rows: Iterable[TableRow]) -> None:
-        """Show these rows, in this order, and redraw only what has changed.
-
-        Lines are reused: adding one is much slower, because the library measures it.
-        """
+        """Show these rows, in this order; lines are reused, because adding one is much slower."""
         wanted = list(rows)
         at = self._told[self.cursor_row].key if 0 < self.cursor_row < len(self._told) else None
         if 2 * len(wanted) < len(self._told):

@@ -24,7 +24,6 @@ class Look(NamedTuple):
     """A snapshot of a scheduler."""
 
     cluster: ClusterView
-    """The overview, with the jobs of the query."""
     query: JobQuery
     served: bool
     """Whether a scheduler runs."""

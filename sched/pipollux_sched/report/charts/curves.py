@@ -30,7 +30,6 @@ def _pieces(
     at: Callable[[RunPoint], float],
     value: Callable[[RunPoint], float | None],
 ) -> list[list[Point]]:
-    """Return a curve of a job's reports, split at restarts."""
     known = [point for point in points if value(point) is not None]
     parts = groupby(known, key=lambda point: point.attempt)
     return [moments((at(p), value(p)) for p in part) for _, part in parts]
@@ -105,10 +104,7 @@ def _axis(
 
 
 def goodput_chart(job: JobRun, colour: int, start: float) -> CurveChart | None:
-    """Return goodput, batch size and efficiency over time, with the job's replicas as steps below.
-
-    None when the job reported none of them at two times or more.
-    """
+    """Return goodput, batch size and efficiency over time, above replicas; None without reports."""
     points = thinned(job.points)
 
     def pieces(value: Callable[[RunPoint], float | None]) -> list[list[Point]]:

@@ -92,7 +92,6 @@ class Attempt:
     num_stages: int
     membership: int = 1
     live: bool = False
-    """Whether the membership began with an elastic resize."""
     pause_seconds: float | None = None
     """The pause of that resize, in seconds."""
     replicas: tuple[int, ...] = ()

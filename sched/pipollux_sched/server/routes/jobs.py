@@ -97,9 +97,7 @@ def submit_all(services: ServicesDep, caller: CallerDep, batch: JobBatch) -> lis
 
 
 def _signed(services: Services, caller: Caller, job: JobSpec) -> JobSpec:
-    """Return a job in the sender's name, under an unused name, for the system user of its user's
-    token.
-    """
+    """Return a job in the sender's name, under an unused name, for its user's system user."""
     signed = caller.signed(job)
     if caller.role is Role.ADMIN:  # admins may submit thousands at once
         if signed.user is None or signed.run_as is not None:
