@@ -229,7 +229,7 @@ class Scheduler:
 
     @property
     def failure(self) -> str | None:
-        """Why the scheduler cannot continue, although nobody has stopped it; None: it can."""
+        """Why the scheduler cannot continue, although it was not stopped; None: it can."""
         return None if self._stopping else self._threads.failure
 
     @property

@@ -61,11 +61,7 @@ def place_new(
 def reallocate(
     candidates: Sequence[SchedulableJob], nodes: Nodes, strategy: Strategy
 ) -> list[Decision]:
-    """Decide on all jobs; return the decisions that change something.
-
-    Raises:
-        ValueError: the result of the strategy is invalid; the message says why.
-    """
+    """Return the decisions that change something; raise ValueError for an invalid result."""
     if not candidates:
         return []
     result = strategy.optimize(candidates, nodes)

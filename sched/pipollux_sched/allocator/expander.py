@@ -39,7 +39,7 @@ class CommandExpander:
     Args:
         command: program and arguments, quoted as in a shell; `{desired}` (required) is replaced by
             the desired number of nodes, `{current}` by the present one, `{release}` by the names of
-            nodes to release, separated by commas. Anything else in braces is a ValueError.
+            nodes to release, separated by commas. ValueError: it is empty, or has other fields.
         count: returns the number of nodes that the backend has.
         timeout: seconds after which the command and its child processes are killed.
 

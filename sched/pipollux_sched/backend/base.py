@@ -308,7 +308,7 @@ class Engine(ABC):
         """Remove everything of a replica that has left its attempt and ended, except its log."""
 
     def holds(self, launch: Launch) -> bool:  # noqa: ARG002  # most have nothing to check
-        """Return whether an attempt that may be adopted still holds the devices that it runs on."""
+        """Return whether the slots of an attempt to adopt still refer to its devices."""
         return True
 
     def fetch_log(self, key: ReplicaKey) -> None:  # noqa: B027  # most have nothing to do

@@ -4,8 +4,8 @@ Either all of its replicas run or none. A replica that fails ends the others; a 
 and, after a grace period, enforced; the outcome is reported once, when no replica is left. A
 replica that the cluster took away is no failure of the job.
 
-While its replicas train, further ones may be started (`join`), and take part once the job says so
-(`admit`). Until then their end is reported, and does not affect the others. Others may `part`.
+While its replicas train, further ones may be started (`join`), and take part once the job reports
+it (`admit`). Until then their end is reported, and does not affect the others. Others may `part`.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class ReplicaGroup:
         self.part(parting, self._outside_grace)
 
     def part(self, replicas: Collection[int], seconds: float) -> None:
-        """Let replicas end by themselves, and kill those that still run after some seconds."""
+        """Expect replicas to end by themselves; kill them if they still run after `seconds`."""
         for key in map(self.launch.key, replicas):
             if key not in self._states or (key == self._failed and self.ending):
                 continue  # the replica that the others survived has already ended

@@ -165,7 +165,7 @@ class JobService:
         """Move a job to another team, from the next decision on.
 
         Raises:
-            SpecError: the team is not known, is not its user's, or never lets it run.
+            SpecError: the team is not known, is not its user's, or can never run it.
             TeamFullError: it has not ended, and the team has reached its limit of unfinished jobs.
         """
         self._check_running()

@@ -319,7 +319,7 @@ def _stalled(state: JobState, event: Stalled, now: float) -> Transition:
     """Kill a stalled attempt; its end is handled later.
 
     An attempt without any step is still starting, and one that was asked to stop is saving: both
-    have limits of their own.
+    have separate limits.
     """
     trains = state.running_on and state.training and state.intent is None
     if event.attempt != state.attempt or not trains:

@@ -5,7 +5,7 @@ events; elsewhere it prints plain lines. It prints a table whenever the allocati
 summary at the end; these stay.
 
 Events may come from any thread. Nothing is printed while the view's own lock is held, because
-rich's display draws from a thread of its own, which takes that lock while it holds rich's.
+rich's display draws from another thread, which takes that lock while it holds rich's.
 """
 
 from __future__ import annotations

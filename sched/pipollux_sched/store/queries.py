@@ -116,7 +116,7 @@ class Overview:
     def attempts_since(
         self, since: float, most: int, nodes: Collection[str] | None = None
     ) -> list[tuple[AttemptRecord, int]]:
-        """Return the newest attempts that held slots after a time, oldest first, with numbers."""
+        """Return the newest attempts since a time, oldest first, with the numbers of their jobs."""
         with self._database.read() as session:
             return node_usage.attempts(session, since, most, nodes)
 

@@ -23,7 +23,7 @@ from .node_state import ClusterNode
 __all__ = ["PodView", "replica_state", "view_pod"]
 
 KILL_GRACE = 1
-"""Grace period of a killed pod: with 0 nobody would confirm its end."""
+"""Grace period of a killed pod: with 0, its end would not be confirmed."""
 MAIN_CONTAINER = "replica"
 """Name of the replica's container in a template; without it, the first container."""
 _CANNOT_START = frozenset(("ContainerCannotRun", "StartError", "RunContainerError"))
