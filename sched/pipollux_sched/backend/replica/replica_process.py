@@ -21,7 +21,7 @@ LOG_LIMIT = 64 * 2**20
 
 
 class ReplicaProcess:
-    """The runner (`runner`) of a replica's command; it writes its identity and end to `status`."""
+    """A replica's supervisor, which writes its identity and its command's end to `status`."""
 
     def __init__(self, status: Path, started: subprocess.Popen[bytes] | None = None) -> None:
         self._status = status
@@ -38,7 +38,11 @@ class ReplicaProcess:
         environment: Mapping[str, str],
         directory: Path | None,
     ) -> ReplicaProcess:
-        """Start a replica in a separate session, or raise OSError."""
+        """Start a replica in a separate session.
+
+        Raises:
+            OSError: it cannot be started.
+        """
         own = [sys.executable, "-I", "-S", runner.__file__, str(status), str(log), str(LOG_LIMIT)]
         with open(log, "ab", opener=runner.private) as file:
             started = subprocess.Popen(
