@@ -21,12 +21,7 @@ LOG_LIMIT = 64 * 2**20
 
 
 class ReplicaProcess:
-    """A replica's runner (`runner`), which runs its command: a torchrun agent, or an srun.
-
-    Args:
-        status: file in which the runner records its identity and how its command ended.
-        started: the runner's process, if this scheduler started it.
-    """
+    """A replica's supervisor, which writes its identity and its command's end to `status`."""
 
     def __init__(self, status: Path, started: subprocess.Popen[bytes] | None = None) -> None:
         self._status = status
