@@ -50,6 +50,7 @@ from .unsent_report import take_unsent_report
 _LOG = logging.getLogger(__name__)
 
 TICK = 0.2
+"""Seconds between two polls of the processes."""
 TICK_EACH = 2.5e-4
 """The same per running job, if that is more in total: polling thousands of jobs takes long."""
 STOP_PATIENCE = 5.0
