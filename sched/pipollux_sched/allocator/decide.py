@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipollux_policies import Allocation, NodeInfo, violations
-from pipollux_policies.placing import place_in_order
+from pipollux_policies.placement.new_jobs import place_in_order
 
 from .reasons import Others, explain
 from .strategy import FixedStrategy, Nodes, SchedulableJob, Strategy, free_of, jobs_of
@@ -34,7 +34,7 @@ class Decision:
 def place_new(
     candidates: Sequence[SchedulableJob], nodes: Nodes, strategy: Strategy
 ) -> list[Decision]:
-    """Place jobs that hold nothing on free slots, in the order of submission (`placing`).
+    """Place jobs that hold nothing on free slots, in the order of submission (`placement.new_jobs`).
 
     Then the strategy decides on all jobs (`reallocate`). A fixed allocation never waits for another
     job. ValueError: the result of the strategy is invalid.

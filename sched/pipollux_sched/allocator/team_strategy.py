@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from pipollux_policies import Policy, shape_of
-from pipollux_policies.rules import usable_nodes
+from pipollux_policies.allocations.rules import usable_nodes
 from pipollux_policies.teams.eligible import eligible
 from pipollux_policies.teams.ledger import (
     TeamUse,

@@ -1,6 +1,6 @@
 """The penalty on changes of allocation for the training time that they cost (OSDI'21, §4.2).
 
-`store/restart_cost.py` averages the measured restart times of a job; `change_cost` has the cost of
+`store/restart_cost.py` averages the measured restart times of a job; `allocations.change_cost` has that of
 each kind of change.
 """
 
