@@ -1,11 +1,8 @@
 """One forward of a batch through the stages, in GPipe's order.
 
 The clock, the copies between devices and the worker threads are torchgpipe's (Kim et al., 2020):
-micro-batch i is in stage j at tick i + j. This module prepares the work of stages so that any
-PyTree of tensors reaches the next stage: floating point tensors use torchgpipe's differentiable
-copies; other values are passed separately.
-
-::
+micro-batch i is in stage j at tick i + j. Floating point tensors of a PyTree use torchgpipe's
+differentiable copies; other values are passed separately::
 
     tick      0      1      2      3
     stage 0  (0,0)  (1,0)  (2,0)
@@ -89,7 +86,7 @@ class StageCall:
 class Escape(Exception):  # noqa: N818  # not an error: it carries one out of a thread
     """A SystemExit or KeyboardInterrupt of a layer, passed through a worker thread.
 
-    torchgpipe's workers only catch exceptions; other ones would end them, and block the script.
+    torchgpipe's workers only catch exceptions; others would end them and block the script.
     """
 
     def __init__(self, reason: BaseException) -> None:
@@ -140,11 +137,7 @@ class PipelineRun(Pipeline):
         self._streams = [current_stream(device) for device in devices]
 
     def forward(self) -> list[PyTree]:
-        """Run all micro-batches through all stages.
-
-        Returns:
-            The outputs of the micro-batches, on the last device.
-        """
+        """Run all micro-batches through all stages; return their outputs, on the last device."""
         with spawn_workers(self.devices) as queues:
             for tick in clock_cycles(len(self.batches), len(self.partitions)):
                 self._carry(tick)

@@ -1,8 +1,8 @@
 """The number of micro-batches of a batch, if the script does not set it.
 
 Fewer micro-batches than stages leave devices idle; GPipe finds the bubble negligible from M = 4·K
-on (Huang et al., 2019, section 2.3), which is the initial number of a job. From there M follows the
-goodput: many small micro-batches fill the pipeline and save memory, few large ones use the devices
+on (Huang et al., 2019, section 2.3), the initial number of a job. From there M follows the goodput:
+many small micro-batches fill the pipeline and save memory, few large ones use the devices
 efficiently.
 """
 
@@ -23,22 +23,16 @@ MOST_PER_STAGE = 16
 
 
 FEWEST_NORMALISED = 8
-"""Minimum samples of a chosen micro-batch if layers normalize over it: statistics of fewer are
-mostly noise."""
+"""Minimum samples of a chosen micro-batch if layers normalize over it; fewer are mostly noise."""
 COUNT = {
     "num_microbatches": at_least(
         1, "a whole number of at least 1, or None to have it chosen, is needed", whole=True
     )
 }
-"""Allowed numbers of micro-batches."""
 
 
 def chosen_microbatches(value: int | None, num_stages: int) -> int:
-    """Return the micro-batches M that the script sets; None: the initial number.
-
-    Raises:
-        ConfigurationError: The number is invalid; with the allowed values.
-    """
+    """Return M as set by the script, or the initial M; ConfigurationError if it is invalid."""
     if value is None:
         # A smaller batch is cut into as many micro-batches as it has samples.
         return initial_microbatches(num_stages, sys.maxsize)

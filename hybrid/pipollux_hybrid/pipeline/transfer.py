@@ -61,7 +61,6 @@ class Boundary:
     parcels: dict[int, Parcel]
     """By position among the leaves: tensors without gradients, and plain values."""
     places: tuple[int, ...]
-    """Positions of the other leaves."""
 
     @classmethod
     def of(cls, value: PyTree, what: str, *, is_input: bool = False) -> Boundary:
@@ -71,8 +70,7 @@ class Boundary:
             value: The PyTree.
             what: Name of the PyTree, for messages.
             is_input: Whether it comes from the script. Then only tensors that require a gradient
-                are differentiated; otherwise the first layer would compute unneeded gradients of
-                data.
+                are differentiated; else the first layer would compute unneeded gradients of data.
 
         Raises:
             ConfigurationError: It contains a value that pipelines do not support.
@@ -89,10 +87,8 @@ class Boundary:
         return cls(structure, rest, tuple(floating))
 
     def floating(self, value: PyTree, device: torch.device, what: str) -> Tensors:
-        """Return the differentiable tensors of a PyTree; an empty tensor if there are none.
-
-        Raises:
-            ConfigurationError: The PyTree differs from that of this boundary.
+        """Return the differentiable tensors of a PyTree; an empty tensor if there are none. Raises
+        a ConfigurationError if the PyTree differs from that of this boundary.
         """
         leaves, structure = flatten(value, what)
         if structure != self.structure:
