@@ -28,12 +28,7 @@ NAMED = 3
 
 
 def agree(control: ControlPlane, where: str, settings: Mapping[str, object]) -> None:
-    """Compare settings between the replicas; all of them call it at the same point.
-
-    Args:
-        control: The control plane of the job.
-        where: The origin of the settings, for the message.
-        settings: Values by name; None: not set.
+    """Compare settings from ``where`` between the replicas; all of them call it at the same point.
 
     Raises:
         ConfigurationError: They differ; raised on every replica, with the differences and their

@@ -59,11 +59,8 @@ class ProcessMesh:
 
     At an elastic resize it switches to new groups: users of the mesh are not affected, users of one
     of its groups must fetch the new one. All processes of a group call its collectives, which raise
-    a PeerLostError if one is gone, within a replica a ReplicaBrokenError.
-
-    Args:
-        env: The environment of this process.
-        timeout: Seconds to wait for slow peers.
+    a PeerLostError if one is gone, within a replica a ReplicaBrokenError. ``timeout`` is in
+    seconds.
     """
 
     def __init__(self, env: JobEnvironment, timeout: float) -> None:
@@ -87,7 +84,6 @@ class ProcessMesh:
         self.row = ReplicaGroup(row, env.processes_per_replica)
         """:attr:`stages` as a group for tensors on the CPU."""
         self.calls = ReplicaCalls(self.row, self.stage, env.rank)
-        """Announces the joint calls of this replica's processes."""
         self.column = ReplicaGroup(column, env.num_replicas)
         """:attr:`replicas` as a group for tensors on the CPU."""
         self._among: dict[Stages, dist.ProcessGroup | None] = {}
@@ -102,8 +98,7 @@ class ProcessMesh:
 
     def among(self, stages: Stages) -> dist.ProcessGroup | None:
         """Return a group of some stages of this replica, in that order; None: it excludes this one.
-
-        All processes of the job make the first call at the same point; the group is cached.
+        It is cached; all processes of the job make the first call at the same point.
         """
         if stages not in self._among:
             rows = self._ranks[:, list(stages)].tolist()
@@ -162,11 +157,8 @@ class ProcessMesh:
         return _sum(self.row, numbers, broken_replica)
 
     def share(self, found: torch.Tensor | None, size: int) -> torch.Tensor | None:
-        """Return the result of any process of this replica that has it; None: none has.
-
-        Args:
-            found: The result in this process, float64, shape [size]; equal on all that have it.
-            size: Number of elements.
+        """Return the result, float64 [size], of any process of this replica that has it; None: none
+        has.
         """
         mine = torch.zeros(1 + size, dtype=torch.float64)
         if found is not None:

@@ -16,9 +16,8 @@ LATER = (429, 503)
 
 
 def supervisor_client(env: JobEnvironment, **options: Any) -> httpx.Client:
-    """Return a client with the job's token that verifies the scheduler's certificate.
-
-    The options are those of :class:`httpx.Client`.
+    """Return a client with the job's token that verifies the scheduler's certificate; the options
+    are those of :class:`httpx.Client`.
     """
     verify: ssl.SSLContext | bool = True
     if env.ca_file is not None:
@@ -32,10 +31,7 @@ def supervisor_client(env: JobEnvironment, **options: Any) -> httpx.Client:
 
 
 def retry_after(response: httpx.Response) -> float | None:
-    """Return the seconds after which an overloaded scheduler accepts a retry.
-
-    None: it is not overloaded, or names no delay.
-    """
+    """Return the seconds after which an overloaded scheduler accepts a retry; else None."""
     if response.status_code not in LATER:
         return None
     try:

@@ -18,7 +18,7 @@ __all__ = ["Memory", "Piece", "Route", "Slice", "make_plan"]
 
 SMALLEST = 1 << 20
 LARGEST = 16 << 20
-"""Bounds of a piece in bytes: many pieces balance the work, few cost little."""
+"""Maximum bytes of a piece: many pieces balance the work, few cost little."""
 PIECES_EACH = 4
 """Pieces per sender and receiver, if there is enough data."""
 
@@ -35,7 +35,6 @@ class Slice(NamedTuple):
     """A range of bytes of a tensor."""
 
     number: int
-    """Index of the tensor."""
     begin: int
     end: int
 
@@ -100,9 +99,7 @@ class Memory:
 
     Tensors on the CPU are used directly. Slices of others are copied; of a tensor with gaps the
     whole is copied, one tensor at a time, so each must be read from its beginning to its end.
-
-    Args:
-        tensors: The tensors; those written to have no gaps.
+    Tensors written to have no gaps.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

@@ -1,8 +1,8 @@
 """Totals of accumulators, published for joining replicas in a folder that all replicas share.
 
 A script that evaluates between two loops makes decisions based on totals. A joining replica runs
-that code, too, on its way to the current loop of the job, and has no totals. So the leader writes
-the totals of each synchronized block outside of loops to a file.
+that code, too, and has no totals. So the leader writes the totals of each synchronized block
+outside of loops to a file.
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ KEPT_SECONDS = 600.0
 
 
 class PublishedTotals:
-    """Totals of synchronized blocks, by accumulator, phase of the script and index in the phase.
-
-    Args:
-        folder: A folder that all replicas share; None: nothing is published.
+    """Totals of synchronized blocks, by accumulator, phase of the script and index in the phase;
+    without a folder nothing is published.
     """
 
     def __init__(self, folder: Path | None) -> None:

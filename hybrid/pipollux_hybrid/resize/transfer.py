@@ -36,7 +36,7 @@ _LOG = logging.getLogger(__name__)
 PATIENCE = 10.0
 """Timeout of a piece or a reply in seconds."""
 IN_FLIGHT = 4
-"""Number of concurrent sends, or receives, of a replica."""
+"""Concurrent sends, or receives, of a replica."""
 BYTES = "bytes"
 SKELETON = "skeleton"
 
@@ -63,16 +63,14 @@ class Sent:
 
 @dataclass(frozen=True)
 class Taken:
-    """The states that a replica has received."""
+    """States that a replica has received."""
 
     states: Mapping[str, tuple[str, Any]]
     tensors: Sequence[Tensor]
 
     def adopt(self, states: Mapping[str, State]) -> None:
-        """Replace the states by the received ones.
-
-        Raises:
-            SynchronizationError: A state refuses its content.
+        """Replace the states by the received ones; SynchronizationError if a state refuses its
+        content.
         """
         for name, (form, value) in self.states.items():
             try:
@@ -86,15 +84,9 @@ class Taken:
 
 
 def pack(states: Mapping[str, State], *, leads: bool) -> Sent:
-    """Return the states that a replica sends; a `sync` has made them equal on all.
-
-    Args:
-        states: By name.
-        leads: Whether it is the first of the route, and also sends states that one sender suffices
-            for.
-
-    Raises:
-        CheckpointError: A state cannot be saved.
+    """Return the states that a replica sends, which a `sync` has made equal on all. The leader of
+    the route also sends states that one sender suffices for. Raises a CheckpointError if one cannot
+    be saved.
     """
     sent = Sent({}, [], [])
     for name, state in states.items():
@@ -153,10 +145,8 @@ def send(control: ReplicaGroup, rank: int, sent: Sent, route: Route) -> None:
 
 
 def outline(states: Mapping[str, State]) -> bytes:
-    """Return the input of :func:`prepare`, in any thread during training; empty: unknown.
-
-    Args:
-        states: By name; only those that are equal on all are included.
+    """Return the input of :func:`prepare`, in any thread during training; empty: unknown. It has
+    only those states that are equal on all replicas.
     """
     buffer = io.BytesIO()
     try:
@@ -237,11 +227,7 @@ def _own_room(
 
 
 class _Flow:
-    """Concurrent sends, limited in number.
-
-    Args:
-        control: All replicas.
-    """
+    """Concurrent sends, limited in number."""
 
     def __init__(self, control: ReplicaGroup) -> None:
         self._control = control
@@ -291,7 +277,7 @@ def _receive(
 def _tell(
     control: ReplicaGroup, rank: int, leader: int, header: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the leader's header, which the leader sends to all others."""
+    """Return the leader's header in all replicas."""
     content = torch.empty(0, dtype=torch.uint8)
     if rank == leader:
         saved = io.BytesIO()
