@@ -1,7 +1,5 @@
-"""States that survive restarts: the interface of AdaptDL's ``State``.
-
-``save``, ``load`` and ``sync`` are AdaptDL's; :mod:`pipollux_hybrid.checkpoint.manager` calls them.
-Files must be readable without running code from them.
+"""States that survive restarts: the interface of AdaptDL's ``State``, with its ``save``, ``load``
+and ``sync``.
 """
 
 from __future__ import annotations
@@ -207,11 +205,7 @@ class State:
 
 
 def snapshot_of(state: State) -> Callable[[BinaryIO], None]:
-    """Call a state's ``snapshot``.
-
-    Raises:
-        CheckpointError: It fails, whatever the reason.
-    """
+    """Call a state's ``snapshot``; raise a CheckpointError if it fails, whatever the reason."""
     try:
         return state.snapshot()
     except Exception as error:  # the script's own code
@@ -226,14 +220,10 @@ def _write_all(fileobj: BinaryIO, copy: io.BytesIO) -> None:
 
 
 def check_loadable(name: str, content: Any) -> None:
-    """Refuse content that ``torch.load(..., weights_only=True)`` would not read.
+    """Refuse a ``state_dict()`` that ``torch.load(..., weights_only=True)`` would not read.
 
-    This fails before training instead of at the first restart.
-
-    Args:
-        name: Name of the content, for the message.
-        content: A ``state_dict()``; it is written to memory and read back, without the elements of
-            its tensors.
+    It is written to memory and read back, without the elements of its tensors, so that this fails
+    before training instead of at the first restart.
 
     Raises:
         CheckpointError: It has objects other than tensors and plain Python values.

@@ -31,14 +31,11 @@ def clip_over_stages(
         parameters: Of this process.
         max_norm: Largest norm of the result.
         norm_type: p of the p-norm.
-        error_if_nonfinite: Whether a norm that is not finite is an error.
+        error_if_nonfinite: Whether to raise a RuntimeError for a norm that is not finite.
         foreach: As in :func:`torch.nn.utils.clip_grad_norm_`.
 
     Returns:
         The norm before clipping, a scalar tensor; float64 in a process without gradients.
-
-    Raises:
-        RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set.
     """
     if mesh is None:
         return nn.utils.clip_grad_norm_(
