@@ -61,7 +61,6 @@ class TextRows:
         return self._places(torch.arange(begin, begin + count)[:, None])
 
     def _places(self, left: Tensor) -> Tensor:
-        """Return the text positions of the i-th remaining pairs."""
         pieces = torch.searchsorted(self._ends, left.contiguous(), right=True)
         return left - (self._ends - self._lengths)[pieces] + self._starts[pieces]
 
@@ -152,7 +151,6 @@ class AdaptiveBPTTIterator(ElasticLoop[tuple[Tensor, Tensor]]):
         return -(-rows.row_length // self.bptt_len) + (rows.tail > 0)
 
     def _segment(self) -> Iterator[tuple[BatchSlice, tuple[Tensor, Tensor]]]:
-        """Yield windows from the current position on."""
         rows = self._cut()
         self._is_fresh = True
         for part, positions in self._windows(rows):
@@ -214,7 +212,6 @@ class AdaptiveBPTTIterator(ElasticLoop[tuple[Tensor, Tensor]]):
         return TextRows(len(self.tokens) - 1, cuts)
 
     def _iteration_done(self, part: BatchSlice) -> None:
-        """Record the number of pairs taken per row."""
         *before, (num_rows, _) = self._state.details["cuts"]
         since = part.next_index - sum(rows * taken for rows, taken in before)
         self._state.details["cuts"] = [*before, (num_rows, since // num_rows)]

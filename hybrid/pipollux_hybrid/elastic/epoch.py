@@ -38,7 +38,6 @@ class EpochState(State):
         self.epoch = 0
         """The current epoch, counted from 0."""
         self.num_epochs: int | None = None
-        """The number of epochs that the script asks for; None before it does."""
         self.loops_done = 0
         """Number of loops over data loaders that this epoch has completed."""
         self.loops_to_skip = 0
@@ -49,11 +48,11 @@ class EpochState(State):
         """Whether it ever was, in this process."""
 
     def remember(self) -> Callable[[], None]:
-        """Do nothing: no step changes the state."""
+        """No step changes the state."""
         return lambda: None
 
     def regrouped(self) -> None:
-        """Do nothing: no replica has joined."""
+        """No replica has joined."""
 
     @property
     def phase(self) -> str:

@@ -1,8 +1,8 @@
-"""The base class of elastic loops over data.
+"""The base class of elastic loops over data, with a position that survives restarts and an adaptive
+batch shape.
 
-A loop has a position that survives restarts, and an adaptive batch shape. Subclasses
-(:mod:`~pipollux_hybrid.elastic.loader`, :mod:`~pipollux_hybrid.elastic.bptt`) provide the batches
-of a *segment*, a sequence of iterations with one batch shape.
+Subclasses (:mod:`~pipollux_hybrid.elastic.loader`, :mod:`~pipollux_hybrid.elastic.bptt`) provide
+the batches of a *segment*, a sequence of iterations with one batch shape.
 """
 
 from __future__ import annotations
@@ -33,11 +33,8 @@ KIND = "loader"
 
 
 class LoopState(State):
-    """Position and batch shape of a loop.
-
-    Args:
-        ctx: The job's context.
-        identity: Identity of the data: a position is invalid for other data.
+    """Position and batch shape of a loop; a position is invalid for data of
+    another ``identity``.
     """
 
     takes_over = False
@@ -45,7 +42,6 @@ class LoopState(State):
     def __init__(self, ctx: JobContext, identity: dict[str, Any]) -> None:
         super().__init__(numbered_name(ctx, KIND, "json"))
         self.identity = identity
-        """Identity of the data."""
         self.index = 0
         """Samples (of text: tokens) of the epoch that all replicas together have taken."""
         self.details: dict[str, Any] = {}
@@ -53,7 +49,6 @@ class LoopState(State):
         self.atomic_bsz = 0
         """Current atomic batch size; 0 before one was chosen. It is not saved."""
         self.accum_steps = 0
-        """Current number of accumulation steps."""
 
     def save(self, fileobj: BinaryIO) -> None:
         """Write the position as JSON."""
@@ -73,7 +68,7 @@ class LoopState(State):
         self.index, self.details = index, content["details"]
 
     def remember(self) -> Callable[[], None]:
-        """Do nothing: the position is that of the last step that counts."""
+        """The position is that of the last step that counts."""
         return _nothing
 
     def rejoined(self) -> None:
@@ -86,18 +81,10 @@ class LoopState(State):
 
 
 class ElasticLoop(Generic[T]):
-    """A loop over data that any number of replicas share.
-
-    Subclasses call :meth:`_prepare`, and provide the batches of a segment in :meth:`_segment`.
-    """
+    """A loop over data that any number of replicas share."""
 
     def _prepare(self, batch_size: int, identity: dict[str, Any]) -> None:
-        """Initialise the loop, and restore its position.
-
-        Args:
-            batch_size: Samples of one optimizer step over all replicas.
-            identity: Identity of the data.
-        """
+        """Initialise the loop, and restore its position."""
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise ConfigurationError(
                 f"batch_size={batch_size!r}: a whole number of at least 1 is needed"
@@ -306,7 +293,6 @@ class ElasticLoop(Generic[T]):
         return f"{type(self).__name__}({data}, batch_size={self._init_batch_size}){limits}"
 
     def _choose_configuration(self) -> None:
-        """Apply the batch shape at the start of a segment."""
         batch, pipeline = self._context.batch, self._context.pipeline
         batch.scale = self._shape().batch_size / self._init_batch_size
         if pipeline.microbatches_follow:
@@ -319,11 +305,7 @@ class ElasticLoop(Generic[T]):
             )
 
     def _adopt(self, agreed: ControlMessage | None) -> bool:
-        """Apply an agreed message.
-
-        Returns:
-            Whether a new segment has to begin.
-        """
+        """Apply an agreed message; return whether a new segment has to begin."""
         if agreed is None or agreed.atomic_bsz == 0 or self._limits is None:
             return False
         before, ctx = self._shape(), self._context
@@ -350,10 +332,8 @@ def _nothing() -> None:
 
 
 def refuse_inside_loop(ctx: JobContext, what: str) -> None:
-    """Refuse to create or iterate over a ``what`` inside the body of a loop over a loader.
-
-    Raises:
-        ConfigurationError: The script is inside such a loop.
+    """Raise a ConfigurationError if ``what`` is created or iterated over inside a loop over a
+    loader.
     """
     if ctx.batch.loop is not None:
         raise ConfigurationError(

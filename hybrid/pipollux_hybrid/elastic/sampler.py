@@ -19,12 +19,7 @@ __all__ = ["ElasticSampler", "parts_of_iteration"]
 
 
 class ElasticSampler:
-    """The order of samples, and the share of a replica in it.
-
-    Args:
-        num_samples: Size of the data set.
-        shuffle: Whether each epoch has its own order.
-        seed: Seed of these orders.
+    """The order of samples, and the share of a replica in it; ``seed`` gives the orders of epochs.
 
     Example:
         >>> sampler = ElasticSampler(10, shuffle=False, seed=0)
@@ -69,7 +64,8 @@ class ElasticSampler:
 def parts_of_iteration(
     index: int, count: int, shape: BatchShape, rank: int, *, is_last: bool
 ) -> Iterator[tuple[range, BatchSlice]]:
-    """Yield the parts of one replica in one iteration.
+    """Yield the parts of one replica in one iteration: positions in the epoch, and the part, with
+    positions for indices.
 
     Args:
         index: Position of the iteration in the epoch.
@@ -77,9 +73,6 @@ def parts_of_iteration(
         shape: Shape of a whole batch.
         rank: The replica.
         is_last: Whether the epoch ends with the iteration.
-
-    Yields:
-        Positions in the epoch, and the part, with positions for indices.
     """
     # A short last iteration has fewer parts, not smaller ones.
     accum_steps = min(-(-count // (shape.num_replicas * shape.atomic_bsz)) - 1, shape.accum_steps)

@@ -1,11 +1,11 @@
 """Measurement of each layer's costs on its device: the profile for cutting stages.
 
 Every layer runs alone, forward and backward, at several micro-batch sizes b. The minimum time of a
-few runs is used for each size, as other load on the machine only adds time, and a line α + β·b is
-fitted through the sizes (:class:`pipollux_perfmodel.Layer`). Backwards include only what needs a
-gradient: a frozen first part of a model has none. Layers are copied one at a time, so that
-parameters, gradients, running statistics and random numbers stay unchanged, and a model that fits
-on no single device can be profiled on one.
+few runs counts for each size, as other load on the machine only adds time, and a line α + β·b is
+fitted (:class:`pipollux_perfmodel.Layer`). Backwards include only what needs a gradient: a frozen
+first part of a model has none. Layers are copied one at a time, so that parameters, gradients,
+running statistics and random numbers stay unchanged, and a model that fits on no single device can
+be profiled on one.
 """
 
 from __future__ import annotations
