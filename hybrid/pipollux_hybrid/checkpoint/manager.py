@@ -106,10 +106,8 @@ def save_all_states(*, background: bool = False) -> Path | None:
 
 
 def save_last_states() -> None:
-    """Save every state at the end of the training; a failure does not raise.
-
-    It is logged and determines the process's exit status, so that the script reaches its own end,
-    where it may save the model itself.
+    """Save every state at the end of the training. A failure does not raise: it is logged and
+    determines the exit status, so that the script can save the model at its own end.
     """
     failure: CheckpointError | None = None
     try:

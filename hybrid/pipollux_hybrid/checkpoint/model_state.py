@@ -1,6 +1,7 @@
-"""Model and optimizer in a checkpoint, keyed by layer: names are those of the user's own
-``nn.Sequential``, independent of stages (so the next attempt may cut the layers differently) and of
-``torch.compile``.
+"""Model and optimizer in a checkpoint, keyed by layer.
+
+Names are those of the user's own ``nn.Sequential``: independent of stages, so the next attempt may
+cut the layers differently, and of ``torch.compile``.
 """
 
 from __future__ import annotations
@@ -31,13 +32,9 @@ REMEDY = "build the model the checkpoint was made with"
 class ModelState(State):
     """Parameters, buffers, optimizer state and learning-rate scheduler.
 
-    Args:
-        module: The plain module.
-        optimizer: Its optimizer.
-        lr_scheduler: The optimizer's scheduler, if any.
-        elsewhere: Names of the parameters and buffers in other processes of the replica.
-        shards: Division of the optimizer state; None: every replica holds everything.
-        shared: Names in the whole module of parameters that other stages hold a copy of.
+    ``elsewhere`` has the names of parameters and buffers in other processes of the replica,
+    ``shared`` the names of parameters that other stages hold a copy of; without ``shards`` every
+    replica holds the whole optimizer state.
     """
 
     in_parts = True

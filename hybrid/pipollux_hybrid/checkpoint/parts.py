@@ -1,5 +1,6 @@
-"""A checkpoint that several processes write, each the layers of its stage: into one folder, in
-parallel. The first process creates the folder, and commits it when all have written.
+"""A checkpoint that several processes write, each the layers of its stage.
+
+They write into one folder, in parallel; the first one creates it, and commits it at the end.
 """
 
 from __future__ import annotations

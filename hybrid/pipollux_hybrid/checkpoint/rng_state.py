@@ -143,10 +143,8 @@ class RandomState(State):
 
 
 def draw_alike(ctx: JobContext) -> None:
-    """Set the CPU generators of a replica's processes to those of its first process.
-
-    All of them run the same script, whose random numbers must be equal in each; layers draw from
-    the generator of their stage's device.
+    """Set the CPU generators of a replica's processes to those of its first process: all run the
+    same script, whose random numbers must be equal; layers draw from their stage's device.
     """
     if ctx.mesh is None:
         return

@@ -1,6 +1,4 @@
-"""States that survive restarts: the interface of AdaptDL's ``State``, with its ``save``, ``load``
-and ``sync``.
-"""
+"""States that survive restarts: the interface of AdaptDL's ``State``."""
 
 from __future__ import annotations
 
@@ -95,11 +93,7 @@ class State:
         raise NotImplementedError
 
     def load_parts(self, files: Sequence[BinaryIO]) -> None:
-        """Read the output of :meth:`save` of several stages.
-
-        Args:
-            files: One per stage, in order.
-        """
+        """Read the outputs of :meth:`save` of all stages, in order."""
         raise NotImplementedError
 
     def content(self) -> Any:
@@ -220,13 +214,9 @@ def _write_all(fileobj: BinaryIO, copy: io.BytesIO) -> None:
 
 
 def check_loadable(name: str, content: Any) -> None:
-    """Refuse a ``state_dict()`` that ``torch.load(..., weights_only=True)`` would not read.
-
-    It is written to memory and read back, without the elements of its tensors, so that this fails
-    before training instead of at the first restart.
-
-    Raises:
-        CheckpointError: It has objects other than tensors and plain Python values.
+    """Raise a CheckpointError for a ``state_dict()`` that ``torch.load(..., weights_only=True)``
+    would not read, by writing and reading it without its tensors' elements: before training instead
+    of at the first restart.
     """
     copy = io.BytesIO()
     try:

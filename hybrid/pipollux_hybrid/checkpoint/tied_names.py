@@ -1,5 +1,7 @@
-"""Names of parameters shared by several layers in a multi-process pipeline. The plain module saves
-and loads such a parameter under all of its names; a process names its copy after its own layers.
+"""Names of parameters shared by several layers in a multi-process pipeline.
+
+The plain module saves and loads such a parameter under all of its names; a process names its copy
+after its own layers.
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ __all__ = ["with_last_values"]
 def with_last_values(
     state_dict: Mapping[str, Any], shared: Iterable[Sequence[str]], *, strict: bool
 ) -> dict[str, Any]:
-    """Set all names of a shared parameter to the value that the plain module would have: it loads
-    one name after another into the same memory, so the last one wins.
+    """Set all names of a shared parameter to the value that the plain module would have.
 
-    ``strict``: missing names stay missing, so that loading refuses them.
+    It loads one name after another into the same memory, so the last one wins. ``strict``: missing
+    names stay missing, so that loading refuses them.
 
     Example:
         >>> with_last_values({"0.w": 1, "2.w": 3}, [("0.w", "2.w", "4.w")], strict=False)

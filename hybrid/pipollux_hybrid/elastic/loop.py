@@ -1,8 +1,8 @@
-"""The base class of elastic loops over data, with a position that survives restarts and an adaptive
-batch shape.
+"""The base class of elastic loops over data.
 
-Subclasses (:mod:`~pipollux_hybrid.elastic.loader`, :mod:`~pipollux_hybrid.elastic.bptt`) provide
-the batches of a *segment*, a sequence of iterations with one batch shape.
+A loop has a position that survives restarts, and an adaptive batch shape. Subclasses
+(:mod:`~pipollux_hybrid.elastic.loader`, :mod:`~pipollux_hybrid.elastic.bptt`) provide the batches
+of a *segment*, a sequence of iterations with one batch shape.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ KIND = "loader"
 
 
 class LoopState(State):
-    """Position and batch shape of a loop; a position is invalid for data of
-    another ``identity``.
-    """
+    """Position and batch shape of a loop; the position is invalid for other data (``identity``)."""
 
     takes_over = False
 
@@ -84,7 +82,6 @@ class ElasticLoop(Generic[T]):
     """A loop over data that any number of replicas share."""
 
     def _prepare(self, batch_size: int, identity: dict[str, Any]) -> None:
-        """Initialise the loop, and restore its position."""
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise ConfigurationError(
                 f"batch_size={batch_size!r}: a whole number of at least 1 is needed"

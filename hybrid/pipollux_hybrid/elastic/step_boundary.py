@@ -60,11 +60,8 @@ class StepBoundary:
         self._context.control.launch(message, place)
 
     def end_iteration(self) -> IterationEnd:
-        """Read the agreed message; if replicas were lost, continue with the surviving ones.
-
-        Raises:
-            SynchronizationError: A replica is elsewhere in its training loop, or is gone and the
-                surviving replicas cannot continue.
+        """Read the agreed message; if replicas were lost, continue with the surviving ones. Raises
+        a SynchronizationError if a replica is elsewhere, or is gone and the others cannot continue.
         """
         losses = self._context.control.losses
         if not losses.void:

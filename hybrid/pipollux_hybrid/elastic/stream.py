@@ -1,6 +1,7 @@
-"""Samples of an iterable data set, divided among replicas. A stream has no indices, so every
-replica reads all of it and keeps its share; any number of replicas can continue from the number of
-samples taken.
+"""Samples of an iterable data set, divided among replicas.
+
+A stream has no indices, so every replica reads all of it and keeps its share; any number of
+replicas can continue from the number of samples taken.
 """
 
 from __future__ import annotations

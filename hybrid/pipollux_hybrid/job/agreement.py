@@ -31,8 +31,7 @@ def agree(control: ControlPlane, where: str, settings: Mapping[str, object]) -> 
     """Compare settings from ``where`` between the replicas; all of them call it at the same point.
 
     Raises:
-        ConfigurationError: They differ; raised on every replica, with the differences and their
-            ranks.
+        ConfigurationError: They differ; with the differences and their ranks, on every replica.
         SynchronizationError: A replica is gone.
     """
     texts = {name: None if value is None else str(value) for name, value in settings.items()}
@@ -114,12 +113,8 @@ def model_settings(
     optimizer: torch.optim.Optimizer,
     arguments: Mapping[str, object],
 ) -> dict[str, object]:
-    """Return the arguments of HybridParallel that must be equal on every replica.
-
-    Args:
-        module: The layers.
-        optimizer: Their optimizer.
-        arguments: The other arguments; of objects, the class is compared.
+    """Return the arguments of HybridParallel that must be equal on every replica; of objects in
+    ``arguments``, the class is compared.
     """
     settings: dict[str, object] = {name: _word(value) for name, value in arguments.items()}
     settings["optimizer"] = type(optimizer).__name__

@@ -66,12 +66,7 @@ class JobContext:
     _components: dict[Any, Any] = field(default_factory=dict)
 
     def component(self, kind: Callable[[JobContext], T]) -> T:
-        """Return the singleton of a class in this job, created with this context at the first call.
-
-        Example::
-
-            metrics = context().component(Metrics)
-        """
+        """Return the job's singleton of a class, created with this context at the first call."""
         if kind not in self._components:
             self._components[kind] = kind(self)
         found: T = self._components[kind]

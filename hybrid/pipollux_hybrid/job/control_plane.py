@@ -130,10 +130,8 @@ _HEAD = len(NOTHING.numbers()) + 4
 
 
 class ControlPlane:
-    """Exchanges one :class:`ControlMessage` per step among all replicas.
-
-    With one replica, messages are returned unchanged. A peer slower than ``timeout`` seconds ends
-    the job.
+    """Exchanges one :class:`ControlMessage` per step among all replicas; a peer slower than
+    ``timeout`` seconds ends the job. With one replica, messages are returned unchanged.
     """
 
     def __init__(self, num_replicas: int, timeout: float) -> None:
@@ -195,12 +193,8 @@ class ControlPlane:
         self._agreed = message if self._group is None else None
 
     def ride(self, numbers: Sequence[float], failure: PeerLostError | None = None) -> list[float]:
-        """Sum numbers of a synchronising backward over the replicas, with the launched message.
-
-        Args:
-            numbers: The same count on every replica.
-            failure: Why this process's part of the backward failed; raised if it does not take
-                part.
+        """Sum a synchronising backward's numbers, of equal count, over the replicas, with the
+        launched message. ``failure`` is raised if this process's part of the backward failed.
 
         Raises:
             SynchronizationError: A replica is elsewhere in its training loop.
@@ -313,7 +307,6 @@ class ControlPlane:
         return torch.tensor([*head, *numbers], dtype=torch.float64)
 
     def _read(self, vector: torch.Tensor) -> tuple[ControlMessage, list[float]]:
-        """Return the message and the numbers of a summed vector."""
         totals = vector.tolist()
         head, sums = totals[:_HEAD], totals[_HEAD:]
         mark, mark_sqr, differing, riding = map(int, head[-4:])

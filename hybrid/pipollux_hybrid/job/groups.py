@@ -46,15 +46,11 @@ os.register_at_fork(before=gc.freeze, after_in_parent=gc.unfreeze)
 
 
 class ReplicaGroup:
-    """Collectives on CPU tensors among some replicas.
+    """Collectives on CPU tensors of equal shapes among some replicas.
 
-    Tensors have the same shape on all replicas. Timeouts are in seconds, None for the group's own.
-    Methods raise a RuntimeError if a replica is gone or too slow.
-
-    Args:
-        process_group: A ``ProcessGroup`` of torch, or one of its backends.
-        size: Number of replicas.
-        connections: Kernel names of its connections, where they are known.
+    Timeouts are in seconds, None for the group's own. Methods raise a RuntimeError if a replica is
+    gone or too slow. ``process_group`` is a ``ProcessGroup`` of torch, or one of its backends;
+    ``connections`` are kernel names, where they are known.
     """
 
     def __init__(self, process_group: Any, size: int, connections: Set[str] = frozenset()) -> None:
@@ -111,13 +107,8 @@ def form_group(
 ) -> ReplicaGroup:
     """Form a gloo group; all of its replicas call it, in any thread.
 
-    Args:
-        store: Store for the rendezvous of the group.
-        name: Unique in this store.
-        rank: Rank of this replica in the group.
-        size: Number of replicas.
-        patience: Seconds to wait for the others to call this, else a RuntimeError is raised.
-        timeout: Timeout of later collectives in seconds.
+    ``name`` must be unique in the store. Within ``patience`` seconds all must have called it, or a
+    RuntimeError is raised; ``timeout`` is that of later collectives in seconds.
     """
     prefixed = PrefixStore(name, store)
     with new_connections() as connections:
@@ -141,10 +132,8 @@ def carrier_of(group: dist.ProcessGroup, device: torch.device) -> torch.device:
 
 
 def abort_nccl(gone: Set[int]) -> None:
-    """Abort NCCL groups with lost ranks, whose kernels would wait on the GPU forever.
-
-    Returns at once. The outputs of their collectives are invalid, so users must check for lost
-    processes.
+    """Abort NCCL groups with lost ranks, whose kernels would wait on the GPU forever. Returns at
+    once. The outputs of their collectives are invalid, so users must check for lost processes.
     """
     world = getattr(dist.distributed_c10d, "_world", None)
     for group in list(getattr(world, "pg_map", ())):

@@ -117,7 +117,6 @@ def _add_functions(
 
 
 def _add_code(code: CodeType, update: Callable[[bytes], None]) -> None:
-    """Add a function's instructions, names and constants."""
     update(code.co_code)
     update(repr((code.co_names, code.co_varnames, code.co_freevars)).encode())
     for constant in code.co_consts:

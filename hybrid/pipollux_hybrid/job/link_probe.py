@@ -35,7 +35,6 @@ def measure_link(mesh: ProcessMesh, device: torch.device, num_bytes: int) -> Lin
 
 
 def _seconds(mesh: ProcessMesh, device: torch.device, num_bytes: int) -> float:
-    """Return half of the fastest round trip."""
     message = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     carrier = carrier_of(mesh.stages, device)
     arrived = message if carrier == device else torch.empty_like(message, device=carrier)

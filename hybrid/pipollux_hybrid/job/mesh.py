@@ -57,10 +57,9 @@ class MeshGroups:
 class ProcessMesh:
     """The groups of this process; all processes create it at the same point.
 
-    At an elastic resize it switches to new groups: users of the mesh are not affected, users of one
-    of its groups must fetch the new one. All processes of a group call its collectives, which raise
-    a PeerLostError if one is gone, within a replica a ReplicaBrokenError. ``timeout`` is in
-    seconds.
+    At an elastic resize it switches to new groups, and users of one of its groups must fetch the
+    new one. All processes of a group call its collectives, which raise a PeerLostError if one is
+    gone, within a replica a ReplicaBrokenError.
     """
 
     def __init__(self, env: JobEnvironment, timeout: float) -> None:
@@ -114,12 +113,8 @@ class ProcessMesh:
         num_replicas: int,
     ) -> MeshGroups:
         """Form the groups of another membership, in any thread; all of its processes call it.
-
-        Args:
-            form: Forms one, given its name, this process's rank in it, and its size.
-            form_within: The same for groups within a replica, which pass micro-batches on.
-            replica: The rank of this replica in that membership.
-            num_replicas: Number R of its replicas.
+        ``form`` and, within a replica, ``form_within`` form a group, given its name, this process's
+        rank and the size.
         """
         column = form(f"column-{self.stage}", replica, num_replicas)
         row = form_within(f"row-{replica}", self.stage, self.num_stages)

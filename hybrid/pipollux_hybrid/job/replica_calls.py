@@ -60,7 +60,6 @@ class ReplicaCalls:
 
     def meet(self, name: str, batch: BatchDigest | None = None, number: float = 0.0) -> list[float]:
         """Wait until all processes of the replica make this call; return the number of each.
-
         ``name`` is the call as written in a script, ``batch`` a digest of its arguments.
 
         Raises:

@@ -47,10 +47,10 @@ def adaptive_of(optimizer: torch.optim.Optimizer) -> AdaptiveOptimizer | None:
 
 
 class AdaptiveOptimizer:
-    """Patches ``step`` and ``zero_grad`` of an optimizer.
+    """Patches ``step`` and ``zero_grad`` of an optimizer whose ``step`` needs no closure.
 
     Args:
-        optimizer: Any optimizer whose ``step`` needs no closure.
+        optimizer: The optimizer.
         is_complete: Returns whether the gradients of an iteration are complete.
         factor: Returns the factor on the learning rate of the next step.
         on_step: Called after each real step.

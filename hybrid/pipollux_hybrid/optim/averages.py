@@ -1,6 +1,7 @@
-"""Averages of parameters skip accumulation steps, as the optimizer does: else
-``average.update_parameters(module)`` at the end of a loop body would average unchanged parameters,
-and forget earlier ones too soon.
+"""Averages of parameters skip accumulation steps, as the optimizer does.
+
+Else ``average.update_parameters(module)`` at the end of a loop body would average unchanged
+parameters, and forget earlier ones too soon.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Warns scripts that change gradients before accumulation is complete:
+"""Warns scripts that change gradients before accumulation is complete.
+
 ``torch.nn.utils.clip_grad_norm_`` in the loop body would clip parts of the batch, and earlier parts
 repeatedly, without a trace. Autograd counts in-place changes of a tensor, so comparing two integers
 detects it.

@@ -1,5 +1,6 @@
-"""Checks that the optimizers of all processes take the same steps with the same hyperparameters:
-replicas average gradients but step separately, so one that skips a step diverges.
+"""Checks that the optimizers of all processes take the same steps with the same hyperparameters.
+
+Replicas average gradients but step separately, so one that skips a step diverges.
 """
 
 from __future__ import annotations

@@ -63,14 +63,9 @@ class ShardedStep:
     def exchange(
         self, make: Callable[[nn.Parameter], Tensor | None], known: Mapping[nn.Parameter, Tensor]
     ) -> dict[nn.Parameter, Tensor]:
-        """Return one tensor per parameter, created by its owner; all replicas call it.
-
-        Args:
-            make: Creates it, with as many real numbers as the parameter has; None: there is none.
-            known: Parameters to leave out; equal on all replicas.
-
-        Raises:
-            PeerLostError: A replica is gone.
+        """Return one tensor per parameter, created by its owner, except ``known`` ones; all
+        replicas call it. ``make`` returns as many real numbers as the parameter has, or None.
+        Raises a PeerLostError if a replica is gone.
         """
         asked = [p for p in self._parameters() if p not in known]
         made = {p: x for p in asked if self._shards.is_own(p) and (x := make(p)) is not None}

@@ -60,10 +60,10 @@ def profile_layers(
 
     Args:
         module: The layers, in the mode (training or evaluation) to measure. Supports skip
-        connections of torchgpipe's ``skippable``.
+            connections of torchgpipe's ``skippable``.
         example_inputs: Inputs of the module, tensors of shape [batch, …], ideally with as many
-        samples as a replica processes at once; times are measured at a quarter, half and all of
-        them.
+            samples as a replica processes at once; times are measured at a quarter, half and all of
+            them.
         optimizer: Optimizer of the module's parameters, for the bytes of its state.
         device: Device for the measurement; by default that of the first parameter, else the CPU.
         rounds: Timed runs of each layer at each size.

@@ -1,5 +1,6 @@
-"""Tied parameters: layers that share a parameter must be in one stage, except in a multi-process
-pipeline, where each stage holds a copy (:mod:`pipollux_hybrid.sync.tied_copies`).
+"""Tied parameters: layers that share a parameter must be in one stage.
+
+In a multi-process pipeline each stage holds a copy (:mod:`pipollux_hybrid.sync.tied_copies`).
 """
 
 from __future__ import annotations

@@ -13,11 +13,8 @@ __all__ = ["choose_modes"]
 def choose_modes(
     asked: str | Sequence[str], num_stages: int, *, stages_have_processes: bool
 ) -> tuple[Checkpoint, ...]:
-    """Return the mode of each stage, given one mode for all or one per stage.
-
-    Raises:
-        ConfigurationError: Their number differs from that of stages, or a multi-process pipeline
-            has different ones.
+    """Return the mode of each stage, given one mode for all or one per stage. Raises a
+    ConfigurationError if their number is wrong, or a multi-process pipeline has different ones.
     """
     if isinstance(asked, str):
         return (_known(asked),) * num_stages

@@ -42,16 +42,11 @@ CHECKPOINT_MODES = ("always", "except_last", "never")
 
 
 class PipelineEngine:
-    """A sequential module cut into stages, one device each.
+    """A sequential module cut into stages, one device each, to which the layers are moved.
 
-    Args:
-        module: The layers; they are moved to their stage's device.
-        balance: Number of layers of each stage, from first to last.
-        devices: One device per stage.
-        checkpoint: Recomputed micro-batches: ``"always"``, ``"except_last"`` or ``"never"``.
-
-    Raises:
-        ConfigurationError: The module cannot be cut like this.
+    ``balance`` is the number of layers of each stage, from first to last, and ``checkpoint`` the
+    recomputed micro-batches: ``"always"``, ``"except_last"`` or ``"never"``. Raises a
+    ConfigurationError if the module cannot be cut like this.
     """
 
     def __init__(
@@ -90,8 +85,8 @@ class PipelineEngine:
             inputs: PyTree of tensors of shape [batch, …], on the first device.
             sizes: Samples of each micro-batch (:func:`microbatch_sizes`).
             training: Whether activations may be recomputed, which also requires gradients.
-            separately: Whether parameters receive one gradient per micro-batch even without
-                recomputation, at less overlap of stages.
+            separately: Whether parameters receive one gradient per micro-batch in any case, at less
+                overlap of stages.
         """
         recomputed = self.checkpointed(len(sizes), training=training and torch.is_grad_enabled())
         if len(self.stages) == len(sizes) == 1 and not recomputed:

@@ -60,7 +60,6 @@ class StageCall:
         self.leaving: Boundary | None = None
 
     def __call__(self, tensors: Tensors) -> Tensors:
-        """Compute the stage's output from its input."""
         stage = self._stage
         value = self._entering.restore(tensors, stage.device)
         with use_skip_tracker(self._tracker):
@@ -95,11 +94,11 @@ class Escape(Exception):  # noqa: N818  # not an error: it carries one out of a 
 
 
 class PipelineRun(Pipeline):
-    """Runs micro-batches through stages.
+    """Runs micro-batches, PyTrees of tensors [micro-batch, …] on the first device, through stages.
 
     Args:
         stages: The stages, each on its device.
-        microbatches: PyTrees of tensors of shape [micro-batch, …], on the first device.
+        microbatches: The micro-batches.
         num_recomputed: Number of recomputed micro-batches, counted from the first.
         copy_streams: Per stage and micro-batch, the stream of its copies.
         layout: Destinations of stashed tensors.
@@ -163,7 +162,6 @@ class PipelineRun(Pipeline):
                 copy(self.batches[i], streams[j - 1], streams[j])
 
     def _compute(self, tick: Sequence[tuple[int, int]], entries: Any, exits: Any) -> None:
-        """Run every stage of a tick, then collect their results."""
         begun = []
         for i, j in tick:
             if j > 0:

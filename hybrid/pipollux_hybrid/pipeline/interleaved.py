@@ -28,13 +28,9 @@ _SENDS = (schedules.SEND_F, schedules.SEND_B)
 
 
 class Interleaved(_PipelineScheduleRuntime):
-    """The schedule of the chunks of one process.
+    """The schedule of the chunks of one process, in order; without a loss function, forwards only.
 
-    Args:
-        chunks: Chunks of this process, in order.
-        num_microbatches: M.
-        loss_fn: Of a micro-batch; None: forwards only.
-        forwards_first: Whether all forwards precede the first backward.
+    ``forwards_first``: all forwards precede the first backward.
     """
 
     def __init__(

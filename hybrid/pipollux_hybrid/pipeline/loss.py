@@ -111,11 +111,8 @@ def check_scope(scope: object) -> LossScope | None:
 
 
 def loss_value(returned: object) -> LossValue:
-    """Return the loss from the result of the script's function.
-
-    Raises:
-        ConfigurationError: It is no scalar tensor or :class:`WeightedLoss` of one, or its weight is
-            not a finite number of at least 0.
+    """Return the loss from the result of the script's function. Raises a ConfigurationError unless
+    it is a scalar tensor or :class:`WeightedLoss` of one, with a finite weight of at least 0.
     """
     root, weight = returned, None
     if isinstance(returned, WeightedLoss):
@@ -198,11 +195,9 @@ class MicrobatchLoss:
         return [self._roots(output, gradients)]
 
     def summary(self) -> tuple[Tensor, float | None]:
-        """Return the loss of the batch, and the weight of a :class:`WeightedLoss`.
-
-        Raises:
-            ConfigurationError: No gradient leads from the loss to the model, or the loss is a
-                :class:`WeightedLoss` for some micro-batches only.
+        """Return the loss of the batch, and the weight of a :class:`WeightedLoss`. Raises a
+        ConfigurationError if no gradient leads from the loss to the model, or the loss is a
+        :class:`WeightedLoss` for some micro-batches only.
         """
         if not self._has_gradient and self._counted:
             raise ConfigurationError(

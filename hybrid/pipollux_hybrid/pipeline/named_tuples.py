@@ -1,5 +1,6 @@
-"""Lookup of named tuple classes by name, for messages between stages of a multi-process pipeline:
-all processes of a replica run the same script.
+"""Lookup of named tuple classes by name, for messages between stages in several processes.
+
+All processes of a replica run the same script, so module and name identify a class.
 """
 
 from __future__ import annotations

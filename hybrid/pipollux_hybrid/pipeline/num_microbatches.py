@@ -41,12 +41,8 @@ def chosen_microbatches(value: int | None, num_stages: int) -> int:
 
 
 def cut_sizes(batch_size: int, num_microbatches: int, fewest: int = 1) -> list[int]:
-    """Return the sizes of the micro-batches: the requested number, if none is too small.
-
-    Args:
-        batch_size: Samples of the batch.
-        num_microbatches: Requested micro-batches M.
-        fewest: Minimum samples of each, if the batch has as many.
+    """Return the sizes of the requested micro-batches; fewer if one had less than ``fewest``
+    samples.
 
     Example:
         >>> cut_sizes(9, 8), cut_sizes(9, 8, fewest=2)
@@ -60,12 +56,7 @@ def cut_sizes(batch_size: int, num_microbatches: int, fewest: int = 1) -> list[i
 
 
 def initial_microbatches(num_stages: int, atomic_bsz: int, fewest: int = 1) -> int:
-    """Return the micro-batches M before any measurement.
-
-    Args:
-        num_stages: Number K of stages; one stage needs no micro-batches.
-        atomic_bsz: Samples to cut.
-        fewest: Minimum samples of each.
+    """Return the micro-batches M before any measurement; one stage needs no micro-batches.
 
     Example:
         >>> initial_microbatches(2, 64), initial_microbatches(2, 10), initial_microbatches(1, 64)

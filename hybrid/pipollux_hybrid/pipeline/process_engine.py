@@ -58,10 +58,10 @@ _Schedule: TypeAlias = _GPipe | _OneForwardOneBackward | Interleaved
 
 
 class ProcessEngine:
-    """Stage k of a sequential module, run by this process.
+    """Stage k of a sequential module, run by this process, to whose device its layers are moved.
 
     Args:
-        module: The layers; this stage's are moved to its device, the others stay unchanged.
+        module: The layers; those of other stages stay unchanged.
         balance: Number of layers of each stage, or of each of K·V chunks, from first to last.
         device: Device of this stage.
         checkpoint: Recomputed micro-batches.
@@ -331,7 +331,6 @@ class ProcessEngine:
     def _shared_loss(
         self, summary: tuple[Tensor, float | None] | None
     ) -> tuple[Tensor, float | None]:
-        """Return the last stage's loss and its weight in every process."""
         loss, weight = summary or (torch.zeros((), dtype=torch.float64), None)
         # The host needs the weight, without waiting for a loss on a GPU.
         told = torch.tensor([math.nan if weight is None else weight, 0.0], dtype=torch.float64)

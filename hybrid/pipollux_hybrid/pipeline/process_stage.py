@@ -141,15 +141,8 @@ class _Layers(nn.Module):
 class ProcessStage(PipelineStage):
     """Stage k of K, for micro-batches of any size; or chunk q of K·V, in the process q mod K.
 
-    Args:
-        stage: Its layers, on their device.
-        index: k, or q.
-        num_stages: K, or K·V.
-        group: The K processes of the pipeline, in the order of stages.
-        row: The same processes, for tensors on the CPU.
-        layout: Destinations of stashed tensors.
-        notes: Records of this process.
-        carrier: Device from which the group sends tensors.
+    ``group`` and ``row`` are the K processes of the pipeline in the order of stages, ``row`` for
+    tensors on the CPU; ``carrier`` is the device from which the group sends tensors.
     """
 
     def __init__(

@@ -44,11 +44,8 @@ NO_GRAPH = ("does not require grad and does not have a grad_fn", "register a hoo
 class Recomputation:
     """One micro-batch in one stage, computed first without and later with activations.
 
-    Args:
-        function: Maps tensors of floating point or complex type.
-        stage: The stage of the layers.
-        outer: The script's thread-local state around the forward.
-        guards: Of the stage.
+    ``function`` maps tensors of floating point or complex type; ``outer`` is the script's
+    thread-local state around the forward.
     """
 
     def __init__(

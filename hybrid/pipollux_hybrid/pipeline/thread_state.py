@@ -19,7 +19,7 @@ __all__ = ["ThreadLocalState"]
 
 @dataclass(frozen=True)
 class ThreadLocalState:
-    """Contexts entered at the start of a forward.
+    """Contexts entered at the start of a forward in the script's thread.
 
     Example::
 

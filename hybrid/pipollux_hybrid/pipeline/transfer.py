@@ -64,16 +64,9 @@ class Boundary:
 
     @classmethod
     def of(cls, value: PyTree, what: str, *, is_input: bool = False) -> Boundary:
-        """Split a PyTree.
-
-        Args:
-            value: The PyTree.
-            what: Name of the PyTree, for messages.
-            is_input: Whether it comes from the script. Then only tensors that require a gradient
-                are differentiated; else the first layer would compute unneeded gradients of data.
-
-        Raises:
-            ConfigurationError: It contains a value that pipelines do not support.
+        """Split a PyTree, called ``what`` in messages; raise a ConfigurationError for an
+        unsupported value. Of the script's inputs only tensors that require a gradient are
+        differentiated, else the first layer would compute unneeded gradients of data.
         """
         leaves, structure = flatten(value, what)
         floating = [

@@ -71,9 +71,8 @@ class ElasticMembership:
         return None if announcement is None else announcement.place
 
     def arrive(self, place: JobPlace, description: str) -> bool:
-        """Record the beginning of a loop; a joining replica joins here.
-
-        Returns False for a joining replica if the job is beyond this loop, which is then skipped.
+        """Record the beginning of a loop; a joining replica joins here. Returns False for a joining
+        replica if the job is beyond this loop, which is then skipped.
 
         Raises:
             SystemExit: A joining replica was asked to stop, or the job has ended.
@@ -108,10 +107,9 @@ class ElasticMembership:
         return agreed.formed == size * number and agreed.formed_sqr == size * number**2
 
     def change(self, place: JobPlace, description: str) -> bool:
-        """Resize to the membership that all have formed; all replicas call it at the same boundary.
-
-        Returns whether it was entered; else nothing has changed. The loop's description must be
-        equal on joining replicas.
+        """Resize to the membership that all have formed; return whether it was entered, else
+        nothing has changed. All replicas call it at the same boundary, in loops of equal
+        descriptions.
 
         Raises:
             SystemExit: This replica leaves.

@@ -82,12 +82,8 @@ class Joining:
 
     def totals(self, accumulator: str, phase: str, number: int) -> bytes:
         """Return the totals of a synchronized block in the job, which is beyond it: by accumulator,
-        phase of the script and index in the phase.
-
-        Raises:
-            SystemExit: This replica was asked to stop, or the job has ended.
-            ConfigurationError: The job's script has no such block.
-            PeerLostError: Another process of this replica has ended.
+        phase of the script and index in the phase. Errors are those of :meth:`join`; a
+        ConfigurationError if the job's script has no such block.
         """
         deadline = time.monotonic() + TOTALS_PATIENCE
         while (found := self._published.find(accumulator, phase, number)) is None:
@@ -131,7 +127,6 @@ class Joining:
         return self._take_over(pending)
 
     def _take_over(self, pending: PendingMembership) -> Alignment:
-        """Receive the states of the job, and switch to the new groups."""
         ctx, control, rank = self._context, pending.control, pending.rank
         peers = pending.peers
         assert control and peers and rank is not None  # noqa: S101, PT018  # it has formed
@@ -176,7 +171,6 @@ class Joining:
         return result
 
     def _check_waiting(self) -> None:
-        """End a joining replica that is not needed any more."""
         if signals.stop_requested():
             sys.exit(signals.exit_code())
         ctx = self._context

@@ -1,5 +1,6 @@
-"""Forms the groups of a membership in the background, while training uses the current ones. One
-that dies or is slow before all have met costs the others nothing.
+"""Forms the groups of a membership in the background, while training uses the current ones.
+
+A replica that dies or is slow before all have met costs the others nothing.
 """
 
 from __future__ import annotations
@@ -40,12 +41,11 @@ class PendingMembership:
         rendezvous: The rendezvous of the job.
         timeout: Timeout of later collectives in seconds.
         mesh: The current groups of a multi-process pipeline.
-        outline: Returns replica 0's outline of the states, for joining replicas; None: there is
-            none.
+        outline: Returns replica 0's outline of the states, if any, for joining replicas.
         common: Returns the settings that all replicas must have in common, for error messages.
         prepare: Allocates memory for an outline, on a joining replica.
-        prepares: Slow preparations, called with the number of replicas; each returns a function to
-            be called when the membership is entered.
+        prepares: Slow preparations, called with the number of replicas; return functions to call
+            when the membership is entered.
     """
 
     def __init__(

@@ -55,12 +55,8 @@ class Piece(NamedTuple):
 
 
 def make_plan(sizes: Sequence[int], equal: Sequence[bool], route: Route) -> list[Piece]:
-    """Return the pieces in the order in which all replicas send and receive them.
-
-    Args:
-        sizes: Bytes of the tensors.
-        equal: For each, whether all senders have it; else the first one sends it.
-        route: The ranks of senders and receivers.
+    """Return the pieces in the order in which all replicas send and receive them. ``sizes`` are in
+    bytes; a tensor that is not ``equal`` on all senders is sent by the first one.
     """
     senders, receivers = route
     shares = PIECES_EACH * len(senders) * len(receivers)
@@ -99,7 +95,7 @@ class Memory:
 
     Tensors on the CPU are used directly. Slices of others are copied; of a tensor with gaps the
     whole is copied, one tensor at a time, so each must be read from its beginning to its end.
-    Tensors written to have no gaps.
+    Tensors that are written must not have gaps.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

@@ -64,7 +64,6 @@ class PublishedTotals:
             return None
 
     def _prune(self, folder: Path, phase: str) -> None:
-        """Remove files that are too old for any joining replica."""
         with suppress(OSError):
             now = (folder / next(reversed(self._written))).stat().st_mtime  # by the storage's clock
             for path in folder.glob(f"{TOTALS}epoch*"):

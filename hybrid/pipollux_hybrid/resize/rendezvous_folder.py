@@ -105,9 +105,9 @@ class RendezvousFolder:
     def post(self, announcement: Announcement) -> None:
         """Publish the job announcement; replica 0 does so all the time.
 
-        It recreates a folder that has disappeared, or the next replica would begin a job there.
-        Raises a ConfigurationError if an older job posts there, too, whose folder had disappeared
-        when this one began.
+        It recreates a folder that has disappeared, or the next replica would begin a job there. A
+        ConfigurationError is raised if an older job posts there, too, after its folder had
+        disappeared.
         """
         found = self._read(_JOB) or {}
         run, beat = found.get("run"), int(found.get("beat", 0))

@@ -245,7 +245,6 @@ def _write(path: Path, text: str) -> None:
 
 
 def _folder(env: JobEnvironment) -> Path | None:
-    """Return a folder of this attempt that all replicas share; None: there is none."""
     if env.checkpoint_dir is None:
         return None
     folder = env.checkpoint_dir / f"{FOLDER}{env.attempt}"

@@ -114,7 +114,6 @@ def _stands(value: Any) -> bool:
 
 
 def _map(value: Any, function: Callable[[Path, Any], Any], path: Path = ()) -> Any:
-    """Return a copy of a structure with a function applied to each leaf and its path."""
     if isinstance(value, Mapping) and set(value) == {STANDS_FOR_A_TENSOR}:
         return function(path, _Number(int(value[STANDS_FOR_A_TENSOR])))
     if type(value) in (dict, OrderedDict):
@@ -128,7 +127,6 @@ def _map(value: Any, function: Callable[[Path, Any], Any], path: Path = ()) -> A
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value is a tensor with plain strided elements."""
     return (
         type(value) in (Tensor, nn.Parameter)
         and value.layout is torch.strided

@@ -118,12 +118,6 @@ def _pack(state: State, tensors: list[Tensor], *, leads: bool) -> tuple[str, Any
 def send(control: ReplicaGroup, rank: int, sent: Sent, route: Route) -> None:
     """Send states to the replicas that call :func:`take`; all senders of a route call it.
 
-    Args:
-        control: All replicas of the route.
-        rank: Of this one.
-        sent: The states to send.
-        route: The ranks of senders and receivers.
-
     Raises:
         RefusedError: A replica does not accept them, or has other states.
         RuntimeError: A replica is gone, or too slow.
@@ -160,12 +154,8 @@ def outline(states: Mapping[str, State]) -> bytes:
 
 
 def prepare(told: bytes, states: Mapping[str, State], seconds: float) -> Spare:
-    """Return memory for the coming tensors, which takes longer to allocate than to fill.
-
-    Args:
-        told: The result of :func:`outline`.
-        states: This replica's own states; tensors overwritten there need no memory.
-        seconds: Time limit.
+    """Return memory for the coming tensors, of :func:`outline`, which takes longer to allocate than
+    to fill; none for tensors overwritten in ``states``. It is limited to ``seconds``.
     """
     began_at = time.monotonic()
     header = torch.load(io.BytesIO(told), weights_only=True)
@@ -185,14 +175,8 @@ def take(
     leader: int = 0,
     spare: Spare | None = None,
 ) -> Taken:
-    """Receive states; all receivers of a route call it.
-
-    Args:
-        control: All replicas of the route.
-        rank: Of this one.
-        states: This replica's own states, whose tensors are overwritten.
-        leader: The first sender of the route.
-        spare: Memory allocated by :func:`prepare`.
+    """Receive states; all receivers of a route call it. This replica's tensors in ``states`` are
+    overwritten; ``spare`` is memory allocated by :func:`prepare`.
 
     Raises:
         RefusedError: A replica does not accept the states.
@@ -218,7 +202,6 @@ def take(
 def _own_room(
     states: Mapping[str, State], sent: Mapping[str, tuple[str, Any]], kinds: Sequence[Kind]
 ) -> dict[int, Tensor]:
-    """Return this replica's tensors that are overwritten, by number."""
     room: dict[int, Tensor] = {}
     for name, (form, skeleton) in sent.items():
         if form == SKELETON and name in states:
@@ -252,7 +235,6 @@ class _Flow:
 def _receive(
     control: ReplicaGroup, rank: int, plan: Sequence[Piece], memory: Memory, others: Sequence[int]
 ) -> None:
-    """Receive all pieces in the order of the plan, and forward those that this replica owns."""
     under_way: deque[tuple[Piece, Tensor, Any]] = deque()
     handed_on = _Flow(control)
 

@@ -192,13 +192,10 @@ def make_buckets(
     dtype: torch.dtype | None,
     group: dist.ProcessGroup | None = None,
 ) -> list[Bucket]:
-    """Return the buckets of all stages, in launch order.
+    """Return the buckets of all stages, given from first to last, in launch order.
 
-    Args:
-        stages: Trainable parameters of each stage, from first to last.
-        bucket_bytes: Bytes of a bucket on the wire; a larger parameter has a bucket alone.
-        dtype: Type on the wire; None: float32, and float64 for float64 gradients.
-        group: The processes that have the same parameters; None: all.
+    A parameter larger than ``bucket_bytes`` on the wire has a bucket alone. ``dtype`` is the type
+    on the wire; None is float32, and float64 for float64 gradients.
     """
     buckets = []
     for index in reversed(range(len(stages))):

@@ -14,12 +14,8 @@ CACHED = 1 << 16
 
 
 def product(one: Tensor, other: Tensor, weights: Tensor | None) -> Tensor:
-    """Return the inner product of two gradients, as a tensor without dimensions, in few passes.
-
-    Args:
-        one: Of any shape; complex numbers count as two real ones.
-        other: Of the same shape; ``one`` itself for its squared norm.
-        weights: Weight of each product, one per real number; None: 1.
+    """Return the inner product of two gradients of one shape, as a tensor without dimensions, in
+    few passes. ``weights`` has one factor per real number; a complex number counts as two.
     """
     a = _flat(one)
     b = a if other is one else _flat(other)

@@ -64,13 +64,12 @@ class IterationTotals:
         Args:
             control: Sums over all processes.
             mesh: Sums over the processes with the same parameters; None where all have the same.
-            settle: With a mesh, does the remaining communication, given sums of ``late`` and
-                ``buffers``.
+            settle: With a mesh, communicates the rest, given sums of ``late`` and ``buffers``.
             differs: Whether these sums of ``parameters`` show that replicas differ.
 
         Raises:
-            SynchronizationError: A peer is gone, or takes longer than the group's timeout, or sent
-                a summary of other parameters.
+            SynchronizationError: A peer is gone, is slower than the timeout, or has other
+                parameters.
         """
         head = [self.samples, self.weight, self.part_samples, self.estimates, self.sqr]
         head += [self.unmeasurable, self.nonfinite]

@@ -1,10 +1,10 @@
-"""Counts the gradients of a backward and sends each bucket when it is complete: when each of its
-parameters has received one gradient per pass.
+"""Counts the gradients of a backward and sends each bucket when it is complete.
 
-Buckets are sent in a fixed order, the same on all replicas whatever their timing. Counts only
-decide *when* a bucket is sent. If a gradient arrives later (two losses of one model in one
-backward, a layer that was not used in the step before), the bucket is late: all replicas learn this
-at the end of the backward and send it again.
+A bucket is complete when each of its parameters has received one gradient per pass. Buckets are
+sent in a fixed order, the same on all replicas whatever their timing. Counts only decide *when* a
+bucket is sent. If a gradient arrives later (two losses of one model in one backward, a layer that
+was not used in the step before), the bucket is late: all replicas learn this at the end of the
+backward and send it again.
 """
 
 from __future__ import annotations
@@ -29,11 +29,8 @@ HOLD = 20
 class Reducer:
     """Gradients that have arrived in the current backward, and the buckets they fill.
 
-    Args:
-        dtype: Type on the wire; None: :func:`~pipollux_hybrid.sync.bucket.make_buckets` chooses.
-        bucket_bytes: Bytes of a bucket on the wire.
-        buckets_wanted: Whether anything is sent: with one replica nothing is.
-        group: The processes that have the same parameters; None: all.
+    Without ``buckets_wanted``, as with one replica, nothing is sent; otherwise see
+    :func:`~pipollux_hybrid.sync.bucket.make_buckets`.
     """
 
     def __init__(

@@ -60,9 +60,8 @@ class ReplicaCheck:
     def stepped(self, step: int) -> None:
         """Compare the replicas when due; all of them call it after the same optimizer step.
 
-        Raises:
-            SynchronizationError: Replicas differ, on every replica; it names the first tensor that
-                differs, the step, the ranks and their digests.
+        Every replica raises a SynchronizationError with the first tensor that differs, the step,
+        the ranks and their digests.
         """
         if self._interval and step % self._interval == 0:
             with self._control.losses.noting():

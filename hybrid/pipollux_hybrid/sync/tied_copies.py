@@ -167,12 +167,8 @@ class TiedCopies:
         factors: Sequence[float],
         weights: Callable[[nn.Parameter], Tensor | None],
     ) -> None:
-        """Add the micro-batches' squared contributions to ``norms`` at the end of a backward.
-
-        Args:
-            norms: The sum to add to.
-            factors: Factor of each micro-batch's square.
-            weights: Weights of a parameter's squares, or None.
+        """Add the micro-batches' squared contributions, each times its factor, to ``norms`` at the
+        end of a backward; ``weights`` returns those of a parameter's squares.
 
         Raises:
             ReplicaBrokenError: A process is gone.

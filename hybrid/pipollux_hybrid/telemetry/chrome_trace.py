@@ -148,10 +148,8 @@ def trace_events(
     rank: int = 0,
     others: Sequence[TraceSpan] = (),
 ) -> list[dict[str, Any]]:
-    """Return the entries of ``traceEvents``; entries of one row do not overlap.
-
-    ``events`` are in seconds; ``rank`` of this replica is the process of the trace, and ``others``
-    have separate rows below.
+    """Return the entries of ``traceEvents`` for events in seconds; entries of one row do not
+    overlap, and ``others`` have rows below. The process of the trace is this replica's rank.
     """
     entries = [_name(rank, None, "process_name", f"replica {rank}")]
     pieces: list[_Piece] = []

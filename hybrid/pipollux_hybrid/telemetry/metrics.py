@@ -1,5 +1,6 @@
-"""Progress and measurements of the running job, all part of checkpoints, so that a job restarted
-with other replicas predicts its goodput from all previous measurements.
+"""Progress and measurements of the running job, all part of checkpoints.
+
+So a job restarted with other replicas predicts its goodput from all previous measurements.
 """
 
 from __future__ import annotations

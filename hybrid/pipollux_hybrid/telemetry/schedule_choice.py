@@ -49,20 +49,11 @@ def choose_cut(
     request: PartitionRequest,
     orders: Sequence[PipelineSchedule],
 ) -> Partitioning:
-    """Choose a schedule, store it in the pipeline's specification, and return its cut.
+    """Choose one of the script's ``orders``, the default one first, store it in the pipeline's
+    specification, and return its cut.
 
-    All processes call it at the same point; the leader chooses.
-
-    Args:
-        ctx: The job's context.
-        tuner: Measurements of earlier attempts.
-        module: The layers.
-        optimizer: Their optimizer.
-        request: The user's constraints on the cut, for any schedule.
-        orders: Schedules that the script allows, the default one first.
-
-    Raises:
-        ConfigurationError: No cut satisfies the constraints; with the default schedule's message.
+    All processes call it at the same point; the leader chooses, by the measurements of ``tuner``.
+    If no cut satisfies the constraints, a ConfigurationError has the default schedule's message.
     """
     ctx.pipeline.shards_optimizer = request.shards_optimizer
     counts = len(module), sum(parameter.numel() for parameter in module.parameters())
