@@ -72,9 +72,7 @@ class AsyncSaver:
 
 
 class StagingBuffers:
-    """Reusable copies of nested dicts, lists and tuples of tensors; a copy is valid until the next
-    one is taken.
-    """
+    """Reusable copies of nested containers of tensors; a copy is valid until the next one."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[Any, ...], Tensor] = {}

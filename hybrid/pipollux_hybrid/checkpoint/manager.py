@@ -124,9 +124,7 @@ def save_last_states() -> None:
 
 
 def shared_failure(ctx: JobContext, failure: CheckpointError | None) -> CheckpointError | None:
-    """Return why a checkpoint was not written, the same on all replicas; None: it was. Only one
-    replica writes, and a failure there must fail the others, too.
-    """
+    """Return why rank 0 has not written a checkpoint, on all replicas; None: it has."""
     failures = ctx.control.gather_bytes(("" if failure is None else str(failure)).encode())
     reasons = [reason.decode() for reason in failures if reason]
     return CheckpointError(reasons[0]) if reasons else None
@@ -164,9 +162,7 @@ def load_state(state: State) -> bool:
 
 
 def write_stop_marker(step: int) -> None:
-    """Record for the scheduler that this attempt stopped at ``step`` as requested; raise a
-    CheckpointError if that cannot be written.
-    """
+    """Record that this attempt stopped at ``step`` as requested; a CheckpointError if it cannot."""
     ctx = context()
     root = ctx.env.checkpoint_dir
     if root is None or not ctx.env.leads:

@@ -40,8 +40,8 @@ class ParameterGroups:
         self._optimizer = optimizer
 
     def state(self, whole: Mapping[nn.Parameter, Any] | None = None) -> dict[str, Any]:
-        """Return the optimizer's state, keyed by names of parameters instead of indices; ``whole``
-        is the state of each parameter, if the optimizer's own is sharded.
+        """Return the optimizer's state by names of parameters; ``whole`` replaces
+        a sharded state.
         """
         packed = self._optimizer.state_dict()
         groups = self._names()
@@ -62,8 +62,8 @@ class ParameterGroups:
     def restore(
         self, content: Mapping[str, Any], keeps: Callable[[nn.Parameter], bool] = lambda _: True
     ) -> None:
-        """Restore the result of :meth:`state`, for parameters whose state this replica ``keeps``;
-        errors as of :meth:`check`.
+        """Restore the result of :meth:`state` of parameters that this replica
+        ``keeps``, or raise.
         """
         self.check(content)
         self._add(content["groups"][len(self._optimizer.param_groups) :])
@@ -82,9 +82,7 @@ class ParameterGroups:
         self._optimizer.load_state_dict({"state": state, "param_groups": packed})
 
     def check(self, content: Mapping[str, Any]) -> None:
-        """Refuse a content that :meth:`restore` does not accept: a CheckpointError names the first
-        difference.
-        """
+        """Raise a CheckpointError with the first difference for another optimizer."""
         self._check_class(content)
         saved = [[plain_name(name) for name in group["params"]] for group in content["groups"]]
         self._check_groups(saved)

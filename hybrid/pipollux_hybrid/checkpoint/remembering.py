@@ -24,8 +24,8 @@ REMEMBERED_BYTES = 1 << 20
 
 
 def unchanged(name: str, tensors: Iterable[Tensor]) -> Callable[[], None]:
-    """Return a check that raises a CheckpointError, for tensors of this name, if one of them has
-    changed; they are not copied.
+    """Return a check that raises a CheckpointError if tensors, which are not
+    copied, have changed.
     """
     versions = [(tensor, tensor._version) for tensor in tensors]
 

@@ -130,10 +130,7 @@ class State:
         """Make the state equal on all replicas; called on every rank before a save."""
 
     def spread(self) -> None:
-        """Make all replicas hold the whole state; called on every rank before an elastic resize.
-
-        By default :meth:`sync`; sharded states do more.
-        """
+        """Make all replicas hold the whole state, on every rank before an elastic resize."""
         self.sync()
 
     def lost(self) -> str:

@@ -231,9 +231,7 @@ def fault_of(directory: Path, *, sizes_only: bool = False) -> str | None:
 
 
 def prune(root: Path, keep_also: Path | None) -> None:
-    """Remove all but the newest checkpoints and ``keep_also``, from which states created later in
-    this attempt restore.
-    """
+    """Remove all but the newest checkpoints and ``keep_also``, from which this attempt restores."""
     for directory in _versions(root)[KEPT:]:
         if directory != keep_also:
             _remove(directory)

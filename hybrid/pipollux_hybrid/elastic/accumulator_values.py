@@ -26,9 +26,7 @@ def check_key(key: Any) -> Key:
 
 
 def checked(key: Key, value: Any) -> Summable:
-    """Return the value as an integer, a float, or an int64 or float64 tensor; a ConfigurationError
-    if it cannot be summed.
-    """
+    """Return the value as int, float, int64 or float64 tensor; else a ConfigurationError."""
     if isinstance(value, Tensor) and not value.is_complex():
         exact = not value.is_floating_point()
         return value.detach().to(torch.int64 if exact else torch.float64, copy=True)

@@ -329,9 +329,7 @@ def _nothing() -> None:
 
 
 def refuse_inside_loop(ctx: JobContext, what: str) -> None:
-    """Raise a ConfigurationError if ``what`` is created or iterated over inside a loop over a
-    loader.
-    """
+    """Raise a ConfigurationError if ``what`` is created or run inside a loop over a loader."""
     if ctx.batch.loop is not None:
         raise ConfigurationError(
             f"{what} was made or looped over inside the body of a loop over "

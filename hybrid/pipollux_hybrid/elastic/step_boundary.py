@@ -118,9 +118,7 @@ class StepBoundary:
             self._leave(None)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Stop (with a SystemExit, when everything is saved) or save between two epochs, if that is
-        due.
-        """
+        """Stop, with a SystemExit, or save between two epochs, if that is due."""
         control = self._context.control
         if control.under_way:
             self.settle()  # after a `break`

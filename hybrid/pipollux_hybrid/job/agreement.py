@@ -113,8 +113,8 @@ def model_settings(
     optimizer: torch.optim.Optimizer,
     arguments: Mapping[str, object],
 ) -> dict[str, object]:
-    """Return the arguments of HybridParallel that must be equal on every replica; of objects in
-    ``arguments``, the class is compared.
+    """Return the HybridParallel arguments that must agree on all replicas; of
+    objects, the class.
     """
     settings: dict[str, object] = {name: _word(value) for name, value in arguments.items()}
     settings["optimizer"] = type(optimizer).__name__

@@ -99,7 +99,6 @@ AUTOSCALING = {
     ),
     "gradient_accumulation": switch(),
 }
-"""Allowed values of the arguments of ``autoscale_batch_size``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,9 +149,7 @@ class BatchSizeLimits:
         return cls(**{**content, "local_bsz_bounds": tuple(bounds) if bounds else None})
 
     def check(self, num_replicas: int) -> None:
-        """Raise a ConfigurationError, with the allowed values, for bounds that no batch size
-        satisfies.
-        """
+        """Raise a ConfigurationError, with allowed values, if no batch size meets the bounds."""
         if self.max_batch_size < self.init_batch_size:
             raise ConfigurationError(
                 f"max_batch_size={self.max_batch_size}: must be at least "

@@ -60,7 +60,7 @@ class JobContext:
     """Called after ``rejoined`` if replicas have joined: checks that all replicas are equal."""
     watch: PeerWatch | None = None
     heartbeat: Heartbeat | None = None
-    """None: no scheduler expects heartbeats."""
+    """Sends heartbeats to the scheduler, if one expects them."""
     closers: list[Callable[[], None]] = field(default_factory=list)
     """Called in reverse order when the context closes."""
     _components: dict[Any, Any] = field(default_factory=dict)
@@ -73,9 +73,7 @@ class JobContext:
         return found
 
     def check_joined(self) -> None:
-        """Raise a ConfigurationError if this replica is about to join a job and
-        would train alone.
-        """
+        """Raise a ConfigurationError if this replica joins a job and would train alone."""
         if self.joins is not None:
             raise ConfigurationError(
                 "this replica has not joined the job yet, and would train by itself: replicas join "

@@ -180,9 +180,7 @@ class ControlPlane:
         self._place = ""
 
     def close(self) -> None:
-        """Release the group: a gloo thread that returns a tensor during interpreter shutdown aborts
-        the process.
-        """
+        """Release the group: its gloo thread would abort the process at interpreter shutdown."""
         self._message = self._agreed = self._group = None
 
     def launch(self, message: ControlMessage, place: str = "") -> None:
@@ -264,9 +262,7 @@ class ControlPlane:
             return self._group.all_gather(tensor)
 
     def gather_bytes(self, content: bytes, call: str = EXCHANGE) -> list[bytes]:
-        """Gather bytes of any length from every replica, in the order of ranks, for a ``call`` of
-        the script.
-        """
+        """Gather bytes of any length from every replica, by rank; ``call`` is for messages."""
         if self._group is None:
             return [content]
         self._meet(call)

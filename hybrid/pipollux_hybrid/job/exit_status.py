@@ -25,9 +25,7 @@ _failure: tuple[int, str] | None = None
 
 
 def fail_at_exit(reason: str) -> None:
-    """Make this process exit with :data:`CHECKPOINT_LOST`; the reason, a sentence, is printed now
-    and at the end.
-    """
+    """Make this process exit with :data:`CHECKPOINT_LOST`; print the reason now and at the end."""
     global _failure
     _failure = os.getpid(), reason  # a fork of this process has written no checkpoint
     print(

@@ -56,9 +56,7 @@ class Membership:
 
     @classmethod
     def from_json_object(cls, data: dict[str, Any]) -> Membership:
-        """Return the membership of a JSON object; a KeyError, TypeError or ValueError if it is
-        invalid.
-        """
+        """Return the membership of a JSON object; KeyError, TypeError or ValueError if invalid."""
         replicas = tuple(str(replica) for replica in data["replicas"])
         return cls(int(data["number"]), replicas, int(data["num_nodes"]))
 
@@ -94,9 +92,7 @@ class Announcement:
 
     @classmethod
     def from_json_object(cls, data: dict[str, Any]) -> Announcement:
-        """Return the announcement of a JSON object; errors as of
-        :meth:`Membership.from_json_object`.
-        """
+        """Return the announcement of a JSON object; errors as of :class:`Membership`."""
         epoch, loop = data["place"]
         return cls(
             Membership.from_json_object(data),

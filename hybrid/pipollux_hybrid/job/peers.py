@@ -47,7 +47,6 @@ STANDSTILL = 5.0
 PROBES = 3
 """Unanswered probes after which the kernel closes a connection."""
 TICK = 1.0
-"""Seconds between two ticks."""
 REMEMBERED = 30.0
 """Seconds after a standstill in which it explains the end of other replicas."""
 TELLS_SOON = 1.0
@@ -141,9 +140,7 @@ class PeerWatch:
         return {*self._lost, *self._frozen}
 
     def note_frozen(self, found: Mapping[int, float]) -> None:
-        """Stop waiting for frozen processes; ``found`` has the seconds since their last signs of
-        life, by rank.
-        """
+        """Stop waiting for frozen processes, given the seconds since their last signs, by rank."""
         new = {rank: age for rank, age in found.items() if rank not in self.gone()}
         if new:
             self._frozen |= new
@@ -153,9 +150,7 @@ class PeerWatch:
             self._news.set()
 
     def need_all(self, needed: bool) -> None:
-        """Set whether pending operations need all processes; if some are gone, they are aborted
-        now.
-        """
+        """Set whether pending operations need all processes; if some are gone, abort them now."""
         self._needs_all = needed
         if needed and self.gone():
             self._abort(self.gone())
@@ -284,9 +279,7 @@ class PeerWatch:
 
 
 class Standstill:
-    """Detects that this process has just stood still, by a thread that ticks. Its ``clock`` must
-    continue while the machine is suspended.
-    """
+    """Detects that this process has stood still, by a clock that continues during suspension."""
 
     def __init__(self, clock: Callable[[], float] = lambda: time.clock_gettime(BOOT_TIME)) -> None:
         self._clock = clock
@@ -326,9 +319,7 @@ def needing_all() -> Iterator[None]:
 
 @contextmanager
 def passing_on() -> Iterator[None]:
-    """Convert a broken pipeline in the body into a ReplicaBrokenError that names
-    the lost process.
-    """
+    """Convert a broken pipeline in the body into a ReplicaBrokenError."""
     try:
         yield
     except BrokenPipelineError as error:
@@ -342,9 +333,7 @@ def check_peers() -> None:
 
 
 def lost_peers(when: str, error: BaseException) -> PeerLostError:
-    """Return the error of a replica that waited for others ``when``: "while
-    averaging gradients".
-    """
+    """Return the error of a failed wait ``when``, such as "while averaging gradients"."""
     known = dist.is_initialized()
     word = "replica" if _watch is None else _watch.word
     here = f"{word} {dist.get_rank()} of {dist.get_world_size()}" if known else f"this {word}"

@@ -35,7 +35,6 @@ class PipelineSpec:
     """The pipeline of this replica; HybridParallel writes it."""
 
     num_stages: int = 1
-    """Number K of stages."""
     devices: tuple[torch.device, ...] = ()
     checkpoint_mode: Checkpoints = "never"
     """Which micro-batches recompute their activations."""

@@ -16,9 +16,7 @@ LATER = (429, 503)
 
 
 def supervisor_client(env: JobEnvironment, **options: Any) -> httpx.Client:
-    """Return a client with the job's token that verifies the scheduler's certificate; the options
-    are those of :class:`httpx.Client`.
-    """
+    """Return a client with the job's token and the scheduler's certificates."""
     verify: ssl.SSLContext | bool = True
     if env.ca_file is not None:
         verify = ssl.create_default_context(cafile=env.ca_file)

@@ -119,9 +119,7 @@ class AdaptiveOptimizer:
         return weights
 
     def share_preconditioners(self) -> None:
-        """Fetch the weights of squares whose state other replicas hold, before a measured
-        iteration; all replicas call it.
-        """
+        """Fetch others' weights of squares before a measured iteration; all replicas call it."""
         if self._adam and self._sharded is not None and self._sharded.active:
             self._preconditioners |= self._sharded.exchange(self._weights, self._preconditioners)
 

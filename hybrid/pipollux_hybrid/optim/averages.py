@@ -17,8 +17,8 @@ UPDATES = "update_parameters"
 
 
 def follow_steps(module: nn.Module, is_accumulating: Callable[[], bool]) -> Callable[[], None]:
-    """Update averages of a module's parameters after optimizer steps only, from here on; return a
-    function that undoes this.
+    """Update averages of a module only after optimizer steps; return a function
+    that undoes this.
     """
     original: Callable[[AveragedModel, nn.Module], None] = getattr(AveragedModel, UPDATES)
 

@@ -16,9 +16,7 @@ __all__ = ["KeptGradients"]
 
 
 class KeptGradients:
-    """Warns, once, if a script changes gradients on an accumulation step. Checks the first and the
-    last parameter with a gradient.
-    """
+    """Warns, once, if a script changes the first or last gradient on an accumulation step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer

@@ -48,10 +48,7 @@ class _Estimates(TypedDict):
 
 
 class NoiseMeter:
-    """Measures the gradient's noise at some optimizer steps.
-
-    The optimizer provides the weights of squares in norms (Adam's geometry).
-    """
+    """Measures the gradient's noise at some optimizer steps, in the optimizer's geometry."""
 
     def __init__(
         self,

@@ -57,9 +57,7 @@ class OptimizerCheck:
         return json.dumps(fields).encode()
 
     def compare(self, contents: Sequence[bytes], word: str) -> None:
-        """Refuse processes whose optimizers differ: a SynchronizationError names the difference and
-        a remedy.
-        """
+        """Raise a SynchronizationError, with the difference and a remedy, if optimizers differ."""
         everyone = [json.loads(content) for content in contents]
         steps = [fields["steps"] for fields in everyone]
         if len(set(steps)) > 1:

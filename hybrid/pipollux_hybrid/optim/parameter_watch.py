@@ -29,9 +29,7 @@ class _Place(NamedTuple):
 
 
 class ParameterWatch:
-    """Refuses foreign layers and parameters in a wrapped model or its optimizer, whose
-    ``add_param_group`` is patched.
-    """
+    """Refuses foreign layers and parameters, also in the optimizer's ``add_param_group``."""
 
     def __init__(self, module: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
         self._module = module
@@ -44,8 +42,8 @@ class ParameterWatch:
         self._patch()
 
     def check(self) -> None:
-        """Check layers and optimizer, cheaply, in every pass; raise a ConfigurationError if a layer
-        or parameter is not the one that was wrapped.
+        """Raise a ConfigurationError for a foreign layer or parameter; cheap
+        enough for every pass.
         """
         # Lists compare their items by identity first, so this is fast.
         if list(self._module._modules.values()) != self._layers:

@@ -111,9 +111,7 @@ class ShardedStep:
         self._send([(_real(p), self._shards.owner(p)) for p in stepped])
 
     def _send(self, tensors: Sequence[tuple[Tensor, int]]) -> None:
-        """Overwrite each tensor (real, with equal shapes on all replicas) with that of its owner's
-        rank.
-        """
+        """Overwrite each real tensor, of equal shape on all replicas, with its owner's."""
         rank, group = self._shards.rank, self._shards.process_group
         groups: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}
         under_way = []

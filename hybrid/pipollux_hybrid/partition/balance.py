@@ -346,9 +346,7 @@ def _check_count(
 
 
 def _of_job(theirs: Sequence[int], request: PartitionRequest, num_layers: int) -> list[int]:
-    """Return the balance of the job that this replica joins; a ConfigurationError if its layers or
-    stages differ.
-    """
+    """Return the job's balance; a ConfigurationError if this replica's layers or stages differ."""
     if sum(theirs) != num_layers:
         raise ConfigurationError(
             f"this replica cannot join the job: its module has {num_layers} layers, and that of "

@@ -84,9 +84,7 @@ def _place(env: JobEnvironment) -> str:
 def choose_devices(
     env: JobEnvironment, num_stages: int, devices: Sequence[torch.device | str] | None
 ) -> list[torch.device]:
-    """Return one device per stage; a ConfigurationError if there are too few, or one does not
-    exist.
-    """
+    """Return one device per stage; a ConfigurationError if there are too few, or one is missing."""
     chosen: Sequence[torch.device | str]
     if devices is not None:
         chosen, source = devices, "devices"

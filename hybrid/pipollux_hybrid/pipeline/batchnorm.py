@@ -47,9 +47,7 @@ class _Deferred(nn.modules.batchnorm._BatchNorm):
     _counts = True
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # the base class's name for it
-        """Normalize a micro-batch, shape [micro-batch, channels, …]; outside of a pipeline, and in
-        evaluation, like the plain layer.
-        """
+        """Normalize a micro-batch [micro-batch, channels, …]; in evaluation, as the plain layer."""
         if not (self.training and in_pipeline()):
             return super().forward(input)
         check: Any = self._check_input_dim  # torch does not annotate it

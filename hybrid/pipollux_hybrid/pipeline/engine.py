@@ -137,9 +137,7 @@ def num_recomputed(checkpoint: str, num_microbatches: int, *, training: bool) ->
 def cut_stages(
     module: nn.Sequential, balance: Sequence[int], num_stages: int | None = None
 ) -> list[Stage]:
-    """Return the layers of each stage, without moving them; chunk q is in stage q mod
-    ``num_stages``. Raises a ConfigurationError if a layer occurs twice.
-    """
+    """Return the layers of each stage, not moved; a ConfigurationError if a layer occurs twice."""
     layers = list(module._modules.items())
     _check_distinct(layers)
     ends = list(itertools.accumulate(balance))

@@ -42,9 +42,7 @@ class StageGuards:
 
     @contextmanager
     def kept(self) -> Iterator[BeforeForward]:
-        """Run a forward in the body that will be recomputed; the yielded state is complete at its
-        end.
-        """
+        """Run a forward that will be recomputed; yields its prior state, complete at the end."""
         with self.buffers.kept() as buffers, self._generators.kept() as generators:
             yield BeforeForward(buffers, generators)
 

@@ -31,9 +31,7 @@ class HostGenerators:
 
     @contextmanager
     def kept(self) -> Iterator[HostStates]:
-        """Run a forward that will be recomputed; the yielded list then has the previous states if
-        the forward drew numbers.
-        """
+        """Run a forward that will be recomputed; yields its previous states if it drew numbers."""
         states: HostStates = []
         if self._forwards >= WATCHED_FORWARDS and not self._drawn:
             yield states

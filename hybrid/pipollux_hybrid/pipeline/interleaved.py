@@ -28,10 +28,7 @@ _SENDS = (schedules.SEND_F, schedules.SEND_B)
 
 
 class Interleaved(_PipelineScheduleRuntime):
-    """The schedule of the chunks of one process, in order; without a loss function, forwards only.
-
-    ``forwards_first``: all forwards precede the first backward.
-    """
+    """The schedule of a process's chunks, in order; without a loss function, forwards only."""
 
     def __init__(
         self,
@@ -71,10 +68,7 @@ def actions_of(
     trains: bool,
     forwards_first: bool = False,
 ) -> list[_Action]:
-    """Return the actions of a stage's process, in order; ``forwards_first``: no backward before.
-
-    ``num_chunks`` is K·V, and ``trains`` whether there are backwards.
-    """
+    """Return the actions of a stage's process, in order; ``num_chunks`` is K·V."""
     orders: dict[int, list[_Action]] = {}
     for k in range(num_stages):
         order = [

@@ -43,8 +43,7 @@ __all__ = [
 LossScope: TypeAlias = Literal["microbatch", "batch"]
 """Input of the loss function: each micro-batch, or the whole batch of a replica."""
 CHECKED_STEPS = 10
-"""Steps at the start of an attempt in which every pair of neighbouring micro-batches is
-compared."""
+"""First steps of an attempt, in which every pair of neighbouring micro-batches is compared."""
 CHECK_INTERVAL = 50
 """Interval of later steps in which the first pair is compared."""
 

@@ -41,9 +41,7 @@ PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch
 
 
 def flatten(value: PyTree, what: str) -> tuple[list[Any], Structure]:
-    """Return the leaves of a PyTree, called ``what`` in messages, and its structure. Raises a
-    ConfigurationError for a leaf that is neither a tensor nor a plain value.
-    """
+    """Return a PyTree's leaves and structure; a ConfigurationError for unsupported leaves."""
     leaves, structure = pytree.tree_flatten(value)
     for leaf in leaves:
         if not isinstance(leaf, (Tensor, *PLAIN)) and leaf is not None:
@@ -159,9 +157,7 @@ def microbatch_sizes(batch_size: int, num_microbatches: int) -> list[int]:
 
 
 def num_samples(inputs: PyTree) -> int:
-    """Return the samples of a batch: the size of its tensors' first dimension. Raises a
-    ConfigurationError if there is no such tensor.
-    """
+    """Return the samples of a batch by its first tensor; a ConfigurationError if there is none."""
     leaves = pytree.tree_leaves(plain_batch(inputs), is_leaf=is_marked)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not tensors or any(x.dim() == 0 or x.shape[0] == 0 for x in tensors):

@@ -19,8 +19,8 @@ __all__ = ["names_of", "register"]
 
 
 def names_of(structure: Structure, what: str) -> list[str]:
-    """Return the names of the named tuples in a structure, which makes it serializable. Raises a
-    ConfigurationError if a class cannot be found by its name.
+    """Return the names of a structure's named tuples, to serialize it; a ConfigurationError if a
+    class cannot be found by its name.
     """
     names = []
     for kind in dict.fromkeys(_classes(structure)):

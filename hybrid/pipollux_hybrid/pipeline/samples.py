@@ -148,9 +148,7 @@ def plain_batch(batch: Any) -> Any:
 
 
 class BatchCheck:
-    """Rejects values that would be cut, or not be cut, by mistake, in ``"inputs"`` or
-    ``"targets"``.
-    """
+    """Rejects values that would be cut, or not be cut, by mistake."""
 
     def __init__(self, what: str) -> None:
         self._what = what

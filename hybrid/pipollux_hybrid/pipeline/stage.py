@@ -44,8 +44,7 @@ class Stage(nn.Sequential):
         self.device = torch.device("cpu")
         self.output_name = f"the output of stage {index}, layer {next(reversed(layers), None)!r},"
         self.differentiates = False
-        """Whether a layer calls :func:`torch.autograd.grad`, which needs a graph in every
-        forward."""
+        """Whether a layer calls :func:`torch.autograd.grad`: needs a graph in every forward."""
         self._in_place: dict[bool, bool] = {}
         """In training and in evaluation: whether the first layers change their input."""
 

@@ -19,10 +19,7 @@ Tensors: TypeAlias = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Parcel:
-    """A tensor or plain value, and the event after which it may be read.
-
-    Stages on CUDA devices run ahead of their results; the event marks the result as ready.
-    """
+    """A tensor or plain value, and the event after which a stage that runs ahead may read it."""
 
     content: Any
     ready: torch.cuda.Event | None

@@ -61,7 +61,6 @@ class ElasticMembership:
         self._watch = watch
         self._announced: PendingMembership | None = None
         self.totals = watch.totals
-        """Totals of accumulators, for joining replicas."""
         self.joining = Joining(ctx, watch, self.totals)
         self.recovery = Recovery(ctx, watch)
 

@@ -70,8 +70,7 @@ class PendingMembership:
         self.control: ReplicaGroup | None = None
         """Group of all processes for control messages; None for one process."""
         self.gradients: ReplicaGroup | None = None
-        """Group of all processes for gradients, torch's next default group; None for one
-        process."""
+        """Group of all processes for gradients, torch's next default group; None for one."""
         self.mesh_groups: MeshGroups | None = None
         self.failure: Exception | None = None
         self.formed = self.rank is None
@@ -79,7 +78,6 @@ class PendingMembership:
         self.spare: Spare = {}
         self.began_at = time.monotonic()
         self.ready: list[Callable[[], None]] = []
-        """Functions to be called when it is entered."""
         self._mesh = mesh
         self._outline, self._prepare, self._prepares = outline, prepare, prepares
         self._common = common

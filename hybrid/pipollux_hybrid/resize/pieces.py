@@ -44,7 +44,6 @@ class Piece(NamedTuple):
 
     slices: tuple[Slice, ...]
     source: int
-    """Rank of the replica that sends it."""
     owner: int
     """Rank of the replica that receives and forwards it."""
 

@@ -15,7 +15,6 @@ from pathlib import Path
 __all__ = ["TOTALS", "PublishedTotals"]
 
 TOTALS = "totals-"
-"""Prefix of the files' names."""
 KEPT_EPOCHS = 8
 """Epochs for which files are kept whatever their age; a joining replica is a little behind."""
 KEPT_SECONDS = 600.0
@@ -23,9 +22,7 @@ KEPT_SECONDS = 600.0
 
 
 class PublishedTotals:
-    """Totals of synchronized blocks, by accumulator, phase of the script and index in the phase;
-    without a folder nothing is published.
-    """
+    """Totals of synchronized blocks; nothing is published without a folder."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder

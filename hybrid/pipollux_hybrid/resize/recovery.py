@@ -104,8 +104,8 @@ class Recovery:
         }
 
     def recover(self) -> Recovered:
-        """Continue with the surviving replicas; each calls it at its next step boundary. Raises a
-        PeerLostError with the reason if they cannot.
+        """Continue with the surviving replicas, from each one's next step boundary; else
+        PeerLostError.
         """
         ctx, lost, step = self._context, self._watch.membership, self._context.step
         assert lost is not None  # noqa: S101  # every member has one
@@ -253,9 +253,7 @@ class Recovery:
         return 1 + max(0 if proposal is None else proposal.number, *reports.values())
 
     def _gone(self, lost: Membership) -> set[str]:
-        """Return the replicas that have lost a process; a ReplicaBrokenError if this is one of
-        them.
-        """
+        """Return the replicas that have lost a process; ReplicaBrokenError if this one has."""
         watch = self._context.watch
         gone = _replicas_of(watch.gone(), lost, self._context) if watch is not None else set()
         if watch is not None and self._watch.replica in gone:

@@ -73,9 +73,7 @@ class Rendezvous(Protocol):
         """Fetch the proposal soon, as another replica knows a newer one."""
 
     def refuse(self, number: int, why: str, *, for_good: bool) -> None:
-        """Report that this replica has given up a membership, with a sentence; ``for_good``: any
-        other membership would fail, too.
-        """
+        """Report that this replica gives up a membership; ``for_good``: others would fail, too."""
 
     def entered(self, membership: Membership, step: int, seconds: float) -> None:
         """Report that this replica has entered a membership, the step, and the pause in seconds."""

@@ -41,8 +41,7 @@ class SchedulerRendezvous:
         self._env = env
         self.folder = _folder(env)
         self.arbiter = None if self.folder is None else FolderArbiter(self.folder)
-        """Arbiter of the surviving replicas; None without checkpoints, and so without a shared
-        folder."""
+        """Arbiter of the surviving replicas; None without checkpoints, hence without a folder."""
         self._lock = threading.Lock()
         self._says: dict[str, Any] = {"membership": 0 if env.joins else 1}
         self._heard = HeartbeatAnswer()
@@ -154,9 +153,7 @@ class SchedulerRendezvous:
         return current.replicas
 
     def leave_sign(self, process: str) -> None:
-        """Leave a sign of life for the other processes of this replica; the scheduler watches its
-        first process by the heartbeats.
-        """
+        """Leave a sign of life for the other processes of this replica."""
         if self._relay is not None and self.folder is not None:
             self._beat += 1
             _write(self.folder / f"{ALIVE}{process}", str(self._beat))

@@ -23,7 +23,6 @@ LOOKS = 12
 class _Sign:
     sign: object
     silent: float = 0.0
-    """Seconds for which it has not changed."""
 
 
 class SignsOfLife:
@@ -54,8 +53,8 @@ class SignsOfLife:
         return self._limit > 0 and self._clock() >= self._last + self._interval
 
     def look(self, signs: Mapping[str, object]) -> dict[str, float]:
-        """Return the frozen replicas, with the seconds since their last signs; None as the last
-        sign: no sign yet, which is no silence.
+        """Return frozen replicas, with seconds since their last signs; None: no sign yet, not
+        silent.
         """
         now = self._clock()
         passed, self._last = min(now - self._last, 2 * self._interval), now

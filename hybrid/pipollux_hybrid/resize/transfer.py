@@ -69,9 +69,7 @@ class Taken:
     tensors: Sequence[Tensor]
 
     def adopt(self, states: Mapping[str, State]) -> None:
-        """Replace the states by the received ones; SynchronizationError if a state refuses its
-        content.
-        """
+        """Replace the states; a SynchronizationError if one refuses its content."""
         for name, (form, value) in self.states.items():
             try:
                 if form == SKELETON:
@@ -139,8 +137,8 @@ def send(control: ReplicaGroup, rank: int, sent: Sent, route: Route) -> None:
 
 
 def outline(states: Mapping[str, State]) -> bytes:
-    """Return the input of :func:`prepare`, in any thread during training; empty: unknown. It has
-    only those states that are equal on all replicas.
+    """Return the input of :func:`prepare`, of states equal on all, in any thread;
+    empty: unknown.
     """
     buffer = io.BytesIO()
     try:

@@ -69,7 +69,6 @@ class MembershipWatch:
         self.speaks = ctx.env.stage == 0
         """Whether this process, as the first one, communicates for its replica."""
         self.totals = PublishedTotals(rendezvous.folder)
-        """Totals of accumulators, for joining replicas."""
         self.refused: ConfigurationError | None = None
         """Why this job must not train: another one does in its place."""
         self._context = ctx

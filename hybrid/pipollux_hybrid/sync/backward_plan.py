@@ -31,7 +31,6 @@ class BackwardPlan:
     num_samples: int
     """Samples of this replica that count; 0 if the batch only keeps step with its peers."""
     synchronize: bool
-    """Whether this backward ends an iteration."""
     weighted: bool
     """Whether accumulation steps are averaged by their samples (else summed, as in PyTorch)."""
     measured: bool

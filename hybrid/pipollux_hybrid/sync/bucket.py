@@ -62,7 +62,6 @@ class Bucket:
         """Parameters whose gradients are not final yet."""
         self.launched = False
         self.late = False
-        """Whether a gradient arrived after the launch."""
         self.times: list[GradientTime] | None = None
         """When it was sent and summed in this backward; None: not timed."""
         self._started = 0.0
@@ -173,8 +172,8 @@ class Bucket:
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
-        """Run the body on a stream that waits for all gradients: the launching thread may be of
-        another device, whose streams are not ordered after them.
+        """Run the body on a stream that waits for all gradients, whichever device
+        the thread is of.
         """
         if self.device.type != "cuda":
             yield

@@ -33,8 +33,8 @@ class CommTimer:
         self._events = [self._record(device) for device in self._cuda]
 
     def stop(self) -> float:
-        """Return seconds since :meth:`start`, now that the averages are complete. With CUDA
-        devices, those of the latest step known to be over, on its slowest device.
+        """Return seconds since :meth:`start`; with CUDA of the latest step over, on its slowest
+        device.
         """
         if not self._cuda:
             return time.perf_counter() - self._started

@@ -70,8 +70,8 @@ class NormSum:
 
 
 def sum_products(gradients: Iterable[tuple[Tensor, Tensor, Tensor | None]]) -> float:
-    """Return the inner product of two lists of gradients, given as arguments of :func:`product`,
-    with one wait per device.
+    """Return the inner product of two lists of gradients (see :func:`product`); one wait per
+    device.
     """
     terms: dict[torch.device, list[Tensor]] = {}
     for one, other, weights in gradients:

@@ -76,9 +76,7 @@ class Watched:
         self._before = [_state(p.grad) for named in stages for _, p in named]
 
     def changed(self) -> bool:
-        """Return whether any parameter has received a gradient; raise SynchronizationError for a
-        sparse one.
-        """
+        """Return whether any gradient has arrived; a sparse one is a SynchronizationError."""
         changed, before = False, iter(self._before)
         for index, named in enumerate(self._stages):
             for name, parameter in named:

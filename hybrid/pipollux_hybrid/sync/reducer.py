@@ -79,9 +79,7 @@ class Reducer:
         return self._counts.get(parameter, 0)
 
     def successor(self, num_replicas: int, group: dist.ProcessGroup | None) -> Reducer:
-        """Return a reducer for other replicas that reuses the buckets, but forgets earlier
-        backwards.
-        """
+        """Return a reducer for other replicas, with the same buckets and no history."""
         several = num_replicas > 1
         successor = Reducer(self._dtype, self._bucket_bytes, buckets_wanted=several, group=group)
         if num_replicas > 1 and self.buckets:  # their memory is allocated

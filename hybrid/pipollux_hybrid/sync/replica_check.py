@@ -42,9 +42,7 @@ def check_interval(value: bool | int, from_environment: int) -> int:
 
 
 class ReplicaCheck:
-    """Compares digests of all parameters and buffers, over the control plane, between the replicas
-    every ``interval`` optimizer steps; 0 for never.
-    """
+    """Compares digests of parameters and buffers every ``interval`` optimizer steps; 0: never."""
 
     def __init__(
         self,

@@ -152,9 +152,7 @@ class GradientSynchronizer:
             self._parameters.stepped()
 
     def prepare(self, num_replicas: int) -> Callable[[], None]:
-        """Allocate buckets for ``num_replicas``, in any thread; return the function that adopts
-        them.
-        """
+        """Allocate buckets for ``num_replicas``, in any thread; return a function to adopt them."""
         reducer = Reducer(*self._wire, buckets_wanted=num_replicas > 1)
         if num_replicas > 1 and not self._reducer.buckets:
             reducer.make_room([[p for _, p in named if p.requires_grad] for named in self._stages])

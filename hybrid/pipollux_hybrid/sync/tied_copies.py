@@ -43,7 +43,6 @@ class _Shared:
     """All of the parameter's names in the whole module, in module order."""
     holders: tuple[int, ...]
     parameter: nn.Parameter | None
-    """This process's copy, if it has one."""
 
     @property
     def name(self) -> str:
@@ -153,9 +152,7 @@ class TiedCopies:
         return replace(result, exchange_time=self._slowest, times=tuple(times))
 
     def keep(self, parameter: nn.Parameter, arrival: int, gradient: Tensor) -> bool:
-        """Keep the contribution of micro-batch number ``arrival`` until :meth:`measure`; return
-        False if no other stage has a copy of the parameter.
-        """
+        """Keep a micro-batch's contribution until :meth:`measure`; return False if not shared."""
         if parameter not in self._mine:
             return False
         self._contributions.setdefault(parameter, {})[arrival] = gradient.detach().clone()
@@ -226,9 +223,7 @@ class TiedCopies:
     # --- a check for debugging -----------------------------------------------------------------
 
     def compare(self, step: int, digest: Callable[[str, Tensor], bytes]) -> None:
-        """Raise a SynchronizationError that names the parameter if copies differ; all processes
-        call it.
-        """
+        """Raise a SynchronizationError if copies differ; all processes call it."""
         told = {x.name: digest(x.name, p).hex() for p, x in self._mine.items()}
         row = [json.loads(x) for x in self._mesh.gather_from_stages(json.dumps(told).encode())]
         for shared in self._shared:

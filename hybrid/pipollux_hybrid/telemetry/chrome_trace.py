@@ -51,7 +51,6 @@ class TraceSpan(NamedTuple):
 
     stage: int
     row: str
-    """The row of the stage."""
     name: str
     start: float
     end: float

@@ -102,9 +102,7 @@ class ProcessStageTimer:
         """Do nothing: forwards and backwards have explicit ends here."""
 
     def stop(self, gradients: Sequence[GradientTime] = ()) -> GatheredTimes | None:
-        """End the step and return its timing, with the transfers of this stage's gradients; called
-        by all processes of the replica.
-        """
+        """End the step, on all processes of the replica; return its timing with these gradients."""
         mine = json.dumps([self._notes.end(), [*gradients]])
         told = [json.loads(x) for x in self._mesh.gather_from_stages(mine.encode())]
         spans = [StageSpan(*entry) for entries, _ in told for entry in entries]

@@ -87,9 +87,7 @@ class Reporter:
             self._listeners.append(listener)
 
     def send_hints_of(self, fit: Callable[[], SchedHints | None]) -> None:
-        """Send the hints that a function, called by the reporting thread, returns in every hints
-        interval; None: there are no hints yet.
-        """
+        """Send the hints that this function returns, in the reporting thread, in every interval."""
         self._hints_of = fit
 
     def note_loss(self, step: int, loss: float | None) -> None:

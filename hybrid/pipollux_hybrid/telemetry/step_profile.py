@@ -204,9 +204,7 @@ class StepProfile:
             return {c: s for c, s in self._own(least).items() if c not in self._settled}
 
     def own(self, least: int = 1) -> dict[StepConfiguration, StepSummary]:
-        """Return the job's own measurements with at least ``least`` optimizer steps by
-        configuration, the latest last.
-        """
+        """Return own measurements with ``least`` optimizer steps, the latest last."""
         with self._lock:
             return self._own(least)
 

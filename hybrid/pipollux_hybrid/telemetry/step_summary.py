@@ -43,8 +43,8 @@ class StepConfiguration(NamedTuple):
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> StepConfiguration:
-        """Return the configuration of a checkpoint's row; the schedule defaults to GPipe. Raises a
-        KeyError, TypeError or ValueError if the row is invalid.
+        """Return the configuration of a checkpoint's row, by default GPipe. Raises a KeyError,
+        TypeError or ValueError if the row is invalid.
         """
         numbers = {
             name: int(row[name]) for name in cls._fields if name in row and name != "schedule"
@@ -73,8 +73,8 @@ class StepSummary(NamedTuple):
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> StepSummary:
-        """Return the summary of a checkpoint's row; errors as of
-        :meth:`StepConfiguration.from_json`.
+        """Return the summary of a checkpoint's row; KeyError, TypeError or
+        ValueError if invalid.
         """
         forward, backward = (tuple(map(float, row[name])) for name in ("forward", "backward"))
         times = (float(row["accum"]), float(row["optim"]))
