@@ -105,7 +105,6 @@ def _finish(
     stages: Sequence[socket.socket],
     attempt: int,
 ) -> Path:
-    """Write the first process's part, wait for the others, and commit the checkpoint."""
     with ending:
         try:
             written = files.write_states(aside, copies)

@@ -246,7 +246,6 @@ def _hold(ctx: JobContext, owner: Owner) -> None:
 
 
 def _see(ctx: JobContext, directory: Path) -> Path:
-    """Check that this replica sees the checkpoint that replica 0 chose."""
     fault = files.fault_of(directory, sizes_only=True)
     if fault is not None:
         raise CheckpointError(

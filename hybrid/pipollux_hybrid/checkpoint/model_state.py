@@ -210,7 +210,6 @@ class ModelState(State):
             self._module.load_state_dict(left, strict=False)
 
     def _load_frozen(self, frozen: Collection[str] | None) -> None:
-        """Set ``requires_grad`` of all parameters as in the checkpoint."""
         if frozen is not None:
             for parameter, name in self._groups.names().items():
                 parameter.requires_grad_(name not in frozen)
@@ -225,7 +224,6 @@ class ModelState(State):
 
 
 def _merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the whole model's state, merged from the stages."""
     first = dict(parts[0])
     first["model"] = {name: x for part in parts for name, x in part["model"].items()}
     first["frozen"] = [name for part in parts for name in part.get("frozen") or ()]

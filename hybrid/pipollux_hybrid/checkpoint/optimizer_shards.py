@@ -240,13 +240,11 @@ def _size(kind: _Kind) -> int:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor without gaps in memory order."""
     flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     return flat.view(torch.uint8)
 
 
 def _parcels(sizes: Sequence[int]) -> list[list[int]]:
-    """Return the indices of the tensors of each message."""
     parcels: list[list[int]] = []
     filled = PARCEL
     for number, size in enumerate(sizes):

@@ -40,9 +40,7 @@ class ParameterGroups:
         self._optimizer = optimizer
 
     def state(self, whole: Mapping[nn.Parameter, Any] | None = None) -> dict[str, Any]:
-        """Return the optimizer's state by names of parameters; ``whole`` replaces
-        a sharded state.
-        """
+        """Return the optimizer's state by parameter name; ``whole`` replaces a sharded state."""
         packed = self._optimizer.state_dict()
         groups = self._names()
         flat = [name for group in groups for name in group]
@@ -62,9 +60,7 @@ class ParameterGroups:
     def restore(
         self, content: Mapping[str, Any], keeps: Callable[[nn.Parameter], bool] = lambda _: True
     ) -> None:
-        """Restore the result of :meth:`state` of parameters that this replica
-        ``keeps``, or raise.
-        """
+        """Restore the result of :meth:`state` for parameters that this replica ``keeps``."""
         self.check(content)
         self._add(content["groups"][len(self._optimizer.param_groups) :])
         groups = self._names()
@@ -129,7 +125,6 @@ class ParameterGroups:
                 )
 
     def _add(self, later: Sequence[Mapping[str, Any]]) -> None:
-        """Recreate the groups that the script added later."""
         if not later:
             return
         parameters = {name: parameter for parameter, name in self.names().items()}

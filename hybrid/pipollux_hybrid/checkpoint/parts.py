@@ -65,9 +65,7 @@ def _write_part(ctx: JobContext, states: Mapping[str, State], saver: AsyncSaver)
 
 
 def check_answers(root: Path, answers: Sequence[Mapping[str, Any]]) -> dict[str, files.Written]:
-    """Return the manifest's entries of later stages; a CheckpointError if an
-    answer has an error.
-    """
+    """Return the manifest's entries of later stages; CheckpointError if an answer has an error."""
     failures = [f"stage {k}: {x['error']}" for k, x in enumerate(answers, 1) if "error" in x]
     if failures:
         raise CheckpointError(

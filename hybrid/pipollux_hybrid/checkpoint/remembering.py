@@ -24,9 +24,7 @@ REMEMBERED_BYTES = 1 << 20
 
 
 def unchanged(name: str, tensors: Iterable[Tensor]) -> Callable[[], None]:
-    """Return a check that raises a CheckpointError if tensors, which are not
-    copied, have changed.
-    """
+    """Return a check that raises a CheckpointError if tensors, not copied, have changed."""
     versions = [(tensor, tensor._version) for tensor in tensors]
 
     def check() -> None:
@@ -99,7 +97,6 @@ class BufferCopies:
         return self._restore
 
     def _drop(self, constant: list[int]) -> None:
-        """Drop the copies of constant buffers, except small ones."""
         kept = 0
         for index in constant:
             kept += size_of(self._copies.get(index))

@@ -294,7 +294,6 @@ def version_of(directory: Path | None) -> int | None:
 
 
 def _versions(root: Path) -> list[Path]:
-    """Return the directories of checkpoints, newest first."""
     if not root.is_dir():
         return []
     numbered = [(version_of(path), path) for path in root.iterdir() if path.is_dir()]

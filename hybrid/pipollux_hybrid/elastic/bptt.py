@@ -65,7 +65,6 @@ class TextRows:
         return left - (self._ends - self._lengths)[pieces] + self._starts[pieces]
 
     def _drop(self, num_rows: int, taken: int) -> None:
-        """Drop a number of pairs from the beginning of each row."""
         ends = self._lengths.cumsum(0)
         row_length, tail = divmod(int(ends[-1]), num_rows)
         # Of every row [taken, row_length) remains; rows are cut at the ends of pieces of the text.
@@ -201,7 +200,6 @@ class AdaptiveBPTTIterator(ElasticLoop[tuple[Tensor, Tensor]]):
             yield part, rows.tail_positions(first, max(mine, 1))
 
     def _cut(self) -> TextRows:
-        """Return the rows of this segment: new ones if their number changes."""
         cuts = [(rows, taken) for rows, taken in self._state.details.get("cuts", [])]
         num_rows = self._num_rows()
         if not cuts or cuts[-1][0] != num_rows:

@@ -165,7 +165,6 @@ def remaining_epochs_until(num_epochs: int) -> Iterator[int]:
 
 
 def _catch_up(ctx: JobContext, state: EpochState) -> None:
-    """Skip epochs that the job has completed, on a replica that is about to join."""
     live = elastic_membership(ctx)
     place = live.job_place() if live is not None and ctx.joins is not None else None
     if place is not None:
@@ -173,7 +172,6 @@ def _catch_up(ctx: JobContext, state: EpochState) -> None:
 
 
 def _say_finished(ctx: JobContext, state: EpochState, num_epochs: int) -> None:
-    """Print why a restarted script has nothing to do."""
     restored_from = ctx.component(CheckpointManager).restored_from
     if ctx.env.leads and not state.began and restored_from is not None and num_epochs > 0:
         done, asked = _epochs(state.epoch), _epochs(num_epochs)

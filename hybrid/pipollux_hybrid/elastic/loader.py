@@ -175,7 +175,6 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
         return f"{super()._description()}{known}"
 
     def _fetch(self) -> Iterator[tuple[BatchSlice, T]]:
-        """Yield the batches of a map-style data set, each with its part of the iteration."""
         fetching: deque[BatchSlice] = deque()
 
         def lists() -> Iterator[Sequence[int]]:
@@ -206,7 +205,6 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    """Refuse options with which samples would not be taken exactly once."""
     for name in ("sampler", "batch_sampler", "drop_last"):
         if options.pop(name, None):
             raise ConfigurationError(

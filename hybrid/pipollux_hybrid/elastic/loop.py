@@ -216,7 +216,6 @@ class ElasticLoop(Generic[T]):
                     self._remember()
 
     def _remember(self) -> None:
-        """Snapshot all states, in case a replica is lost in the next iteration."""
         if self._live is not None:
             self._live.recovery.remember()
 
@@ -224,7 +223,6 @@ class ElasticLoop(Generic[T]):
         return JobPlace(self._epochs.epoch, self._epochs.loops_done)
 
     def _is_over_for_joining(self) -> bool:
-        """Let a joining replica join; return whether the job is beyond this loop already."""
         if self._live is None:
             return False
         forget_finished_epochs(self._context)
@@ -234,7 +232,6 @@ class ElasticLoop(Generic[T]):
         return True
 
     def _change_replicas(self, agreed: ControlMessage | None) -> bool:
-        """Resize the job if all replicas have agreed; return whether it was resized."""
         if self._live is None or not self._live.is_due(agreed):
             return False
         forget_finished_epochs(self._context)

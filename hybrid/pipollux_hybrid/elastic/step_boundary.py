@@ -186,7 +186,6 @@ class StepBoundary:
             self._save_periodically()
 
     def _stop(self) -> None:
-        """Save and exit, all replicas at this step."""
         self._metrics.flush()
         try:
             save_all_states()
@@ -240,7 +239,6 @@ def acknowledge(number: int) -> None:
 
 
 def _mark(ctx: JobContext) -> CheckpointError | None:
-    """Write the stop marker; return the error, None if it was written."""
     try:
         write_stop_marker(ctx.step or 0)
     except CheckpointError as error:

@@ -66,7 +66,6 @@ class SampleStream(IterableDataset[tuple[BatchSlice, Marks, list[Any]]]):
                 return
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a worker process: without the open stream."""
         return {**self.__dict__, "_reader": None}
 
     def _reader_at(self, epoch: int, index: int) -> _Reader:

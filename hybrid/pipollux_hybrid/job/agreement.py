@@ -113,9 +113,7 @@ def model_settings(
     optimizer: torch.optim.Optimizer,
     arguments: Mapping[str, object],
 ) -> dict[str, object]:
-    """Return the HybridParallel arguments that must agree on all replicas; of
-    objects, the class.
-    """
+    """Return HybridParallel's arguments, of objects the class, that all replicas must share."""
     settings: dict[str, object] = {name: _word(value) for name, value in arguments.items()}
     settings["optimizer"] = type(optimizer).__name__
     for name, layer in module.named_children():

@@ -320,7 +320,6 @@ class ControlPlane:
         return ControlMessage.of(head[:-4]), sums
 
     def _compare(self) -> None:
-        """Report the check that differs; all processes detect it in the same exchange."""
         word = "replica" if self.mesh is None else "rank"
         for check in self.checks:
             check.compare(self.gather_bytes(check.content()), word)

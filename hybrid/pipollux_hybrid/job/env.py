@@ -228,7 +228,6 @@ def _threads(env: Mapping[str, str]) -> int | None:
 
 
 def _check_certificates(path: Path | None) -> None:
-    """Refuse an unusable file of certificates."""
     if path is None:
         return
     try:

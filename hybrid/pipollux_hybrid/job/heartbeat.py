@@ -136,7 +136,6 @@ class Heartbeat:
                 self._say_goodbye(client)
 
     def _beat(self, client: httpx.Client) -> float | None:
-        """Send a heartbeat; return the seconds until the next one, None if they are refused."""
         from .supervisor_client import retry_after
 
         interval = self._env.heartbeat_interval
@@ -170,7 +169,6 @@ class Heartbeat:
         return self.rider.take(messages.HeartbeatAnswer.model_validate_json(response.content))
 
     def _say_goodbye(self, client: httpx.Client) -> None:
-        """Report the end of the script until the scheduler accepts or refuses it."""
         body = self._message(finished=True).to_json_object()
         while (left := self._deadline - time.monotonic()) > 0.0:
             try:
@@ -226,6 +224,5 @@ class Heartbeat:
 
 
 def _has_failed() -> bool:
-    """Return whether an exception ends or has ended the script; a stop does not count."""
     errors = (sys.exception(), getattr(sys, "last_value", None))
     return any(error is not None and not isinstance(error, SystemExit) for error in errors)

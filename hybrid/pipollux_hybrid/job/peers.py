@@ -353,7 +353,6 @@ def broken_replica(when: str, error: BaseException) -> ReplicaBrokenError:
 
 
 def _silence(connection: socket.socket) -> float:
-    """Return the seconds since the last packet of the peer."""
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
     ages = (struct.unpack_from("I", info, offset)[0] for offset in (_LAST_DATA, _LAST_ACK))
     return float(min(ages)) / 1000

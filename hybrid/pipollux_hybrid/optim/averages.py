@@ -17,9 +17,7 @@ UPDATES = "update_parameters"
 
 
 def follow_steps(module: nn.Module, is_accumulating: Callable[[], bool]) -> Callable[[], None]:
-    """Update averages of a module only after optimizer steps; return a function
-    that undoes this.
-    """
+    """Update averages of a module after optimizer steps only; return a function to undo this."""
     original: Callable[[AveragedModel, nn.Module], None] = getattr(AveragedModel, UPDATES)
 
     def update_parameters(average: AveragedModel, model: nn.Module) -> None:

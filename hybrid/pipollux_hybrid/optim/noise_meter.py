@@ -32,8 +32,6 @@ MEASURED_EVERY = 64
 
 @dataclass(frozen=True)
 class _Step:
-    """The gradients of a step, kept until the next one."""
-
     number: int
     gradients: Sequence[Tensor | None]
     """One per parameter, multiplied by the loss scale."""
@@ -127,7 +125,6 @@ class NoiseMeter:
         return noise is None or noise.differenced or noise.grad_params is None
 
     def _take(self, noise: GradientNoiseScale, result: SyncResult, loss_scale: float) -> None:
-        """Add the estimates of this step."""
         self._previous = None
         gradients = self._gradients()
         total_sqr = self._product(gradients, gradients) / loss_scale**2

@@ -42,9 +42,7 @@ class ParameterWatch:
         self._patch()
 
     def check(self) -> None:
-        """Raise a ConfigurationError for a foreign layer or parameter; cheap
-        enough for every pass.
-        """
+        """Raise a ConfigurationError for a foreign layer or parameter; cheap, for every pass."""
         # Lists compare their items by identity first, so this is fast.
         if list(self._module._modules.values()) != self._layers:
             self._refuse_layer()

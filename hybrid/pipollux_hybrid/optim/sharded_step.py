@@ -77,7 +77,6 @@ class ShardedStep:
         return tensors
 
     def _any(self, flags: Tensor) -> list[float]:
-        """Return for each number whether it is above 0 on any replica."""
         group = self._shards.group
         if group is not None and len(flags):
             try:

@@ -46,8 +46,7 @@ __all__ = [
 ]
 
 DEVICE_SHARE = 0.9
-"""Share of a GPU's memory available to stages; the rest is for kernels, copies and
-fragmentation."""
+"""Share of a GPU's memory for stages; the rest is for kernels, copies and fragmentation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +55,7 @@ class PartitionRequest:
 
     num_stages: int
     balance: Sequence[int] | str | None
-    """Layers of each stage, or the quantity to balance: ``"time"``, ``"memory"``,
-    ``"parameters"``."""
+    """Layers of each stage, or the quantity to balance: ``time``, ``memory``, ``parameters``."""
     example_inputs: Any = None
     num_microbatches: int = 1
     checkpoint: Checkpoints = "never"
@@ -250,7 +248,6 @@ def _check_memory(
     request: PartitionRequest,
     limit: float | None,
 ) -> None:
-    """Reject a balance whose stages do not fit."""
     if profile is None or limit is None:
         return
     samples = request.num_samples / request.num_microbatches
@@ -283,7 +280,6 @@ def _check_limit(request: PartitionRequest) -> None:
 
 
 def _limit(ctx: JobContext, request: PartitionRequest, device: torch.device) -> float | None:
-    """Return the bytes of a device; of the smallest if replicas differ."""
     limit = math.inf if request.memory_limit is None else request.memory_limit
     if request.memory_limit is None and device.type == "cuda":
         limit = DEVICE_SHARE * float(torch.cuda.get_device_properties(device).total_memory)

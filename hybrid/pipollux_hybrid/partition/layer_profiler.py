@@ -98,8 +98,6 @@ def profile_layers(
 
 @dataclass
 class _Flow:
-    """Input of the next layer for one micro-batch size."""
-
     size: int
     batch: PyTree
     skips: Skips
@@ -180,7 +178,6 @@ def _measure(
     rounds: int,
     saved_before: SavedBytes,
 ) -> _Measured:
-    """Run a layer at all sizes; the flows continue with its outputs."""
     try:
         worker = copy.deepcopy(layer).to(device)
         saved = SavedBytes(worker, saved_before)
@@ -221,7 +218,6 @@ def _rounds(
 def _once(
     worker: nn.Module, flow: _Flow, device: torch.device, saved: SavedBytes | None
 ) -> tuple[tuple[float, float], _Flow]:
-    """Run forward and backward; return their seconds and the layer's output."""
     inputs, arriving = map_tensors(_arrived, flow.batch), map_tensors(_arrived, flow.skips)
     tracker, clock = _Skips(arriving), _Clock(device)
     if saved is not None:

@@ -110,7 +110,6 @@ class LayerAttributes:
         kept += [x for x in self._places() if id(x[1][x[2]]) not in known]
 
     def _places(self) -> Iterator[tuple[str, Any, Any]]:
-        """Yield the tensors that layers keep: location, container and key."""
         for path, layer in self._layers:
             attributes = vars(layer)
             for name, value in list(attributes.items()):

@@ -40,8 +40,6 @@ __all__ = [
 
 
 class _Deferred(nn.modules.batchnorm._BatchNorm):
-    """Base class of the three layers, which differ in their input shapes."""
-
     _sums: Tensor | None = None
     """n, n·mean and n·(var + mean²) so far, float64, shape [1 + 2·channels]."""
     _counts = True

@@ -358,7 +358,6 @@ def _reached(root: Tensor) -> Iterator[Tensor]:
 
 @contextmanager
 def _same_random_numbers(output: PyTree) -> Iterator[None]:
-    """Restore the random generators after the context."""
     devices = {x.device for x in tensors_of(output) if x.device.type == "cuda"}
     with torch.random.fork_rng(devices=[device.index for device in devices]):
         yield

@@ -139,7 +139,6 @@ class StateChanges:
     # --- attributes and buffers --------------------------------------------------------------
 
     def _attributes(self) -> list[dict[str, Any]]:
-        """Return the state that each layer keeps in attributes."""
         with torch._C.DisableTorchFunctionSubclass():  # reads tensors that reject operations
             return [
                 {
@@ -258,8 +257,6 @@ def _names(changes: Sequence[Change]) -> str:
 
 
 class _RandomStates:
-    """The states of all random generators that layers of a stage draw from."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._torch = torch.get_rng_state()

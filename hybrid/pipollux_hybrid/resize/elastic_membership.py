@@ -196,7 +196,6 @@ class ElasticMembership:
         return True
 
     def _vote(self, ok: bool) -> bool:
-        """Return whether all current replicas agree, including leaving ones."""
         votes = self._context.control.gather(torch.tensor([int(ok)]))
         return all(int(vote) for vote in votes)
 
@@ -243,8 +242,6 @@ def elastic_membership(ctx: JobContext) -> ElasticMembership | None:
 
 
 class _Holder:
-    """Holds the component of a job, which may be absent."""
-
     def __init__(self, ctx: JobContext) -> None:
         del ctx
         self.live: ElasticMembership | None = None
@@ -294,7 +291,6 @@ def find_job(rendezvous: RendezvousFolder, env: JobEnvironment) -> Announcement 
 def _check_joins(
     rendezvous: RendezvousFolder, announcement: Announcement, env: JobEnvironment
 ) -> None:
-    """Refuse an attempt that cannot be a replica of the job in a folder."""
     where = f"PIPOLLUX_RENDEZVOUS={str(rendezvous.folder)!r}"
     theirs, ours = announcement.processes, env.processes_per_replica
     if ours != theirs:

@@ -104,9 +104,7 @@ class Recovery:
         }
 
     def recover(self) -> Recovered:
-        """Continue with the surviving replicas, from each one's next step boundary; else
-        PeerLostError.
-        """
+        """Continue with the surviving replicas at a step boundary, or raise a PeerLostError."""
         ctx, lost, step = self._context, self._watch.membership, self._context.step
         assert lost is not None  # noqa: S101  # every member has one
         self._watch.suspend()
@@ -269,7 +267,6 @@ class Recovery:
     def _meet(
         self, pending: PendingMembership, me: dict[str, Any], lost: Membership
     ) -> list[dict[str, Any]] | None:
-        """Return the progress of each process of a membership; None: not all have met."""
         members = set(pending.membership.replicas)
         reason = me["reason"] or self._watch.refusal(len(pending.membership.replicas))
         me = {**me, "reason": reason}

@@ -227,7 +227,6 @@ class SchedulerRendezvous:
                 (self.folder / f"store-{number}").unlink(missing_ok=True)
 
     def _say(self, **what: Any) -> None:
-        """Add fields to all further heartbeats; send one now if a field has changed."""
         with self._lock:
             new = any(self._says.get(name) != value for name, value in what.items())
             self._says.update(what)

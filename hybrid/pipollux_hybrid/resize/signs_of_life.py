@@ -53,9 +53,7 @@ class SignsOfLife:
         return self._limit > 0 and self._clock() >= self._last + self._interval
 
     def look(self, signs: Mapping[str, object]) -> dict[str, float]:
-        """Return frozen replicas, with seconds since their last signs; None: no sign yet, not
-        silent.
-        """
+        """Return the frozen replicas, with seconds since their last signs; None is no silence."""
         now = self._clock()
         passed, self._last = min(now - self._last, 2 * self._interval), now
         for replica, sign in signs.items():

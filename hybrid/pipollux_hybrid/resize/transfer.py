@@ -137,9 +137,7 @@ def send(control: ReplicaGroup, rank: int, sent: Sent, route: Route) -> None:
 
 
 def outline(states: Mapping[str, State]) -> bytes:
-    """Return the input of :func:`prepare`, of states equal on all, in any thread;
-    empty: unknown.
-    """
+    """Return the input of :func:`prepare`, by states equal on all; in any thread."""
     buffer = io.BytesIO()
     try:
         sent = pack(states, leads=False)
@@ -208,8 +206,6 @@ def _own_room(
 
 
 class _Flow:
-    """Concurrent sends, limited in number."""
-
     def __init__(self, control: ReplicaGroup) -> None:
         self._control = control
         self._under_way: deque[tuple[Any, Tensor]] = deque()
@@ -295,7 +291,6 @@ def _answer(control: ReplicaGroup, refusal: str) -> None:
 def _fault(
     states: Mapping[str, State], sent: Mapping[str, tuple[str, Any]], kinds: Sequence[Kind]
 ) -> str:
-    """Return why this replica cannot accept the states; empty: it can."""
     outlines = [kind.make("meta") for kind in kinds]
     for name, (form, skeleton) in sent.items():
         try:

@@ -255,7 +255,6 @@ class MembershipWatch:
         return prepare(told, self._context.component(States), PATIENCE / 4)
 
     def _lead(self, current: Membership) -> None:
-        """Post the job announcement, and propose a membership for the requests."""
         cut = self._context.component(Metrics).cut
         balance = tuple(cut.balance) if cut is not None else ()
         cannot = why_not_live(self._context, joins=True)

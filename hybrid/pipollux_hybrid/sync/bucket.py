@@ -172,9 +172,7 @@ class Bucket:
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
-        """Run the body on a stream that waits for all gradients, whichever device
-        the thread is of.
-        """
+        """Run the body on a stream that waits for all gradients, in a thread of any device."""
         if self.device.type != "cuda":
             yield
             return

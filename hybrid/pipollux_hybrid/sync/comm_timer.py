@@ -33,9 +33,7 @@ class CommTimer:
         self._events = [self._record(device) for device in self._cuda]
 
     def stop(self) -> float:
-        """Return seconds since :meth:`start`; with CUDA of the latest step over, on its slowest
-        device.
-        """
+        """Return seconds since :meth:`start`; with CUDA those of a step that is over."""
         if not self._cuda:
             return time.perf_counter() - self._started
         ends = [self._record(device) for device in self._cuda]

@@ -70,9 +70,7 @@ class NormSum:
 
 
 def sum_products(gradients: Iterable[tuple[Tensor, Tensor, Tensor | None]]) -> float:
-    """Return the inner product of two lists of gradients (see :func:`product`); one wait per
-    device.
-    """
+    """Return the inner product of two lists of gradients, waiting once per device."""
     terms: dict[torch.device, list[Tensor]] = {}
     for one, other, weights in gradients:
         terms.setdefault(one.device, []).append(product(one, other, weights).double())

@@ -205,7 +205,6 @@ class Autotuner:
         return int(best.atomic_bsz), int(best.accum_steps), num_microbatches
 
     def _size_corrections(self) -> SizeCorrections | None:
-        """Return the corrections by batch size measured on the current replicas."""
         if self.perf_params is None:
             return None
         return left_over_by_size(self.perf_params, self.profile, self.configuration(0))

@@ -189,7 +189,6 @@ def _lanes(others: Sequence[TraceSpan]) -> list[tuple[str, list[TraceSpan]]]:
 
 
 def _flows(pieces: Sequence[_Piece], num_stages: int, rank: int) -> list[dict[str, Any]]:
-    """Return arrows from the source of each stage's input or gradient to its use."""
     places = {
         (piece.event.phase, piece.chunk * num_stages + piece.event.stage, piece.event.microbatch): (
             piece
@@ -222,8 +221,6 @@ def bubble(events: Sequence[StageEvent], num_stages: int) -> float:
 
 
 class _Piece(NamedTuple):
-    """A block of a stage's row."""
-
     name: str
     chunk: int
     """The chunk of layers; interleaved stages have several."""

@@ -36,8 +36,7 @@ LOG = logging.getLogger(__name__)
 PATIENCE = 2.0
 """Timeout of the request at the start of a job, in seconds."""
 SURE = 5
-"""Optimizer steps from which on a measurement may contradict an inherited one, or the model.
-"""
+"""Optimizer steps from which on a measurement may contradict an inherited one, or the model."""
 CONTRADICTION = 1.25
 """Ratio of step times that counts as a contradiction, from a different model or hardware."""
 
@@ -94,7 +93,6 @@ def inherit(ctx: JobContext, profile: StepProfile) -> ModelTraits | None:
 
 
 def _ask(env: JobEnvironment) -> bytes:
-    """Return the scheduler's answer as JSON; empty: no step times, or no answer."""
     if env.scheduler_url is None or env.job_id is None:
         return b""
     # Takes a third of a second to import, which other jobs need not wait for.

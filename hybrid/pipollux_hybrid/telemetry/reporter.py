@@ -146,7 +146,6 @@ class Reporter:
         self._thread = None
 
     def _queue(self, point: StepRecord) -> None:
-        """Queue a point for the listeners; the caller holds the lock."""
         self._last_point, self._held = point.time, None
         self._unshown.append(point)
         if self._url is not None:
@@ -227,7 +226,6 @@ class Reporter:
             self._hints = hints.model_dump(mode="json", by_alias=True)
 
     def _send_hints(self, client: httpx.Client) -> None:
-        """Send the latest hints, unless the scheduler has them."""
         if self._hints is None or time.monotonic() < self._retry_at:
             return
         attempt = self._context.env.attempt

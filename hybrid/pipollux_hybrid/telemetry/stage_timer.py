@@ -38,8 +38,6 @@ class _Span:
 
 @dataclass
 class _Counts:
-    """Micro-batches of a stage so far."""
-
     forward: int = 0
     recomputed: int = 0
     open: list[_Span] = field(default_factory=list)

@@ -73,9 +73,7 @@ class StepSummary(NamedTuple):
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> StepSummary:
-        """Return the summary of a checkpoint's row; KeyError, TypeError or
-        ValueError if invalid.
-        """
+        """Return the summary of a row; a KeyError, TypeError or ValueError if invalid."""
         forward, backward = (tuple(map(float, row[name])) for name in ("forward", "backward"))
         times = (float(row["accum"]), float(row["optim"]))
         exchange = float(row.get("exchange", 0.0))
