@@ -240,6 +240,7 @@ def _size(kind: _Kind) -> int:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor without gaps in memory order."""
     flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     return flat.view(torch.uint8)
 

@@ -136,6 +136,7 @@ class Heartbeat:
                 self._say_goodbye(client)
 
     def _beat(self, client: httpx.Client) -> float | None:
+        """Send a heartbeat; return the seconds until the next one, None if they are refused."""
         from .supervisor_client import retry_after
 
         interval = self._env.heartbeat_interval
@@ -224,5 +225,6 @@ class Heartbeat:
 
 
 def _has_failed() -> bool:
+    """Return whether an exception ends or has ended the script; a stop does not count."""
     errors = (sys.exception(), getattr(sys, "last_value", None))
     return any(error is not None and not isinstance(error, SystemExit) for error in errors)

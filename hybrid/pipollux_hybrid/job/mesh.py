@@ -144,6 +144,7 @@ class ProcessMesh:
         }
 
     def _all_ranks(self, num_replicas: int) -> torch.Tensor:
+        """Return the ranks of all processes, shape [R, K]."""
         return torch.arange(num_replicas * self.num_stages).view(num_replicas, self.num_stages)
 
     def sum_over_stages(self, numbers: Sequence[float]) -> list[float]:

@@ -280,6 +280,7 @@ def _check_limit(request: PartitionRequest) -> None:
 
 
 def _limit(ctx: JobContext, request: PartitionRequest, device: torch.device) -> float | None:
+    """Return the bytes of a device; of the smallest if replicas differ."""
     limit = math.inf if request.memory_limit is None else request.memory_limit
     if request.memory_limit is None and device.type == "cuda":
         limit = DEVICE_SHARE * float(torch.cuda.get_device_properties(device).total_memory)

@@ -136,6 +136,7 @@ def name_place(error: Exception, place: str) -> None:
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int] | None:
+    """Return how often each tensor was changed in place; None if PyTorch does not count."""
     if any(tensor.is_inference() for tensor in tensors):
         return None
     return [tensor._version for tensor in tensors]

@@ -135,4 +135,5 @@ class Memory:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor without gaps in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -267,6 +267,7 @@ class Recovery:
     def _meet(
         self, pending: PendingMembership, me: dict[str, Any], lost: Membership
     ) -> list[dict[str, Any]] | None:
+        """Return the progress of each process of a membership; None: not all have met."""
         members = set(pending.membership.replicas)
         reason = me["reason"] or self._watch.refusal(len(pending.membership.replicas))
         me = {**me, "reason": reason}

@@ -291,6 +291,7 @@ def _answer(control: ReplicaGroup, refusal: str) -> None:
 def _fault(
     states: Mapping[str, State], sent: Mapping[str, tuple[str, Any]], kinds: Sequence[Kind]
 ) -> str:
+    """Return why this replica cannot accept the states; empty: it can."""
     outlines = [kind.make("meta") for kind in kinds]
     for name, (form, skeleton) in sent.items():
         try:

@@ -202,6 +202,7 @@ class TiedCopies:
         return [(p, shared) for p, shared in self._mine.items() if shared.name in anywhere]
 
     def _sum(self, parameter: nn.Parameter, shared: _Shared, mine: Tensor | None) -> Tensor:
+        """Return the sum over the stages that share a parameter; all of them call it."""
         if mine is None:
             mine = torch.zeros_like(parameter)
         mine = mine.detach().contiguous()

@@ -93,6 +93,7 @@ def inherit(ctx: JobContext, profile: StepProfile) -> ModelTraits | None:
 
 
 def _ask(env: JobEnvironment) -> bytes:
+    """Return the scheduler's answer as JSON; empty: no step times, or no answer."""
     if env.scheduler_url is None or env.job_id is None:
         return b""
     # Takes a third of a second to import, which other jobs need not wait for.

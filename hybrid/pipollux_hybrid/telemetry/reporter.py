@@ -146,6 +146,7 @@ class Reporter:
         self._thread = None
 
     def _queue(self, point: StepRecord) -> None:
+        """Queue a point for the listeners; the caller holds the lock."""
         self._last_point, self._held = point.time, None
         self._unshown.append(point)
         if self._url is not None:

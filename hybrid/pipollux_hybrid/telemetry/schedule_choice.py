@@ -145,6 +145,7 @@ class ScheduleComparison:
         return bool(self._measured) or self._elsewhere is not None
 
     def _best(self, order: PipelineSchedule, link: Link | None) -> Optimum | None:
+        """Return the best batch with a schedule; None: its times are unknown."""
         params, noise = self._params(order, link), self._tuner.noise
         if params is None or noise is None or noise.grad_params is None:
             return None
