@@ -131,10 +131,7 @@ def shared_failure(ctx: JobContext, failure: CheckpointError | None) -> Checkpoi
 
 
 def load_state(state: State) -> bool:
-    """Restore a state from the newest intact checkpoint.
-
-    Returns:
-        Whether the checkpoint holds the state.
+    """Restore a state from the newest intact checkpoint; return whether the checkpoint holds it.
 
     Raises:
         CheckpointError: The checkpoint holds the state, but it cannot be read; or there are

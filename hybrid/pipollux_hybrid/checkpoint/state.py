@@ -100,29 +100,20 @@ class State:
         """Return the state in nested dicts, lists and tuples of tensors, numbers and strings.
 
         Called after :meth:`sync` on surviving and on joining replicas: the tensors of the latter
-        may be overwritten in place.
-
-        Returns:
-            The argument of :meth:`adopt`; None, as here, to use :meth:`save` instead.
+        may be overwritten in place. None, as here: :meth:`save` is used instead.
         """
         return None
 
     def check(self, content: Any) -> None:
-        """Refuse an invalid argument of :meth:`adopt`; called before anything is changed.
+        """Refuse an invalid argument of :meth:`adopt`, before anything is changed.
 
-        Args:
-            content: Another replica's, with tensors without elements, on the device "meta".
-
-        Raises:
-            CheckpointError: Names the first difference.
+        Its tensors have no elements, on the device "meta". A CheckpointError names the first
+        difference.
         """
 
     def adopt(self, content: Any) -> None:
-        """Continue from the :meth:`content` of another replica.
-
-        Args:
-            content: Its tensors are this replica's own, overwritten, where type and shape are
-                equal, and else on the CPU.
+        """Continue from the :meth:`content` of another replica: its tensors are this replica's own,
+        overwritten, where type and shape are equal, and else on the CPU.
         """
         raise NotImplementedError
 
@@ -134,16 +125,14 @@ class State:
         self.sync()
 
     def lost(self) -> str:
-        """Return which state is lost with another replica, one clause; empty: none.
-
-        If some is lost, the surviving replicas continue from the checkpoint, with this reason.
+        """Return which state is lost with another replica, one clause; empty: none. If some is
+        lost, the surviving replicas continue from the checkpoint, with this reason.
         """
         return ""
 
     def rejoined(self) -> None:
-        """Reset unsaved state as a restart does; called on every rank after an elastic resize.
-
-        Joining replicas have loaded the state before.
+        """Reset unsaved state as a restart does; called on every rank after an elastic resize, when
+        joining replicas have loaded the state.
         """
 
     def regrouped(self) -> None:
@@ -155,15 +144,12 @@ class State:
         return False
 
     def remember(self) -> Callable[[], None]:
-        """Return a function that restores the current state, should the next iteration become void.
+        """Return a function that restores the current state if the next iteration becomes void, or
+        raises a CheckpointError: the job then continues from its checkpoint.
 
         Called on all replicas at every step boundary of an elastic job. By default :meth:`save`
         writes small states to memory; a state may define a cheaper way, or detect that it does not
         change.
-
-        Returns:
-            The function. It raises a CheckpointError if it cannot restore the state: the job then
-            continues from its checkpoint.
         """
         copy = io.BytesIO()
         if not self._is_large:
@@ -182,13 +168,10 @@ class State:
         )
 
     def snapshot(self) -> Callable[[BinaryIO], None]:
-        """Copy the current state, for a thread to write during training.
+        """Return a function that writes a copy of the current state to a file during training.
 
         Called on rank 0 instead of :meth:`save` for a checkpoint in the background. By default
         :meth:`save` writes to memory; large states may have a faster way.
-
-        Returns:
-            A function that writes the copy to a file.
         """
         copy = io.BytesIO()
         self.save(copy)

@@ -19,7 +19,12 @@ __all__ = ["ElasticSampler", "parts_of_iteration"]
 
 
 class ElasticSampler:
-    """The order of samples, and the share of a replica in it; ``seed`` gives the orders of epochs.
+    """The order of samples, and the share of a replica in it.
+
+    Args:
+        num_samples: Size of the data set.
+        shuffle: Whether each epoch has its own order.
+        seed: Seed of these orders.
 
     Example:
         >>> sampler = ElasticSampler(10, shuffle=False, seed=0)

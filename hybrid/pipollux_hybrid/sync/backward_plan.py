@@ -38,7 +38,7 @@ class BackwardPlan:
     apart: bool = False
     """Whether micro-batches have separate graphs, and the last is run first."""
     timed: bool = False
-    """Whether arrivals of gradients are recorded for the stages' time line."""
+    """Whether arrivals of gradients are recorded for the stages' timeline."""
     in_order: bool = False
     """Whether the first micro-batch's gradient comes first, as in multi-process pipelines."""
     part: object | None = None

@@ -125,8 +125,8 @@ class Bucket:
     def write_back(self, factor: float, present: Sequence[bool]) -> None:
         """Set each gradient to the sum times ``factor``.
 
-        ``present`` says for each parameter whether any replica has a gradient that counts. Without
-        one the parameter has no gradient, as in the plain model.
+        Where ``present`` is False, no replica has a gradient that counts, and the parameter gets
+        none, as in the plain model.
         """
         gradients, views = [], []
         for parameter, view, anywhere in zip(self.parameters, self._views, present, strict=True):

@@ -29,7 +29,7 @@ CHUNK_BYTES = 256 * 2**20
 
 @runtime_checkable
 class CombinesBuffers(Protocol):
-    """A layer that makes some of its buffers equal on all replicas itself.
+    """A layer that itself makes some of its buffers equal on all replicas.
 
     Example::
 
@@ -140,8 +140,8 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup | None
 def all_reduce_sum(tensors: Sequence[Tensor]) -> None:
     """Sum tensors over all replicas, in place; collective, with tensors of the same shapes.
 
-    A replica whose last batch does not count takes part with zeros. For layers that keep sums over
-    a batch, see :class:`CombinesBuffers`.
+    Tensors are floating-point or integer. A replica whose last batch does not count takes part with
+    zeros. For layers that keep sums over a batch, see :class:`CombinesBuffers`.
     """
     ctx = context.current()
     among = ctx.mesh.replicas if ctx is not None and ctx.mesh is not None else None

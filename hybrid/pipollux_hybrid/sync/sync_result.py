@@ -1,4 +1,4 @@
-"""What one synchronisation of gradients measured."""
+"""Measurements of one synchronisation of gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class GradientTime(NamedTuple):
 
 @dataclass(frozen=True)
 class SyncResult:
-    """Measurements of one synchronisation of gradients."""
+    """Result of one synchronisation."""
 
     batch_size: int
     """B: samples in the averaged gradients, over all replicas and accumulation steps."""

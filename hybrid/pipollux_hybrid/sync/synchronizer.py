@@ -116,7 +116,7 @@ class GradientSynchronizer:
         self._measurable, self._unit = True, 0
         self._sqr = [NormSum() for _ in self._stages]
         self._nonfinite = False
-        # What the replicas agreed on in the last one.
+        # Agreed on by the replicas in the last iteration.
         self._finite = True
         self._reference = self._batch_over_part = 1.0
 
