@@ -29,7 +29,8 @@ class TextRows:
     do not fill a column of the rows are the *tail*, which comes last. ``cuts`` has (rows, pairs
     taken per row) for each cut of the text; the last one is the current cut.
 
-    Example: Ten pairs in two rows, of which two windows of one pair were taken, then in three:
+    Example:
+        Ten pairs in two rows, of which two windows of one pair were taken, then in three:
 
         >>> TextRows(10, [(2, 2), (3, 0)]).positions(0, 3, 0, 2).tolist()
         [[2, 3], [4, 7], [8, 9]]
