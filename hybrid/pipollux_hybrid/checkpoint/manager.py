@@ -159,7 +159,7 @@ def load_state(state: State) -> bool:
 
 
 def write_stop_marker(step: int) -> None:
-    """Record that this attempt stopped at ``step`` as requested; a CheckpointError if it cannot."""
+    """Record that this attempt stopped at ``step`` as requested, or raise a CheckpointError."""
     ctx = context()
     root = ctx.env.checkpoint_dir
     if root is None or not ctx.env.leads:

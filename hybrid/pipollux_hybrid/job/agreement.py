@@ -113,7 +113,7 @@ def model_settings(
     optimizer: torch.optim.Optimizer,
     arguments: Mapping[str, object],
 ) -> dict[str, object]:
-    """Return HybridParallel's arguments, of objects the class, that all replicas must share."""
+    """Return HybridParallel's arguments that all replicas must share; of objects, their class."""
     settings: dict[str, object] = {name: _word(value) for name, value in arguments.items()}
     settings["optimizer"] = type(optimizer).__name__
     for name, layer in module.named_children():

@@ -152,7 +152,7 @@ class ProcessMesh:
         return _sum(self.row, numbers, broken_replica)
 
     def share(self, found: torch.Tensor | None, size: int) -> torch.Tensor | None:
-        """Return the result, float64 [size], of any process of this replica with one, or None."""
+        """Return the result, float64 [size], of a process of this replica with one, or None."""
         mine = torch.zeros(1 + size, dtype=torch.float64)
         if found is not None:
             mine[0], mine[1:] = 1.0, found

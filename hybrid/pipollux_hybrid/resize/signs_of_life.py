@@ -53,7 +53,7 @@ class SignsOfLife:
         return self._limit > 0 and self._clock() >= self._last + self._interval
 
     def look(self, signs: Mapping[str, object]) -> dict[str, float]:
-        """Return the frozen replicas, with seconds since their last signs; None is no silence."""
+        """Return the frozen replicas, with seconds since their last signs; None: no sign yet."""
         now = self._clock()
         passed, self._last = min(now - self._last, 2 * self._interval), now
         for replica, sign in signs.items():

@@ -150,8 +150,8 @@ def outline(states: Mapping[str, State]) -> bytes:
 
 
 def prepare(told: bytes, states: Mapping[str, State], seconds: float) -> Spare:
-    """Return memory for the coming tensors, of :func:`outline`, which takes longer to allocate than
-    to fill; none for tensors overwritten in ``states``. It is limited to ``seconds``.
+    """Return memory for the tensors of :func:`outline`, which takes longer to allocate than to
+    fill, within ``seconds``; none for tensors that are overwritten in ``states``.
     """
     began_at = time.monotonic()
     header = torch.load(io.BytesIO(told), weights_only=True)

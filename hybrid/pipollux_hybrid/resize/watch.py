@@ -41,7 +41,7 @@ RETRY_AFTER = 15.0
 
 
 class MembershipWatch:
-    """A replica's view of the current and the pending membership; None while it is joining."""
+    """A replica's view of the current and the pending membership."""
 
     def __init__(
         self,

@@ -59,8 +59,8 @@ class StageProfiler:
         self._timer.cancel()
 
     def begin(self, num_recomputed: int, *, measures_noise: bool) -> bool:
-        """Start an iteration's last forward; return whether it is timed (later if it measures
-        noise).
+        """Start the last forward of an iteration; return whether it is timed. Iterations that
+        measure the noise delay a timing.
         """
         if not self._is_due(measures_noise):
             return False

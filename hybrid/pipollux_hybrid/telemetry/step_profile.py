@@ -86,7 +86,7 @@ class Measurements:
     """Optimizer steps without the waiting time for peers and the exchange."""
     optim: StepTimes = field(default_factory=StepTimes)
     exchange: StepTimes = field(default_factory=StepTimes)
-    """Part of these steps that adds gradients of shared parameters."""
+    """Part of optimizer steps that adds gradients of shared parameters."""
     forward: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     """Per stage, the forward of one micro-batch."""
     backward: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -204,7 +204,7 @@ class StepProfile:
             return {c: s for c, s in self._own(least).items() if c not in self._settled}
 
     def own(self, least: int = 1) -> dict[StepConfiguration, StepSummary]:
-        """Return own measurements with ``least`` optimizer steps, the latest last."""
+        """Return own measurements of at least ``least`` optimizer steps, the latest last."""
         with self._lock:
             return self._own(least)
 
