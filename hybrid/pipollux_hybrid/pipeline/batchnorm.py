@@ -9,8 +9,9 @@ accumulation steps and replicas,
 
 with mᵢ and vᵢ the mean and (biased) variance over the nᵢ values of a channel in micro-batch i. They
 update the running statistics once per iteration, the variance times n / (n − 1), as PyTorch does
-for a plain batch. torchgpipe's deferred statistics count requested micro-batches, so that a short
-batch leaks into the next one, and do not support accumulation steps or replicas.
+for a plain batch. Deferring them was torchgpipe's idea, but torchgpipe counts requested
+micro-batches, so that a short batch leaks into the next one, and lacks accumulation steps and
+replicas.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class _Deferred(nn.modules.batchnorm._BatchNorm):
     _counts = True
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # the base class's name for it
-        """Normalize a micro-batch [micro-batch, channels, …]; in evaluation, as the plain layer."""
+        """Normalize a micro-batch, shape [micro-batch, channels, …]; like the plain layer in
+        evaluation and outside of a pipeline.
+        """
         if not (self.training and in_pipeline()):
             return super().forward(input)
         check: Any = self._check_input_dim  # torch does not annotate it

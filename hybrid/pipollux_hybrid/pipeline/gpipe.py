@@ -1,8 +1,8 @@
 """One forward of a batch through the stages, in GPipe's order.
 
-The clock, the copies between devices and the worker threads are torchgpipe's (Kim et al., 2020):
-micro-batch i is in stage j at tick i + j. Floating point tensors of a PyTree use torchgpipe's
-differentiable copies; other values are passed separately::
+The clock, the copies between devices and the worker threads are torchgpipe's (Kim et al., 2020).
+Floating point tensors of a PyTree use its differentiable copies; other values are passed
+separately. Micro-batch i is in stage j at tick i + j::
 
     tick      0      1      2      3
     stage 0  (0,0)  (1,0)  (2,0)

@@ -157,7 +157,9 @@ def microbatch_sizes(batch_size: int, num_microbatches: int) -> list[int]:
 
 
 def num_samples(inputs: PyTree) -> int:
-    """Return the samples of a batch by its first tensor; a ConfigurationError if there is none."""
+    """Return the samples of a batch: the size of its tensors' first dimension. Raises a
+    ConfigurationError if there is no such tensor.
+    """
     leaves = pytree.tree_leaves(plain_batch(inputs), is_leaf=is_marked)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not tensors or any(x.dim() == 0 or x.shape[0] == 0 for x in tensors):
