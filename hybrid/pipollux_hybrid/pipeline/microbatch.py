@@ -75,6 +75,10 @@ def scatter(batch: PyTree, sizes: Sequence[int]) -> list[PyTree]:
     """Cut every tensor of a batch along dimension 0; plain values go into every micro-batch.
 
     Marked values (:mod:`.samples`) are cut, or passed to every micro-batch, without their mark.
+
+    Example:
+        >>> [x["ids"].tolist() for x in scatter({"ids": torch.arange(3), "scale": 2}, [2, 1])]
+        [[0, 1], [2]]
     """
     flatten(batch, "the input of the model")
     leaves, structure = pytree.tree_flatten(batch, is_leaf=is_marked)
