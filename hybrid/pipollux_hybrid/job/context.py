@@ -66,7 +66,12 @@ class JobContext:
     _components: dict[Any, Any] = field(default_factory=dict)
 
     def component(self, kind: Callable[[JobContext], T]) -> T:
-        """Return the job's singleton of a class, created with this context at the first call."""
+        """Return the job's singleton of a class, created with this context at the first call.
+
+        Example::
+
+            metrics = context().component(Metrics)
+        """
         if kind not in self._components:
             self._components[kind] = kind(self)
         found: T = self._components[kind]
