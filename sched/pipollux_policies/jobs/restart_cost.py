@@ -1,7 +1,7 @@
 """The penalty on changes of allocation for the training time that they cost (OSDI'21, §4.2).
 
-`store/restart_cost.py` averages the measured restart times of a job; `allocations.change_cost` has that of
-each kind of change.
+`store/restart_cost.py` averages the measured restart times of a job; `allocations.change_cost` has
+that of each kind of change.
 """
 
 from __future__ import annotations

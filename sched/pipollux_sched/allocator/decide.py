@@ -34,7 +34,7 @@ class Decision:
 def place_new(
     candidates: Sequence[SchedulableJob], nodes: Nodes, strategy: Strategy
 ) -> list[Decision]:
-    """Place jobs that hold nothing on free slots, in the order of submission (`placement.new_jobs`).
+    """Place jobs that hold nothing on free slots, by order of submission (`placement.new_jobs`).
 
     Then the strategy decides on all jobs (`reallocate`). A fixed allocation never waits for another
     job. ValueError: the result of the strategy is invalid.
