@@ -24,8 +24,6 @@ from pipollux_protocol import environment as variables
 
 from . import address_exchange
 
-__all__ = ["BACKEND", "Rendezvous", "create_handler"]
-
 BACKEND = "pipollux"
 """Name of the rendezvous backend."""
 RENDEZVOUS_TIMEOUT = 600

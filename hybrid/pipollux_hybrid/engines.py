@@ -27,8 +27,6 @@ from pipollux_perfmodel.timing.params import SCHEDULES, ScheduleKind
 if TYPE_CHECKING:
     from pipollux_hybrid.pipeline.process_engine import ProcessEngine
 
-__all__ = ["choose_chunks", "choose_orders", "make_engine", "refuse_plain_loop"]
-
 DEFAULT: ScheduleKind = "1f1b"
 """Schedule of a multi-process pipeline, unless the script names one."""
 AUTO = "auto"

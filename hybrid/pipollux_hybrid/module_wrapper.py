@@ -20,8 +20,6 @@ from pipollux_hybrid.pipeline.engine import CHECKPOINT_MODES
 from pipollux_hybrid.pipeline.microbatch import PyTree
 from pipollux_hybrid.pipeline.samples import plain_batch
 
-__all__ = ["ModuleWrapper", "batch_of", "check_arguments", "check_single"]
-
 
 class ModuleWrapper(nn.Module):
     """A module around an ``nn.Sequential`` that saves and loads its state like the original.

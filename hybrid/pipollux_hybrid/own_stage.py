@@ -17,8 +17,6 @@ from pipollux_hybrid.checkpoint.parameter_groups import plain_name
 from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.pipeline.stage import Stage
 
-__all__ = ["RemoteLayer", "keep_stage"]
-
 
 class RemoteLayer(nn.Module):
     """Placeholder of a layer in the process of another stage."""

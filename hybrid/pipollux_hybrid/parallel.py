@@ -58,8 +58,6 @@ from pipollux_hybrid.telemetry.schedule_choice import choose_cut
 from pipollux_hybrid.telemetry.stage_profiler import StageProfiler
 from pipollux_perfmodel.timing.params import joined_modes
 
-__all__ = ["HybridParallel"]
-
 
 class HybridParallel(PipelineModel):
     """Trains an ``nn.Sequential`` as a pipeline of stages, replicated across processes.

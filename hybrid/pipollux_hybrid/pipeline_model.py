@@ -25,8 +25,6 @@ from pipollux_perfmodel import LayerProfile
 if TYPE_CHECKING:
     from pipollux_hybrid.pipeline.process_engine import ProcessEngine
 
-__all__ = ["PipelineModel"]
-
 
 class PipelineModel(ModuleWrapper):
     """A module cut into stages: its partition, its measurements, and operations over all stages."""

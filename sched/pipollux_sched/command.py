@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 
-__all__ = ["main"]
-
 NEEDED = ("fastapi", "jinja2", "sqlalchemy", "textual", "typer", "yaml")
 """Some packages of the extra `sched`."""
 USAGE = 2

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-__all__ = ["SchedulerMetrics"]
-
 POLICY_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """In seconds: the exact policy takes milliseconds, the genetic one up to minutes."""
 

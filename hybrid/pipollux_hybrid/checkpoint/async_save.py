@@ -19,8 +19,6 @@ from torch import Tensor
 
 from pipollux_hybrid.errors import CheckpointError
 
-__all__ = ["AsyncSaver", "StagingBuffers"]
-
 SAVE_TIMEOUT = 1800.0
 """Seconds that a stop waits for a running save: the timeout of replicas for a silent peer."""
 

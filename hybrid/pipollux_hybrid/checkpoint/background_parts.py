@@ -25,8 +25,6 @@ from .async_save import SAVE_TIMEOUT, AsyncSaver
 from .parts import check_answers, tell
 from .state import State, snapshot_of
 
-__all__ = ["start_saving_in_parts"]
-
 Writers: TypeAlias = Mapping[str, Callable[[BinaryIO], None]]
 CONNECTS_WITHIN = 60.0
 """Seconds that a process waits for the first one, which connects before it writes."""

@@ -9,8 +9,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CheckedFile", "checksum_of", "close_quietly"]
-
 LOG = logging.getLogger(__name__)
 
 

@@ -29,16 +29,6 @@ from .owner import Owner
 from .parts import save_in_parts
 from .state import State, States, snapshot_of
 
-__all__ = [
-    "CheckpointManager",
-    "checkpoint_to_restore",
-    "load_state",
-    "save_all_states",
-    "save_last_states",
-    "shared_failure",
-    "write_stop_marker",
-]
-
 
 class CheckpointManager:
     """The job's checkpoints."""

@@ -22,8 +22,6 @@ from .parameter_groups import ParameterGroups, plain_name
 from .remembering import BufferCopies, copied, unchanged
 from .state import State, States, check_loadable
 
-__all__ = ["ModelState"]
-
 LOG = logging.getLogger(__name__)
 STATE_NAME = "model.pt"
 REMEDY = "build the model the checkpoint was made with"

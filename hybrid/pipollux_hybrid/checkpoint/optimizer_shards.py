@@ -23,8 +23,6 @@ from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.job.groups import ReplicaGroup
 from pipollux_hybrid.job.peers import lost_peers
 
-__all__ = ["LOST", "OptimizerShards", "give_out"]
-
 PARCEL = 16 * 2**20
 """Bytes of tensors that are sent in one message; a larger tensor is sent alone."""
 LOST = (

@@ -26,8 +26,6 @@ from typing import Any
 
 from pipollux_hybrid.job.env import JobEnvironment
 
-__all__ = ["OWNER", "Owner"]
-
 LOG = logging.getLogger(__name__)
 OWNER = ".owner"
 """Name of the lock file."""

@@ -18,8 +18,6 @@ from torch import nn
 from pipollux_hybrid.errors import CheckpointError, ConfigurationError
 from pipollux_hybrid.job.context import from_scratch
 
-__all__ = ["COMPILED", "ParameterGroups", "foreign_parameter", "plain_name"]
-
 COMPILED = "_orig_mod"
 """Component that ``torch.compile`` adds to the names of a layer's parameters."""
 

@@ -17,8 +17,6 @@ from . import storage as files
 from .async_save import AsyncSaver
 from .state import State
 
-__all__ = ["check_answers", "save_in_parts", "tell"]
-
 
 def save_in_parts(
     ctx: JobContext, root: Path, states: Mapping[str, State], saver: AsyncSaver

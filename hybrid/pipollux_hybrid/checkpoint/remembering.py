@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from pipollux_hybrid.errors import CheckpointError
 from pipollux_hybrid.pipeline.batchnorm import deferred_layers
 
-__all__ = ["REMEMBERED_BYTES", "BufferCopies", "copied", "size_of", "unchanged"]
-
 REMEMBERED_BYTES = 1 << 20
 """Largest size of a state in bytes that is copied at every step boundary."""
 

@@ -16,8 +16,6 @@ from pipollux_hybrid.job.context import JobContext
 from .manager import load_state
 from .state import State, States
 
-__all__ = ["RandomState", "draw_alike", "random_state"]
-
 STATE_NAME = "random.pt"
 MARK = 0xFFFFF
 """Mask of a checksum: few enough bits for sums of squares to be exact in float64."""

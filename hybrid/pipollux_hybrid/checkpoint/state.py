@@ -17,8 +17,6 @@ from pipollux_hybrid.job.context import JobContext, context
 from .remembering import REMEMBERED_BYTES
 from .storage import MANIFEST, StateError
 
-__all__ = ["State", "States", "check_loadable", "snapshot_of"]
-
 
 class States(dict[str, "State"]):
     """All states of a job's checkpoint, by name."""

@@ -17,8 +17,6 @@ from .manager import load_state
 from .remembering import REMEMBERED_BYTES, copied, size_of, unchanged
 from .state import State, check_loadable
 
-__all__ = ["Stateful", "register_for_checkpointing"]
-
 
 class Stateful(Protocol):
     """The interface of PyTorch's optimizers, schedulers, scalers and modules."""

@@ -25,29 +25,6 @@ from pipollux_perfmodel.errors import PipolluxError
 
 from .checked_file import CheckedFile, checksum_of, close_quietly
 
-__all__ = [
-    "MANIFEST",
-    "Found",
-    "StateError",
-    "Written",
-    "commit",
-    "directory_of",
-    "fault_of",
-    "find",
-    "flush_directory",
-    "new_checkpoint",
-    "part_name",
-    "parts_of",
-    "prepare",
-    "prune",
-    "remove_leftovers",
-    "remove_probe",
-    "version_of",
-    "write",
-    "write_file",
-    "write_states",
-]
-
 Written: TypeAlias = tuple[str, int]
 """A file's checksum and its size in bytes."""
 LOG = logging.getLogger(__name__)

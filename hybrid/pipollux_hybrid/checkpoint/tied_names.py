@@ -11,8 +11,6 @@ from typing import Any
 
 from .parameter_groups import plain_name
 
-__all__ = ["with_last_values"]
-
 
 def with_last_values(
     state_dict: Mapping[str, Any], shared: Iterable[Sequence[str]], *, strict: bool

@@ -26,8 +26,6 @@ from .accumulator_values import Key, PendingSum, Summable, add, check_key, check
 from .epoch import epoch_state
 from .loop import numbered_name, refuse_inside_loop
 
-__all__ = ["Accumulator"]
-
 Summables = dict[Key, Summable]
 
 

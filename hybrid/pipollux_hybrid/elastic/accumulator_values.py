@@ -10,8 +10,6 @@ from torch import Tensor
 
 from pipollux_hybrid.errors import ConfigurationError
 
-__all__ = ["Key", "PendingSum", "Summable", "add", "check_key", "checked", "on_cpu"]
-
 Key = str | int
 Summable = int | float | Tensor
 

@@ -19,8 +19,6 @@ from pipollux_hybrid.job.batch import BatchShape, BatchSlice, split_evenly
 
 from .loop import ElasticLoop
 
-__all__ = ["AdaptiveBPTTIterator", "TextRows"]
-
 
 class TextRows:
     """The rest of a text, cut into rows of equal length.

@@ -23,8 +23,6 @@ from pipollux_hybrid.telemetry.metrics import Metrics
 
 from .step_boundary import StepBoundary
 
-__all__ = ["current_epoch", "remaining_epochs_until"]
-
 STATE_NAME = "epoch.json"
 
 

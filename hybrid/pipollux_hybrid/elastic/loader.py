@@ -25,8 +25,6 @@ from .sampler import ElasticSampler
 from .stream import PartCollate, SampleStream
 from .stream_check import StreamCheck, content_of
 
-__all__ = ["AdaptiveDataLoader"]
-
 T = TypeVar("T")
 PR_SET_PDEATHSIG = 1
 """Option of Linux's `prctl`: the signal that a process gets when the thread that forked it ends."""

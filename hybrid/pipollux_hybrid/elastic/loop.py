@@ -26,8 +26,6 @@ from pipollux_hybrid.telemetry.metrics import Metrics
 from .epoch import epoch_state
 from .step_boundary import IterationEnd, StepBoundary
 
-__all__ = ["ElasticLoop", "LoopState", "forget_finished_epochs"]
-
 T = TypeVar("T")
 KIND = "loader"
 

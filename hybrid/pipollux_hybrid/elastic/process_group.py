@@ -30,15 +30,6 @@ from .step_boundary import acknowledge
 if TYPE_CHECKING:
     from pipollux_hybrid.resize.scheduler_rendezvous import SchedulerRendezvous
 
-__all__ = [
-    "destroy_process_group",
-    "device_mesh",
-    "init_process_group",
-    "num_replicas",
-    "process_rank",
-    "replica_rank",
-]
-
 
 def init_process_group(
     backend: str | None = None,

@@ -15,8 +15,6 @@ import torch
 from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job.batch import BatchShape, BatchSlice
 
-__all__ = ["ElasticSampler", "parts_of_iteration"]
-
 
 class ElasticSampler:
     """The order of samples, and the share of a replica in it.

@@ -30,8 +30,6 @@ from pipollux_hybrid.resize.elastic_membership import elastic_membership
 from pipollux_hybrid.telemetry.metrics import Metrics
 from pipollux_protocol.exit_statuses import CHECKPOINT_LOST
 
-__all__ = ["IterationEnd", "StepBoundary", "acknowledge"]
-
 
 class IterationEnd(enum.Enum):
     """The outcome of an iteration."""

@@ -19,8 +19,6 @@ from pipollux_hybrid.job.batch import BatchShape, BatchSlice
 from .sampler import parts_of_iteration
 from .stream_check import Marks, marks_of
 
-__all__ = ["PartCollate", "SampleStream"]
-
 
 @dataclass(frozen=True)
 class _Request:

@@ -23,8 +23,6 @@ from pipollux_hybrid.errors import SynchronizationError
 from pipollux_hybrid.job.agreement import by_value
 from pipollux_hybrid.job.context import JobContext
 
-__all__ = ["Marks", "StreamCheck", "content_of", "marks_of"]
-
 Marks: TypeAlias = dict[str, list[Any]]
 """Values of some samples: scalars, integers of arrays, and real numbers of arrays."""
 

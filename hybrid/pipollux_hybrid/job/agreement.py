@@ -21,8 +21,6 @@ from .control_plane import ControlPlane
 from .env import JobEnvironment
 from .layer_code import layer_settings
 
-__all__ = ["agree", "by_value", "differences_of_joining", "environment_settings", "model_settings"]
-
 NAMED = 3
 """Number of differences that a message lists; one mistake often causes dozens."""
 

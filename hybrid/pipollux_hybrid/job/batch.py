@@ -18,16 +18,6 @@ from pipollux_hybrid.errors import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "BatchConfig",
-    "BatchShape",
-    "BatchSizeLimits",
-    "BatchSlice",
-    "MicroStep",
-    "num_parts",
-    "split_evenly",
-]
-
 
 @dataclass(frozen=True)
 class BatchShape:

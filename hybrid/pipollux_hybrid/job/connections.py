@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["Address", "Ends", "ends_of", "new_connections", "open_connections", "opposite"]
-
 Address = tuple[str, int]
 """IP address and port of one end of a connection."""
 Ends = tuple[Address, Address]

@@ -28,8 +28,6 @@ from .mesh import ProcessMesh
 from .peers import PeerWatch
 from .pipeline_spec import PipelineSpec
 
-__all__ = ["JobContext", "context", "current", "from_scratch", "join", "reset"]
-
 T = TypeVar("T")
 
 PEER_TIMEOUT = 1800.0

@@ -40,8 +40,6 @@ from .peer_loss import PeerLoss
 from .peers import lost_peers
 from .self_checks import SelfCheck, share_of
 
-__all__ = ["ControlMessage", "ControlPlane"]
-
 _MARK = 0xFFFFF
 """Mask of a position checksum: few enough bits for sums of squares to be exact in float64."""
 

@@ -18,8 +18,6 @@ from pipollux_hybrid.errors import ConfigurationError
 from pipollux_protocol import environment as protocol
 from pipollux_protocol.environment import Variable, Whole
 
-__all__ = ["JobEnvironment"]
-
 RANK = Variable("RANK", Whole(0), "torchrun", "index of the process", "0")
 WORLD_SIZE = Variable("WORLD_SIZE", Whole(1), "torchrun", "number of processes", "1")
 LOCAL_RANK = Variable("LOCAL_RANK", Whole(0), "torchrun", "index on its node", "0")

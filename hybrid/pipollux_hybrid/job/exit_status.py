@@ -19,8 +19,6 @@ from contextlib import suppress
 
 from pipollux_protocol.exit_statuses import CHECKPOINT_LOST
 
-__all__ = ["fail_at_exit", "forget_failure"]
-
 _failure: tuple[int, str] | None = None
 
 

@@ -23,16 +23,6 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from .connections import new_connections
 
-__all__ = [
-    "ReplicaGroup",
-    "abort_nccl",
-    "become_default",
-    "carrier_of",
-    "form_group",
-    "held_groups",
-    "make_known",
-]
-
 BACKEND = "pipollux"
 """Name of torch's backend for the groups that are formed here."""
 _made: list[Any] = []

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from pipollux_protocol import messages
 
-__all__ = ["Heartbeat", "HeartbeatPayload"]
-
 LOG = logging.getLogger(__name__)
 REQUEST_TIMEOUT = 5.0
 CLOSE_TIMEOUT = 1.0

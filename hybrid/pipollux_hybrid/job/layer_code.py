@@ -16,8 +16,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["layer_settings"]
-
 PLACE = re.compile(
     r"rank|world|replica|device|host|node|path|file|dir|name|time|seed|main|log|debug|print|verbose"
 )

@@ -13,8 +13,6 @@ from .groups import carrier_of
 from .mesh import ProcessMesh
 from .peers import lost_peers
 
-__all__ = ["measure_link"]
-
 TRIALS = 8
 """Round trips per size; the fastest counts, as other work of the host delays the rest."""
 SMALL = 8

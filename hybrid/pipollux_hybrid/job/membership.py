@@ -14,8 +14,6 @@ from pipollux_perfmodel.timing.params import SCHEDULES, ScheduleKind
 
 from .pipeline_spec import PipelineSchedule
 
-__all__ = ["Announcement", "JobPlace", "JoiningReplica", "Membership"]
-
 
 class JobPlace(NamedTuple):
     """The position of a job in its script; replicas join at loops over loaders.

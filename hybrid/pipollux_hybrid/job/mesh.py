@@ -28,8 +28,6 @@ from .groups import ReplicaGroup, make_known
 from .peers import broken_replica, lost_peers
 from .replica_calls import ReplicaCalls
 
-__all__ = ["MeshGroups", "ProcessMesh"]
-
 Stages = tuple[int, ...]
 """Some stages of a replica, ascending."""
 

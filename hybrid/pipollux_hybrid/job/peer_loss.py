@@ -13,8 +13,6 @@ from contextlib import contextmanager
 
 from pipollux_hybrid.errors import PeerLostError, ReplicaBrokenError
 
-__all__ = ["PeerLoss"]
-
 
 class PeerLoss:
     """Whether replicas were lost since the membership began, and whether the iteration is void."""

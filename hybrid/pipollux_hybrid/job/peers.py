@@ -32,16 +32,6 @@ from .connections import Ends, ends_of, open_connections, opposite
 from .env import JobEnvironment
 from .groups import abort_nccl
 
-__all__ = [
-    "PeerWatch",
-    "Standstill",
-    "broken_replica",
-    "check_peers",
-    "lost_peers",
-    "needing_all",
-    "passing_on",
-]
-
 STANDSTILL = 5.0
 """Seconds without a tick of its thread after which a process counts as having stood still."""
 PROBES = 3

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
 
     from pipollux_perfmodel.timing.params import Checkpoints, ScheduleKind
 
-__all__ = ["PipelineSchedule", "PipelineSpec"]
-
 
 class PipelineSchedule(NamedTuple):
     """The order in which stages work on micro-batches.

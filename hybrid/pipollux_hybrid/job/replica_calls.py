@@ -21,8 +21,6 @@ from pipollux_hybrid.errors import PeerLostError, SynchronizationError
 from .groups import ReplicaGroup
 from .peers import broken_replica
 
-__all__ = ["BatchDigest", "ReplicaCalls"]
-
 NAME_BYTES = 160
 _CALL = struct.Struct(f"<{NAME_BYTES}sqqqqd")
 

@@ -11,8 +11,6 @@ import zlib
 from collections.abc import Sequence
 from typing import Protocol
 
-__all__ = ["SelfCheck", "share_of"]
-
 
 class SelfCheck(Protocol):
     """State that is equal in all processes as long as the script treats them alike."""

@@ -12,8 +12,6 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-__all__ = ["exit_code", "install_handlers", "request_stop", "reset", "stop_requested"]
-
 _requested: int | None = None
 _on_request: Callable[[int], None] | None = None
 _previous: dict[int, object] = {}

@@ -10,8 +10,6 @@ import logging
 
 from .env import JobEnvironment
 
-__all__ = ["tell_stop"]
-
 LOG = logging.getLogger(__name__)
 REQUEST_TIMEOUT = 2.0
 """Seconds that the end of the replicas waits for the scheduler; then the agent reports it."""

@@ -9,8 +9,6 @@ import httpx
 
 from .env import JobEnvironment
 
-__all__ = ["retry_after", "supervisor_client"]
-
 LATER = (429, 503)
 """Statuses of an overloaded scheduler."""
 

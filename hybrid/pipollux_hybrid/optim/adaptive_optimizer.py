@@ -25,8 +25,6 @@ from .kept_gradients import KeptGradients
 from .scaling_rules import is_adam_like
 from .sharded_step import ShardedStep
 
-__all__ = ["AdaptiveOptimizer", "adaptive_of"]
-
 ADAM_WARMUP = 5
 """Steps before Adam's second moment reflects the geometry, as in AdaptDL."""
 NO_BACKWARD = -1

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-__all__ = ["follow_steps"]
-
 UPDATES = "update_parameters"
 
 

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from pipollux_hybrid.job.mesh import ProcessMesh
 from pipollux_hybrid.sync.tied_copies import TiedCopies, counted
 
-__all__ = ["clip_over_stages"]
-
 
 def clip_over_stages(
     mesh: ProcessMesh | None,

@@ -19,8 +19,6 @@ from pipollux_hybrid.job import context as contexts
 
 from .adaptive_optimizer import adaptive_of
 
-__all__ = ["GradScaler"]
-
 
 class GradScaler(torch.amp.GradScaler):
     """PyTorch's GradScaler, with the same arguments and methods, for loops over HybridParallel.

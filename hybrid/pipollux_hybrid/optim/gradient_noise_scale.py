@@ -32,8 +32,6 @@ from typing import Any
 from pipollux_hybrid.job.context import JobContext
 from pipollux_perfmodel import GradParams
 
-__all__ = ["GradientNoiseScale", "MeasuredNoise", "RunningAverage"]
-
 SMOOTHING = 0.999
 """Weight of the past for one batch of the initial size, as in AdaptDL."""
 HORIZON = 32

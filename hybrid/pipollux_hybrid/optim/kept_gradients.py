@@ -12,8 +12,6 @@ import warnings
 import torch
 from torch import nn
 
-__all__ = ["KeptGradients"]
-
 
 class KeptGradients:
     """Warns, once, if a script changes the first or last gradient on an accumulation step."""

@@ -22,8 +22,6 @@ from pipollux_hybrid.sync.sync_result import SyncResult
 from .adaptive_optimizer import AdaptiveOptimizer
 from .gradient_noise_scale import GradientNoiseScale, MeasuredNoise
 
-__all__ = ["NoiseMeter"]
-
 MEASURED_AT_FIRST = 24
 """Number of measurements at successive steps at the start of an attempt."""
 MEASURED_EVERY = 64

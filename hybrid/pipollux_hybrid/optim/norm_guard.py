@@ -17,8 +17,6 @@ from torch.nn.utils import clip_grad
 
 from pipollux_hybrid.errors import ConfigurationError
 
-__all__ = ["refuse_stage_norms"]
-
 SORTS = "_group_tensors_by_device_and_dtype"
 """Name of torch's helper that receives the gradients before their norm is computed."""
 NORM = "_get_total_norm"

@@ -16,8 +16,6 @@ from torch import Tensor
 from pipollux_hybrid.errors import SynchronizationError
 from pipollux_hybrid.job.agreement import by_value
 
-__all__ = ["OptimizerCheck"]
-
 TOLERANCE = 1e-5
 """Relative difference of a hyperparameter that rounding may cause on another machine."""
 NAMED = 3

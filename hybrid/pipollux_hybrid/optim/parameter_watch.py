@@ -16,8 +16,6 @@ from torch import nn
 from pipollux_hybrid.checkpoint.parameter_groups import foreign_parameter
 from pipollux_hybrid.errors import ConfigurationError
 
-__all__ = ["ParameterWatch"]
-
 LOOKED_AT = 8
 """Submodules checked per step, which takes microseconds; large models are checked in turn."""
 

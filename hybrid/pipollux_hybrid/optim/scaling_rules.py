@@ -15,17 +15,6 @@ import torch
 
 from pipollux_hybrid.errors import at_least, check_values
 
-__all__ = [
-    "AdaScale",
-    "AdamScale",
-    "LEGWScale",
-    "LinearScale",
-    "ScalingRule",
-    "ScalingState",
-    "SquareRootScale",
-    "default_rule",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingState:

@@ -19,8 +19,6 @@ from pipollux_hybrid.checkpoint.optimizer_shards import LOST, OptimizerShards
 from pipollux_hybrid.errors import PeerLostError
 from pipollux_hybrid.job.peers import lost_peers
 
-__all__ = ["ShardedStep"]
-
 SMALL = 1 << 18
 """Bytes below which tensors are sent together, which costs two copies, instead of one by one."""
 

@@ -37,14 +37,6 @@ from .tied_parameters import (
     merge_layers,
 )
 
-__all__ = [
-    "MeasuredLayers",
-    "PartitionRequest",
-    "Partitioning",
-    "choose_balance",
-    "measure_layers",
-]
-
 DEVICE_SHARE = 0.9
 """Share of a GPU's memory for stages; the rest is for kernels, copies and fragmentation."""
 

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["SavedBytes", "kept_bytes", "optimizer_bytes"]
-
 ASSUMED_RATE = 2.0
 """Bytes of optimizer state per byte of a parameter, if it cannot be measured: Adam's."""
 PROBE = 64

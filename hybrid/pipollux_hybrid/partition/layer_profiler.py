@@ -30,8 +30,6 @@ from pipollux_perfmodel import Layer, LayerProfile
 
 from .layer_memory import SavedBytes, kept_bytes, optimizer_bytes
 
-__all__ = ["profile_layers"]
-
 ROUNDS = 7
 """Timed runs of a layer at each size."""
 FEWEST_ROUNDS = 3

@@ -10,8 +10,6 @@ from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job.env import JobEnvironment
 from pipollux_protocol.environment import DEVICES
 
-__all__ = ["BALANCE_RULES", "choose_devices", "choose_num_stages", "make_current"]
-
 BALANCE_RULES = ("time", "memory", "parameters")
 
 

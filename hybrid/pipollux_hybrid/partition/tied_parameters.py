@@ -14,8 +14,6 @@ from torch import nn
 from pipollux_hybrid.errors import ConfigurationError
 from pipollux_perfmodel import Layer, LayerProfile
 
-__all__ = ["TiedParameters", "blocks_of", "check_ties", "find_ties", "merge_layers"]
-
 
 @dataclass(frozen=True)
 class TiedParameters:

@@ -22,8 +22,6 @@ from pipollux_hybrid.errors import ConfigurationError
 
 from .stage import in_pipeline
 
-__all__ = ["LayerAttributes"]
-
 CHECKED_FORWARDS = 64
 """First forwards of a stage, after which attributes are checked."""
 HARMLESS = frozenset(

@@ -28,17 +28,6 @@ from pipollux_hybrid.errors import ConfigurationError
 
 from .stage import in_pipeline
 
-__all__ = [
-    "DeferredBatchNorm1d",
-    "DeferredBatchNorm2d",
-    "DeferredBatchNorm3d",
-    "commit_statistics",
-    "defer_statistics",
-    "deferred_layers",
-    "drop_statistics",
-    "uncounted",
-]
-
 
 class _Deferred(nn.modules.batchnorm._BatchNorm):
     _sums: Tensor | None = None

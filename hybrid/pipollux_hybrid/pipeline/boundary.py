@@ -22,17 +22,6 @@ from pipollux_hybrid.errors import ConfigurationError
 from . import named_tuples
 from .microbatch import PyTree, Structure, flatten, unflatten
 
-__all__ = [
-    "HEADER_BYTES",
-    "BoundaryLayout",
-    "HeaderReader",
-    "HeaderWriter",
-    "describe",
-    "from_header",
-    "rest_of_header",
-    "to_header",
-]
-
 HEADER_BYTES = 4096
 """Bytes of the first message; longer headers continue in a second one."""
 LENGTH_BYTES = 8

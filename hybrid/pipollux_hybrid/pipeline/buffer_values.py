@@ -24,8 +24,6 @@ from pipollux_hybrid.errors import ConfigurationError
 
 from .batchnorm import deferred_layers
 
-__all__ = ["BufferValues", "Values"]
-
 SMALL_BYTES = 1 << 16
 """Maximum bytes of a buffer that is copied before every forward, without being known to change."""
 ABSENT = object()

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pipollux_hybrid.errors import ConfigurationError
 from pipollux_perfmodel.timing.params import CHECKPOINTS, Checkpoint
 
-__all__ = ["choose_modes"]
-
 
 def choose_modes(
     asked: str | Sequence[str], num_stages: int, *, stages_have_processes: bool

@@ -18,8 +18,6 @@ from torch import Tensor
 from .microbatch import PyTree, tensors_of
 from .stage import Stage
 
-__all__ = ["Contributions", "nodes_between"]
-
 CHECKED_STEPS = 3
 """First batches, which are counted."""
 LOG = logging.getLogger(__name__)

@@ -30,14 +30,6 @@ from .skip import SkipTracker, layout_of
 from .stage import Stage
 from .thread_state import ThreadLocalState
 
-__all__ = [
-    "CHECKPOINT_MODES",
-    "PipelineEngine",
-    "cut_stages",
-    "num_recomputed",
-    "with_index",
-]
-
 CHECKPOINT_MODES = ("always", "except_last", "never")
 
 

@@ -34,8 +34,6 @@ from .stage import Stage
 from .thread_state import ThreadLocalState
 from .transfer import Boundary, Tensors
 
-__all__ = ["PipelineRun"]
-
 
 class StageCall:
     """A stage's work on one micro-batch, in the first forward and in its recomputation.
@@ -60,6 +58,7 @@ class StageCall:
         self.leaving: Boundary | None = None
 
     def __call__(self, tensors: Tensors) -> Tensors:
+        """Run the stage's layers on a micro-batch."""
         stage = self._stage
         value = self._entering.restore(tensors, stage.device)
         with use_skip_tracker(self._tracker):

@@ -17,8 +17,6 @@ from .same_again import SameAgain
 from .stage import Stage
 from .state_changes import StateChanges
 
-__all__ = ["BeforeForward", "StageGuards"]
-
 
 class BeforeForward(NamedTuple):
     """State before a first forward, which its recomputation starts with."""

@@ -14,8 +14,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-__all__ = ["HostGenerators", "HostStates", "host_states", "seeded"]
-
 WATCHED_FORWARDS = 64
 """First forwards of a stage, in which draws are detected."""
 HostStates: TypeAlias = list[Any]

@@ -24,8 +24,6 @@ from .contributions import nodes_between
 from .microbatch import PyTree, map_tensors, tensors_of
 from .stage import Stage
 
-__all__ = ["InjectionCheck"]
-
 CHECKED_FORWARDS = 32
 """First forwards of a stage with a graph, which are checked."""
 KNOWN = ("torch", "torchgpipe", "pipollux_hybrid")

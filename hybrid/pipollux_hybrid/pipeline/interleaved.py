@@ -20,8 +20,6 @@ from pipollux_perfmodel.timing.device_order import device_order
 
 from .process_stage import LossOfMicrobatch, ProcessStage
 
-__all__ = ["Interleaved", "actions_of"]
-
 _WORK = {"forward": schedules.FORWARD, "backward": schedules.FULL_BACKWARD}
 _RECEIVES = (schedules.RECV_F, schedules.RECV_B)
 _SENDS = (schedules.SEND_F, schedules.SEND_B)

@@ -17,8 +17,6 @@ from torchgpipe.microbatch import Batch
 from torchgpipe.phony import get_phony
 from torchgpipe.stream import AbstractStream
 
-__all__ = ["copy", "depend", "fork", "join", "wait"]
-
 Gradients = tuple[Tensor | None, ...]
 
 

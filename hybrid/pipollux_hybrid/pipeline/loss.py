@@ -30,16 +30,6 @@ from pipollux_hybrid.errors import ConfigurationError
 
 from .microbatch import PyTree, gather, map_tensors, scatter, tensors_of, unmarked
 
-__all__ = [
-    "LossFunction",
-    "LossScope",
-    "LossValue",
-    "MicrobatchLoss",
-    "WeightedLoss",
-    "check_scope",
-    "loss_value",
-]
-
 LossScope: TypeAlias = Literal["microbatch", "batch"]
 """Input of the loss function: each micro-batch, or the whole batch of a replica."""
 CHECKED_STEPS = 10

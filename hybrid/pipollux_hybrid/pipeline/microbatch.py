@@ -19,18 +19,6 @@ from pipollux_hybrid.errors import ConfigurationError
 
 from .samples import PerSample, Whole, is_marked, map_marked, plain_batch
 
-__all__ = [
-    "PyTree",
-    "Structure",
-    "flatten",
-    "gather",
-    "map_tensors",
-    "samples_of",
-    "tensors_of",
-    "unflatten",
-    "unmarked",
-]
-
 PyTree: TypeAlias = Any
 """A tensor, or tuples, lists and dicts of PyTrees; types cannot express it more precisely."""
 Structure: TypeAlias = pytree.TreeSpec

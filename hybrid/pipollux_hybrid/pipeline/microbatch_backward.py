@@ -18,8 +18,6 @@ from torchgpipe.phony import get_phony
 
 from .microbatch import PyTree, flatten, unflatten
 
-__all__ = ["separate"]
-
 
 def separate(outputs: Sequence[PyTree]) -> list[PyTree]:
     """Return the outputs of micro-batches, detached from graphs that are independent."""

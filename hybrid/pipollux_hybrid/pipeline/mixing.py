@@ -22,8 +22,6 @@ from .microbatch import PyTree
 from .same_again import tolerance_of
 from .stage import Stage
 
-__all__ = ["MixingCheck"]
-
 
 class MixingCheck:
     """Compares the first two micro-batches of a stage, if it has layers that may mix them."""

@@ -15,8 +15,6 @@ from pipollux_hybrid.errors import ConfigurationError
 
 from .microbatch import Structure
 
-__all__ = ["names_of", "register"]
-
 
 def names_of(structure: Structure, what: str) -> list[str]:
     """Return the names of a structure's named tuples, to serialize it; a ConfigurationError if a

@@ -14,8 +14,6 @@ from pipollux_hybrid.errors import at_least, check_values
 
 from .microbatch import microbatch_sizes
 
-__all__ = ["candidate_microbatches", "chosen_microbatches", "cut_sizes", "initial_microbatches"]
-
 FIRST_PER_STAGE = 4
 """Initial micro-batches per stage."""
 MOST_PER_STAGE = 16

@@ -39,8 +39,6 @@ from .process_stage import HostGroup, LossOfMicrobatch, ProcessStage
 from .skip import layout_of
 from .stage_notes import StageNotes
 
-__all__ = ["ProcessEngine"]
-
 
 class _GPipe(ScheduleGPipe):
     def _initialize_stage(self, *_: Any) -> None:

@@ -42,8 +42,6 @@ from .skip import SkipTracker
 from .stage import Stage
 from .stage_notes import StageNotes
 
-__all__ = ["HostGroup", "LossOfMicrobatch", "ProcessStage", "Roots"]
-
 LossOfMicrobatch: TypeAlias = Callable[[tuple[Tensor, ...], Any], Tensor]
 """Called by schedules with the last stage's tensors of a micro-batch and its targets."""
 Roots: TypeAlias = list[tuple[Tensor, Tensor]]

@@ -34,8 +34,6 @@ from .lanes import fork, join
 from .stage import Stage
 from .thread_state import ThreadLocalState
 
-__all__ = ["Recomputation", "check_whole_backward", "make_phonies"]
-
 Tensors: TypeAlias = tuple[Tensor, ...]
 NO_GRAPH = ("does not require grad and does not have a grad_fn", "register a hook on a tensor")
 """PyTorch's messages if :func:`torch.autograd.grad` or ``register_hook`` lacks a graph."""

@@ -17,8 +17,6 @@ from pipollux_hybrid.errors import ConfigurationError
 
 from .stage import Stage
 
-__all__ = ["OTHERWISE", "SUMMED", "Kept", "SameAgain", "agree", "tolerance_of"]
-
 CHECKED_FORWARDS = 64
 """First forwards of a stage, whose recomputations are compared."""
 CHECK_INTERVAL = 1000

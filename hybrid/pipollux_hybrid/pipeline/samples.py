@@ -19,17 +19,6 @@ from torch.utils import _pytree as pytree
 
 from pipollux_hybrid.errors import ConfigurationError
 
-__all__ = [
-    "BatchCheck",
-    "PerSample",
-    "Whole",
-    "is_marked",
-    "map_marked",
-    "per_sample",
-    "plain_batch",
-    "whole",
-]
-
 CHECKED_BATCHES = 10
 """First batches, whose tensors are checked."""
 CHOICE = (

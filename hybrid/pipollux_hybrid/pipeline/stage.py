@@ -12,8 +12,6 @@ from pipollux_hybrid.errors import ConfigurationError
 
 from .microbatch import PyTree, map_tensors, tensors_of
 
-__all__ = ["Stage", "in_pipeline", "name_place"]
-
 
 class _Thread(threading.local):
     in_pipeline = False

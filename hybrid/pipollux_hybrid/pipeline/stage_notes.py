@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
-__all__ = ["StageNotes", "StageSpan", "Work"]
-
 Work = Literal[
     "forward",
     "backward",

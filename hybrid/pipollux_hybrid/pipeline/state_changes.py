@@ -33,8 +33,6 @@ from .microbatch import PyTree, map_tensors, tensors_of
 from .same_again import SUMMED, agree
 from .stage import Stage
 
-__all__ = ["StateChanges", "per_microbatch"]
-
 CHECKED_STEPS = 3
 """First batches with a backward, whose forwards are checked."""
 LOG = logging.getLogger(__name__)

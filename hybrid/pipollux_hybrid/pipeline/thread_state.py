@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["ThreadLocalState"]
-
 
 @dataclass(frozen=True)
 class ThreadLocalState:

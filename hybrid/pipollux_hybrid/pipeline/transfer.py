@@ -12,8 +12,6 @@ from pipollux_hybrid.errors import ConfigurationError
 
 from .microbatch import PyTree, Structure, flatten, unflatten
 
-__all__ = ["Boundary", "Parcel", "Tensors"]
-
 Tensors: TypeAlias = tuple[Tensor, ...]
 
 

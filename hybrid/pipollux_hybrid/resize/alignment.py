@@ -13,8 +13,6 @@ from pipollux_hybrid.checkpoint.state import States
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.job.membership import JobPlace
 
-__all__ = ["Alignment", "compare", "in_common", "position"]
-
 
 class Alignment(enum.Enum):
     """Result of the comparison."""

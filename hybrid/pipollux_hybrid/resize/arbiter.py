@@ -13,8 +13,6 @@ from typing import Protocol
 
 from pipollux_hybrid.job.membership import Membership
 
-__all__ = ["Arbiter", "FolderArbiter"]
-
 ENTERED, GIVEN_UP = "entered", "given up"
 HALF_WRITTEN = 5.0
 """Seconds for which a file may exist without its content."""

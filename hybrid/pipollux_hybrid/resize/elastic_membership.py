@@ -45,8 +45,6 @@ from .switch import go_on, switch
 from .transfer import RefusedError, Route, Sent, pack, send
 from .watch import INTERVAL, MembershipWatch
 
-__all__ = ["ElasticMembership", "elastic_membership", "find_job", "start_elastic_membership"]
-
 TELLS_AFTER = 3.0
 """Seconds after which a waiting attempt is logged."""
 BEGIN_PATIENCE = 60.0

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pipollux_hybrid.checkpoint.state import States
 from pipollux_hybrid.job.context import JobContext
 
-__all__ = ["why_not_live"]
-
 
 def why_not_live(ctx: JobContext, *, joins: bool = True) -> str | None:
     """Return why replicas cannot join (or only leave) without a restart; None: they can."""

@@ -26,8 +26,6 @@ from .switch import go_on, switch
 from .transfer import RefusedError, take
 from .watch import INTERVAL, MembershipWatch
 
-__all__ = ["ALIGNMENT_PATIENCE", "Joining"]
-
 ALIGNMENT_PATIENCE = 10.0
 """Seconds that the others wait for a joining replica at the boundary of the resize."""
 TOTALS_PATIENCE = 60.0

@@ -22,8 +22,6 @@ from pipollux_hybrid.job.mesh import MeshGroups, ProcessMesh
 from .rendezvous import Rendezvous
 from .skeleton import Spare
 
-__all__ = ["PendingMembership"]
-
 _LOG = logging.getLogger(__name__)
 PATIENCE = 60.0
 """Seconds for all to meet: a scheduler with thousands of resizes answers each every 15 s."""

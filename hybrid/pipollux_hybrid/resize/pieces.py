@@ -14,8 +14,6 @@ from torch import Tensor
 
 from .skeleton import is_dense
 
-__all__ = ["Memory", "Piece", "Route", "Slice", "make_plan"]
-
 SMALLEST = 1 << 20
 LARGEST = 16 << 20
 """Maximum bytes of a piece: many pieces balance the work, few cost little."""

@@ -12,8 +12,6 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["TOTALS", "PublishedTotals"]
-
 TOTALS = "totals-"
 KEPT_EPOCHS = 8
 """Epochs for which files are kept whatever their age; a joining replica is a little behind."""

@@ -43,8 +43,6 @@ from .transfer import RefusedError, Route, pack, send, take
 from .undo import Undo
 from .watch import MembershipWatch
 
-__all__ = ["Recovery"]
-
 ATTEMPTS = 4
 """Memberships to try one after the other, as more replicas may die."""
 PATIENCE = 10.0

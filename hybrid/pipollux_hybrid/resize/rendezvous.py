@@ -10,8 +10,6 @@ from pipollux_hybrid.job.membership import Announcement, JoiningReplica, Members
 
 from .arbiter import Arbiter
 
-__all__ = ["Rendezvous"]
-
 
 class Rendezvous(Protocol):
     """A folder that all hosts share, or the scheduler.

@@ -34,8 +34,6 @@ from pipollux_hybrid.job.membership import Announcement, JobPlace, JoiningReplic
 from .arbiter import Arbiter, FolderArbiter
 from .published_totals import TOTALS
 
-__all__ = ["SILENCE", "RendezvousFolder"]
-
 SILENCE = 10.0
 """Seconds without a change after which the writer of a file counts as dead."""
 _JOB, _PROPOSAL = "job.json", "proposal.json"

@@ -22,8 +22,6 @@ from pipollux_protocol.messages import HeartbeatAnswer, LiveStatus, StoreAddress
 
 from .arbiter import FolderArbiter
 
-__all__ = ["SchedulerRendezvous"]
-
 FOLDER = ".live-"
 """Prefix of an attempt's folder beside its checkpoints; its number follows."""
 ALIVE = "alive-"

@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-__all__ = ["SignsOfLife"]
-
 LOOKS = 12
 """Number of checks within the timeout."""
 

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Kind", "Spare", "fill", "find_room", "is_dense", "take_apart"]
-
 STANDS_FOR_A_TENSOR = "pipollux tensor"
 Path = tuple[Any, ...]
 

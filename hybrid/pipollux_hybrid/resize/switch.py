@@ -13,8 +13,6 @@ from pipollux_hybrid.telemetry.metrics import Metrics
 from .pending_membership import PendingMembership
 from .watch import MembershipWatch
 
-__all__ = ["go_on", "switch"]
-
 
 def switch(ctx: JobContext, watch: MembershipWatch, pending: PendingMembership) -> None:
     """Switch to the groups of another membership; all of its replicas call it."""

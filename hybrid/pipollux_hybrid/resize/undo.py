@@ -9,8 +9,6 @@ from pipollux_hybrid.checkpoint.state import States
 from pipollux_hybrid.errors import CheckpointError
 from pipollux_hybrid.job.context import JobContext
 
-__all__ = ["Undo"]
-
 
 class Undo:
     """Restores every state to the beginning of an iteration that became void."""

@@ -31,8 +31,6 @@ from .signs_of_life import SignsOfLife
 from .skeleton import Spare
 from .transfer import outline, prepare
 
-__all__ = ["INTERVAL", "MembershipWatch"]
-
 _LOG = logging.getLogger(__name__)
 INTERVAL = 0.25
 """Polling interval in seconds."""

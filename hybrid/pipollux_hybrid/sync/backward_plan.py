@@ -13,8 +13,6 @@ from functools import cached_property
 
 from pipollux_hybrid.job.batch import MicroStep
 
-__all__ = ["BackwardPlan", "plan_backward"]
-
 
 @dataclass(kw_only=True, eq=False)
 class BackwardPlan:

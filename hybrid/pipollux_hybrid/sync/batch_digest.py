@@ -15,8 +15,6 @@ from torch.utils import _pytree as pytree
 
 from .replica_check import tensor_digest
 
-__all__ = ["BatchDigests", "digest_of"]
-
 WHOLE = 8
 """First calls of a run, which read whole batches."""
 ELEMENTS = 16

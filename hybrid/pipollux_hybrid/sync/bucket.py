@@ -28,8 +28,6 @@ from pipollux_hybrid.job.peers import lost_peers
 
 from .sync_result import GradientTime
 
-__all__ = ["BUCKET_BYTES", "Bucket", "check_wire", "make_buckets"]
-
 BUCKET_BYTES = 25 * 2**20
 """Bytes of a bucket on the wire, DistributedDataParallel's default."""
 WIRE_DTYPES = (torch.float32, torch.bfloat16)

@@ -21,8 +21,6 @@ from pipollux_hybrid.job import context
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.job.peers import lost_peers
 
-__all__ = ["BufferSynchronizer", "CombinesBuffers", "all_reduce_sum", "broadcast_tensors"]
-
 CHUNK_BYTES = 256 * 2**20
 """Size of the chunks in which tensors are broadcast."""
 

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["CommTimer"]
-
 Span = tuple[torch.cuda.Event, torch.cuda.Event]
 
 

@@ -7,8 +7,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["NormSum", "product", "sum_products"]
-
 CACHED = 1 << 16
 """Elements of a gradient and its weights that fit into a core's cache together."""
 

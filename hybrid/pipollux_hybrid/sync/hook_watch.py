@@ -21,8 +21,6 @@ from torch.utils.hooks import RemovableHandle
 
 from pipollux_hybrid.errors import SynchronizationError
 
-__all__ = ["HookWatch"]
-
 COMPARED_BACKWARDS = 3
 """Backwards, from the first with hooks, that also compare values."""
 HALF = 65504.0

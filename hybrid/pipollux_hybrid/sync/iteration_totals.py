@@ -20,8 +20,6 @@ from pipollux_hybrid.job.control_plane import ControlPlane
 from pipollux_hybrid.job.mesh import ProcessMesh
 from pipollux_hybrid.job.peers import lost_peers
 
-__all__ = ["IterationTotals", "power_of_two"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class IterationTotals:

@@ -28,8 +28,6 @@ from pipollux_hybrid.job.context import JobContext
 
 from .replica_check import tensor_digest
 
-__all__ = ["CHECKED", "ParameterCheck"]
-
 CHECKED = 3
 """Synchronisations that compare parameters, at the start and after replicas have joined or left."""
 ROUNDING, ROUNDING_OF_DOUBLES = 3e-4, 1e-8

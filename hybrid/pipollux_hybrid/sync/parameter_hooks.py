@@ -16,8 +16,6 @@ from torch.utils.hooks import RemovableHandle
 from pipollux_hybrid.errors import SynchronizationError
 from pipollux_hybrid.job.context import current
 
-__all__ = ["ParameterHooks", "Watched", "refuse_sparse"]
-
 Named = Sequence[Sequence[tuple[str, nn.Parameter]]]
 
 

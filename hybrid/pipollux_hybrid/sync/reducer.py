@@ -18,8 +18,6 @@ from torch import nn
 from .backward_plan import BackwardPlan
 from .bucket import Bucket, make_buckets
 
-__all__ = ["Reducer"]
-
 MOST_AHEAD = 4 << 30
 """Bytes of gradients up to which buckets are allocated ahead; more would take seconds."""
 HOLD = 20

@@ -19,8 +19,6 @@ from pipollux_hybrid.job.context import JobContext
 
 from .tied_copies import TiedCopies
 
-__all__ = ["ReplicaCheck", "check_interval", "tensor_digest"]
-
 DIGEST = 16
 WORD = 8
 BLOCK = 1 << 15

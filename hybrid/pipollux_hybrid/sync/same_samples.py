@@ -17,8 +17,6 @@ import torch
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.pipeline.microbatch import PyTree, tensors_of
 
-__all__ = ["SameSamples"]
-
 
 class SameSamples:
     """Compares the batches of the first optimizer step outside of adaptive loops; rank 0 warns."""

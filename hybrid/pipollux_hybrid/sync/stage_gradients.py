@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-__all__ = ["reset_gradients", "scale_gradients"]
-
 
 def scale_gradients(stages: Sequence[Sequence[tuple[str, nn.Parameter]]], factor: float) -> None:
     """Multiply the gradients of named parameters, by stage, by a factor."""

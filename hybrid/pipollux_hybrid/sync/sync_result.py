@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["GradientTime", "SyncResult"]
-
 
 class GradientTime(NamedTuple):
     """One transfer of gradients; seconds by ``time.perf_counter``."""

@@ -45,8 +45,6 @@ from .stage_gradients import reset_gradients, scale_gradients
 from .sync_result import SyncResult
 from .tied_copies import TiedCopies
 
-__all__ = ["GradientSynchronizer"]
-
 EXPLICIT = -2
 """Stands for autograd's task id where the caller marks the begin and the end of a backward."""
 

@@ -34,8 +34,6 @@ from .comm_timer import CommTimer
 from .grad_norms import NormSum
 from .sync_result import GradientTime, SyncResult
 
-__all__ = ["TiedCopies", "counted"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Shared:

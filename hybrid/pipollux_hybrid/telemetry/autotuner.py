@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from pipollux_perfmodel.goodput.corrections import StepRatio
     from pipollux_perfmodel.goodput.size_corrections import SizeCorrections
 
-__all__ = ["Autotuner"]
-
 LOG = logging.getLogger(__name__)
 RETUNE_GAIN = 1.02
 """Minimum gain in goodput of a new batch size, which avoids oscillation. AdaptDL uses 1.05, as it

@@ -25,8 +25,6 @@ from pipollux_hybrid.job.context import JobContext
 from pipollux_perfmodel import StageEvent, ideal_schedule
 from pipollux_perfmodel.timing.params import ScheduleKind
 
-__all__ = ["TraceSpan", "Tracer", "bubble", "trace_events"]
-
 LOG = logging.getLogger(__name__)
 TRACE_INTERVAL = 30.0
 """Seconds between traces in ``PIPOLLUX_TRACE_DIR``."""

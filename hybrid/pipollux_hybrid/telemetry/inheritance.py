@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from pipollux_perfmodel.hints.step_rows import StepRow, StepRows
     from pipollux_perfmodel.timing.params import Checkpoints
 
-__all__ = ["ModelTraits", "contradiction", "fit", "inherit", "rows_to_pass_on"]
-
 LOG = logging.getLogger(__name__)
 PATIENCE = 2.0
 """Timeout of the request at the start of a job, in seconds."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import sys
 
-__all__ = ["LossWatch"]
-
 
 class LossWatch:
     """Prints a line when the reported loss stops being finite, and one when it recovers."""

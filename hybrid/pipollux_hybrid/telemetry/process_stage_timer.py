@@ -24,8 +24,6 @@ from .chrome_trace import TraceSpan
 if TYPE_CHECKING:
     from pipollux_hybrid.pipeline.process_engine import ProcessEngine
 
-__all__ = ["GatheredTimes", "ProcessStageTimer"]
-
 
 class GatheredTimes:
     """A timed step: work of the stages and transfers of their gradients, on one clock."""

@@ -13,8 +13,6 @@ from rich.table import Column
 
 from .step_record import StepRecord
 
-__all__ = ["ProgressDisplay"]
-
 SAY_INTERVAL = 5.0
 """Seconds between lines in a log."""
 

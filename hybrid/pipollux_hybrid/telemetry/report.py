@@ -11,8 +11,6 @@ from pipollux_hybrid.job.context import context
 from .metrics import Metrics
 from .tensorboard import ScalarWriter
 
-__all__ = ["TensorBoard", "report"]
-
 
 def report(*, loss: Tensor | float) -> None:
     """Report the mean loss of the current batch.

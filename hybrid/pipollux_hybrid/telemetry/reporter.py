@@ -31,8 +31,6 @@ from .tensorboard import ScalarWriter
 if TYPE_CHECKING:
     from pipollux_perfmodel import SchedHints
 
-__all__ = ["Reporter"]
-
 LOG = logging.getLogger(__name__)
 POINTS_PER_SECOND = 4.0
 """Maximum rate of points."""

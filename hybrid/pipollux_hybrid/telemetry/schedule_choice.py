@@ -35,8 +35,6 @@ from .inheritance import ModelTraits
 if TYPE_CHECKING:
     from pipollux_perfmodel import Link, Optimum, PerfParams
 
-__all__ = ["ScheduleComparison", "choose_cut"]
-
 _GAIN = 1.05
 """Minimum factor in goodput of a different schedule, which is only predicted."""
 

@@ -17,8 +17,6 @@ from .stage_timer import Recording, StageTimer, stage_times
 if TYPE_CHECKING:
     from pipollux_hybrid.pipeline.process_engine import ProcessEngine
 
-__all__ = ["StageProfiler"]
-
 TIMED_EVERY = 10
 """Iterations between timed backwards."""
 FIRST_TIMED = 3

@@ -21,8 +21,6 @@ from torchgpipe.checkpoint import is_checkpointing, is_recomputing
 
 from pipollux_perfmodel import StageEvent
 
-__all__ = ["Recording", "StageTimer", "stage_times"]
-
 Mark = float | torch.cuda.Event
 Phase = Literal["forward", "backward"]
 

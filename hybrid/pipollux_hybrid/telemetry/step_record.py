@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from pipollux_protocol.messages import Point
 
-__all__ = ["StepListener", "StepRecord"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:

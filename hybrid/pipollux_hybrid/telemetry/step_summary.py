@@ -17,8 +17,6 @@ from pipollux_perfmodel.timing.params import (
     stage_modes,
 )
 
-__all__ = ["FitData", "StepConfiguration", "StepSummary", "fit_data"]
-
 MicrobatchTimes: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]
 
 

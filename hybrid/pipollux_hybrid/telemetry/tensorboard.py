@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-__all__ = ["ScalarWriter"]
-
 FLUSH_SECONDS = 10
 
 

@@ -14,8 +14,6 @@ from typing import Any
 
 from pipollux_hybrid.checkpoint import storage as files
 
-__all__ = ["keep"]
-
 LOG = logging.getLogger(__name__)
 
 

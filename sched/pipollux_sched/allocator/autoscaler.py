@@ -30,8 +30,6 @@ from pipollux_sched.utils.vital_thread import VitalThread
 from .expander import Expander
 from .job_infos import node_template
 
-__all__ = ["Autoscaler", "NodeRequest"]
-
 _LOG = logging.getLogger(__name__)
 JOIN_TIMEOUT = 5.0
 

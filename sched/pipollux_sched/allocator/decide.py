@@ -13,8 +13,6 @@ from pipollux_policies.placement.new_jobs import place_in_order
 from .reasons import Others, explain
 from .strategy import FixedStrategy, Nodes, SchedulableJob, Strategy, free_of, jobs_of
 
-__all__ = ["Decision", "place_new", "reallocate", "why_waiting"]
-
 
 @dataclass(frozen=True)
 class Decision:

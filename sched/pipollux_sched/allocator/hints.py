@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 
 from pipollux_perfmodel import SchedHints, SpeedupFunction, stage_speedups
 
-__all__ = ["HintsWorth", "worth"]
-
 MOST_PER_REPLICA = 1e4
 """Largest plausible speedup per replica: far more than stages and caches ever gain."""
 _TOLD_APART = 3

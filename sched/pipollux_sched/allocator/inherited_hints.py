@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 from pipollux_perfmodel import HintsError, SchedHints
 from pipollux_sched.store import Predecessor, Store
 
-__all__ = ["HeirReader", "WarmStart", "without_rows"]
-
 _LOG = logging.getLogger(__name__)
 _ITS_OWN = ("remaining_samples", "trained_samples", "global_batch_size")
 """Fields that are valid only for the job that sent them."""

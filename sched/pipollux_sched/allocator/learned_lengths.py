@@ -13,8 +13,6 @@ from pipollux_sched.store import CompletedRecord, Store
 
 from .hints import worth
 
-__all__ = ["LearnedLengths", "declared_lengths", "family_name", "length_of", "whole_samples"]
-
 
 class LearnedLengths:
     """The history of a store's completed jobs; reads only new ones."""

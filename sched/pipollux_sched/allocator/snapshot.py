@@ -37,8 +37,6 @@ from .learned_lengths import LearnedLengths, declared_lengths, family_name
 from .mean_jobs import mean_jobs
 from .strategy import SchedulableJob
 
-__all__ = ["Snapshot", "SnapshotReader", "is_pinned", "present_nodes"]
-
 _LOG = logging.getLogger(__name__)
 _READING = threading.Lock()
 _READERS: WeakKeyDictionary[Store, SnapshotReader] = WeakKeyDictionary()

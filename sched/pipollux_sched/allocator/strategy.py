@@ -12,17 +12,6 @@ from pipollux_policies import Allocation, JobInfo, NodeInfo, Policy, shape_of
 from .inherited_hints import WarmStart
 from .job_infos import free_resources, including, node_template, preferring, shape_with
 
-__all__ = [
-    "EvenStrategy",
-    "FixedStrategy",
-    "Nodes",
-    "PolicyStrategy",
-    "SchedulableJob",
-    "Strategy",
-    "free_of",
-    "jobs_of",
-]
-
 Nodes: TypeAlias = Mapping[str, NodeInfo]
 
 

@@ -6,8 +6,6 @@ from collections.abc import Collection, Mapping
 
 from .base import Launch, ReplicaKey, ReplicaState
 
-__all__ = ["NO_SLOTS", "why_not_adopted"]
-
 NO_SLOTS = (
     "The cluster no longer has the slots that the job runs on: it is stopped, and goes on from its "
     "checkpoint."

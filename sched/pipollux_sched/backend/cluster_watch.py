@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 
 from .base import ClusterUnavailableError, Engine, Listing, Node
 
-__all__ = ["ClusterWatch"]
-
 _LOG = logging.getLogger(__name__)
 NODES_INTERVAL = 1.0
 """Seconds between two reads of the nodes."""

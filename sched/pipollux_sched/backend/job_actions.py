@@ -8,8 +8,6 @@ from typing import Protocol
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import JobRecord
 
-__all__ = ["JobActions"]
-
 
 class JobActions(Protocol):
     """The commands of users on jobs; each method may raise `SchedulerError`."""

@@ -14,8 +14,6 @@ from pipollux_sched.store import StateDir
 from .base import BackendError, Engine
 from .local.engine import LocalEngine
 
-__all__ = ["DEFAULT_BACKEND", "ENGINES", "EngineOptions", "make_engine"]
-
 DEFAULT_BACKEND = "local"
 
 

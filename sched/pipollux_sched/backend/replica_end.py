@@ -9,8 +9,6 @@ from pipollux_protocol.exit_statuses import STOPPED
 from .base import Ended
 from .replica.last_words import last_words
 
-__all__ = ["describe_failure", "describe_loss", "has_stopped", "was_asked"]
-
 
 def has_stopped(end: Ended) -> bool:
     """Return whether a replica ended like one that was asked to stop."""

@@ -36,8 +36,6 @@ from .base import (
 )
 from .replica_end import describe_failure, describe_loss, has_stopped, was_asked
 
-__all__ = ["START_TIMEOUT", "ReplicaGroup"]
-
 _LOG = logging.getLogger(__name__)
 
 START_TIMEOUT = 600.0

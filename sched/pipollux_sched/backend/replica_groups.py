@@ -33,8 +33,6 @@ from .report import Joiners, LaunchStore, Report, Running, Waiting
 from .saved import marked_step, newest_checkpoint
 from .slots import SlotLedger
 
-__all__ = ["STOP_GRACE", "ReplicaGroupManager"]
-
 STOP_GRACE = 30.0
 """Seconds that a job has to save a checkpoint after a stop request."""
 SHUTDOWN_PATIENCE = 10.0

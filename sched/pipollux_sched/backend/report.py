@@ -9,8 +9,6 @@ from pipollux_sched.lifecycle import Exited, JoiningReplicaLost, Started
 
 from .base import ReplicaProgram
 
-__all__ = ["Joiners", "LaunchStore", "Report", "Running", "Waiting"]
-
 
 class Report(NamedTuple):
     """The result of an earlier `apply` or `stop`, or a spontaneous event."""

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 from pipollux_protocol.files import AgentResult, ResultError
 
-__all__ = ["ReplicaResult", "ScriptError"]
-
 _NO_REMEDY = frozenset(("SyntaxError", "ImportError"))
 """Exceptions that a restart of the same script would raise again, including subclasses."""
 

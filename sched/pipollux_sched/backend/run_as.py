@@ -15,16 +15,6 @@ from pipollux_sched.spec.job import JobSpec, SpecError
 
 from .base import ReplicaProgram
 
-__all__ = [
-    "as_user_command",
-    "check_access",
-    "check_account",
-    "own_name",
-    "why_no_python",
-    "why_not_as",
-    "with_home_checkpoints",
-]
-
 _AS_USER = Path(pipollux_agent.__file__).with_name("as_user.py")
 _LOOKS = (
     'test -x "$1" && test -r "$2" || exit 11; cd -- "$3" 2>/dev/null || exit 12; '

@@ -16,8 +16,6 @@ from pipollux_protocol.files import STOP_MARKER, StopMarker
 
 from .base import Launch
 
-__all__ = ["marked_step", "newest_checkpoint"]
-
 _LIMIT = 2**24
 """Bytes of the largest file that is read."""
 

@@ -24,8 +24,6 @@ from pipollux_sched.spec.script import with_script_found
 from pipollux_sched.store import StateDir, StateDirError
 from pipollux_sched.utils.signals import Interruption
 
-__all__ = ["Demo", "DemoError", "find_examples"]
-
 INTERVAL = 15.0
 HINTS_INTERVAL = 5.0
 CHECKPOINT_INTERVAL = 20.0

@@ -11,8 +11,6 @@ from typing import Annotated, Any, ClassVar, Protocol, get_args, get_type_hints
 
 import typer
 
-__all__ = ["OptionGroup", "flag_of", "text_option", "with_groups"]
-
 
 class OptionGroup(Protocol):
     """A dataclass whose fields are options, declared like typer parameters."""

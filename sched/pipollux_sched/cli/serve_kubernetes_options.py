@@ -13,8 +13,6 @@ from pipollux_sched.backend.kubernetes.options import KubernetesOptions, PodSecu
 
 from .option_group import flag_of, text_option
 
-__all__ = ["KubernetesFlags", "kubernetes_options"]
-
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
 _TOLERATION = re.compile(r"(?P<key>[^=:]+)(=(?P<value>[^:]*))?(:(?P<effect>\w+))?")
 _VIA = ("pod", "trainjob")

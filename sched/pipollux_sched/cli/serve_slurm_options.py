@@ -17,8 +17,6 @@ from pipollux_utils.atomic_write import PRIVATE, write_aside
 
 from .option_group import flag_of, text_option
 
-__all__ = ["SlurmFlags", "slurm_pools"]
-
 _RANGE = re.compile(r"(?P<least>[1-9]\d*)(:(?P<most>[1-9]\d*))?")
 _IDENTITY = "slurm.id"
 _OURS = ("--job-name", "-J", "--nodes", "-N", "--array", "-a", "--wrap", "--requeue", "--parsable")

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from pipollux_simulator.applications.trace_model import Fit
     from pipollux_simulator.workload.generate import Mix
 
-__all__ = ["SimulationInputs", "input_errors"]
-
 _NODE_TYPE = re.compile(r"(?P<type>[^=]+)=(?P<count>[1-9][0-9]*)x(?P<gpus>[1-9][0-9]*)")
 
 

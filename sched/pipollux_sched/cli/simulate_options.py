@@ -12,8 +12,6 @@ import typer
 from .options import Fairness, RankPower, Scarcity, Tail
 from .simulate_history import USUAL
 
-__all__ = ["FitName", "MixName", "SimulatedClusterFlags", "SimulatedJobFlags"]
-
 
 class MixName(StrEnum):
     """The mix of jobs in a generated workload."""

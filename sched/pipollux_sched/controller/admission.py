@@ -15,8 +15,6 @@ from pipollux_sched.spec.script import with_script_found
 from pipollux_sched.spec.teams import TeamsSpec
 from pipollux_sched.store import JobRecord
 
-__all__ = ["admitted", "check_team", "program"]
-
 
 def admitted(spec: JobSpec, nodes: Mapping[str, NodeInfo]) -> JobSpec:
     """Return a job with its script and folder resolved; with an image, neither exists here.

@@ -24,8 +24,6 @@ from .takeover import take_over
 from .teams_file import TeamsFile
 from .watchdog import HEARTBEAT_TIMEOUT, Watchdog
 
-__all__ = ["Controller"]
-
 
 class Controller:
     """Carries out commands of users and decisions of the allocator on a backend.

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from pipollux_sched.store import JobRecord, StateDir, Store
 
-__all__ = ["DeletedJob", "JobDeletion"]
-
 _LOG = logging.getLogger(__name__)
 
 

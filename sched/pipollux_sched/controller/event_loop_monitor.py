@@ -6,8 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["MOST_AHEAD", "TICK", "EventLoopMonitor"]
-
 TICK = 1.0
 """Seconds between two ticks of a responsive scheduler."""
 MOST_AHEAD = 2.0

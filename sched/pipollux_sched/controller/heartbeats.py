@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 from pipollux_sched.store import KeptHeartbeat, ReceivedHeartbeat
 
-__all__ = ["Heard", "Heartbeats", "LostReplica", "StalledJob"]
-
 
 class Heard(NamedTuple):
     """The last heartbeat of a replica."""

@@ -9,8 +9,6 @@ from pipollux_sched.store import JobRecord, Store
 
 from .commands import JobService
 
-__all__ = ["StoredJobs"]
-
 
 class StoredJobs:
     """The jobs of a store, and the commands on them."""

@@ -23,8 +23,6 @@ from pipollux_sched.lifecycle import (
     WaitingToJoin,
 )
 
-__all__ = ["LiveBoard", "ReplicaAnswer", "ScriptPlace"]
-
 SOON = 0.25
 """Seconds between two heartbeats of the replicas in a resize, if they are few."""
 MOST_SOON = 8

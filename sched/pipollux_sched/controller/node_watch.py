@@ -14,8 +14,6 @@ from pipollux_sched.backend import Node, ReplicaGroupManager
 from pipollux_sched.lifecycle import Event, JoiningReplicaLost, NodeLost
 from pipollux_sched.store import NodeCondition, NodeRecord, Store
 
-__all__ = ["NodeWatch"]
-
 _LOG = logging.getLogger(__name__)
 
 

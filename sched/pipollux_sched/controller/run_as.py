@@ -8,8 +8,6 @@ from pipollux_sched.backend.run_as import own_name, why_no_python, why_not_as
 from pipollux_sched.spec.job import SpecError
 from pipollux_sched.spec.tokens import NewToken, Role
 
-__all__ = ["check_run_as"]
-
 _ON_MACHINES = ("local", "slurm")
 """Backends whose replicas are processes of a machine; others run containers."""
 

@@ -10,8 +10,6 @@ from pipollux_sched.store import JobRecord, Store
 
 from .executor import Executor
 
-__all__ = ["take_over"]
-
 _LOG = logging.getLogger(__name__)
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pipollux_protocol.messages import TrainingReport
 from pipollux_sched.store import Point, Timeline
 
-__all__ = ["stored_points", "stored_timeline"]
-
 
 def stored_points(report: TrainingReport) -> list[Point]:
     """Return the points of a report."""

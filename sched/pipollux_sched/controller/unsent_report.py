@@ -17,8 +17,6 @@ from pipollux_sched.store import StaleAttemptError, Store
 
 from .training_report import stored_points, stored_timeline
 
-__all__ = ["take_unsent_report"]
-
 _LOG = logging.getLogger(__name__)
 
 

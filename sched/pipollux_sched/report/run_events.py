@@ -16,16 +16,6 @@ from pipollux_sched.store import Store
 from .event_text import EVENT_TYPES
 from .page import render_report
 
-__all__ = [
-    "MOST_POINTS",
-    "NothingToReportError",
-    "clipped",
-    "kept_report",
-    "of_jobs",
-    "report_of",
-    "store_events",
-]
-
 Event: TypeAlias = Mapping[str, Any]
 
 MOST_POINTS = 1000

@@ -16,8 +16,6 @@ from pipollux_sched.store import ServerInfo
 
 from .tls import Tls
 
-__all__ = ["ServerAddress"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServerAddress:

@@ -24,8 +24,6 @@ from .dependencies import Services
 from .request_bodies import LARGE, UNSTORABLE, parse
 from .routes.job_side import post_heartbeat, post_report, put_hints
 
-__all__ = ["FastPath"]
-
 _USUAL = "pipollux_usual_way"
 """Scope entry of requests that take the regular path."""
 _BEARER = b"Bearer "

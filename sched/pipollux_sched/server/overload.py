@@ -20,8 +20,6 @@ from .errors import refusal
 from .limits import Limits
 from .report_pace import RATE
 
-__all__ = ["GONE", "Overload", "RequestKind", "RetrySchedule", "kind_of"]
-
 GONE = "pipollux_gone"
 """Entry of a scope's `state`: returns whether the sender has closed its connection."""
 LATEST_TURN = 60.0

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-__all__ = ["LEAST", "MOST", "RATE", "ReportPace"]
-
 RATE = 100.0
 """Target rate of reports per second of all jobs, subject to the interval `MOST` per job."""
 LEAST, MOST = 1.0, 60.0

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from pipollux_sched.errors import SchedulerError
 
-__all__ = ["Tls", "TlsError"]
-
 
 class TlsError(SchedulerError):
     """A certificate cannot be used; the text is one sentence for the user."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["MOST_OF_IMAGE", "check_image"]
-
 MOST_OF_IMAGE = 512
 """Largest length of a reference: a name of 255 characters, a tag of 128 and a digest."""
 _MOST_OF_NAME = 255

@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from .job import JobSpec, SpecError
 
-__all__ = ["ResolvedScript", "resolve_script", "with_script_found"]
-
 
 class ResolvedScript(NamedTuple):
     """The file of a job's script, and the folder in which it was found."""

@@ -6,8 +6,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["check_name", "check_variables", "hide_values", "is_reserved"]
-
 VALUE_LIMIT = 32 * 1024
 TOTAL_LIMIT = 256 * 1024
 """Largest number of characters of all names and values; Linux limits them to some megabytes."""

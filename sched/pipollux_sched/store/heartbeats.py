@@ -16,8 +16,6 @@ from sqlalchemy.orm import Session
 from .database import Database
 from .tables import Base, HeartbeatRow, JobRow
 
-__all__ = ["HeartbeatRecords", "KeptHeartbeat", "ReceivedHeartbeat", "drop_heartbeats"]
-
 
 class ReceivedHeartbeat(NamedTuple):
     """The last heartbeat of a replica, as received."""

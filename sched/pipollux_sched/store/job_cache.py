@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping
 
 from .records import JobRecord
 
-__all__ = ["JobCache"]
-
 
 class JobCache:
     """The records of unfinished jobs, as changed through one store object; thread-safe."""

@@ -19,8 +19,6 @@ from .errors import StaleAttemptError
 from .replicas import check_replica, num_ids
 from .tables import AttemptRow
 
-__all__ = ["LaunchRecords"]
-
 
 class LaunchRecords:
     """Stores launches and agreed stops.

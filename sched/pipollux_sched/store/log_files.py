@@ -13,8 +13,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-__all__ = ["LogPart", "has_log", "read_part", "read_tail", "rename_full"]
-
 _RENAMED = re.compile(r"\.from-(\d+)")
 
 

@@ -16,8 +16,6 @@ from .errors import StoreError
 from .records import Point, Timeline
 from .tables import Base, EventRow, JobRow, PointRow
 
-__all__ = ["ReceivedReport", "keep"]
-
 _JOBS = Base.metadata.tables[JobRow.__tablename__]
 _EVENTS = Base.metadata.tables[EventRow.__tablename__]
 _POINTS = Base.metadata.tables[PointRow.__tablename__]

@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 from .store import Store
 
-__all__ = ["wait_until"]
-
 LONGEST = 1.0
 """Seconds after which the predicate is called again without any change."""
 

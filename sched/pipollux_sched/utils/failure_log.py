@@ -6,8 +6,6 @@ import logging
 
 from pipollux_perfmodel.errors import PipolluxError
 
-__all__ = ["FailureLog"]
-
 
 class FailureLog:
     """Logs the failures of one task, equal ones once: a full disk causes thousands."""

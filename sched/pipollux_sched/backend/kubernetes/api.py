@@ -22,21 +22,6 @@ from pipollux_sched.backend.base import BackendError, ClusterUnavailableError
 
 from . import names
 
-__all__ = [
-    "Api",
-    "Event",
-    "Job",
-    "JobStatus",
-    "NodeObject",
-    "Object",
-    "Pod",
-    "Secret",
-    "Service",
-    "TrainJob",
-    "describe_error",
-    "load_config",
-]
-
 Object: TypeAlias = dict[str, Any]
 TIMEOUT = 10.0
 FIELD_MANAGER = "pipollux"

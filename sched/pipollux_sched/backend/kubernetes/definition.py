@@ -23,8 +23,6 @@ from pipollux_sched.spec.job import JobSpec, ResourceSpec
 from . import names
 from .job_resource import camel_case
 
-__all__ = ["MUTABLE", "custom_resource_definition", "definition_file"]
-
 Schema = dict[str, Any]
 
 _HEADER = """\

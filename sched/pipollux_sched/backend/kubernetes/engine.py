@@ -45,8 +45,6 @@ from .replica_states import ReplicaStates
 from .resource_controller import ResourceController
 from .watches import Mirrors
 
-__all__ = ["KubernetesEngine"]
-
 _LOG = logging.getLogger(__name__)
 RECOVERY = 30.0
 """Seconds that pods of an earlier scheduler have to end after a kill."""

@@ -12,8 +12,6 @@ from . import names
 from .api import Object
 from .job_resource import JobResource, rfc3339
 
-__all__ = ["phase_event"]
-
 _WARNINGS = (Phase.FAILED, Phase.RESTARTING)
 _MESSAGE_LIMIT = 1000
 """Most characters of a message; the API server accepts 1024."""

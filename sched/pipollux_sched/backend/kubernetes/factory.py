@@ -9,8 +9,6 @@ from pipollux_sched.backend.registry import EngineOptions
 
 from .options import KubernetesOptions
 
-__all__ = ["make"]
-
 
 def make(options: EngineOptions) -> Engine:
     """Return the engine; `BackendError`: no client library, or no cluster is configured."""

@@ -14,8 +14,6 @@ from pipollux_sched.backend.base import ClusterUnavailableError
 
 from .api import TIMEOUT, Object
 
-__all__ = ["Derived", "Informer", "Selection", "Source", "version_of"]
-
 V = TypeVar("V")
 Name = tuple[str, str]
 

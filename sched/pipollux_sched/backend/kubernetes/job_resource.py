@@ -16,20 +16,6 @@ from .api import Object
 from .owner import Owner
 from .pod_state import main_container
 
-__all__ = [
-    "JobResource",
-    "camel_case",
-    "ignored_change",
-    "job_spec",
-    "job_status",
-    "refused_status",
-    "refused_template",
-    "resource_spec",
-    "succeeding_status",
-    "view_job",
-    "waiting_status",
-]
-
 CONDITIONS = (Phase.CREATED, Phase.RUNNING, Phase.SUSPENDED, Phase.COMPLETE, Phase.FAILED)
 """The conditions that a TrainJob has, too; other states are visible in the phase only."""
 REFUSED = "Refused"

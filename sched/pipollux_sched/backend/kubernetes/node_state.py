@@ -16,8 +16,6 @@ from .api import Object
 from .names import HOST_NAME_LABEL
 from .options import CPU, KubernetesOptions
 
-__all__ = ["ClusterNode", "Usage", "make_nodes", "usage_by_node", "view_node", "view_usage"]
-
 Amounts: TypeAlias = Mapping[str, Decimal]
 _EVICTING = ("NoSchedule", "NoExecute")
 _OWN_TAINTS = (

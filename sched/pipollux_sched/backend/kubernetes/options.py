@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-__all__ = ["CPU", "KubernetesOptions", "PodSecurity"]
-
 PodSecurity: TypeAlias = Literal["restricted", "baseline", "privileged"]
 """A level of Kubernetes' Pod Security Standards."""
 

@@ -8,8 +8,6 @@ from typing import Any, TypeAlias
 
 from . import names
 
-__all__ = ["NO_OWNER", "Owner", "Owners", "no_owners"]
-
 
 @dataclass(frozen=True)
 class Owner:

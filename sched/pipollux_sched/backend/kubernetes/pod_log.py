@@ -26,8 +26,6 @@ from pipollux_sched.store.log_files import rename_full
 from .api import Api
 from .pod_state import PodView
 
-__all__ = ["LogFollower", "PodLog"]
-
 _LOG = logging.getLogger(__name__)
 LOG_LIMIT = 64 * 2**20
 """Bytes at which a log is rotated: see `store.log_files`."""

@@ -15,8 +15,6 @@ from pipollux_sched.utils.yaml_file import SpecError
 from . import names
 from .options import KubernetesOptions
 
-__all__ = ["check_template", "make_restricted", "template_problems"]
-
 _CONTAINERS = ("initContainers", "containers", "ephemeralContainers")
 _BASELINE_CAPABILITIES = {
     "AUDIT_WRITE",

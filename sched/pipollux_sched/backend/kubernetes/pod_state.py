@@ -20,8 +20,6 @@ from .api import Object
 from .names import FINALIZER, HOST_NAME_LABEL, key_of
 from .node_state import ClusterNode
 
-__all__ = ["PodView", "replica_state", "view_pod"]
-
 KILL_GRACE = 1
 """Grace period of a killed pod: with 0, its end would not be confirmed."""
 MAIN_CONTAINER = "replica"

@@ -24,20 +24,6 @@ from .owner import Owner
 from .pod_security import make_restricted
 from .pod_state import MAIN_CONTAINER, main_container
 
-__all__ = [
-    "CHECKPOINTS",
-    "GRACE_MARGIN",
-    "SHARED_MEMORY",
-    "checkpoint_volume",
-    "environment",
-    "literal",
-    "make_pod",
-    "make_secret",
-    "make_service",
-    "mounts",
-    "resources",
-]
-
 TERMINATION_LOG = "/dev/termination-log"
 TERMINATION_LOG_LIMIT = 4096
 """Most bytes of a termination message that a kubelet reads."""

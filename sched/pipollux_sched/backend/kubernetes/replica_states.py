@@ -12,8 +12,6 @@ from .informer import Derived, Informer
 from .node_state import ClusterNode
 from .pod_state import PodView, replica_state
 
-__all__ = ["ReplicaStates"]
-
 ABSENCE = 15.0
 """Seconds after which a missing node counts as gone: its own watch may be late."""
 

@@ -50,8 +50,6 @@ from .options import KubernetesOptions
 from .owner import Owner
 from .pod_security import check_template
 
-__all__ = ["ResourceController"]
-
 _LOG = logging.getLogger(__name__)
 STEP_INTERVAL = 10.0
 """Seconds between two updates of a status in which only the step has changed."""

@@ -26,8 +26,6 @@ from .pod_state import KILL_GRACE, PodView
 from .pods import make_secret
 from .trainjobs import TrainJobView, check_even, make_trainjob, trainjob_name, view_trainjob
 
-__all__ = ["TrainJobEngine"]
-
 _LOG = logging.getLogger(__name__)
 
 

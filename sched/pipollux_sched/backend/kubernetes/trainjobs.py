@@ -27,8 +27,6 @@ from .pods import (
     resources,
 )
 
-__all__ = ["TrainJobView", "check_even", "make_trainjob", "trainjob_name", "view_trainjob"]
-
 MANAGER = f"{names.GROUP}/scheduler"
 """Field manager of our runtime patches."""
 CONTAINER = "node"

@@ -21,8 +21,6 @@ from lightkube.core.exceptions import ConfigError
 from .api import TIMEOUT, describe_error, error_code
 from .informer import Informer, Selection, version_of
 
-__all__ = ["Mirrors"]
-
 _LOG = logging.getLogger(__name__)
 QUIET = 60.0
 """Seconds without a change after which a watch is renewed: its connection may be dead."""

@@ -19,8 +19,6 @@ from pipollux_sched.backend.base import ReplicaKey
 from pipollux_sched.store import StateDir
 from pipollux_utils.atomic_write import PRIVATE, write_aside
 
-__all__ = ["AttemptFolder", "LocalPlacement"]
-
 _NAME = re.compile(r"attempt-(\d+)/replica-(\d+)\.json")
 
 

@@ -13,8 +13,6 @@ from pipollux_sched.spec.job import ClusterSpec, SpecError, load_cluster
 from .environment import Devices
 from .hardware import check_gpus
 
-__all__ = ["VirtualNodes"]
-
 _LOG = logging.getLogger(__name__)
 
 

@@ -40,8 +40,6 @@ from .environment import marks, replica_environment
 from .ports import LOOPBACK, free_port
 from .replica import LocalReplica
 
-__all__ = ["LocalEngine", "check_local"]
-
 
 def check_local(spec: JobSpec) -> None:
     """Reject a job in a container with `SpecError`: jobs run as processes of this machine."""

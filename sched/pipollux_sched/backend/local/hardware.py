@@ -16,8 +16,6 @@ import psutil
 from pipollux_sched.backend.base import BackendError, Node
 from pipollux_sched.spec.job import ClusterSpec, NodeSpec
 
-__all__ = ["check_gpus", "count_cpus", "count_gpus", "node_name", "this_machine", "visible_gpus"]
-
 TIMEOUT = 10.0
 """Timeout in seconds of NVIDIA's tools."""
 TORCH_TIMEOUT = 120.0

@@ -14,8 +14,6 @@ from pipollux_sched.backend.result import ReplicaResult
 
 from . import processes
 
-__all__ = ["LINGER", "LocalReplica"]
-
 LINGER = 1.0
 """Seconds that processes left behind by an agent have to end before they are killed."""
 

@@ -11,8 +11,6 @@ from pipollux_sched.backend.base import Launch, ReplicaProgram
 
 from .variables import processes_of_replica
 
-__all__ = ["agent_command", "agent_in_container"]
-
 _AGENT = Path(pipollux_agent.__file__).with_name("agent.py")
 """Not imported, because it imports torch."""
 _FIRST_PROCESS = (

@@ -7,8 +7,6 @@ from pathlib import Path
 from pipollux_protocol import environment as variables
 from pipollux_sched.backend.base import Launch, ReplicaProgram
 
-__all__ = ["cpu_variables", "gpu_variables", "processes_of_replica", "replica_variables"]
-
 
 def replica_variables(program: ReplicaProgram, launch: Launch, replica: int) -> dict[str, str]:
     """Return the variables about a replica; engines add its devices and result file."""

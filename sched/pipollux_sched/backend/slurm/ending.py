@@ -14,8 +14,6 @@ from .nodes import why_down
 from .record import ReplicaFiles, ReplicaRecord
 from .snapshot import SlurmSnapshot
 
-__all__ = ["how_ended", "why_gone"]
-
 _SLURM_LINE = re.compile(r"(?:srun|slurmstepd\S*): (?:error: |\S)")
 _TAKEN = re.compile(
     r"Node failure on|DUE TO|CANCELLED AT|Force Terminated|task \d+: Killed"

@@ -50,8 +50,6 @@ from .signals import SignalSender
 from .snapshot import REFRESH_INTERVAL, SlurmAllocation, SlurmReader, SlurmSnapshot, SlurmWatch
 from .step_command import srun_command, step_environment
 
-__all__ = ["SlurmEngine", "make"]
-
 _LOG = logging.getLogger(__name__)
 KILL_PATIENCE = 30.0
 """Seconds that steps without a scheduler have to end after a kill."""

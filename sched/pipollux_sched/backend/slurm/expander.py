@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from .rented_pools import RentedPools
 
-__all__ = ["SlurmExpander"]
-
 
 class SlurmExpander:
     """Requests nodes from Slurm; an `allocator.expander.Expander`.

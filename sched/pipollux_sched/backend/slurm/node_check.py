@@ -20,8 +20,6 @@ from pipollux_sched.store import StateDir
 from .commands import is_away, last_line, slurm_environment
 from .snapshot import SlurmSnapshot
 
-__all__ = ["CHECK_NAME", "NodeChecks"]
-
 _LOG = logging.getLogger(__name__)
 CHECK_TIMEOUT = 60.0
 """Timeout of the check of a node in seconds."""

@@ -11,8 +11,6 @@ from pipollux_sched.spec.job import NodeSpec
 from .output import NodeLine, Share
 from .snapshot import SlurmSnapshot
 
-__all__ = ["NodeStates"]
-
 ANSWER_PATIENCE = 30.0
 """Seconds without an answer of a node after which nothing new starts there. Its replicas are not
 lost until Slurm reports the node as down: a restarting slurmd does not answer either."""

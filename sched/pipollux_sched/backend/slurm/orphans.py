@@ -20,8 +20,6 @@ from .replica_step import signal_command
 from .signals import SignalSender
 from .snapshot import SlurmSnapshot
 
-__all__ = ["Orphans", "StuckStep"]
-
 _LOG = logging.getLogger(__name__)
 STUCK_AFTER = 60.0
 """Seconds after its first SIGKILL after which a step on a responsive node counts as stuck."""

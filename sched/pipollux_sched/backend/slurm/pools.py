@@ -10,8 +10,6 @@ from .commands import SlurmError
 from .output import SlurmJob
 from .snapshot import SlurmSnapshot
 
-__all__ = ["OwnAllocation", "Pools", "ends_in", "ends_within", "own_allocation"]
-
 LEAVE_BEFORE = 300.0
 """Seconds before the time limit of the scheduler's own allocation at which jobs save and end."""
 LARGEST_SHARE = 0.25

@@ -25,8 +25,6 @@ from .output import SlurmJob
 from .pools import Pools, ends_in, ends_within
 from .snapshot import SlurmSnapshot
 
-__all__ = ["PoolOptions", "RentedPools"]
-
 _LOG = logging.getLogger(__name__)
 SUBMIT_INTERVAL = 10.0
 """Seconds between two requests for nodes that the autoscaler did not make, in case Slurm ends

@@ -17,8 +17,6 @@ from .output import StepLine
 from .record import ReplicaFiles, ReplicaRecord, step_name
 from .snapshot import SlurmSnapshot
 
-__all__ = ["ReplicaStep", "signal_command"]
-
 EXIT_PATIENCE = 6.0
 """Seconds until an exit status written on a node is visible here, and for the end of a step that
 Slurm no longer reaches: see `GONE`."""

@@ -10,8 +10,6 @@ from pipollux_sched.backend.base import ClusterUnavailableError
 
 from .commands import slurm_environment
 
-__all__ = ["SignalSender"]
-
 AT_ONCE = 32
 """Most concurrent commands; senders repeat their signals."""
 

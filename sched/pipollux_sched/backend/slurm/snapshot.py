@@ -25,8 +25,6 @@ from .output import (
     split_jobs,
 )
 
-__all__ = ["SlurmAllocation", "SlurmReader", "SlurmSnapshot", "SlurmWatch"]
-
 _LOG = logging.getLogger(__name__)
 REFRESH_INTERVAL = 2.0
 """Seconds between two snapshots, each of which runs three commands."""

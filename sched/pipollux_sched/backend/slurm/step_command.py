@@ -16,8 +16,6 @@ from pipollux_sched.backend.replica.variables import cpu_variables, gpu_variable
 from .commands import controller_variables
 from .output import Share
 
-__all__ = ["srun_command", "step_environment"]
-
 _MIB = 2**20
 _SET_BY_SLURM = frozenset(
     ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
