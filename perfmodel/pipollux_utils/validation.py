@@ -1,8 +1,4 @@
-"""Pydantic errors as actionable sentences.
-
-Each sentence names the location (``nodes[1].slots``), the value and the allowed values, and for an
-unknown field the closest known name.
-"""
+"""Pydantic errors as sentences with location (``nodes[1].slots``), value and allowed values."""
 
 from __future__ import annotations
 
@@ -22,15 +18,13 @@ Place = tuple[int | str, ...]
 
 
 class Problem(NamedTuple):
-    """One problem in some data."""
+    """One problem in some data: the error and the allowed values."""
 
     place: Place
-    """Location as a path of fields and indices."""
     text: str
-    """The error and the allowed values, without the location."""
 
     def sentence(self) -> str:
-        """Return place and text as one sentence."""
+        """Place and text."""
         return clean(f"{spell(self.place)}: {self.text}" if self.place else self.text)
 
 
@@ -64,13 +58,8 @@ def problems(
     """Return pydantic's errors about `model` as problems, in the order of the data.
 
     Omits a missing field that was evidently misspelt, which the unknown field covers. Hides the
-    values of fields with ``repr=False``, which may be secret.
-
-    Args:
-        errors: the validation errors.
-        model: the validated model.
-        written: returns the value at a location as written in its file; None: not in a file, or not
-            a single value.
+    values of fields with ``repr=False``, which may be secret. `written` returns the value at a
+    location as written in its file; None: not in a file, or not a single value.
     """
     found: list[Problem] = []
     missing: list[Problem] = []
@@ -127,7 +116,6 @@ def _shown(model: type[BaseModel], place: Place, value: Any) -> str:
 
 
 def _kind(value: Any) -> str:
-    """Return the type of a possibly secret value as text."""
     if value is None:
         return "an empty value"
     kinds: tuple[tuple[Any, str], ...] = (

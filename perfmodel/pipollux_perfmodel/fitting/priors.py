@@ -54,12 +54,7 @@ class StartingPoint(NamedTuple):
 
 
 def start(profile: Profile, shape: PerfParams) -> StartingPoint:
-    """Return first guesses for identifiable parameters, and priors for the others.
-
-    Args:
-        profile: the measurements.
-        shape: contains shares, checkpoint mode and schedule of the job.
-    """
+    """Return first guesses for identifiable parameters, and priors for the others."""
     known = identifiable(profile, shape)
     values = dict(zip(NAMES, NEUTRAL, strict=True))
     if known["gamma"]:
@@ -203,7 +198,7 @@ def _fit_line(x: Floats, y: Floats) -> tuple[float, float]:
 def _least_errors(columns: Floats, y: Floats) -> tuple[Floats, float]:
     """Return coefficients >= 0 of y ≈ columns·coefficients by relative errors, and their mean.
 
-    Uses absolute errors, which are robust against stragglers.
+    Absolute errors are robust against stragglers.
     """
     columns = columns / y[:, None]
     weights = np.ones_like(y)

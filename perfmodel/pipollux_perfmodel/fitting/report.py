@@ -45,13 +45,12 @@ class RegimeError(NamedTuple):
     name: str
     num_measurements: int
     mean_error: float
-    """Mean of |predicted / measured - 1|, without outliers."""
+    """Mean of |predicted / measured - 1|, without outliers; `worst_error` is the largest."""
     worst_error: float
-    """Largest of these errors."""
 
 
 class Assumption(NamedTuple):
-    """A parameter that rests on a prior."""
+    """A parameter that no measurement determines."""
 
     parameter: str
     value: float
@@ -64,7 +63,6 @@ class FitReport(NamedTuple):
     regimes: tuple[RegimeError, ...]
     """Accumulation steps, then optimizer steps by allocation; only measured regimes."""
     assumed: tuple[Assumption, ...]
-    """Parameters that the measurements do not determine."""
     outliers: tuple[int, ...]
     """Rows with large errors while the others have small ones."""
 
@@ -72,10 +70,7 @@ class FitReport(NamedTuple):
 def make_report(params: PerfParams, profile: Profile, shape: PerfParams) -> FitReport:
     """Return the errors of a fit on its measurements, and its assumptions.
 
-    Args:
-        params: the fitted parameters.
-        profile: the measurements.
-        shape: shares, checkpoint mode and schedule of the job.
+    `shape` has the shares, checkpoint mode and schedule of the job.
     """
     accum, optim = _errors(params, profile)
     outlying = _outlying(accum) | _outlying(optim)

@@ -1,10 +1,9 @@
 """Speedups of a job with numbers of stages other than its current one.
 
-The current number of stages has its own measurements. Other numbers are predicted from the profile
-of the layers, scaled to the measured times of the current stages (`correct_profile`); network, γ, ω
-and the schedule, which a layer profile does not contain, are those of the current run. Optimistic
-assumptions of the model (a job of one stage cannot measure ω) remain until the number of stages has
-been tried.
+The current number has its own measurements. Others are predicted from the profile of the layers,
+scaled to the measured times of the current stages (`correct_profile`); network, γ, ω and the
+schedule are those of the current run. Optimistic assumptions of the model (a job of one stage
+cannot measure ω) remain until the number of stages has been tried.
 """
 
 from __future__ import annotations
@@ -49,10 +48,9 @@ def stage_speedups(
         choices: additional numbers of stages.
 
     Returns:
-        Speedups by number of stages, `num_stages` first, which is always included; the measured
-        number if it is a choice; other choices if the layer profile has such a cut and every
-        allowed batch fits the memory of the devices. A list of checkpoint modes, one per stage,
-        fixes K. Empty while the goodput is unknown.
+        Speedups, `num_stages` first, which is always included; the measured number if it is a
+        choice; other choices if the layer profile has such a cut and every allowed batch fits the
+        devices' memory. A list of checkpoint modes fixes K. Empty while the goodput is unknown.
 
     Example:
         >>> from pipollux_perfmodel import GradParams, Layer, SchedHints
@@ -84,7 +82,6 @@ class _DividedPlan(StagePlan):
     """A cut that fits only if enough replicas shard the optimizer's state."""
 
     fewest: int = 1
-    """Minimum number of replicas."""
     fits: bool = True
 
     def for_replicas(self, num_replicas: int) -> StagePlan:
@@ -93,15 +90,12 @@ class _DividedPlan(StagePlan):
         return replace(self, profile=self.profile.sharded(num_replicas), fits=fits)
 
     def largest_micro_bsz(self, memory_limit: float, num_microbatches: ArrayLike) -> Floats:
-        """Return the maximum whole samples per micro-batch; 0 if the cut does not fit."""
         found = super().largest_micro_bsz(memory_limit, num_microbatches)
         return found if self.fits else np.zeros_like(found)
 
 
 @dataclass(frozen=True)
 class _Pricing:
-    """The goodput of one job for any number of stages."""
-
     hints: SchedHints
     measured: PerfParams
     goodput_fn: GoodputFunction
@@ -188,7 +182,6 @@ class _Pricing:
         return max(min(samples, high or samples) / num_microbatches, 1.0)
 
     def _most_micro_bsz(self, num_microbatches: int) -> float:
-        """Return b with the largest atomic batch that the job may choose."""
         _, high = self.hints.local_bsz_bounds or (None, None)
         bounds = [size for size in (high, self.hints.max_batch_size) if size is not None]
         samples = min(bounds, default=self.hints.init_batch_size or 1)
@@ -196,7 +189,6 @@ class _Pricing:
 
     @cached_property
     def _profile(self) -> LayerProfile | None:
-        """The layers, corrected by their measured stage times."""
         hints, layers = self.hints, self.hints.layers
         if layers is None or layers.num_layers < hints.num_stages:
             return None

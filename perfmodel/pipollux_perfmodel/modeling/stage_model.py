@@ -29,24 +29,20 @@ class Prediction:
 
     num_stages: int
     measured: bool
-    """Whether this number of stages was measured."""
     from_layers: bool
     """Whether step times come from the layers, for an unmeasured number of stages."""
     balance: tuple[int, ...] | None
-    """Layers of each stage, if the layers determine step times or memory; None: they do not, or no
-    cut fits into memory."""
+    """Layers of each stage, if layers determine step times or memory; None also if no cut fits."""
     num_replicas: int
     num_nodes: int
     num_gpus: int
     schedule: ScheduleKind
-    """Order of the stages' work on micro-batches."""
     chunks_per_stage: int
     """V; 1 unless interleaved."""
     schedule_measured: bool
     """Whether the measured stages ran with this schedule."""
     memory: float | None
-    """Bytes of the fullest device; None: layers or limit are unknown, or nothing is within
-    bounds."""
+    """Bytes of the fullest device; None: layers or limit unknown, or nothing within bounds."""
     num_microbatches: int
     atomic_bsz: int
     """0: no batch size is within bounds; the remaining fields are then 0 or None."""
@@ -72,18 +68,15 @@ class Prediction:
 
 
 class StageModel:
-    """A job with one number of stages.
+    """A job with K stages.
 
     Args:
         model: the known properties of the job.
         layers: layers to cut unmeasured stages from, with the memory limit; None: unknown.
         bounds: bounds of the configuration.
         init_batch_size: of the job.
-        num_stages: K.
+        num_stages: K; ModelingError if the layers cannot be cut into K stages.
         schedule: of the stages; None: that of the nearest measured number of stages.
-
-    Raises:
-        ModelingError: the layers cannot be cut into this number of stages.
     """
 
     def __init__(
@@ -132,7 +125,7 @@ class StageModel:
 
     @property
     def schedule(self) -> ScheduleWish:
-        """The schedule of the stages."""
+        """Of the stages."""
         return self._schedule
 
     def predict(self, num_nodes: int, num_replicas: int) -> Prediction:
@@ -179,7 +172,7 @@ class StageModel:
 
 
 def _schedule_of(base: PerfParams, num_stages: int, layers: Layers | None) -> ScheduleWish:
-    """Return the schedule of the measured stages, if other numbers of stages support it."""
+    """Return the measured schedule, if other numbers of stages support it."""
     interleaved = base.schedule == "interleaved"
     if interleaved and layers is not None and num_stages != base.num_stages:
         return ScheduleWish("1f1b")

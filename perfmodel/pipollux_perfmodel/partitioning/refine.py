@@ -2,8 +2,7 @@
 
 1F1B's T_pipe has no closed form for a search over prefixes (`timing.one_f_one_b`). In the long run
 a micro-batch costs max(f + g) with 1F1B and max f + max g with GPipe, so the best cuts are similar.
-Starting from GPipe's best, ranges of neighbouring cuts move by one layer as long as that is faster;
-each iteration evaluates all K·(K - 1) moves at once.
+Starting from GPipe's best, ranges of neighbouring cuts move by one layer as long as that is faster.
 """
 
 from __future__ import annotations
@@ -26,10 +25,7 @@ _MOST_MOVES = 50
 def refine_cut(costs: CutCosts, allowed: Sequence[Bools], ends: Sequence[int]) -> list[int]:
     """Return the ends of the stages of a cut that is at least as fast with 1F1B.
 
-    Args:
-        costs: of the layers.
-        allowed: allowed cuts, as for `find_cut`.
-        ends: ends of the stages of an allowed cut, starting with 0.
+    `allowed` as for `find_cut`; `ends` are those of an allowed cut, starting with 0.
     """
     best: Ints = np.asarray(ends, np.int64)
     if len(best) <= 2:
@@ -61,7 +57,6 @@ def _moves(num_ends: int) -> Ints:
 
 
 def _possible(ends: Ints, allowed: Sequence[Bools]) -> NDArray[np.bool_]:
-    """Return the allowed cuts; ends have one cut per column."""
     possible = np.ones(ends.shape[1], bool)
     for left, stages in enumerate(reversed(allowed)):
         possible &= stages[ends[left], ends[left + 1]]

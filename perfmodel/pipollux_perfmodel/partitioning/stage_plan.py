@@ -47,9 +47,7 @@ class StagePlan:
     balance: tuple[int, ...]
     """Number of layers of each stage, K entries; with interleaving of each chunk, K·V entries."""
     perf_params: PerfParams
-    """Step time parameters of the cut, including checkpoint mode and schedule."""
     profile: LayerProfile
-    """The layers."""
     shards_optimizer: bool = False
     """Whether replicas shard the optimizer's state, so that memory depends on their number."""
 
@@ -61,14 +59,13 @@ class StagePlan:
 
     @property
     def schedule(self) -> ScheduleKind:
-        """Order of forwards and backwards."""
+        """The schedule of the step times."""
         return self.perf_params.schedule
 
     def memory(self, micro_bsz: ArrayLike, num_microbatches: ArrayLike) -> Floats:
         """Return bytes that each stage holds, shape (K, *broadcast shape of b and M).
 
-        Raises:
-            ValueError: stages are interleaved and there are several M.
+        Raises ValueError for interleaved stages with several M.
         """
         if self.schedule == "interleaved":
             return interleaved_memory(
@@ -132,8 +129,8 @@ def plan_stages(
         base: source of network, γ and ω, and of the schedule if none is given.
         micro_bsz: b that the cut is optimized for.
         memory_limit: bytes of each stage's device; None: no limit.
-        checkpoint: the recomputed micro-batches, for all stages or per stage. With different modes,
-            the cut fits even if all stages have the mode with the most memory.
+        checkpoint: for all stages or per stage. With different modes, the cut fits even if all
+        stages have the mode with the most memory.
         schedule: None: that of `base`, or "1f1b" if that is interleaved.
         chunks_per_stage: V if interleaved; other schedules have one chunk.
         link: link that carries activations over a cut; None: copies are free.
@@ -185,24 +182,14 @@ def price_stages(
     link: Link | None = None,
     transfers_overlap: bool = True,
 ) -> PerfParams:
-    """Return the step time parameters of one cut.
+    """Return the step time parameters of one cut; arguments as of `plan_stages`.
 
-    Args:
-        profile: costs of the layers.
-        balance: number of layers of each stage, K entries; K·V for chunks, chunk q in stage q mod
-        K.
-        base: source of network, γ, ω, contention, overhead and T_tie; its C(b) is not used.
-        checkpoint: the recomputed micro-batches, for all stages or per stage.
-        schedule: "gpipe", "1f1b" or "interleaved"; None: that of `base`, or "1f1b" if that is
-        interleaved.
-        chunks_per_stage: V; a stage's chunks count as equally slow, as do the copies after them.
-        link: link that carries activations over a cut; None: copies are free.
-        transfers_overlap: whether copies run concurrently with compute, or occupy the receiving
-        device.
+    `balance` has K entries, or K·V for chunks, chunk q in stage q mod K. A stage's chunks count as
+    equally slow, as do the copies after them. Network, γ, ω, contention, overhead and T_tie are
+    those of `base`; its C(b) is not used.
 
-    Raises:
-        ValueError: the balance does not fit the profile, all layer times are 0, or `base`,
-        `checkpoint` or `schedule` is out of range.
+    Raises ValueError if the balance does not fit the profile, all layer times are 0, or `base`,
+    `checkpoint` or `schedule` is out of range.
 
     Example:
         >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2), Layer(0, 1, 0, 4)])
@@ -259,10 +246,9 @@ def correct_profile(
 ) -> LayerProfile:
     """Return the profile with layers scaled to the measured times of their stages.
 
-    Compares forward and backward of each stage at b samples with the profile, and scales the
-    stage's layers by the ratio, after subtracting recomputation from the measured backward. If the
-    profile has no time to scale, the stage's layers share the measured time evenly, as a fixed
-    cost. Bytes stay unchanged.
+    Compares each stage's forward and backward at b samples with the profile, and scales its layers
+    by the ratio, after subtracting recomputation from the measured backward. If the profile has no
+    time to scale, the layers share the measured time evenly, as a fixed cost. Bytes stay unchanged.
 
     Args:
         profile: the profile to correct.
@@ -271,8 +257,7 @@ def correct_profile(
         micro_bsz: b of that run.
 
     Raises:
-        ValueError: balance, profile and measured parameters have different stages, or b is not
-        above 0.
+        ValueError: the arguments have different stages, or b is not above 0.
 
     Example:
         >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2)] * 2)
@@ -306,16 +291,9 @@ def copy_costs(
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return alpha_t and beta_t per boundary of stages, averaged over the copies of chunks.
 
-    Args:
-        profile: contains the bytes that cross a cut.
-        balance: number of layers of each stage, or of each chunk.
-        num_stages: K.
-        link: link that carries the copies; None: copies are free.
-
-    Example:
-        >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2, output_bytes=8)] * 2)
-        >>> copy_costs(profile, [1, 1], 2, Link(0.5, 4.0))
-        ((0.5,), (2.0,))
+    >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2, output_bytes=8)] * 2)
+    >>> copy_costs(profile, [1, 1], 2, Link(0.5, 4.0))
+    ((0.5,), (2.0,))
     """
     if link is None:
         return (), ()
@@ -350,7 +328,6 @@ def _shares(values: Sequence[float] | Floats, total: float) -> tuple[float, ...]
 def _scaled(
     layers: Sequence[Layer], phase: str, seconds: float, micro_bsz: float
 ) -> tuple[Layer, ...]:
-    """Return the layers of a stage, scaled to a total forward or backward time."""
     alpha, beta = f"{phase}_alpha", f"{phase}_beta"
     predicted = math.fsum(getattr(x, alpha) + getattr(x, beta) * micro_bsz for x in layers)
     if predicted == 0:
