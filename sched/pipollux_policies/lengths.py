@@ -54,20 +54,15 @@ _NUMBER = re.compile(r"[-_.]?\d+$")
 def family_of(name: str) -> str:
     """Return the default family of a job: its name without the number at its end.
 
-    Example:
-        >>> family_of("resnet-17"), family_of("17")
-        ('resnet', '17')
+    >>> family_of("resnet-17"), family_of("17")
+    ('resnet', '17')
     """
     return _NUMBER.sub("", name) or name
 
 
 @dataclass(frozen=True)
 class CompletedJob:
-    """The length of a completed job.
-
-    Raises:
-        ValueError: an amount is not above 0.
-    """
+    """The length of a completed job; ValueError if an amount is not above 0."""
 
     family: str
     samples: float
@@ -88,13 +83,12 @@ class CompletedJob:
 class LengthHistory:
     """The completed jobs of a cluster, and the length estimates that follow from them.
 
-    Example:
-        >>> history = LengthHistory()
-        >>> for _ in range(50):
-        ...     history.add(CompletedJob("resnet", samples=6000.0, work=60.0))
-        >>> left = history.work_left("resnet", trained=1000.0, goodput=100.0)
-        >>> left[7]
-        50.0
+    >>> history = LengthHistory()
+    >>> for _ in range(50):
+    ...     history.add(CompletedJob("resnet", samples=6000.0, work=60.0))
+    >>> left = history.work_left("resnet", trained=1000.0, goodput=100.0)
+    >>> left[7]
+    50.0
     """
 
     _all: list[CompletedJob] = field(default_factory=list)
@@ -130,18 +124,11 @@ class LengthHistory:
         declared: float | None = None,
         relatives: Sequence[float] = (),
     ) -> tuple[float, ...]:
-        """Return equally likely values of the remaining work of a job, in ascending order.
+        """Return `NUM_VALUES` equally likely values of a job's remaining work, in ascending order.
 
-        Args:
-            family: the family of the job.
-            trained: samples so far, in units of the initial batch size's samples.
-            goodput: of one replica, in such samples per second.
-            declared: the declared total of such samples; None: not declared.
-            relatives: totals that unfinished jobs of its family declare; ignored if the job
-                declares one.
-
-        Returns:
-            `NUM_VALUES` values, in seconds of one replica; empty while the goodput is unknown.
+        In seconds of one replica; empty while the goodput is unknown. Samples are in units of the
+        initial batch size's: `trained`, `declared`, and `relatives`, totals that unfinished jobs of
+        its family declare, which are ignored if the job declares one.
         """
         if not 0 < goodput < math.inf or not trained >= 0:
             return ()

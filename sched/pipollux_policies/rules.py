@@ -1,7 +1,6 @@
 """The rules that every policy's allocations must keep (docs/concepts/policies.md).
 
-`violations` checks a policy's answer from outside: it shares no code with any policy, so tests, the
-simulator and the scheduler hold all policies to the same rules.
+`violations` shares no code with any policy.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ def _takes_replicas(node: NodeInfo) -> bool:
 def is_pinned(job: JobInfo, allocation: Sequence[Any], nodes: Nodes) -> bool:
     """Return whether a job's allocation must not change.
 
-    That is: it runs, it is not preemptible, and all of its nodes are present and healthy. Pinned
-    jobs may finish on a draining node.
+    It runs, is not preemptible, and all of its nodes are healthy, though they may be draining.
     """
     there = all(name in nodes and nodes[name].healthy for name in allocation)
     return bool(allocation) and not job.preemptible and there
@@ -53,12 +51,7 @@ def violations(
 ) -> list[str]:
     """Return a message for every broken rule; empty: the allocations are feasible.
 
-    Args:
-        jobs: all jobs, by name.
-        nodes: all nodes, by name.
-        base_allocations: the current allocations.
-        allocations: the decision of a policy.
-        crowding: allow several distributed jobs on a node, for callers that add a cost for it.
+    `crowding` allows several distributed jobs on a node, for callers that add a cost for it.
     """
     found = [f"job {name!r} is not one of the jobs" for name in allocations if name not in jobs]
     for name, job in jobs.items():

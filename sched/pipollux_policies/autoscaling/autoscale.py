@@ -3,15 +3,14 @@
 The utility of the cluster (`utility`) is observed after every round of the policy. When its mean
 over a window of rounds lies outside a band, a binary search finds the number of nodes at which the
 policy itself would reach the middle of the band. All functions are pure: callers pass the state of
-observations and get a new one, and `pipollux_sched.allocator.expander` rents and releases nodes.
+observations and get a new one; `pipollux_sched.allocator.expander` rents and releases nodes.
 
-Example:
-    >>> from pipollux_policies import NodeInfo, PolluxPolicy
-    >>> rules, state = AutoscalingRules(max_nodes=4, window=1), AutoscalingState()
-    >>> job = JobInfo({"slots": 4}, lambda nodes, replicas: replicas, 0.0, 1, 2)
-    >>> one = {"n": NodeInfo({"slots": 4})}
-    >>> autoscale(rules, state, PolluxPolicy(), {"j": job}, one, {"j": ["n"]}, one["n"])[1]
-    4
+>>> from pipollux_policies import NodeInfo, PolluxPolicy
+>>> rules, state = AutoscalingRules(max_nodes=4, window=1), AutoscalingState()
+>>> job = JobInfo({"slots": 4}, lambda nodes, replicas: replicas, 0.0, 1, 2)
+>>> one = {"n": NodeInfo({"slots": 4})}
+>>> autoscale(rules, state, PolluxPolicy(), {"j": job}, one, {"j": ["n"]}, one["n"])[1]
+4
 """
 
 from __future__ import annotations
@@ -32,18 +31,11 @@ from .utility import UtilityBand, utility
 
 @dataclass(frozen=True)
 class AutoscalingRules:
-    """The operator's rules for the number of nodes.
-
-    Raises:
-        ValueError: a number is out of range; the message names it.
-    """
+    """The operator's rules for the number of nodes; ValueError if a number is out of range."""
 
     min_nodes: int = 0
-    """The fewest nodes."""
     max_nodes: int = 16
-    """The most nodes."""
     band: UtilityBand = field(default_factory=UtilityBand)
-    """The number of nodes does not change while the utility is in this band."""
     window: int = 15
     """Rounds over which the utility is averaged, and the fewest between two changes."""
 
@@ -63,7 +55,6 @@ class AutoscalingState:
     utilities: tuple[float, ...] = ()
     """Utilities of the latest rounds, oldest first, at most one window."""
     num_nodes: int = 0
-    """The number of nodes during these rounds."""
     desired_nodes: int | None = None
     """The last decision; None: none yet."""
 
@@ -77,20 +68,11 @@ def autoscale(
     allocations: Allocations,
     node_template: NodeInfo,
 ) -> tuple[AutoscalingState, int]:
-    """Add the observation of one round, and return the desired number of nodes.
+    """Add the observation of one round; return the state and the desired number of nodes.
 
-    Args:
-        rules: the operator's rules.
-        state: the state after the previous round; initially `AutoscalingState()`.
-        policy: a copy (`copy.copy`) of it allocates other numbers of nodes, only when the number is
-            to change.
-        jobs: all jobs that are not done.
-        nodes: all nodes; draining and unhealthy ones do not count.
-        allocations: the allocations after this round.
-        node_template: the resources of a further node.
-
-    Returns:
-        The new state, and the desired number of nodes that accept new replicas.
+    The number is of nodes that accept new replicas. `state` is initially `AutoscalingState()`; a
+    copy of the policy (`copy.copy`) allocates other numbers of nodes, only when the number is to
+    change; draining and unhealthy nodes do not count; `allocations` are those after this round.
     """
     usable = usable_nodes(nodes)
     now = len(usable)
@@ -117,7 +99,7 @@ def autoscale(
 def best_size(utility_of: Callable[[int], float], low: int, high: int, target: float) -> int:
     """Return the number of nodes, from `low` to `high`, whose utility is nearest the target.
 
-    By binary search, as utility falls with the number of nodes. Of two equally near, the smaller.
+    By binary search, as utility falls with it. Of two equally near, the smaller.
     """
     while high - low > 1:
         middle = (low + high) // 2
@@ -196,10 +178,9 @@ def _pinned_nodes(jobs: Jobs, nodes: Nodes, allocations: Allocations) -> set[Any
 
 
 def release_order(jobs: Jobs, nodes: Nodes, allocations: Allocations) -> list[Any]:
-    """Return the nodes that could be released, the least useful first.
+    """Return the nodes that could be released, without pinned jobs, draining and unhealthy nodes.
 
-    The order is by the number of jobs to move, then preemptible nodes first. Nodes with pinned
-    jobs, draining and unhealthy nodes are left out.
+    In the order of the number of jobs to move, then preemptible nodes first.
     """
     usable = usable_nodes(nodes)
     pinned = _pinned_nodes(jobs, nodes, allocations)
@@ -213,7 +194,7 @@ class NodePlan:
     """Which nodes to release, and how many to request."""
 
     drain: tuple[Any, ...]
-    """Nodes to mark as draining, so that the next round moves the jobs off them; nodes of the
+    """Nodes to mark as draining, so that the next round moves the jobs off them. Nodes of the
     previous plan that are not listed any more are needed again."""
     release: tuple[Any, ...]
     """Nodes of `drain` that are empty and can be released."""
@@ -228,15 +209,10 @@ def plan_nodes(
     nodes: Nodes,
     allocations: Allocations,
 ) -> NodePlan:
-    """Choose the nodes to release, drained ones first, never those with pinned jobs.
+    """Choose the nodes to release, never those with pinned jobs.
 
-    Args:
-        desired_nodes: from `autoscale`.
-        drained_before: `drain` of the previous plan, without nodes that now drain for another
-            reason; these are chosen first.
-        jobs: all jobs that are not done.
-        nodes: all nodes.
-        allocations: the current allocations.
+    `drained_before`, which are chosen first, is `drain` of the previous plan, without nodes that
+    now drain for another reason.
     """
     before = {name for name in drained_before if name in nodes}
     ours = {

@@ -34,13 +34,7 @@ class Placed(NamedTuple):
 
 
 class Assignment:
-    """The allocations of all jobs, built job by job.
-
-    Args:
-        instance: jobs and nodes.
-        worth: computes the gains of configurations.
-        gains: the gains from `worth`.
-    """
+    """The allocations of all jobs, built job by job; `worth` computes the gains of changes."""
 
     def __init__(self, instance: Instance, worth: ObjectiveValue, gains: Floats) -> None:
         self._instance = instance
@@ -55,19 +49,15 @@ class Assignment:
 
     @property
     def total(self) -> float:
-        """The sum of all gains."""
+        """Of all gains."""
         return float(sum(placed.gain for placed in self.placed))
 
     def fill(self, chosen: Ints, *, keep: bool, at_home: bool = False) -> bool:
-        """Give every job its chosen configuration, or the best that fits.
+        """Give jobs their chosen configurations, or the best that fits; return whether all got
+        theirs.
 
-        Args:
-            chosen: the chosen configuration of every job.
-            keep: whether to place the jobs that stay before all others.
-            at_home: whether to place the jobs that can be resized in place next.
-
-        Returns:
-            Whether every job got its chosen configuration.
+        Jobs that stay are placed first if `keep`, then those that can be resized in place if
+        `at_home`.
         """
         table = self._instance.table
         configs = table.first[:-1] + chosen
@@ -98,12 +88,7 @@ class Assignment:
         return complete
 
     def fill_promised(self, places: Mapping[int, Place], chosen: Ints) -> None:
-        """Give jobs their promised room, then fill as `fill` does.
-
-        Args:
-            places: the promised place of each job; all of them fit together.
-            chosen: the chosen configuration of every job.
-        """
+        """Give jobs their promised places, which fit together, then `fill`."""
         for job, place in places.items():
             self._put(job, Placed(place.shape, place.nodes, self._gain_at(job, place)))
         for job in places:
@@ -161,9 +146,7 @@ class Assignment:
     def upgrade(self, job: int, most: int | None = None) -> bool:
         """Give a job the best configuration that fits; return whether anything changed.
 
-        Args:
-            job: the index of the job.
-            most: a configuration whose resources are the upper limit; None: no limit.
+        `most` is a configuration whose resources are the upper limit; None: no limit.
         """
         before = self.placed[job]
         self._clear(job)

@@ -86,11 +86,7 @@ SCARCE_TAIL = 0.6
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionTime:
-    """The objective of short completion times; the module docstring defines the symbols.
-
-    Raises:
-        ValueError: a number is out of range; the message names it.
-    """
+    """The objective of short completion times; the module docstring defines the symbols."""
 
     rank_power: float = 0.28
     """a, 0 to 1: weight of short jobs. Higher: shorter average completion time. Lower: jobs share
@@ -108,9 +104,7 @@ class CompletionTime:
     where possible; F² for lengths known only as distributions. None: only `part` is promised."""
     scarcity: float = 0.7
     """Share of the charge that jobs with several types of GPU pay for making others wait; 0: none.
-    Higher:
-    long captive jobs end sooner, others later.
-    """
+    Higher: long captive jobs end sooner, others later."""
     tail: float | None = None
     """q, at most `MOST_TAIL`: weight of late jobs. 0: minimise the average completion time; 1: the
     average of its square. Higher: the last jobs end sooner, most others later. None: 0, or
@@ -140,7 +134,7 @@ class CompletionTime:
         return keep(instance, self._behind(instance), self.part)
 
     def judge(self, instance: Instance, promises: Reservations) -> ObjectiveValue:
-        """Return the gains of all jobs, weighted by rank."""
+        """Return the gains of all jobs."""
         unit = unit_costs(instance)
         charges = waiting_charges(instance)
         tail = self.tail
@@ -246,11 +240,8 @@ _AT_ONCE = 2**18
 def _kept(work: Floats, speedups: Floats, lasts: Floats | float, seconds: Floats | float) -> Floats:
     """Return the share of its time that an allocation trains, if it starts with a change.
 
-    Args:
-        work: equally likely values of the remaining work, in the rows.
-        speedups: of allocations, in the columns.
-        lasts: the expected life of each allocation, in seconds.
-        seconds: the cost of the change.
+    Rows are equally likely values of the remaining work, columns allocations, each with its
+    expected life and the cost of the change, in seconds.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         left = np.where(speedups > 0, work / speedups, np.inf)

@@ -2,10 +2,8 @@
 
 A configuration is a shape and a number of replicas, on the fewest nodes that hold them.
 Configuration 0 is the empty allocation. A running job that may stay has one more, the last: its
-current allocation, on its current nodes. Every other configuration is a restart, or, in the current
-shape, an elastic resize if a replica can survive (`change_cost`).
-
-The resources of pinned jobs are subtracted from the nodes first.
+current allocation. Every other configuration is a restart, or, in the current shape, an elastic
+resize if a replica can survive (`change_cost`).
 """
 
 from __future__ import annotations
@@ -88,7 +86,6 @@ class Table:
     stay: Ints
     """(up to J,): the configurations to stay, of jobs that have one."""
     shapes: Sequence[ReplicaShape]
-    """(S,)"""
     kind: Ints
     """(S,): index of each shape into `kinds`."""
     kinds: Sequence[ReplicaShape]
@@ -153,8 +150,8 @@ class Instance:
     def least_replicas(self) -> Ints:
         """(S,): the fewest replicas of each shape with a speedup above 0; 0 if there are none.
 
-        For a shape that does not fit at present, the speedup is unknown: then it is the fewest
-        replicas that the job allows, or 0 if that is more than the shape allows.
+        If a shape does not fit at present, its speedup is unknown: then the fewest that job and
+        shape allow.
         """
         table = self.table
         most = np.iinfo(np.int64).max
@@ -179,12 +176,7 @@ def build_instance(
 ) -> Instance:
     """Return jobs and nodes as arrays, in an order that does not depend on the mappings.
 
-    Args:
-        jobs: all jobs, by name.
-        nodes: all nodes, by name.
-        base_allocations: the current allocations.
-        node_template: a node that could be rented.
-        closed: indices into `Nodes.names` of nodes that accept no new jobs.
+    `closed` are indices into `Nodes.names` of nodes that accept no new jobs.
     """
     pinned = {
         name: base_allocations[name]
@@ -208,8 +200,8 @@ def build_instance(
 def counting_shapes(job: JobInfo) -> tuple[ReplicaShape, ...]:
     """Return a job's shapes, without those hidden by an earlier one.
 
-    Node names and the number of stages identify an allocation; of two shapes with the same number
-    of stages for the same GPUs, only the first is effective (`shape_of`).
+    Of two shapes with the same number of stages for the same GPUs, only the first is effective
+    (`shape_of`): an allocation has only node names and a number of stages.
     """
     if not job.shapes:
         return job.all_shapes
@@ -353,11 +345,7 @@ def _starts(counts: Ints) -> Ints:
 def _worth_it(speedup: Floats, counts: Ints) -> Bools:
     """Return which sizes are useful: those that are faster than every smaller one.
 
-    Speedups that are not finite are replaced by finite ones.
-
-    Args:
-        speedup: by size, for each shape of each job in ascending order.
-        counts: the number of sizes of each shape.
+    Sizes ascend, `counts` of them for each shape. Speedups that are not finite are replaced.
     """
     kept = np.empty(len(speedup), bool)
     starts = _starts(counts)[:-1]

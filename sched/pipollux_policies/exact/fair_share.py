@@ -75,9 +75,8 @@ class FairStanding:
 
     share: EqualShare
     alone: float
-    """T."""
+    """T, and E in `finish`."""
     finish: float
-    """E."""
     time_left: float
     """F · T − now, less a start that the job may need and the reserve."""
     slack: float
@@ -86,7 +85,6 @@ class FairStanding:
     margin: float
     """The slack at or below which the job comes first."""
     left: float
-    """L."""
     knows_length: bool
     """Whether anything is known about L."""
 
@@ -105,7 +103,6 @@ class FairClaim(NamedTuple):
     """A job without slack, and the speedups that keep its promise."""
 
     job: int
-    """Index into the instance's jobs."""
     wanted: float
     """The claimed speedup, which is in time with the reserve."""
     stays: float
@@ -130,11 +127,7 @@ def standing(
 ) -> FairStanding | None:
     """Return a job compared with its equal share; None if it has no speedup anywhere.
 
-    Args:
-        instance: jobs and nodes.
-        number: the index of the job.
-        fairness: F.
-        quantum: the longest turn of a job, in seconds.
+    `fairness` is F, `quantum` the longest turn of a job in seconds.
     """
     configs = instance.jobs[number]
     job, likely = configs.job, sorted(configs.job.likely_work) or [0.0]
@@ -191,16 +184,7 @@ def fair_standings(
     fairness: float,
     quantum: float = 600.0,
 ) -> dict[Any, FairStanding]:
-    """Return jobs compared with their equal shares; pinned jobs are left out.
-
-    Args:
-        jobs: all jobs that are not done, by name.
-        nodes: all nodes, by name.
-        base_allocations: the current allocations.
-        node_template: a node that could be rented.
-        fairness: F.
-        quantum: the longest turn of a job, in seconds.
-    """
+    """Return jobs compared with their equal shares (`standing`); pinned jobs are left out."""
     instance = build_instance(jobs, nodes, base_allocations, node_template)
     found = (
         (configs.name, standing(instance, number, fairness, quantum))
@@ -241,13 +225,7 @@ def _speedup(shape: ReplicaShape, replicas: int, per_node: int) -> float:
 
 
 def claims(instance: Instance, fairness: float, quantum: float) -> list[FairClaim]:
-    """Return the jobs without slack, the most urgent first.
-
-    Args:
-        instance: jobs and nodes.
-        fairness: F.
-        quantum: the longest turn of a job, in seconds.
-    """
+    """Return the jobs without slack, the most urgent first; arguments as of `standing`."""
     found = list(_claims(instance, fairness, quantum))
     return sorted(found, key=lambda claim: (-claim.urgency, claim.job))
 

@@ -37,20 +37,14 @@ _EXCHANGES = 8
 def knapsack(
     costs: Sequence[Ints], values: Sequence[Floats], capacity: int
 ) -> tuple[list[int], float]:
-    """Choose one item for every job.
+    """Return the index of the chosen item of every job, and the sum of their values.
 
-    Args:
-        costs: per job, the units of each item; some item must need none.
-        values: per job, the value of each item; among equal values the cheapest is chosen.
-        capacity: units in total.
+    `costs` are the units of each item, some item of each job needing none; of equal values the
+    cheapest is chosen.
 
-    Returns:
-        The index of the chosen item of every job, and the sum of their values.
-
-    Example:
-        >>> knapsack([np.array([0, 1]), np.array([0, 2])], [np.array([0.0, 3.0]),
-        ...     np.array([0.0, 5.0])], 2)
-        ([0, 1], 5.0)
+    >>> knapsack([np.array([0, 1]), np.array([0, 2])], [np.array([0.0, 3.0]),
+    ...     np.array([0.0, 5.0])], 2)
+    ([0, 1], 5.0)
     """
     if not costs:
         return [], 0.0
@@ -101,20 +95,11 @@ def _add_job(best: Floats, costs: Sequence[int], values: Sequence[float]) -> Flo
 
 
 def promising(costs: Sequence[Ints], values: Sequence[Floats], capacity: int) -> list[Ints]:
-    """Return the items of every job that an optimal choice may contain.
+    """Return, per job, the ascending indices of items that contain every optimal choice.
 
-    Args:
-        costs: per job, the units of each item; some item must need none.
-        values: per job, the value of each item.
-        capacity: units in total.
-
-    Returns:
-        Per job, indices of items in ascending order. They contain every optimal choice.
-
-    Example:
-        >>> promising([np.array([0, 1]), np.array([0, 1])],
-        ...     [np.array([0.0, 9.0]), np.array([0.0, 2.0])], 1)
-        [array([1]), array([0, 1])]
+    >>> promising([np.array([0, 1]), np.array([0, 1])],
+    ...     [np.array([0.0, 9.0]), np.array([0.0, 2.0])], 1)
+    [array([1]), array([0, 1])]
     """
     if not costs:
         return []
@@ -134,7 +119,6 @@ class _Choice(NamedTuple):
     """One item of every job."""
 
     picks: Ints
-    """(J,)"""
     units: int
     value: float
 
@@ -159,11 +143,9 @@ class _Table:
         return _Choice(picks, units, float(self.values[self.rows, picks].sum()))
 
     def best_at(self, price: float) -> _Choice:
-        """Return the choice with the best scores."""
         return self.choice((self.values - price * self.costs).argmax(axis=1))
 
     def cheapest(self) -> _Choice:
-        """Return the best choice that needs no units."""
         return self.choice(np.where(self.costs == 0, self.values, -np.inf).argmax(axis=1))
 
 

@@ -94,16 +94,7 @@ class _Program:
 
 
 def solve_whole(instance: Instance, worth: ObjectiveValue, gains: Floats) -> list[Placed] | None:
-    """Find the best allocation of a small cluster.
-
-    Args:
-        instance: jobs and nodes.
-        worth: computes the gains of configurations.
-        gains: the gains from `worth`.
-
-    Returns:
-        The allocation of every job; None if the search reached its limit without a solution.
-    """
+    """Return the best allocation of every job of a small cluster; None: no solution in time."""
     program = _Program()
     nodes = instance.nodes
     used: list[list[dict[int, float]]] = [[{} for _ in nodes.kinds] for _ in nodes.names]
@@ -128,7 +119,7 @@ class _Part(NamedTuple):
     """The columns of one job."""
 
     choices: dict[int, _Choice]
-    """x"""
+    """x."""
     cells: dict[tuple[int, int], int]
     """y by shape and node."""
 

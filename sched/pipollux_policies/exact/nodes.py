@@ -18,12 +18,10 @@ from pipollux_policies.rules import usable_nodes
 
 @dataclass(frozen=True)
 class Nodes:
-    """N usable nodes with T kinds of resources, in the order of `by_safety`."""
+    """N usable nodes with T kinds of resources, by `by_safety`: preemptible nodes come last."""
 
     names: Sequence[Any]
-    """Preemptible nodes come last."""
     gpu_types: NDArray[np.str_]
-    """(N,)"""
     kinds: Sequence[str]
     """Names of the T resources."""
     capacity: Ints

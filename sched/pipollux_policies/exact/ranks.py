@@ -32,8 +32,7 @@ from pipollux_policies.placement.node_choice import Floats, Ints
 from .configurations import Instance, JobConfigurations
 
 LONG = 2.0
-"""A job is long from this multiple of the mean remaining work. Jobs of similar lengths, as in a
-sweep, are not long."""
+"""A job is long from this multiple of the mean remaining work."""
 
 
 class Units(NamedTuple):
@@ -60,14 +59,7 @@ def unit_costs(instance: Instance) -> Units:
 
 
 def mean_powers(instance: Instance, unit: Units, power: float, tail: float) -> Floats:
-    """Return E[rank^a] of each job; long jobs get their mean.
-
-    Args:
-        instance: the jobs.
-        unit: from `unit_costs`.
-        power: a.
-        tail: q.
-    """
+    """Return E[rank^a] of each job, with the power a and the tail q; long jobs get their mean."""
     jobs = instance.jobs
     work = [configs.job.likely_work or (0.0,) for configs in jobs]
     counts = np.array([len(values) for values in work], np.int64)
@@ -114,11 +106,7 @@ def _job_means(values: Floats, counts: Ints) -> Floats:
 def _ranks(jobs: Sequence[JobConfigurations], left: Floats, costs: Floats, counts: Ints) -> Floats:
     """Return the expected rank of each value of the remaining work, in order of jobs.
 
-    Args:
-        jobs: the jobs, oldest first.
-        left: T / c of each value.
-        costs: c of each value.
-        counts: the number of values of each job.
+    `left` is T / c and `costs` c of each value; `counts` the number of values of each job.
     """
     means = _job_means(costs, counts)
     turns = _turns(jobs)
@@ -167,13 +155,9 @@ def _turns(jobs: Sequence[JobConfigurations]) -> Ints:
 
 
 def _others_with_more(left: Floats, costs: Floats, counts: Ints, turns: Ints) -> Floats:
-    """Return the expected costs of the other jobs with at least as much left, for each value.
+    """Return, for each value, the expected costs of the other jobs with at least as much left.
 
-    Args:
-        left: by job, the oldest first, equally likely values.
-        costs: of each value.
-        counts: the number of values of each job.
-        turns: by job, the order of jobs with equal work left.
+    `turns` is the order of jobs with equal work left.
     """
     owner = np.repeat(np.arange(len(counts)), counts)
     share = costs / counts[owner]

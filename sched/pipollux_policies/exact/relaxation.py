@@ -34,17 +34,11 @@ _MOST_UNITS = 10**6
 
 
 def relax(instance: Instance, gains: Floats, *, whole_nodes: bool = False) -> tuple[Ints, float]:
-    """Choose one configuration for every job.
+    """Return the best configuration for every job, (J,), and the sum of their gains.
 
-    Args:
-        instance: jobs and nodes.
-        gains: the gains of all configurations, (P,).
-        whole_nodes: count a configuration on several nodes, except the one to stay, as if it took
-            these nodes whole: the choice then fits where distributed jobs must not share nodes.
-
-    Returns:
-        The configuration of every job, (J,), and the sum of their gains. No allocation exceeds it,
-        except with `whole_nodes`.
+    No allocation exceeds it, except with `whole_nodes`: then a configuration on several nodes,
+    except the one to stay, counts as if it took these nodes whole, so that the choice fits where
+    distributed jobs must not share nodes.
     """
     table = instance.table
     preferred = gains.copy()

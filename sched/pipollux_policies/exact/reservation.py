@@ -1,17 +1,16 @@
 """Promises of room to jobs that are behind, the furthest behind first.
 
-A job that is behind (`completion_time`: it has held slots for less than its part of its life) gets
-its least configuration before other jobs get more. If not all jobs that are behind fit together, a
-sum over jobs would prefer narrow jobs forever. So the order is strict:
+A job that is behind (`completion_time`) gets its least configuration before other jobs get more. If
+not all of them fit together, a sum over jobs would prefer narrow jobs forever. So the order is
+strict:
 
 1. A running job within its turn keeps its least configuration, in place.
 2. Then the others, by seconds behind, whatever their width. Each is placed as if only pinned jobs
-   and the jobs before it were present. If it does not fit although enough is free in total, earlier
-   jobs that are in its way are placed elsewhere.
+and the jobs before it were present. If it does not fit although enough is free in total, earlier
+jobs that are in its way are placed elsewhere.
 3. For a job that does not fit, the node with most of its room free is closed: it accepts no new
-   jobs, so that it drains. Its free room can only grow, and another node is chosen only if it has
-   more. So the next decision closes the same node until the job fits, without any state between
-   decisions.
+jobs, so that it drains. Another node is chosen only if it has more free room, so the next decision
+closes the same node until the job fits, without any state between decisions.
 
 At most the promised part of the cluster's nodes are closed at once, and at least one may be. The
 queue ahead of a waiting job never grows, as all jobs fall behind at the same rate.
@@ -45,7 +44,6 @@ class Behind(NamedTuple):
     """A job that has held slots for less than its part."""
 
     job: int
-    """Index into the instance's jobs."""
     seconds: float
     """Seconds for which it should have held its least configuration by now, minus those it did."""
 
@@ -54,7 +52,6 @@ class Least(NamedTuple):
     """One shape of a job with its fewest replicas."""
 
     shape: int
-    """Index into the job's shapes."""
     replicas: int
     slots: int
 
@@ -67,12 +64,10 @@ class Place(NamedTuple):
 
 
 class Floor(NamedTuple):
-    """The least speedups that keep a promise."""
+    """The least speedups that keep a promise, for a job that stays as it is, or is changed."""
 
     stays: float = 0.0
-    """For a job that stays as it is."""
     moved: float = 0.0
-    """For a job whose allocation changes."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +77,6 @@ class Reservations:
     places: dict[int, Place] = field(default_factory=dict)
     """By job; all of them fit together, beside the pinned jobs."""
     closed: tuple[int, ...] = ()
-    """Nodes that accept no new jobs."""
     floors: dict[int, Floor] = field(default_factory=dict)
     """By job, the speedups that keep its promise; without an entry, any allocation does."""
 
@@ -114,12 +108,10 @@ def least_slots(instance: Instance) -> Ints:
 
 
 def keep(instance: Instance, behind: Sequence[Behind], part: float) -> Reservations:
-    """Promise room to jobs that are behind.
+    """Promise room to jobs that are behind; running ones that may stay keep their least
+    configuration.
 
-    Args:
-        instance: jobs and nodes.
-        behind: the jobs; running ones that may stay keep their least configuration.
-        part: the share of nodes that may be closed; one may always be.
+    `part` is the share of nodes that may be closed; one may always be.
     """
     if not behind or not instance.nodes.names:
         return Reservations()
@@ -135,15 +127,10 @@ def keep(instance: Instance, behind: Sequence[Behind], part: float) -> Reservati
 
 
 def grant(instance: Instance, claims: Sequence[FairClaim], part: float) -> Reservations:
-    """Promise jobs the speedups that they claim, as many as fit, in order of the claims.
+    """Promise jobs the speedups that they claim, as many as fit, the most urgent first.
 
     If the claim does not fit, a job is promised the most that fits; if nothing fits, it is served
     as in `keep`: others make room for its least configuration, or a node drains.
-
-    Args:
-        instance: jobs and nodes.
-        claims: the claims, the most urgent first.
-        part: the share of nodes that may be closed; one may always be.
     """
     if not claims or not instance.nodes.names:
         return Reservations()
@@ -171,7 +158,7 @@ class _Ledger:
         self.closed: list[int] = []
 
     def hold(self, job: int) -> None:
-        """Promise a running job its least configuration, within its current allocation."""
+        """Promise a running job its least configuration, in place."""
         configs = self._instance.jobs[job]
         stay = configs.stay
         assert stay is not None  # noqa: S101  # it has a base
@@ -211,8 +198,8 @@ class _Ledger:
     def grant(self, claim: FairClaim) -> None:
         """Promise a job its claim, or the most that fits.
 
-        A running job keeps its allocation if a change saves less than it costs: there may be room
-        only for its present size.
+        A running job stays if a change saves less than it costs: there may be room only for its
+        size.
         """
         place = self._kept(claim) or self._found(claim.job, claim.wanted)
         if place is not None and not self._is_worth(claim, place):

@@ -27,19 +27,16 @@ class ClusterArrays:
     """J jobs in I rows, N nodes (real ones first, then templates), T kinds of resources."""
 
     job_names: Sequence[Any]
-    """(J,)"""
     jobs: Sequence[JobInfo]
-    """(J,)"""
     node_names: Sequence[Any]
-    """Names of the real nodes only."""
+    """Real nodes only."""
     job_of: Ints
     """(I,): the job of each row; the rows of a job are adjacent, its own shape first."""
     shapes: Sequence[ReplicaShape]
-    """(I,)"""
     needs: Ints
-    """(I, T): the resources of one replica."""
+    """(I, T), of one replica."""
     capacity: Ints
-    """(N, T): the resources of a node."""
+    """(N, T)."""
     allowed: Bools
     """(I, N): whether the node may hold replicas of the row."""
     base: Ints
@@ -79,7 +76,7 @@ class ClusterArrays:
 
     @cached_property
     def movable_jobs(self) -> Ints:
-        """The indices of the jobs that are not pinned."""
+        """The indices of jobs that are not pinned."""
         movable: Ints = np.flatnonzero(~self.pinned[self.first_rows])
         return movable
 
@@ -103,8 +100,7 @@ def build_cluster(
 ) -> ClusterArrays:
     """Return jobs and nodes as arrays, in an order that does not depend on the mappings.
 
-    Preemptible nodes come last. Pinned jobs come first, then those with the lowest `min_replicas`,
-    then the oldest.
+    Preemptible nodes come last; pinned jobs first, then by `min_replicas`, then the oldest.
     """
     base_of = {name: base_allocations.get(name, ()) for name in jobs}
     pins = {name: is_pinned(job, base_of[name], nodes) for name, job in jobs.items()}

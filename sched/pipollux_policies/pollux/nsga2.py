@@ -36,8 +36,7 @@ from .state_builder import StateBuilder, replica_steps
 REAL_SHARE = 0.5
 """The share of survivors that is reserved for states on real nodes only."""
 MATING_ROUNDS = 3
-"""How often a generation retries for new states; pymoo's 100 take seconds if there are fewer
-distinct states than members of the population."""
+"""Retries for new states per generation; pymoo's 100 take seconds if there are too few."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +61,10 @@ def evolve(
     generations: int,
     patience: int,
 ) -> Evolution:
-    """Improve states from generation to generation.
+    """Improve feasible states from generation to generation; the first uses real nodes only.
 
-    Args:
-        problem: the problem.
-        start: (P, I, N), feasible; the first must use real nodes only.
-        rng: the only source of randomness.
-        population: number of survivors of a generation.
-        generations: the most generations.
-        patience: stop after this many generations without a better state on real nodes or overall.
+    `population` is the number of survivors of a generation. Stops after `generations`, or
+    `patience` of them without a better state on real nodes or overall.
     """
     judge = _Judge(problem, start[0])
     mating = Mating(

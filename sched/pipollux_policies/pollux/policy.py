@@ -39,8 +39,8 @@ class _Population:
 class PolluxPolicy:
     """Allocations by NSGA-II over the power mean of the jobs' speedups.
 
-    The policy has no side effects. It keeps only the last population, from which the next call
-    starts. Two policies with the same seed return the same results for the same sequence of calls.
+    It keeps only the last population, from which the next call starts. Two policies with the same
+    seed return the same results for the same sequence of calls.
 
     Args:
         seed: of the policy's random numbers.
@@ -91,19 +91,12 @@ class PolluxPolicy:
         base_allocations: Allocations,
         node_template: NodeInfo,
     ) -> tuple[dict[Any, Allocation], int]:
-        """Allocate the whole cluster.
+        """Allocate the whole cluster to all jobs that are not done.
 
-        Args:
-            jobs: all jobs that are not done, by name.
-            nodes: all nodes with the resources that jobs may use, by name.
-            base_allocations: one node name per replica of each running job. A job on a node that is
-                not in `nodes` must restart.
-            node_template: a node that could be rented, for the desired number of nodes.
-
-        Returns:
-            The allocation of every job (empty: the job is queued), feasible on `nodes`, and no
-            worse than the current one if that is feasible; and the number of nodes from the paper's
-            utility band. An unchanged allocation keeps its list.
+        A job on a node that is not in `nodes` must restart. Returns the allocation of every job
+        (empty: it is queued), feasible on `nodes`, and no worse than the current one if that is
+        feasible; and the number of nodes from the paper's utility band, some like `node_template`.
+        An unchanged allocation keeps its list.
         """
         usable = usable_nodes(nodes)
         if not jobs or not usable:
@@ -139,8 +132,7 @@ class PolluxPolicy:
 def carry_over(states: Ints, old: ClusterArrays, new: ClusterArrays) -> Ints:
     """Map states of an earlier cluster to a new one: (P, I, N) -> (P, I', N').
 
-    New jobs hold nothing; jobs and shapes that are gone are dropped; a new node inherits the
-    replicas of a template node. The result may be infeasible.
+    New jobs hold nothing; a new node inherits the replicas of a template. May be infeasible.
     """
     result = np.zeros((len(states), *new.base.shape), dtype=np.int64)
     rows = {key: row for row, key in reversed(list(enumerate(_row_keys(old))))}

@@ -38,12 +38,7 @@ from .arrays import ClusterArrays
 
 
 class AllocationProblem:
-    """Evaluates states of one `ClusterArrays`; the module's text defines every symbol.
-
-    Args:
-        cluster: jobs and nodes.
-        power: p of the power mean; −1 is the paper's.
-    """
+    """Evaluates states of one `ClusterArrays`; the module's text defines every symbol."""
 
     def __init__(self, cluster: ClusterArrays, power: float = -1.0) -> None:
         self.cluster = cluster
@@ -56,21 +51,19 @@ class AllocationProblem:
         self.fits: Ints = self._counts(self.free)
         """(I, N): replicas of a row on a node without other jobs than pinned ones."""
         self.min_replicas: Ints = np.array([jobs[j].least_replicas for j in cluster.job_of])
-        """(I,)"""
         pairs = zip(cluster.job_of, cluster.shapes, strict=True)
         self._most: Ints = np.array([jobs[j].most_replicas(shape) for j, shape in pairs])
         self.max_replicas: Ints = np.minimum(self._most, self.fits.sum(axis=1))
         """(I,): at most what fits; if below `min_replicas`, the row stays empty."""
         self.factors: Floats = np.array([job.change_factor(live=False) for job in jobs])
-        """(J,): the factors of restarts."""
+        """(J,): of restarts."""
         self.live_factors: Floats = np.array([job.change_factor(live=True) for job in jobs])
-        """(J,): the factors of elastic resizes."""
+        """(J,): of elastic resizes."""
         self.running: Bools = cluster.extents[:, 1] > 0
         """(J,): whether the job holds an allocation."""
         self._speedups = [_SpeedupTable(shape.speedup_fn) for shape in cluster.shapes]
         self.shares: Floats = self._dominant_shares()
-        """(I,): the largest share of any resource of the row's possible real nodes that one replica
-        holds."""
+        """(I,): the largest share of a resource of the possible real nodes that a replica holds."""
         self.fair: Floats = self._fair_speedups()
         """(J,): the speedup on the fair share."""
         self._pinned_speedups = self._speedups_of_pinned()

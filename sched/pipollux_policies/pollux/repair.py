@@ -16,10 +16,9 @@ from .problem import AllocationProblem
 
 
 def repair(problem: AllocationProblem, states: Ints, rng: np.random.Generator) -> Ints:
-    """Return feasible states near `states`: (P, I, N) -> (P, I, N); feasible states stay unchanged.
+    """Return feasible states near `states`: (P, I, N) -> (P, I, N); feasible ones stay unchanged.
 
-    The order of the jobs, the shape of a job that has several, and the nodes that a job with too
-    many replicas loses are drawn from `rng`.
+    Random are the order of the jobs, their shape, and the nodes that lose surplus replicas.
     """
     cluster = problem.cluster
     result = np.zeros_like(states)

@@ -1,8 +1,8 @@
 """Sia (Subramanya et al., SOSP'23): one integer program over all jobs' configurations.
 
-`milp` states the program and solves it; this module places the solution: jobs that keep their
-configuration stay, distributed jobs take whole nodes, others the tightest node that holds them, and
-jobs in the way are moved. See `docs/concepts/policies.md` for the differences to the paper.
+`milp` solves the program; this module places the solution: jobs that keep their configuration stay,
+distributed jobs take whole nodes, others the tightest node that holds them, and jobs in the way are
+moved. See `docs/concepts/policies.md` for the differences to the paper.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class SiaPolicy:
         waiting_cost: λ, the cost of a queued job in the sum of the jobs' G^p.
         relative_gap: the relative distance from the optimum at which the solver may stop.
         time_limit: seconds for the solver, per program. After them the best solution so far is
-            used; without one, running jobs stay and queued jobs fill the free room. Only then does
-            the result depend on the machine.
+        used; without one, running jobs stay and queued jobs fill the free room. Only then does the
+        result depend on the machine.
 
     Raises:
-        ValueError: a number is out of range; the message names it.
+        ValueError: a number is out of range.
 
     Example:
         >>> job = JobInfo({"slots": 2}, lambda nodes, replicas: replicas, 0.0, 1, 4)
@@ -53,7 +53,6 @@ class SiaPolicy:
     """
 
     adapts_batch_size: ClassVar[bool] = True
-    """Jobs choose their batch size, as Pollux's do."""
 
     def __init__(
         self,
@@ -84,11 +83,9 @@ class SiaPolicy:
         base_allocations: Allocations,
         node_template: NodeInfo,  # noqa: ARG002  # part of every policy's signature
     ) -> tuple[dict[Any, Allocation], int]:
-        """Choose and place the configurations of all jobs.
+        """Return every job's allocation (empty: it is queued), and the present number of nodes.
 
-        Returns:
-            The allocation of every job (empty: the job is queued), and the present number of nodes.
-            The sum that the program minimises is never above that of the current allocations.
+        The sum that the program minimises is never above that of the current allocations.
         """
         cluster = _Cluster.of(jobs, nodes, base_allocations)
         state = ClusterState(jobs, nodes, base_allocations)
@@ -135,12 +132,8 @@ class SiaPolicy:
     ) -> Floats:
         """Return the costs of columns minus that of waiting: below 0 if running is better.
 
-        Args:
-            job: the job.
-            columns: its configurations.
-            current: the index of its current column; None: it is queued.
-            seniority: 1 for the oldest job, near 0 for the youngest.
-            live: the indices of columns that a replica can survive to.
+        `current` is the job's column (None: queued), `seniority` 1 for the oldest job and near 0
+        for the youngest, and `live` has the columns that a replica can survive to.
         """
 
         def change(number: int) -> ChangeKind:
@@ -164,9 +157,8 @@ class _Cluster:
     nodes: Nodes
     kinds: tuple[NodeKind, ...]
     regular: dict[Any, tuple[Column, ...]]
-    """Each job's regular configurations."""
     running: Allocations
-    """The current allocations, regardless of earlier rounds."""
+    """The allocations before all rounds."""
 
     @classmethod
     def of(cls, jobs: Jobs, nodes: Nodes, running: Allocations) -> _Cluster:
@@ -257,11 +249,9 @@ class _Round:
         return self._policy.values(info, self._columns[job], now, seniority, live)
 
     def worth(self, numbers: dict[int, int], allocations: Allocations | None = None) -> float:
-        """Return the program's sum for a choice of columns.
+        """Return the program's sum for a choice of columns, by number of the job.
 
-        Args:
-            numbers: the index of a column, by number of the job.
-            allocations: the actual placement; None: the placement that the program assumes.
+        None: with the placement that the program assumes.
         """
         total = 0.0
         for job, number in sorted(numbers.items()):
@@ -278,13 +268,8 @@ class _Round:
     ) -> tuple[dict[Any, Allocation], dict[int, int]]:
         """Place the chosen columns, or the job's next best one if a column does not fit.
 
-        Args:
-            chosen: the index of a column, by number of the job.
-            move: whether jobs may be moved and stopped; else all running jobs stay, and queued jobs
-                try all of their columns.
-
-        Returns:
-            The allocation of every running job, and the indices of its column.
+        Without `move`, all running jobs stay, and queued jobs try all of their columns. Returns the
+        allocation of every running job, and its column.
         """
         cluster = self._cluster
         state = ClusterState(cluster.jobs, cluster.nodes, self._base, cluster.running)
@@ -307,7 +292,7 @@ class _Round:
         return state.allocations, numbers
 
     def _size(self, job: int, number: int | None) -> tuple[bool, int, int]:
-        """Return the sort key: distributed jobs first, then the largest, then the oldest."""
+        """Return the order: distributed jobs first, then the largest, then the oldest."""
         if number is None:
             return False, 0, job
         column = self._columns[job][number]

@@ -21,15 +21,9 @@ from .team import Teams
 
 @dataclass
 class Offers:
-    """Grows the allocations of jobs while any job wants the remaining slots.
+    """Grows allocations while any job wants the remaining slots; `given` is changed in place.
 
-    Args:
-        teams: quotas and limits.
-        jobs: the jobs that may hold slots, within their limits.
-        nodes: all nodes.
-        base: the current allocations.
-        wants: slots that the policy would give each job if its group were alone.
-        given: the allocations so far; changed in place.
+    `wants` are the slots that the policy would give each job if its group were alone.
     """
 
     teams: Teams
@@ -43,7 +37,6 @@ class Offers:
     turns: float | None = None
     """Number of past turns at slots that cannot be divided among teams; None: no turns."""
     _free: dict[Any, NodeInfo] | None = field(default=None, init=False)
-    """Usable nodes with their remaining resources; None: to be recomputed."""
     _held_now: Counter[str] | None = field(default=None, init=False)
 
     def make(self) -> None:
@@ -74,8 +67,8 @@ class Offers:
         """Return the jobs of the team whose turn it is at slots that cannot be divided.
 
         If jobs of several teams hold nothing because each team may borrow too little for one
-        replica, the teams take turns. A team that already borrows as much per weight as another one
-        would with its fewest replicas gets no turn.
+        replica, the teams take turns, except teams that already borrow as much per weight as
+        another would then.
         """
         idle = [n for n in self._in_turn() if not self.given[n] and not self._is_pinned(n)]
         if self.turns is None or not idle:
@@ -97,9 +90,7 @@ class Offers:
         return by_team[whose_turn(self.turns, even)] if even else ()
 
     def _restore(self, name: Any, may: Callable[[JobInfo, int], bool]) -> bool:
-        """Restore a job's current allocation if there is room, so that unneeded slots are not taken
-        from it.
-        """
+        """Restore a job's allocation if there is room, so that it keeps slots that nobody needs."""
         job, base = self.jobs[name], self.base.get(name, ())
         if not base or self._is_pinned(name):
             return False
@@ -131,7 +122,6 @@ class Offers:
         return False
 
     def _put(self, name: Any, allocation: Allocation) -> bool:
-        """Set a job's allocation if it fits beside the others; return whether it did."""
         if not self._fits(name, allocation):
             return False
         self.given[name] = allocation
@@ -213,12 +203,11 @@ def _spread(job: JobInfo, free: Nodes) -> Allocation:
 
 
 def _least_slots(job: JobInfo) -> int:
-    """Return the fewest slots of a job."""
     return job.least_replicas * min(shape.slots for shape in job.all_shapes)
 
 
 def held_by_team(jobs: Jobs, nodes: Nodes, given: Mapping[Any, Sequence[Any]]) -> Counter[str]:
-    """Return the slots that the jobs of each team hold."""
+    """Return the slots that each team holds."""
     held: Counter[str] = Counter()
     for name, allocation in given.items():
         held[jobs[name].team] += slots_of(jobs[name], allocation, nodes)

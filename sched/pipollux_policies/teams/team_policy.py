@@ -4,16 +4,15 @@ The wrapped policy knows nothing of teams. `TeamPolicy` calls it for these steps
 
 1. Demand: the slots that each group (the jobs of a team with one priority) would get alone.
 2. `budgets`: the slots that each group may hold.
-3. If a budget is below the demand, its division among the group's jobs, in a part of the cluster of
-   that size.
+3. If a budget is below the demand, its division among the group's jobs, in a part of the cluster.
 4. Placement: one call with all jobs, each limited to its part.
 
 Remaining slots are offered (`offers`). If a team then has less of its quota than it would without
 any loans, the result without loans is used, and its remaining slots are offered.
 
-Slots are reclaimed from a team only after a notice: until then its jobs stay as they are. A notice
-is binding: whatever the policy would reclaim meanwhile, the same jobs keep their notice, and once
-it is over the team returns the announced number of slots, if need be from other jobs.
+Slots are reclaimed only after a notice: until then the team's jobs stay. A notice is binding: the
+same jobs keep it whatever the policy would reclaim meanwhile, and once it is over the team returns
+the announced number of slots, if need be from other jobs.
 """
 
 from __future__ import annotations
@@ -54,11 +53,7 @@ class TeamAnswer:
 class TeamPolicy:
     """Wraps a policy to enforce the quotas and limits of teams.
 
-    Args:
-        policy: decides within each team.
-        teams: their quotas and limits.
-        now: seconds since the epoch, for notices.
-        notices: jobs with a notice to return slots, and when these are reclaimed.
+    `now` is in seconds since the epoch, as are the times when notices end.
 
     Example:
         >>> from pipollux_policies import ExactPolicy
@@ -194,9 +189,8 @@ class TeamPolicy:
     ) -> dict[Any, float]:
         """Return the notices that are valid after this decision.
 
-        Jobs that were kept only until others of their team, whose notice is over, had returned all
-        slots get no notice. Slots that cannot be reclaimed now, because the job is starting, keep
-        their notice.
+        Jobs that were kept only until others of their team had returned all slots get no notice.
+        Slots of a starting job, which cannot be reclaimed now, keep theirs.
         """
         jobs, nodes = round_.jobs, round_.nodes
         after = held_by_team(jobs, nodes, given)
@@ -244,7 +238,6 @@ class _Round:
         }
 
     def answer(self) -> dict[Any, Allocation]:
-        """Return the allocation of every job."""
         if len(self._groups) == 1 and not self.pinned:
             (group,) = self._groups
             if self._budgets()[group].slots >= self._wanted(group):
@@ -312,7 +305,7 @@ class _Round:
         return given
 
     def _uncrowd(self, given: dict[Any, Allocation]) -> None:
-        """Merge jobs onto one node if they share a node with a job that waits for the end of its
+        """Merge jobs onto one node if they share one with a job that waits for the end of its
         notice.
 
         Policies treat the latter as pinned, which may share its nodes with another distributed job.
@@ -327,7 +320,6 @@ class _Round:
             given[name] = Allocation([fullest] * count if enough else [], held.shape)
 
     def _divided(self, group: TeamGroup, slots: int) -> Mapping[Any, Allocation]:
-        """Return how the policy divides a number of slots among the jobs of a group."""
         if slots >= self._wanted(group):
             return self._alone[group]
         jobs = self._groups[group]

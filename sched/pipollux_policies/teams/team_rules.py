@@ -20,15 +20,7 @@ def team_violations(
 ) -> list[str]:
     """Return a message for every rule of a team that a decision newly breaks.
 
-    A team that holds more than it may, because its file has changed, may continue while it does not
-    get more.
-
-    Args:
-        teams: quotas and limits.
-        jobs: all jobs, by name.
-        nodes: all nodes, by name.
-        base_allocations: the current allocations.
-        allocations: the decision.
+    A team that holds more than it may, because its file has changed, may continue without more.
     """
     before, after = _slots(jobs, nodes, base_allocations), _slots(jobs, nodes, allocations)
     members: defaultdict[str, list[Any]] = defaultdict(list)
