@@ -46,7 +46,6 @@ class PipelineTruth:
     """True step times of one cut on one device."""
 
     name: str
-    """Of the application."""
     plan: StagePlan
     device: Device
     seed: int = 0
@@ -81,11 +80,7 @@ class PipelineTruth:
         )
 
     def step_times(self, running: RunningJob) -> TrueStepTimes:
-        """Return the true times of an accumulation and an optimizer step.
-
-        Raises:
-            ValueError: the sizes do not fit the devices' memory, or are below 1.
-        """
+        """Return the true step times; ValueError if the sizes do not fit the devices' memory."""
         self._check(running)
         micro_bsz = running.atomic_bsz / running.num_microbatches
         final = self.schedule(micro_bsz, running.num_microbatches).final_times
@@ -108,7 +103,6 @@ class PipelineTruth:
         )
 
     def _all_reduced(self, final: tuple[float, ...], running: RunningJob) -> float:
-        """Return when the last gradient is reduced."""
         times = self.all_reduces(running.placement)
         return float(network_end(final, times, running.num_nodes > 1))
 

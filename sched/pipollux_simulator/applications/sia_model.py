@@ -37,13 +37,8 @@ NUM_MICROBATCHES = 48
 class SiaPipelineModel:
     """Sia's online model of a pipeline job; a `JobModel`.
 
-    Args:
-        job: its layers and cuts.
-        batch_size: None; Sia's pipeline jobs take 48 samples per replica.
-
-    Raises:
-        ValueError: a batch size is given, one replica has fewer samples than the initial batch
-        size, or 48 micro-batches of one sample do not fit.
+    Raises ValueError for a given batch size, or if one replica has fewer samples than the initial
+    batch size, or 48 micro-batches of one sample do not fit.
     """
 
     def __init__(self, job: PipelineJob, batch_size: int | None = None) -> None:
@@ -97,7 +92,7 @@ class SiaPipelineModel:
     def configure(
         self, shape: ReplicaShape, placement: Sequence[int], gpu_type: str = ""
     ) -> RunningJob:
-        """Return the configuration on an allocation; there is no choice."""
+        """Return the only configuration on an allocation."""
         return RunningJob(
             placement=tuple(placement),
             num_stages=shape.num_stages,
@@ -137,7 +132,6 @@ class SiaPipelineModel:
         return _goodput(self._constants(device), np.asarray(num_nodes), np.asarray(num_replicas))
 
     def _constants(self, device: Device) -> tuple[float, PerfParams, GoodputFunction, int]:
-        """Return pipeline seconds, network, efficiency and the maximum replicas."""
         gradients = GoodputFunction(UNKNOWN, self._gradients, self._job.model.init_batch_size)
         seconds = 3 * self._slots(device) * self._forward_seconds(device)
         return seconds, self._network(device), gradients, self._max_replicas

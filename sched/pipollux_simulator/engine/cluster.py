@@ -60,8 +60,7 @@ class Options:
     restart_seconds: float = 30.0
     """Start time of a replica; a job does not train during a start or restart."""
     rescale_seconds: float | None = None
-    """Pause of the surviving replicas in an elastic resize; None: every change of an allocation is
-    a restart."""
+    """Pause of the surviving replicas in an elastic resize; None: every change is a restart."""
     interference: float = 0.0
     """The slowdown of distributed jobs that share a node, 0 to 1; with 0, sharing is forbidden
     (rule 4 of docs/concepts/policies.md)."""
@@ -70,7 +69,6 @@ class Options:
     node_events: tuple[NodeEvent, ...] = ()
     """Nodes that drain, are lost and come back."""
     known_length: KnownLength = EXACT_LENGTHS
-    """The policy's knowledge of the remaining work of jobs."""
     inherit_models: bool = False
     """Whether a new job uses measurements of related jobs (`Experience`)."""
     decides_at: DecidesAt = "rounds"
@@ -117,18 +115,11 @@ class Result:
 
 @dataclass
 class Cluster:
-    """A cluster under simulation.
+    """A cluster under simulation, with the true applications of its workload by name.
 
-    Args:
-        workload: arrivals of jobs.
-        applications: by name, the truth of every application of the workload.
-        nodes: by name.
-        policy: the policy; with `adapts_batch_size = False` jobs keep their user's batch size.
-        options: behaviour of the cluster.
-        experience: of previously completed jobs; completed jobs are added.
-
-    Raises:
-        SimulationError: the workload has an unknown application.
+    Under a policy with `adapts_batch_size = False` jobs keep their user's batch size. `experience`
+    is of previously completed jobs; completed jobs are added. Raises SimulationError for an
+    application that is not given.
     """
 
     workload: Sequence[JobArrival]
@@ -163,13 +154,9 @@ class Cluster:
         self._declared: Mapping[str, Sequence[float]] = {}
 
     def run(self, watch: Watch | None = None) -> Result:
-        """Simulate until all jobs are done.
+        """Simulate until all jobs are done, calling `watch` after every round.
 
-        Args:
-            watch: called after every round.
-
-        Raises:
-            SimulationError: the policy broke a rule, or some job never runs.
+        Raises SimulationError if the policy broke a rule, or some job never runs.
         """
         while self._waiting or self._active:
             self._skip_idle_rounds()
@@ -197,7 +184,6 @@ class Cluster:
         self._now = max(self._now, rounds * self.options.interval)
 
     def _advance_to_round(self) -> None:
-        """Advance time until the next call of the policy."""
         interval = self.options.interval
         end = self._now + interval
         if not self._at_changes:
@@ -364,7 +350,6 @@ class Cluster:
         base: Mapping[str, Allocation],
         weighed: Collection[str],
     ) -> dict[str, Allocation]:
-        """Return the allocations of jobs that start on free slots."""
         return place_in_order(
             [name for name in infos if name not in base],
             without(infos, self.nodes, base),
@@ -378,7 +363,6 @@ class Cluster:
         return self._active[name].started is None
 
     def _mean_jobs(self) -> dict[str, float]:
-        """Return the mean number of unfinished jobs over the life of each active job."""
         ends = [(job.arrival.time, job.completed or self._now) for job in self._done]
         ends += [(job.arrival.time, self._now) for job in self._active.values()]
         arrivals = {name: job.arrival.time for name, job in self._active.items()}
@@ -393,7 +377,6 @@ class Cluster:
 
 
 def _activity(jobs: Sequence[SimulatedJob]) -> tuple[tuple[float, int], ...]:
-    """Return the numbers of unfinished jobs, and since when."""
     changes = [(job.arrival.time, 1) for job in jobs]
     changes += [(job.completed, -1) for job in jobs if job.completed is not None]
     return tuple(_running_total(sorted(changes)))

@@ -15,8 +15,6 @@ from .job import SimulatedJob
 
 @dataclass
 class _Family:
-    """Related jobs: each starts with the measurements of the others."""
-
     completed: deque[JobModel] = field(default_factory=lambda: deque(maxlen=MAX_RELATIVES))
     active: dict[str, SimulatedJob] = field(default_factory=dict)
     """Unfinished jobs by name, in order of arrival."""

@@ -22,7 +22,7 @@ class TeamMetrics:
     """Slot-hours of all its jobs."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields by name, in their order."""
+        """Return the fields by name."""
         return asdict(self)
 
 

@@ -54,16 +54,12 @@ CATEGORIES = (
     Category(100 * _HOUR, 0.048, {"pollux": ("yolov3",), "pipelines": ("gpt-2.7b", "gpt-6.7b")}),
     Category(math.inf, 0.021, {"pollux": ("imagenet",), "pipelines": ("gpt-13b",)}),
 )
-"""The Pollux artifact's categories and applications; pipelines are in those of their GPU time. A
-mix without applications in a category has only jobs of the other categories. "mixed" uses either
-mix's applications with equal probability if both have some."""
+"""The Pollux artifact's categories and applications; pipelines are in those of their GPU time.
+"mixed" uses either mix's applications with equal probability if both have some."""
 
 
 class _Sample(NamedTuple):
-    """One sampled or drawn job."""
-
     time: float
-    """Seconds since the workload's start."""
     category: int
 
 
@@ -86,7 +82,7 @@ def generate(
     start_hour: float = 2.0,
     philly: Path | str | None = None,
 ) -> tuple[JobArrival, ...]:
-    """Draw a workload; deterministic for given arguments.
+    """Draw a workload; deterministic for given arguments. Jobs are named by application and index.
 
     Args:
         num_jobs: jobs at load 1; Pollux has 160.
@@ -97,11 +93,7 @@ def generate(
         load: factor of the number of jobs in the same time.
         start_hour: hour of the day in UTC at which the workload starts; Pollux has 2.
         philly: CSV file with the columns timestamp, duration and gpu_time, in seconds, to sample
-        hours and GPU times from, each job at most once while there are enough; None: `HOURLY` and
-        `CATEGORIES`.
-
-    Returns:
-        Jobs in order of arrival, named by application and index.
+        hours and GPU times from, each job at most once while there are enough.
 
     Raises:
         ValueError: an argument is out of range, the mix has no application in `requests`, or the
@@ -132,12 +124,7 @@ def generate(
 
 
 def _read_philly(path: Path | str) -> _Philly:
-    """Return hours and categories of the jobs that the Pollux artifact samples from.
-
-    Raises:
-        ValueError: with file, row and column of a missing or invalid value.
-        OSError: when the file cannot be read.
-    """
+    """Return hours and categories of the jobs that the Pollux artifact samples from."""
     path = Path(path)
     times, categories = [], []
     with path.open(newline="", encoding="utf-8-sig") as file:
