@@ -67,7 +67,6 @@ def write_output(path: Path, content: bytes) -> None:
 
 
 def _descriptor(path: Path) -> int | None:
-    """Return the descriptor of this process that a path names, such as `/dev/stdout`."""
     own = {f"/proc/{process}/fd" for process in ("self", os.getpid())}
     while path.is_symlink():
         if os.path.realpath(path.parent) in own and path.name.isdecimal():

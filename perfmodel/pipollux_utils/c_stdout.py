@@ -33,7 +33,6 @@ def _library() -> ctypes.CDLL | None:
 
 @cache
 def _nowhere(library: ctypes.CDLL) -> int | None:
-    """Return a stream to the null device; it stays open."""
     stream: int | None = library.fopen(os.devnull.encode(), b"w")
     return stream
 

@@ -176,7 +176,6 @@ def _known_fields(model: type[BaseModel], place: Place) -> list[str]:
 
 
 def _field(model: type[BaseModel], place: Place) -> FieldInfo | None:
-    """Return the field of a place; an index belongs to the field of its list."""
     named = [index for index, step in enumerate(place) if isinstance(step, str)]
     while named:
         last = named.pop()
@@ -188,7 +187,6 @@ def _field(model: type[BaseModel], place: Place) -> FieldInfo | None:
 
 
 def _owner(model: type[BaseModel], place: Place) -> type[BaseModel] | None:
-    """Return the model at a place, or None if there is none."""
     for step in place:
         if isinstance(step, int):
             continue
@@ -201,7 +199,6 @@ def _owner(model: type[BaseModel], place: Place) -> type[BaseModel] | None:
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
-    """Return the models in an annotation such as ``tuple[NodeSpec, ...] | None``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [found for part in get_args(annotation) for found in _models(part)]

@@ -30,9 +30,7 @@ class ChangeKind(Enum):
 
     NONE = "none"
     LIVE = "live"
-    """An elastic resize."""
     RESTART = "restart"
-    """All replicas stop, start, or both."""
 
 
 def num_survivors(old: Sequence[Any], new: Sequence[Any]) -> int:

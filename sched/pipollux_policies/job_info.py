@@ -128,7 +128,6 @@ class JobInfo:
     shapes: tuple[ReplicaShape, ...] = ()
     """Further shapes beside the job's own (`resources`, `num_stages`, `speedup_fn`)."""
     attained_service: float = 0.0
-    """Slot-seconds that the job has held so far."""
     remaining_work: float | None = None
     """Seconds that one replica of the job's own shape still trains; None: unknown."""
     work_left: tuple[float, ...] = ()
@@ -148,7 +147,6 @@ class JobInfo:
     priority: int = 0
     """Jobs with higher priority go first if teams are configured."""
     preempts: bool = True
-    """Whether it may preempt jobs of lower priority."""
 
     def __post_init__(self) -> None:
         _check_resources(self.resources)

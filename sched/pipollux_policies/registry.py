@@ -29,7 +29,6 @@ POLICIES: Mapping[str, Factory] = {
     "tiresias": lambda seed: TiresiasPolicy(),  # noqa: ARG005  # deterministic
     "fifo": lambda seed: FifoPolicy(),  # noqa: ARG005  # deterministic
 }
-"""Every policy with its defaults, by name."""
 
 KNOBS = {"fairness": "promise", "scarcity": "charge", "tail": "weight", "rank_power": "weight"}
 """The kind of each `CompletionTime` option of `make_policy`, for error messages."""

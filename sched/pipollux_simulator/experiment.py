@@ -54,7 +54,6 @@ class Experiment:
     """Folder of the public traces, for their applications."""
     seed: int = 0
     fit: Fit = fit_perf_params
-    """Fit of measured step times by jobs of the traces."""
     fairness: float | None = None
     """Of the policy "exact" (`CompletionTime`), as the next three; None: the default."""
     scarcity: float | None = None

@@ -23,7 +23,6 @@ from .experiment import Experiment, Workload
 Pair = tuple[Workload, str]
 """A workload, and the name of a policy."""
 WatchPair = Callable[[int, float, int], None]
-"""Called with the pair's index, the simulated time, and the number of completed jobs."""
 
 
 class _Child(NamedTuple):
@@ -82,7 +81,6 @@ def _start(experiment: Experiment, index: int, pair: Pair) -> tuple[Connection, 
 def _hear(
     receiver: Connection, child: _Child, pairs: Sequence[Pair], watch: WatchPair
 ) -> SimulationOutcome | None:
-    """Receive one message of a child; return it if it is the outcome."""
     try:
         message = receiver.recv()
     except EOFError:

@@ -74,7 +74,6 @@ def fit_like_adaptdl(
 
 
 def _bounds(profile: Profile) -> tuple[list[float], list[float], list[float]]:
-    """Return the start of the search, and the bounds of each parameter."""
     first = list(_START)
     lower, upper = [EPSILON] * 6 + [1.0], [np.inf] * 6 + [_LARGEST_GAMMA]
     if len(np.unique(profile.micro_bsz)) == 1:

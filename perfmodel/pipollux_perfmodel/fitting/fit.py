@@ -57,7 +57,6 @@ class _Pass(NamedTuple):
     rounding: float
     """Relative error below which the rmse is smoothed."""
     tolerance: float
-    """Change of the loss at which the search ends."""
     by_logarithm: bool
     """Whether times are varied by their logarithms. Multiplicative steps move fast along the valley
     between gamma and the network times, but slowly towards zero."""

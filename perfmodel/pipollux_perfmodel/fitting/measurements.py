@@ -19,13 +19,11 @@ class Profile(NamedTuple):
     num_replicas: Floats
     num_microbatches: Floats
     micro_bsz: Floats
-    """b = atomic_bsz / M."""
     accum_time: Floats
     optim_time: Floats
     compute_time: Floats
     """Nan if not measured."""
     weight: Floats
-    """Number of measurements of each configuration."""
 
 
 def merge(profile: Profile) -> Profile:

@@ -50,7 +50,6 @@ class StartingPoint(NamedTuple):
 
     values: Floats
     free: Booleans
-    """Whether a value is fitted or fixed."""
 
 
 def start(profile: Profile, shape: PerfParams) -> StartingPoint:

@@ -111,7 +111,6 @@ def _growth_reason(params: PerfParams, known: dict[str, bool]) -> str:
 
 
 def _errors(params: PerfParams, profile: Profile) -> tuple[Floats, Floats]:
-    """Return log(predicted / measured) of accumulation and optimizer steps."""
     slow = slowdown(params, profile.num_nodes, profile.num_replicas)
     factor = pipeline_factor(params, profile.num_microbatches)
     accum = compute_time(params, profile.micro_bsz) * slow * factor + params.overhead

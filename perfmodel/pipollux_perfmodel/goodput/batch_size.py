@@ -290,7 +290,6 @@ class _Here(NamedTuple):
 def _chunks(
     candidates: Candidates, kinds: Integers | None, num_columns: int
 ) -> Iterator[tuple[Integers, _Here]]:
-    """Yield groups of columns, by position, and the location of their candidates."""
     if not candidates.allowed.size:
         return
     if kinds is None:

@@ -54,7 +54,6 @@ class Optimum(_Three):
     num_microbatches: Numbers
     num_stages: Numbers
     plan: Numbers
-    """Index of the plan; 0 without plans."""
 
     def __new__(
         cls,
@@ -88,15 +87,11 @@ class ConfigSearch(NamedTuple):
     perf_params: PerfParams
     grad_params: GradParams
     num_nodes: Integers
-    """n of every allocation, any shape."""
     num_replicas: Integers
-    """R, the same shape."""
     bounds: BatchBounds
-    """Bounds of the batch size; efficiency is relative to its initial batch size."""
     num_microbatches: tuple[int, ...]
     plans: Sequence[PricedCut | None] = (None,)
     memory_limit: float | None = None
-    """Bytes of a stage's device; None: unbounded."""
     sizes: SizeCorrections | None = None
     """Corrections of the model by measurements, for a single allocation."""
 
@@ -128,20 +123,15 @@ def _search_parts(searches: Sequence[ConfigSearch]) -> list[_JobSearch]:
 
 
 class _Part(NamedTuple):
-    """One cut and number of micro-batches, on a subset of the distinct allocations."""
-
     plan: int
     allocations: Bools | slice
     columns: ColumnSearch
 
 
 class _JobSearch:
-    """One search, on the allocations that the model distinguishes."""
-
     def __init__(self, search: ConfigSearch, known: dict[tuple[int, int, int], _Distinct]) -> None:
         self._search = search
         self.answers: Sequence[BatchChoice] = ()
-        """One entry per part."""
         self._all_params = [
             search.perf_params if plan is None else check_params(PerfParams(*plan.perf_params))
             for plan in search.plans
@@ -172,7 +162,6 @@ class _JobSearch:
         return best[self._inverse]
 
     def take_best(self) -> None:
-        """Keep the best part for every allocation, the first of equal ones."""
         search, replicas = self._search, self._replicas
         bounds = search.bounds
         nearest = np.ceil(bounds.init_batch_size / replicas - EPSILON).astype(np.int64)
@@ -207,7 +196,6 @@ def _limited(
     num_microbatches: int,
     num_replicas: Integers,
 ) -> Iterator[tuple[Bools | slice, BatchBounds]]:
-    """Yield allocations and their bounds within memory; nothing if no sample fits."""
     if plan is None or memory_limit is None or not plan.shards_optimizer:
         limited = _within_memory(bounds, plan, memory_limit, num_microbatches)
         if limited is not None:
@@ -240,15 +228,12 @@ def _within_memory(
 
 
 class _Distinct(NamedTuple):
-    """Allocations that the model distinguishes."""
-
     num_nodes: Integers
     num_replicas: Integers
     inverse: NDArray[np.intp] | slice
 
 
 def _most_nodes(all_params: Sequence[PerfParams]) -> int:
-    """Return the number of nodes from which on the model does not distinguish more nodes."""
     if any(params.contention for params in all_params):
         return sys.maxsize
     # One node, several, or one, two, more; as many as there are replicas, to be possible.

@@ -25,7 +25,6 @@ from pipollux_perfmodel.timing.params import PerfParams
 from pipollux_perfmodel.timing.step_time import step_time
 
 MAX_RATIOS = 64
-"""Most distinct allocations."""
 _WIDTH = 0.35
 """σ: in doublings of the number of replicas."""
 _PRIOR = 0.3

@@ -59,7 +59,6 @@ class SizeCorrections:
             )
         distinct, place, counts = np.unique(sizes, return_inverse=True, return_counts=True)
         self.atomic_bsz: Integers = distinct.astype(np.int64)
-        """Measured sizes, without duplicates, in ascending order."""
         self._sizes = np.log(distinct)
         self._errors = np.bincount(place, left_over) / counts
 
@@ -99,8 +98,6 @@ def size_corrections(
 
 
 class _Plain(Protocol):
-    """Goodput of the model (`CandidateGoodput`)."""
-
     def __call__(self, columns: Integers, atomic_bsz: Integers, accum_steps: Integers) -> Floats:
         """Return goodput in shape (candidates, columns)."""
 

@@ -41,7 +41,6 @@ class Configuration(NamedTuple):
     goodput: float
     """Samples (in units of the initial batch size) per second; 0.0 if none is within bounds."""
     speedup: float
-    """Goodput over that of one replica."""
 
     @property
     def batch_size(self) -> int:
@@ -263,7 +262,6 @@ class _Cells(NamedTuple):
     rows: NDArray[np.int64]
     replicas: NDArray[np.int64]
     num_rows: int
-    """Rows of a cache that contains them."""
     num_columns: int
 
 

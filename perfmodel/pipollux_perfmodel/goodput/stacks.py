@@ -26,7 +26,6 @@ from .candidates import has_few
 from .size_corrections import CorrectedGoodput, SizeCorrections
 
 _MOST_COLUMNS = 8192
-"""Most columns of one evaluation, unless one job has more."""
 _KEPT_BYTES = 16 << 20
 """After one allocation of this size was freed, glibc's malloc keeps freed memory up to it;
 otherwise it would unmap the arrays of each stack and map them again for the next."""

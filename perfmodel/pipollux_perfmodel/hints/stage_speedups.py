@@ -85,7 +85,6 @@ class _DividedPlan(StagePlan):
     fits: bool = True
 
     def for_replicas(self, num_replicas: int) -> StagePlan:
-        """Return the plan with its memory for a number of replicas, or marked as not fitting."""
         fits = num_replicas >= self.fewest
         return replace(self, profile=self.profile.sharded(num_replicas), fits=fits)
 
@@ -142,7 +141,6 @@ class _Pricing:
             return None
 
     def _fits(self, plan: StagePlan, num_microbatches: int) -> bool:
-        """Return whether every allowed batch fits, so that memory does not matter."""
         limit = self.hints.memory_limit
         if limit is None:
             return True

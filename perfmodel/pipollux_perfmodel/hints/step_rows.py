@@ -31,7 +31,6 @@ __all__ = [
 MAX_ROWS = 64
 MAX_PASSED_ON = 3
 MAX_RELATIVES = 16
-"""Most jobs whose rows a new job starts with: the last completed ones and the latest others."""
 RENEWED = 300.0
 """Seconds between reads of the reports of a running predecessor."""
 MAX_INHERITED = 256
@@ -65,10 +64,8 @@ class StepRow(_Row):
     atomic_bsz: _Count
     num_microbatches: _Count
     processes: _Count = 1
-    """Processes per replica."""
     schedule: ScheduleKind = "gpipe"
     chunks_per_stage: Annotated[int, Field(ge=1, le=MAX_CHUNKS)] = 1
-    """V; 1 unless interleaved."""
     accum_step_time: _StepTime
     """Seconds of an accumulation step, or of an optimizer step without waiting for peers."""
     optim_step_time: _StepTime

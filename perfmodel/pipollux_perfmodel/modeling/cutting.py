@@ -33,12 +33,9 @@ class Layers:
     """The layers of a model, and the devices that they run on."""
 
     name: str
-    """Name of the file, for messages."""
     profile: LayerProfile
     link: Link | None = None
-    """The link that carries activations over a cut; None: copies are free."""
     memory_limit: int | None = None
-    """Bytes of a stage's device; None: unlimited."""
 
 
 class ScheduleWish(NamedTuple):
@@ -57,7 +54,6 @@ class Cut(NamedTuple):
     """The cut for a number of stages, or the memory that it would need."""
 
     plan: StagePlan | None
-    """None: no cut fits into memory."""
     least_memory: float
     """Bytes of the fullest device with the smallest allowed micro-batches; 0.0: not computed."""
 
@@ -111,7 +107,6 @@ def cut_layers(
 
 
 def _loads(bounds: Bounds, init_batch_size: int) -> Iterator[_Load]:
-    """Yield the loads to plan for, best first."""
     counts = sorted(bounds.num_microbatches or (1,), reverse=True)
     low, high = bounds.atomic_bsz_range or (None, None)
     least = low or 1

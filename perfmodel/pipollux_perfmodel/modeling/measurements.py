@@ -132,7 +132,6 @@ class MeasurementRows(NamedTuple):
 
     rows: tuple[MeasurementRow, ...]
     bad: tuple[str, ...]
-    """Problems of invalid lines, one sentence per problem."""
     num_bad: int
 
 

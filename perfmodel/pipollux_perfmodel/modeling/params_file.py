@@ -180,7 +180,6 @@ def _from_hints(data: Mapping[str, Any]) -> ModelFile:
 
 
 def _unversioned(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an object without its version: the file has one version for all its objects."""
     return {key: value for key, value in content.items() if key != "version"}
 
 
@@ -261,7 +260,6 @@ def _grad_params(value: Any) -> GradParams | None:
 
 
 def _assumed(fit: Any) -> dict[int, tuple[str, ...]] | None:
-    """Return the parameters that rest on priors; None without a report of the fit."""
     if fit is None:
         return None
     try:

@@ -44,7 +44,6 @@ class RegimePoint(NamedTuple):
     measured: float
     predicted: float
     outlier: bool
-    """Whether the fit considers its row an outlier."""
 
 
 def points(fit: StageFit) -> list[RegimePoint]:

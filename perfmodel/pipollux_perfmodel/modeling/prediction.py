@@ -20,7 +20,6 @@ from .params_file import NO_BOUNDS, Bounds, ModelFile
 from .stage_model import Prediction, StageModel
 
 Pipeline: TypeAlias = tuple[int, ScheduleWish]
-"""Number of stages, and schedule."""
 
 DEFAULT_BOUNDS = Bounds(accumulation=False, num_microbatches=(1, 2, 4, 8))
 """The maximum batch size is the initial one."""
@@ -229,7 +228,6 @@ def _unmeasured_notes(
 def _schedule_notes(
     model: ModelFile, layers: Layers | None, predictions: Sequence[Prediction]
 ) -> list[str]:
-    """Return notes on the assumptions for schedules that did not run."""
     if all(one.schedule_measured for one in predictions):
         return []
     many = [x for x in model.perf_params if x.num_stages > 1] or model.perf_params

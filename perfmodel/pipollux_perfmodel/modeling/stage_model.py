@@ -38,9 +38,7 @@ class Prediction:
     num_gpus: int
     schedule: ScheduleKind
     chunks_per_stage: int
-    """V; 1 unless interleaved."""
     schedule_measured: bool
-    """Whether the measured stages ran with this schedule."""
     memory: float | None
     """Bytes of the fullest device; None: layers or limit unknown, or nothing within bounds."""
     num_microbatches: int
@@ -51,11 +49,9 @@ class Prediction:
     step_time: float | None
     """Seconds of an iteration: all accumulation steps and the optimizer step."""
     throughput: float
-    """Samples per second."""
     efficiency: float | None
     """Progress per sample, relative to the initial batch size; None: unknown."""
     goodput: float | None
-    """Throughput times efficiency; None: unknown."""
     speedup: float
     """Goodput (or throughput, if that is unknown) over that of one replica of the same stages."""
     best: bool = True
@@ -110,9 +106,7 @@ class StageModel:
             init_batch_size,
         )
         self.least_memory = cut.least_memory if cut else 0.0
-        """Minimum bytes of the fullest device over all cuts; 0.0: unknown."""
         self.fit = cut is None or cut.plan is not None
-        """Whether any cut fits into memory, as far as known."""
         self._speedup_fn = SpeedupFunction(
             self._goodput_fn,
             max_batch_size=bounds.max_batch_size,
@@ -172,7 +166,6 @@ class StageModel:
 
 
 def _schedule_of(base: PerfParams, num_stages: int, layers: Layers | None) -> ScheduleWish:
-    """Return the measured schedule, if other numbers of stages support it."""
     interleaved = base.schedule == "interleaved"
     if interleaved and layers is not None and num_stages != base.num_stages:
         return ScheduleWish("1f1b")

@@ -46,7 +46,6 @@ def refine_cut(costs: CutCosts, allowed: Sequence[Bools], ends: Sequence[int]) -
 
 
 def _moves(num_ends: int) -> Ints:
-    """Return the changes of the ends, one move per column."""
     inner = range(1, num_ends - 1)
     runs = [(first, last) for first in inner for last in inner if first <= last]
     moves = np.zeros((num_ends, 2 * len(runs)), np.int64)
@@ -64,7 +63,6 @@ def _possible(ends: Ints, allowed: Sequence[Bools]) -> NDArray[np.bool_]:
 
 
 def _seconds(costs: CutCosts, ends: Ints) -> Floats:
-    """Return 1F1B's T_pipe of cuts, one per column."""
     forward, backward, last = (
         np.diff(np.concatenate(([0.0], np.cumsum(layers)))[ends], axis=0)
         for layers in (costs.forward, costs.backward, costs.last_backward)

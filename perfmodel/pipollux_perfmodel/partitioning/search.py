@@ -72,7 +72,6 @@ class _Table(NamedTuple):
     rest: list[Floats]
     """[r][i]: of r more stages with the layers from i on; infinite if impossible."""
     joined: np.ufunc
-    """How costs of stages combine: maximum or sum."""
 
 
 _Step: TypeAlias = tuple[Ints, Ints]

@@ -310,7 +310,6 @@ def _stage_costs(
     kind: str,
     checkpoint: Checkpoints,
 ) -> list[float]:
-    """Return alpha or beta of the stages' forwards, then of their backwards."""
     forward, backward = (
         profile.by_stage(f"{phase}_{kind}", balance).reshape(-1, num_stages).sum(0)
         for phase in ("forward", "backward")
@@ -321,7 +320,6 @@ def _stage_costs(
 
 
 def _shares(values: Sequence[float] | Floats, total: float) -> tuple[float, ...]:
-    """Return each value's part of the total; () if the total is 0."""
     return tuple(float(value) / total for value in values) if total > 0 else ()
 
 

@@ -104,7 +104,6 @@ class _Line:
         self.overlapping = overlapping and bool(self.copies.any())
 
     def play(self, num_microbatches: int) -> Floats:
-        """Return fin_i, shape (K, n)."""
         order = _order(self.num_stages, self.num_chunks, num_microbatches)
         free = np.zeros_like(self.forward)
         links = np.zeros((2, self.num_chunks, self.forward.shape[1]))
@@ -139,7 +138,6 @@ class _Line:
 
 @lru_cache(maxsize=64)
 def _order(num_stages: int, num_chunks: int, num_microbatches: int) -> tuple[Work, ...]:
-    """Return the work of all stages, with dependencies first."""
     waiting = [
         device_order("interleaved", k, num_stages, num_chunks, num_microbatches)[::-1]
         for k in range(num_stages)

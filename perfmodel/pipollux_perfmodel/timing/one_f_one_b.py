@@ -151,7 +151,6 @@ class _Machines:
 
 
 def _run(machines: _Machines, num_microbatches: int) -> Floats:
-    """Return fin_i, shape (K, n)."""
     if num_microbatches <= MOST_ROUNDS:
         return _play(machines, num_microbatches)
     most, half = (_play(machines, rounds) for rounds in (MOST_ROUNDS, MOST_ROUNDS // 2))

@@ -83,7 +83,6 @@ class Schedule:
     transfers_overlap: bool = True
     """True: a copy is a separate machine; False: it occupies the receiving device."""
     stages_per_device: int = 1
-    """V; 1 unless interleaved."""
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward", "last_backward", "transfer"):

@@ -71,7 +71,6 @@ def utility(
 def _efficiency(
     job: JobInfo, shape: ReplicaShape, allocation: Sequence[Any], total: Mapping[str, int]
 ) -> float:
-    """Return speedup over ideal speedup."""
     share = _share(shape, total)
     # A slower GPU is not a loss: the ideal is for the same type.
     alike = [other for other in job.all_shapes if other.gpu_type == shape.gpu_type]
@@ -83,7 +82,6 @@ def _efficiency(
 
 
 def _share(shape: ReplicaShape, total: Mapping[str, int]) -> float:
-    """Return the largest share of any resource that one replica holds."""
     kinds = (kind for kind in shape.resources if total.get(kind))
     return max((shape.resources[kind] / total[kind] for kind in kinds), default=0.0)
 

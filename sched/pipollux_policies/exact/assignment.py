@@ -45,7 +45,6 @@ class Assignment:
         nothing = gains[instance.table.first[:-1] + NOTHING].tolist()
         self.placed = [Placed(0, (), gain) for gain in nothing]
         self._held: Ints = np.zeros((len(nothing), len(instance.nodes.kinds)), dtype=np.int64)
-        """(J, T): the resources that each job holds."""
 
     @property
     def total(self) -> float:
@@ -172,7 +171,6 @@ class Assignment:
         return self._instance.jobs
 
     def _wanting(self) -> list[int]:
-        """Return the jobs that gain from a configuration within the total free resources."""
         table = self._instance.table
         room = self._capacity.free.sum(axis=0) + self._held
         fits = (self._instance.asked <= room[table.job]).all(axis=1)
@@ -233,7 +231,6 @@ class Assignment:
         return True
 
     def _lost_survivors(self, job: int, config: int) -> bool:
-        """Return whether a job got a resize configuration but no replica survives."""
         configs, placed = self._jobs[job], self.placed[job]
         return bool(configs.live[config]) and not configs.keeps_survivor(placed.shape, placed.nodes)
 

@@ -145,7 +145,6 @@ class CompletionTime:
         return _Worth(self, instance, unit.total * powers, promises, charges)
 
     def _behind(self, instance: Instance) -> list[Behind]:
-        """Return the jobs that get or keep their least configuration before others get more."""
         infos = [configs.job for configs in instance.jobs]
         due = self.part * (np.array([job.age for job in infos]) - self.patience)
         slots = least_slots(instance)
@@ -168,7 +167,6 @@ class _Worth:
         self._objective, self._instance, self._weights = objective, instance, weights
         self._promises = promises
         self._charges = charges
-        """The charge per replica of every shape."""
         table = instance.table
         best = np.maximum.reduceat(table.speedup, table.first[:-1])
         self._everything = 1.0 + float(weights @ np.maximum(best, 0.0))
@@ -202,7 +200,6 @@ class _Worth:
         return float(gain) - broken * self._everything
 
     def _all_kept(self) -> Floats:
-        """Return `_kept` for every configuration."""
         table = self._instance.table
         infos = [configs.job for configs in self._instance.jobs]
         lasts = np.array([self._lasts(job) for job in infos])
@@ -229,12 +226,10 @@ class _Worth:
         return kept
 
     def _lasts(self, info: JobInfo) -> float:
-        """Return the expected life of an allocation of a job."""
         return max(self._objective.horizon, info.age / (info.num_changes + 1))
 
 
 _AT_ONCE = 2**18
-"""Most numbers that are processed together."""
 
 
 def _kept(work: Floats, speedups: Floats, lasts: Floats | float, seconds: Floats | float) -> Floats:

@@ -121,7 +121,6 @@ class Instance:
     pinned: Mapping[Any, Sequence[Any]]
     """Allocations of pinned jobs, which do not change."""
     num_jobs: int
-    """Number of jobs, pinned ones included."""
 
     @cached_property
     def need(self) -> Ints:
@@ -215,15 +214,11 @@ def counting_shapes(job: JobInfo) -> tuple[ReplicaShape, ...]:
 
 
 class _Asked(NamedTuple):
-    """One job and its choices."""
-
     name: Any
     job: JobInfo
     shapes: tuple[ReplicaShape, ...]
     sizes: list[tuple[int, Ints, Ints]]
-    """Shapes with numbers of nodes and of replicas."""
     stay: tuple[int, int, int] | None
-    """Shape, nodes and replicas of the configuration to stay."""
     base: NodeCounts
     runs: bool
     live_shape: int | None
@@ -266,7 +261,6 @@ def _may_stay(
 
 
 def _tabulate(asked: Sequence[_Asked]) -> tuple[list[JobConfigurations], Table]:
-    """Return the configurations of each job, and the table of all."""
     sizes = [(job, *size) for job, one in enumerate(asked) for size in one.sizes if size[2].size]
     stays = [(job, *one.stay) for job, one in enumerate(asked) if one.stay]
     found = find_speedups(

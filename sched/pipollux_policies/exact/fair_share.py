@@ -66,7 +66,6 @@ class EqualShare(NamedTuple):
     replicas: int
     """The most replicas at a time."""
     slots: float
-    """Time average."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,6 @@ class FairClaim(NamedTuple):
     moved: float
     """The speedup with which it is in time, or no later, after a change."""
     urgency: float
-    """The greatest is served first."""
     left: float
     """Remaining work that a change would speed up."""
     least_saved: float
@@ -156,7 +154,6 @@ def standing(
 
 
 def _lifetime_share(instance: Instance, configs: JobConfigurations, left: float) -> EqualShare:
-    """Return the equal share among the jobs over a job's past and future life."""
     job, now = configs.job, max(instance.num_jobs, 1)
     share = equal_share(instance, configs, now)
     if job.mean_jobs is None or not share.speedup > 0:
@@ -168,7 +165,6 @@ def _lifetime_share(instance: Instance, configs: JobConfigurations, left: float)
 
 
 def _margin(configs: JobConfigurations, share: EqualShare, turn: float) -> float:
-    """Return the slack at which a job comes first."""
     job = configs.job
     later = RESERVE + job.restart_seconds
     # It may have to grow towards its equal share, in doublings of the measured size.

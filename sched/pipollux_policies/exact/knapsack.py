@@ -31,7 +31,6 @@ _TOLERANCE = 1e-9
 _STEPS = 40
 """Most steps to the best price; any price is valid, a good one drops more items."""
 _EXCHANGES = 8
-"""Most single exchanges that raise L."""
 
 
 def knapsack(
@@ -116,8 +115,6 @@ def promising(costs: Sequence[Ints], values: Sequence[Floats], capacity: int) ->
 
 
 class _Choice(NamedTuple):
-    """One item of every job."""
-
     picks: Ints
     units: int
     value: float
@@ -138,7 +135,6 @@ class _Table:
         self.rows: Ints = np.arange(len(counts))
 
     def choice(self, picks: Ints) -> _Choice:
-        """Return a choice with its units and values."""
         units = int(self.costs[self.rows, picks].sum())
         return _Choice(picks, units, float(self.values[self.rows, picks].sum()))
 

@@ -38,8 +38,6 @@ _NODE_LIMIT = 5000  # search tree; a time limit would make results depend on the
 
 
 class _Choice(NamedTuple):
-    """One x."""
-
     job: int
     shape: int
     """−1: the empty allocation; −2: to stay."""
@@ -47,7 +45,6 @@ class _Choice(NamedTuple):
     num_nodes: int
     gain: float
     live: bool = False
-    """Whether a replica survives."""
 
 
 _NO_SHAPE, _STAY = -1, -2
@@ -64,14 +61,12 @@ class _Program:
         self._bounds: list[tuple[float, float]] = []
 
     def column(self, upper: float, value: float = 0.0, *, integral: bool = True) -> int:
-        """Add a variable with values from 0 to `upper`."""
         self.upper.append(upper)
         self.value.append(value)
         self.integral.append(int(integral))
         return len(self.upper) - 1
 
     def row(self, terms: dict[int, float], low: float, high: float) -> None:
-        """Add low ≤ Σ coefficient · variable ≤ high."""
         self._rows.append(terms)
         self._bounds.append((low, high))
 
@@ -116,8 +111,6 @@ def solve_whole(instance: Instance, worth: ObjectiveValue, gains: Floats) -> lis
 
 
 class _Part(NamedTuple):
-    """The columns of one job."""
-
     choices: dict[int, _Choice]
     """x."""
     cells: dict[tuple[int, int], int]

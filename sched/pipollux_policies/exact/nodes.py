@@ -23,7 +23,6 @@ class Nodes:
     names: Sequence[Any]
     gpu_types: NDArray[np.str_]
     kinds: Sequence[str]
-    """Names of the T resources."""
     capacity: Ints
     """(N, T): all resources of the nodes."""
     free: Ints
@@ -152,7 +151,6 @@ def _held(
     jobs: Mapping[Any, JobInfo],
     nodes: Mapping[Any, NodeInfo],
 ) -> Ints:
-    """Return the resources that allocations hold on each node, (N, T)."""
     index = {name: number for number, name in enumerate(places.names)}
     held = np.zeros_like(places.capacity)
     for name, allocation in allocations.items():

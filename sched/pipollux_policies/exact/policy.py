@@ -174,7 +174,6 @@ def _filled(
     keep: bool,
     at_home: bool = False,
 ) -> tuple[Assignment, bool]:
-    """Return an arrangement, and whether every job got its chosen configuration."""
     assignment = Assignment(instance, worth, gains)
     complete = assignment.fill(chosen, keep=keep, at_home=at_home)
     assignment.improve()

@@ -41,7 +41,6 @@ class Units(NamedTuple):
     total: Floats
     """u: the job's own time plus the share of the cluster that it takes from others."""
     own: Floats
-    """The job's own time, in the same configuration."""
 
 
 def unit_costs(instance: Instance) -> Units:
@@ -94,7 +93,6 @@ def _costs(ends: Floats, counts: Ints, tail: float) -> Floats:
 
 
 def _job_means(values: Floats, counts: Ints) -> Floats:
-    """Return the mean over each job's values."""
     first = np.cumsum(counts) - counts
     means = np.empty(len(counts))
     for count in np.unique(counts).tolist():

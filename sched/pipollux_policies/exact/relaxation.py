@@ -73,7 +73,6 @@ def _costs_of_whole_nodes(instance: Instance) -> Ints:
 
 
 def _scarcest(instance: Instance, costs: Ints) -> int:
-    """Return the scarcest resource relative to what all jobs could use."""
     wanted = np.maximum.reduceat(costs, instance.table.first[:-1], axis=0).sum(axis=0)
     free = instance.nodes.free.sum(axis=0)
     return int((wanted / np.maximum(free, 1)).argmax())

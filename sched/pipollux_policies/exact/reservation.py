@@ -150,7 +150,6 @@ class _Ledger:
         self._capacity = NodeCapacity(instance.nodes.free)
         self._open: Bools = np.ones(len(instance.nodes.names), dtype=bool)
         self._still_open: dict[int, Bools] = {}
-        """The open nodes of each `Nodes.allowed`, by its id."""
         self._most_closed = most_closed
         self._hopeless: set[tuple[bytes, bytes, int]] = set()
         self._joining: Ints = np.zeros(len(instance.nodes.names), dtype=np.int64)
@@ -174,7 +173,6 @@ class _Ledger:
         self._put(job, Place(shape, tuple(sorted(nodes))))
 
     def promise(self, job: int) -> None:
-        """Promise a job room, or close nodes for it."""
         leasts = least_configurations(self._instance, job)
         for least in leasts:
             need, allowed = self._wanted(job, least)

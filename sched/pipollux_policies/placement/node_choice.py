@@ -21,7 +21,6 @@ Floats: TypeAlias = NDArray[np.float64]
 Bools: TypeAlias = NDArray[np.bool_]
 A = TypeVar("A", bound=np.generic)
 NodeCounts: TypeAlias = tuple[tuple[int, int], ...]
-"""(node, number of replicas) for every node of a job."""
 
 
 def amounts(infos: Iterable[ReplicaShape | NodeInfo], kinds: Sequence[str]) -> Ints:
@@ -206,7 +205,6 @@ class _Counts(NamedTuple):
     allowed: Bools
     counts: Ints
     wants: list[tuple[int, int]]
-    """Index and amount of each resource that a replica needs."""
     by_room: dict[int, list[int]]
     """Heaps of nodes by how many replicas fit; they may contain outdated entries."""
 
@@ -217,7 +215,6 @@ class _Counts(NamedTuple):
             heappush(self.by_room.setdefault(count, []), node)
 
     def tightest(self, num_replicas: int, claims: Ints) -> int | None:
-        """Return the first node with the least room among those that hold all replicas."""
         for room in sorted(room for room in self.by_room if room >= num_replicas):
             nodes = self.by_room[room]
             while nodes:

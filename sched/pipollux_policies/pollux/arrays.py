@@ -38,7 +38,6 @@ class ClusterArrays:
     capacity: Ints
     """(N, T)."""
     allowed: Bools
-    """(I, N): whether the node may hold replicas of the row."""
     base: Ints
     """(I, N): the current allocations, on nodes that have a column."""
     base_rows: Ints
@@ -143,7 +142,6 @@ def _allowed(job: JobInfo, nodes: Sequence[NodeInfo]) -> Bools:
 def _set_base(
     cluster: ClusterArrays, job: int, allocation: Sequence[Any], nodes: Mapping[Any, NodeInfo]
 ) -> None:
-    """Set a job's current allocation, and whether it can stay."""
     info, span = cluster.jobs[job], cluster.spans[job]
     shape = shape_of(info, allocation, nodes)
     row = next(i for i in span if cluster.shapes[i] is shape)

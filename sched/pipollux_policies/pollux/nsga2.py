@@ -230,7 +230,6 @@ class _Mutation(Mutation):  # type: ignore[misc]  # pymoo is untyped
         return rows
 
     def _replace_jobs(self, state: Ints, rng: np.random.Generator) -> Ints:
-        """Remove one to three jobs, then place them again one after another."""
         problem, cluster = self._problem, self._problem.cluster
         limit = cluster.num_real if rng.random() < 0.7 else problem.shape[1]
         builder = StateBuilder(problem, state, limit)

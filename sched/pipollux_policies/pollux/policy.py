@@ -30,8 +30,6 @@ from .starting_states import starting_states
 
 @dataclass(frozen=True)
 class _Population:
-    """The last population, and the meaning of its axes."""
-
     states: Ints
     cluster: ClusterArrays
 
@@ -222,7 +220,6 @@ def _state_utility(
     nodes: Mapping[Any, NodeInfo],
     template: NodeInfo,
 ) -> float:
-    """Return the utility of the nodes that a state uses, some of them templates."""
     rented = [TemplateNode(number) for number in range(state.shape[1] - cluster.num_real)]
     names = [*cluster.node_names, *rented]
     known = {name: nodes[name] for name in cluster.node_names} | dict.fromkeys(rented, template)
@@ -235,7 +232,6 @@ def _state_utility(
 
 
 def _front(objectives: Floats) -> Ints:
-    """Return the indices of the Pareto front."""
     order = np.lexsort((objectives[:, 0], objectives[:, 1]))
     best = np.minimum.accumulate(objectives[order, 0])
     first = np.concatenate([[True], objectives[order[1:], 0] < best[:-1]])

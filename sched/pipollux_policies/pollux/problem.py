@@ -56,16 +56,12 @@ class AllocationProblem:
         self.max_replicas: Ints = np.minimum(self._most, self.fits.sum(axis=1))
         """(I,): at most what fits; if below `min_replicas`, the row stays empty."""
         self.factors: Floats = np.array([job.change_factor(live=False) for job in jobs])
-        """(J,): of restarts."""
         self.live_factors: Floats = np.array([job.change_factor(live=True) for job in jobs])
-        """(J,): of elastic resizes."""
         self.running: Bools = cluster.extents[:, 1] > 0
-        """(J,): whether the job holds an allocation."""
         self._speedups = [_SpeedupTable(shape.speedup_fn) for shape in cluster.shapes]
         self.shares: Floats = self._dominant_shares()
         """(I,): the largest share of a resource of the possible real nodes that a replica holds."""
         self.fair: Floats = self._fair_speedups()
-        """(J,): the speedup on the fair share."""
         self._pinned_speedups = self._speedups_of_pinned()
 
     def _counts(self, free: Ints) -> Ints:

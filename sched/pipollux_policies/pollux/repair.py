@@ -53,7 +53,6 @@ def _choose_rows(
 
 
 def _cut(cells: Ints, most: int, rng: np.random.Generator) -> Ints:
-    """Remove replicas from nodes in random order until at most `most` remain."""
     if (cells.sum(axis=1) <= most).all():
         return cells
     order = rng.permutation(cells.shape[1])

@@ -51,8 +51,6 @@ def fill(
 
 
 class _Step(NamedTuple):
-    """A possible next allocation of one job."""
-
     gain: float
     row: int
     cells: Ints

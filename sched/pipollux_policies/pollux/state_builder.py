@@ -25,7 +25,6 @@ class StateBuilder:
         movable = state[~cluster.pinned]
         self.state = state.copy()
         self.rows = [cluster.held_row(job, state) for job in range(cluster.num_jobs)]
-        """(J,): the row that holds each job's replicas."""
         held = np.einsum("in,it->nt", movable, cluster.needs[~cluster.pinned])
         self._free: Ints = problem.free - held
         self._free[num_nodes:] = 0
@@ -93,7 +92,6 @@ class StateBuilder:
 
 
 def _cells(nodes: NodeCounts, num_nodes: int) -> Ints:
-    """Return the replicas on each node: (N,)."""
     cells: Ints = np.zeros(num_nodes, dtype=np.int64)
     for node, count in nodes:
         cells[node] = count

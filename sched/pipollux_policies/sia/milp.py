@@ -42,7 +42,6 @@ class Constraint:
 
 
 Use: TypeAlias = Mapping[Constraint, int]
-"""Amounts by constraint."""
 
 _PRESOLVE_COLUMNS = 5000
 """With fewer columns, presolving takes longer than it saves."""

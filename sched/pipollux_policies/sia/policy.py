@@ -103,7 +103,6 @@ class SiaPolicy:
         return answer(jobs, base_allocations, current), num_nodes_as_is(jobs, nodes)
 
     def _improved(self, cluster: _Cluster, current: Allocations) -> dict[Any, Allocation] | None:
-        """Return allocations with a lower sum; None: none were found."""
         rounds = _Round(self, cluster, current)
         chosen = solve(
             rounds.rows,
@@ -151,8 +150,6 @@ class SiaPolicy:
 
 @dataclass(frozen=True)
 class _Cluster:
-    """The parts of a decision that are the same in all rounds."""
-
     jobs: Jobs
     nodes: Nodes
     kinds: tuple[NodeKind, ...]
@@ -191,7 +188,6 @@ class _Cluster:
 
 
 def _limits(state: ClusterState, kinds: Sequence[NodeKind]) -> dict[Constraint, int]:
-    """Return the capacity that pinned jobs leave, by constraint."""
     limits: dict[Constraint, int] = {}
     for number, kind in enumerate(kinds):
         for resource, amount in state.free_on(kind.names).items():
@@ -216,7 +212,6 @@ class _Round:
         self._columns: list[tuple[Column, ...]] = []
         self._live: list[frozenset[int]] = []
         self.current: dict[int, int] = {}
-        """Index of the current column of each job, by number of the job."""
         self.rows = []
         for number, name in enumerate(self._names):
             columns = self._add_current(number, cluster.regular[name], current[name])

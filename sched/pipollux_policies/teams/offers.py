@@ -52,7 +52,6 @@ class Offers:
                 pass
 
     def _in_turn(self) -> list[Any]:
-        """Return the jobs that want more, in the order in which they are served."""
         held = self._held()
 
         def order(name: Any) -> tuple[Any, ...]:
@@ -129,7 +128,6 @@ class Offers:
         return True
 
     def _room(self) -> Nodes:
-        """Return the usable nodes with free slots, with their free resources."""
         if self._free is None:
             held = {name: given for name, given in self.given.items() if given}
             left = usable_nodes(without(self.jobs, self.nodes, held))

@@ -51,7 +51,6 @@ class Teams:
 
     by_name: Mapping[str, Team] = field(default_factory=dict)
     notice: float = DEFAULT_NOTICE
-    """Seconds of notice before borrowed slots are reclaimed."""
     turn: float = DEFAULT_TURN
     """Seconds for which one of several teams may borrow slots that cannot be divided; 0: no end."""
 

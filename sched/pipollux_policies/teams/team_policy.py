@@ -205,8 +205,6 @@ class TeamPolicy:
 
 
 class _Round:
-    """One decision with a given set of pinned jobs."""
-
     def __init__(
         self,
         policy: Policy,
@@ -274,7 +272,6 @@ class _Round:
         return sum(max(min(slots, self._teams[t].quota) - held[t], 0) for t, slots in due.items())
 
     def _placed(self, budget: Mapping[TeamGroup, SlotBudget]) -> dict[Any, Allocation]:
-        """Divide budgets among jobs, place them all, and offer the remaining slots."""
         asked = {name: self.jobs[name] for name in self.pinned}
         for group in self._groups:
             for name, part in self._divided(group, budget[group].slots).items():

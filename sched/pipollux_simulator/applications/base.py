@@ -27,9 +27,7 @@ class RunningJob:
     num_stages: int = 1
     num_microbatches: int = 1
     atomic_bsz: int = 0
-    """Samples per replica in one forward and backward."""
     accum_steps: int = 0
-    """Accumulation steps before each optimizer step."""
     gpu_type: str = ""
 
     @property
@@ -101,7 +99,6 @@ class Application(Protocol):
     init_batch_size: int
     max_batch_size: int
     max_epochs: int
-    """Maximum epochs; jobs end after `completion_epoch`."""
 
     def step_times(self, running: RunningJob) -> TrueStepTimes:
         """Return the true step times."""

@@ -50,7 +50,6 @@ class GptModel:
     name: str
     num_blocks: int
     hidden: int
-    """h, d_model."""
     init_batch_size: int
     max_batch_size: int
     """Samples: the batch that GPT-3 of this size was trained with (table 2.1), over 2048 tokens."""
@@ -117,7 +116,6 @@ def gpt_profile(model: GptModel, device: Device) -> LayerProfile:
 def _layer(
     device: Device, forward: float, backward: float, parameters: int, kept: float, hidden: int
 ) -> Layer:
-    """Return a layer from its flops and kept bytes per sample."""
     return Layer(
         forward_alpha=device.launch_seconds,
         forward_beta=forward / device.flops,

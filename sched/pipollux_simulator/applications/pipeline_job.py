@@ -20,7 +20,6 @@ from .devices import Device
 from .gpt import GptModel, gpt_profile
 
 STAGE_COUNTS = (1, 2, 4, 8)
-"""Possible K of a job."""
 RECOMPUTING: Checkpoint = "except_last"
 """Checkpoint mode if memory requires it; torchgpipe's default."""
 MICROBATCH_COUNTS = (4, 8, 16, 32)

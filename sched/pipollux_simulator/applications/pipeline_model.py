@@ -170,7 +170,6 @@ class PipelineJobModel:
         return float(best.goodput) * self._efficiency()
 
     def _best(self, num_stages: int, device: Device, num_nodes: int, num_replicas: int) -> Optimum:
-        """Return the best configuration of an allocation, cached until measurements change."""
         key = num_stages, device.name, num_nodes, num_replicas
         if key not in self._chosen:
             plans = self._plans(num_stages, device)

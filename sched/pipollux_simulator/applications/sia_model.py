@@ -170,7 +170,6 @@ def _goodput(
 
 
 def _plan(job: PipelineJob, device: Device) -> int:
-    """Return the fewest stages that hold 48 micro-batches of one sample; 0: none."""
     for num_stages, plan in job.plans(device).items():
         if float(plan.largest_micro_bsz(device.memory_limit, NUM_MICROBATCHES)) >= 1:
             return num_stages

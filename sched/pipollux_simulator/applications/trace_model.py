@@ -166,7 +166,6 @@ class TraceJobModel:
         return self._base
 
     def _choose(self, speedup: SpeedupFunction, nodes: int, replicas: int) -> tuple[int, int]:
-        """Return the atomic batch size and the accumulation steps with the highest goodput."""
         known = self._chosen.get((nodes, replicas))
         if known is None:
             known = self._choose_by_measurements(nodes, replicas)
@@ -307,7 +306,6 @@ class FixedBatchModel:
         return np.array(values).reshape(nodes.shape)
 
     def _ratio(self, num_nodes: int, num_replicas: int) -> float:
-        """Return the speedup of an iteration over one replica."""
         least = self._app.min_local_bsz
         if num_replicas == 0 or self._batch_size / num_replicas < least:
             return 0.0

@@ -39,7 +39,6 @@ class Constants:
     """Constants of an application, from the artifact."""
 
     max_epochs: int
-    """Statistical epochs of a job."""
     max_local_bsz: int | None = None
     """Maximum local batch size; None: the largest measured one."""
     fixed_batch_size: int | None = None

@@ -56,7 +56,6 @@ class Options:
     """Behaviour of the cluster; the defaults are those of the Pollux artifact."""
 
     interval: float = 60.0
-    """Seconds between rounds of the policy."""
     restart_seconds: float = 30.0
     """Start time of a replica; a job does not train during a start or restart."""
     rescale_seconds: float | None = None
@@ -67,7 +66,6 @@ class Options:
     checkpoint_seconds: float = 600.0
     """Training time between checkpoints; matters if nodes are lost."""
     node_events: tuple[NodeEvent, ...] = ()
-    """Nodes that drain, are lost and come back."""
     known_length: KnownLength = EXACT_LENGTHS
     inherit_models: bool = False
     """Whether a new job uses measurements of related jobs (`Experience`)."""
@@ -76,7 +74,6 @@ class Options:
     scheduler: whenever a job arrives or completes or a node comes or goes, or an interval later,
     where starting jobs keep their allocation until they train."""
     teams: TeamMembership | None = None
-    """Quotas of teams, applied to the policy; None: no teams."""
     most_days: float = 60.0
     """Limit of simulated days: beyond it some job will never run."""
 
@@ -103,7 +100,6 @@ class Result:
     jobs: tuple[SimulatedJob, ...]
     nodes: Mapping[str, NodeInfo]
     policy_seconds: tuple[float, ...]
-    """Wall-clock seconds of each call of the policy."""
     active: tuple[tuple[float, int], ...]
     """(seconds, number of unfinished jobs) at each change of that number."""
 
@@ -139,7 +135,6 @@ class Cluster:
         if not self.workload or not self.nodes:
             raise SimulationError("there is nothing to simulate; give jobs and nodes")
         self._warm_starts: set[str] = set()
-        """Jobs that started with measurements of related jobs."""
         self._at_changes = self.options.decides_at == "changes"
         self._fixed = not getattr(self.policy, "adapts_batch_size", True)
         self._all_nodes, self.nodes = dict(self.nodes), dict(self.nodes)
@@ -229,7 +224,6 @@ class Cluster:
         self._now = until
 
     def _slowed(self) -> set[str]:
-        """Return the distributed jobs that share a node with another distributed job."""
         if not self.options.interference:
             return set()
         members = {job.name: set(job.members) for job in self._active.values()}
@@ -264,14 +258,12 @@ class Cluster:
             self._active[row.name] = self._job(row, app, model)
 
     def _bequeath(self) -> None:
-        """Update the inherited measurements of jobs that wait for their first start."""
         if self.options.inherit_models:
             for name, job in self._active.items():
                 if self._is_new(name) and self.experience.bequeath(job):
                     self._warm_starts.add(name)
 
     def _job(self, row: JobArrival, app: Application, model: JobModel) -> SimulatedJob:
-        """Return a new job, with its own start and restart times if it has them."""
         options, terms = self.options, row.terms
         restart, rescale = terms.restart_seconds, terms.rescale_seconds
         return SimulatedJob(
@@ -335,7 +327,6 @@ class Cluster:
     def _ask(
         self, infos: Mapping[str, JobInfo], base: Mapping[str, Allocation]
     ) -> Mapping[str, Sequence[str]]:
-        """Return the policy's answer, within the quotas of teams."""
         template = self.nodes[min(self.nodes)]
         if self._teams is None:
             return self.policy.optimize(infos, self.nodes, base, template)[0]

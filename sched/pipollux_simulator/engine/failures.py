@@ -125,7 +125,6 @@ def _is_news(event: NodeEvent, index: int, gone: set[int], drains: set[int]) -> 
 
 
 def _of_node(node: str, outage: Outages, rng: np.random.Generator) -> Iterator[NodeEvent]:
-    """Yield an infinite stream of events of one node."""
     now = 0.0
     spare = outage.mean_downtime - outage.least_downtime
     while True:

@@ -106,7 +106,6 @@ class IsolatedTimes:
 
 
 def _ways(app: Application, lying: _Lying) -> list[RunningJob]:
-    """Return the configurations of a job on a placement, by batch size."""
     shape, placement, gpu_type = lying
     sizes = {app.init_batch_size, app.max_batch_size}
     steps = math.log(app.max_batch_size / app.init_batch_size, _BATCH_STEP)
@@ -130,7 +129,6 @@ def _rate(app: Application, way: RunningJob, epoch: int) -> float:
 
 
 def _packed(replicas: int, rooms: Sequence[int]) -> tuple[int, ...]:
-    """Return the replicas on each node, on as few nodes as possible."""
     placement = []
     left = replicas
     for room in rooms:

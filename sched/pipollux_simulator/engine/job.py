@@ -78,7 +78,6 @@ class SimulatedJob:
     """Restarts directly from one allocation to another, which determine the measured cost."""
     num_rescales: int = 0
     attained_service: float = 0.0
-    """Slot-seconds."""
     slots_per_replica: int = 1
     history: list[Interval] = field(default_factory=list)
     lost_progress: float = 0.0
@@ -88,7 +87,6 @@ class SimulatedJob:
     """When the starting replicas join the others."""
     _since: float = 0.0
     _live: bool = False
-    """Whether the current allocation began with an elastic resize."""
     _saved: tuple[float, int] = (0.0, 0)
     _unsaved_seconds: float = 0.0
 

@@ -125,7 +125,6 @@ def _work_done(job: SimulatedJob) -> float:
 
 
 def _remaining_work(job: SimulatedJob) -> float | None:
-    """Return the remaining seconds of one replica at the current efficiency."""
     base = job.model.base_goodput()
     if base <= 0:
         return None

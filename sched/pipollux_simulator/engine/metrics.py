@@ -40,9 +40,7 @@ class SimulationMetrics:
     """Share of jobs with rho > 1, for which an equal split would have been better."""
     rescales_per_job: float
     avg_wait_s: float
-    """From a job's arrival to its first start."""
     gpu_hours: float
-    """Slot-hours held by all jobs together."""
     jobs: int
     gpus: int
     seed: int

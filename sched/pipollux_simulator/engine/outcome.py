@@ -35,7 +35,6 @@ class JobOutcome:
     """Seconds of the job alone on its equal share (`isolated`)."""
     history: tuple[Interval, ...]
     team: str = ""
-    """Team of the job; empty: no teams."""
 
     @property
     def jct(self) -> float:
@@ -60,7 +59,6 @@ class SimulationOutcome:
     slots: Mapping[str, int]
     """By node."""
     policy_seconds: tuple[float, ...]
-    """Wall-clock seconds per call."""
     known_length: KnownLength = EXACT_LENGTHS
 
     @property

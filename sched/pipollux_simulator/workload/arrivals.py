@@ -29,7 +29,6 @@ class JobArrival:
 
     name: str
     time: float
-    """Seconds after the workload's start."""
     application: str
     num_replicas: int
     """Used if sizes are fixed."""
@@ -66,7 +65,6 @@ class JobArrival:
 COLUMNS = ("name", "time", "application", "num_replicas", "batch_size")
 """Required columns of a workload."""
 OWNER_COLUMNS = ("team", "user", "priority")
-"""Optional columns of a workload."""
 
 
 def read_workload(path: Path | str) -> tuple[JobArrival, ...]:

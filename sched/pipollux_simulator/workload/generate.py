@@ -124,7 +124,6 @@ def generate(
 
 
 def _read_philly(path: Path | str) -> _Philly:
-    """Return hours and categories of the jobs that the Pollux artifact samples from."""
     path = Path(path)
     times, categories = [], []
     with path.open(newline="", encoding="utf-8-sig") as file:
@@ -184,7 +183,6 @@ def _sampled(
     categories: Sequence[int],
     philly: _Philly,
 ) -> list[_Sample]:
-    """Draw jobs of the trace that arrived in these hours of the day."""
     if hours > 24:
         raise ValueError(
             f"hours: {hours} must be at most 24 with a Philly trace, of which only the time of day "
@@ -202,7 +200,6 @@ def _sampled(
 
 
 def _choices(mix: Mix, requests: Mapping[str, Request]) -> dict[int, list[list[str]]]:
-    """Return the groups of applications to draw from, by category that has any."""
     groups_of: dict[str, tuple[Mix, ...]] = {
         "pollux": ("pollux",),
         "pipelines": ("pipelines",),

@@ -23,7 +23,6 @@ class JobTerms:
     unmeasured_replicas: int = 1
     """Maximum replicas before any measurement."""
     preemptible: bool = True
-    """False: its allocation stays unchanged once it runs."""
     family: str | None = None
     """Family of jobs with similar lengths; None: by its name."""
     lineage: Any = None
