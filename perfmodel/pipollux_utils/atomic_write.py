@@ -12,7 +12,6 @@ PUBLIC, PRIVATE = 0o644, 0o600
 
 def write_aside(path: Path, content: bytes, mode: int = PUBLIC) -> None:
     """Write a temporary file, flush it to disk, and rename it to `path`; its folder is created.
-
     Raises OSError if the file cannot be written; the previous file is kept.
     """
     path.parent.mkdir(parents=True, exist_ok=True)

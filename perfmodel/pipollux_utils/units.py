@@ -29,9 +29,8 @@ def parse_bytes(text: str | int) -> int:
 
 
 def parse_duration(text: str | float | None) -> float | None:
-    """Return a duration in seconds: ``90s``, ``45m``, ``36h``, ``2d``, or a plain number.
-
-    Raises ValueError unless it is above 0 and no longer than a century.
+    """Return a duration in seconds: ``90s``, ``45m``, ``36h``, ``2d``, or a plain number. Raises
+    ValueError unless it is above 0 and no longer than a century.
     """
     if text is None:
         return None

@@ -11,9 +11,8 @@ from .job_info import JobInfo, NodeInfo, ReplicaShape
 
 
 class Allocation(list[Any]):
-    """One node name per replica, as in AdaptDL, and their shape; None for a queued job.
-
-    Compares equal to a list of the nodes; `num_stages` tells equal ones apart.
+    """One node name per replica, as in AdaptDL, and their shape; None for a queued job. Compares
+    equal to a list of the nodes; `num_stages` tells equal ones apart.
 
     >>> shape = ReplicaShape(2, {"slots": 2}, lambda nodes, replicas: replicas)
     >>> allocation = Allocation(["a", "a", "b"], shape)
@@ -50,9 +49,8 @@ class Allocation(list[Any]):
 def shape_of(
     job: JobInfo, allocation: Sequence[Any], nodes: Mapping[Any, NodeInfo]
 ) -> ReplicaShape:
-    """Return the shape in which a job runs on an allocation.
-
-    Without a number of stages, the job's own shape, or else the first that fits its nodes' GPUs.
+    """Return the shape in which a job runs on an allocation. Without a number of stages, the job's
+    own shape, or else the first that fits its nodes' GPUs.
     """
     if not job.shapes:
         return job.all_shapes[0]
@@ -64,9 +62,8 @@ def shape_of(
 
 
 def runs_as(allocation: Sequence[Any], shape: ReplicaShape) -> bool:
-    """Return whether an allocation has the shape's number of stages, or does not specify any.
-
-    With the result of `shape_of`, it is False if the job no longer has the shape in which it runs.
+    """Return whether an allocation has the shape's number of stages, or does not specify any. With
+    the result of `shape_of`, it is False if the job no longer has the shape in which it runs.
     """
     return getattr(allocation, "num_stages", None) in (None, shape.num_stages)
 
@@ -77,9 +74,8 @@ def as_allocation(job: JobInfo, held: Sequence[Any], nodes: Mapping[Any, NodeInf
 
 
 def is_first_choice(job: JobInfo, shape: ReplicaShape, gpu_type: str) -> bool:
-    """Return whether this is the job's first shape with its number of stages on a GPU type.
-
-    An allocation records a number of stages, so only the first such shape counts (`shape_of`).
+    """Return whether this is the job's first shape with its number of stages on a GPU type. An
+    allocation records a number of stages, so only the first such shape counts (`shape_of`).
     """
     for other in job.all_shapes:
         if other.num_stages == shape.num_stages and other.gpu_type in (None, gpu_type):

@@ -76,7 +76,6 @@ def possible_survivors(
     job: JobInfo, held: Sequence[Any], nodes: Mapping[Any, NodeInfo]
 ) -> Counter[Any]:
     """Return how many replicas of a job could survive a change, by node that accepts replicas.
-
     Empty if the job is not resizable, has lost a node, or runs in a shape that it no longer has.
     """
     if job.rescale_seconds is None or not held:

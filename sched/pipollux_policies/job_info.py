@@ -74,7 +74,6 @@ def find_speedups(
     asked: Iterable[tuple[ReplicaShape, Any, Any]],
 ) -> list[NDArray[np.float64]]:
     """Return the speedups of many jobs, on integers or arrays; missing ones are computed together.
-
     Speedups that are not a `SpeedupFunction` are computed one by one.
     """
     questions = [(shape.speedup_fn, nodes, replicas) for shape, nodes, replicas in asked]

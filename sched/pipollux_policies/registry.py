@@ -43,10 +43,8 @@ def make_policy(
     tail: float | None = None,
     rank_power: float | None = None,
 ) -> Policy:
-    """Return a new policy.
-
-    The options of "exact" are those of `CompletionTime`; None: its default. Raises ValueError for
-    an unknown name, or if such an option is used with another policy.
+    """Return a new policy. The options of "exact" are those of `CompletionTime`; None: its default.
+    Raises ValueError for an unknown name, or if such an option is used with another policy.
 
     >>> type(make_policy("pollux", seed=3)).__name__
     'PolluxPolicy'

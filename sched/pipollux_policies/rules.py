@@ -27,9 +27,8 @@ def _takes_replicas(node: NodeInfo) -> bool:
 
 
 def is_pinned(job: JobInfo, allocation: Sequence[Any], nodes: Nodes) -> bool:
-    """Return whether a job's allocation must not change.
-
-    It runs, is not preemptible, and all of its nodes are healthy, though they may be draining.
+    """Return whether a job's allocation must not change. It runs, is not preemptible, and all of
+    its nodes are healthy, though they may be draining.
     """
     there = all(name in nodes and nodes[name].healthy for name in allocation)
     return bool(allocation) and not job.preemptible and there
@@ -49,9 +48,8 @@ def violations(
     *,
     crowding: bool = False,
 ) -> list[str]:
-    """Return a message for every broken rule; empty: the allocations are feasible.
-
-    `crowding` allows several distributed jobs on a node, for callers that add a cost for it.
+    """Return a message for every broken rule; empty: the allocations are feasible. `crowding`
+    allows several distributed jobs on a node, for callers that add a cost for it.
     """
     found = [f"job {name!r} is not one of the jobs" for name in allocations if name not in jobs]
     for name, job in jobs.items():

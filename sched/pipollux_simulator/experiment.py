@@ -63,10 +63,8 @@ class Experiment:
     _isolated: list[IsolatedTimes] = field(default_factory=list, init=False, repr=False)
 
     def applications(self, workload: Workload) -> dict[str, Application]:
-        """Return the applications of a workload; each is read once.
-
-        Raises ValueError if one is unknown, its traces are missing or invalid, or it fits on no
-        node.
+        """Return the applications of a workload; each is read once. Raises ValueError if one is
+        unknown, its traces are missing or invalid, or it fits on no node.
         """
         own = workload.applications
         names = {job.application for job in workload.jobs} - own.keys()

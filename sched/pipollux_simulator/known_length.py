@@ -40,9 +40,8 @@ class KnownLength:
 
     @classmethod
     def parse(cls, text: str, seed: int = 0) -> KnownLength:
-        """Parse `exact`, `none`, `learned`, `declared`, or a factor; else raise ValueError.
-
-        With `declared`, the lengths of jobs that do not declare theirs are estimated.
+        """Parse `exact`, `none`, `learned`, `declared`, or a factor; else raise ValueError. With
+        `declared`, the lengths of jobs that do not declare theirs are estimated.
         """
         if text in ("exact", "none", "learned", "declared"):
             learned, declared = text in ("learned", "declared"), text == "declared"
@@ -58,7 +57,6 @@ class KnownLength:
 
     def estimate(self, job: str, remaining: float | None) -> float | None:
         """Return the policy's estimate of a job's remaining seconds of one replica; None: unknown.
-
         Its error is one factor for its whole life, drawn log-uniformly from 1 / factor to factor.
         """
         if self.factor is None or remaining is None:

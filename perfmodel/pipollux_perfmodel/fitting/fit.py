@@ -234,9 +234,8 @@ def _shape(
 
 
 def _search(rows: Rows, begin: StartingPoint, search: _Pass) -> Floats:
-    """Return the values of `NAMES` that minimize the loss, starting from `begin`.
-
-    The variables are the free times relative to their start (or their logarithms), then the others.
+    """Return the values of `NAMES` that minimize the loss, starting from `begin`. The variables are
+    the free times relative to their start (or their logarithms), then the others.
     """
     times_free, others_free = (np.flatnonzero(begin.free & kind) for kind in (IS_TIME, ~IS_TIME))
     free, num_times = np.append(times_free, others_free), len(times_free)

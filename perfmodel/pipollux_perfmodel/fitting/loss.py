@@ -108,9 +108,8 @@ def make_rows(profile: Profile, shape: PerfParams) -> Rows:
 
 
 def loss_and_gradient(values: Floats, rows: Rows, rounding: float) -> tuple[float, Floats]:
-    """Return the loss of the numbers of `NAMES`, and its gradient, (13,).
-
-    `rounding` is the relative error below which the rmse is smoothed.
+    """Return the loss of the numbers of `NAMES`, and its gradient, (13,). `rounding` is the
+    relative error below which the rmse is smoothed.
     """
     named = dict(zip(NAMES, values.tolist(), strict=True))
     compute, accum, optim = _log_times(named, rows)

@@ -101,9 +101,7 @@ class StageShares(NamedTuple):
 
 def stage_shares(forward: ArrayLike, backward: ArrayLike, num_stages: int) -> StageShares:
     """Return the stages' shares of C(b) from seconds of one micro-batch, shape (points,
-    num_stages).
-
-    Nan is not measured. Raises ValueError for a wrong shape or a negative time.
+    num_stages). Nan is not measured. Raises ValueError for a wrong shape or a negative time.
     """
     arrays = []
     for name, given in (("forward", forward), ("backward", backward)):

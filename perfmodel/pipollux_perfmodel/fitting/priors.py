@@ -131,9 +131,8 @@ def _determines_overhead(profile: Profile) -> bool:
 
 
 def _guess_compute(profile: Profile, shape: PerfParams, known: dict[str, bool]) -> dict[str, float]:
-    """Return alpha_c, beta_c, overhead and overlap that explain accumulation steps best.
-
-    They are linear for a given overlap, so several overlaps are tried.
+    """Return alpha_c, beta_c, overhead and overlap that explain accumulation steps best. They are
+    linear for a given overlap, so several overlaps are tried.
     """
     guesses = []
     for overlap in _OVERLAPS if known["overlap"] else (1.0,):
@@ -196,7 +195,6 @@ def _fit_line(x: Floats, y: Floats) -> tuple[float, float]:
 
 def _least_errors(columns: Floats, y: Floats) -> tuple[Floats, float]:
     """Return coefficients >= 0 of y ≈ columns·coefficients by relative errors, and their mean.
-
     Absolute errors are robust against stragglers.
     """
     columns = columns / y[:, None]

@@ -68,9 +68,8 @@ class FitReport(NamedTuple):
 
 
 def make_report(params: PerfParams, profile: Profile, shape: PerfParams) -> FitReport:
-    """Return the errors of a fit on its measurements, and its assumptions.
-
-    `shape` has the shares, checkpoint mode and schedule of the job.
+    """Return the errors of a fit on its measurements, and its assumptions. `shape` has the shares,
+    checkpoint mode and schedule of the job.
     """
     accum, optim = _errors(params, profile)
     outlying = _outlying(accum) | _outlying(optim)

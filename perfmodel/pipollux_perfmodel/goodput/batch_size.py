@@ -57,7 +57,6 @@ class GoodputOf(Protocol):
         self, columns: Integers, atomic_bsz: Integers, accum_steps: Integers, nearby: Nearby
     ) -> NDArray[np.float32] | None:
         """Return a bound on goodput nearby, (columns,), relative to a candidate's; None: no bound.
-
         It is accurate to `ESTIMATE_ERROR`.
         """
 
@@ -247,7 +246,6 @@ def _best(
     known: Bools | None = None,
 ) -> BatchChoice:
     """Return the best allowed candidate of each column; goodput -1.0 if no new one may be better.
-
     `candidates` are of each column or, with `kinds`, of each kind; `known` ones are excluded.
     """
     best = BatchChoice(np.full(len(columns), -1.0), *np.zeros((2, len(columns)), np.int64))

@@ -66,9 +66,8 @@ _PLAIN = 1e-12, 1e15
 
 
 class CandidateGoodput:
-    """Goodput of candidates in columns; quantities of columns are computed once.
-
-    The sequences have one entry per job, of jobs with one `stack_key`; n and R one per column.
+    """Goodput of candidates in columns; quantities of columns are computed once. The sequences have
+    one entry per job, of jobs with one `stack_key`; n and R one per column.
     """
 
     def __init__(

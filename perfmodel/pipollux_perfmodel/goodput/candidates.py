@@ -102,9 +102,8 @@ def list_all(bounds: ColumnBounds, num_replicas: Integers, multiple: int) -> Can
 
 
 def list_atomic(bounds: ColumnBounds, num_replicas: Integers, multiple: int) -> Candidates:
-    """Return every atomic batch size of one column, each with the least accumulation steps.
-
-    If any configuration is allowed, one of these is.
+    """Return every atomic batch size of one column, each with the least accumulation steps. If any
+    configuration is allowed, one of these is.
     """
     job, replicas = bounds.jobs[bounds.owner[0]], int(num_replicas[0])
     least = -(-job.min_atomic_bsz // multiple) * multiple

@@ -50,10 +50,8 @@ def step_ratios(
     optim_step_time: ArrayLike,
     num_microbatches: ArrayLike = 1,
 ) -> tuple[StepRatio, ...]:
-    """Return the residuals of a model on measured optimizer steps, by allocation.
-
-    The arrays have one entry per configuration. Returns the `MAX_RATIOS` allocations with the
-    fewest replicas.
+    """Return the residuals of a model on measured optimizer steps, by allocation. The arrays have
+    one entry per configuration. Returns the `MAX_RATIOS` allocations with the fewest replicas.
 
     >>> params = PerfParams(0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5)
     >>> step_ratios(params, [1, 1], [1, 1], [10, 30], [0.4, 0.4])

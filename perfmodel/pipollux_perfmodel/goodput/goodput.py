@@ -80,9 +80,8 @@ class GoodputFunction:
         accum_steps: Numbers,
         num_microbatches: Numbers = 1,
     ) -> Numbers:
-        """Return goodput in samples (in units of the initial batch size) per second.
-
-        Raises ValueError for batch sizes below the initial one, where efficiency is undefined.
+        """Return goodput in samples (in units of the initial batch size) per second. Raises
+        ValueError for batch sizes below the initial one, where efficiency is undefined.
         """
         smallest = np.min(_batch_size(num_replicas, atomic_bsz, accum_steps))
         if smallest < self._init_batch_size:

@@ -81,10 +81,8 @@ def size_corrections(
     num_microbatches: ArrayLike = 1,
     scatter: ArrayLike = 0.0,
 ) -> SizeCorrections:
-    """Return the residuals of a model on measured optimizer steps of one allocation.
-
-    The arrays have one entry per configuration; `scatter` is s, relative to the median of the
-    steps.
+    """Return the residuals of a model on measured optimizer steps of one allocation. The arrays
+    have one entry per configuration; `scatter` is s, relative to the median of the steps.
 
     >>> params = PerfParams(0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5)
     >>> size_corrections(params, 1, 1, [10, 30], [0.4, 0.4]).factors([10, 30]).round(2).tolist()

@@ -111,9 +111,8 @@ class SpeedupFunction:
         self._corrections = corrections
 
     def __call__(self, num_nodes: Numbers, num_replicas: Numbers) -> Numbers:
-        """Return the speedup, a float for scalars, else an array of the broadcast shape.
-
-        Raises ValueError unless 1 <= num_nodes <= num_replicas, or both are 0.
+        """Return the speedup, a float for scalars, else an array of the broadcast shape. Raises
+        ValueError unless 1 <= num_nodes <= num_replicas, or both are 0.
         """
         speedup = self._answer(_cells(num_nodes, num_replicas, self._most_nodes))
         return speedup.item() if speedup.ndim == 0 else speedup
@@ -134,9 +133,7 @@ class SpeedupFunction:
 
     def configuration(self, num_nodes: int, num_replicas: int) -> Configuration:
         """Return the job's configuration on an allocation; if monotone, possibly with fewer
-        replicas.
-
-        Raises ValueError unless 1 <= num_nodes <= num_replicas.
+        replicas. Raises ValueError unless 1 <= num_nodes <= num_replicas.
         """
         speedup = self(num_nodes, num_replicas)
         if self._monotone:

@@ -146,7 +146,6 @@ def perf_params_to_json(params: PerfParams) -> dict[str, Any]:
 
 def perf_params_from_json(value: Mapping[str, Any]) -> PerfParams:
     """Return step time parameters from decoded JSON, of Pipollux or of AdaptDL (seven numbers).
-
     Raises ParamsError with the first wrong key, its value and the allowed values.
     """
     checked = _validate(_VersionedPerfParams, "perf_params", value)
@@ -170,9 +169,8 @@ def grad_params_from_json(value: Mapping[str, Any]) -> GradParams:
 
 
 def describe(error: ValidationError, what: str, known: Callable[[list[str]], list[str]]) -> str:
-    """Return one sentence about an error: key, value, allowed values.
-
-    `what` names the whole object; `known` returns the allowed keys at a path in it.
+    """Return one sentence about an error: key, value, allowed values. `what` names the whole
+    object; `known` returns the allowed keys at a path in it.
     """
     details = error.errors(include_url=False)
     first = details[0]

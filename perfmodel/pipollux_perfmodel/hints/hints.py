@@ -71,10 +71,9 @@ _UnknownCount = Annotated[_Count | None, BeforeValidator(_zero_is_unknown)]
 class SchedHints(BaseModel):
     """Hints of one job: snake_case in Python, camelCase in JSON.
 
-    Example:
-        >>> hints = SchedHints.from_json_object({"initBatchSize": 32, "numStages": 2})
-        >>> hints.num_stages, hints.to_json_object()["initBatchSize"]
-        (2, 32)
+    >>> hints = SchedHints.from_json_object({"initBatchSize": 32, "numStages": 2})
+    >>> hints.num_stages, hints.to_json_object()["initBatchSize"]
+    (2, 32)
     """
 
     model_config = ConfigDict(
@@ -188,9 +187,8 @@ class SchedHints(BaseModel):
 
     @classmethod
     def from_json_object(cls, value: Mapping[str, Any]) -> SchedHints:
-        """Read hints from decoded JSON (or YAML).
-
-        Raises HintsError with the first wrong key, its value and the allowed values.
+        """Read hints from decoded JSON (or YAML). Raises HintsError with the first wrong key, its
+        value and the allowed values.
         """
         try:
             return cls.model_validate(value)

@@ -35,9 +35,8 @@ def decode(text: str) -> Any:
 
 
 def read_text(path: str | Path) -> tuple[str, str]:
-    """Return the text of a file, or of standard input for ``-``, and the name of its source.
-
-    Raises ModelingError if the file is missing, cannot be read, or is not UTF-8.
+    """Return the text of a file, or of standard input for ``-``, and the name of its source. Raises
+    ModelingError if the file is missing, cannot be read, or is not UTF-8.
     """
     if str(path) != STANDARD_INPUT:
         return read_text_file(Path(path), ModelingError), str(path)
@@ -49,9 +48,8 @@ def read_text(path: str | Path) -> tuple[str, str]:
 
 
 def read_layers(path: str | Path) -> LayerProfile:
-    """Read `layers.json`, the costs of a model's layers (`LayerProfile.to_json_object`).
-
-    Raises ModelingError with the file, the key, its value and the allowed values.
+    """Read `layers.json`, the costs of a model's layers (`LayerProfile.to_json_object`). Raises
+    ModelingError with the file, the key, its value and the allowed values.
     """
     text, name = read_text(path)
     try:

@@ -136,9 +136,8 @@ class MeasurementRows(NamedTuple):
 
 
 def parse_rows(text: str, name: str) -> MeasurementRows:
-    """Read measurements, one JSON object per line; empty lines are skipped.
-
-    Raises ModelingError without any line; `name` is that of the file, for messages.
+    """Read measurements, one JSON object per line; empty lines are skipped. Raises ModelingError
+    without any line; `name` is that of the file, for messages.
 
     >>> parse_rows('{"num_nodes": 0}', "a.jsonl").bad[0]
     'a.jsonl:1: num_nodes: 0 is not allowed; it must be a whole number from 1 on'

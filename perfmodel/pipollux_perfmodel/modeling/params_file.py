@@ -120,9 +120,8 @@ def to_text(content: Mapping[str, Any]) -> str:
 
 
 def read_model(path: str | Path) -> ModelFile:
-    """Read a `params.json`, or the hints of a job.
-
-    Raises ModelingError with the file, the key, its value and the allowed values.
+    """Read a `params.json`, or the hints of a job. Raises ModelingError with the file, the key, its
+    value and the allowed values.
     """
     text, name = read_text(path)
     try:

@@ -69,7 +69,6 @@ def points(fit: StageFit) -> list[RegimePoint]:
 
 def draw_fit(fits: Sequence[StageFit], form: str = "png") -> bytes:
     """Draw measured against predicted step times: one panel per number of stages, at least one.
-
     Shapes are the regimes, colours the samples of a micro-batch, and red circles the outliers.
     """
     with matplotlib.style.context("default"):

@@ -85,9 +85,8 @@ class Answer:
 
 
 def predict(model: ModelFile, question: Question) -> Answer:
-    """Predict the allocations of a question.
-
-    Raises ModelingError if the initial batch size is unknown, or the question is inconsistent.
+    """Predict the allocations of a question. Raises ModelingError if the initial batch size is
+    unknown, or the question is inconsistent.
     """
     init_batch_size = _init_batch_size(model)
     bounds = _bounds(model, question, init_batch_size)

@@ -34,11 +34,10 @@ def chunk_cuts(
 
     Arguments and errors as of `partition`, with K·V chunks for stages; V is `chunks_per_stage`.
 
-    Example:
-        >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
-        >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2)] * 8)
-        >>> chunk_cuts(profile, 2, 2, 4)[0]
-        [2, 2, 2, 2]
+    >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
+    >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2)] * 8)
+    >>> chunk_cuts(profile, 2, 2, 4)[0]
+    [2, 2, 2, 2]
     """
     parts = _num_parts(chunks_per_stage, num_stages)
     load: dict[str, Any] = {"micro_bsz": micro_bsz, "checkpoint": checkpoint}

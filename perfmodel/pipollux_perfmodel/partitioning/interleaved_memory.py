@@ -34,14 +34,13 @@ def interleaved_memory(
     `balance` has K·V entries; stage q is on device q mod K. Otherwise as `stage_memory`, with a
     single M.
 
-    Example:
-        >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
-        >>> profile = LayerProfile((Layer(0, 1, 0, 2, activation_bytes=1),) * 8)
-        >>> interleaved_memory(profile, [2] * 4, 2, 1.0, 8).tolist()
-        [10.0, 6.0]
-        >>> from pipollux_perfmodel.partitioning.memory import stage_memory
-        >>> stage_memory(profile, [4] * 2, 1.0, 8, schedule="1f1b").tolist()
-        [8.0, 4.0]
+    >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
+    >>> profile = LayerProfile((Layer(0, 1, 0, 2, activation_bytes=1),) * 8)
+    >>> interleaved_memory(profile, [2] * 4, 2, 1.0, 8).tolist()
+    [10.0, 6.0]
+    >>> from pipollux_perfmodel.partitioning.memory import stage_memory
+    >>> stage_memory(profile, [4] * 2, 1.0, 8, schedule="1f1b").tolist()
+    [8.0, 4.0]
     """
     samples = checked_samples(np.asarray(micro_bsz, float))
     state, per_sample = _device_bytes(profile, balance, num_devices, num_microbatches, checkpoint)

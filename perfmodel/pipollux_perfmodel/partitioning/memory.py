@@ -105,11 +105,10 @@ def largest_micro_bsz(
     0 if no sample fits, infinity if samples take no memory. Arguments and errors as of
     `stage_memory`; the limit is in bytes of each stage's device, above 0.
 
-    Example:
-        >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
-        >>> layer = Layer(0, 1, 0, 2, parameter_bytes=10, activation_bytes=3)
-        >>> largest_micro_bsz(LayerProfile((layer, layer)), [1, 1], 50.0, [1, 2]).tolist()
-        [10.0, 5.0]
+    >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
+    >>> layer = Layer(0, 1, 0, 2, parameter_bytes=10, activation_bytes=3)
+    >>> largest_micro_bsz(LayerProfile((layer, layer)), [1, 1], 50.0, [1, 2]).tolist()
+    [10.0, 5.0]
     """
     _check_schedule(schedule)
     check_limit(memory_limit)
@@ -127,7 +126,6 @@ def kept_bytes(
     schedule: ScheduleKind,
 ) -> Floats:
     """Return the maximum bytes per sample of a stage, by the table above; arguments broadcast.
-
     `input_bytes` is I, `activation_bytes` A, and `stages_left` K - k.
     """
     inputs, full, M = (np.asarray(x) for x in (input_bytes, activation_bytes, num_microbatches))
@@ -168,9 +166,8 @@ def largest_share(whole: Any, largest: Any, num_shards: int) -> Floats:
 
 
 def range_state_bytes(profile: LayerProfile) -> Floats:
-    """Return bytes of layers i to j - 1 independent of the batch, shape (L + 1, L + 1).
-
-    A sharded state counts as `largest_share`. Values below the diagonal are undefined.
+    """Return bytes of layers i to j - 1 independent of the batch, shape (L + 1, L + 1). A sharded
+    state counts as `largest_share`. Values below the diagonal are undefined.
     """
     optimizer = profile.column("optimizer_bytes")
     plain, whole = (

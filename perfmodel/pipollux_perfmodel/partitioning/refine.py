@@ -23,9 +23,8 @@ _MOST_MOVES = 50
 
 
 def refine_cut(costs: CutCosts, allowed: Sequence[Bools], ends: Sequence[int]) -> list[int]:
-    """Return the ends of the stages of a cut that is at least as fast with 1F1B.
-
-    `allowed` as for `find_cut`; `ends` are those of an allowed cut, starting with 0.
+    """Return the ends of the stages of a cut that is at least as fast with 1F1B. `allowed` as for
+    `find_cut`; `ends` are those of an allowed cut, starting with 0.
     """
     best: Ints = np.asarray(ends, np.int64)
     if len(best) <= 2:

@@ -55,13 +55,12 @@ def compare_schedules(
     that do not fit come last. Arguments and errors (except for a lack of memory) as of
     `plan_stages`; `chunks_per_stage` is V of "interleaved".
 
-    Example:
-        >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
-        >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2, activation_bytes=1)] * 4)
-        >>> base = PerfParams(0, 3, 0.2, 0.02, 0.05, 0.01, 1.5)
-        >>> [(option.schedule, option.seconds, option.memory)
-        ...  for option in compare_schedules(profile, 2, 8, base, micro_bsz=1)]
-        [('1f1b', 54.0, 4.0), ('gpipe', 54.0, 16.0)]
+    >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
+    >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2, activation_bytes=1)] * 4)
+    >>> base = PerfParams(0, 3, 0.2, 0.02, 0.05, 0.01, 1.5)
+    >>> [(option.schedule, option.seconds, option.memory)
+    ...  for option in compare_schedules(profile, 2, 8, base, micro_bsz=1)]
+    [('1f1b', 54.0, 4.0), ('gpipe', 54.0, 16.0)]
     """
     if memory_limit is not None:
         check_limit(memory_limit)
@@ -140,11 +139,10 @@ def reschedule(
     must be given: `alpha_t` and `beta_t`, K - 1 entries as in `PerfParams`; empty: additional
     messages are free.
 
-    Example:
-        >>> run = PerfParams(0.1, 0.01, 0, 0, 0, 0, 1, (1 / 6,) * 2, (1 / 3,) * 2, schedule="1f1b")
-        >>> other = reschedule(run, "interleaved", alpha_t=(0.3,))
-        >>> other.schedule, other.chunks_per_stage, [round(t, 3) for t in other.alpha_t]
-        ('interleaved', 2, [0.2])
+    >>> run = PerfParams(0.1, 0.01, 0, 0, 0, 0, 1, (1 / 6,) * 2, (1 / 3,) * 2, schedule="1f1b")
+    >>> other = reschedule(run, "interleaved", alpha_t=(0.3,))
+    >>> other.schedule, other.chunks_per_stage, [round(t, 3) for t in other.alpha_t]
+    ('interleaved', 2, [0.2])
     """
     chunks = chunks_per_stage if schedule == "interleaved" else 1
     other = params._replace(schedule=schedule, chunks_per_stage=chunks)

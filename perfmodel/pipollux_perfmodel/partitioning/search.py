@@ -144,7 +144,6 @@ class _Search:
 
     def _path_tables(self, backward: Floats) -> list[_Table]:
         """Return Σ_{q≥k} h_q + Σ_{q≤k} g_q of a stage k, without and with its own (M - 2)·g_k.
-
         Without copies. For the best cut, no path is longer than the longest of them.
         """
         leaving = self.last_left[:, None] + self.total_backward
@@ -167,9 +166,8 @@ class _Search:
         return ends, float(self._bound(labels, 0)[0])
 
     def _sweep(self, bound: float, quick: bool) -> tuple[list[int], float] | None:
-        """Return the best cut below the bound and its cost, or None.
-
-        With `quick`, keeps one label per prefix, and may miss the best cut.
+        """Return the best cut below the bound and its cost, or None. With `quick`, keeps one label
+        per prefix, and may miss the best cut.
         """
         labels = self._start()
         history: list[_Step] = []

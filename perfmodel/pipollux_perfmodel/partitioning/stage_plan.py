@@ -63,9 +63,8 @@ class StagePlan:
         return self.perf_params.schedule
 
     def memory(self, micro_bsz: ArrayLike, num_microbatches: ArrayLike) -> Floats:
-        """Return bytes that each stage holds, shape (K, *broadcast shape of b and M).
-
-        Raises ValueError for interleaved stages with several M.
+        """Return bytes that each stage holds, shape (K, *broadcast shape of b and M). Raises
+        ValueError for interleaved stages with several M.
         """
         if self.schedule == "interleaved":
             return interleaved_memory(
@@ -191,11 +190,10 @@ def price_stages(
     Raises ValueError if the balance does not fit the profile, all layer times are 0, or `base`,
     `checkpoint` or `schedule` is out of range.
 
-    Example:
-        >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2), Layer(0, 1, 0, 4)])
-        >>> base = PerfParams(0, 3, 0.2, 0.02, 0.05, 0.01, 1.5)
-        >>> price_stages(profile, [1, 1], base, checkpoint="never").backward_shares
-        (0.25, 0.5)
+    >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2), Layer(0, 1, 0, 4)])
+    >>> base = PerfParams(0, 3, 0.2, 0.02, 0.05, 0.01, 1.5)
+    >>> price_stages(profile, [1, 1], base, checkpoint="never").backward_shares
+    (0.25, 0.5)
     """
     check_balance(balance, profile.num_layers)
     schedule = schedule or _schedule_of(base)

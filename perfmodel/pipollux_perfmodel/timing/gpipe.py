@@ -133,9 +133,8 @@ def _backward_machines(
 def _one_job_differs(
     usual: Sequence[Numbers], first: Sequence[Numbers], num_jobs: Numbers
 ) -> Numbers:
-    """Return the length of a flow shop whose first job has different times.
-
-    The longest path leaves the first job at some machine p.
+    """Return the length of a flow shop whose first job has different times. The longest path leaves
+    the first job at some machine p.
     """
     alone = _total(first)
     if len(usual) == 1:

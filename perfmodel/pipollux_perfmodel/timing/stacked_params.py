@@ -49,7 +49,6 @@ def take(values: Numbers, columns: NDArray[np.intp]) -> Numbers:
 
 def stack_key(params: PerfParams) -> Hashable | None:
     """Return the properties that stacked jobs must have in common; None: cannot be stacked.
-
     Simulated schedules cannot, unless one number describes all stages.
     """
     powers = _own_power(params.gamma), _own_power(params.gamma_c), _own_growth(params)
@@ -62,9 +61,8 @@ def stack_key(params: PerfParams) -> Hashable | None:
 
 
 def stack_params(all_params: Sequence[PerfParams], num_columns: Sequence[int]) -> PerfParams:
-    """Return the parameters of jobs with one `stack_key`, for each of their columns.
-
-    For jobs whose stages reduce to one number, `pipeline_factor`, the stages are the first job's.
+    """Return the parameters of jobs with one `stack_key`, for each of their columns. For jobs whose
+    stages reduce to one number, `pipeline_factor`, the stages are the first job's.
     """
     first = all_params[0]
     if len(all_params) == 1:

@@ -61,12 +61,11 @@ class Schedule:
     Raises ValueError for an unknown kind, a wrong number of entries, a negative or infinite time,
     no micro-batch, or stages that cannot be interleaved.
 
-    Example:
-        >>> schedule = Schedule("1f1b", (1.0, 1.0), (2.0, 2.0), num_microbatches=4)
-        >>> schedule.makespan, schedule.max_in_flight
-        (15.0, (2, 1))
-        >>> schedule.events[0]
-        StageEvent(stage=0, microbatch=0, phase='forward', start=0.0, end=1.0)
+    >>> schedule = Schedule("1f1b", (1.0, 1.0), (2.0, 2.0), num_microbatches=4)
+    >>> schedule.makespan, schedule.max_in_flight
+    (15.0, (2, 1))
+    >>> schedule.events[0]
+    StageEvent(stage=0, microbatch=0, phase='forward', start=0.0, end=1.0)
     """
 
     kind: ScheduleKind
@@ -160,7 +159,6 @@ def gpipe_schedule(
     forward: Sequence[float], backward: Sequence[float], num_microbatches: int
 ) -> list[StageEvent]:
     """Return the 2·K·M events of the ideal GPipe timeline, sorted by start; the first starts at 0.
-
     The arguments are seconds of one micro-batch per stage. Raises ValueError as `Schedule`.
     """
     return Schedule("gpipe", tuple(forward), tuple(backward), num_microbatches).events
@@ -207,11 +205,10 @@ def ideal_schedule(
     Stage times are the measured means over the micro-batches of one step; recomputation, possibly a
     separate event, counts as backward. None if a stage lacks a forward or a backward.
 
-    Example:
-        >>> forward = StageEvent(0, 0, "forward", start=5.0, end=6.0)
-        >>> backward = StageEvent(0, 0, "backward", start=8.0, end=9.5)
-        >>> ideal_schedule("1f1b", [forward, backward], num_stages=1).makespan
-        2.5
+    >>> forward = StageEvent(0, 0, "forward", start=5.0, end=6.0)
+    >>> backward = StageEvent(0, 0, "backward", start=8.0, end=9.5)
+    >>> ideal_schedule("1f1b", [forward, backward], num_stages=1).makespan
+    2.5
     """
     seconds: dict[tuple[str, int], list[float]] = {}
     seen: dict[tuple[str, int], set[int]] = {}

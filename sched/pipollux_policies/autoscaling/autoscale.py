@@ -97,9 +97,8 @@ def autoscale(
 
 
 def best_size(utility_of: Callable[[int], float], low: int, high: int, target: float) -> int:
-    """Return the number of nodes, from `low` to `high`, whose utility is nearest the target.
-
-    By binary search, as utility falls with it. Of two equally near, the smaller.
+    """Return the number of nodes, from `low` to `high`, whose utility is nearest the target. By
+    binary search, as utility falls with it. Of two equally near, the smaller.
     """
     while high - low > 1:
         middle = (low + high) // 2
@@ -154,9 +153,8 @@ def _utility_at(
     allocations: Allocations,
     template: NodeInfo,
 ) -> float:
-    """Return the utility that the policy would reach on `size` nodes in the long run.
-
-    Only pinned jobs keep their allocations, because the cost of restarts is paid once.
+    """Return the utility that the policy would reach on `size` nodes in the long run. Only pinned
+    jobs keep their allocations, because the cost of restarts is paid once.
     """
     usable = usable_nodes(nodes)
     order = release_order(jobs, nodes, allocations)
@@ -179,7 +177,6 @@ def _pinned_nodes(jobs: Jobs, nodes: Nodes, allocations: Allocations) -> set[Any
 
 def release_order(jobs: Jobs, nodes: Nodes, allocations: Allocations) -> list[Any]:
     """Return the nodes that could be released, without pinned jobs, draining and unhealthy nodes.
-
     In the order of the number of jobs to move, then preemptible nodes first.
     """
     usable = usable_nodes(nodes)
@@ -208,10 +205,8 @@ def plan_nodes(
     nodes: Nodes,
     allocations: Allocations,
 ) -> NodePlan:
-    """Choose the nodes to release, never those with pinned jobs.
-
-    `drained_before`, which are chosen first, is `drain` of the previous plan, without nodes that
-    now drain for another reason.
+    """Choose the nodes to release, never those with pinned jobs. `drained_before`, which are chosen
+    first, is `drain` of the previous plan, without nodes that now drain for another reason.
     """
     before = {name for name in drained_before if name in nodes}
     ours = {

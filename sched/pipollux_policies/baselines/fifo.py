@@ -37,10 +37,8 @@ class FifoPolicy:
         self._backfill = backfill
 
     def allocate_job(self, job_info: JobInfo, nodes: Nodes) -> Allocation:
-        """Place an arriving job if the FREE resources of nodes suffice.
-
-        Without `backfill`, it starts with the next `optimize`: older queued jobs are not visible
-        here.
+        """Place an arriving job if the FREE resources of nodes suffice. Without `backfill`, it
+        starts with the next `optimize`: older queued jobs are not visible here.
         """
         if not self._backfill:
             return Allocation()

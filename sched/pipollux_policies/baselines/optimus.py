@@ -96,10 +96,8 @@ def _sized(
 
 
 def remaining_seconds(job: JobInfo) -> float:
-    """Return the seconds that a job still needs on one replica.
-
-    If unknown, its past training time, and at least an hour: in real clusters, jobs that have run
-    long have long to run.
+    """Return the seconds that a job still needs on one replica. If unknown, its past training time,
+    and at least an hour: in real clusters, jobs that have run long have long to run.
     """
     if job.remaining_work is not None and np.isfinite(job.remaining_work):
         return job.remaining_work
@@ -182,9 +180,8 @@ def _place(
     sizes: dict[Any, int],
     running: Allocations,
 ) -> dict[Any, Allocation]:
-    """Place all jobs in their sizes, or the next smaller size that fits.
-
-    Jobs that already have their size move only if a larger job needs the room.
+    """Place all jobs in their sizes, or the next smaller size that fits. Jobs that already have
+    their size move only if a larger job needs the room.
     """
     state = ClusterState(jobs, nodes, current, running)
     state.keep_running(lambda name, held: len(held) == sizes[name])

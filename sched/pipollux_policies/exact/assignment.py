@@ -143,9 +143,8 @@ class Assignment:
         return True
 
     def upgrade(self, job: int, most: int | None = None) -> bool:
-        """Give a job the best configuration that fits; return whether anything changed.
-
-        `most` is a configuration whose resources are the upper limit; None: no limit.
+        """Give a job the best configuration that fits; return whether anything changed. `most` is a
+        configuration whose resources are the upper limit; None: no limit.
         """
         before = self.placed[job]
         self._clear(job)

@@ -173,9 +173,8 @@ def build_instance(
     node_template: NodeInfo,
     closed: Sequence[int] = (),
 ) -> Instance:
-    """Return jobs and nodes as arrays, in an order that does not depend on the mappings.
-
-    `closed` are indices into `Nodes.names` of nodes that accept no new jobs.
+    """Return jobs and nodes as arrays, in an order that does not depend on the mappings. `closed`
+    are indices into `Nodes.names` of nodes that accept no new jobs.
     """
     pinned = {
         name: base_allocations[name]
@@ -337,9 +336,8 @@ def _starts(counts: Ints) -> Ints:
 
 
 def _worth_it(speedup: Floats, counts: Ints) -> Bools:
-    """Return which sizes are useful: those that are faster than every smaller one.
-
-    Sizes ascend, `counts` of them for each shape. Speedups that are not finite are replaced.
+    """Return which sizes are useful: those that are faster than every smaller one. Sizes ascend,
+    `counts` of them for each shape. Speedups that are not finite are replaced.
     """
     kept = np.empty(len(speedup), bool)
     starts = _starts(counts)[:-1]

@@ -123,9 +123,8 @@ class FairClaim(NamedTuple):
 def standing(
     instance: Instance, number: int, fairness: float, quantum: float
 ) -> FairStanding | None:
-    """Return a job compared with its equal share; None if it has no speedup anywhere.
-
-    `fairness` is F, `quantum` the longest turn of a job in seconds.
+    """Return a job compared with its equal share; None if it has no speedup anywhere. `fairness` is
+    F, `quantum` the longest turn of a job in seconds.
     """
     configs = instance.jobs[number]
     job, likely = configs.job, sorted(configs.job.likely_work) or [0.0]
@@ -270,9 +269,8 @@ def _claimed(stands: FairStanding, fairness: float) -> tuple[float, float]:
 
 
 def _moved(stands: FairStanding, configs: JobConfigurations) -> float:
-    """Return the least speedup with which a job is in time, or no later, after a change.
-
-    A job that has more than its share may be changed in favour of jobs that have less.
+    """Return the least speedup with which a job is in time, or no later, after a change. A job that
+    has more than its share may be changed in favour of jobs that have less.
     """
     # A restart even for resizable jobs, because the whole job may have to move.
     change, share = configs.job.restart_seconds, stands.share.speedup

@@ -30,9 +30,8 @@ class ObjectiveValue(Protocol):
     """The gains of one instance."""
 
     def gains(self) -> Floats:
-        """Return the gains of all configurations, (P,), in the order of `Instance.table`.
-
-        Gains of configurations that a resize can reach assume a survivor.
+        """Return the gains of all configurations, (P,), in the order of `Instance.table`. Gains of
+        configurations that a resize can reach assume a survivor.
         """
 
     def moved(self, job: int, speedup: float, held: Held, *, live: bool = False) -> float:
@@ -46,9 +45,8 @@ class Objective(Protocol):
         """Return the promises of room that come before any gain."""
 
     def judge(self, instance: Instance, promises: Reservations) -> ObjectiveValue:
-        """Return the gains of all jobs' configurations; a broken promise outweighs all gains.
-
-        The instance lacks the room on nodes that the promises close.
+        """Return the gains of all jobs' configurations; a broken promise outweighs all gains. The
+        instance lacks the room on nodes that the promises close.
         """
 
 

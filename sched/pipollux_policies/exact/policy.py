@@ -46,9 +46,8 @@ class Certificate:
 
 
 class ExactPolicy:
-    """Allocates by exact optimisation of an objective; None: `CompletionTime()`.
-
-    With `FairSpeedup()` the policy solves Pollux's own problem.
+    """Allocates by exact optimisation of an objective; None: `CompletionTime()`. With
+    `FairSpeedup()` the policy solves Pollux's own problem.
 
     >>> job = JobInfo({"slots": 1}, lambda nodes, replicas: replicas, 0.0, 1, 4)
     >>> node = NodeInfo({"slots": 4})
@@ -90,10 +89,8 @@ class ExactPolicy:
         base_allocations: Mapping[Any, Sequence[Any]],
         node_template: NodeInfo,
     ) -> tuple[dict[Any, Allocation], int]:
-        """Return every job's allocation (empty: it is queued), and the present number of nodes.
-
-        An unchanged allocation keeps its list. `node_template` could be rented: fair shares count
-        it.
+        """Return every job's allocation (empty: it is queued), and the present number of nodes. An
+        unchanged allocation keeps its list. `node_template` could be rented: fair shares count it.
         """
         allocations, _ = self.solve(jobs, nodes, base_allocations, node_template)
         return allocations, len(nodes)

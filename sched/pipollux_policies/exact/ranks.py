@@ -102,9 +102,8 @@ def _job_means(values: Floats, counts: Ints) -> Floats:
 
 
 def _ranks(jobs: Sequence[JobConfigurations], left: Floats, costs: Floats, counts: Ints) -> Floats:
-    """Return the expected rank of each value of the remaining work, in order of jobs.
-
-    `left` is T / c and `costs` c of each value; `counts` the number of values of each job.
+    """Return the expected rank of each value of the remaining work, in order of jobs. `left` is T /
+    c and `costs` c of each value; `counts` the number of values of each job.
     """
     means = _job_means(costs, counts)
     turns = _turns(jobs)
@@ -138,9 +137,8 @@ def _families(jobs: Sequence[JobConfigurations]) -> list[list[int]]:
 
 
 def _turns(jobs: Sequence[JobConfigurations]) -> Ints:
-    """Return the order of jobs with equal work left; the last one has the highest rank.
-
-    The last is the one that has done and held least, as most jobs are short, then the oldest.
+    """Return the order of jobs with equal work left; the last one has the highest rank. The last is
+    the one that has done and held least, as most jobs are short, then the oldest.
     """
     infos = [configs.job for configs in jobs]
     order = sorted(
@@ -154,7 +152,6 @@ def _turns(jobs: Sequence[JobConfigurations]) -> Ints:
 
 def _others_with_more(left: Floats, costs: Floats, counts: Ints, turns: Ints) -> Floats:
     """Return, for each value, the expected costs of the other jobs with at least as much left.
-
     `turns` is the order of jobs with equal work left.
     """
     owner = np.repeat(np.arange(len(counts)), counts)

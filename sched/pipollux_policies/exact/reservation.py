@@ -82,9 +82,8 @@ class Reservations:
 
 
 def least_configurations(instance: Instance, job: int) -> list[Least]:
-    """Return the least configuration of a job in each of its shapes, the fewest slots first.
-
-    Shapes that fit nowhere now are included: pinned jobs may be in the way.
+    """Return the least configuration of a job in each of its shapes, the fewest slots first. Shapes
+    that fit nowhere now are included: pinned jobs may be in the way.
     """
     first = instance.table.first_shape[job]
     shapes = instance.jobs[job].shapes
@@ -109,9 +108,7 @@ def least_slots(instance: Instance) -> Ints:
 
 def keep(instance: Instance, behind: Sequence[Behind], part: float) -> Reservations:
     """Promise room to jobs that are behind; running ones that may stay keep their least
-    configuration.
-
-    `part` is the share of nodes that may be closed; one may always be.
+    configuration. `part` is the share of nodes that may be closed; one may always be.
     """
     if not behind or not instance.nodes.names:
         return Reservations()
@@ -194,10 +191,8 @@ class _Ledger:
         return need.tobytes(), allowed.tobytes(), least.replicas
 
     def grant(self, claim: FairClaim) -> None:
-        """Promise a job its claim, or the most that fits.
-
-        A running job stays if a change saves less than it costs: there may be room only for its
-        size.
+        """Promise a job its claim, or the most that fits. A running job stays if a change saves
+        less than it costs: there may be room only for its size.
         """
         place = self._kept(claim) or self._found(claim.job, claim.wanted)
         if place is not None and not self._is_worth(claim, place):

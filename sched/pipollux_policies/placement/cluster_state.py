@@ -61,12 +61,11 @@ class ClusterState:
     A new state contains the pinned jobs, on all nodes. `base_allocations` are those that jobs may
     keep, `running` those in which they run, if they differ; survivors of a change belong to these.
 
-    Example:
-        >>> from pipollux_policies import JobInfo, NodeInfo
-        >>> job = JobInfo({"slots": 2}, lambda nodes, replicas: replicas, 0.0, 1, 4)
-        >>> state = ClusterState({"job": job}, {"node": NodeInfo({"slots": 4})}, {})
-        >>> state.find("job", ReplicaRequest(job.all_shapes, 2))
-        ['node', 'node']
+    >>> from pipollux_policies import JobInfo, NodeInfo
+    >>> job = JobInfo({"slots": 2}, lambda nodes, replicas: replicas, 0.0, 1, 4)
+    >>> state = ClusterState({"job": job}, {"node": NodeInfo({"slots": 4})}, {})
+    >>> state.find("job", ReplicaRequest(job.all_shapes, 2))
+    ['node', 'node']
     """
 
     def __init__(

@@ -12,9 +12,8 @@ from pipollux_policies.rules import usable_nodes
 
 
 def place_arrival(job_info: JobInfo, nodes: Mapping[Any, NodeInfo]) -> Allocation:
-    """Place a job's fewest replicas on the first node with enough FREE resources, if any.
-
-    Safe nodes come before preemptible ones. The first of the job's shapes that fits is used.
+    """Place a job's fewest replicas on the first node with enough FREE resources, if any. Safe
+    nodes come before preemptible ones. The first of the job's shapes that fits is used.
     """
     usable, replicas = usable_nodes(nodes), job_info.least_replicas
     for shape in job_info.all_shapes:

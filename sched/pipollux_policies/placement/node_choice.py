@@ -244,9 +244,8 @@ class NodeCapacity:
         """Cached results of `counts`, by the ids of the arguments, which the entries keep alive."""
 
     def counts(self, need: Ints, allowed: Bools) -> Ints:
-        """Return how many replicas, of (T,) resources, fit on each of the allowed nodes: (N,).
-
-        For `frozen` arrays, later changes of capacity update the cached result on the next call.
+        """Return how many replicas, of (T,) resources, fit on each of the allowed nodes: (N,). For
+        `frozen` arrays, later changes of capacity update the cached result on the next call.
         """
         key = id(need), id(allowed)
         if key not in self._kept:
@@ -266,7 +265,6 @@ class NodeCapacity:
 
     def put_all(self, owners: Ints, nodes: Ints, counts: Ints, needs: Ints) -> bool:
         """Allocate the room of many jobs if there is enough for all; return whether there was.
-
         Entries have a job, by index, its node, and the number and (T,) resources of replicas there.
         """
         free, distributed = self.free.copy(), self.num_distributed.copy()

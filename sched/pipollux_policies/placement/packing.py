@@ -24,9 +24,8 @@ S = TypeVar("S")
 
 
 def user_shapes(job: JobInfo) -> tuple[ReplicaShape, ...]:
-    """Return the shapes for policies that do not choose a job's number of stages.
-
-    Its own shape and, if that is for one type of GPU, the first one of each other type.
+    """Return the shapes for policies that do not choose a job's number of stages. Its own shape
+    and, if that is for one type of GPU, the first one of each other type.
     """
     own = job.all_shapes[0]
     chosen: dict[str | None, ReplicaShape] = {own.gpu_type: own}

@@ -98,7 +98,6 @@ def build_cluster(
     num_templates: int,
 ) -> ClusterArrays:
     """Return jobs and nodes as arrays, in an order that does not depend on the mappings.
-
     Preemptible nodes come last; pinned jobs first, then by `min_replicas`, then the oldest.
     """
     base_of = {name: base_allocations.get(name, ()) for name in jobs}

@@ -128,9 +128,8 @@ class PolluxPolicy:
 
 
 def carry_over(states: Ints, old: ClusterArrays, new: ClusterArrays) -> Ints:
-    """Map states of an earlier cluster to a new one: (P, I, N) -> (P, I', N').
-
-    New jobs hold nothing; a new node inherits the replicas of a template. May be infeasible.
+    """Map states of an earlier cluster to a new one: (P, I, N) -> (P, I', N'). New jobs hold
+    nothing; a new node inherits the replicas of a template. May be infeasible.
     """
     result = np.zeros((len(states), *new.base.shape), dtype=np.int64)
     rows = {key: row for row, key in reversed(list(enumerate(_row_keys(old))))}
@@ -193,9 +192,8 @@ def _desired_nodes(
     nodes: Mapping[Any, NodeInfo],
     template: NodeInfo,
 ) -> int:
-    """Return the present number of nodes if the utility is in the band, else the nearest that is.
-
-    A utility above the band can only add nodes, one below it only remove them.
+    """Return the present number of nodes if the utility is in the band, else the nearest that is. A
+    utility above the band can only add nodes, one below it only remove them.
     """
     band, jobs = UtilityBand(), dict(zip(cluster.job_names, cluster.jobs, strict=True))
     used = {node for allocation in allocations.values() for node in allocation}

@@ -85,9 +85,7 @@ def _best_step(
 
 def starting_states(problem: AllocationProblem, current: Ints) -> Ints:
     """Return feasible states without duplicates, (P, I, N): `current`, it with one job changed, and
-    fills.
-
-    `current` must be feasible and on real nodes.
+    fills. `current` must be feasible and on real nodes.
     """
     states = [current, *_fills(problem, current), *_single_changes(problem, current)]
     unique = {state.tobytes(): state for state in states}

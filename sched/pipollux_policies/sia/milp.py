@@ -73,9 +73,8 @@ class Column:
 
 
 def configurations(job: JobInfo, kinds: Sequence[NodeKind]) -> tuple[Column, ...]:
-    """Return the regular configurations of a job with a goodput above 0.
-
-    1, 2, 4, ... replicas on one node of a kind; whole nodes; and the job's fewest replicas.
+    """Return the regular configurations of a job with a goodput above 0. 1, 2, 4, ... replicas on
+    one node of a kind; whole nodes; and the job's fewest replicas.
     """
     columns = []
     for number, kind in enumerate(kinds):
@@ -126,7 +125,6 @@ def current_column(
     columns: Sequence[Column], held: Allocation, kind_of: Mapping[Any, int]
 ) -> tuple[int | None, Column]:
     """Return the column of a job's allocation: a regular one with its index, or a new one.
-
     `columns` are its regular ones; `kind_of` has the kind of each usable node.
     """
     shape, num_nodes = held.shape, len(set(held))
@@ -150,9 +148,8 @@ def current_column(
 
 
 def cost(job: JobInfo, column: Column, *, change: ChangeKind, power: float) -> float:
-    """Return (change · G)^p; infinite if that is 0 to a negative power.
-
-    `change` is `NONE` also for a queued job, as all starts cost the same.
+    """Return (change · G)^p; infinite if that is 0 to a negative power. `change` is `NONE` also for
+    a queued job, as all starts cost the same.
     """
     unchanged = change is ChangeKind.NONE
     factor = 1.0 if unchanged else job.change_factor(live=change is ChangeKind.LIVE)

@@ -83,9 +83,8 @@ class SiaPolicy:
         base_allocations: Allocations,
         node_template: NodeInfo,  # noqa: ARG002  # part of every policy's signature
     ) -> tuple[dict[Any, Allocation], int]:
-        """Return every job's allocation (empty: it is queued), and the present number of nodes.
-
-        The sum that the program minimises is never above that of the current allocations.
+        """Return every job's allocation (empty: it is queued), and the present number of nodes. The
+        sum that the program minimises is never above that of the current allocations.
         """
         cluster = _Cluster.of(jobs, nodes, base_allocations)
         state = ClusterState(jobs, nodes, base_allocations)
@@ -244,9 +243,8 @@ class _Round:
         return self._policy.values(info, self._columns[job], now, seniority, live)
 
     def worth(self, numbers: dict[int, int], allocations: Allocations | None = None) -> float:
-        """Return the program's sum for a choice of columns, by number of the job.
-
-        None: with the placement that the program assumes.
+        """Return the program's sum for a choice of columns, by number of the job. None: with the
+        placement that the program assumes.
         """
         total = 0.0
         for job, number in sorted(numbers.items()):

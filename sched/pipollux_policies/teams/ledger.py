@@ -41,9 +41,8 @@ def capacity_of(slots: Mapping[str, int], held: Mapping[str, int]) -> int:
 def team_uses(
     teams: Teams, held: Mapping[str, int], capacity: int, until: Mapping[str, float]
 ) -> dict[str, TeamUse]:
-    """Return the slots of every team, by name; `until` as in `TeamUse`.
-
-    Slots in no quota are lent before those of teams; teams lend evenly.
+    """Return the slots of every team, by name; `until` as in `TeamUse`. Slots in no quota are lent
+    before those of teams; teams lend evenly.
     """
     names = sorted(teams.by_name.keys() | held.keys())
     borrowed = sum(max(held.get(name, 0) - teams[name].quota, 0) for name in names)

@@ -22,7 +22,6 @@ from .team import Teams
 @dataclass
 class Offers:
     """Grows allocations while any job wants the remaining slots; `given` is changed in place.
-
     `wants` are the slots that the policy would give each job if its group were alone.
     """
 

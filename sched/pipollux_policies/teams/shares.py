@@ -76,9 +76,8 @@ def fill(amount: int, wants: Mapping[str, int], weights: Mapping[str, float]) ->
 
 
 def whose_turn(turns: float, weights: Mapping[str, float]) -> str:
-    """Return the name whose turn it is, if the length of each turn is the weight.
-
-    `turns` is the time so far, in turns of the least weight.
+    """Return the name whose turn it is, if the length of each turn is the weight. `turns` is the
+    time so far, in turns of the least weight.
 
     >>> [whose_turn(turns, {"a": 1.0, "b": 2.0}) for turns in range(6)]
     ['a', 'b', 'b', 'a', 'b', 'b']

@@ -55,14 +55,13 @@ class TeamPolicy:
 
     `now` is in seconds since the epoch, as are the times when notices end.
 
-    Example:
-        >>> from pipollux_policies import ExactPolicy
-        >>> from .team import Team
-        >>> job = JobInfo({"slots": 1}, lambda nodes, replicas: replicas, 0.0, 1, 8, team="a")
-        >>> teams = Teams({"a": Team("a", quota=2, borrow=1)})
-        >>> node = NodeInfo({"slots": 4})
-        >>> TeamPolicy(ExactPolicy(), teams).optimize({"j": job}, {"n": node}, {}, node)[0]
-        {'j': ['n', 'n', 'n']}
+    >>> from pipollux_policies import ExactPolicy
+    >>> from .team import Team
+    >>> job = JobInfo({"slots": 1}, lambda nodes, replicas: replicas, 0.0, 1, 8, team="a")
+    >>> teams = Teams({"a": Team("a", quota=2, borrow=1)})
+    >>> node = NodeInfo({"slots": 4})
+    >>> TeamPolicy(ExactPolicy(), teams).optimize({"j": job}, {"n": node}, {}, node)[0]
+    {'j': ['n', 'n', 'n']}
     """
 
     policy: Policy
@@ -164,9 +163,8 @@ class TeamPolicy:
     def _earlier(
         self, round_: _Round, found: dict[Any, float], told: Collection[Any]
     ) -> dict[Any, float]:
-        """Return jobs with an earlier notice, in place of others of their teams.
-
-        Otherwise a policy that reclaims from another job each time would postpone the end forever.
+        """Return jobs with an earlier notice, in place of others of their teams. Otherwise a policy
+        that reclaims from another job each time would postpone the end forever.
         """
         jobs, nodes = round_.jobs, round_.nodes
         teams = {jobs[name].team for name in found}

@@ -18,9 +18,8 @@ from .team import Team, Teams
 def team_violations(
     teams: Teams, jobs: Jobs, nodes: Nodes, base_allocations: Allocations, allocations: Allocations
 ) -> list[str]:
-    """Return a message for every rule of a team that a decision newly breaks.
-
-    A team that holds more than it may, because its file has changed, may continue without more.
+    """Return a message for every rule of a team that a decision newly breaks. A team that holds
+    more than it may, because its file has changed, may continue without more.
     """
     before, after = _slots(jobs, nodes, base_allocations), _slots(jobs, nodes, allocations)
     members: defaultdict[str, list[Any]] = defaultdict(list)

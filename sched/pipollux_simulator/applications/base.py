@@ -71,10 +71,8 @@ class JobModel(Protocol):
         """Record the times of an iteration, and the gradients' size and noise."""
 
     def inherit(self, relatives: Sequence[JobModel]) -> None:
-        """Start with the measurements of jobs of the same application, at least one.
-
-        The gradients are those of the first one at its start. May be called again until the job
-        starts.
+        """Start with the measurements of jobs of the same application, at least one. The gradients
+        are those of the first one at its start. May be called again until the job starts.
         """
 
     def shapes(self) -> tuple[ReplicaShape, ...]:

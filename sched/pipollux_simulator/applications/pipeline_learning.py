@@ -118,7 +118,6 @@ class StepTimeLearner:
 
 def fit_network(points: dict[RunningJob, TrueStepTimes]) -> PerfParams:
     """Return network and γ that explain the latest optimizer steps, given the accumulation steps.
-
     Compute, overlap and contention are neutral.
     """
     latest = list(points.items())[-_MAX_POINTS:]

@@ -28,12 +28,11 @@ _NOISE_TOLERANCE = 0.1  # relative change of the noise scale without effect on c
 class PipelineJobModel:
     """Online model of a job with known layers, and a batch size if its user fixes it; a `JobModel`.
 
-    Example:
-        >>> from pipollux_simulator.applications.devices import A100_40G
-        >>> from pipollux_simulator.applications.gpt import GPT_MODELS
-        >>> model = PipelineJobModel(PipelineJob(GPT_MODELS["gpt-2.7b"], (A100_40G,)))
-        >>> [(shape.num_stages, shape.resources) for shape in model.shapes()]
-        [(2, {'slots': 2}), (4, {'slots': 4}), (8, {'slots': 8})]
+    >>> from pipollux_simulator.applications.devices import A100_40G
+    >>> from pipollux_simulator.applications.gpt import GPT_MODELS
+    >>> model = PipelineJobModel(PipelineJob(GPT_MODELS["gpt-2.7b"], (A100_40G,)))
+    >>> [(shape.num_stages, shape.resources) for shape in model.shapes()]
+    [(2, {'slots': 2}), (4, {'slots': 4}), (8, {'slots': 8})]
     """
 
     def __init__(self, job: PipelineJob, batch_size: int | None = None) -> None:
@@ -88,9 +87,8 @@ class PipelineJobModel:
     def configure(
         self, shape: ReplicaShape, placement: Sequence[int], gpu_type: str = ""
     ) -> RunningJob:
-        """Choose M, atomic batch size and accumulation steps for an allocation.
-
-        Raises ValueError if there is no such shape on such GPUs, or no batch size within bounds.
+        """Choose M, atomic batch size and accumulation steps for an allocation. Raises ValueError
+        if there is no such shape on such GPUs, or no batch size within bounds.
         """
         best = self._best(
             shape.num_stages, self._job.device(gpu_type), len(placement), sum(placement)
@@ -111,9 +109,8 @@ class PipelineJobModel:
         )
 
     def goodput(self, running: RunningJob) -> float:
-        """Predict samples (in units of the initial batch size) per second.
-
-        Raises ValueError for a batch that is too small.
+        """Predict samples (in units of the initial batch size) per second. Raises ValueError for a
+        batch that is too small.
         """
         params = self._learner.params(self._job.way(running), running.gpu_type)
         function = GoodputFunction(params, self._gradients, self._job.model.init_batch_size)

@@ -104,9 +104,8 @@ class TraceJobModel:
             self._speedup = None
 
     def inherit(self, relatives: Sequence[JobModel]) -> None:
-        """Start with the jobs' profiles, and with the initial gradients of the first one.
-
-        Limits the number of rows, and how often each is passed on, as in jobs (`InheritedRows`).
+        """Start with the jobs' profiles, and with the initial gradients of the first one. Limits
+        the number of rows, and how often each is passed on, as in jobs (`InheritedRows`).
         """
         alike = [model for model in relatives if isinstance(model, TraceJobModel)]
         rows = [entry for model in alike for entry in model._handed_down()]

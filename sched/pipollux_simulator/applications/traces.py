@@ -122,9 +122,8 @@ class TraceApplication:
         return known
 
     def gradients(self, batch_size: int, epoch: int) -> GradParams:
-        """Return the statistics of an epoch, interpolated linearly over the batch size.
-
-        Raises TraceError for a batch size outside the validated range.
+        """Return the statistics of an epoch, interpolated linearly over the batch size. Raises
+        TraceError for a batch size outside the validated range.
         """
         if not self.init_batch_size <= batch_size <= self.max_batch_size:
             raise TraceError(

@@ -149,9 +149,8 @@ class Cluster:
         self._declared: Mapping[str, Sequence[float]] = {}
 
     def run(self, watch: Watch | None = None) -> Result:
-        """Simulate until all jobs are done, calling `watch` after every round.
-
-        Raises SimulationError if the policy broke a rule, or some job never runs.
+        """Simulate until all jobs are done, calling `watch` after every round. Raises
+        SimulationError if the policy broke a rule, or some job never runs.
         """
         while self._waiting or self._active:
             self._skip_idle_rounds()

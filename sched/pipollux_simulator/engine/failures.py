@@ -66,9 +66,8 @@ SPOT = Outages(mean_uptime=6 * 3600.0, mean_downtime=1800.0, notice=120.0, least
 
 
 def outages(nodes: Sequence[str], duration: float, outage: Outages, seed: int) -> list[NodeEvent]:
-    """Return the events of all nodes before `duration` seconds, sorted by time.
-
-    If a node drains before the end and is lost after it, the loss is not included.
+    """Return the events of all nodes before `duration` seconds, sorted by time. If a node drains
+    before the end and is lost after it, the loss is not included.
 
     >>> events = outages(["n0", "n1"], 86400.0, SPOT, seed=1)
     >>> events[0].kind
@@ -85,9 +84,8 @@ def outages(nodes: Sequence[str], duration: float, outage: Outages, seed: int) -
 
 
 def merge_events(*streams: Sequence[NodeEvent]) -> list[NodeEvent]:
-    """Return the events of several streams as one, sorted by time and consistent for each node.
-
-    A node that several streams take away returns when all give it back; others are omitted.
+    """Return the events of several streams as one, sorted by time and consistent for each node. A
+    node that several streams take away returns when all give it back; others are omitted.
 
     >>> failure = [NodeEvent(5.0, "n0", "lost"), NodeEvent(9.0, "n0", "back")]
     >>> spot = [NodeEvent(6.0, "n0", "lost"), NodeEvent(20.0, "n0", "back")]

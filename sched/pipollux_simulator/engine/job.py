@@ -194,9 +194,8 @@ class SimulatedJob:
         return min(self.clock + left / rate, self._join_at)
 
     def advance(self, until: float, pace: float, gpu_type: str) -> None:
-        """Train until a given time, or until completion if that comes first.
-
-        `pace` is 1, or less if another distributed job interferes.
+        """Train until a given time, or until completion if that comes first. `pace` is 1, or less
+        if another distributed job interferes.
         """
         if self.shape is None:
             self.clock = until

@@ -83,9 +83,8 @@ def outcome(
     known_length: KnownLength = EXACT_LENGTHS,
     teams: TeamMembership | None = None,
 ) -> SimulationOutcome:
-    """Convert a result to an outcome, including the time of each job alone.
-
-    `isolated` is for the same nodes and restarts, and caches its results.
+    """Convert a result to an outcome, including the time of each job alone. `isolated` is for the
+    same nodes and restarts, and caches its results.
     """
     contention = Contention([(job.arrival.time, _completed(job)) for job in result.jobs])
 

@@ -69,7 +69,6 @@ OWNER_COLUMNS = ("team", "user", "priority")
 
 def read_workload(path: Path | str) -> tuple[JobArrival, ...]:
     """Return the jobs of a CSV file in order of arrival; with equal times, in the file's order.
-
     Raises ValueError with file, row (the header is row 1) and column.
     """
     path = Path(path)
