@@ -2,13 +2,9 @@
 
 Most users cannot predict when their jobs stop. But jobs come in families (a script that runs again
 and again), and most jobs are short. So the remaining work of a job is a distribution, and policies
-use all of it (`completion_time`). Symbols, in seconds of one replica of the job:
-
-    a    work that it has done
-    X    its whole work, a random variable
-    x_i  whole work of a completed job i
-
-The distribution of X, given that X > a, is a weighted sample of:
+use all of it (`completion_time`). In seconds of one replica of the job, let a be the work that it
+has done, X its whole work, a random variable, and x_i the whole work of a completed job i. The
+distribution of X, given that X > a, is a weighted sample of:
 
 * every completed job, at x_i: with `FAMILY_WEIGHT` if it is of the job's family, else with 1. Jobs
   of a family have a similar number of samples, from which x_i follows;

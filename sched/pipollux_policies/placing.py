@@ -31,13 +31,9 @@ def place_in_order(
 ) -> dict[str, Allocation]:
     """Return the allocations of the jobs that start at once, of `waiting` in order of arrival.
 
-    Args:
-        waiting: names of the jobs without an allocation.
-        free: the nodes with their free resources.
-        place: returns an allocation of one job on free resources, possibly empty.
-        weighed: jobs that only the policy may start: suspended ones, and new ones with inherited
-        hints, which may get more than their minimum.
-        queue: whether a job that has to wait also holds back the jobs after it.
+    `place` returns an allocation on free resources, possibly empty. Only the policy may start
+    `weighed` jobs: suspended ones, and new ones with inherited hints, which may get more than their
+    minimum. With `queue`, a job that has to wait also holds back the jobs after it.
     """
     left, placed = dict(free), dict[str, Allocation]()
     for name in waiting:

@@ -64,15 +64,11 @@ class Prediction:
 
 
 class StageModel:
-    """A job with K stages.
+    """A job with K stages; `model` has its known properties, `layers` to cut unmeasured stages
+    from.
 
-    Args:
-        model: the known properties of the job.
-        layers: layers to cut unmeasured stages from, with the memory limit; None: unknown.
-        bounds: bounds of the configuration.
-        init_batch_size: of the job.
-        num_stages: K; ModelingError if the layers cannot be cut into K stages.
-        schedule: of the stages; None: that of the nearest measured number of stages.
+    Without a schedule, that of the nearest measured number of stages. Raises ModelingError if the
+    layers cannot be cut into K stages.
     """
 
     def __init__(

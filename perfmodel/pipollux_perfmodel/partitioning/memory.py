@@ -64,23 +64,14 @@ def stage_memory(
 ) -> Floats:
     """Return the maximum bytes of each stage, shape (K, *broadcast shape of b and M).
 
-    Args:
-        profile: the costs of the layers.
-        balance: number of layers of each stage, K entries.
-        micro_bsz: b, samples per micro-batch; any shape.
-        num_microbatches: M; any shape that broadcasts with `micro_bsz`.
-        checkpoint: the recomputed micro-batches, for all stages or per stage.
-        schedule: "gpipe" or "1f1b".
+    `balance` is the number of layers of each stage; `micro_bsz`, b, and `num_microbatches`, M, have
+    any shapes that broadcast; `checkpoint` is for all stages or per stage; `schedule` "gpipe" or
+    "1f1b". Raises ValueError if the balance does not fit the profile, or b or M are out of range.
 
-    Raises:
-        ValueError: when the balance does not fit the profile, b is negative or not finite, M below
-        1, or checkpoint or schedule unknown.
-
-    Example:
-        >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
-        >>> layer = Layer(0, 1, 0, 2, parameter_bytes=10, optimizer_bytes=20, activation_bytes=3)
-        >>> stage_memory(LayerProfile((layer, layer)), [1, 1], 4.0, [1, 2]).tolist()
-        [[52.0, 64.0], [52.0, 64.0]]
+    >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
+    >>> layer = Layer(0, 1, 0, 2, parameter_bytes=10, optimizer_bytes=20, activation_bytes=3)
+    >>> stage_memory(LayerProfile((layer, layer)), [1, 1], 4.0, [1, 2]).tolist()
+    [[52.0, 64.0], [52.0, 64.0]]
     """
     _check_schedule(schedule)
     samples, count = np.broadcast_arrays(

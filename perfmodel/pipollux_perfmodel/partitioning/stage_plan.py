@@ -119,7 +119,7 @@ def plan_stages(
     link: Link | None = None,
     transfers_overlap: bool = True,
 ) -> StagePlan:
-    """Cut the layers with `partition`, and predict its times with `price_stages`.
+    """Cut the layers with `partition`, and predict its times with `price_stages`; same errors.
 
     Args:
         profile: costs of the layers.
@@ -134,9 +134,6 @@ def plan_stages(
         chunks_per_stage: V if interleaved; other schedules have one chunk.
         link: link that carries activations over a cut; None: copies are free.
         transfers_overlap: whether copies run concurrently with compute.
-
-    Raises:
-        ValueError: as `partition`, `cut_chunks` and `price_stages`.
 
     Example:
         >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2)] * 4)
@@ -244,24 +241,16 @@ def correct_profile(
 ) -> LayerProfile:
     """Return the profile with layers scaled to the measured times of their stages.
 
-    Compares each stage's forward and backward at b samples with the profile, and scales its layers
-    by the ratio, after subtracting recomputation from the measured backward. If the profile has no
-    time to scale, the layers share the measured time evenly, as a fixed cost. Bytes stay unchanged.
+    Compares forward and backward of each stage of a run, with this balance and b samples per
+    micro-batch, with the profile, and scales its layers by the ratio, after subtracting
+    recomputation from the measured backward. If the profile has no time to scale, the layers share
+    the measured time evenly, as a fixed cost. Bytes stay unchanged. Raises ValueError if the
+    arguments have different stages, or b is not above 0.
 
-    Args:
-        profile: the profile to correct.
-        measured: of the run, with the shares of its stages and its checkpoint mode.
-        balance: number of layers of each stage of that run.
-        micro_bsz: b of that run.
-
-    Raises:
-        ValueError: the arguments have different stages, or b is not above 0.
-
-    Example:
-        >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2)] * 2)
-        >>> slow = PerfParams(0, 9, 0, 0, 0, 0, 1, (1 / 3,), (2 / 3,))
-        >>> correct_profile(profile, slow, [2], 4.0).layers[0][:4]
-        (0.0, 1.5, 0.0, 3.0)
+    >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2)] * 2)
+    >>> slow = PerfParams(0, 9, 0, 0, 0, 0, 1, (1 / 3,), (2 / 3,))
+    >>> correct_profile(profile, slow, [2], 4.0).layers[0][:4]
+    (0.0, 1.5, 0.0, 3.0)
     """
     check_balance(balance, profile.num_layers)
     if measured.num_stages != len(balance):

@@ -1,8 +1,7 @@
 """1F1B's times: when each stage's gradients are final, by a recursion over micro-batches.
 
-1F1B (PipeDream-Flush, Narayanan et al., ICML'21): stage k of K runs min(M, K - k) forwards, then
-alternates one backward and one forward, then runs the remaining backwards, with micro-batches in
-the same order in both. With f_k, g_k, t_k as in `gpipe`, and copies on separate machines:
+The order is 1F1B's (`timeline`; PipeDream-Flush, Narayanan et al., ICML'21). With f_k, g_k, t_k as
+in `gpipe`, and copies on separate machines:
 
     F_j(k)    end of the forward of micro-batch j,   B_i(k)   of the backward of micro-batch i
     A_j(k)    when micro-batch j has been copied to stage k,   C_i(k)   its gradient
@@ -21,9 +20,8 @@ g_k. If stages run one at a time, T_pipe is the sum of all times.
 With equal stages and free copies this takes GPipe's M + K - 1 slots of f + g. With unequal stages
 there is no simple closed form: the longest path may go back and forth between stages. A round of
 the recursion is one micro-batch: its backward through all stages is a running maximum, and the
-forwards that follow are of one micro-batch per stage, so a round is a dozen operations on arrays
-over stages and candidates. Beyond `MOST_ROUNDS` micro-batches, the rate of the last rounds is
-extrapolated.
+forwards that follow are of one micro-batch per stage. Beyond `MOST_ROUNDS` micro-batches, the rate
+of the last rounds is extrapolated.
 
 `tests/perfmodel/simulator.py` simulates the same events. Autograd cannot differentiate the
 recursion, and a fit does not need that: T_pipe is C(b)·F(M) with a constant F(M).

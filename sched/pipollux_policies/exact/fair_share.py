@@ -13,26 +13,25 @@ share. A promise of F >= 1 means rho <= F for every job. Symbols, in seconds, of
                                    or 0 if it runs
     slack    how long it can go without an allocation before the promise breaks
 
-A job is served only when necessary, and then gets at most its equal share, which all jobs can have
-at once: if late jobs caught up faster, they would delay each other. So for a known L
+A job is served only when necessary, and then gets at most its equal share: if late jobs caught up
+faster, they would delay each other. So for a known L
 
     slack = F · T − E − reserve
 
 For an unknown L, L counts as 0, and the promise is on progress: the job has done at least what it
 would have done on its equal share in 1/F of its age. If that holds at its end, rho <= F for any
 length. If only a distribution is known (`JobInfo.work_left`), the slack uses its shortest value,
-and F^`GUARD`: the shortest value is too short for most jobs, and would make all of them urgent. The
-claim of a job uses the quantile `LIKELY`.
+and F^`GUARD`, as that is too short for most jobs and would make all of them urgent. The claim of a
+job uses the quantile `LIKELY`.
 
 A share between two numbers of replicas is the larger number for part of the time and the smaller
 for the rest; below the least that a job runs on, it is that least for part of the time. So s is
 continuous in N.
 
 `claims` returns the jobs without slack. Each claims the speedup that completes it in time, at most
-that of its equal share; the job with the greatest expected rho at the next decision comes first. A
-running job counts as one turn later than it is, so that it keeps its place for about one turn
-before another job that does not fit beside it is served. A job that no allocation completes in time
-claims its equal share.
+that of its equal share, or its equal share if none does. The job with the greatest expected rho at
+the next decision comes first. A running job counts as one turn later than it is, so that it keeps
+its place for about one turn before another job that does not fit beside it is served.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ unit,
     L        = the value of some choice within the capacity
 
 a choice that contains item c of job j has at most the value D − (top_j − score_jc). So items with
-top_j − score_jc > D − L can be dropped, and every optimal choice remains. At the price where D is
-least, D − L is usually below the gain of one job from a few units; of dozens of items a handful
-remain. The cheapest items of all jobs are always paid for, so g counts only the units beyond them.
+top_j − score_jc > D − L can be dropped, and every optimal choice remains: at the price where D is
+least, a handful of dozens of items. The cheapest items of all jobs are always paid for, so g counts
+only the units beyond them.
 """
 
 from __future__ import annotations

@@ -7,16 +7,14 @@ Symbols are those of `completion_time`:
     c_j     (age_j + L_j)^q      divided by the mean over all jobs
     rank_j  the sum of c over job j and all jobs with T / c of at least its own
 
-With q = 0 every c is 1, and the rank is the number of jobs with at least as much left: if shorter
-jobs go first, these wait for each second of job j's work. With q > 0 each waiting second is
-weighted by what it adds to the sum of JCT^(1 + q), where age_j + L_j stands for the completion time
-of job j: late jobs count more, and go before others with as much left. The order by T / c is
+With q = 0 every c is 1: a rank is the number of jobs that wait if shorter jobs go first. With q > 0
+each waiting second is weighted by what it adds to the sum of JCT^(1 + q), where age_j + L_j stands
+for the JCT: late jobs count more, and go before others with as much left. The order by T / c is
 Smith's rule; with q = 1 it is highest response ratio next.
 
 *Long* jobs are those with T / c above `LONG` times its mean over all jobs. Their order matters
-little for the average, as each of them takes long, but much for the end of the last one: one after
-the other on many GPUs each they scale worst. So all of them get the mean of their rank^a, and are
-trained side by side.
+little for the average, but much for the end of the last one: one after the other on many GPUs each
+they scale worst. So all of them get the mean of their rank^a, and are trained side by side.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ not all of them fit together, a sum over jobs would prefer narrow jobs forever. 
 strict:
 
 1. A running job within its turn keeps its least configuration, in place.
-2. Then the others, by seconds behind, whatever their width. Each is placed as if only pinned jobs
-and the jobs before it were present. If it does not fit although enough is free in total, earlier
-jobs that are in its way are placed elsewhere.
+2. Then the others, by seconds behind. Each is placed as if only pinned jobs and the jobs before it
+were present. If it does not fit although enough is free in total, earlier jobs that are in its way
+are placed elsewhere.
 3. For a job that does not fit, the node with most of its room free is closed: it accepts no new
 jobs, so that it drains. Another node is chosen only if it has more free room, so the next decision
 closes the same node until the job fits, without any state between decisions.

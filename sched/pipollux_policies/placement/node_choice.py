@@ -54,27 +54,21 @@ def find_nodes(
     claimed: Ints | None = None,
     max_nodes: int | None = None,
 ) -> NodeCounts | None:
-    """Find nodes for all replicas of a job; None if they do not fit.
+    """Find nodes for all replicas of a job, at least 1; None if they do not fit in `max_nodes`.
 
-    Args:
-        counts: (N,), how many of the replicas fit on each node.
-        closed: (N,), nodes that accept no further distributed job.
-        num_replicas: how many replicas to place, at least 1.
-        preferred: (N,), nodes to prefer among equally tight ones for a whole job.
-        avoided: (N,), nodes to choose last, however tight they are.
-        claimed: (N,), claims on nodes: of nodes with equal room, the least claimed go first.
-        max_nodes: the most nodes; None: no limit.
+    Arrays have shape (N,): `counts` is how many of the replicas fit on each node; `closed` nodes
+    accept no further distributed job; of equally tight nodes for a whole job, `preferred` ones come
+    first; `avoided` ones come last, however tight; of nodes with equal room, the least `claimed` go
+    first.
 
-    Returns:
-        The nodes in the order in which they are filled: the roomiest, then the tightest that holds
-        the rest. More room on any node never makes the result None.
+    Returns the nodes in the order in which they are filled: the roomiest, then the tightest that
+    holds the rest. More room on any node never makes the result None.
 
-    Example:
-        >>> closed = np.array([False, False, False])
-        >>> find_nodes(np.array([4, 2, 3]), closed, 2)
-        ((1, 2),)
-        >>> find_nodes(np.array([4, 2, 3]), closed, 6)
-        ((0, 4), (1, 2))
+    >>> closed = np.array([False, False, False])
+    >>> find_nodes(np.array([4, 2, 3]), closed, 2)
+    ((1, 2),)
+    >>> find_nodes(np.array([4, 2, 3]), closed, 6)
+    ((0, 4), (1, 2))
     """
     node = _tightest(counts, num_replicas, preferred, avoided, claimed)
     if node is not None:

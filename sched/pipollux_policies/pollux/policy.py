@@ -38,20 +38,14 @@ class PolluxPolicy:
     """Allocations by NSGA-II over the power mean of the jobs' speedups.
 
     It keeps only the last population, from which the next call starts. Two policies with the same
-    seed return the same results for the same sequence of calls.
+    seed return the same results for the same sequence of calls. `population` states survive each of
+    at most `generations`; after `patience` generations without any improvement the search ends.
+    `power` is p of the power mean over jobs; −1 is the paper's.
 
-    Args:
-        seed: of the policy's random numbers.
-        population: number of states that survive a generation.
-        generations: the most generations.
-        power: p of the power mean over jobs; −1 is the paper's.
-        patience: generations without any improvement after which the search ends.
-
-    Example:
-        >>> linear = JobInfo({"slots": 2}, lambda nodes, replicas: replicas, 0.0, 1, 4)
-        >>> node = NodeInfo({"slots": 4})
-        >>> PolluxPolicy().optimize({"a": linear}, {"n": node}, {}, node)[0]
-        {'a': ['n', 'n']}
+    >>> linear = JobInfo({"slots": 2}, lambda nodes, replicas: replicas, 0.0, 1, 4)
+    >>> node = NodeInfo({"slots": 4})
+    >>> PolluxPolicy().optimize({"a": linear}, {"n": node}, {}, node)[0]
+    {'a': ['n', 'n']}
     """
 
     def __init__(

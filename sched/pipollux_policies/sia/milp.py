@@ -166,12 +166,9 @@ def solve(
 ) -> dict[int, int] | None:
     """Return the index of the column of every running job; None: no solution in time.
 
-    Args:
-        rows: for every job its number, the cost of each column minus that of waiting (cost - λ;
-        columns with 0 or more are ignored), and the columns.
-        free: the capacity of each constraint.
-        relative_gap: the relative distance from the optimum at which the search may stop.
-        time_limit: seconds after which the best solution so far is used.
+    `rows` has for every job its number, the cost of each column minus that of waiting (cost - λ;
+    columns with 0 or more are ignored), and the columns; `free` the capacity of each constraint.
+    The search may stop at a relative gap from the optimum; the time limit is in seconds.
     """
     chosen = [
         (job, number, values[number], column)

@@ -34,6 +34,8 @@ _AGE_WEIGHT = 1e-4
 class SiaPolicy:
     """Chooses stages, replicas and type of GPU of all jobs together, near the optimum.
 
+    Raises ValueError if one is out of range.
+
     Args:
         power: p, below 0; lower is fairer.
         waiting_cost: λ, the cost of a queued job in the sum of the jobs' G^p.
@@ -42,14 +44,10 @@ class SiaPolicy:
         used; without one, running jobs stay and queued jobs fill the free room. Only then does the
         result depend on the machine.
 
-    Raises:
-        ValueError: a number is out of range.
-
-    Example:
-        >>> job = JobInfo({"slots": 2}, lambda nodes, replicas: replicas, 0.0, 1, 4)
-        >>> node = NodeInfo({"slots": 4})
-        >>> SiaPolicy().optimize({"a": job}, {"n": node}, {}, node)[0]
-        {'a': ['n', 'n']}
+    >>> job = JobInfo({"slots": 2}, lambda nodes, replicas: replicas, 0.0, 1, 4)
+    >>> node = NodeInfo({"slots": 4})
+    >>> SiaPolicy().optimize({"a": job}, {"n": node}, {}, node)[0]
+    {'a': ['n', 'n']}
     """
 
     adapts_batch_size: ClassVar[bool] = True

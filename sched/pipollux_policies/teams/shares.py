@@ -24,7 +24,6 @@ class Tier(NamedTuple):
     preemptible: bool
     """Non-preemptible jobs get quota only, because their slots cannot be reclaimed."""
     waits: bool
-    """Whether the jobs preempt nothing of lower priority."""
 
 
 class TeamGroup(NamedTuple):

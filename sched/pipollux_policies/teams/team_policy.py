@@ -51,9 +51,8 @@ class TeamAnswer:
 
 @dataclass(frozen=True)
 class TeamPolicy:
-    """Wraps a policy to enforce the quotas and limits of teams.
-
-    `now` is in seconds since the epoch, as are the times when notices end.
+    """Wraps a policy to enforce the quotas and limits of teams. `now` is in seconds since the
+    epoch, as are the times when notices end.
 
     >>> from pipollux_policies import ExactPolicy
     >>> from .team import Team

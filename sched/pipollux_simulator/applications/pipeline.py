@@ -33,17 +33,13 @@ ModelMaker: TypeAlias = Callable[[PipelineJob, int | None], JobModel]
 class PipelineApplication:
     """Jobs that train one model of `GPT_MODELS`; ValueError if it fits on no device.
 
-    Args:
-        model: the model or its name.
-        devices: allowed types of GPU; the first is that of nodes without a type.
-        seed: of all deviations from the layer profile.
-        fixed_stages: the only number of stages of jobs; None: they choose.
-        new_model: the model of jobs; `PipelineJobModel` or `SiaPipelineModel`.
+    The first of the devices is that of nodes without a type. `seed` is of all deviations from the
+    layer profile; without `fixed_stages` jobs choose; `new_model` is `PipelineJobModel` or
+    `SiaPipelineModel`.
 
-    Example:
-        >>> application = PipelineApplication("gpt-13b")
-        >>> [shape.num_stages for shape in application.new_model().shapes()]
-        [8]
+    >>> application = PipelineApplication("gpt-13b")
+    >>> [shape.num_stages for shape in application.new_model().shapes()]
+    [8]
     """
 
     def __init__(

@@ -89,15 +89,11 @@ def generate(
         hours: duration of the arrivals; Pollux has 8.
         seed: of the generator.
         mix: "pollux" (its six applications), "pipelines" (GPT-like models) or "mixed".
-        requests: by application, requests of users; other applications are not drawn.
+        requests: requests of users by application, of which the mix must have one.
         load: factor of the number of jobs in the same time.
         start_hour: hour of the day in UTC at which the workload starts; Pollux has 2.
         philly: CSV file with the columns timestamp, duration and gpu_time, in seconds, to sample
         hours and GPU times from, each job at most once while there are enough.
-
-    Raises:
-        ValueError: an argument is out of range, the mix has no application in `requests`, or the
-        file is not such a trace.
 
     Example:
         >>> jobs = generate(4, 1.0, 0, "pipelines", {"gpt-1.3b": lambda rng: (2, 64)})
