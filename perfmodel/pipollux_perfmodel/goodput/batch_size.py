@@ -100,8 +100,7 @@ def choose(
 
     Atomic batch sizes that are not a multiple of M are only tried in columns that allow no
     multiple. With several jobs, `has_few` must be equal for all. `measured` are atomic batch sizes
-    that are always tried, for a single column: by measurements one may be much better than its
-    neighbours.
+    that are always tried, for a single column: one may be much better than its neighbours.
     """
     columns = num_replicas.shape
     choice = BatchChoice(np.zeros(columns), np.zeros(columns, int), np.zeros(columns, int))

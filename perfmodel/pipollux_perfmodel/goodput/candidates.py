@@ -121,9 +121,7 @@ def list_atomic(bounds: ColumnBounds, num_replicas: Integers, multiple: int) -> 
 def list_measured(
     bounds: ColumnBounds, num_replicas: Integers, multiple: int, sizes: Integers
 ) -> Candidates:
-    """Return the multiples in `sizes` for one column, with up to `_NUM_CANDIDATES` numbers of
-    steps.
-    """
+    """Return the multiples in `sizes` for one column, with up to `_NUM_CANDIDATES` steps each."""
     job, replicas = bounds.jobs[bounds.owner[0]], int(num_replicas[0])
     most = job.max_batch_size / (replicas * int(sizes.min())) if job.accumulation else 1.0
     numbers = np.geomspace(1, max(most, 1.0), _NUM_CANDIDATES).round().astype(np.int64)

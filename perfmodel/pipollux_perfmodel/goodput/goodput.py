@@ -207,9 +207,7 @@ class GoodputFunction:
         memory_limit: float | None = None,
         corrections: SizeCorrections | None = None,
     ) -> ConfigSearch:
-        """Return the search that `optimize` runs, to run it with others in `search_all`; same
-        errors.
-        """
+        """Return the search that `optimize` runs, for `search_all`; same errors."""
         nodes, replicas = np.asarray(num_nodes), np.asarray(num_replicas)
         if nodes.shape != replicas.shape:
             nodes, replicas = np.broadcast_arrays(nodes, replicas)

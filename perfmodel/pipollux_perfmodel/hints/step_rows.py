@@ -134,8 +134,7 @@ class InheritedRows(StepRows):
         """Combine the rows of related jobs, measured ones first; None without jobs.
 
         If several jobs have a configuration, the row that was passed on least often counts, then
-        that of the earlier job in `relatives`. Rows of a different model than the first's are
-        omitted.
+        that of the earlier job in `relatives`. Rows of other models than the first's are omitted.
         """
         if not relatives:
             return None

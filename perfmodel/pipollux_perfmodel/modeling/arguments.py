@@ -1,7 +1,6 @@
 """Values of command line options: whole numbers, sizes, links, picture formats.
 
-`option` names the option in messages. All raise ModelingError with the value and the correct
-format.
+`option` names the option in messages. Errors, ModelingError, have the value and the correct format.
 """
 
 from __future__ import annotations

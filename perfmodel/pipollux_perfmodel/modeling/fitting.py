@@ -50,8 +50,8 @@ def fit_rows(
 ) -> tuple[StageFit, ...]:
     """Fit the model to measurements, at least one row; fits are ordered by number of stages.
 
-    `schedule` is irrelevant for one stage. Raises ModelingError with the reason if the fit rejects
-    the measurements.
+    `schedule` is irrelevant for one stage. Raises ModelingError if the fit rejects the
+    measurements.
     """
     numbers = sorted({row.measurement.num_stages for row in rows})
     return tuple(

@@ -64,8 +64,7 @@ class Prediction:
 
 
 class StageModel:
-    """A job with K stages; `model` has its known properties, `layers` to cut unmeasured stages
-    from.
+    """A job with K stages; unmeasured stages are cut from `layers`, if given.
 
     Without a schedule, that of the nearest measured number of stages. Raises ModelingError if the
     layers cannot be cut into K stages.

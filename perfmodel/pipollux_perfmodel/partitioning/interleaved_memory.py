@@ -31,8 +31,8 @@ def interleaved_memory(
 ) -> Floats:
     """Return the maximum bytes of each device with interleaved 1F1B, shape (K, *shape of b).
 
-    `balance` has K·V entries; stage q is on device q mod K. Otherwise as `stage_memory`, with a
-    single M.
+    `balance` has K·V entries; stage q is on device q mod K. Otherwise as `stage_memory`, with one
+    M.
 
     >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
     >>> profile = LayerProfile((Layer(0, 1, 0, 2, activation_bytes=1),) * 8)

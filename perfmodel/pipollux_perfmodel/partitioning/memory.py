@@ -11,8 +11,7 @@ micro-batches are in flight:
 If replicas shard the optimizer's state (`LayerProfile.optimizer_shards`), it is the maximum that
 one replica may hold (`largest_share`), where a layer's state counts as that of one parameter.
 
-A = bytes per sample that autograd keeps for the stage, I = bytes per sample of its input. Kept per
-sample:
+Per sample, autograd keeps A bytes for the stage, whose input has I bytes. Kept per sample:
 
     never          c·A
     always         c·I + A                        all inputs, and the recomputed micro-batch

@@ -78,12 +78,10 @@ _Step: TypeAlias = tuple[Ints, Ints]
 
 
 def least_rest(costs: Sequence[Floats], joined: np.ufunc = np.maximum) -> list[Floats]:
-    """Return the least cost of every suffix of the layers, by number r of stages: K + 1 arrays (L +
-    1,).
+    """Return the least cost of every suffix of the layers, by number of stages: K + 1 arrays.
 
     costs[r - 1][i, j] is that of layers i to j - 1 as the stage with r stages left, including
-    itself; infinite if there is no such stage. `joined`, `np.maximum` or `np.add`, combines costs
-    of stages.
+    itself; infinite if there is none. `joined`, `np.maximum` or `np.add`, combines costs of stages.
     """
     least = np.full(len(costs[0]), np.inf)
     least[-1] = 0.0
@@ -144,7 +142,7 @@ class _Search:
 
     def _path_tables(self, backward: Floats) -> list[_Table]:
         """Return Σ_{q≥k} h_q + Σ_{q≤k} g_q of a stage k, without and with its own (M - 2)·g_k.
-        Without copies. For the best cut, no path is longer than the longest of them.
+        Without copies. For the best cut, no path is shorter than the longest of them.
         """
         leaving = self.last_left[:, None] + self.total_backward
         return [self._table(leaving), self._table(leaving + self.backward_weight * backward)]

@@ -1,12 +1,10 @@
-"""Order of a device's work on micro-batches: GPipe, 1F1B, interleaved 1F1B (`timeline` has
-diagrams).
+"""Order of a device's work: GPipe, 1F1B, interleaved 1F1B (`timeline` has diagrams).
 
 The first two have one device per stage. Interleaved 1F1B (Narayanan et al., SC'21, section 2.2) has
 V stages on each of K devices, stage q on device q mod K, in the order of torch's
 `ScheduleInterleaved1F1B`. Micro-batches come in rounds of K if K divides M, else of the next larger
 number that divides M. torch rejects M that max(1, M // K) rounds do not divide. Forwards are
-ordered by round, then stage, then micro-batch; backwards likewise with the last stage first. Device
-k runs
+ordered by round, then stage, then micro-batch; backwards likewise, last stage first. Device k runs
 
     w_k = min(M·V, (V - 1)·(micro-batches of a round) + 2·(K - 1 - k))
 

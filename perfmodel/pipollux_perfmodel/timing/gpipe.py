@@ -24,8 +24,7 @@ The all-reduce of stage i, AR_i, begins when its gradients are final. Over separ
 one ends at max_i(fin_i + AR_i); over one link, last stage first, at C_0 of C_i = max(C_{i+1},
 fin_i) + AR_i, C_K = 0.
 
-Times are in seconds, floats or arrays that broadcast. `tests/perfmodel/simulator.py` simulates the
-same events.
+Times are floats or arrays that broadcast. `tests/perfmodel/simulator.py` simulates the same events.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ class PerfParams(NamedTuple):
     """Step time parameters of a job.
 
     One micro-batch of b samples takes C(b) = alpha_c + beta_c·b over all K stages, forward and
-    backward (including recomputation). Fields with K or K - 1 entries may be empty, which selects
-    their default.
+    backward (including recomputation). Fields with K or K - 1 entries may be empty, for their
+    default.
 
     >>> PerfParams(0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5).num_stages
     1
@@ -98,8 +98,7 @@ class PerfParams(NamedTuple):
     independent of their number and size: T_pipe = overhead + …"""
     schedule: ScheduleKind = "gpipe"
     """Order of a stage's work: "gpipe", all forwards first, the last micro-batch's backward first;
-    "1f1b", backwards as soon as possible; "interleaved", 1F1B with several chunks of layers a
-    stage."""
+    "1f1b", backwards as soon as possible; "interleaved", 1F1B with several chunks per stage."""
     chunks_per_stage: int = 1
     """V, chunks of layers per stage, chunk q in stage q mod K; 1 unless interleaved. Chunks of a
     stage count as equally slow."""
@@ -130,9 +129,7 @@ def even_shares(num_stages: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def check_params(params: PerfParams) -> PerfParams:
-    """Return the parameters; ValueError if a field is out of range or has a wrong number of
-    entries.
-    """
+    """Return the parameters; ValueError if a field is out of range or of a wrong length."""
     check_shares(params.forward_shares, params.backward_shares)
     if params.forward_alpha_shares or params.backward_alpha_shares:
         names = "forward_alpha_shares", "backward_alpha_shares"
@@ -164,8 +161,7 @@ def check_params(params: PerfParams) -> PerfParams:
 
 
 def stage_modes(checkpoint: Checkpoints, num_stages: int) -> tuple[Checkpoint, ...]:
-    """Return the checkpoint mode of each of K stages; ValueError for an unknown mode or wrong
-    number.
+    """Return the checkpoint mode of each of K stages; ValueError if wrong or unknown.
 
     >>> stage_modes("always", 2), stage_modes(("always", "never"), 2)
     (('always', 'always'), ('always', 'never'))

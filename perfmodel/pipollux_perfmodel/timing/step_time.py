@@ -28,8 +28,7 @@ second of compute hides two of the network, and less work never lengthens an ite
 gradient shares, as in AdaptDL, E is T_net and H is 0. Nothing hides T_tie, which follows the
 averages and is 0 unless stages of several processes share parameters.
 
-Without alpha shares, copies or `except_last` every schedule reduces to one number, F(M) = fin_0 /
-C(b):
+Without alpha shares, copies or `except_last` every schedule is one number, F(M) = fin_0 / C(b):
 
     F(M)      = (1 - ω)·M + ω·(1 + (M - 1)·(max φ + max ψ))                      by GPipe
 """

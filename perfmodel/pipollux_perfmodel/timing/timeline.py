@@ -178,8 +178,7 @@ def one_f_one_b_schedule(
 def bubble_fraction(events: Iterable[StageEvent], num_stages: int) -> float:
     """Return the idle share of `num_stages` devices between the first start and the last end.
 
-    0.0 if no event takes time. A device that only copies is idle. Raises ValueError if an event has
-    another stage.
+    0.0 if no event takes time. A device that only copies is idle. ValueError for another stage.
     """
     events = list(events)
     for event in events:

@@ -52,11 +52,10 @@ class Assignment:
         return float(sum(placed.gain for placed in self.placed))
 
     def fill(self, chosen: Ints, *, keep: bool, at_home: bool = False) -> bool:
-        """Give jobs their chosen configurations, or the best that fits; return whether all got
-        theirs.
+        """Give jobs their chosen configurations, or the best that fit; return if all got theirs.
 
-        Jobs that stay are placed first if `keep`, then those that can be resized in place if
-        `at_home`.
+        If `keep`, jobs that stay come first; then, if `at_home`, those that can be resized in
+        place.
         """
         table = self._instance.table
         configs = table.first[:-1] + chosen

@@ -149,8 +149,7 @@ class Instance:
     def least_replicas(self) -> Ints:
         """(S,): the fewest replicas of each shape with a speedup above 0; 0 if there are none.
 
-        If a shape does not fit at present, its speedup is unknown: then the fewest that job and
-        shape allow.
+        Of a shape that does not fit at present, whose speedup is unknown, the fewest allowed.
         """
         table = self.table
         most = np.iinfo(np.int64).max

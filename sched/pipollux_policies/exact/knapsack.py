@@ -4,8 +4,7 @@
 
 is the greatest sum of values that the first j jobs reach with g units (Kellerer, Pferschy &
 Pisinger, *Knapsack Problems*, 2004, section 11.5). It is exact for integer costs, in time O(units ·
-Σ_j items_j). Items that are in no optimum are dropped first (chapter 11). With a price λ ≥ 0 per
-unit,
+Σ_j items_j). Items that are in no optimum are dropped first (chapter 11). With a price λ ≥ 0,
 
     score_jc = value_jc − λ · cost_jc          top_j = max over c of score_jc
     D        = λ · capacity + Σ_j top_j        upper bound on every choice within the capacity
@@ -38,8 +37,7 @@ def knapsack(
 ) -> tuple[list[int], float]:
     """Return the index of the chosen item of every job, and the sum of their values.
 
-    `costs` are the units of each item, some item of each job needing none; of equal values the
-    cheapest is chosen.
+    `costs` are units of items, some of each job 0; of equal values the cheapest is chosen.
 
     >>> knapsack([np.array([0, 1]), np.array([0, 2])], [np.array([0.0, 3.0]),
     ...     np.array([0.0, 5.0])], 2)

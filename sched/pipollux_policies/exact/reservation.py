@@ -1,7 +1,7 @@
 """Promises of room to jobs that are behind, the furthest behind first.
 
 A job that is behind (`completion_time`) gets its least configuration before other jobs get more. If
-not all of them fit together, a sum over jobs would prefer narrow jobs forever. So the order is
+not all of them fit together, a sum over jobs would always prefer narrow ones. So the order is
 strict:
 
 1. A running job within its turn keeps its least configuration, in place.

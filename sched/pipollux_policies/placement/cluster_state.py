@@ -184,8 +184,8 @@ class ClusterState:
         """Find nodes for a job that holds nothing (`find_nodes`), preemptible nodes last.
 
         Replicas of a resizable job stay in place if that needs no more nodes, and no more
-        preemptible ones. None only if the request cannot be met, so that freeing room never makes
-        it harder to meet.
+        preemptible ones. None only if the request cannot be met: freeing room never makes that
+        harder.
         """
         if request.stay is not None:
             return request.stay if self.fits(name, request.stay) else None

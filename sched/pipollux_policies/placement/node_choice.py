@@ -58,8 +58,7 @@ def find_nodes(
 
     Arrays have shape (N,): `counts` is how many of the replicas fit on each node; `closed` nodes
     accept no further distributed job; of equally tight nodes for a whole job, `preferred` ones come
-    first; `avoided` ones come last, however tight; of nodes with equal room, the least `claimed` go
-    first.
+    first; `avoided` ones come last, however tight; of equal nodes, the least `claimed` go first.
 
     Returns the nodes in the order in which they are filled: the roomiest, then the tightest that
     holds the rest. More room on any node never makes the result None.

@@ -2,8 +2,8 @@
 
 Symbols: J jobs, each in one row or several, I rows in all (`arrays`: a row is a job in one of its
 shapes), N nodes (the real ones first, then template nodes that could be rented), T kinds of
-resources. A state s is an integer array of shape (I, N): s[i, n] replicas of row i on node n. It is
-feasible when
+resources. A state s is an integer array of shape (I, N): s[i, n] replicas of row i on node n,
+feasible if
 
     Σ_i s[i, n] · need[i, t] ≤ capacity[n, t]             a replica lies on one node, whole
     s[i] = 0  for all rows of a job but one              a job runs in one shape
@@ -23,7 +23,7 @@ and is judged by two objectives, both minimised: minus the fitness, and the clus
 The fair share of a job is the most that fits into 1/J of its possible nodes, rounded up; of several
 shapes, the fastest counts. The floor keeps the mean defined if a job holds nothing: such a job
 counts as one with `FLOOR` of its fair share's progress, so that starting it gains more than growing
-any other job.
+others.
 """
 
 from __future__ import annotations

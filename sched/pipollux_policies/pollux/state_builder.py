@@ -53,8 +53,7 @@ class StateBuilder:
         self.rows[job] = row
 
     def place(self, row: int, num_replicas: int) -> Ints | None:
-        """Return nodes for all replicas of a row (`find_nodes`), as if its job held none, (N,) or
-        None.
+        """Return nodes for replicas of a row (`find_nodes`), as if its job held none; (N,) or None.
 
         Of equally tight nodes, the job's current one. Replicas of a resizable job stay in place
         unless the job gains more elsewhere.

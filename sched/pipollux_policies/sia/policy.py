@@ -34,7 +34,7 @@ _AGE_WEIGHT = 1e-4
 class SiaPolicy:
     """Chooses stages, replicas and type of GPU of all jobs together, near the optimum.
 
-    Raises ValueError if one is out of range.
+    Raises ValueError if an argument is out of range.
 
     Args:
         power: p, below 0; lower is fairer.
@@ -241,8 +241,8 @@ class _Round:
         return self._policy.values(info, self._columns[job], now, seniority, live)
 
     def worth(self, numbers: dict[int, int], allocations: Allocations | None = None) -> float:
-        """Return the program's sum for a choice of columns, by number of the job. None: with the
-        placement that the program assumes.
+        """Return the program's sum for a choice of columns, by number of the job. Without
+        allocations, with the placement that the program assumes.
         """
         total = 0.0
         for job, number in sorted(numbers.items()):

@@ -1,8 +1,7 @@
 """How many slots each team may hold: its quota first, then loans, by priority and weight.
 
 Whole slots are shared by weighted max-min fairness (progressive filling, Bertsekas & Gallager,
-*Data Networks*, §6.5.2): the next slot goes to the team with the least per weight, until it has
-what it wants.
+*Data Networks*, §6.5.2): the next slot goes to the team with the least per weight that wants it.
 """
 
 from __future__ import annotations

@@ -299,8 +299,7 @@ class _Round:
         return given
 
     def _uncrowd(self, given: dict[Any, Allocation]) -> None:
-        """Merge jobs onto one node if they share one with a job that waits for the end of its
-        notice.
+        """Merge jobs onto one node if they share one with a job that has a notice.
 
         Policies treat the latter as pinned, which may share its nodes with another distributed job.
         """

@@ -1,8 +1,8 @@
 """Interfaces of an application: the true training of its jobs, and their knowledge of it.
 
 A `JobModel` is the knowledge of ONE job: it observes the step times of configurations in which the
-job ran, and its gradients, and predicts the rest. As in a real cluster, policies only use the
-model.
+job ran, and its gradients, and predicts the rest. Policies only use the model, as in a real
+cluster.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ ratio per cut, the mean of log(observed / predicted); cuts that never ran use th
 ran on the same type of GPU. The network is unknown beforehand. It is fitted as in Pollux
 (`fit_perf_params`), over all cuts together: the observed T_pipe of each point is passed to the fit
 as the size of the point, so that only network and γ remain to be found. Unobserved regimes stay
-free, so that more replicas are tried. A fit is repeated if later observations deviate by more than
-4 %.
+free, so that more replicas are tried. A fit is repeated if later times deviate by over 4 %.
 """
 
 from __future__ import annotations

@@ -109,8 +109,8 @@ class PipelineJobModel:
         )
 
     def goodput(self, running: RunningJob) -> float:
-        """Predict samples (in units of the initial batch size) per second. Raises ValueError for a
-        batch that is too small.
+        """Predict samples (in units of the initial batch size) per second. ValueError for too small
+        a batch.
         """
         params = self._learner.params(self._job.way(running), running.gpu_type)
         function = GoodputFunction(params, self._gradients, self._job.model.init_batch_size)

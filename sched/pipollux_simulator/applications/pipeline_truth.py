@@ -1,7 +1,6 @@
 """True duration of an iteration of a pipeline job: a simulation of GPipe, stage by stage.
 
-The layers' times are those of the job's profile, modified by effects that the profile does not
-contain:
+The layers' times are those of the job's profile, modified by effects that it does not contain:
 
     e     efficiency of a device for this model                      ±8 %, by job and device
     i_k   deviation of a stage from the sum of its layers            ±5 %, by job, device, K, k

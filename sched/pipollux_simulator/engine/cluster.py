@@ -2,8 +2,7 @@
 
 Between two decisions every job trains independently, exactly (`job`). The policy has the same input
 as in a real cluster: `JobInfo` from measurements of jobs, `NodeInfo`, and the current allocations.
-`policy.violations` checks its answer; a broken rule ends the simulation, so that no policy gains by
-breaking rules.
+`policy.violations` checks its answer; a broken rule ends the simulation.
 """
 
 from __future__ import annotations
