@@ -13,7 +13,9 @@ from __future__ import annotations
 
 
 class PipolluxError(Exception):
-    """An error that a user can act on; each argument is a sentence with a problem and its remedy.
+    """An error that a user can act on.
+
+    Each argument is a sentence with a problem and its remedy.
 
     >>> str(PipolluxError("node-a: slots: 0 is not allowed; it must be at least 1"))
     'node-a: slots: 0 is not allowed; it must be at least 1'

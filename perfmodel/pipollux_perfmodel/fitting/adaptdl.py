@@ -41,6 +41,7 @@ def fit_like_adaptdl(
     optim_step_time: ArrayLike,
 ) -> PerfParams:
     """Return the parameters that AdaptDL 0.2.11 fits to the same measurements, shape (points,).
+
     Arguments and errors as of `fit_perf_params`.
 
     >>> params = fit_like_adaptdl([1, 1], [1, 2], [8, 16], [0.18, 0.26], [0.18, 0.31])

@@ -49,7 +49,7 @@ class _Three(NamedTuple):
 
 
 class Optimum(_Three):
-    """The best configurations, (goodput, atomic_bsz, accum_steps) as in AdaptDL, and attributes."""
+    """The best configuration of an allocation, or arrays: AdaptDL's tuple, with attributes."""
 
     num_microbatches: Numbers
     num_stages: Numbers

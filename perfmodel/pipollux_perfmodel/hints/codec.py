@@ -146,6 +146,7 @@ def perf_params_to_json(params: PerfParams) -> dict[str, Any]:
 
 def perf_params_from_json(value: Mapping[str, Any]) -> PerfParams:
     """Return step time parameters from decoded JSON, of Pipollux or of AdaptDL (seven numbers).
+
     Raises ParamsError with the first wrong key, its value and the allowed values.
     """
     checked = _validate(_VersionedPerfParams, "perf_params", value)
@@ -164,7 +165,7 @@ def grad_params_to_json(params: GradParams) -> dict[str, Any]:
 
 
 def grad_params_from_json(value: Mapping[str, Any]) -> GradParams:
-    """Return size and noise of the gradient from decoded JSON; ParamsError as above."""
+    """Return size and noise of the gradient from decoded JSON; ParamsError if it is invalid."""
     return _grad_params_from(_validate(_VersionedGradParams, "grad_params", value))
 
 

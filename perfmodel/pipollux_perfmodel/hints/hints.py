@@ -71,9 +71,10 @@ _UnknownCount = Annotated[_Count | None, BeforeValidator(_zero_is_unknown)]
 class SchedHints(BaseModel):
     """Hints of one job: snake_case in Python, camelCase in JSON.
 
-    >>> hints = SchedHints.from_json_object({"initBatchSize": 32, "numStages": 2})
-    >>> hints.num_stages, hints.to_json_object()["initBatchSize"]
-    (2, 32)
+    Example:
+        >>> hints = SchedHints.from_json_object({"initBatchSize": 32, "numStages": 2})
+        >>> hints.num_stages, hints.to_json_object()["initBatchSize"]
+        (2, 32)
     """
 
     model_config = ConfigDict(

@@ -52,10 +52,11 @@ class _Row(BaseModel):
 class StepRow(_Row):
     """The step times of one configuration in seconds, medians of the measurements.
 
-    >>> row = StepRow(num_stages=1, num_nodes=1, num_replicas=2, atomic_bsz=32,
-    ...               num_microbatches=1, accum_step_time=0.2, optim_step_time=0.25)
-    >>> row.model_dump(by_alias=True)["optimStepTime"]
-    0.25
+    Example:
+        >>> row = StepRow(num_stages=1, num_nodes=1, num_replicas=2, atomic_bsz=32,
+        ...               num_microbatches=1, accum_step_time=0.2, optim_step_time=0.25)
+        >>> row.model_dump(by_alias=True)["optimStepTime"]
+        0.25
     """
 
     num_stages: Annotated[int, Field(ge=1, le=_MAX_STAGES)]

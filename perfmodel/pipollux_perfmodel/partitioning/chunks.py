@@ -30,8 +30,9 @@ def chunk_cuts(
     link: Link | None = None,
     transfers_overlap: bool = True,
 ) -> tuple[list[int], list[int]]:
-    """Return the numbers of layers of K·V chunks: cut by time, and cut by memory. Arguments and
-    errors as of `partition`, with K·V chunks for stages; V is `chunks_per_stage`.
+    """Return the numbers of layers of K·V chunks: cut by time, and cut by memory.
+
+    Arguments and errors as of `partition`, with K·V chunks for stages; V is `chunks_per_stage`.
 
     >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
     >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2)] * 8)

@@ -79,8 +79,9 @@ class Link:
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """The layers of a model in order, at least one; compares by value. Raises ValueError without
-    layers, or if a number is negative or not finite.
+    """The layers of a model in order, at least one; compares by value.
+
+    Raises ValueError without layers, or if a number is negative or not finite.
 
     >>> profile = LayerProfile.from_layers([Layer(0.0, 1.0, 0.0, 2.0), Layer(0.5, 1.0, 1, 2.0)])
     >>> profile.num_layers, profile.forward_seconds(4.0).tolist()

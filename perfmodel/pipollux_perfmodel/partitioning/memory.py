@@ -90,15 +90,16 @@ def largest_micro_bsz(
     checkpoint: Checkpoints = "never",
     schedule: ScheduleKind = "gpipe",
 ) -> Floats:
-    """Return the most whole samples per micro-batch that fit every stage, of the shape of M.
+    """Return the most whole samples per micro-batch that fit every stage, in the shape of M.
 
     0 if no sample fits, infinity if samples take no memory. Arguments and errors as of
     `stage_memory`; the limit is in bytes of each stage's device, above 0.
 
-    >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
-    >>> layer = Layer(0, 1, 0, 2, parameter_bytes=10, activation_bytes=3)
-    >>> largest_micro_bsz(LayerProfile((layer, layer)), [1, 1], 50.0, [1, 2]).tolist()
-    [10.0, 5.0]
+    Example:
+        >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
+        >>> layer = Layer(0, 1, 0, 2, parameter_bytes=10, activation_bytes=3)
+        >>> largest_micro_bsz(LayerProfile((layer, layer)), [1, 1], 50.0, [1, 2]).tolist()
+        [10.0, 5.0]
     """
     _check_schedule(schedule)
     check_limit(memory_limit)

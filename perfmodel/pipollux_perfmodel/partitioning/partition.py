@@ -113,8 +113,10 @@ def least_memory(
     checkpoint: Checkpoint = "never",
     schedule: ScheduleKind = "gpipe",
 ) -> float:
-    """Return the bytes of the largest stage in the cut that minimizes them. As `memory_limit` of
-    `partition`, it selects the fastest of those cuts. Arguments and errors as there.
+    """Return the bytes of the largest stage in the cut that minimizes them.
+
+    As `memory_limit` of `partition`, it selects the fastest of those cuts. Arguments and errors as
+    there.
 
     >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
     >>> sizes = [Layer(0, 1, 0, 2, parameter_bytes=size) for size in (8, 1, 1, 2)]

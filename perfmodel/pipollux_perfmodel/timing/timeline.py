@@ -159,6 +159,7 @@ def gpipe_schedule(
     forward: Sequence[float], backward: Sequence[float], num_microbatches: int
 ) -> list[StageEvent]:
     """Return the 2·K·M events of the ideal GPipe timeline, sorted by start; the first starts at 0.
+
     The arguments are seconds of one micro-batch per stage. Raises ValueError as `Schedule`.
     """
     return Schedule("gpipe", tuple(forward), tuple(backward), num_microbatches).events
