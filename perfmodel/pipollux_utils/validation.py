@@ -24,7 +24,7 @@ class Problem(NamedTuple):
     text: str
 
     def sentence(self) -> str:
-        """Place and text."""
+        """Return place and text as one sentence."""
         return clean(f"{spell(self.place)}: {self.text}" if self.place else self.text)
 
 

@@ -208,7 +208,7 @@ class JobInfo:
 
     @property
     def created(self) -> float:
-        """`creation_timestamp` in seconds."""
+        """`creation_timestamp` in seconds since the epoch."""
         stamp: Any = self.creation_timestamp
         if isinstance(stamp, tuple) and len(stamp) == 1:
             # Some code for AdaptDL has a trailing comma here, which makes a tuple.

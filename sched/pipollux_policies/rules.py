@@ -1,7 +1,4 @@
-"""The rules that every policy's allocations must keep (docs/concepts/policies.md).
-
-`violations` shares no code with any policy.
-"""
+"""The rules of every policy's allocations (docs/concepts/policies.md), in code that none shares."""
 
 from __future__ import annotations
 

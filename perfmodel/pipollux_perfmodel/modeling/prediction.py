@@ -80,7 +80,7 @@ class Answer:
     schedules_asked: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data."""
+        """Return it as plain data."""
         return asdict(self)
 
 

@@ -114,7 +114,7 @@ class StageModel:
 
     @property
     def schedule(self) -> ScheduleWish:
-        """Of the stages."""
+        """The schedule of the stages."""
         return self._schedule
 
     def predict(self, num_nodes: int, num_replicas: int) -> Prediction:

@@ -117,7 +117,7 @@ class LayerProfile:
 
     @property
     def num_layers(self) -> int:
-        """L."""
+        """L, the number of layers."""
         return len(self.layers)
 
     def column(self, field: str) -> Floats:

@@ -108,7 +108,7 @@ class PerfParams(NamedTuple):
 
     @property
     def num_stages(self) -> int:
-        """K."""
+        """K, the number of stages."""
         return len(self.forward_shares)
 
 

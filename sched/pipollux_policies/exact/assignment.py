@@ -48,7 +48,7 @@ class Assignment:
 
     @property
     def total(self) -> float:
-        """Of all gains."""
+        """The sum of all gains."""
         return float(sum(placed.gain for placed in self.placed))
 
     def fill(self, chosen: Ints, *, keep: bool, at_home: bool = False) -> bool:

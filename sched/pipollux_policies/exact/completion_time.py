@@ -129,7 +129,7 @@ class CompletionTime:
         return keep(instance, self._behind(instance), self.part)
 
     def judge(self, instance: Instance, promises: Reservations) -> ObjectiveValue:
-        """Return the gains of all jobs."""
+        """Return the gains of all jobs, weighted by rank."""
         unit = unit_costs(instance)
         charges = waiting_charges(instance)
         tail = self.tail

@@ -73,7 +73,7 @@ class FairStanding:
 
     share: EqualShare
     alone: float
-    """T, and E in `finish`."""
+    """T; `finish` is E."""
     finish: float
     time_left: float
     """F · T − now, less a start that the job may need and the reserve."""

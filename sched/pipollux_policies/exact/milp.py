@@ -112,7 +112,6 @@ def solve_whole(instance: Instance, worth: ObjectiveValue, gains: Floats) -> lis
 
 class _Part(NamedTuple):
     choices: dict[int, _Choice]
-    """x."""
     cells: dict[tuple[int, int], int]
     """y by shape and node."""
 

@@ -29,14 +29,14 @@ class ClusterArrays:
     job_names: Sequence[Any]
     jobs: Sequence[JobInfo]
     node_names: Sequence[Any]
-    """Real nodes only."""
+    """Names of the real nodes only."""
     job_of: Ints
     """(I,): the job of each row; the rows of a job are adjacent, its own shape first."""
     shapes: Sequence[ReplicaShape]
     needs: Ints
-    """(I, T), of one replica."""
+    """(I, T): the resources of one replica."""
     capacity: Ints
-    """(N, T)."""
+    """(N, T): the resources of a node."""
     allowed: Bools
     base: Ints
     """(I, N): the current allocations, on nodes that have a column."""

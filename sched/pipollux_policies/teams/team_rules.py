@@ -1,7 +1,4 @@
-"""The rules of teams for every decision (docs/howto/teams.md), checked independently.
-
-Like `rules.violations`, it shares no code with the policies.
-"""
+"""The rules of teams for every decision (docs/howto/teams.md), in code independent of policies."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class TrueStepTimes(NamedTuple):
     optim_step: float
     """With synchronization and the optimizer's step."""
     accum_step: float
-    """Without them."""
+    """Without both."""
 
     def differ(self, predicted: StepTime) -> bool:
         """Return whether either is more than 4 % off its prediction, which causes a new fit."""

@@ -92,7 +92,7 @@ class SiaPipelineModel:
     def configure(
         self, shape: ReplicaShape, placement: Sequence[int], gpu_type: str = ""
     ) -> RunningJob:
-        """Return the only configuration on an allocation."""
+        """Return the configuration on an allocation; there is no choice."""
         return RunningJob(
             placement=tuple(placement),
             num_stages=shape.num_stages,

@@ -156,7 +156,7 @@ class TraceJobModel:
         return float(self._goodput.evaluate(running.num_nodes, *sizes))
 
     def base_goodput(self) -> float:
-        """Of one replica."""
+        """Predict the goodput of one replica."""
         speedup = self._speedup_function()
         if speedup is None:
             return 0.0

@@ -92,7 +92,7 @@ class SimulatedJob:
 
     @property
     def name(self) -> str:
-        """In the workload."""
+        """Name in the workload."""
         return self.arrival.name
 
     @property
