@@ -60,6 +60,5 @@ def check_seconds(**times: float) -> None:
 
 
 def _shown(value: object) -> str:
-    """Return a value as written in its file, shortened to fit a sentence."""
     text = str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

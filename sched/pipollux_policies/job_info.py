@@ -130,7 +130,7 @@ class JobInfo:
     remaining_work: float | None = None
     """Seconds that one replica of the job's own shape still trains; None: unknown."""
     work_left: tuple[float, ...] = ()
-    """Equally likely values of `remaining_work`, then None, if only a distribution is known."""
+    """Equally likely values of `remaining_work`, which is then None, for unknown lengths."""
     work_done: float = 0.0
     """Seconds of one-replica training that the job has done, at its present goodput."""
     mean_jobs: float | None = None

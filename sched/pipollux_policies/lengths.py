@@ -35,7 +35,6 @@ DECLARED_WEIGHT = 20.0
 TAIL = 0.5
 LEAST_WORK = 60.0
 NUM_VALUES = 16
-"""Number of values that represent a distribution."""
 _TAIL_POINTS = 24
 _LONGEST_TAIL = 1e3
 """Pareto's law is cut off at this multiple of the work done, as it has no mean."""
@@ -89,7 +88,6 @@ class LengthHistory:
     _all: list[CompletedJob] = field(default_factory=list)
     _families: dict[str, list[CompletedJob]] = field(default_factory=dict)
     _untrained: dict[tuple[Any, ...], tuple[float, ...]] = field(default_factory=dict)
-    """Cached results for jobs that have trained nothing yet: thousands of equal ones may wait."""
 
     def __len__(self) -> int:
         """Return the number of jobs that count."""

@@ -29,7 +29,6 @@ class KnownLength:
     learned: bool = False
     """Whether lengths are estimated from completed jobs (`policy.lengths`)."""
     declared: bool = False
-    """Whether lengths declared by jobs are used, exactly."""
 
     def __post_init__(self) -> None:
         if self.factor is not None and not 1 <= self.factor < math.inf:

@@ -198,7 +198,6 @@ def _fit(profile: Profile, shape: PerfParams) -> PerfParams:
 
 
 def _without_extras(begin: StartingPoint) -> StartingPoint:
-    """Return the starting point for AdaptDL's seven parameters and the overlap of stages."""
     extra = np.isin(NAMES, _EXTRAS)
     return StartingPoint(np.where(extra, NEUTRAL, begin.values), begin.free & ~extra)
 

@@ -203,7 +203,6 @@ def _log_network(named: dict[str, float], rows: Rows) -> _Logarithm:
 
 
 def _growth(power: float, log_others: Floats) -> tuple[Floats, Floats]:
-    """Return ((R - 1)^p - 1)/p, kept from 0, and its derivative by p."""
     if abs(power) < _SMALL_POWER:
         growth = log_others + power * log_others**2 / 2
         slope = log_others**2 / 2 + power * log_others**3 / 3

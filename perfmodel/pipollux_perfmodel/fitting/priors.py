@@ -111,7 +111,6 @@ def _count_distinct(profile: Profile, chosen: Booleans) -> int:
 
 
 def _determines_overlap(profile: Profile, shape: PerfParams) -> bool:
-    """Return whether overlap can be distinguished from alpha_c and beta_c."""
     serial, ideal = (
         pipeline_factor(shape._replace(overlap=overlap), profile.num_microbatches)
         for overlap in (0.0, 1.0)
@@ -124,7 +123,6 @@ def _determines_overlap(profile: Profile, shape: PerfParams) -> bool:
 
 
 def _determines_overhead(profile: Profile) -> bool:
-    """Return whether a step's fixed cost can be distinguished from that of a micro-batch."""
     sizes, counts = profile.micro_bsz, profile.num_microbatches
     num_distinct = len(np.unique(np.stack((sizes, counts)), axis=1).T)
     return min(len(np.unique(sizes)), len(np.unique(counts))) > 1 and num_distinct > 3

@@ -107,7 +107,6 @@ class ColumnBounds(NamedTuple):
     def _is_rounded(
         self, num_replicas: Integers, atomic_bsz: Integers, accum_steps: Integers
     ) -> Bools:
-        """Return whether candidates are the largest batch size, minimally rounded up."""
         steps = accum_steps + 1
         fewest = np.ceil(self.max_batch_size / (num_replicas * self.max_atomic_bsz) - TOLERANCE)
         unit = num_replicas * np.where(steps <= fewest, steps, 1)

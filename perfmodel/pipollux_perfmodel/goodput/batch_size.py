@@ -303,7 +303,6 @@ def _chunks(
 
 
 def _nearly_best(estimate: NDArray[np.float32] | None, allowed: Bools) -> Bools | None:
-    """Return which candidates may be the best of their column; None: unknown."""
     if estimate is None:
         return None
     if not allowed.all():

@@ -214,7 +214,6 @@ def _limited(
 def _within_memory(
     bounds: BatchBounds, plan: PricedCut | None, memory_limit: float | None, num_microbatches: int
 ) -> BatchBounds | None:
-    """Return the bounds within memory; None if not a single sample fits."""
     two = num_microbatches == 1
     least, most = bounds.min_atomic_bsz, bounds.max_atomic_bsz
     if plan is not None and memory_limit is not None:

@@ -37,7 +37,6 @@ class Configuration(NamedTuple):
     atomic_bsz: int
     """Samples per replica in one forward and backward; 0 if no batch size is within bounds."""
     accum_steps: int
-    """Accumulation steps before each optimizer step."""
     goodput: float
     """Samples (in units of the initial batch size) per second; 0.0 if none is within bounds."""
     speedup: float
@@ -166,7 +165,6 @@ class SpeedupFunction:
         return self._look_up(cells.rows, cells.replicas)
 
     def _known_up_to(self, num_rows: int, num_columns: int) -> NDArray[np.float64]:
-        """Return the cache with every possible allocation up to that size computed."""
         rows, replicas = np.mgrid[:num_rows, :num_columns]
         possible = (rows <= replicas) & ((rows > 0) == (replicas > 0))
         self._look_up(rows[possible], replicas[possible])
@@ -326,7 +324,6 @@ def speedups_of(
 
 
 def _count_distinguished(goodput_fn: GoodputFunction, plans: Sequence[PricedCut]) -> int:
-    """Return the number of nodes from which on the model does not distinguish more nodes."""
     all_params = [plan.perf_params for plan in plans] or [goodput_fn.perf_params]
     if any(params.contention for params in all_params):
         return sys.maxsize

@@ -160,7 +160,6 @@ class _Pricing:
         )
 
     def _microbatches(self, num_stages: int) -> tuple[int, ...]:
-        """Return the current M, or the first M of a job that chooses M."""
         present = self.hints.num_microbatches
         if num_stages == self.hints.num_stages:
             return (present,)

@@ -33,7 +33,6 @@ _MARKERS = dict(zip(REGIMES, ("o", "s", "^", "D", "P"), strict=True))
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 _MARGIN = 1.25
 _WITHIN = 0.1
-"""The band around the diagonal."""
 
 
 class RegimePoint(NamedTuple):

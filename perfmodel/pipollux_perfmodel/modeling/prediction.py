@@ -57,7 +57,6 @@ class Question:
 
     replicas: tuple[int, ...]
     stages: tuple[int, ...] | None = None
-    """None: the measured numbers of stages."""
     bounds: Bounds = NO_BOUNDS
     """Omitted bounds are the model's, or else those of `DEFAULT_BOUNDS`."""
     placement: Placement
@@ -75,7 +74,6 @@ class Answer:
     max_batch_size: int
     predictions: tuple[Prediction, ...]
     notes: tuple[str, ...]
-    """Sentences about unmeasured, unknown or impossible results."""
     efficiency_known: bool
     schedules_asked: bool = False
 
@@ -116,7 +114,6 @@ def predict(model: ModelFile, question: Question) -> Answer:
 def _schedules(
     question: Question, num_stages: int, notes: list[str]
 ) -> Sequence[ScheduleWish | None]:
-    """Return the schedules to predict; a note explains an omitted schedule."""
     if not question.schedules or num_stages == 1:  # one stage waits for none
         return (None,)
     layers = question.layers.profile.num_layers if question.layers else math.inf

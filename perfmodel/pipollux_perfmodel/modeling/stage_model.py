@@ -30,7 +30,6 @@ class Prediction:
     num_stages: int
     measured: bool
     from_layers: bool
-    """Whether step times come from the layers, for an unmeasured number of stages."""
     balance: tuple[int, ...] | None
     """Layers of each stage, if layers determine step times or memory; None also if no cut fits."""
     num_replicas: int

@@ -218,7 +218,6 @@ class _Search:
         )
 
     def _longer_path(self, labels: _Labels, ends: Ints) -> Floats:
-        """Return D with one more stage, and with the copy after it."""
         weight, copy = self.backward_weight, self.costs.transfer[ends]
         backward = self.total_backward[ends] - self.total_backward[labels.end]
         last = self.total_last[ends] - self.total_last[labels.end]
@@ -318,7 +317,6 @@ def _least_of_each(group: Ints, values: Floats) -> Ints:
 
 
 def _trace(history: Sequence[_Step], last: int) -> list[int]:
-    """Return the ends of the stages of one label, starting with 0."""
     ends = []
     for parents, positions in reversed(history):
         ends.append(int(positions[last]))

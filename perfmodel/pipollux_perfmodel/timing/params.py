@@ -26,7 +26,6 @@ Checkpoints: TypeAlias = Checkpoint | tuple[Checkpoint, ...]
 """One mode for all stages, or one per stage."""
 
 ScheduleKind = Literal["gpipe", "1f1b", "interleaved"]
-"""Order of a stage's work on its micro-batches."""
 SCHEDULES: tuple[ScheduleKind, ...] = ("gpipe", "1f1b", "interleaved")
 CUT_SCHEDULES: tuple[ScheduleKind, ...] = ("gpipe", "1f1b")
 """Schedules whose stages are contiguous layers, for which cuts are searched and predicted."""

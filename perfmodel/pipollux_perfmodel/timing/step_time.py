@@ -214,7 +214,6 @@ def _last_backward(
 
 
 def _unit_final_times(params: PerfParams, num_microbatches: Numbers) -> list[Numbers]:
-    """Return fin_i in multiples of C(b), with free copies."""
     unit = _unit_times(params)
     if params.schedule == "gpipe":
         return _final_times(params, unit, num_microbatches)
@@ -312,7 +311,6 @@ def _of_distinct(
 
 
 def _overlapped_optim_time(params: PerfParams, final: list[Numbers], network: Numbers) -> Numbers:
-    """Return T_optim if each stage's all-reduce starts as soon as its gradients are final."""
     if not params.gradient_shares:
         return optim_time(params.gamma, final[0], network)
     all_reduce = [share * network for share in params.gradient_shares]

@@ -56,7 +56,6 @@ class AutoscalingState:
     """Utilities of the latest rounds, oldest first, at most one window."""
     num_nodes: int = 0
     desired_nodes: int | None = None
-    """The last decision; None: none yet."""
 
 
 def autoscale(

@@ -148,7 +148,6 @@ class _Sizing:
 
     @classmethod
     def of(cls, name: Any, job: JobInfo, state: ClusterState) -> _Sizing | None:
-        """Predict a job's times on empty nodes; None: it cannot run on them."""
         for shape in user_shapes(job):
             counts = state.counts(name, shape)
             least, most = job.least_replicas, min(job.most_replicas(shape), int(counts.sum()))

@@ -109,7 +109,6 @@ class Assignment:
         return self._leave(table.job[table.stay].tolist())
 
     def _leave(self, jobs: Sequence[int]) -> bool:
-        """Give jobs without an allocation their current one; return whether all fit."""
         instance, table = self._instance, self._instance.table
         mine = np.isin(instance.bases.job, jobs)
         owners, nodes, counts = (part[mine] for part in instance.bases)

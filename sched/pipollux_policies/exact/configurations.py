@@ -28,7 +28,6 @@ from pipollux_policies.rules import is_pinned, must_move
 from .nodes import Nodes, build_nodes, close_nodes
 
 NOTHING = 0
-"""The index of the empty configuration."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,6 @@ class JobConfigurations:
     name: Any
     job: JobInfo
     shapes: tuple[ReplicaShape, ...]
-    """The job's effective shapes (`counting_shapes`)."""
     shape: Ints
     """Index into `shapes`; meaningless for `NOTHING`."""
     replicas: Ints
@@ -50,11 +48,9 @@ class JobConfigurations:
     base: NodeCounts
     """Its current nodes; empty if it holds nothing or cannot stay."""
     runs: bool
-    """Whether it holds an allocation, so that any change has a cost."""
     live_shape: int | None = None
     """Index of the shape in which it can be resized; None: every change is a restart."""
     survivors: NodeCounts = ()
-    """Replicas in `live_shape` that can survive a change."""
 
     @property
     def stay(self) -> int | None:
@@ -115,11 +111,8 @@ class Instance:
 
     nodes: Nodes
     jobs: Sequence[JobConfigurations]
-    """The jobs that are not pinned, oldest first."""
     table: Table
-    """The configurations of all these jobs."""
     pinned: Mapping[Any, Sequence[Any]]
-    """Allocations of pinned jobs, which do not change."""
     num_jobs: int
 
     @cached_property
@@ -330,7 +323,6 @@ _NO_SIZES, _NO_SPEEDUPS = np.zeros(0, np.int64), np.zeros(0)
 
 
 def _starts(counts: Ints) -> Ints:
-    """Return where parts of these lengths start, and the end of the last."""
     return np.concatenate([[0], np.cumsum(counts)])
 
 

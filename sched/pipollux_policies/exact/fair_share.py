@@ -63,7 +63,6 @@ class EqualShare(NamedTuple):
 
     speedup: float
     replicas: int
-    """The most replicas at a time."""
     slots: float
 
 
@@ -84,7 +83,6 @@ class FairStanding:
     """The slack at or below which the job comes first."""
     left: float
     knows_length: bool
-    """Whether anything is known about L."""
 
     @property
     def comes_first(self) -> bool:
@@ -244,7 +242,6 @@ def _claims(instance: Instance, fairness: float, quantum: float) -> Iterator[Fai
 
 
 def _is_lost(stands: FairStanding, configs: JobConfigurations) -> bool:
-    """Return whether no allocation can complete a job in time."""
     fastest = max(float(configs.speedup.max()), _TOLERANCE)
     return stands.knows_length and stands.time_left + RESERVE < stands.left / fastest
 

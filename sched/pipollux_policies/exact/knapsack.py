@@ -119,8 +119,6 @@ class _Choice(NamedTuple):
 
 
 class _Table:
-    """The items of all jobs, in two arrays: (J, C)."""
-
     def __init__(self, costs: Sequence[Ints], values: Sequence[Floats], capacity: int) -> None:
         self.capacity = capacity
         counts = np.array([len(cost) for cost in costs])

@@ -51,8 +51,6 @@ _NO_SHAPE, _STAY = -1, -2
 
 
 class _Program:
-    """Columns and rows of the program, in order of addition."""
-
     def __init__(self) -> None:
         self.upper: list[float] = []
         self.integral: list[int] = []
@@ -71,7 +69,6 @@ class _Program:
         self._bounds.append((low, high))
 
     def solve(self) -> Floats | None:
-        """Return the variables at the optimum; None if the limit was reached first."""
         entries = [(r, c, v) for r, terms in enumerate(self._rows) for c, v in terms.items()]
         rows, columns, values = (np.array(part) for part in zip(*entries, strict=True))
         matrix = csr_array((values, (rows, columns)), shape=(len(self._rows), len(self.upper)))
@@ -113,7 +110,6 @@ def solve_whole(instance: Instance, worth: ObjectiveValue, gains: Floats) -> lis
 class _Part(NamedTuple):
     choices: dict[int, _Choice]
     cells: dict[tuple[int, int], int]
-    """y by shape and node."""
 
 
 def _choices(

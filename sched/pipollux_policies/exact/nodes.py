@@ -24,7 +24,6 @@ class Nodes:
     gpu_types: NDArray[np.str_]
     kinds: Sequence[str]
     capacity: Ints
-    """(N, T): all resources of the nodes."""
     free: Ints
     """(N, T): the resources that pinned jobs leave."""
     template: NodeInfo

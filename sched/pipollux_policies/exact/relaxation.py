@@ -29,7 +29,6 @@ SCALE = 1e5
 
 
 _MOST_UNITS = 10**6
-"""Most units of the scarcest resource for dynamic programming."""
 
 
 def relax(instance: Instance, gains: Floats, *, whole_nodes: bool = False) -> tuple[Ints, float]:

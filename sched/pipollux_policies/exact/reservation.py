@@ -37,7 +37,6 @@ from .configurations import Instance
 from .fair_share import FairClaim
 
 _ATTEMPTS = 8
-"""Most nodes on which room is made for one job."""
 
 
 class Behind(NamedTuple):
@@ -154,7 +153,6 @@ class _Ledger:
         self.closed: list[int] = []
 
     def hold(self, job: int) -> None:
-        """Promise a running job its least configuration, in place."""
         configs = self._instance.jobs[job]
         stay = configs.stay
         assert stay is not None  # noqa: S101  # it has a base
@@ -214,7 +212,6 @@ class _Ledger:
         return Floor(stays, min(claim.moved, has))
 
     def _kept(self, claim: FairClaim) -> Place | None:
-        """Return a job's current place if it is sufficient and still fits."""
         configs = self._instance.jobs[claim.job]
         stay = configs.stay
         if stay is None or configs.speedup[stay] < claim.stays:
@@ -222,7 +219,6 @@ class _Ledger:
         return self._base(claim.job)
 
     def _base(self, job: int) -> Place | None:
-        """Return a job's current place if it may stay and still fits."""
         configs = self._instance.jobs[job]
         stay = configs.stay
         if stay is None:

@@ -90,7 +90,6 @@ class ClusterState:
         self._num_movable: Ints = np.zeros(len(infos), dtype=np.int64)
         self._masks: dict[frozenset[Any], Bools] = {}
         self.allocations: dict[Any, Allocation] = {}
-        """Allocations by job, without queued jobs."""
         self.pinned = {
             name
             for name, job in jobs.items()

@@ -186,7 +186,6 @@ def _tightest(
 
 
 def _narrow(nodes: Ints, wanted: Bools) -> Ints:
-    """Return the wanted ones of these nodes, or all if there are none."""
     chosen: Ints = nodes[wanted[nodes]]
     return chosen if chosen.size else nodes
 

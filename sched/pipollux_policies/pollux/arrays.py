@@ -45,7 +45,6 @@ class ClusterArrays:
     extents: Ints
     """(J, 2): current numbers of nodes and replicas of each job, on all nodes."""
     pinned: Bools
-    """(I,): rows of jobs that must stay as they are."""
     broken: Bools
     """(I,): rows of jobs that cannot stay as they are."""
     live: Bools

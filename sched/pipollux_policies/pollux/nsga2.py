@@ -44,7 +44,6 @@ class Evolution:
     """The result of one run."""
 
     states: Ints
-    """(P, I, N): the final population."""
     objectives: Floats
     """(P, 2): minus the fitness, and the cluster size, of each state."""
     best: Ints
@@ -112,7 +111,6 @@ class _Judge(Problem):  # type: ignore[misc]  # pymoo is not typed
         self._best_fitness = -np.inf
 
     def progress(self) -> tuple[float, ...]:
-        """Return a value that changes whenever a better state is found."""
         return (*self._best_rank, self._best_fitness)
 
     def _ranks(self, states: Ints, fitness: Floats) -> list[tuple[float, float, float]]:
@@ -221,7 +219,6 @@ class _Mutation(Mutation):  # type: ignore[misc]  # pymoo is untyped
         return np.where(self._draw_rows(states, rng)[:, :, None], drawn, 0)
 
     def _draw_rows(self, states: Ints, rng: np.random.Generator) -> Bools:
-        """Choose a row of each job, mostly its current one; about one job changes."""
         cluster = self._problem.cluster
         stays = rng.random((len(states), cluster.num_jobs)) > 1.0 / cluster.num_jobs
         score = rng.random(states.shape[:2]) + (states.any(axis=2) & stays[:, cluster.job_of])

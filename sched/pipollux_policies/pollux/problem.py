@@ -47,7 +47,6 @@ class AllocationProblem:
         jobs = cluster.jobs
         taken = np.einsum("in,it->nt", cluster.base[cluster.pinned], cluster.needs[cluster.pinned])
         self.free: Ints = np.maximum(cluster.capacity - taken, 0)
-        """(N, T): the resources that pinned jobs leave."""
         self.fits: Ints = self._counts(self.free)
         """(I, N): replicas of a row on a node without other jobs than pinned ones."""
         self.min_replicas: Ints = np.array([jobs[j].least_replicas for j in cluster.job_of])
@@ -133,7 +132,6 @@ class AllocationProblem:
         return np.where(changed & self.running, values * factors, values)
 
     def _job_speedups(self, states: Ints) -> Floats:
-        """(P, I, N) -> (P, J)."""
         num_nodes, num_replicas = np.count_nonzero(states, axis=2), states.sum(axis=2)
         columns = [
             self.speedup(i, num_nodes[:, i], num_replicas[:, i]) for i in range(states.shape[1])

@@ -46,7 +46,6 @@ Use: TypeAlias = Mapping[Constraint, int]
 _PRESOLVE_COLUMNS = 5000
 """With fewer columns, presolving takes longer than it saves."""
 _FEASIBLE = (0, 1)
-"""scipy's codes for: optimal, and a limit was reached."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,6 @@ class Column:
     kind: int | None
     """The index of its kind of nodes; None: the current, irregular configuration of the job."""
     scale: float = 1.0
-    """G over speedup."""
 
 
 def configurations(job: JobInfo, kinds: Sequence[NodeKind]) -> tuple[Column, ...]:

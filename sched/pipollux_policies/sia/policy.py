@@ -152,7 +152,6 @@ class _Cluster:
     kinds: tuple[NodeKind, ...]
     regular: dict[Any, tuple[Column, ...]]
     running: Allocations
-    """The allocations before all rounds."""
 
     @classmethod
     def of(cls, jobs: Jobs, nodes: Nodes, running: Allocations) -> _Cluster:
@@ -170,7 +169,6 @@ class _Cluster:
         return cls(jobs, nodes, kinds, regular, running)
 
     def live_columns(self, name: Any, columns: Sequence[Column]) -> frozenset[int]:
-        """Return the indices of a job's columns that a running replica can survive to."""
         job, held = self.jobs[name], self.running.get(name, ())
         survivors = possible_survivors(job, held, self.nodes).keys()
         if not survivors:
@@ -194,8 +192,6 @@ def _limits(state: ClusterState, kinds: Sequence[NodeKind]) -> dict[Constraint, 
 
 
 class _Round:
-    """One program: the columns of every job, its current column, and the placement of a choice."""
-
     def __init__(self, policy: SiaPolicy, cluster: _Cluster, current: Allocations) -> None:
         self._cluster, self._base = cluster, current
         jobs = cluster.jobs

@@ -19,7 +19,6 @@ class TeamUse:
     team: Team
     used: int
     lent: int = 0
-    """Slots of its quota that others hold."""
     until: float | None = None
     """When it returns slots after a notice, in seconds since the epoch; None: no notice."""
 

@@ -98,7 +98,6 @@ class Offers:
         return more > 0 and known and may(job, more) and self._put(name, held)
 
     def _grow(self, name: Any, may: Callable[[JobInfo, int], bool]) -> bool:
-        """Add one replica to a job, or give it its fewest; return whether it got them."""
         job, now = self.jobs[name], self.given[name]
         if self._is_pinned(name):
             return False
@@ -163,7 +162,6 @@ class Offers:
         return held[job.team] <= quota or held.total() + unlent <= capacity
 
     def _fits(self, name: Any, new: Allocation) -> bool:
-        """Return whether an allocation fits beside those of other jobs, and crowds no node."""
         others = {n: a for n, a in self.given.items() if a and n != name}
         usable = usable_nodes(without(self.jobs, self.nodes, others))
         shape = shape_of(self.jobs[name], new, self.nodes)

@@ -19,7 +19,6 @@ class Tier(NamedTuple):
     """Jobs of one rank, of all teams; tiers are served in ascending order."""
 
     rank: int
-    """Minus their priority."""
     preemptible: bool
     """Non-preemptible jobs get quota only, because their slots cannot be reclaimed."""
     waits: bool

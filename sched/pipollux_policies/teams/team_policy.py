@@ -261,7 +261,6 @@ class _Round:
         return budgets(self._teams, capacity, claims, fixed, loaned)
 
     def _owed(self, given: Mapping[Any, Allocation]) -> int:
-        """Return how many slots of their quota teams lack although their jobs want them."""
         held = held_by_team(self.jobs, self.nodes, given)
         due = held_by_team(self.jobs, self.nodes, self.pinned)
         for group, budget in self._budgets().items():

@@ -22,7 +22,6 @@ class Device:
     peak_flops: float
     """Floating point operations per second at half precision."""
     efficiency: float
-    """Share of the peak that a layer achieves."""
     memory_bytes: float
     memory_bandwidth: float
     """Bytes per second of the optimizer's step, reads and writes."""

@@ -111,7 +111,6 @@ class PipelineTruth:
         return float(2 * np.add.reduceat(per_layer, starts).max() / self.device.memory_bandwidth)
 
     def _slowness(self) -> NDArray[np.float64]:
-        """Return e·i_k of every stage, shape (K,)."""
         num_stages = len(self.plan.balance)
         whole = 1 + _EFFICIENCY * self._deviation("efficiency")
         stages = [self._deviation("stage", num_stages, k) for k in range(num_stages)]

@@ -111,7 +111,6 @@ def requests_for(
 def _capped(
     application: PipelineApplication | TraceApplication, nodes: Mapping[str, NodeInfo]
 ) -> Request:
-    """Return the requests of users, limited to the size of the cluster."""
     shape = application.new_model().shapes()[0]
     most = sum(node.num_fitting(shape) for node in nodes.values())
 

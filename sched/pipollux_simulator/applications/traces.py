@@ -53,7 +53,6 @@ CONSTANTS: Mapping[str, Constants] = {
     "ncf": Constants(10, fixed_batch_size=32768),
     "yolov3": Constants(50, max_local_bsz=8),
 }
-"""The six applications of the public workloads."""
 
 
 class TraceError(InputError):

@@ -43,7 +43,6 @@ Watch: TypeAlias = Callable[[float, int], None]
 DecidesAt: TypeAlias = Literal["rounds", "arrivals", "changes"]
 
 _MOMENT = 1e-6
-"""Minimum simulated seconds between two updates of the jobs."""
 
 
 class SimulationError(PipolluxError):
@@ -205,7 +204,6 @@ class Cluster:
         )
 
     def _advance_to(self, until: float) -> None:
-        """Advance time; nodes come and go at their exact times."""
         while self._events and self._events[0].time <= until:
             event = self._events.pop(0)
             self._train(max(event.time, self._now))

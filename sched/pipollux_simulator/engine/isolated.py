@@ -18,7 +18,6 @@ from pipollux_policies import NodeInfo, ReplicaShape
 from pipollux_simulator.applications.base import Application, RunningJob
 
 _BATCH_STEP = 2.0**0.25
-"""Ratio of neighbouring candidate batch sizes."""
 
 
 class _Lying(NamedTuple):

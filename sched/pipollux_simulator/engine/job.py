@@ -66,7 +66,6 @@ class SimulatedJob:
     progress: float = 0.0
     epoch: int = 0
     nodes: tuple[Any, ...] = ()
-    """Allocated nodes, one entry per replica."""
     members: tuple[Any, ...] = ()
     """Nodes of the training replicas; the others of `nodes` are starting."""
     shape: ReplicaShape | None = None
@@ -84,7 +83,6 @@ class SimulatedJob:
     """Progress lost with nodes, in iterations at the initial batch size."""
     _delay: float = 0.0
     _join_at: float = math.inf
-    """When the starting replicas join the others."""
     _since: float = 0.0
     _live: bool = False
     _saved: tuple[float, int] = (0.0, 0)
@@ -217,7 +215,6 @@ class SimulatedJob:
         self.clock = until if self.completed is None else self.clock
 
     def _train(self, until: float, placement: Sequence[int], pace: float, gpu_type: str) -> None:
-        """Train to the end of the epoch, the next checkpoint, or `until`, whichever is first."""
         assert self.shape is not None  # noqa: S101  # advance() has looked
         running = self.model.configure(self.shape, placement, gpu_type)
         self._look(running)

@@ -76,7 +76,6 @@ def _most_replicas(job: SimulatedJob, *, fixed: bool) -> int:
 
 
 def _allowed_replicas(job: SimulatedJob, *, fixed: bool) -> int:
-    """Return the maximum replicas once it has been measured on them."""
     most = job.app.max_replicas(job.arrival.batch_size) if fixed else job.app.max_replicas()
     own = job.arrival.terms.max_replicas
     return max(most if own is None else min(most, own), 1)

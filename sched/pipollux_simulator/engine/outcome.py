@@ -55,9 +55,7 @@ class SimulationOutcome:
     policy: str
     seed: int
     jobs: tuple[JobOutcome, ...]
-    """In order of arrival."""
     slots: Mapping[str, int]
-    """By node."""
     policy_seconds: tuple[float, ...]
     known_length: KnownLength = EXACT_LENGTHS
 

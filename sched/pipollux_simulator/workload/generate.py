@@ -43,7 +43,6 @@ class Category(NamedTuple):
     below: float
     """Upper bound of the GPU-seconds of its jobs."""
     share: float
-    """Share of all jobs of Philly."""
     applications: Mapping[Mix, Sequence[str]]
     """Applications by mix, with equal probabilities; absent: the mix has no such jobs."""
 
