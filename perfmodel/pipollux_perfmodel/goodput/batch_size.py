@@ -1,4 +1,4 @@
-"""The best batch size of each column, among the candidates within its bounds (`candidates`).
+"""The best batch size of each column, an allocation of a job, among its `candidates`.
 
 As in Pollux and AdaptDL, the geometric candidates come first, then the neighbours of the best one,
 in a and in s. If there are few candidates in total, or no geometric candidate fits, all are tried.
@@ -9,8 +9,6 @@ The result equals that of evaluating all candidates, at a lower cost:
 * duplicates of a candidate, or of the choice whose neighbours are tried, are skipped;
 * where a choice only counts if it is better by `_BETTER`, neighbours are skipped if a bound
   excludes that (`GoodputOf.most_nearby`).
-
-A column is one allocation of a job; columns of several jobs are evaluated together.
 """
 
 from __future__ import annotations

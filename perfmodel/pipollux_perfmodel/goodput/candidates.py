@@ -2,11 +2,10 @@
 
 A candidate splits a batch of B samples over R replicas into s accumulation steps and the optimizer
 step, with the atomic batch size a = ⌈B / (R·(s + 1))⌉. As in Pollux (section 4.1) and AdaptDL, B
-has values in a geometric range, and s is the least number that keeps a within its bounds. Rounding
-up may make R·a·(s + 1) exceed the largest batch size, so the same B rounded down is a candidate as
-well. If there are few atomic batch sizes and accumulation steps in total, all are candidates.
-
-Candidates depend on bounds and R only; columns that have these in common are of one *kind*.
+has values in a geometric range, and s is the least number that keeps a within its bounds. As
+rounding up may exceed the largest batch size, the same B rounded down is a candidate as well. If
+there are few a and s in total, all are candidates. Columns with the same bounds and R have the same
+candidates: they are of one *kind*.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Corrections of goodput by allocation, from measured steps.
 
-The model of step times has few parameters, so a fit leaves residuals: a second node may cost more
-than predicted, or eight replicas more than six. The residual of a measured allocation is known, and
-similar allocations are likely to have similar residuals:
+The model of step times has few parameters, so a fit leaves residuals. That of a measured allocation
+is known, and similar allocations are likely to have similar ones:
 
     e_i = log(measured_i / predicted_i)           of allocation i, by its optimizer steps
     e   = the e_i of the allocation itself                        where it was measured

@@ -1,8 +1,7 @@
 """Corrections of goodput by batch size, from measured steps of one allocation.
 
-In the model, every additional sample adds the same time to a step. Measured steps deviate, so that
-the model's best batch size may be some per cent worse than another. At the atomic batch sizes a_i
-measured on an allocation the residual of the model is known:
+In the model, every additional sample adds the same time to a step. Measured steps deviate. At the
+atomic batch sizes a_i measured on an allocation the residual of the model is known:
 
     s_i  standard deviation of optimizer steps over their median
     e_i  = log(measured_i / predicted_i) · `TRIAL`² / (`TRIAL`² + s_i²)
@@ -11,8 +10,8 @@ measured on an allocation the residual of the model is known:
     t(a) = `TRIAL` · min(1, d / `APART`)      d = min over i of |log a − log a_i|
 
 Other load on a machine slows down many consecutive steps, so the median of more steps is no more
-accurate. A residual is therefore weighted as the mean of a normal distribution of width s_i with a
-prior of width `TRIAL`.
+accurate: a residual is weighted as the mean of a normal distribution of width s_i with a prior of
+width `TRIAL`.
 
 Corrected goodput is exp(t(a) − e(a)) times that of the model. Without t, a size that the model
 underestimates would never be measured. With t, a size that promises at least exp(−`TRIAL`) of the

@@ -1,12 +1,9 @@
 """Speedup of a job: its best goodput on an allocation over that on one replica.
 
-The scheduler requests the same few allocations thousands of times, so results are cached, by the
-numbers of nodes and replicas that the model distinguishes. `speedups_of` computes many jobs
-together, which is many times as fast.
-
-More replicas may be slower, if the batch size has reached its limit or nodes are slow. For policies
-that assume that more replicas are never worse there is a monotone speedup: that of the best number
-of replicas up to the given one, with the others idle.
+Results are cached by the numbers of nodes and replicas that the model distinguishes, as a scheduler
+requests the same few thousands of times. `speedups_of` computes many jobs together, which is many
+times as fast. More replicas may be slower, if the batch size has reached its limit or nodes are
+slow. The monotone speedup is that of the best number of replicas up to the given one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Speedups of a job with numbers of stages other than its current one.
 
 The current number has its own measurements. Others are predicted from the profile of the layers,
-scaled to the measured times of the current stages (`correct_profile`); network, γ, ω and the
-schedule are those of the current run. Optimistic assumptions of the model (a job of one stage
-cannot measure ω) remain until the number of stages has been tried.
+scaled to the measured stage times (`correct_profile`), with network, γ, ω and schedule of the
+current run. Optimistic assumptions (a job of one stage cannot measure ω) remain until a number was
+tried.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Memory of each stage's device, and the largest micro-batch that fits; arguments broadcast.
 
 A stage holds its parameters, gradients of the same size, a copy of the gradients for other
-replicas, the optimizer's state, and the activations of micro-batches in flight, whose forward is
-done and whose backward is not. With M micro-batches, K stages, and stage k counted from 0, c
-micro-batches are in flight:
+replicas, the optimizer's state, and the activations of c micro-batches in flight, whose forward is
+done and whose backward is not. With M micro-batches, K stages, and stage k counted from 0:
 
     GPipe   all forwards come before all backwards:              c = M
     1F1B    a stage goes back as soon as it can:                 c = min(M, K - k)
@@ -21,12 +20,10 @@ Per sample, autograd keeps A bytes for the stage, whose input has I bytes. Kept 
                           micro-batch, so it coexists with a recomputed one; I + A for c = 1
                    A for M = 1, as nothing is recomputed
 
-GPipe here has torchgpipe's order. torch's GPipe, in a multi-process pipeline, runs the last
-micro-batch's backward last, so under except_last the stage needs A more. 1F1B is PipeDream-Flush's
-(Narayanan et al., ICML'21). Not included: workspace of kernels, boundary buffers in flight, and
-fragmentation of the allocator. Leave a margin for them in the limit.
-
-Interleaved 1F1B has no such closed form (`interleaved_memory`).
+GPipe has torchgpipe's order; torch's, in a multi-process pipeline, runs the last micro-batch's
+backward last, so under except_last the stage needs A more. 1F1B is PipeDream-Flush's (Narayanan et
+al., ICML'21); interleaved 1F1B has no closed form (`interleaved_memory`). Not included, so leave a
+margin in the limit: workspace of kernels, boundary buffers in flight, and fragmentation.
 """
 
 from __future__ import annotations

@@ -1,19 +1,18 @@
 """The search for the contiguous cut with the shortest GPipe iteration; called by `partition`.
 
-Up to terms that are equal for all cuts, a cut of L layers into K stages takes (M micro-batches, f_k
-and g_k forward and backward of stage k, t_k copy after it)
+Up to terms that are equal for all cuts, a cut into K stages takes (M micro-batches, f_k and g_k
+forward and backward of stage k, t_k copy after it)
 
     2·Σt + (M - 1)·(max f + max g)          f, g include or join the copies t
 
 The two maxima may lie in different stages, so one number per prefix of the layers is not enough. A
 label is a prefix cut into stages, with (Σt, max f, max g). In each round, labels grow by one stage.
 A label is dropped if another of the same prefix is no worse in every number (Pareto dominance), or
-if even the best completion, known from dynamic programs over suffixes, does not make it better than
-the best known cut. Neither drops the optimum.
+if even the best completion, known from dynamic programs over suffixes, is no better than the best
+known cut. Neither drops the optimum.
 
-Under `except_last` the last micro-batch, first in the backward, is not recomputed. The backward is
-then the longest path through a flow shop whose first job differs, a label's fourth number (h_k is
-g_k without recomputation, q runs over stages and copies):
+Under `except_last` the backward is the longest path through a flow shop whose first job differs, a
+label's fourth number (h_k is g_k without recomputation, q runs over stages and copies):
 
     D_k = h_k + max(D_{k-1}, Σ_{q≤k} g_q + (M - 2)·max_{q≤k} g_q)
 """

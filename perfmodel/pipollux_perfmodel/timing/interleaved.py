@@ -1,18 +1,16 @@
 """Interleaved 1F1B's times: when each stage's gradients are final, by simulating the order of work.
 
-Stage k of K has V chunks of layers, and works in the order of `device_order` (Narayanan et al.,
-SC'21). With f_k, g_k, t_k as in `gpipe`, each chunk takes f_k/V forward and g_k/V backward. Chunks
-also send from the last stage to the first, which takes the average time of a copy. Then
+Stage k of K has V chunks of layers, in the order of `device_order` (Narayanan et al., SC'21). With
+f_k, g_k, t_k as in `gpipe`, each chunk takes f_k/V forward and g_k/V backward; a copy from the last
+stage to the first takes the average time of a copy. Then
 
     S_j(q)  = max(end of the stage's previous work, arrival of micro-batch j in chunk q)
     fin_i   = end of the last backward of chunk i, the first one of stage i
 
-and likewise for backwards, whose gradients arrive from chunk q + 1.
-
-With equal stages, free copies and K dividing M this takes M + (K - 1)/V slots of f + g. Up to
-`MOST_MICROBATCHES` the result is exact and equals `timeline.Schedule`; beyond, the rate of the last
-half is extrapolated, as if K divided M. Autograd cannot differentiate it, and a fit does not need
-that: as with 1F1B, T_pipe is C(b)·F(M).
+and likewise for backwards, whose gradients arrive from chunk q + 1. With equal stages, free copies
+and K dividing M this takes M + (K - 1)/V slots of f + g. Up to `MOST_MICROBATCHES` the result is
+exact and equals `timeline.Schedule`; beyond, the rate of the last half is extrapolated, as if K
+divided M. Autograd cannot differentiate it; a fit does not need that (`one_f_one_b`).
 """
 
 from __future__ import annotations

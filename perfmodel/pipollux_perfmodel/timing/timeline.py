@@ -8,10 +8,9 @@ in reverse, last micro-batch first. For K = 3 stages, M = 4 micro-batches, equal
     stage 1   .. F0 F1 F2 F3 .. .. B3 B2 B1 B0 ..
     stage 2   .. .. F0 F1 F2 F3 B3 B2 B1 B0 .. ..
 
-The dots are the bubble, (K - 1)/(M + K - 1) of the total. The iteration takes Σf + (M - 1)·max f +
-Σg + (M - 1)·max g, the `T_pipe` of `step_time` at ω = 1. This is torchgpipe's order. torch's GPipe,
-in a multi-process pipeline, runs backwards in the order of the forwards, which takes equally long
-unless the last micro-batch's backward is cheaper.
+The dots are the bubble, (K - 1)/(M + K - 1) of the total, Σf + (M - 1)·max f + Σg + (M - 1)·max g,
+the `T_pipe` of `step_time` at ω = 1. torch's GPipe, in a multi-process pipeline, runs backwards in
+the order of the forwards, which takes equally long unless the last micro-batch's is cheaper.
 
 1F1B (PipeDream-Flush, Narayanan et al., ICML'21): stage k runs min(M, K - 1 - k) warm-up forwards,
 then alternates one forward and one backward, then runs the remaining backwards, with micro-batches

@@ -1,9 +1,8 @@
 """The number of nodes a cluster should have, for any policy (Pollux, OSDI'21, §4.2.2).
 
-The utility of the cluster (`utility`) is observed after every round of the policy. When its mean
-over a window of rounds lies outside a band, a binary search finds the number of nodes at which the
-policy itself would reach the middle of the band. All functions are pure: callers pass the state of
-observations and get a new one; `pipollux_sched.allocator.expander` rents and releases nodes.
+When the mean `utility` of the cluster over a window of rounds lies outside a band, a binary search
+finds the number of nodes at which the policy itself would reach the middle of the band. All
+functions are pure; `pipollux_sched.allocator.expander` rents and releases nodes.
 
 >>> from pipollux_policies import NodeInfo, PolluxPolicy
 >>> rules, state = AutoscalingRules(max_nodes=4, window=1), AutoscalingState()

@@ -1,11 +1,11 @@
 """Placement of chosen configurations on nodes, without splitting a replica.
 
 The knapsack's choice may not fit: free slots are scattered, a node carries at most one distributed
-job, and CPUs or memory may be the limit. So jobs that stay are placed first, then the others, the
-widest first; a job without room gets the best configuration that fits. If that loses value, three
-more arrangements are tried and the best is used: (1) jobs that can be resized in place come before
-jobs that move; (2) jobs that were to stay may move within their configuration; (3) configurations
-are chosen as if distributed jobs took whole nodes. Finally every job is offered the remaining room.
+job, and CPUs or memory may be the limit. So jobs that stay are placed first, then the widest; a job
+without room gets the best configuration that fits. If that loses value, the best of three more
+arrangements is used: (1) jobs that can be resized in place come before jobs that move; (2) jobs
+that were to stay may move; (3) configurations are chosen as if distributed jobs took whole nodes.
+Finally every job is offered the remaining room.
 """
 
 from __future__ import annotations

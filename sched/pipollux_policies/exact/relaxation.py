@@ -1,11 +1,10 @@
 """The best choice of configurations within the total resources of the cluster.
 
-All nodes count as one node with their total resources. Every choice that can be placed on nodes can
-be chosen here, so the value of this choice bounds that of any allocation.
-
-With one type of GPU only the scarcest resource is counted, and the choice is a multiple-choice
-knapsack (`knapsack`). With jobs for one of several types, it is a mixed-integer program over the
-configurations and the resources of each type, solved by HiGHS (Huangfu & Hall, 2018):
+All nodes count as one with their total resources, so the value of this choice bounds that of any
+allocation. With one type of GPU only the scarcest resource is counted, and the choice is a
+multiple-choice knapsack (`knapsack`). With jobs for one of several types, it is a mixed-integer
+program over the configurations and the resources of each type, solved by HiGHS (Huangfu & Hall,
+2018):
 
     max Σ gain_c · x_c     Σ_c∈job x_c = 1     Σ_c cost_c,t · x_c ≤ capacity_t     x_c ∈ {0, 1}
 """

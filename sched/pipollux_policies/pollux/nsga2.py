@@ -1,10 +1,9 @@
 """NSGA-II over allocation states, on pymoo (Deb et al. 2002; Pollux, OSDI'21, §4.2.1).
 
-The paper's operators, with a few additions. Crossover exchanges the jobs behind a random point.
-Mutation draws random replica counts, or, half of the time, removes a job and perhaps others in its
-way and places them again. Part of the survivors use real nodes only, so that the search for a
-larger cluster cannot crowd out states that are possible now. All randomness comes from the
-generator that the caller passes.
+Crossover exchanges the jobs behind a random point, as in the paper. Mutation draws random replica
+counts, or, half of the time, removes a job and perhaps others in its way and places them again.
+Part of the survivors use real nodes only, so that the search for a larger cluster cannot crowd out
+states that are possible now. All randomness comes from the caller's generator.
 """
 
 from __future__ import annotations

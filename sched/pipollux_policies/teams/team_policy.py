@@ -5,14 +5,13 @@ The wrapped policy knows nothing of teams. `TeamPolicy` calls it for these steps
 1. Demand: the slots that each group (the jobs of a team with one priority) would get alone.
 2. `budgets`: the slots that each group may hold.
 3. If a budget is below the demand, its division among the group's jobs, in a part of the cluster.
-4. Placement: one call with all jobs, each limited to its part.
+4. Placement: one call with all jobs, each limited to its part. Remaining slots are offered
+(`offers`).
 
-Remaining slots are offered (`offers`). If a team then has less of its quota than it would without
-any loans, the result without loans is used, and its remaining slots are offered.
-
-Slots are reclaimed only after a notice: until then the team's jobs stay. A notice is binding: the
-same jobs keep it whatever the policy would reclaim meanwhile, and once it is over the team returns
-the announced number of slots, if need be from other jobs.
+If a team then has less of its quota than it would without any loans, the result without loans is
+used. Slots are reclaimed only after a notice, which is binding: the same jobs keep it whatever the
+policy would reclaim meanwhile, and once it is over the team returns the announced number of slots,
+if need be from other jobs.
 """
 
 from __future__ import annotations

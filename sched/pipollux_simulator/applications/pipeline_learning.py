@@ -1,11 +1,11 @@
 """Estimation of step time parameters of a pipeline job from observed step times, for any cut.
 
-Layers are known beforehand, so T_pipe of every cut is predicted from them and corrected by one
-ratio per cut, the mean of log(observed / predicted); cuts that never ran use the mean of those that
-ran on the same type of GPU. The network is unknown beforehand. It is fitted as in Pollux
-(`fit_perf_params`), over all cuts together: the observed T_pipe of each point is passed to the fit
-as the size of the point, so that only network and γ remain to be found. Unobserved regimes stay
-free, so that more replicas are tried. A fit is repeated if later times deviate by over 4 %.
+T_pipe of every cut is predicted from the known layers and corrected by one ratio per cut, the mean
+of log(observed / predicted); cuts that never ran use the mean of those that ran on the same type of
+GPU. The network is fitted as in Pollux (`fit_perf_params`), over all cuts together: the observed
+T_pipe of each point is passed to the fit as the size of the point, so that only network and γ
+remain to be found. Unobserved regimes stay free, so that more replicas are tried. A fit is repeated
+if later times deviate by over 4 %.
 """
 
 from __future__ import annotations

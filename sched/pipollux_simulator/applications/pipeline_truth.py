@@ -9,9 +9,8 @@ The layers' times are those of the job's profile, modified by effects that it do
 
     f_k = e·i_k·(Σ forward of its layers) + o[k > 0]     g_k alike, with recomputation
 
-`Schedule` simulates these with the boundary copies; fin_k is when stage k's gradients are final.
-Then a ring inside each node (r replicas on the fullest) and one across the n nodes reduce stage k's
-gradients, 2 bytes per parameter:
+`Schedule` simulates these with the boundary copies. Then a ring inside each node (r replicas on the
+fullest) and one across the n nodes reduce stage k's gradients, 2 bytes per parameter:
 
     AR_k = 2·(r-1)/r·bytes/link + 2·(n-1)/n·bytes/network + latencies
 

@@ -1,7 +1,7 @@
 """Sia's model of a pipeline job (Jayaram Subramanya et al., SOSP'23, section 3.5), for comparison.
 
-Sia is the only published scheduler that scales jobs with pipeline and data parallelism. The model
-of its released simulator is
+The only published scheduler that scales jobs with pipeline and data parallelism has this model in
+its released simulator:
 
     T = 3·((S - 1) + M)·fwd + T_net        one plan of S stages per type of GPU, M = 48
 
