@@ -1,5 +1,7 @@
 """Start of new jobs on free slots, between two decisions of a policy about all jobs.
 
+The allocator and the simulator both follow this rule:
+
     waiting jobs, in order of arrival       free slots
     ┌─────┐ ┌─────┐ ┌──────┐ ┌─────┐
     │ one │ │ two │ │ wide │ │last │        `one` and `two` start. `wide` does not fit, so `last`
