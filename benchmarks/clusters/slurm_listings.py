@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-from pipollux_agent import runner
+from pipollux_agent import supervisor
 from pipollux_sched.backend.base import ReplicaKey
 from pipollux_sched.backend.replica.replica_process import ReplicaProcess
 from pipollux_sched.backend.slurm.engine import SlurmEngine
@@ -130,7 +130,8 @@ def _record(state_dir: StateDir, key: ReplicaKey, place: int) -> None:
     files = ReplicaFiles.of(state_dir, key)
     files.base.parent.mkdir(parents=True, exist_ok=True)
     ReplicaRecord(pool=place // SLOTS, node=f"node-{place // SLOTS:04d}").write(files)
-    runner.write_status(files.srun, {"pid": os.getpid(), "birth": runner.birth(os.getpid())})
+    own = {"pid": os.getpid(), "birth": supervisor.birth(os.getpid())}
+    supervisor.write_status(files.srun, own)
 
 
 def show(what: str, call: Callable[[], object], calls: int = CALLS) -> None:

@@ -30,7 +30,7 @@ from pipollux_policies import (
     fair_standings,
     shape_of,
 )
-from pipollux_policies.allocation import Allocation
+from pipollux_policies.allocations.allocation import Allocation
 from pipollux_policies.exact.configurations import build_instance
 from pipollux_simulator import (
     Cluster,

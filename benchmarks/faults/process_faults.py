@@ -90,7 +90,7 @@ def noticed(world: World, job: JobRecord) -> str:
 
 def runners(world: World, job: str) -> list[int]:
     """Processes that supervise an agent of a job."""
-    return [pid for pid in world.processes(job) if "runner.py" in _command(pid)]
+    return [pid for pid in world.processes(job) if "supervisor.py" in _command(pid)]
 
 
 def agents(world: World, job: str) -> list[int]:

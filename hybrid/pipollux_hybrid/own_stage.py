@@ -1,8 +1,8 @@
 """Reduces the model to the layers of one stage in a multi-process pipeline.
 
 Every process builds the whole model, as written in the script. The layers of other processes are
-then removed from it and from the optimizer, to free their memory, and so that everything that
-iterates over parameters (clipping, averaging, the optimizer's step) finds those of this stage.
+then removed from it and from the optimizer, which frees their memory and keeps them from everything
+that iterates over parameters.
 """
 
 from __future__ import annotations
@@ -21,12 +21,7 @@ __all__ = ["RemoteLayer", "keep_stage"]
 
 
 class RemoteLayer(nn.Module):
-    """Placeholder of a layer in the process of another stage.
-
-    Args:
-        name: Name of the layer.
-        stage: Index of its stage.
-    """
+    """Placeholder of a layer in the process of another stage."""
 
     def __init__(self, name: str, stage: int) -> None:
         super().__init__()
@@ -60,16 +55,10 @@ def keep_stage(
     stages: Sequence[Stage],
     index: int,
 ) -> frozenset[str]:
-    """Remove all layers but one stage's from the module and from the optimizer.
+    """Remove all layers but those of stage ``index`` from the module and from the optimizer.
 
-    Args:
-        module: The layers; removed ones are replaced by :class:`RemoteLayer`.
-        optimizer: Its groups keep the remaining parameters.
-        stages: The layers of each stage, or of each chunk, by their names in the module.
-        index: The stage to keep.
-
-    Returns:
-        The names of the removed parameters and buffers.
+    Removed layers are replaced by :class:`RemoteLayer`, and the optimizer's groups keep the
+    remaining parameters. Returns the names of the removed parameters and buffers.
     """
     elsewhere = set()
     for layers in stages:

@@ -22,21 +22,21 @@ from pipollux_policies.exact.policy import Certificate, ExactPolicy
 from pipollux_policies.pollux.policy import PolluxPolicy
 from pipollux_policies.sia.policy import SiaPolicy
 
-from .allocation import Allocation, shape_of
-from .base import Policy
-from .change_cost import (
+from .allocations.allocation import Allocation, shape_of
+from .allocations.change_cost import (
     DEFAULT_RESCALE_SECONDS,
     ChangeKind,
     change_kind,
     change_seconds,
     num_survivors,
 )
-from .contention import Contention
-from .job_info import MEASURED_REACH, JobInfo, NodeInfo, ReplicaShape, SpeedupCallable
-from .lengths import CompletedJob, LengthHistory, family_of
+from .allocations.rules import is_pinned, must_move, usable_nodes, violations
+from .base import Policy
+from .jobs.contention import Contention
+from .jobs.job_info import MEASURED_REACH, JobInfo, NodeInfo, ReplicaShape, SpeedupCallable
+from .jobs.lengths import CompletedJob, LengthHistory, family_of
+from .jobs.restart_cost import DEFAULT_RESTART_SECONDS
 from .registry import DEFAULT_POLICY, KNOBS, POLICIES, make_policy
-from .restart_cost import DEFAULT_RESTART_SECONDS
-from .rules import is_pinned, must_move, usable_nodes, violations
 
 __all__ = [
     "DEFAULT_POLICY",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from .job_info import JobInfo, NodeInfo
+from .jobs.job_info import JobInfo, NodeInfo
 
 
 class Policy(Protocol):

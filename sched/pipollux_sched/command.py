@@ -10,7 +10,6 @@ __all__ = ["main"]
 NEEDED = ("fastapi", "jinja2", "sqlalchemy", "textual", "typer", "yaml")
 """Some packages of the extra `sched`."""
 USAGE = 2
-"""Exit status if a command cannot be run."""
 
 
 def main() -> None:

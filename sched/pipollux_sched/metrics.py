@@ -1,8 +1,4 @@
-"""Counters of the running scheduler for `GET /metrics`.
-
-They contain only numbers that are not in the store, and start at zero with every start, as
-Prometheus expects of a counter.
-"""
+"""Counters of the running scheduler for `GET /metrics`, which are not in the store."""
 
 from __future__ import annotations
 
@@ -31,7 +27,6 @@ class SchedulerMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        """The registry for Prometheus."""
         self.policy_seconds = Histogram(
             "pipollux_policy_seconds",
             "Duration of one allocation decision, in seconds.",

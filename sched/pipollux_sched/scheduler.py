@@ -187,12 +187,8 @@ class Scheduler:
     def stop(self, grace: float | None = None, hurry: Callable[[], bool] = lambda: False) -> None:
         """End every job's processes, and everything else; the store keeps all progress.
 
-        May be called repeatedly, and in any state. It is bounded in time: jobs have `grace` seconds
-        to save, and everything else gives up after a few.
-
-        Args:
-            grace: seconds; None: the constructor's.
-            hurry: polled; True ends the wait for jobs that save.
+        May be called repeatedly, and in any state. Jobs have `grace` seconds to save (None: the
+        constructor's) or until `hurry` returns True; everything else gives up after a few.
         """
         with self._deciding:
             if self._stopping or not self._serving:
@@ -233,7 +229,7 @@ class Scheduler:
 
     @property
     def failure(self) -> str | None:
-        """Why the scheduler cannot continue, although nobody has stopped it; None: it can."""
+        """Why the scheduler cannot continue, although it was not stopped; None: it can."""
         return None if self._stopping else self._threads.failure
 
     @property
@@ -262,15 +258,7 @@ class Scheduler:
     def wait(
         self, predicate: Callable[[Mapping[str, JobRecord]], bool], timeout: float | None = None
     ) -> bool:
-        """Wait until a condition on the jobs holds; it is checked after every change.
-
-        Args:
-            predicate: called with all jobs by name.
-            timeout: seconds after which to give up; None: never.
-
-        Returns:
-            Whether it became true.
-        """
+        """Return whether a condition on the jobs becomes true within `timeout` seconds."""
         return wait_until(self._store, lambda: predicate(self.jobs()), timeout)
 
     # Start
@@ -293,7 +281,6 @@ class Scheduler:
             resources.callback(feed.stop)
 
     def _start_backend(self, resources: ExitStack) -> None:
-        """Open the backend, and all components that use it."""
         options = EngineOptions(
             state_dir=self.state_dir,
             cluster=self._cluster,

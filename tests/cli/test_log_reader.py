@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipollux_agent.runner import RotatingLog
+from pipollux_agent.supervisor import RotatingLog
 from pipollux_sched.backend.replica.last_words import last_lines
 from pipollux_sched.cli.logs import LogLine, LogReader, harmless
 from pipollux_sched.cli.reader import LocalReader

@@ -26,7 +26,7 @@ from pipollux_policies import (
     change_seconds,
     num_survivors,
 )
-from pipollux_policies.change_cost import possible_survivors
+from pipollux_policies.allocations.change_cost import possible_survivors
 from pipollux_policies.placement.node_choice import find_keeping, find_nodes
 from tests.extent import examples
 from tests.policies.policy_cases import POLICIES, scaling

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipollux_policies import CompletedJob, LengthHistory, family_of
-from pipollux_policies.lengths import (
+from pipollux_policies.jobs.lengths import (
     DECLARED_WEIGHT,
     FAMILY_WEIGHT,
     LEAST_WORK,

@@ -1,10 +1,8 @@
 """Asynchronous saves: states are copied at a step boundary, and a thread writes them.
 
-One save runs at a time. Its errors are printed, as for every periodic save, and training continues;
-the next save follows after the same interval.
-
-The buffers of copies are reused: new memory has to be mapped page by page, which takes longer than
-the copy itself, and pinned memory even more so.
+One save runs at a time. Its errors are printed and training continues; the next save follows after
+the same interval. The buffers of copies are reused: mapping new memory page by page takes longer
+than the copy itself, and pinned memory even longer.
 """
 
 from __future__ import annotations
@@ -24,8 +22,7 @@ from pipollux_hybrid.errors import CheckpointError
 __all__ = ["AsyncSaver", "StagingBuffers"]
 
 SAVE_TIMEOUT = 1800.0
-"""Seconds that a stop waits for a running save, equal to the timeout of replicas for a silent
-peer."""
+"""Seconds that a stop waits for a running save: the timeout of replicas for a silent peer."""
 
 
 class AsyncSaver:
@@ -50,11 +47,7 @@ class AsyncSaver:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait for a running save.
-
-        Raises:
-            CheckpointError: The disk hangs.
-        """
+        """Wait for a running save; raise a CheckpointError if the disk hangs."""
         if self._thread is not None:
             self._thread.join(SAVE_TIMEOUT)
             if self._thread.is_alive():
@@ -79,20 +72,16 @@ class AsyncSaver:
 
 
 class StagingBuffers:
-    """Reusable copies of nested dicts, lists and tuples of tensors.
-
-    A copy is valid until the next one is taken.
-    """
+    """Reusable copies of nested containers of tensors; a copy is valid until the next one."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
         self._events: list[torch.cuda.Event] = []
 
     def take(self, content: Any) -> Any:
-        """Return the same structure with all tensors on the host.
-
-        Copies from CUDA devices are queued behind the current kernels, and before those that change
-        the tensors next; call :meth:`wait` before reading them.
+        """Return the same structure with all tensors on the host. Copies from CUDA devices are
+        queued behind the current kernels, and before those that change the tensors next; call
+        :meth:`wait` before reading them.
         """
         devices: set[torch.device] = set()
         result = self._copy(content, (), devices)

@@ -2,9 +2,8 @@
 
 At the step boundary all processes copy their states, and agree on a folder, so all parts are of one
 step. Then a thread of each process of replica 0 writes its part. Collectives belong to the
-training, so each process reports to the first one over a separate connection when it is done; the
-connection closes if the process dies. The first one commits the checkpoint when all have written.
-Until then the previous checkpoint is the newest.
+training, so each process reports to the first one over a separate connection, which closes if the
+process dies. The first one commits the checkpoint when all have written.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ __all__ = ["start_saving_in_parts"]
 
 Writers: TypeAlias = Mapping[str, Callable[[BinaryIO], None]]
 CONNECTS_WITHIN = 60.0
-"""Seconds that a process waits for the connection of the first one, which connects before it
-writes."""
+"""Seconds that a process waits for the first one, which connects before it writes."""
 
 
 def start_saving_in_parts(
@@ -43,11 +41,9 @@ def start_saving_in_parts(
 ) -> None:
     """Copy the states, and begin to write a new checkpoint; all processes of the job call it.
 
-    ``saver`` writes this process's part; the leader's commits the checkpoint. For ``keep_also`` see
+    ``saver`` writes this process's part; the leader's commits the checkpoint, and raises a
+    CheckpointError if it cannot be begun. For ``keep_also`` see
     :func:`pipollux_hybrid.checkpoint.storage.prune`.
-
-    Raises:
-        CheckpointError: It cannot be begun; raised by the leader.
     """
     if ctx.env.leads:
         _lead(ctx, root, states, saver, keep_also)
@@ -109,7 +105,6 @@ def _finish(
     stages: Sequence[socket.socket],
     attempt: int,
 ) -> Path:
-    """Write the first process's part, wait for the others, and commit the checkpoint."""
     with ending:
         try:
             written = files.write_states(aside, copies)

@@ -1,4 +1,4 @@
-"""A file writer that computes the checksum of its content."""
+"""A file writer with a checksum."""
 
 from __future__ import annotations
 
@@ -17,11 +17,8 @@ LOG = logging.getLogger(__name__)
 class CheckedFile(io.BufferedWriter):
     """A file writer that computes the checksum of its content.
 
-    Some writers bypass :meth:`write` or seek back; then the file is read again for its checksum. A
-    disk error is recorded, because ``torch.save`` replaces it by its own.
-
-    Args:
-        path: Path of the file.
+    Some writers bypass :meth:`write` or seek back; then the file is read again. A disk error is
+    recorded, because ``torch.save`` replaces it by its own.
     """
 
     def __init__(self, path: Path) -> None:

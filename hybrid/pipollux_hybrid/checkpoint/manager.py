@@ -2,8 +2,7 @@
 
 Rank 0 writes one file per state, at a step boundary that all replicas agreed on; every rank reads
 from the newest intact checkpoint (:mod:`pipollux_hybrid.checkpoint.storage`). With
-``background=True`` the boundary only copies, and a thread writes. States are instances of
-:class:`~pipollux_hybrid.checkpoint.state.State`.
+``background=True`` the boundary only copies, and a thread writes.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ class CheckpointManager:
 
     def __init__(self, ctx: JobContext) -> None:
         self.saver = AsyncSaver()
-        """Writes checkpoints in the background."""
         self.looked = False
         """Whether the replicas have agreed on the checkpoint to restore from."""
         self.restored_from: Path | None = None
@@ -108,10 +106,8 @@ def save_all_states(*, background: bool = False) -> Path | None:
 
 
 def save_last_states() -> None:
-    """Save every state at the end of the training; a failure does not raise.
-
-    The failure is logged and determines the process's exit status, so that the script reaches its
-    own end, where it may save the model itself.
+    """Save every state at the end of the training. A failure does not raise: it is logged and
+    determines the exit status, so that the script can save the model at its own end.
     """
     failure: CheckpointError | None = None
     try:
@@ -128,20 +124,14 @@ def save_last_states() -> None:
 
 
 def shared_failure(ctx: JobContext, failure: CheckpointError | None) -> CheckpointError | None:
-    """Return why a checkpoint was not written, the same on all replicas; None: it was.
-
-    Only one replica writes, and a failure there must fail the others, too.
-    """
+    """Return why rank 0 has not written a checkpoint, on all replicas; None: it has."""
     failures = ctx.control.gather_bytes(("" if failure is None else str(failure)).encode())
     reasons = [reason.decode() for reason in failures if reason]
     return CheckpointError(reasons[0]) if reasons else None
 
 
 def load_state(state: State) -> bool:
-    """Restore a state from the newest intact checkpoint.
-
-    Returns:
-        Whether the checkpoint holds the state.
+    """Restore a state from the newest intact checkpoint; return whether the checkpoint holds it.
 
     Raises:
         CheckpointError: The checkpoint holds the state, but it cannot be read; or there are
@@ -169,11 +159,7 @@ def load_state(state: State) -> bool:
 
 
 def write_stop_marker(step: int) -> None:
-    """Record for the scheduler that this attempt stopped at ``step`` as requested.
-
-    Raises:
-        CheckpointError: It cannot be written.
-    """
+    """Record that this attempt stopped at ``step`` as requested, or raise a CheckpointError."""
     ctx = context()
     root = ctx.env.checkpoint_dir
     if root is None or not ctx.env.leads:
@@ -257,7 +243,6 @@ def _hold(ctx: JobContext, owner: Owner) -> None:
 
 
 def _see(ctx: JobContext, directory: Path) -> Path:
-    """Check that this replica sees the checkpoint that replica 0 chose."""
     fault = files.fault_of(directory, sizes_only=True)
     if fault is not None:
         raise CheckpointError(
@@ -268,10 +253,8 @@ def _see(ctx: JobContext, directory: Path) -> Path:
 
 
 def _check_shared(ctx: JobContext, root: Path, probe: str | None) -> None:
-    """Refuse a directory that is a different one on another node.
-
-    Nothing would fail in this attempt, but the next one might have its replica 0 on a node without
-    checkpoints and silently start from scratch.
+    """Refuse a directory that is a different one on another node: the next attempt might have its
+    replica 0 on a node without checkpoints and silently start from scratch.
     """
     seen = probe is None or (root / probe).exists()
     everyone = [bool(x.item()) for x in ctx.control.gather(torch.tensor([int(seen)]))]

@@ -1,7 +1,7 @@
 """Model and optimizer in a checkpoint, keyed by layer.
 
-Names are those of the user's own ``nn.Sequential``, independent of stages, so that the next attempt
-may cut the layers differently, and independent of ``torch.compile``.
+Names are those of the user's own ``nn.Sequential``: independent of stages, so the next attempt may
+cut the layers differently, and of ``torch.compile``.
 """
 
 from __future__ import annotations
@@ -32,14 +32,9 @@ REMEDY = "build the model the checkpoint was made with"
 class ModelState(State):
     """Parameters, buffers, optimizer state and learning-rate scheduler.
 
-    Args:
-        module: The plain module.
-        optimizer: Its optimizer.
-        lr_scheduler: The optimizer's scheduler, if any.
-        elsewhere: Names of the parameters and buffers in other processes of the replica.
-        shards: Division of the optimizer state among replicas; None: every replica holds
-            everything.
-        shared: Names in the whole module of parameters that other stages hold a copy of.
+    ``elsewhere`` has the names of parameters and buffers in other processes of the replica,
+    ``shared`` the names of parameters that other stages hold a copy of; without ``shards`` every
+    replica holds the whole optimizer state.
     """
 
     in_parts = True
@@ -84,10 +79,8 @@ class ModelState(State):
         return write
 
     def load(self, fileobj: BinaryIO) -> None:
-        """Read the output of :meth:`save`; tensors are copied to the parameters' devices.
-
-        Raises:
-            CheckpointError: It is of another model or optimizer; the first difference is named.
+        """Read the output of :meth:`save`; tensors are copied to the parameters' devices. Raises a
+        CheckpointError with the first difference for another model or optimizer.
         """
         self.adopt(torch.load(fileobj, map_location="cpu", weights_only=True))
 
@@ -97,20 +90,12 @@ class ModelState(State):
         self.adopt(_merged(parts))
 
     def check(self, content: Mapping[str, Any]) -> None:
-        """Refuse another model or optimizer.
-
-        Raises:
-            CheckpointError: Names the first difference.
-        """
+        """Raise a CheckpointError with the first difference for another model or optimizer."""
         self._check_model(content["model"])
         self._groups.check(content["optimizer"])
 
     def adopt(self, content: Mapping[str, Any]) -> None:
-        """Load parameters, buffers, optimizer state and schedule.
-
-        Raises:
-            CheckpointError: It is of another model or optimizer; the first difference is named.
-        """
+        """Load parameters, buffers, optimizer state and schedule; errors as of :meth:`check`."""
         self._load_model(self._here(content["model"]))
         ours = self._optimizer_here(content["optimizer"])
         self._groups.restore(ours, self._shards.is_own)
@@ -137,9 +122,8 @@ class ModelState(State):
         return LOST if self._shards.divided else ""
 
     def remember(self) -> Callable[[], None]:
-        """Copy the state that a script may change in a void iteration outside of the step.
-
-        These are buffers, learning rates and other options of groups, and the scheduler's state.
+        """Copy the state that a script may change in a void iteration outside of the step: buffers,
+        learning rates and other options of groups, and the scheduler's state.
         """
         check = unchanged("parameters", self._parameters)
         self._buffers = self._buffers or BufferCopies(self._module)
@@ -226,7 +210,6 @@ class ModelState(State):
             self._module.load_state_dict(left, strict=False)
 
     def _load_frozen(self, frozen: Collection[str] | None) -> None:
-        """Set ``requires_grad`` of all parameters as in the checkpoint."""
         if frozen is not None:
             for parameter, name in self._groups.names().items():
                 parameter.requires_grad_(name not in frozen)
@@ -241,7 +224,6 @@ class ModelState(State):
 
 
 def _merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the whole model's state, merged from the stages."""
     first = dict(parts[0])
     first["model"] = {name: x for part in parts for name, x in part["model"].items()}
     first["frozen"] = [name for part in parts for name in part.get("frozen") or ()]

@@ -1,11 +1,9 @@
 """Optimizer state sharded over the replicas, each of which holds that of its own parameters.
 
 Whole parameters are assigned, the largest first, each to the replica with the least state so far.
-The assignment depends only on the wrapped model and the number of replicas, so all replicas compute
-the same one, whenever they joined.
-
-Where the whole state is needed it is gathered in host memory: on replica 0 for a checkpoint, and on
-all replicas for an elastic resize.
+As this depends only on the wrapped model and the number of replicas, all compute the same
+assignment, whenever they joined. The whole state is gathered in host memory, on replica 0 for a
+checkpoint and on all replicas for an elastic resize.
 """
 
 from __future__ import annotations
@@ -43,8 +41,6 @@ Told = list[tuple[int, list[tuple[str, Any]]]]
 
 
 class _Kind(NamedTuple):
-    """Metadata for the allocation of a tensor."""
-
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -55,14 +51,8 @@ class _Kind(NamedTuple):
 class OptimizerShards:
     """The division of optimizer state among replicas, and the whole state where needed.
 
-    Args:
-        ctx: The job's context.
-        module: The layers, as they are wrapped.
-        optimizer: Over their parameters.
-        wanted: Whether to shard the state; else every replica holds everything.
-
-    Raises:
-        ConfigurationError: The optimizer is not known to step each parameter independently.
+    Unless ``wanted``, every replica holds everything. Raises a ConfigurationError if the optimizer
+    is not known to step each parameter independently.
     """
 
     def __init__(
@@ -137,15 +127,8 @@ class OptimizerShards:
         self.drop()
 
     def gather(self, *, everywhere: bool) -> None:
-        """Gather the whole state, valid until the next step.
-
-        All replicas call it at a step boundary.
-
-        Args:
-            everywhere: Whether on all replicas; else on replica 0.
-
-        Raises:
-            PeerLostError: A replica is gone.
+        """Gather the whole state, valid until the next step, on all replicas or only on replica 0.
+        All replicas call it at a step boundary. Raises a PeerLostError if a replica is gone.
         """
         group, rank = self.group, self.rank
         if not self.divided or group is None:
@@ -263,7 +246,6 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _parcels(sizes: Sequence[int]) -> list[list[int]]:
-    """Return the indices of the tensors of each message."""
     parcels: list[list[int]] = []
     filled = PARCEL
     for number, size in enumerate(sizes):
@@ -286,12 +268,8 @@ def _send_parcels(
 ) -> None:
     """Send this replica's tensors to the receivers; receivers receive those of the others.
 
-    Args:
-        group: All replicas.
-        rank: Of this one.
-        receivers: Ranks that receive.
-        tensors: Of each replica: this one's own, and buffers for those of others.
-        parcels: Of each replica, the indices of the tensors of each message.
+    ``tensors`` has, for each replica, its own tensors or buffers for them, and ``parcels`` the
+    indices of the tensors of each message.
     """
     for turn in range(max(map(len, parcels))):
         under_way: list[tuple[Any, Tensor, list[Tensor]]] = []

@@ -39,22 +39,15 @@ _HELD = (errno.EACCES, errno.EAGAIN)
 
 
 class Owner:
-    """One process's lock on a directory of checkpoints.
-
-    Args:
-        root: The directory, which exists.
-        env: The environment of this process.
-    """
+    """One process's lock on an existing directory of checkpoints."""
 
     def __init__(self, root: Path, env: JobEnvironment) -> None:
         self._root, self._env = root, env
         self._file: int | None = None
 
     def claim(self) -> str | None:
-        """Make this job the owner of the directory; the leader calls it.
-
-        Returns:
-            The reason for a refusal, one sentence that names the owner; None on success.
+        """Make this job the owner of the directory; the leader calls it. Returns the reason for a
+        refusal, one sentence that names the owner; None on success.
         """
         if not self._open():
             return None

@@ -1,9 +1,9 @@
 """The optimizer's parameter groups by names of parameters, across restarts.
 
-A script may first train only some layers and add the others to the optimizer in a later epoch, with
-``add_param_group``. A restarted script begins with the initial groups. Later ones are recreated
+A script may first train only some layers and add the others in a later epoch, with
+``add_param_group``. A restarted script begins with the initial groups; later ones are recreated
 from the checkpoint, with their settings and state. When the script then adds such a group again, as
-it reruns the interrupted epoch from its beginning, the existing group is kept.
+it reruns the interrupted epoch, the existing group is kept.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ COMPILED = "_orig_mod"
 class ParameterGroups:
     """An optimizer's groups in the form of a checkpoint.
 
-    Args:
-        module: Its layers name the parameters.
-        optimizer: Over parameters of the module.
-        shared: Names in the whole module of parameters that other stages hold a copy of.
+    ``shared`` has the names in the whole module of parameters that other stages hold a copy of.
     """
 
     def __init__(
@@ -43,11 +40,7 @@ class ParameterGroups:
         self._optimizer = optimizer
 
     def state(self, whole: Mapping[nn.Parameter, Any] | None = None) -> dict[str, Any]:
-        """Return the optimizer's state, keyed by names of parameters instead of indices.
-
-        Args:
-            whole: The state of each parameter, if the optimizer's own is sharded.
-        """
+        """Return the optimizer's state by parameter name; ``whole`` replaces a sharded state."""
         packed = self._optimizer.state_dict()
         groups = self._names()
         flat = [name for group in groups for name in group]
@@ -67,15 +60,7 @@ class ParameterGroups:
     def restore(
         self, content: Mapping[str, Any], keeps: Callable[[nn.Parameter], bool] = lambda _: True
     ) -> None:
-        """Restore the result of :meth:`state`.
-
-        Args:
-            content: The result.
-            keeps: Whether this replica holds the state of a parameter.
-
-        Raises:
-            CheckpointError: It is of another optimizer; the first difference is named.
-        """
+        """Restore the result of :meth:`state` for parameters that this replica ``keeps``."""
         self.check(content)
         self._add(content["groups"][len(self._optimizer.param_groups) :])
         groups = self._names()
@@ -93,11 +78,7 @@ class ParameterGroups:
         self._optimizer.load_state_dict({"state": state, "param_groups": packed})
 
     def check(self, content: Mapping[str, Any]) -> None:
-        """Refuse a content that :meth:`restore` does not accept.
-
-        Raises:
-            CheckpointError: It is of another optimizer; the first difference is named.
-        """
+        """Raise a CheckpointError with the first difference for another optimizer."""
         self._check_class(content)
         saved = [[plain_name(name) for name in group["params"]] for group in content["groups"]]
         self._check_groups(saved)
@@ -144,7 +125,6 @@ class ParameterGroups:
                 )
 
     def _add(self, later: Sequence[Mapping[str, Any]]) -> None:
-        """Recreate the groups that the script added later."""
         if not later:
             return
         parameters = {name: parameter for parameter, name in self.names().items()}

@@ -1,7 +1,6 @@
 """A checkpoint that several processes write, each the layers of its stage.
 
-Nothing is gathered: the processes of replica 0 write into one folder in parallel. The first one
-creates the folder, and commits it as a checkpoint when all have written.
+They write into one folder, in parallel; the first one creates it, and commits it at the end.
 """
 
 from __future__ import annotations
@@ -24,10 +23,8 @@ __all__ = ["check_answers", "save_in_parts", "tell"]
 def save_in_parts(
     ctx: JobContext, root: Path, states: Mapping[str, State], saver: AsyncSaver
 ) -> Path | None:
-    """Write a new checkpoint, returned on the leader; all processes of the job call it.
-
-    Raises:
-        CheckpointError: It cannot be written; raised by the leader.
+    """Write a new checkpoint, returned on the leader; all processes of the job call it. The leader
+    raises a CheckpointError if it cannot be written.
     """
     if not ctx.env.leads:
         _write_part(ctx, states, saver)
@@ -68,11 +65,7 @@ def _write_part(ctx: JobContext, states: Mapping[str, State], saver: AsyncSaver)
 
 
 def check_answers(root: Path, answers: Sequence[Mapping[str, Any]]) -> dict[str, files.Written]:
-    """Return the manifest's entries for files written by the stages after the first.
-
-    Raises:
-        CheckpointError: An answer has an error.
-    """
+    """Return the manifest's entries of later stages; CheckpointError if an answer has an error."""
     failures = [f"stage {k}: {x['error']}" for k, x in enumerate(answers, 1) if "error" in x]
     if failures:
         raise CheckpointError(

@@ -1,9 +1,9 @@
 """Snapshots of a step, to undo changes of the script.
 
 In an elastic job a dying replica voids the current iteration: everything that the script has
-changed in it must be restored. Small states are copied at every step boundary, at a few
-microseconds each. Of large ones only changes are detected, by the version counters of tensors; if
-one has changed, the job continues from its checkpoint instead.
+changed in it must be restored. Small states are copied at every step boundary, in a few
+microseconds. Large ones are only checked for changes, by the version counters of tensors; if one
+has changed, the job continues from its checkpoint instead.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ REMEMBERED_BYTES = 1 << 20
 
 
 def unchanged(name: str, tensors: Iterable[Tensor]) -> Callable[[], None]:
-    """Return a check that raises a CheckpointError if one of the tensors has changed.
-
-    ``name`` is their name in the message; they are not copied.
-    """
+    """Return a check that raises a CheckpointError if tensors, not copied, have changed."""
     versions = [(tensor, tensor._version) for tensor in tensors]
 
     def check() -> None:
@@ -100,7 +97,6 @@ class BufferCopies:
         return self._restore
 
     def _drop(self, constant: list[int]) -> None:
-        """Drop the copies of constant buffers, except small ones."""
         kept = 0
         for index in constant:
             kept += size_of(self._copies.get(index))

@@ -44,9 +44,8 @@ class RandomState(State):
         self._remembered: tuple[Tensor, Any, Any] | None = None
 
     def agree_root(self) -> None:
-        """Agree on the root of the sequences for another number of replicas.
-
-        All replicas call it at the same point, so that survivors know it when replica 0 dies.
+        """Agree on the root of the sequences for another number of replicas. All replicas call it
+        at the same point, so that survivors know it when replica 0 dies.
         """
         if self._root is None:
             mine = torch.tensor([_derived(torch.get_rng_state(), CPU)])
@@ -116,11 +115,9 @@ class RandomState(State):
         return tuple(checksum & MARK for checksum in sums)
 
     def regroup(self, were_equal: Sequence[bool]) -> None:
-        """Continue as after a restart with the surviving replicas.
-
-        Args:
-            were_equal: For each generator of the CPU, whether it was equal on all replicas at the
-                last boundary, including lost ones.
+        """Continue as after a restart with the surviving replicas; for each generator of the CPU,
+        ``were_equal`` is whether it was equal at the last boundary on all replicas, including lost
+        ones.
         """
         devices, rank = self._cuda_devices(), self._context.env.rank
         states = _read(devices)
@@ -146,10 +143,8 @@ class RandomState(State):
 
 
 def draw_alike(ctx: JobContext) -> None:
-    """Set the CPU generators of a replica's processes to those of its first process.
-
-    All of them run the same script, whose random numbers must be equal in each; layers draw from
-    the generator of their stage's device.
+    """Set the CPU generators of a replica's processes to those of its first process: all run the
+    same script, whose random numbers must be equal; layers draw from their stage's device.
     """
     if ctx.mesh is None:
         return

@@ -1,8 +1,4 @@
-"""States that survive restarts: the interface of AdaptDL's ``State``.
-
-``save``, ``load`` and ``sync`` are AdaptDL's; :mod:`pipollux_hybrid.checkpoint.manager` calls them.
-Files must be readable without running code from them.
-"""
+"""States that survive restarts: the interface of AdaptDL's ``State``."""
 
 from __future__ import annotations
 
@@ -97,40 +93,27 @@ class State:
         raise NotImplementedError
 
     def load_parts(self, files: Sequence[BinaryIO]) -> None:
-        """Read the output of :meth:`save` of several stages.
-
-        Args:
-            files: One per stage, in order.
-        """
+        """Read the outputs of :meth:`save` of all stages, in order."""
         raise NotImplementedError
 
     def content(self) -> Any:
         """Return the state in nested dicts, lists and tuples of tensors, numbers and strings.
 
         Called after :meth:`sync` on surviving and on joining replicas: the tensors of the latter
-        may be overwritten in place.
-
-        Returns:
-            The argument of :meth:`adopt`; None, as here, to use :meth:`save` instead.
+        may be overwritten in place. None, as here: :meth:`save` is used instead.
         """
         return None
 
     def check(self, content: Any) -> None:
-        """Refuse an invalid argument of :meth:`adopt`; called before anything is changed.
+        """Refuse an invalid argument of :meth:`adopt`, before anything is changed.
 
-        Args:
-            content: Another replica's, with tensors without elements, on the device "meta".
-
-        Raises:
-            CheckpointError: Names the first difference.
+        Its tensors have no elements, on the device "meta". A CheckpointError names the first
+        difference.
         """
 
     def adopt(self, content: Any) -> None:
-        """Continue from the :meth:`content` of another replica.
-
-        Args:
-            content: Its tensors are this replica's own, overwritten, where type and shape are
-                equal, and else on the CPU.
+        """Continue from the :meth:`content` of another replica: its tensors are this replica's own,
+        overwritten, where type and shape are equal, and else on the CPU.
         """
         raise NotImplementedError
 
@@ -138,23 +121,18 @@ class State:
         """Make the state equal on all replicas; called on every rank before a save."""
 
     def spread(self) -> None:
-        """Make all replicas hold the whole state; called on every rank before an elastic resize.
-
-        By default :meth:`sync`; sharded states do more.
-        """
+        """Make all replicas hold the whole state, on every rank before an elastic resize."""
         self.sync()
 
     def lost(self) -> str:
-        """Return which state is lost with another replica, one clause; empty: none.
-
-        If some is lost, the surviving replicas continue from the checkpoint, with this reason.
+        """Return which state is lost with another replica, one clause; empty: none. If some is
+        lost, the surviving replicas continue from the checkpoint, with this reason.
         """
         return ""
 
     def rejoined(self) -> None:
-        """Reset unsaved state as a restart does; called on every rank after an elastic resize.
-
-        Joining replicas have loaded the state before.
+        """Reset unsaved state as a restart does; called on every rank after an elastic resize, when
+        joining replicas have loaded the state.
         """
 
     def regrouped(self) -> None:
@@ -166,15 +144,12 @@ class State:
         return False
 
     def remember(self) -> Callable[[], None]:
-        """Return a function that restores the current state, should the next iteration become void.
+        """Return a function that restores the current state if the next iteration becomes void, or
+        raises a CheckpointError: the job then continues from its checkpoint.
 
         Called on all replicas at every step boundary of an elastic job. By default :meth:`save`
         writes small states to memory; a state may define a cheaper way, or detect that it does not
         change.
-
-        Returns:
-            The function. It raises a CheckpointError if it cannot restore the state: the job then
-            continues from its checkpoint.
         """
         copy = io.BytesIO()
         if not self._is_large:
@@ -193,13 +168,10 @@ class State:
         )
 
     def snapshot(self) -> Callable[[BinaryIO], None]:
-        """Copy the current state, for a thread to write during training.
+        """Return a function that writes a copy of the current state to a file during training.
 
         Called on rank 0 instead of :meth:`save` for a checkpoint in the background. By default
         :meth:`save` writes to memory; large states may have a faster way.
-
-        Returns:
-            A function that writes the copy to a file.
         """
         copy = io.BytesIO()
         self.save(copy)
@@ -207,11 +179,7 @@ class State:
 
 
 def snapshot_of(state: State) -> Callable[[BinaryIO], None]:
-    """Call a state's ``snapshot``.
-
-    Raises:
-        CheckpointError: It fails, whatever the reason.
-    """
+    """Call a state's ``snapshot``; raise a CheckpointError if it fails, whatever the reason."""
     try:
         return state.snapshot()
     except Exception as error:  # the script's own code
@@ -226,17 +194,9 @@ def _write_all(fileobj: BinaryIO, copy: io.BytesIO) -> None:
 
 
 def check_loadable(name: str, content: Any) -> None:
-    """Refuse content that ``torch.load(..., weights_only=True)`` would not read.
-
-    This fails before training instead of at the first restart.
-
-    Args:
-        name: Name of the content, for the message.
-        content: A ``state_dict()``; it is written to memory and read back, without the elements of
-            its tensors.
-
-    Raises:
-        CheckpointError: It has objects other than tensors and plain Python values.
+    """Raise a CheckpointError for a ``state_dict()`` that ``torch.load(..., weights_only=True)``
+    would not read, by writing and reading it without its tensors' elements: before training instead
+    of at the first restart.
     """
     copy = io.BytesIO()
     try:

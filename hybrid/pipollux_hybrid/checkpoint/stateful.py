@@ -34,12 +34,7 @@ S = TypeVar("S", bound=Stateful)
 
 
 class ObjectState(State):
-    """The state of an object.
-
-    Args:
-        name: Name of the file, without ``.pt``.
-        obj: The object.
-    """
+    """The state of an object, in a file ``name.pt``."""
 
     def __init__(self, name: str, obj: Stateful) -> None:
         super().__init__(f"{name}.pt")
@@ -86,9 +81,8 @@ class ObjectState(State):
         self._object.load_state_dict(content)
 
     def remember(self) -> Callable[[], None]:
-        """Copy a small state; of a module only changes are detected.
-
-        An average of the parameters is not updated in a void iteration, nor is a GradScaler.
+        """Copy a small state; of a module only changes are detected: a void iteration updates no
+        average of the parameters, nor a GradScaler.
         """
         if isinstance(self._object, (torch.amp.GradScaler, AveragedModel)):
             return lambda: None

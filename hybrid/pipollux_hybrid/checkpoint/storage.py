@@ -1,11 +1,10 @@
 """Checkpoints on disk: atomic directories with checksums, of which old ones are pruned.
 
-A checkpoint is ``checkpoint-00000042``: one file per state and a manifest of their checksums. It is
-written as ``.checkpoint-00000042.…``, flushed to the disk and renamed; it is renamed again before
-it is removed. So a process killed at any instruction leaves intact checkpoints, and perhaps a
-hidden directory, which is never read and which the next start removes.
-
-Checksums are computed while writing, so that saving reads nothing back.
+A checkpoint is ``checkpoint-00000042``: one file per state and a manifest of their checksums, which
+are computed while writing. It is written as ``.checkpoint-00000042.…``, flushed to the disk and
+renamed; it is renamed again before it is removed. So a process killed at any instruction leaves
+intact checkpoints, and perhaps a hidden directory, which is never read and which the next start
+removes.
 """
 
 from __future__ import annotations
@@ -88,9 +87,7 @@ class StateError(PipolluxError):
 
 def write(root: Path, writers: Mapping[str, Callable[[BinaryIO], None]], attempt: int) -> Path:
     """Write a new checkpoint, with one file per writer; the attempt is recorded in its manifest.
-
-    Raises:
-        CheckpointError: It cannot be written; earlier checkpoints are untouched.
+    Raises a CheckpointError if it cannot be written; earlier checkpoints are untouched.
     """
     with new_checkpoint(root) as aside:
         return commit(aside, write_states(aside, writers), attempt)
@@ -98,10 +95,8 @@ def write(root: Path, writers: Mapping[str, Callable[[BinaryIO], None]], attempt
 
 @contextmanager
 def new_checkpoint(root: Path) -> Iterator[Path]:
-    """Create the folder of a new checkpoint, to be committed within by :func:`commit`.
-
-    Raises:
-        CheckpointError: The code within fails; nothing of the new checkpoint is left.
+    """Create the folder of a new checkpoint, to be committed in the body by :func:`commit`. If the
+    body fails, a CheckpointError is raised and nothing of the new checkpoint is left.
     """
     final = directory_of(root, _next_version(root))
     # A unique name: a process of a lost replica may still be writing to another folder.
@@ -135,9 +130,8 @@ def write_states(
 
 
 def commit(aside: Path, written: Mapping[str, Written], attempt: int) -> Path:
-    """Turn the folder of :func:`new_checkpoint` into a checkpoint, and return it.
-
-    ``written`` has the results of :func:`write_states` of all processes.
+    """Turn the folder of :func:`new_checkpoint` into a checkpoint, and return it. ``written`` has
+    the results of :func:`write_states` of all processes.
     """
     manifest = {
         "version": FORMAT,
@@ -167,12 +161,8 @@ def parts_of(directory: Path, name: str) -> list[Path]:
 
 
 def prepare(root: Path, probe: str) -> str | None:
-    """Create a directory of checkpoints, and test that it is writable.
-
-    Args:
-        root: The directory.
-        probe: Name of a test file, which stays for other replicas to check; see
-            :func:`remove_probe`.
+    """Create a directory of checkpoints, and test that it is writable by a file ``probe``, which
+    stays for other replicas to check; see :func:`remove_probe`.
 
     Returns:
         Why nothing can be saved there, one sentence; None if it can. A full disk is only logged, as
@@ -224,12 +214,7 @@ def find(root: Path) -> Found:
 
 
 def fault_of(directory: Path, *, sizes_only: bool = False) -> str | None:
-    """Return why a checkpoint is damaged, None if it is intact.
-
-    Args:
-        directory: The checkpoint.
-        sizes_only: Whether to check only sizes, which reads no content.
-    """
+    """Return why a checkpoint is damaged, None if it is intact; ``sizes_only`` reads no content."""
     try:
         manifest = json.loads((directory / MANIFEST).read_bytes())
         # Sizes first: they detect a truncated file without reading it.
@@ -246,10 +231,7 @@ def fault_of(directory: Path, *, sizes_only: bool = False) -> str | None:
 
 
 def prune(root: Path, keep_also: Path | None) -> None:
-    """Remove all but the newest checkpoints and ``keep_also``.
-
-    That is the checkpoint from which states created later in this attempt restore.
-    """
+    """Remove all but the newest checkpoints and ``keep_also``, from which this attempt restores."""
     for directory in _versions(root)[KEPT:]:
         if directory != keep_also:
             _remove(directory)
@@ -312,7 +294,6 @@ def version_of(directory: Path | None) -> int | None:
 
 
 def _versions(root: Path) -> list[Path]:
-    """Return the directories of checkpoints, newest first."""
     if not root.is_dir():
         return []
     numbered = [(version_of(path), path) for path in root.iterdir() if path.is_dir()]

@@ -1,6 +1,6 @@
 """Names of parameters shared by several layers in a multi-process pipeline.
 
-The plain module saves and loads such a parameter under all of its names. A process names its copy
+The plain module saves and loads such a parameter under all of its names; a process names its copy
 after its own layers.
 """
 
@@ -19,12 +19,8 @@ def with_last_values(
 ) -> dict[str, Any]:
     """Set all names of a shared parameter to the value that the plain module would have.
 
-    The plain module loads one name after another into the same memory, so the last one wins.
-
-    Args:
-        state_dict: The state to load; names may have the components of ``torch.compile``.
-        shared: The names of each shared parameter, in the module's order.
-        strict: Whether missing names stay missing, so that loading refuses them.
+    It loads one name after another into the same memory, so the last one wins. ``strict``: missing
+    names stay missing, so that loading refuses them.
 
     Example:
         >>> with_last_values({"0.w": 1, "2.w": 3}, [("0.w", "2.w", "4.w")], strict=False)

@@ -1,6 +1,6 @@
 """Sums over all replicas that survive restarts: losses, counts of correct answers, histograms.
 
-Each replica adds up its own amounts; they are summed when the script reads them, and at every
+Each replica adds up its own amounts, which are summed when the script reads them and at every
 checkpoint. The interface is AdaptDL's. Code between the loops over loaders runs again after a
 restart (:mod:`~pipollux_hybrid.elastic.epoch`), so an accumulator remembers the changes and reads
 of such code in the current epoch, skips these changes, and returns the same totals again.
@@ -35,12 +35,7 @@ SYNC = "the synchronized() of an Accumulator, or a checkpoint"
 
 
 class AccumulatorState(State):
-    """The state of an accumulator.
-
-    Args:
-        ctx: The job's context.
-        values: Initial values.
-    """
+    """The state of an accumulator."""
 
     takes_over = False
 
@@ -198,12 +193,7 @@ class Accumulator(MutableMapping[Key, Any]):
             self._visible = None
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Add amounts to values, where ``dict.update`` would replace them.
-
-        Args:
-            *args: A mapping or pairs, as for ``dict``.
-            **kwargs: The same by keyword.
-        """
+        """Add amounts to values, where ``dict.update`` would replace them."""
         for key, amount in dict(*args, **kwargs).items():
             self._add(check_key(key), checked(key, amount))
 
@@ -213,12 +203,10 @@ class Accumulator(MutableMapping[Key, Any]):
             self._add(check_key(key), -checked(key, amount))
 
     def __iadd__(self, other: Mapping[Key, Any] | Iterable[tuple[Key, Any]]) -> Accumulator:
-        """Call :meth:`update`."""
         self.update(other)
         return self
 
     def __isub__(self, other: Mapping[Key, Any] | Iterable[tuple[Key, Any]]) -> Accumulator:
-        """Call :meth:`subtract`."""
         self.subtract(other)
         return self
 
@@ -304,7 +292,6 @@ class Accumulator(MutableMapping[Key, Any]):
         return state.totals
 
     def _forget_phases(self) -> None:
-        """Drop records of completed epochs, which do not run again."""
         kept = ("start", self._epochs.phase)
         state = self._state
         _keep(state.changes, kept)

@@ -17,11 +17,7 @@ Summable = int | float | Tensor
 
 
 def check_key(key: Any) -> Key:
-    """Return the key if it is valid.
-
-    Raises:
-        ConfigurationError: It is neither a string nor an integer.
-    """
+    """Return the key; a ConfigurationError unless it is a string or an integer."""
     if not isinstance(key, (str, int)):
         raise ConfigurationError(
             f"accumulator key {key!r} is a {type(key).__name__}: strings and integers are allowed"
@@ -30,11 +26,7 @@ def check_key(key: Any) -> Key:
 
 
 def checked(key: Key, value: Any) -> Summable:
-    """Return the value as an integer, a float, or an int64 or float64 tensor.
-
-    Raises:
-        ConfigurationError: It cannot be summed.
-    """
+    """Return the value as int, float, int64 or float64 tensor; else a ConfigurationError."""
     if isinstance(value, Tensor) and not value.is_complex():
         exact = not value.is_floating_point()
         return value.detach().to(torch.int64 if exact else torch.float64, copy=True)
@@ -50,11 +42,7 @@ def checked(key: Key, value: Any) -> Summable:
 
 
 def add(key: Key, total: Summable, amount: Summable) -> Summable:
-    """Return the sum of two amounts.
-
-    Raises:
-        ConfigurationError: They are tensors of different shapes.
-    """
+    """Return the sum of two amounts; a ConfigurationError for tensors of different shapes."""
     if isinstance(total, Tensor) and isinstance(amount, Tensor):
         if total.shape != amount.shape:
             raise ConfigurationError(
@@ -76,10 +64,6 @@ class PendingSum:
     """The value of ``accumulator[key]`` outside of ``synchronized()``, which can only be added to.
 
     ``accumulator[key] += x`` gets it, adds to it, and sets the key to the result.
-
-    Args:
-        key: The key.
-        amount: The amount added so far.
     """
 
     __slots__ = ("amount", "key")

@@ -26,11 +26,8 @@ class TextRows:
     """The rest of a text, cut into rows of equal length.
 
     A position stands for a pair of a token and its successor, the input and its target. Pairs that
-    do not fill a column of the rows are the *tail*, which comes last.
-
-    Args:
-        num_pairs: Pairs of the whole text.
-        cuts: (rows, pairs taken per row) for each cut of the text; the last one is the current cut.
+    do not fill a column of the rows are the *tail*, which comes last. ``cuts`` has (rows, pairs
+    taken per row) for each cut of the text; the last one is the current cut.
 
     Example:
         Ten pairs in two rows, of which two windows of one pair were taken, then in three:
@@ -61,12 +58,10 @@ class TextRows:
         return self._places(torch.arange(begin, begin + count)[:, None])
 
     def _places(self, left: Tensor) -> Tensor:
-        """Return the text positions of the i-th remaining pairs."""
         pieces = torch.searchsorted(self._ends, left.contiguous(), right=True)
         return left - (self._ends - self._lengths)[pieces] + self._starts[pieces]
 
     def _drop(self, num_rows: int, taken: int) -> None:
-        """Drop a number of pairs from the beginning of each row."""
         ends = self._lengths.cumsum(0)
         row_length, tail = divmod(int(ends[-1]), num_rows)
         # Of every row [taken, row_length) remains; rows are cut at the ends of pieces of the text.
@@ -152,7 +147,6 @@ class AdaptiveBPTTIterator(ElasticLoop[tuple[Tensor, Tensor]]):
         return -(-rows.row_length // self.bptt_len) + (rows.tail > 0)
 
     def _segment(self) -> Iterator[tuple[BatchSlice, tuple[Tensor, Tensor]]]:
-        """Yield windows from the current position on."""
         rows = self._cut()
         self._is_fresh = True
         for part, positions in self._windows(rows):
@@ -203,7 +197,6 @@ class AdaptiveBPTTIterator(ElasticLoop[tuple[Tensor, Tensor]]):
             yield part, rows.tail_positions(first, max(mine, 1))
 
     def _cut(self) -> TextRows:
-        """Return the rows of this segment: new ones if their number changes."""
         cuts = [(rows, taken) for rows, taken in self._state.details.get("cuts", [])]
         num_rows = self._num_rows()
         if not cuts or cuts[-1][0] != num_rows:
@@ -214,7 +207,6 @@ class AdaptiveBPTTIterator(ElasticLoop[tuple[Tensor, Tensor]]):
         return TextRows(len(self.tokens) - 1, cuts)
 
     def _iteration_done(self, part: BatchSlice) -> None:
-        """Record the number of pairs taken per row."""
         *before, (num_rows, _) = self._state.details["cuts"]
         since = part.next_index - sum(rows * taken for rows, taken in before)
         self._state.details["cuts"] = [*before, (num_rows, since // num_rows)]

@@ -38,7 +38,6 @@ class EpochState(State):
         self.epoch = 0
         """The current epoch, counted from 0."""
         self.num_epochs: int | None = None
-        """The number of epochs that the script asks for; None before it does."""
         self.loops_done = 0
         """Number of loops over data loaders that this epoch has completed."""
         self.loops_to_skip = 0
@@ -49,11 +48,11 @@ class EpochState(State):
         """Whether it ever was, in this process."""
 
     def remember(self) -> Callable[[], None]:
-        """Do nothing: no step changes the state."""
+        """No step changes the state."""
         return lambda: None
 
     def regrouped(self) -> None:
-        """Do nothing: no replica has joined."""
+        """No replica has joined."""
 
     @property
     def phase(self) -> str:
@@ -166,7 +165,6 @@ def remaining_epochs_until(num_epochs: int) -> Iterator[int]:
 
 
 def _catch_up(ctx: JobContext, state: EpochState) -> None:
-    """Skip epochs that the job has completed, on a replica that is about to join."""
     live = elastic_membership(ctx)
     place = live.job_place() if live is not None and ctx.joins is not None else None
     if place is not None:
@@ -174,7 +172,6 @@ def _catch_up(ctx: JobContext, state: EpochState) -> None:
 
 
 def _say_finished(ctx: JobContext, state: EpochState, num_epochs: int) -> None:
-    """Print why a restarted script has nothing to do."""
     restored_from = ctx.component(CheckpointManager).restored_from
     if ctx.env.leads and not state.began and restored_from is not None and num_epochs > 0:
         done, asked = _epochs(state.epoch), _epochs(num_epochs)

@@ -54,7 +54,6 @@ LOADER = {
     ),
     "seed": Allowed(is_whole, "a whole number, the same on all replicas, is needed"),
 }
-"""Allowed values of the arguments of :class:`AdaptiveDataLoader`."""
 
 
 class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
@@ -79,8 +78,7 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
             :class:`~torch.utils.data.IterableDataset` that yields the same samples in the same
             order on every replica and in every attempt. If the latter has ``set_epoch(epoch)``, it
             is called before each epoch. Its ``skip(num_samples)``, called after a restart, must
-            return the data set without its first samples; without this method they are read again
-            and skipped.
+            return the data set without its first samples, which are else read again and skipped.
         batch_size: Samples of one optimizer step over ALL replicas; with autoscaling the initial
             one.
         shuffle: Whether each epoch has its own order; an iterable data set shuffles itself.
@@ -144,10 +142,8 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
         super().__setattr__(name, value)
 
     def __len__(self) -> int:
-        """Return this replica's number of batches in a whole epoch at the current batch size.
-
-        Raises:
-            TypeError: The data set is iterable and has no length.
+        """Return this replica's number of batches in a whole epoch at the current batch size; a
+        TypeError for iterable data sets without length.
         """
         num_samples = len(cast("Sized", self.dataset))
         return num_parts(num_samples, self._shape())
@@ -166,7 +162,6 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
         return self._fetch()
 
     def _read(self) -> Iterator[tuple[BatchSlice, T]]:
-        """Yield the batches of a stream, each with its part of the iteration."""
         check = self._context.component(StreamCheck)
         for part, marks, batch in self._batches:
             check.note(marks)
@@ -180,7 +175,6 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
         return f"{super()._description()}{known}"
 
     def _fetch(self) -> Iterator[tuple[BatchSlice, T]]:
-        """Yield the batches of a map-style data set, each with its part of the iteration."""
         fetching: deque[BatchSlice] = deque()
 
         def lists() -> Iterator[Sequence[int]]:
@@ -211,7 +205,6 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    """Refuse options with which samples would not be taken exactly once."""
     for name in ("sampler", "batch_sampler", "drop_last"):
         if options.pop(name, None):
             raise ConfigurationError(
@@ -257,14 +250,10 @@ class WorkerStart:
     """Initialises a worker process of a loader, which then survives a stop request.
 
     torchrun's agent and terminals signal a whole process group, so a stop on which the replicas
-    have not agreed yet also reaches the workers, and with torch's handlers they would die in the
-    middle of a step.
-
-    But a worker ends with its replica, at once: it has inherited the connections with other
-    replicas, which would wait for a killed replica while they are open.
-
-    Args:
-        then: The user's own ``worker_init_fn``, called with the worker's number.
+    have not agreed yet also reaches the workers, and torch's handlers would end them in the middle
+    of a step. But a worker ends with its replica, at once: it has inherited the connections with
+    other replicas, which would wait for a killed replica while they are open. ``then`` is the
+    user's own ``worker_init_fn``.
     """
 
     def __init__(self, then: Callable[[int], None] | None) -> None:

@@ -33,19 +33,13 @@ KIND = "loader"
 
 
 class LoopState(State):
-    """Position and batch shape of a loop.
-
-    Args:
-        ctx: The job's context.
-        identity: Identity of the data: a position is invalid for other data.
-    """
+    """Position and batch shape of a loop; the position is invalid for other data (``identity``)."""
 
     takes_over = False
 
     def __init__(self, ctx: JobContext, identity: dict[str, Any]) -> None:
         super().__init__(numbered_name(ctx, KIND, "json"))
         self.identity = identity
-        """Identity of the data."""
         self.index = 0
         """Samples (of text: tokens) of the epoch that all replicas together have taken."""
         self.details: dict[str, Any] = {}
@@ -53,7 +47,6 @@ class LoopState(State):
         self.atomic_bsz = 0
         """Current atomic batch size; 0 before one was chosen. It is not saved."""
         self.accum_steps = 0
-        """Current number of accumulation steps."""
 
     def save(self, fileobj: BinaryIO) -> None:
         """Write the position as JSON."""
@@ -73,7 +66,7 @@ class LoopState(State):
         self.index, self.details = index, content["details"]
 
     def remember(self) -> Callable[[], None]:
-        """Do nothing: the position is that of the last step that counts."""
+        """The position is that of the last step that counts."""
         return _nothing
 
     def rejoined(self) -> None:
@@ -86,18 +79,9 @@ class LoopState(State):
 
 
 class ElasticLoop(Generic[T]):
-    """A loop over data that any number of replicas share.
-
-    Subclasses call :meth:`_prepare`, and provide the batches of a segment in :meth:`_segment`.
-    """
+    """A loop over data that any number of replicas share."""
 
     def _prepare(self, batch_size: int, identity: dict[str, Any]) -> None:
-        """Initialise the loop, and restore its position.
-
-        Args:
-            batch_size: Samples of one optimizer step over all replicas.
-            identity: Identity of the data.
-        """
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise ConfigurationError(
                 f"batch_size={batch_size!r}: a whole number of at least 1 is needed"
@@ -232,7 +216,6 @@ class ElasticLoop(Generic[T]):
                     self._remember()
 
     def _remember(self) -> None:
-        """Snapshot all states, in case a replica is lost in the next iteration."""
         if self._live is not None:
             self._live.recovery.remember()
 
@@ -240,7 +223,6 @@ class ElasticLoop(Generic[T]):
         return JobPlace(self._epochs.epoch, self._epochs.loops_done)
 
     def _is_over_for_joining(self) -> bool:
-        """Let a joining replica join; return whether the job is beyond this loop already."""
         if self._live is None:
             return False
         forget_finished_epochs(self._context)
@@ -250,7 +232,6 @@ class ElasticLoop(Generic[T]):
         return True
 
     def _change_replicas(self, agreed: ControlMessage | None) -> bool:
-        """Resize the job if all replicas have agreed; return whether it was resized."""
         if self._live is None or not self._live.is_due(agreed):
             return False
         forget_finished_epochs(self._context)
@@ -306,7 +287,6 @@ class ElasticLoop(Generic[T]):
         return f"{type(self).__name__}({data}, batch_size={self._init_batch_size}){limits}"
 
     def _choose_configuration(self) -> None:
-        """Apply the batch shape at the start of a segment."""
         batch, pipeline = self._context.batch, self._context.pipeline
         batch.scale = self._shape().batch_size / self._init_batch_size
         if pipeline.microbatches_follow:
@@ -319,11 +299,7 @@ class ElasticLoop(Generic[T]):
             )
 
     def _adopt(self, agreed: ControlMessage | None) -> bool:
-        """Apply an agreed message.
-
-        Returns:
-            Whether a new segment has to begin.
-        """
+        """Apply an agreed message; return whether a new segment has to begin."""
         if agreed is None or agreed.atomic_bsz == 0 or self._limits is None:
             return False
         before, ctx = self._shape(), self._context
@@ -350,11 +326,7 @@ def _nothing() -> None:
 
 
 def refuse_inside_loop(ctx: JobContext, what: str) -> None:
-    """Refuse to create or iterate over a ``what`` inside the body of a loop over a loader.
-
-    Raises:
-        ConfigurationError: The script is inside such a loop.
-    """
+    """Raise a ConfigurationError if ``what`` is created or run inside a loop over a loader."""
     if ctx.batch.loop is not None:
         raise ConfigurationError(
             f"{what} was made or looped over inside the body of a loop over "

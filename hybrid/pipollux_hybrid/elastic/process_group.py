@@ -1,8 +1,7 @@
 """Joins the replicas of a job.
 
 One process is one pipeline replica (single-process pipeline) or one of its stages (multi-process
-pipeline); torchrun starts the processes and sets their ranks. Without torchrun a script is a job of
-one replica.
+pipeline). Without torchrun, which sets their ranks, a script is a job of one replica.
 """
 
 from __future__ import annotations

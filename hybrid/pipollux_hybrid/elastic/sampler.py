@@ -69,7 +69,8 @@ class ElasticSampler:
 def parts_of_iteration(
     index: int, count: int, shape: BatchShape, rank: int, *, is_last: bool
 ) -> Iterator[tuple[range, BatchSlice]]:
-    """Yield the parts of one replica in one iteration.
+    """Yield the parts of one replica in one iteration: positions in the epoch, and the part, with
+    positions for indices.
 
     Args:
         index: Position of the iteration in the epoch.
@@ -77,9 +78,6 @@ def parts_of_iteration(
         shape: Shape of a whole batch.
         rank: The replica.
         is_last: Whether the epoch ends with the iteration.
-
-    Yields:
-        Positions in the epoch, and the part, with positions for indices.
     """
     # A short last iteration has fewer parts, not smaller ones.
     accum_steps = min(-(-count // (shape.num_replicas * shape.atomic_bsz)) - 1, shape.accum_steps)

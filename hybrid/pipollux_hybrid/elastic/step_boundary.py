@@ -1,8 +1,8 @@
 """The boundary between two iterations, where the replicas agree on what happens next.
 
-At the start of an iteration every replica announces its position and its requests; at the
-iteration's end it reads the sum over all. So stopping, saving and changing the configuration happen
-on every replica at the same boundary, and the exchange is part of the iteration's backward.
+At the start of an iteration every replica announces its position and its requests; at its end it
+reads the sum over all. So stopping, saving and changing the configuration happen on every replica
+at the same boundary, and the exchange is part of the iteration's backward.
 """
 
 from __future__ import annotations
@@ -51,10 +51,8 @@ class StepBoundary:
         self._agreed: ControlMessage | None = None
 
     def announce(self, place: str, *, adapts: bool) -> None:
-        """Announce the beginning of an iteration.
-
-        Different values of ``place`` on replicas are detected at the end of the iteration;
-        ``adapts`` is whether the loop can change its batch size.
+        """Announce the beginning of an iteration. Replicas with different values of ``place`` are
+        detected at its end; ``adapts`` is whether the loop can change its batch size.
         """
         message = self._message(adapts=adapts)
         if self._live is not None:
@@ -62,11 +60,8 @@ class StepBoundary:
         self._context.control.launch(message, place)
 
     def end_iteration(self) -> IterationEnd:
-        """Read the agreed message; if replicas were lost, continue with the surviving ones.
-
-        Raises:
-            SynchronizationError: A replica is elsewhere in its training loop, or is gone and the
-                surviving replicas cannot continue.
+        """Read the agreed message; if replicas were lost, continue with the surviving ones. Raises
+        a SynchronizationError if a replica is elsewhere, or is gone and the others cannot continue.
         """
         losses = self._context.control.losses
         if not losses.void:
@@ -88,10 +83,8 @@ class StepBoundary:
         return IterationEnd.REGROUPED
 
     def settle(self) -> ControlMessage | None:
-        """Stop or save at the end of an iteration if that was agreed on.
-
-        Returns:
-            The agreed message; None right after a `break`.
+        """Stop or save at the end of an iteration if that was agreed on; return the agreed message,
+        None right after a `break`.
 
         Raises:
             SystemExit: A stop was agreed on, and everything is saved.
@@ -103,9 +96,8 @@ class StepBoundary:
         return agreed
 
     def begin_loop(self, place: str, message: Callable[[], ControlMessage]) -> ControlMessage:
-        """Begin a loop over data, and return the agreed message.
-
-        ``place`` describes the loop and must be equal on all replicas.
+        """Begin a loop over data, and return the agreed message. ``place`` describes the loop and
+        must be equal on all replicas.
 
         Raises:
             SystemExit: A stop was agreed on in the iteration that was left by ``break``.
@@ -116,13 +108,9 @@ class StepBoundary:
         return self._exchange(message, place, repeats=True)
 
     def begin_epochs(self) -> None:
-        """Begin or resume a loop over epochs: stop now if a stop was requested meanwhile.
-
-        Nothing is saved: objects that the interrupted epoch had created before the last stop do not
-        exist again yet.
-
-        Raises:
-            SystemExit: Some replica was asked to stop.
+        """Begin or resume a loop over epochs: stop now, with a SystemExit, if a stop was requested
+        meanwhile. Nothing is saved: objects that the interrupted epoch had created before the last
+        stop do not exist again yet.
         """
         self._metrics.record_agreed(self._collect())  # after a `break`
         place = "the beginning of a loop over epochs"
@@ -130,11 +118,7 @@ class StepBoundary:
             self._leave(None)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Stop or save between two epochs, if that is due.
-
-        Raises:
-            SystemExit: A stop was agreed on, and everything is saved.
-        """
+        """Stop, with a SystemExit, or save between two epochs, if that is due."""
         control = self._context.control
         if control.under_way:
             self.settle()  # after a `break`
@@ -165,11 +149,7 @@ class StepBoundary:
         self, message: Callable[[], ControlMessage], place: str, *, repeats: bool = False
     ) -> ControlMessage:
         """Exchange a message between two iterations; after a loss, with the surviving replicas.
-
-        Args:
-            message: Returns this replica's contribution.
-            place: Its position.
-            repeats: Whether replicas that had received the message repeat the exchange, too.
+        ``repeats``: replicas that had received the message repeat the exchange, too.
         """
         control = self._context.control
         while True:
@@ -206,7 +186,6 @@ class StepBoundary:
             self._save_periodically()
 
     def _stop(self) -> None:
-        """Save and exit, all replicas at this step."""
         self._metrics.flush()
         try:
             save_all_states()
@@ -242,11 +221,8 @@ def acknowledge(number: int) -> None:
     """Handle a signal outside of loops over loaders, where no step boundary may follow soon.
 
     Called in the signal's handler, in the middle of any code of the script. A job of one replica
-    without unsaved training exits at once. Else the script may be changing state to be saved, or
-    other replicas have to agree: the job stops at the next boundary.
-
-    Raises:
-        SystemExit: There is nothing to save, and no other replica.
+    without unsaved training exits at once with a SystemExit. Else the script may be changing state
+    to be saved, or other replicas have to agree: the job stops at the next boundary.
     """
     ctx = current()
     if ctx is None or ctx.batch.loop is not None:
@@ -263,7 +239,6 @@ def acknowledge(number: int) -> None:
 
 
 def _mark(ctx: JobContext) -> CheckpointError | None:
-    """Write the stop marker; return the error, None if it was written."""
     try:
         write_stop_marker(ctx.step or 0)
     except CheckpointError as error:

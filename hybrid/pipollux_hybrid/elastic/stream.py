@@ -1,7 +1,7 @@
 """Samples of an iterable data set, divided among replicas.
 
-A stream has no indices, so every replica reads all of it and keeps its own share. The number of
-samples taken is the whole state; any number of replicas can continue from it.
+A stream has no indices, so every replica reads all of it and keeps its share; any number of
+replicas can continue from the number of samples taken.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ __all__ = ["PartCollate", "SampleStream"]
 
 @dataclass(frozen=True)
 class _Request:
-    """Start and batch shape of a segment."""
-
     epoch: int
     index: int
     shape: BatchShape
@@ -35,9 +33,8 @@ class _Request:
 class SampleStream(IterableDataset[tuple[BatchSlice, Marks, list[Any]]]):
     """The parts of one replica, with their samples.
 
-    It is read in the process of the data set: the training process or its worker. A whole batch of
-    all replicas is held while its shares are yielded, as only its end shows whether it is the
-    epoch's last.
+    It is read in the training process or its worker. A whole batch of all replicas is held while
+    its shares are yielded, as only its end shows whether it is the epoch's last.
     """
 
     def __init__(self, dataset: IterableDataset[Any]) -> None:
@@ -69,7 +66,6 @@ class SampleStream(IterableDataset[tuple[BatchSlice, Marks, list[Any]]]):
                 return
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a worker process: without the open stream."""
         return {**self.__dict__, "_reader": None}
 
     def _reader_at(self, epoch: int, index: int) -> _Reader:
@@ -82,10 +78,8 @@ class SampleStream(IterableDataset[tuple[BatchSlice, Marks, list[Any]]]):
 class _Reader:
     """A stream that is open at a position.
 
-    Args:
-        dataset: The user's data set.
-        epoch: The epoch, passed to ``set_epoch`` if the data set has it.
-        index: Samples to skip; cheap if the data set has ``skip``.
+    ``epoch`` is passed to ``set_epoch`` if the data set has it; skipping ``index`` samples is cheap
+    if it has ``skip``.
     """
 
     def __init__(self, dataset: IterableDataset[Any], epoch: int, index: int) -> None:
@@ -125,11 +119,7 @@ class _Reader:
 
 
 class PartCollate:
-    """Collates the samples of a part, and passes the part on.
-
-    Args:
-        collate: Makes a batch of a list of samples.
-    """
+    """Collates the samples of a part with the loader's function, and passes the part on."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate

@@ -1,8 +1,8 @@
 """Checks that all replicas have the same data set, which the loader divides among them.
 
-A data set that each replica has already sharded by its rank would be divided twice: most samples
-would never be used, without an error. Of streams a few samples of each iteration are compared as
-they are read; data sets in memory are compared when a loop over them begins.
+A data set that each replica has already sharded by its rank would be divided twice, and most
+samples never used, without an error. Of streams a few samples of each iteration are compared; data
+sets in memory are compared when a loop over them begins.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ ALIKE = 0.5
 class StreamCheck:
     """Compares the samples that replicas read from a stream, in the exchange of each iteration.
 
-    Samples that each replica augments or masks at random pass, as long as scalars in them, such as
-    labels, are equal.
+    Samples that each replica augments or masks at random pass, if scalars in them, such as labels,
+    are equal.
     """
 
     def __init__(self, ctx: JobContext) -> None:
@@ -68,11 +68,7 @@ class StreamCheck:
         return json.dumps({kind: marks.get(kind, []) for kind in self._compared}).encode()
 
     def compare(self, contents: Sequence[bytes], word: str) -> None:
-        """Refuse different streams; see :class:`~pipollux_hybrid.job.self_checks.SelfCheck`.
-
-        Raises:
-            SynchronizationError: The streams differ.
-        """
+        """Refuse different streams, with a SynchronizationError."""
         if len(set(contents)) == 1:
             return
         everyone: list[Marks] = [json.loads(content) for content in contents]
@@ -103,11 +99,7 @@ class StreamCheck:
 
 
 def marks_of(samples: Sequence[Any] | Tensor | np.ndarray[Any, Any]) -> Marks:
-    """Return marks of some samples of an iteration.
-
-    Args:
-        samples: Of all replicas, in their order.
-    """
+    """Return marks of some samples of an iteration, given those of all replicas in order."""
     marks: Marks = {"singles": [], "integers": [], "reals": []}
     step = -(-len(samples) // SAMPLES)
     for sample in samples[::step]:

@@ -28,16 +28,10 @@ NAMED = 3
 
 
 def agree(control: ControlPlane, where: str, settings: Mapping[str, object]) -> None:
-    """Compare settings between the replicas; all of them call it at the same point.
-
-    Args:
-        control: The control plane of the job.
-        where: The origin of the settings, for the message.
-        settings: Values by name; None: not set.
+    """Compare settings from ``where`` between the replicas; all of them call it at the same point.
 
     Raises:
-        ConfigurationError: They differ; raised on every replica, with the differences and their
-            ranks.
+        ConfigurationError: They differ; with the differences and their ranks, on every replica.
         SynchronizationError: A replica is gone.
     """
     texts = {name: None if value is None else str(value) for name, value in settings.items()}
@@ -119,13 +113,7 @@ def model_settings(
     optimizer: torch.optim.Optimizer,
     arguments: Mapping[str, object],
 ) -> dict[str, object]:
-    """Return the arguments of HybridParallel that must be equal on every replica.
-
-    Args:
-        module: The layers.
-        optimizer: Their optimizer.
-        arguments: The other arguments; of objects, the class is compared.
-    """
+    """Return HybridParallel's arguments that all replicas must share; of objects, their class."""
     settings: dict[str, object] = {name: _word(value) for name, value in arguments.items()}
     settings["optimizer"] = type(optimizer).__name__
     for name, layer in module.named_children():

@@ -31,10 +31,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class BatchShape:
-    """The number of samples of an iteration, and of the parts they are divided into.
-
-    ``batch_size`` samples over ``num_replicas * (accum_steps + 1)`` parts; with adaptive batch
-    sizes each part is exactly the atomic batch size.
+    """The number of samples of an iteration, and of the parts they are divided into: ``num_replicas
+    * (accum_steps + 1)``, with adaptive batch sizes exactly the atomic batch size each.
     """
 
     batch_size: int
@@ -101,7 +99,6 @@ AUTOSCALING = {
     ),
     "gradient_accumulation": switch(),
 }
-"""Allowed values of the arguments of ``autoscale_batch_size``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +108,6 @@ class BatchSizeLimits:
     init_batch_size: int
     """Batch size that the learning rate was chosen for."""
     max_batch_size: int
-    """Largest batch size over all replicas."""
     local_bsz_bounds: tuple[int, int] | None = None
     """Smallest and largest atomic batch size."""
     gradient_accumulation: bool = False
@@ -126,9 +122,7 @@ class BatchSizeLimits:
         gradient_accumulation: bool,
     ) -> BatchSizeLimits:
         """Return the limits for the arguments of a script; a bound of None is as wide as possible.
-
-        Raises:
-            ConfigurationError: An argument has the wrong type.
+        Raises a ConfigurationError for an argument of the wrong type.
         """
         values = {
             "max_batch_size": max_batch_size,
@@ -148,18 +142,14 @@ class BatchSizeLimits:
 
     @classmethod
     def from_json(cls, content: dict[str, Any] | None) -> BatchSizeLimits | None:
-        """Return limits from the JSON form of ``dataclasses.asdict``; None for None."""
+        """Return limits from the JSON form of ``dataclasses.asdict``."""
         if content is None:
             return None
         bounds = content["local_bsz_bounds"]
         return cls(**{**content, "local_bsz_bounds": tuple(bounds) if bounds else None})
 
     def check(self, num_replicas: int) -> None:
-        """Refuse bounds that no batch size satisfies.
-
-        Raises:
-            ConfigurationError: With the bound, its value and the allowed values.
-        """
+        """Raise a ConfigurationError, with allowed values, if no batch size meets the bounds."""
         if self.max_batch_size < self.init_batch_size:
             raise ConfigurationError(
                 f"max_batch_size={self.max_batch_size}: must be at least "
@@ -212,9 +202,8 @@ class BatchConfig:
     """State of the current loop over a loader; written by the loop unless stated otherwise."""
 
     micro_step: MicroStep | None = None
-    """The current micro-step; None outside of an AdaptiveDataLoader."""
+    """None outside of an AdaptiveDataLoader."""
     loop: object | None = None
-    """The loader of the current loop."""
     limits: BatchSizeLimits | None = None
     """Bounds within which goodput chooses the batch size; None: it is fixed."""
     scale: float = 1.0
@@ -224,7 +213,7 @@ class BatchConfig:
     proposed_microbatches: int = 0
     """M that the goodput model proposed last; 0 before its first proposal."""
     loss_scale: Tensor | None = None
-    """Factor of the loss of the coming backward, written by GradScaler."""
+    """Factor of the loss of the next backward, written by GradScaler."""
 
     @property
     def accumulates(self) -> bool:

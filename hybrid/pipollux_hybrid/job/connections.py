@@ -17,11 +17,8 @@ __all__ = ["Address", "Ends", "ends_of", "new_connections", "open_connections", 
 Address = tuple[str, int]
 """IP address and port of one end of a connection."""
 Ends = tuple[Address, Address]
-"""The local and the remote end of a connection.
-
-Both are needed to identify it: two processes of a host may use the same local port for connections
-to different peers.
-"""
+"""The local and the remote end of a connection. Both are needed to identify it: two processes of a
+host may use the same local port for connections to different peers."""
 
 
 def open_connections() -> dict[str, socket.socket]:
@@ -47,11 +44,7 @@ def open_connections() -> dict[str, socket.socket]:
 
 
 def ends_of(connection: socket.socket) -> Ends:
-    """Return the local and the remote end of a connection.
-
-    Raises:
-        OSError: It is closed.
-    """
+    """Return the local and the remote end of a connection; an OSError if it is closed."""
     return _address(connection.getsockname()), _address(connection.getpeername())
 
 
@@ -63,10 +56,8 @@ def opposite(ends: Ends) -> Ends:
 
 @contextmanager
 def new_connections() -> Iterator[set[str]]:
-    """Yield a set that is filled at the end with the names of the connections opened within.
-
-    It includes connections that other threads open meanwhile. It is empty on systems other than
-    Linux.
+    """Yield a set that is filled at the end with the names of the connections opened in the body,
+    also by other threads. It is empty on systems other than Linux.
     """
     found: set[str] = set()
     before = _names()

@@ -2,7 +2,7 @@
 
 The functions of the public API (:func:`~pipollux_hybrid.remaining_epochs_until`,
 :class:`~pipollux_hybrid.AdaptiveDataLoader`, …) find each other here, so the script does not pass
-them around. A process belongs to one job, hence there is one context at a time.
+them around. A process belongs to one job at a time.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ __all__ = ["JobContext", "context", "current", "from_scratch", "join", "reset"]
 T = TypeVar("T")
 
 PEER_TIMEOUT = 1800.0
-"""Seconds to wait for a slow peer, torch's default for gloo: one replica may evaluate or save for
-minutes while the others wait."""
+"""Seconds to wait for a slow peer (torch's default for gloo), which may evaluate for minutes."""
 
 
 @dataclass
@@ -45,33 +44,29 @@ class JobContext:
     """Environment of this replica; replaced at each elastic resize."""
     control: ControlPlane
     mesh: ProcessMesh | None = None
-    """The process groups of a multi-process pipeline; None for a single-process pipeline."""
+    """The process groups of a multi-process pipeline."""
     batch: BatchConfig = field(default_factory=BatchConfig)
-    """The current batch."""
     pipeline: PipelineSpec = field(default_factory=PipelineSpec)
-    """The current pipeline."""
     step: int | None = None
     """Optimizer steps of the whole training, counted by the metrics; None before they exist."""
     joins: Announcement | None = None
     """Announcement of the running job that this replica is about to join; None: it is a member."""
     prepares: list[Callable[[int], Callable[[], None]]] = field(default_factory=list)
-    """Slow preparations for an elastic resize: called with the coming number of replicas in another
-    thread, while this replica trains. Each returns a function that is called just before
-    ``rejoined``."""
+    """Slow preparations for an elastic resize: called with the next number of replicas in another
+    thread, while this replica trains. Each returns a function called just before ``rejoined``."""
     rejoined: list[Callable[[], None]] = field(default_factory=list)
     """Called on all replicas after an elastic resize, once all have the same states."""
     joined: list[Callable[[], None]] = field(default_factory=list)
     """Called after ``rejoined`` if replicas have joined: checks that all replicas are equal."""
     watch: PeerWatch | None = None
-    """Detects lost replicas."""
     heartbeat: Heartbeat | None = None
-    """Sends heartbeats to the scheduler; None: nobody expects them."""
+    """Sends heartbeats to the scheduler, if one expects them."""
     closers: list[Callable[[], None]] = field(default_factory=list)
     """Called in reverse order when the context closes."""
     _components: dict[Any, Any] = field(default_factory=dict)
 
     def component(self, kind: Callable[[JobContext], T]) -> T:
-        """Return the singleton of a class in this job, created with this context at the first call.
+        """Return the job's singleton of a class, created with this context at the first call.
 
         Example::
 
@@ -83,11 +78,7 @@ class JobContext:
         return found
 
     def check_joined(self) -> None:
-        """Refuse to train alone while this replica is about to join a job.
-
-        Raises:
-            ConfigurationError: This replica has not joined the job.
-        """
+        """Raise a ConfigurationError if this replica joins a job and would train alone."""
         if self.joins is not None:
             raise ConfigurationError(
                 "this replica has not joined the job yet, and would train by itself: replicas join "
@@ -96,7 +87,6 @@ class JobContext:
 
     def rejoin(self, env: JobEnvironment, group: ReplicaGroup | None, timeout: float) -> None:
         """Continue with other replicas; torch's default group and the mesh are replaced already.
-
         ``group`` is that of all replicas for control messages, None for one replica.
         """
         self.close_watch()
@@ -126,13 +116,9 @@ _context: JobContext | None = None
 def context(timeout: float = PEER_TIMEOUT, env: JobEnvironment | None = None) -> JobContext:
     """Return the context of this process, created from the environment at the first call.
 
-    Args:
-        timeout: Seconds to wait for slow peers unless ``PIPOLLUX_TIMEOUT`` is set; the first call
-            decides.
-        env: The environment, for the first call; None: read from ``os.environ``.
-
-    Raises:
-        ConfigurationError: There are other replicas, and the script has not joined them yet.
+    ``timeout``, in seconds for slow peers unless ``PIPOLLUX_TIMEOUT`` is set, and ``env`` (None:
+    read from ``os.environ``) are those of the first call. Raises a ConfigurationError if there are
+    other replicas that the script has not joined yet.
     """
     global _context
     if _context is None:
@@ -150,10 +136,9 @@ def context(timeout: float = PEER_TIMEOUT, env: JobEnvironment | None = None) ->
 
 
 def join(env: JobEnvironment, announcement: Announcement, timeout: float) -> JobContext:
-    """Create the context of a replica that joins a running job; until then it is alone.
-
-    ``env`` has the future rank and no other replicas; torch's default group holds the processes of
-    this replica.
+    """Create the context of a replica that joins a running job; until then it is alone. ``env`` has
+    the future rank and no other replicas; torch's default group holds the processes of this
+    replica.
     """
     global _context
     control = ControlPlane(env.world_size, timeout)

@@ -3,9 +3,8 @@
 Stopping, saving and changing the batch size must happen on every replica at the same step, or the
 next collective hangs. So at each step boundary every replica contributes one small vector, which is
 summed over the replicas: its stop request, its share of the loss, and (from rank 0 alone) whether
-to save and which configuration to use next. It is part of the all-reduce that a synchronising
-backward makes anyway (:meth:`ControlPlane.ride`), so a training step has one small collective
-instead of two; an iteration without such a backward makes one at its end.
+to save and which configuration to use next. It is part of the all-reduce of a synchronising
+backward (:meth:`ControlPlane.ride`); an iteration without such a backward makes one at its end.
 
 Replicas at different points of their training loops would wait for each other forever or mix up
 each other's gradients. So each vector also carries a checksum x of the replica's position, and x²:
@@ -13,12 +12,12 @@ the checksums of R replicas are equal where R·Σx² = (Σx)²; otherwise all re
 same step. Vectors of backwards and of boundaries have the same length, so that they can match each
 other and report the difference.
 
-The vector has its own gloo group whatever the backend of the gradients, so it costs no GPU
+The vector has its own gloo group whatever the backend of the gradients, and costs no GPU
 synchronisation.
 
-When a replica is lost, an exchange may succeed in some processes and fail in others. The processes
-of one replica must agree on the outcome: in a multi-process pipeline they share the result
-(:meth:`~pipollux_hybrid.job.mesh.ProcessMesh.share`), and if one of them has it, all do.
+When a replica is lost, an exchange may succeed in some processes only. In a multi-process pipeline
+the processes of one replica therefore share the result
+(:meth:`~pipollux_hybrid.job.mesh.ProcessMesh.share`): if one of them has it, all do.
 """
 
 from __future__ import annotations
@@ -58,13 +57,11 @@ class ControlMessage:
     atomic_bsz: int = 0
     """Atomic batch size that rank 0 proposes; 0 for no change."""
     accum_steps: int = 0
-    """Accumulation steps of that proposal."""
     num_microbatches: int = 0
     """Micro-batches of that proposal; 0 where the script chooses them."""
     loss_sum: float = 0.0
     """Sum over samples of the previous step's loss."""
     loss_samples: int = 0
-    """Number of samples in that sum."""
     formed: int = 0
     """Number of the pending membership whose groups this replica has formed; 0: none."""
     formed_sqr: int = 0
@@ -76,7 +73,6 @@ class ControlMessage:
     generators: tuple[int, ...] = (0, 0, 0)
     """Checksums of the random generators, to find out which are equal on all replicas."""
     generators_sqr: tuple[int, ...] = (0, 0, 0)
-    """Their squares."""
 
     def numbers(self) -> list[float]:
         """Return the message as numbers that can be summed over replicas."""
@@ -129,16 +125,13 @@ class ControlMessage:
 
 NOTHING = ControlMessage()
 EXCHANGE = "an exchange between all processes"
-"""Name of a call whose caller gives none."""
+"""Call name where the caller gives none."""
 _HEAD = len(NOTHING.numbers()) + 4
 
 
 class ControlPlane:
-    """Exchanges one :class:`ControlMessage` per step among all replicas.
-
-    Args:
-        num_replicas: Number R of replicas; with one, messages are returned unchanged.
-        timeout: Seconds after which a slow peer ends the job.
+    """Exchanges one :class:`ControlMessage` per step among all replicas; a peer slower than
+    ``timeout`` seconds ends the job. With one replica, messages are returned unchanged.
     """
 
     def __init__(self, num_replicas: int, timeout: float) -> None:
@@ -149,14 +142,11 @@ class ControlPlane:
             made = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
             self._group = ReplicaGroup(made, num_replicas)
         self.losses = PeerLoss()
-        """State of a lost replica's iteration."""
         self.exchanges = 0
-        """Number of completed exchanges in this membership; replicas differ by at most one at a
-        boundary, where an all-reduce has succeeded on some only."""
+        """Completed exchanges in this membership; at a boundary replicas differ by at most one,
+        where an all-reduce has succeeded on some only."""
         self.last: ControlMessage | None = None
-        """Result of the last exchange."""
         self.mesh: ProcessMesh | None = None
-        """The process groups of a multi-process pipeline."""
         self.settings: dict[str, str | None] = {}
         """Settings compared by :func:`~pipollux_hybrid.job.agreement.agree`, by name."""
         self.checks: list[SelfCheck] = []
@@ -167,7 +157,6 @@ class ControlPlane:
         """Its result, if a backward has carried it."""
         self._place = ""
         self._riding = 0
-        """Number of numbers that a backward adds."""
 
     @property
     def group(self) -> ReplicaGroup | None:
@@ -191,27 +180,19 @@ class ControlPlane:
         self._place = ""
 
     def close(self) -> None:
-        """Release the group, so that it ends with the process group and not with the interpreter.
-
-        A gloo thread that returns a tensor during interpreter shutdown aborts the process.
-        """
+        """Release the group: its gloo thread would abort the process at interpreter shutdown."""
         self._message = self._agreed = self._group = None
 
     def launch(self, message: ControlMessage, place: str = "") -> None:
-        """Send this replica's message with the next synchronising backward.
-
-        ``place`` is its position in the training loop, which must be equal on all replicas.
+        """Send this replica's message with the next synchronising backward; ``place`` is its
+        position in the training loop, which must be equal on all replicas.
         """
         self._message, self._place = message, place
         self._agreed = message if self._group is None else None
 
     def ride(self, numbers: Sequence[float], failure: PeerLostError | None = None) -> list[float]:
-        """Sum numbers of a synchronising backward over the replicas, with the launched message.
-
-        Args:
-            numbers: The same count on every replica.
-            failure: Why this process's part of the backward failed, so that it does not take part;
-                raised then.
+        """Sum a synchronising backward's numbers, of equal count, over the replicas, with the
+        launched message. ``failure`` is raised if this process's part of the backward failed.
 
         Raises:
             SynchronizationError: A replica is elsewhere in its training loop.
@@ -225,10 +206,8 @@ class ControlPlane:
         return sums
 
     def collect(self) -> ControlMessage | None:
-        """Return the result of the launched exchange, None if there is none.
-
-        Raises:
-            SynchronizationError: A replica is gone, or elsewhere in its training loop.
+        """Return the result of the launched exchange, None if there is none. Raises a
+        SynchronizationError if a replica is gone, or elsewhere in its training loop.
         """
         if self._message is None:
             return None
@@ -259,10 +238,8 @@ class ControlPlane:
         self.exchange(ControlMessage())
 
     def check(self) -> None:
-        """Compare the checks of every exchange now, without affecting a launched message.
-
-        Raises:
-            SynchronizationError: A process is elsewhere, differs in a check, or is gone.
+        """Compare the checks of every exchange now, without affecting a launched message. Raises a
+        SynchronizationError if a process is elsewhere, differs in a check, or is gone.
         """
         if self._group is None:
             return
@@ -285,10 +262,7 @@ class ControlPlane:
             return self._group.all_gather(tensor)
 
     def gather_bytes(self, content: bytes, call: str = EXCHANGE) -> list[bytes]:
-        """Gather bytes of any length from every replica, in the order of ranks.
-
-        ``call`` is the call of the script, for messages.
-        """
+        """Gather bytes of any length from every replica, by rank; ``call`` is for messages."""
         if self._group is None:
             return [content]
         self._meet(call)
@@ -296,7 +270,6 @@ class ControlPlane:
             return self._group.all_gather_bytes(content)
 
     def _meet(self, call: str) -> None:
-        """Check that all processes of this replica make the same call."""
         if self.mesh is not None:
             self.mesh.calls.meet(call)
 
@@ -318,13 +291,7 @@ class ControlPlane:
     def _vector(
         self, numbers: Sequence[float], *, rides: bool, message: ControlMessage | None = None
     ) -> torch.Tensor:
-        """Return message, position, whether a backward sends them, and the numbers, as float64.
-
-        Args:
-            numbers: Of a backward.
-            rides: Whether a backward sends them.
-            message: Replaces the launched message.
-        """
+        """Return message, position, whether a backward sends them, and its numbers, as float64."""
         if message is None:
             sent = self._message is None or self._agreed is not None
             message = NOTHING if sent or self._message is None else self._message
@@ -336,7 +303,6 @@ class ControlPlane:
         return torch.tensor([*head, *numbers], dtype=torch.float64)
 
     def _read(self, vector: torch.Tensor) -> tuple[ControlMessage, list[float]]:
-        """Return the message and the numbers of a summed vector."""
         totals = vector.tolist()
         head, sums = totals[:_HEAD], totals[_HEAD:]
         mark, mark_sqr, differing, riding = map(int, head[-4:])
@@ -354,7 +320,6 @@ class ControlPlane:
         return ControlMessage.of(head[:-4]), sums
 
     def _compare(self) -> None:
-        """Report the check that differs; all processes detect it in the same exchange."""
         word = "replica" if self.mesh is None else "rank"
         for check in self.checks:
             check.compare(self.gather_bytes(check.content()), word)
@@ -365,12 +330,8 @@ class ControlPlane:
         timeout: float | None = None,
         failure: PeerLostError | None = None,
     ) -> torch.Tensor:
-        """Return the sum of a vector over all processes; all of a replica get it, or none.
-
-        Args:
-            vector: This process's vector, which is overwritten.
-            timeout: Seconds to wait; None: the group's.
-            failure: Why this process does not take part.
+        """Return the sum of a vector over all processes; all of a replica get it, or none. The
+        vector is overwritten; with ``failure`` this process does not take part.
         """
         error: RuntimeError | None = failure
         if self._group is not None and failure is None:

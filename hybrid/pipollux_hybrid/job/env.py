@@ -158,14 +158,8 @@ class JobEnvironment:
         *,
         processes_per_replica: int | None = None,
     ) -> JobEnvironment:
-        """Read the environment.
-
-        Args:
-            environ: The variables; None: ``os.environ``.
-            processes_per_replica: Requested by the script; a scheduler's choice takes precedence.
-
-        Raises:
-            ConfigurationError: A variable is invalid; its name is in the message.
+        """Read the environment, by default ``os.environ``; a scheduler's number of processes per
+        replica takes precedence over the script's. A ConfigurationError names an invalid variable.
         """
         env = os.environ if environ is None else environ
         try:
@@ -234,7 +228,6 @@ def _threads(env: Mapping[str, str]) -> int | None:
 
 
 def _check_certificates(path: Path | None) -> None:
-    """Refuse an unusable file of certificates."""
     if path is None:
         return
     try:

@@ -1,12 +1,11 @@
 """The exit status of a process whose last checkpoint was not written.
 
-The script runs to its end first: its own ``torch.save``, say, may be the only remaining copy of the
+The script runs to its end first: its own ``torch.save`` may be the only remaining copy of the
 training. But it must not exit with 0, or a scheduler would take the job for complete. Python cannot
-change the status of a script that returns, so an :mod:`atexit` function ends the process with
-:func:`os._exit`. Like multiprocessing does for its processes, it ends child processes and flushes
-logs and streams first. It is registered when this package is imported, so it runs after all
-functions registered later; functions that another library registered before the import are not
-called in this case.
+change the status of a script that returns, so an :mod:`atexit` function ends child processes,
+flushes logs and streams, and ends the process with :func:`os._exit`. It is registered when this
+package is imported, so it runs after all functions registered later; functions registered before
+the import are not called in this case.
 """
 
 from __future__ import annotations
@@ -26,11 +25,7 @@ _failure: tuple[int, str] | None = None
 
 
 def fail_at_exit(reason: str) -> None:
-    """Make this process exit with :data:`CHECKPOINT_LOST`.
-
-    Args:
-        reason: One sentence, printed now and at the end.
-    """
+    """Make this process exit with :data:`CHECKPOINT_LOST`; print the reason now and at the end."""
     global _failure
     _failure = os.getpid(), reason  # a fork of this process has written no checkpoint
     print(

@@ -46,15 +46,11 @@ os.register_at_fork(before=gc.freeze, after_in_parent=gc.unfreeze)
 
 
 class ReplicaGroup:
-    """Collectives on CPU tensors among some replicas.
+    """Collectives on CPU tensors of equal shapes among some replicas.
 
-    Tensors have the same shape on all replicas. Timeouts are in seconds, None for the group's own.
-    Methods raise a RuntimeError if a replica is gone or too slow.
-
-    Args:
-        process_group: A ``ProcessGroup`` of torch, or one of its backends.
-        size: Number of replicas.
-        connections: Kernel names of its connections, where they are known.
+    Timeouts are in seconds, None for the group's own. Methods raise a RuntimeError if a replica is
+    gone or too slow. ``process_group`` is a ``ProcessGroup`` of torch, or one of its backends;
+    ``connections`` are kernel names, where they are known.
     """
 
     def __init__(self, process_group: Any, size: int, connections: Set[str] = frozenset()) -> None:
@@ -111,16 +107,8 @@ def form_group(
 ) -> ReplicaGroup:
     """Form a gloo group; all of its replicas call it, in any thread.
 
-    Args:
-        store: Store for the rendezvous of the group.
-        name: Name of the group, unique in this store.
-        rank: Rank of this replica in the group.
-        size: Number of replicas.
-        patience: Seconds to wait for the others to call this.
-        timeout: Timeout of later collectives in seconds.
-
-    Raises:
-        RuntimeError: A replica did not call it in time.
+    ``name`` must be unique in the store. Within ``patience`` seconds all must have called it, or a
+    RuntimeError is raised; ``timeout`` is that of later collectives in seconds.
     """
     prefixed = PrefixStore(name, store)
     with new_connections() as connections:
@@ -131,28 +119,21 @@ def form_group(
 
 
 def held_groups() -> list[Any]:
-    """Return torch's groups that :func:`become_default` is about to release.
-
-    Closing a group's connections takes some hundredths of a second: the caller can keep them and
-    close them when no step waits.
+    """Return torch's groups that :func:`become_default` is about to release, for a caller that
+    closes them when no step waits: it takes some hundredths of a second.
     """
     world = getattr(dist.distributed_c10d, "_world", None)
     return [*_made, *getattr(world, "pg_map", ())]
 
 
 def carrier_of(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Return the device that tensors must be on to be sent to another process.
-
-    NCCL only sends tensors on GPUs, and gloo only tensors on the CPU.
-    """
+    """Return the device of tensors sent to other processes: NCCL needs GPUs, gloo the CPU."""
     return device if dist.get_backend(group) == "nccl" else torch.device("cpu")
 
 
 def abort_nccl(gone: Set[int]) -> None:
-    """Abort NCCL groups with lost ranks, whose kernels would wait on the GPU forever.
-
-    Returns at once. The outputs of their collectives are invalid, so their users must check for
-    lost processes.
+    """Abort NCCL groups with lost ranks, whose kernels would wait on the GPU forever. Returns at
+    once. The outputs of their collectives are invalid, so users must check for lost processes.
     """
     world = getattr(dist.distributed_c10d, "_world", None)
     for group in list(getattr(world, "pg_map", ())):
@@ -167,13 +148,9 @@ def _abort(group: dist.ProcessGroup) -> None:
 
 
 def become_default(group: ReplicaGroup | None, store: Store, name: str, rank: int) -> None:
-    """Replace torch's default group; None: leave no default group.
+    """Replace torch's default group by one of :func:`form_group`; None: leave none.
 
-    Args:
-        group: Formed by :func:`form_group`.
-        store: Store for the rendezvous of groups that the script makes later.
-        name: Name of the membership.
-        rank: Rank of this process.
+    ``store`` serves groups that the script makes later, ``name`` is that of the membership.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -187,9 +164,8 @@ def become_default(group: ReplicaGroup | None, store: Store, name: str, rank: in
 
 
 def make_known(group: ReplicaGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Register a group with torch, for functions that take a ``ProcessGroup``.
-
-    Only members of the group call it, with its ascending global ranks, between two steps and after
+    """Register a group with torch, for functions that take a ``ProcessGroup``. Only members of the
+    group call it, with its ascending global ranks, between two steps and after
     :func:`become_default`.
     """
     _made.append(group.process_group)

@@ -1,10 +1,9 @@
 """Heartbeats of a replica to the scheduler, which never delay training.
 
-Every replica has a thread for them (rank 0 has the `Reporter` besides). Requests have a timeout.
-While the scheduler is away the thread retries after 1 s, 2 s, 4 s, … up to the interval, so that a
-restarted scheduler receives a heartbeat soon. An overloaded scheduler sends Retry-After. The last
-heartbeat reports the end of the script: the replica's silence is not a loss from then on, however
-long other replicas run.
+Every replica has a thread for them (rank 0 has the `Reporter` besides). While the scheduler is away
+the thread retries after 1 s, 2 s, 4 s, … up to the interval, so that a restarted scheduler receives
+a heartbeat soon. An overloaded scheduler sends Retry-After. The last heartbeat reports the end of
+the script: the replica's silence is not a loss from then on, however long other replicas run.
 
 A replica that was cut off may live on after the scheduler has started others in its place. The
 answer to its next heartbeat reports this, and it exits at once, before it writes to checkpoints
@@ -61,18 +60,12 @@ class HeartbeatPayload(Protocol):
 
 
 class Heartbeat:
-    """The thread that sends heartbeats.
-
-    Args:
-        env: Environment of this replica, with the scheduler's URL.
-        step: Returns the optimizer step; None before the first.
-    """
+    """The thread that sends heartbeats."""
 
     def __init__(self, env: JobEnvironment, step: Callable[[], int | None]) -> None:
         self._env = env
         self._step = step
         self.rider: HeartbeatPayload | None = None
-        """Additional content of each heartbeat."""
         self._stop = threading.Event()
         self._woken = threading.Event()
         self._url = f"{env.scheduler_url}/jobs/{env.job_id}/heartbeats"
@@ -111,12 +104,9 @@ class Heartbeat:
 
     def close(self, *, goodbye: bool = True) -> None:
         """End the thread; its last request reports the end of the script, unless the script failed.
-
         While the scheduler is away and another replica may still train, this waits for it up to a
-        limit, as the restarted scheduler would take this replica's silence for a loss.
-
-        Args:
-            goodbye: Whether to send this request; False: this process starts further heartbeats.
+        limit, as a restarted scheduler would take this replica's silence for a loss. Without
+        ``goodbye`` there is no last request, as this process starts further heartbeats.
         """
         self._says_goodbye = goodbye and not _has_failed()
         waits = self._expected and self._env.num_replicas > 1 and not signals.stop_requested()
@@ -173,7 +163,6 @@ class Heartbeat:
         return interval if answered is None else min(answered, interval)
 
     def _hand_on(self, response: httpx.Response) -> float | None:
-        """Pass the answer to the payload; return the seconds until the next heartbeat."""
         if self.rider is None or not response.content:
             return None
         from pipollux_protocol import messages
@@ -181,7 +170,6 @@ class Heartbeat:
         return self.rider.take(messages.HeartbeatAnswer.model_validate_json(response.content))
 
     def _say_goodbye(self, client: httpx.Client) -> None:
-        """Report the end of the script until the scheduler accepts or refuses it."""
         body = self._message(finished=True).to_json_object()
         while (left := self._deadline - time.monotonic()) > 0.0:
             try:

@@ -1,9 +1,8 @@
 """Digests of the code and settings of layers, compared between replicas.
 
-Shapes of parameters alone do not distinguish a script from a later version with an edited
-``forward``. So each module is described by a digest of its class's bytecode, without file names and
-line numbers, and by its plain attributes. Bytecode is the code that this process runs, even if the
-file has changed since.
+Shapes of parameters do not distinguish a script from a version with an edited ``forward``. So each
+module is described by its plain attributes and a digest of its class's bytecode, without file names
+and line numbers. Bytecode is what this process runs, even if the file has changed since.
 """
 
 from __future__ import annotations
@@ -30,9 +29,8 @@ SETUP = ("__init__", "__repr__", "extra_repr", "__getstate__", "__setstate__", "
 
 
 def layer_settings(module: nn.Module) -> dict[str, object]:
-    """Return the settings besides parameters that every replica's layers must have in common.
-
-    By module name, these are the class with the digest of its code, and the attributes.
+    """Return the settings besides parameters that every replica's layers must have in common: by
+    module name, the class with the digest of its code, and the attributes.
     """
     settings: dict[str, object] = {}
     digests: dict[type, str] = {}
@@ -54,7 +52,6 @@ def layer_settings(module: nn.Module) -> dict[str, object]:
 
 
 def _short(text: str) -> str:
-    """Return a text, cut to :data:`LONGEST` with a digest if it is longer."""
     digest = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}… ({digest})"
 
@@ -120,7 +117,6 @@ def _add_functions(
 
 
 def _add_code(code: CodeType, update: Callable[[bytes], None]) -> None:
-    """Add a function's instructions, names and constants."""
     update(code.co_code)
     update(repr((code.co_names, code.co_varnames, code.co_freevars)).encode())
     for constant in code.co_consts:

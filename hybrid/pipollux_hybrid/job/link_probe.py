@@ -22,13 +22,9 @@ SMALL = 8
 
 
 def measure_link(mesh: ProcessMesh, device: torch.device, num_bytes: int) -> Link | None:
-    """Return latency and bandwidth between the first two stages of this replica.
-
-    All processes of these stages call it, with a typical message size; on further stages it returns
-    None.
-
-    Raises:
-        PeerLostError: A process is gone.
+    """Return latency and bandwidth between the first two stages of this replica for messages of a
+    size; None on further stages. All processes of the two call it. Raises a PeerLostError if one is
+    gone.
     """
     if mesh.stage > 1:
         return None
@@ -39,7 +35,6 @@ def measure_link(mesh: ProcessMesh, device: torch.device, num_bytes: int) -> Lin
 
 
 def _seconds(mesh: ProcessMesh, device: torch.device, num_bytes: int) -> float:
-    """Return half of the fastest round trip."""
     message = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     carrier = carrier_of(mesh.stages, device)
     arrived = message if carrier == device else torch.empty_like(message, device=carrier)

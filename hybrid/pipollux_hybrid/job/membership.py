@@ -56,11 +56,7 @@ class Membership:
 
     @classmethod
     def from_json_object(cls, data: dict[str, Any]) -> Membership:
-        """Return the membership of a JSON object.
-
-        Raises:
-            KeyError, TypeError, ValueError: It is invalid.
-        """
+        """Return the membership of a JSON object; KeyError, TypeError or ValueError if invalid."""
         replicas = tuple(str(replica) for replica in data["replicas"])
         return cls(int(data["number"]), replicas, int(data["num_nodes"]))
 
@@ -76,7 +72,6 @@ class Announcement:
     cannot: str | None = None
     """Why nobody can join; None: replicas can."""
     processes: int = 1
-    """Number of processes per replica."""
     schedule: str = ""
     """Pipeline schedule of its stages; empty: not given."""
 
@@ -97,11 +92,7 @@ class Announcement:
 
     @classmethod
     def from_json_object(cls, data: dict[str, Any]) -> Announcement:
-        """Return the announcement of a JSON object.
-
-        Raises:
-            KeyError, TypeError, ValueError: It is invalid.
-        """
+        """Return the announcement of a JSON object; errors as of :class:`Membership`."""
         epoch, loop = data["place"]
         return cls(
             Membership.from_json_object(data),

@@ -57,13 +57,9 @@ class MeshGroups:
 class ProcessMesh:
     """The groups of this process; all processes create it at the same point.
 
-    At an elastic resize it switches to new groups: users of the mesh are not affected, users of one
-    of its groups must fetch the new one. All processes of a group call its collectives, which raise
-    a PeerLostError if one is gone, within a replica a ReplicaBrokenError.
-
-    Args:
-        env: The environment of this process.
-        timeout: Seconds to wait for slow peers.
+    At an elastic resize it switches to new groups, and users of one of its groups must fetch the
+    new one. All processes of a group call its collectives, which raise a PeerLostError if one is
+    gone, within a replica a ReplicaBrokenError.
     """
 
     def __init__(self, env: JobEnvironment, timeout: float) -> None:
@@ -87,7 +83,6 @@ class ProcessMesh:
         self.row = ReplicaGroup(row, env.processes_per_replica)
         """:attr:`stages` as a group for tensors on the CPU."""
         self.calls = ReplicaCalls(self.row, self.stage, env.rank)
-        """Announces the joint calls of this replica's processes."""
         self.column = ReplicaGroup(column, env.num_replicas)
         """:attr:`replicas` as a group for tensors on the CPU."""
         self._among: dict[Stages, dist.ProcessGroup | None] = {}
@@ -102,8 +97,7 @@ class ProcessMesh:
 
     def among(self, stages: Stages) -> dist.ProcessGroup | None:
         """Return a group of some stages of this replica, in that order; None: it excludes this one.
-
-        All processes of the job make the first call at the same point; the group is cached.
+        It is cached; all processes of the job make the first call at the same point.
         """
         if stages not in self._among:
             rows = self._ranks[:, list(stages)].tolist()
@@ -119,12 +113,8 @@ class ProcessMesh:
         num_replicas: int,
     ) -> MeshGroups:
         """Form the groups of another membership, in any thread; all of its processes call it.
-
-        Args:
-            form: Forms one, given its name, this process's rank in it, and its size.
-            form_within: The same for groups within a replica, which pass micro-batches on.
-            replica: The rank of this replica in that membership.
-            num_replicas: Number R of its replicas.
+        ``form`` and, within a replica, ``form_within`` form a group, given its name, this process's
+        rank and the size.
         """
         column = form(f"column-{self.stage}", replica, num_replicas)
         row = form_within(f"row-{replica}", self.stage, self.num_stages)
@@ -162,12 +152,7 @@ class ProcessMesh:
         return _sum(self.row, numbers, broken_replica)
 
     def share(self, found: torch.Tensor | None, size: int) -> torch.Tensor | None:
-        """Return the result of any process of this replica that has it; None: none has.
-
-        Args:
-            found: The result in this process, float64, shape [size]; equal on all that have it.
-            size: Number of elements.
-        """
+        """Return the result, float64 [size], of a process of this replica with one, or None."""
         mine = torch.zeros(1 + size, dtype=torch.float64)
         if found is not None:
             mine[0], mine[1:] = 1.0, found

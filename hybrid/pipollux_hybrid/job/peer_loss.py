@@ -1,9 +1,8 @@
 """State of an iteration in which a replica is lost.
 
-In an elastic job the surviving replicas can continue without one that has died. But a script cannot
-be interrupted between the failed collective and the next step boundary. So the failure is recorded,
-the script continues to the boundary with gradients of zero, and the iteration is *void*: nothing in
-it counts.
+An elastic job can continue without a replica that has died. But a script cannot be interrupted
+between the failed collective and the next step boundary. So the failure is recorded, the script
+continues to the boundary with gradients of zero, and the iteration is *void*: nothing in it counts.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ class PeerLoss:
         self.expected = False
         """Whether surviving replicas may continue without a lost one."""
         self.recoverable: Callable[[bool], bool] = lambda _: False
-        """Whether they can continue from this point, given whether the current iteration is void;
-        else a failure is raised at once."""
+        """Whether they can continue from this point, given whether the iteration is void; else a
+        failure is raised at once."""
         self.hang_up: Callable[[], None] = lambda: None
         """Makes the collectives of the other replicas fail, too."""
         self.error: PeerLostError | None = None
-        """The first failure; None: there is none."""
+        """The first failure."""
         self.void = False
         """Whether the current iteration does not count."""
         self.noted_at = 0.0
@@ -37,8 +36,7 @@ class PeerLoss:
 
     def note(self, error: PeerLostError, *, voids: bool) -> bool:
         """Record that a collective failed; return False if the caller must raise the error.
-
-        ``voids`` is whether the failure makes the current iteration impossible to finish.
+        ``voids``: the failure makes the current iteration impossible to finish.
         """
         if isinstance(error, ReplicaBrokenError) or not self.recoverable(voids):
             return False

@@ -47,13 +47,12 @@ STANDSTILL = 5.0
 PROBES = 3
 """Unanswered probes after which the kernel closes a connection."""
 TICK = 1.0
-"""Seconds between two ticks."""
 REMEMBERED = 30.0
 """Seconds after a standstill in which it explains the end of other replicas."""
 TELLS_SOON = 1.0
 """Longest time in seconds between the ends of two connections with the same replica."""
 _LAST_DATA, _LAST_ACK = 52, 56
-"""Offsets in Linux's `struct tcp_info` of the milliseconds since the last data and the last ACK."""
+"""Offsets of the milliseconds since the last data and the last ACK in Linux's `struct tcp_info`."""
 
 BOOT_TIME = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 _watch: PeerWatch | None = None
@@ -62,17 +61,14 @@ _watch: PeerWatch | None = None
 class PeerWatch:
     """The thread that watches the connections with the other replicas.
 
-    Args:
-        env: The environment of this replica, with the timeout of hosts.
-        timeout: Seconds that replicas wait for each other, for messages.
-        spared: Names of connections that are kept when others are lost: those within this replica.
+    ``spared`` has the names of connections within this replica, kept when others are lost;
+    ``timeout`` is the seconds that replicas wait for each other, for messages.
     """
 
     def __init__(self, env: JobEnvironment, timeout: float, spared: Set[str] = frozenset()) -> None:
         self.timeout = timeout
         self._env, self._spared = env, spared
         self.word = "replica" if env.processes_per_replica == 1 else "rank"
-        """The noun for a process in messages."""
         self._lost: dict[int, float] = {}
         """Ranks on lost hosts, with the seconds since their last packet."""
         self._ended: set[int] = set()
@@ -116,9 +112,8 @@ class PeerWatch:
     def start(
         cls, env: JobEnvironment, timeout: float, spared: Set[str] = frozenset()
     ) -> PeerWatch | None:
-        """Start it if there are peers; all replicas call it at the same point.
-
-        On systems other than Linux a lost host is treated as slow.
+        """Start it if there are peers; all replicas call it at the same point. On systems other
+        than Linux a lost host is treated as slow.
         """
         global _watch
         if env.world_size > 1 and env.host_timeout > 0 and sys.platform == "linux":
@@ -145,11 +140,7 @@ class PeerWatch:
         return {*self._lost, *self._frozen}
 
     def note_frozen(self, found: Mapping[int, float]) -> None:
-        """Record frozen processes, and stop waiting for them.
-
-        Args:
-            found: The seconds since their last signs of life, by rank.
-        """
+        """Stop waiting for frozen processes, given the seconds since their last signs, by rank."""
         new = {rank: age for rank, age in found.items() if rank not in self.gone()}
         if new:
             self._frozen |= new
@@ -159,10 +150,7 @@ class PeerWatch:
             self._news.set()
 
     def need_all(self, needed: bool) -> None:
-        """Set whether pending operations need all processes, so that none waits without one.
-
-        If some are gone already, they are aborted now.
-        """
+        """Set whether pending operations need all processes; if some are gone, abort them now."""
         self._needs_all = needed
         if needed and self.gone():
             self._abort(self.gone())
@@ -176,10 +164,9 @@ class PeerWatch:
         self._cut(self._shared)
 
     def leave(self) -> None:
-        """Shut down connections with other processes that remain when the groups are destroyed.
-
-        A group object that is still referenced, for example by a model, keeps its connections, and
-        other processes would wait for this one until it ends.
+        """Shut down connections with other processes that remain when the groups are destroyed: a
+        group that is still referenced, for example by a model, keeps them, and others would wait
+        for this process.
         """
         self._cut(self._shared | self._spared)
 
@@ -278,7 +265,6 @@ class PeerWatch:
         return age >= 2 * self._pause
 
     def _shut_down(self) -> None:
-        """Shut down this process's connections with other replicas."""
         watched = {os.fstat(x.fileno()).st_ino for x in self._connections.values()}
         for name, connection in open_connections().items():
             with connection, suppress(OSError):  # it was closed meanwhile
@@ -293,11 +279,7 @@ class PeerWatch:
 
 
 class Standstill:
-    """Detects that this process has just stood still, by a thread that ticks.
-
-    Args:
-        clock: A clock that continues while the machine is suspended.
-    """
+    """Detects that this process has stood still, by a clock that continues during suspension."""
 
     def __init__(self, clock: Callable[[], float] = lambda: time.clock_gettime(BOOT_TIME)) -> None:
         self._clock = clock
@@ -319,11 +301,11 @@ class Standstill:
 
 @contextmanager
 def needing_all() -> Iterator[None]:
-    """Abort waits on a GPU within once any process is gone, as in a training step.
+    """Abort waits on a GPU in the body once any process is gone, as in a training step.
 
-    Else a process would wait for a living one until that one has given up and ended. Outside a
-    training step only groups with lost processes are aborted, as an abort waits for the kernels of
-    all groups, in locks that the aborts of other groups need.
+    Else a process would wait for a living one until that one has ended. Outside a training step
+    only groups with lost processes are aborted, as an abort waits for the kernels of all groups, in
+    locks that the aborts of other groups need.
     """
     watch = _watch
     if watch is not None:
@@ -337,11 +319,7 @@ def needing_all() -> Iterator[None]:
 
 @contextmanager
 def passing_on() -> Iterator[None]:
-    """Convert a broken pipeline within into an error that names the lost process.
-
-    Raises:
-        ReplicaBrokenError: A stage of this replica is gone.
-    """
+    """Convert a broken pipeline in the body into a ReplicaBrokenError."""
     try:
         yield
     except BrokenPipelineError as error:
@@ -349,22 +327,13 @@ def passing_on() -> Iterator[None]:
 
 
 def check_peers() -> None:
-    """Refuse data received on a GPU if a process is gone: an aborted receive raises nothing.
-
-    Raises:
-        RuntimeError: A process is gone.
-    """
+    """Raise a RuntimeError if a process is gone: an aborted receive on a GPU raises nothing."""
     if _watch is not None and _watch.gone():
         raise RuntimeError("NCCL was aborted, as a process is gone")
 
 
 def lost_peers(when: str, error: BaseException) -> PeerLostError:
-    """Return the error of a replica whose wait for others failed.
-
-    Args:
-        when: The operation, as in "while averaging gradients".
-        error: The cause, an error of the communication library.
-    """
+    """Return the error of a failed wait ``when``, such as "while averaging gradients"."""
     known = dist.is_initialized()
     word = "replica" if _watch is None else _watch.word
     here = f"{word} {dist.get_rank()} of {dist.get_world_size()}" if known else f"this {word}"
@@ -377,24 +346,19 @@ def lost_peers(when: str, error: BaseException) -> PeerLostError:
 
 
 def broken_replica(when: str, error: BaseException) -> ReplicaBrokenError:
-    """Return the error of a process whose wait for another one of its replica failed.
-
-    The arguments are those of :func:`lost_peers`.
-    """
+    """Return the error of a process whose wait for another one of its replica failed."""
     return ReplicaBrokenError(
         f"{lost_peers(when, error)} A replica ends with any of its processes."
     )
 
 
 def _silence(connection: socket.socket) -> float:
-    """Return the seconds since the last packet of the peer."""
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
     ages = (struct.unpack_from("I", info, offset)[0] for offset in (_LAST_DATA, _LAST_ACK))
     return float(min(ages)) / 1000
 
 
 def _ends(connection: socket.socket) -> list[Ends]:
-    """Return a connection's ends; empty if it is closed."""
     try:
         return [ends_of(connection)]
     except OSError:  # closed by the peer meanwhile

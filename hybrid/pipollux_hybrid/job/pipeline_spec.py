@@ -22,12 +22,10 @@ class PipelineSchedule(NamedTuple):
     """
 
     schedule: ScheduleKind
-    """Its name."""
     chunks_per_stage: int = 1
     """V, chunks of layers that each stage has; 1 unless interleaved."""
 
     def __str__(self) -> str:
-        """Return the name, with V where there are several chunks."""
         several = self.chunks_per_stage > 1
         return f"{self.schedule} (V={self.chunks_per_stage})" if several else self.schedule
 
@@ -37,22 +35,18 @@ class PipelineSpec:
     """The pipeline of this replica; HybridParallel writes it."""
 
     num_stages: int = 1
-    """Number K of stages."""
     devices: tuple[torch.device, ...] = ()
-    """The devices of the stages."""
     checkpoint_mode: Checkpoints = "never"
     """Which micro-batches recompute their activations."""
     schedule: ScheduleKind = "gpipe"
-    """The order in which stages work on micro-batches."""
     chunks_per_stage: int = 1
-    """V, chunks of layers that each stage has; 1 unless interleaved."""
+    """V; 1 unless interleaved."""
     shards_optimizer: bool = False
     """Whether the processes of a stage shard its optimizer state."""
     microbatches_follow: bool = False
     """Whether goodput chooses M; else the script does."""
     fewest_samples: int = 1
-    """Fewest samples per micro-batch where M is chosen; above 1 for layers that normalise over
-    it."""
+    """Fewest samples per micro-batch where M is chosen; above 1 if layers normalise over it."""
 
     @property
     def order(self) -> PipelineSchedule:

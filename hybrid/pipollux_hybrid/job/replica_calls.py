@@ -2,8 +2,8 @@
 
 If one process evaluates, saves or ends while another one trains, each would receive messages meant
 for another call, or wait until a timeout. So every joint call begins with a message of fixed size
-on the replica's group: the name of the call, and a digest of its samples. A training step does not
-wait for it: it travels alongside the micro-batches, and is checked before gradients are used.
+on the replica's group: the name of the call, and a digest of its samples. In a training step it
+travels alongside the micro-batches, and is checked before gradients are used.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ class BatchDigest(NamedTuple):
     samples: int = 0
     microbatches: int = 0
     inputs: int = 0
-    """Digest of the inputs."""
     targets: int = 0
-    """Digest of the targets."""
 
 
 @dataclass(frozen=True)
@@ -45,32 +43,23 @@ class _Call:
     number: float
 
     def pack(self) -> torch.Tensor:
-        """Return the call as a message, uint8."""
         content = _CALL.pack(self.name.encode(), *self.batch, self.number)
         return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
     @classmethod
     def unpack(cls, message: torch.Tensor) -> _Call:
-        """Return the call of a message."""
         name, *batch, number = _CALL.unpack(message.numpy().tobytes())
         return cls(name.rstrip(b"\0").decode(), BatchDigest(*batch), number)
 
 
 class ReplicaCalls:
-    """Announces this process's calls to the other processes of its replica.
-
-    Args:
-        group: The processes of the replica, in the order of stages.
-        stage: The index of this one.
-        replica: The replica's rank.
-    """
+    """Announces this process's calls to the other processes of its replica."""
 
     def __init__(self, group: ReplicaGroup, stage: int, replica: int) -> None:
         self._group, self._stage, self._replica = group, stage, replica
 
     def meet(self, name: str, batch: BatchDigest | None = None, number: float = 0.0) -> list[float]:
         """Wait until all processes of the replica make this call; return the number of each.
-
         ``name`` is the call as written in a script, ``batch`` a digest of its arguments.
 
         Raises:
@@ -82,12 +71,8 @@ class ReplicaCalls:
 
     @contextmanager
     def meeting(self, name: str, batch: BatchDigest) -> Iterator[None]:
-        """Check at the end of a call that all processes of the replica make it.
-
-        Raises:
-            SynchronizationError: As in :meth:`meet`; it replaces an error within that follows from
-                it.
-            ReplicaBrokenError: A process is gone.
+        """Check at the end of a call that all processes of the replica make it; errors as in
+        :meth:`meet`. A SynchronizationError replaces an error in the body that follows from it.
         """
         call = _Call(_short(name), batch, 0.0)
         work, everyone = self._send(call)
@@ -170,7 +155,6 @@ class ReplicaCalls:
 
 
 def _short(name: str) -> str:
-    """Return a name cut to the size of the message."""
     content = name.encode()
     if len(content) <= NAME_BYTES:
         return name

@@ -1,9 +1,8 @@
-"""State that all processes must have in common at every step, compared without a collective more.
+"""State that all processes must have in common at every step, compared without another collective.
 
-Each check has a digest of 32 bits. With P processes, rank 0 contributes P - 1 times its own to a
-sum over all of them, and each other process its own times -1: the sum is zero if all are equal, and
-otherwise nonzero except in one case of 2**32. Then all processes detect it, and gather the
-contents.
+With P processes, rank 0 contributes P - 1 times its 32-bit digest to a sum over all of them, and
+each other process its digest times -1: the sum is zero if all are equal, and otherwise nonzero
+except in one case of 2**32. Then all processes detect it, and gather the contents.
 """
 
 from __future__ import annotations
@@ -25,12 +24,8 @@ class SelfCheck(Protocol):
         """Return the state, to be sent to all."""
 
     def compare(self, contents: Sequence[bytes], word: str) -> None:
-        """Compare the contents of all processes, in the order of ranks.
-
-        ``word`` is the noun for a process, ``"replica"`` or ``"rank"``.
-
-        Raises:
-            SynchronizationError: They differ; the message names the difference.
+        """Compare the contents of all processes (each a ``word``: "replica" or "rank"), in the
+        order of ranks; a SynchronizationError names the difference.
         """
 
 

@@ -21,9 +21,7 @@ _previous: dict[int, object] = {}
 
 def install_handlers(on_request: Callable[[int], None] | None = None) -> None:
     """Turn SIGTERM and SIGINT into stop requests; has no effect outside the main thread.
-
-    Args:
-        on_request: Called with the signal in the main thread, after the flag is set.
+    ``on_request`` is called with the signal in the main thread, after the flag is set.
     """
     global _on_request
     _on_request = on_request

@@ -1,7 +1,7 @@
 """Reports to the scheduler that the replicas have saved and stop as requested.
 
-The marker beside the checkpoint holds the same information, but only the agent reports it, at its
-end: a cluster that kills a replica at the end of its grace period kills the agent with it.
+The marker beside the checkpoint has the same information, but the agent reports it at its end, and
+a cluster that kills a replica after its grace period kills the agent with it.
 """
 
 from __future__ import annotations

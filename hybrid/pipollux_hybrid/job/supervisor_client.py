@@ -16,10 +16,7 @@ LATER = (429, 503)
 
 
 def supervisor_client(env: JobEnvironment, **options: Any) -> httpx.Client:
-    """Return a client with the job's token that verifies the scheduler's certificate.
-
-    The options are those of :class:`httpx.Client`.
-    """
+    """Return a client with the job's token and the scheduler's certificates."""
     verify: ssl.SSLContext | bool = True
     if env.ca_file is not None:
         verify = ssl.create_default_context(cafile=env.ca_file)
@@ -32,10 +29,7 @@ def supervisor_client(env: JobEnvironment, **options: Any) -> httpx.Client:
 
 
 def retry_after(response: httpx.Response) -> float | None:
-    """Return the seconds after which an overloaded scheduler accepts a retry.
-
-    None: it is not overloaded, or names no delay.
-    """
+    """Return the seconds after which an overloaded scheduler accepts a retry; else None."""
     if response.status_code not in LATER:
         return None
     try:

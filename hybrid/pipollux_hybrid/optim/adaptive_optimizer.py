@@ -1,8 +1,8 @@
 """The optimizer inside an adaptive loop: steps when an iteration is complete, at the scaled rate.
 
 The loop body calls ``zero_grad``, ``backward`` and ``step`` for every atomic batch. On accumulation
-steps the two optimizer calls do nothing, as in AdaptDL, so the loop needs no ``if``. The same holds
-for the learning-rate scheduler of HybridParallel.
+steps the two optimizer calls do nothing, as in AdaptDL. The same holds for the learning-rate
+scheduler of HybridParallel.
 """
 
 from __future__ import annotations
@@ -47,15 +47,14 @@ def adaptive_of(optimizer: torch.optim.Optimizer) -> AdaptiveOptimizer | None:
 
 
 class AdaptiveOptimizer:
-    """Patches ``step`` and ``zero_grad`` of an optimizer.
+    """Patches ``step`` and ``zero_grad`` of an optimizer whose ``step`` needs no closure.
 
     Args:
-        optimizer: Any optimizer whose ``step`` needs no closure.
+        optimizer: The optimizer.
         is_complete: Returns whether the gradients of an iteration are complete.
         factor: Returns the factor on the learning rate of the next step.
         on_step: Called after each real step.
-        shards: Division of the optimizer state among replicas; None: every replica holds
-            everything.
+        shards: Division of the optimizer state; None: every replica holds everything.
     """
 
     def __init__(
@@ -79,7 +78,6 @@ class AdaptiveOptimizer:
         self._warm: set[nn.Parameter] = set()
         """Parameters whose second moment reflects the geometry."""
         self._groups: dict[nn.Parameter, int] = {}
-        """Index of each parameter's group."""
         self._steps_used = 0
         self.num_steps = 0
         """Real steps taken by this object."""
@@ -91,9 +89,8 @@ class AdaptiveOptimizer:
 
     @property
     def may_zero(self) -> bool:
-        """Whether gradients may be reset: not between accumulation steps.
-
-        Those of a complete iteration may be, also if the script has skipped the step.
+        """Whether gradients may be reset: not between accumulation steps, but also if the script
+        has skipped the step of a complete iteration.
         """
         return self._may_zero or self._is_complete()
 
@@ -103,11 +100,11 @@ class AdaptiveOptimizer:
         return self._is_complete()
 
     def preconditioner(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return the weights of squares in Adam's geometry, 1 / (√v̂ + ε)², like the parameter.
+        """Return the weights of squares in Adam's geometry, 1 / (√v̂ + ε)², like the parameter, or
+        of shape [..., 2] if it is complex; None for other optimizers and in the first steps.
 
-        Those of a complex parameter have shape [..., 2], one for each of its real numbers. None for
-        other optimizers and in the first steps. On a CPU they are cached for some steps; on a GPU
-        they are recomputed, which costs less than the memory.
+        On a CPU they are cached for some steps; on a GPU they are recomputed, which costs less than
+        the memory.
         """
         if not self._adam:
             return None
@@ -122,10 +119,7 @@ class AdaptiveOptimizer:
         return weights
 
     def share_preconditioners(self) -> None:
-        """Fetch the weights of squares whose state other replicas hold; all replicas call it.
-
-        With sharded state it precedes a measured iteration.
-        """
+        """Fetch others' weights of squares before a measured iteration; all replicas call it."""
         if self._adam and self._sharded is not None and self._sharded.active:
             self._preconditioners |= self._sharded.exchange(self._weights, self._preconditioners)
 
@@ -220,11 +214,9 @@ class AdaptiveOptimizer:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # read by schedulers
 
     def follow(self, lr_scheduler: Any) -> None:
-        """Make a learning-rate scheduler skip accumulation steps.
-
-        Args:
-            lr_scheduler: Any object with a ``step``; None: there is none. Its class is replaced by
-                a subclass, as an attribute of the object would become part of its ``state_dict``.
+        """Make a learning-rate scheduler, any object with a ``step``, skip accumulation steps. Its
+        class is replaced by a subclass, as an attribute of the object would become part of its
+        ``state_dict``.
         """
         if lr_scheduler is None:
             return

@@ -1,7 +1,7 @@
 """Averages of parameters skip accumulation steps, as the optimizer does.
 
-A loop body that ends with ``average.update_parameters(module)`` would otherwise average unchanged
-parameters, once per accumulation step, and forget earlier ones too soon.
+Else ``average.update_parameters(module)`` at the end of a loop body would average unchanged
+parameters, and forget earlier ones too soon.
 """
 
 from __future__ import annotations
@@ -17,15 +17,7 @@ UPDATES = "update_parameters"
 
 
 def follow_steps(module: nn.Module, is_accumulating: Callable[[], bool]) -> Callable[[], None]:
-    """Update averages of a module's parameters after optimizer steps only, from here on.
-
-    Args:
-        module: The averaged module.
-        is_accumulating: Returns whether this is an accumulation step.
-
-    Returns:
-        A function that undoes this.
-    """
+    """Update averages of a module after optimizer steps only; return a function to undo this."""
     original: Callable[[AveragedModel, nn.Module], None] = getattr(AveragedModel, UPDATES)
 
     def update_parameters(average: AveragedModel, model: nn.Module) -> None:

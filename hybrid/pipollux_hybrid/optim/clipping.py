@@ -23,22 +23,12 @@ def clip_over_stages(
     error_if_nonfinite: bool,
     foreach: bool | None,
 ) -> Tensor:
-    """Scale gradients so that the norm over all stages is at most ``max_norm``.
+    """Scale the gradients of this process so that the norm over all stages is at most ``max_norm``.
 
-    Args:
-        mesh: The groups of a multi-process pipeline; None: these are all parameters.
-        tied: Parameters that other stages hold copies of; they count once.
-        parameters: Of this process.
-        max_norm: Largest norm of the result.
-        norm_type: p of the p-norm.
-        error_if_nonfinite: Whether a norm that is not finite is an error.
-        foreach: As in :func:`torch.nn.utils.clip_grad_norm_`.
-
-    Returns:
-        The norm before clipping, a scalar tensor; float64 in a process without gradients.
-
-    Raises:
-        RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set.
+    Without a mesh these are all parameters; copies in other stages (``tied``) count once. The other
+    arguments are those of :func:`torch.nn.utils.clip_grad_norm_`. Returns the norm before clipping,
+    a scalar tensor, float64 in a process without gradients; raises a RuntimeError if it is not
+    finite and ``error_if_nonfinite`` is set.
     """
     if mesh is None:
         return nn.utils.clip_grad_norm_(

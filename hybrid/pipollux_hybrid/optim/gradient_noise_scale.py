@@ -127,9 +127,8 @@ class GradientNoiseScale:
         return GradParams(sqr=max(self._sqr.value, 0.0), var=max(self._var.value, 1e-6))
 
     def gain(self, scale: float) -> float:
-        """Return AdaScale's gain r of a batch ``scale`` times the initial one, in [1, scale].
-
-        One such step is worth r steps of the initial size (Johnson et al., AdaScale SGD, 2020).
+        """Return AdaScale's gain r of a batch ``scale`` times the initial one, in [1, scale]: one
+        such step is worth r steps of the initial size (Johnson et al., AdaScale SGD, 2020).
         """
         params = self.grad_params if scale > 1.0 else None
         if params is None:
@@ -165,4 +164,4 @@ class MeasuredNoise:
 
     def __init__(self, ctx: JobContext) -> None:  # noqa: ARG002  # a component of the job's
         self.scale: GradientNoiseScale | None = None
-        """The noise scale; None until the first measured step."""
+        """None until the first measured step."""

@@ -1,8 +1,8 @@
 """Warns scripts that change gradients before accumulation is complete.
 
-``torch.nn.utils.clip_grad_norm_`` in the loop body would clip in every pass: parts of the batch
-instead of the whole, and earlier parts repeatedly, without a trace in the result. Autograd counts
-in-place changes of a tensor, so comparing two integers detects it.
+``torch.nn.utils.clip_grad_norm_`` in the loop body would clip parts of the batch, and earlier parts
+repeatedly, without a trace. Autograd counts in-place changes of a tensor, so comparing two integers
+detects it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,7 @@ __all__ = ["KeptGradients"]
 
 
 class KeptGradients:
-    """Warns, once, if a script changes gradients on an accumulation step.
-
-    Args:
-        optimizer: Its first and last parameter with a gradient are checked.
-    """
+    """Warns, once, if a script changes the first or last gradient on an accumulation step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer

@@ -1,9 +1,8 @@
 """Measures the gradient noise scale at some steps, from the results of synchronisation.
 
-The noise changes slowly, a fit reads it every half minute, and a measurement costs a few passes
-over all gradients. So it is measured at every step at first, for the first fit, and rarely later.
-The choice of steps depends only on their number and on the averages so far, which are equal on all
-replicas.
+The noise changes slowly, and a measurement costs a few passes over all gradients, so it is measured
+at every step at first, for the first fit, and rarely later. The choice of steps depends only on
+their number and on the averages so far, which are equal on all replicas.
 """
 
 from __future__ import annotations
@@ -26,16 +25,13 @@ from .gradient_noise_scale import GradientNoiseScale, MeasuredNoise
 __all__ = ["NoiseMeter"]
 
 MEASURED_AT_FIRST = 24
-"""Number of measurements at successive steps, and of the steps at the start of an attempt for
-them."""
+"""Number of measurements at successive steps at the start of an attempt."""
 MEASURED_EVERY = 64
 """Interval of later measurements in steps."""
 
 
 @dataclass(frozen=True)
 class _Step:
-    """The gradients of a step, kept until the next one."""
-
     number: int
     gradients: Sequence[Tensor | None]
     """One per parameter, multiplied by the loss scale."""
@@ -50,13 +46,7 @@ class _Estimates(TypedDict):
 
 
 class NoiseMeter:
-    """Measures the gradient's noise at some optimizer steps.
-
-    Args:
-        ctx: The job's context, whose :class:`MeasuredNoise` holds the noise scale.
-        parameters: The model's parameters.
-        optimizer: Provides the weights of squares in norms (Adam's geometry).
-    """
+    """Measures the gradient's noise at some optimizer steps, in the optimizer's geometry."""
 
     def __init__(
         self,
@@ -74,7 +64,7 @@ class NoiseMeter:
         ctx.rejoined.append(self._begin_again)
 
     def _begin_again(self) -> None:
-        """Restart the schedule as after a restart, as joining replicas do."""
+        """Restart the schedule, as joining replicas do."""
         self._previous, self._steps, self._measured_at = None, 0, -1
 
     def wanted(self) -> bool:
@@ -92,11 +82,7 @@ class NoiseMeter:
         self.prepare()
 
     def measure(self, result: SyncResult) -> None:
-        """Add the measurement of this step's synchronisation, after gradients are averaged.
-
-        Args:
-            result: Result of the synchronisation.
-        """
+        """Add the measurement of this step's synchronisation, after gradients are averaged."""
         scaled_by, self._batch.loss_scale = self._batch.loss_scale, None
         if not self.wanted():
             return
@@ -116,9 +102,8 @@ class NoiseMeter:
             self._difference(noise, result.batch_size, loss_scale)
 
     def _take_weights(self) -> None:
-        """Cache the weights of squares at the same steps on all replicas.
-
-        A replica with a share of the batch has cached them in its backward, others have not.
+        """Cache the weights of squares at the same steps on all replicas; one with a share of the
+        batch has cached them in its backward.
         """
         for parameter, gradient in zip(self._parameters, self._gradients(), strict=True):
             if gradient is not None:
@@ -140,7 +125,6 @@ class NoiseMeter:
         return noise is None or noise.differenced or noise.grad_params is None
 
     def _take(self, noise: GradientNoiseScale, result: SyncResult, loss_scale: float) -> None:
-        """Add the estimates of this step."""
         self._previous = None
         gradients = self._gradients()
         total_sqr = self._product(gradients, gradients) / loss_scale**2
@@ -173,11 +157,9 @@ class NoiseMeter:
             self._previous = _Step(self._steps, copies, batch_size, loss_scale)
 
     def _copies(self, used: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Return copies of the gradients, which the script may clip in place or set to zero.
-
-        Args:
-            used: Copies of the previous step, whose memory is reused if it fits: new memory costs a
-                page fault every 4 KiB.
+        """Return copies of the gradients, which the script may clip in place or set to zero. The
+        memory of ``used``, copies of the previous step, is reused: new memory costs a page fault
+        every 4 KiB.
         """
         gradients = self._gradients()
         present = [gradient.detach() for gradient in gradients if gradient is not None]

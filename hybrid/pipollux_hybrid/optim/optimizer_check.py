@@ -1,7 +1,6 @@
 """Checks that the optimizers of all processes take the same steps with the same hyperparameters.
 
-Replicas average their gradients, and each steps by itself. One that skips a step, or steps with
-another learning rate, has different parameters from then on.
+Replicas average gradients but step separately, so one that skips a step diverges.
 """
 
 from __future__ import annotations
@@ -22,15 +21,10 @@ __all__ = ["OptimizerCheck"]
 TOLERANCE = 1e-5
 """Relative difference of a hyperparameter that rounding may cause on another machine."""
 NAMED = 3
-"""Number of differences that a message lists."""
 
 
 class OptimizerCheck:
-    """The steps of an optimizer in this membership, and its hyperparameters.
-
-    Args:
-        optimizer: Its groups have the same hyperparameters in all processes.
-    """
+    """The steps of an optimizer in this membership, and its hyperparameters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -63,12 +57,7 @@ class OptimizerCheck:
         return json.dumps(fields).encode()
 
     def compare(self, contents: Sequence[bytes], word: str) -> None:
-        """Refuse processes whose optimizers differ; see
-        :class:`~pipollux_hybrid.job.self_checks.SelfCheck`.
-
-        Raises:
-            SynchronizationError: They differ; the message names the difference and a remedy.
-        """
+        """Raise a SynchronizationError, with the difference and a remedy, if optimizers differ."""
         everyone = [json.loads(content) for content in contents]
         steps = [fields["steps"] for fields in everyone]
         if len(set(steps)) > 1:

@@ -1,8 +1,7 @@
 """Checks that a wrapped model still has its layers and parameters.
 
-The pipeline runs the layers it was created with, buckets and optimizer hold their parameters. A
-layer or parameter that replaces another one later would not be trained, and a foreign parameter of
-the optimizer would not be saved. Both would go unnoticed until the first save, or longer.
+A layer or parameter that replaces one later would not be trained, as the pipeline runs the layers
+it was created with, and a foreign parameter of the optimizer would not be saved.
 """
 
 from __future__ import annotations
@@ -20,25 +19,17 @@ from pipollux_hybrid.errors import ConfigurationError
 __all__ = ["ParameterWatch"]
 
 LOOKED_AT = 8
-"""Number of submodules checked per step, which takes microseconds; large models are checked in
-turn."""
+"""Submodules checked per step, which takes microseconds; large models are checked in turn."""
 
 
 class _Place(NamedTuple):
-    """A submodule, and its content when the model was wrapped."""
-
     name: str
     module: nn.Module
     held: tuple[int, ...]
 
 
 class ParameterWatch:
-    """Refuses foreign layers and parameters in a wrapped model or its optimizer.
-
-    Args:
-        module: The layers.
-        optimizer: Their optimizer, whose ``add_param_group`` is patched.
-    """
+    """Refuses foreign layers and parameters, also in the optimizer's ``add_param_group``."""
 
     def __init__(self, module: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
         self._module = module
@@ -51,11 +42,7 @@ class ParameterWatch:
         self._patch()
 
     def check(self) -> None:
-        """Check layers and optimizer; called in every pass, and cheap.
-
-        Raises:
-            ConfigurationError: A layer or parameter is not the one that was wrapped.
-        """
+        """Raise a ConfigurationError for a foreign layer or parameter; cheap, for every pass."""
         # Lists compare their items by identity first, so this is fast.
         if list(self._module._modules.values()) != self._layers:
             self._refuse_layer()

@@ -115,7 +115,6 @@ LEGW = {
     "base_warmup_epochs": at_least(0, "a number of epochs of at least 0 is needed"),
     "data_size": at_least(1, "the samples of an epoch, at least 1, are needed", whole=True),
 }
-"""Allowed values of the arguments of :class:`LEGWScale`."""
 
 
 class LEGWScale:

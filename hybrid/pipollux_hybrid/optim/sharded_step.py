@@ -1,10 +1,9 @@
 """The optimizer's step with sharded state: each replica steps its own parameters and sends them.
 
 Gradients are averaged on all replicas as without sharding, so that clipping, the noise and a
-GradScaler see them whole. Only within the step the gradients of other replicas' parameters are
-hidden, so that the optimizer neither steps these nor creates state for them; then each replica
-sends its stepped parameters. The operations and numbers are those without sharding, so results are
-bitwise equal.
+GradScaler see them whole. Within the step the gradients of other replicas' parameters are hidden,
+so that the optimizer neither steps these nor creates state for them. The operations and numbers are
+those without sharding, so results are bitwise equal.
 """
 
 from __future__ import annotations
@@ -27,12 +26,7 @@ SMALL = 1 << 18
 
 
 class ShardedStep:
-    """Steps an optimizer whose state is sharded over the replicas.
-
-    Args:
-        optimizer: The optimizer.
-        shards: The assignment of parameters to replicas.
-    """
+    """Steps an optimizer whose state is sharded over the replicas."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, shards: OptimizerShards) -> None:
         self._optimizer = optimizer
@@ -48,10 +42,7 @@ class ShardedStep:
         """Call the optimizer's own ``step``; all replicas call it.
 
         The script's hooks see the same as without sharding: all gradients before and after the
-        step, and all stepped parameters after it.
-
-        Raises:
-            PeerLostError: A replica is gone.
+        step, and all stepped parameters after it. Raises a PeerLostError if a replica is gone.
         """
         if not self.active:
             return step()
@@ -72,14 +63,9 @@ class ShardedStep:
     def exchange(
         self, make: Callable[[nn.Parameter], Tensor | None], known: Mapping[nn.Parameter, Tensor]
     ) -> dict[nn.Parameter, Tensor]:
-        """Return one tensor per parameter, created by its owner; all replicas call it.
-
-        Args:
-            make: Creates it, with as many real numbers as the parameter has; None: there is none.
-            known: Parameters to leave out; equal on all replicas.
-
-        Raises:
-            PeerLostError: A replica is gone.
+        """Return one tensor per parameter, created by its owner, except ``known`` ones; all
+        replicas call it. ``make`` returns as many real numbers as the parameter has, or None.
+        Raises a PeerLostError if a replica is gone.
         """
         asked = [p for p in self._parameters() if p not in known]
         made = {p: x for p in asked if self._shards.is_own(p) and (x := make(p)) is not None}
@@ -91,7 +77,6 @@ class ShardedStep:
         return tensors
 
     def _any(self, flags: Tensor) -> list[float]:
-        """Return for each number whether it is above 0 on any replica."""
         group = self._shards.group
         if group is not None and len(flags):
             try:
@@ -125,11 +110,7 @@ class ShardedStep:
         self._send([(_real(p), self._shards.owner(p)) for p in stepped])
 
     def _send(self, tensors: Sequence[tuple[Tensor, int]]) -> None:
-        """Overwrite each tensor with the owner's on all replicas.
-
-        Args:
-            tensors: Real tensors, with equal shapes on all replicas, and the ranks of their owners.
-        """
+        """Overwrite each real tensor, of equal shape on all replicas, with its owner's."""
         rank, group = self._shards.rank, self._shards.process_group
         groups: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}
         under_way = []

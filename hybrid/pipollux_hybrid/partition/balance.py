@@ -46,8 +46,7 @@ __all__ = [
 ]
 
 DEVICE_SHARE = 0.9
-"""Share of a GPU's memory available to stages; the rest is for kernels, copies that cross a cut,
-and fragmentation."""
+"""Share of a GPU's memory for stages; the rest is for kernels, copies and fragmentation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,16 +55,13 @@ class PartitionRequest:
 
     num_stages: int
     balance: Sequence[int] | str | None
-    """Layers of each stage, or the quantity to balance: ``"time"``, ``"memory"``,
-    ``"parameters"``."""
+    """Layers of each stage, or the quantity to balance: ``time``, ``memory``, ``parameters``."""
     example_inputs: Any = None
     num_microbatches: int = 1
     checkpoint: Checkpoints = "never"
-    """The recomputed micro-batches, for all stages or per stage."""
     schedule: ScheduleKind = "gpipe"
     ties_apart: bool = False
-    """Whether layers that share a parameter may be on different stages, as in a multi-process
-    pipeline."""
+    """Whether stages may share a parameter, as in a multi-process pipeline."""
     chunks_per_stage: int = 1
     """V; the layers are cut into K·V parts, part q in stage q mod K."""
     memory_limit: float | None = None
@@ -112,11 +108,9 @@ class Partitioning(NamedTuple):
     """The cut of the layers, and its basis."""
 
     balance: list[int]
-    """Number of layers of each stage, or of each chunk."""
+    """Layers of each stage, or of each chunk."""
     profile: LayerProfile | None
-    """Costs of the layers; None without example inputs."""
     memory_limit: float | None
-    """Bytes of a device available to stages; None: unbounded, or without example inputs."""
     blocks: list[int]
     """Number of layers of each block that must stay in one stage."""
 
@@ -137,12 +131,9 @@ def measure_layers(
     device: torch.device,
     request: PartitionRequest,
 ) -> MeasuredLayers:
-    """Return the layers' profile if there are example inputs, and the memory limit.
-
-    The result is the same on all replicas: rank 0 measures and distributes it.
-
-    Raises:
-        ConfigurationError: The constraints are inconsistent, or the layers cannot be measured.
+    """Return the layers' profile if there are example inputs, and the memory limit, as rank 0
+    measures them. Raises a ConfigurationError if the constraints are inconsistent, or the layers
+    cannot be measured.
     """
     _check_limit(request)
     if request.example_inputs is None or ctx.joins is not None:
@@ -159,10 +150,8 @@ def choose_balance(
     """Return the layers of each stage; the same on all replicas.
 
     Without a given balance it is the best contiguous cut (:func:`pipollux_perfmodel.partition`) by
-    the requested quantity, among cuts that keep tied layers together and fit the devices.
-
-    Raises:
-        ConfigurationError: The constraints contradict each other, the layers or the memory.
+    the requested quantity, among cuts that keep tied layers together and fit the devices. Raises a
+    ConfigurationError if the constraints contradict each other, the layers or the memory.
     """
     ties, given = [] if request.ties_apart else find_ties(module), request.rule is None
     blocks = blocks_of(ties, len(module))
@@ -193,7 +182,6 @@ def _cut(
     request: PartitionRequest,
     limit: float | None,
 ) -> list[int]:
-    """Return the number of blocks of each stage."""
     if profile is None:
         return partition(_sums(_sizes(module), blocks), request.num_parts)
     merged, microbatches = merge_layers(profile, blocks), request.num_microbatches
@@ -260,7 +248,6 @@ def _check_memory(
     request: PartitionRequest,
     limit: float | None,
 ) -> None:
-    """Reject a balance whose stages do not fit."""
     if profile is None or limit is None:
         return
     samples = request.num_samples / request.num_microbatches
@@ -356,11 +343,7 @@ def _check_count(
 
 
 def _of_job(theirs: Sequence[int], request: PartitionRequest, num_layers: int) -> list[int]:
-    """Return the balance of the job that this replica joins.
-
-    Raises:
-        ConfigurationError: This replica has different layers, or requests different stages.
-    """
+    """Return the job's balance; a ConfigurationError if this replica's layers or stages differ."""
     if sum(theirs) != num_layers:
         raise ConfigurationError(
             f"this replica cannot join the job: its module has {num_layers} layers, and that of "

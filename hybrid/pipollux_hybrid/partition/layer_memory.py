@@ -19,12 +19,9 @@ PROBE = 64
 class SavedBytes:
     """Counts the bytes that autograd keeps of one forward, each storage once.
 
-    Parameters and buffers are not activations. A tensor that the previous layer keeps already (such
-    as the output of an activation function) counts for that layer only.
-
-    Args:
-        layer: Its parameters and buffers are excluded; None counts nothing.
-        before: The bytes kept by the previous layer.
+    The layer's parameters and buffers are not activations. A tensor that the previous layer keeps
+    already (such as the output of an activation function) counts for that layer only. Without a
+    layer nothing is counted.
     """
 
     def __init__(self, layer: nn.Module | None = None, before: SavedBytes | None = None) -> None:
@@ -35,7 +32,6 @@ class SavedBytes:
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._kept: set[int] = set()
         self.total = 0
-        """Bytes."""
 
     def note_inputs(self, given: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
         """Record the layer's inputs, and the copies of them that it runs on."""
@@ -78,10 +74,8 @@ def kept_bytes(tensors: Iterable[Tensor]) -> float:
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, float]:
-    """Return the bytes of optimizer state per byte of a parameter, by parameter.
-
-    Measured with a step of a copy of the optimizer on a small tensor; if it cannot be copied,
-    Adam's rate is assumed.
+    """Return the bytes of optimizer state per byte of a parameter, by parameter: measured with a
+    step of a copy of the optimizer on a small tensor; if it cannot be copied, Adam's rate.
     """
     rates = {}
     for group in optimizer.param_groups:

@@ -1,11 +1,11 @@
 """Measurement of each layer's costs on its device: the profile for cutting stages.
 
 Every layer runs alone, forward and backward, at several micro-batch sizes b. The minimum time of a
-few runs is used for each size, as other load on the machine only adds time, and a line α + β·b is
-fitted through the sizes (:class:`pipollux_perfmodel.Layer`). Backwards include only what needs a
-gradient: a frozen first part of a model has none. Layers are copied one at a time, so that
-parameters, gradients, running statistics and random numbers stay unchanged, and a model that fits
-on no single device can be profiled on one.
+few runs counts for each size, as other load on the machine only adds time, and a line α + β·b is
+fitted (:class:`pipollux_perfmodel.Layer`). Backwards include only what needs a gradient: a frozen
+first part of a model has none. Layers are copied one at a time, so that parameters, gradients,
+running statistics and random numbers stay unchanged, and a model that fits on no single device can
+be profiled on one.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def profile_layers(
 
     Args:
         module: The layers, in the mode (training or evaluation) to measure. Supports skip
-        connections of torchgpipe's ``skippable``.
+            connections of torchgpipe's ``skippable``.
         example_inputs: Inputs of the module, tensors of shape [batch, …], ideally with as many
-        samples as a replica processes at once; times are measured at a quarter, half and all of
-        them.
+            samples as a replica processes at once; times are measured at a quarter, half and all of
+            them.
         optimizer: Optimizer of the module's parameters, for the bytes of its state.
         device: Device for the measurement; by default that of the first parameter, else the CPU.
         rounds: Timed runs of each layer at each size.
@@ -98,8 +98,6 @@ def profile_layers(
 
 @dataclass
 class _Flow:
-    """Input of the next layer for one micro-batch size."""
-
     size: int
     batch: PyTree
     skips: Skips
@@ -180,7 +178,6 @@ def _measure(
     rounds: int,
     saved_before: SavedBytes,
 ) -> _Measured:
-    """Run a layer at all sizes; the flows continue with its outputs."""
     try:
         worker = copy.deepcopy(layer).to(device)
         saved = SavedBytes(worker, saved_before)
@@ -221,7 +218,6 @@ def _rounds(
 def _once(
     worker: nn.Module, flow: _Flow, device: torch.device, saved: SavedBytes | None
 ) -> tuple[tuple[float, float], _Flow]:
-    """Run forward and backward; return their seconds and the layer's output."""
     inputs, arriving = map_tensors(_arrived, flow.batch), map_tensors(_arrived, flow.skips)
     tracker, clock = _Skips(arriving), _Clock(device)
     if saved is not None:

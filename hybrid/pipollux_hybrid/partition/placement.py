@@ -16,14 +16,8 @@ BALANCE_RULES = ("time", "memory", "parameters")
 
 
 def find_devices(names: Sequence[torch.device | str], source: str) -> list[torch.device]:
-    """Return devices by name.
-
-    Args:
-        names: In PyTorch's format.
-        source: Source of the names, for the message.
-
-    Raises:
-        ConfigurationError: A device does not exist, or does not support stages.
+    """Return devices by name in PyTorch's format; ``source`` is where the names are from. Raises a
+    ConfigurationError if a device does not exist, or does not support stages.
     """
     return [_find(name, source) for name in names]
 
@@ -60,17 +54,8 @@ def choose_num_stages(
     balance: Sequence[int] | str | None,
     chunks_per_stage: int = 1,
 ) -> int:
-    """Return the scheduler's number of stages, else the script's.
-
-    Args:
-        env: The environment with the scheduler's choice.
-        num_stages: The script's choice.
-        balance: Number of layers of each stage, or chunk; or the quantity to balance.
-        chunks_per_stage: Number V of chunks of a stage.
-
-    Raises:
-        ConfigurationError: The number is not a whole number of at least 1, or ``balance`` is
-        invalid.
+    """Return the scheduler's number of stages, else the script's. Raises a ConfigurationError if
+    the number is not a whole number of at least 1, or ``balance`` is invalid.
     """
     default = 1
     if isinstance(balance, str):
@@ -99,11 +84,7 @@ def _place(env: JobEnvironment) -> str:
 def choose_devices(
     env: JobEnvironment, num_stages: int, devices: Sequence[torch.device | str] | None
 ) -> list[torch.device]:
-    """Return one device per stage.
-
-    Raises:
-        ConfigurationError: There are fewer devices than stages, or a device does not exist.
-    """
+    """Return one device per stage; a ConfigurationError if there are too few, or one is missing."""
     chosen: Sequence[torch.device | str]
     if devices is not None:
         chosen, source = devices, "devices"
@@ -125,9 +106,8 @@ def choose_devices(
 
 
 def make_current(device: torch.device) -> None:
-    """Make the device the default of CUDA calls without a device, such as NCCL's.
-
-    Otherwise every process would use the node's first GPU, which NCCL rejects.
+    """Make the device the default of CUDA calls without a device, such as NCCL's, which rejects
+    several processes on the node's first GPU.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -1,7 +1,6 @@
 """Tied parameters: layers that share a parameter must be in one stage.
 
-In a multi-process pipeline each stage holds a copy instead
-(:mod:`pipollux_hybrid.sync.tied_copies`).
+In a multi-process pipeline each stage holds a copy (:mod:`pipollux_hybrid.sync.tied_copies`).
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ class TiedParameters:
     """A parameter shared by several layers."""
 
     parameter: str
-    """Name of the parameter in the module."""
     first: int
     last: int
     """Positions of the first and the last layer with the parameter."""
@@ -59,11 +57,7 @@ def find_ties(module: nn.Sequential) -> list[TiedParameters]:
 
 
 def check_ties(ties: Sequence[TiedParameters], balance: Sequence[int]) -> None:
-    """Reject a balance that separates layers with a shared parameter.
-
-    Raises:
-        ConfigurationError: With the layers and the parameter.
-    """
+    """Raise a ConfigurationError if a balance separates layers with a shared parameter."""
     ends = list(itertools.accumulate(balance))
     for tie in ties:
         if any(tie.first < end <= tie.last for end in ends):
@@ -75,15 +69,8 @@ def check_ties(ties: Sequence[TiedParameters], balance: Sequence[int]) -> None:
 
 
 def check_chunks(ties: Sequence[TiedParameters], balance: Sequence[int], num_stages: int) -> None:
-    """Reject chunks of one stage that share a parameter, as each would give it a gradient.
-
-    Args:
-        ties: Of the module.
-        balance: Number of layers of each chunk; chunk q is in stage q mod K.
-        num_stages: K.
-
-    Raises:
-        ConfigurationError: With the layers and the parameter.
+    """Raise a ConfigurationError if chunks of one stage (chunk q is in stage q mod K) share a
+    parameter, as each would give it a gradient.
     """
     chunks = [q for q, count in enumerate(balance) for _ in range(count)]
     for tie in ties:

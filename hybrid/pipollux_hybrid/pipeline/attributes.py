@@ -1,11 +1,11 @@
 """Tensors that layers keep as attributes instead of returning them.
 
 A layer may keep an auxiliary loss (``self.aux_loss = …``) that the script adds to its loss. In a
-pipeline the attribute belongs to the last micro-batch only, and has no graph if that is recomputed,
-so the loss would be wrong. After the first forwards, scripts therefore cannot compute with such
-tensors; layers can, and scripts may detach or display them. In a multi-process pipeline, a loss
-that reaches parameters other than through the output is rejected, and so is a layer of an earlier
-stage that keeps a scalar with a graph.
+pipeline it belongs to the last micro-batch only, and has no graph if that is recomputed, so the
+loss would be wrong. After the first forwards scripts therefore cannot compute with such tensors;
+layers can, and scripts may detach or display them. A multi-process pipeline also rejects a loss
+that reaches parameters other than through the output, and a layer of an earlier stage that keeps a
+scalar with a graph.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .stage import in_pipeline
 __all__ = ["LayerAttributes"]
 
 CHECKED_FORWARDS = 64
-"""Forwards, from the first one of a stage on, after which attributes are checked."""
+"""First forwards of a stage, after which attributes are checked."""
 HARMLESS = frozenset(
     (
         *("detach", "item", "tolist", "numpy", "size", "dim", "numel", "is_floating_point"),
@@ -65,11 +65,7 @@ class KeptTensor(Tensor):
 
 
 class LayerAttributes:
-    """The attributes of a stage's layers.
-
-    Args:
-        layers: The stage; compiled layers are not checked.
-    """
+    """The attributes of a stage's layers; compiled layers are not checked."""
 
     def __init__(self, layers: nn.Module) -> None:
         self._layers = [
@@ -79,7 +75,7 @@ class LayerAttributes:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Context for a forward; computing with tensors that it keeps is an error afterwards."""
+        """Run a forward; computing with tensors that it keeps is an error afterwards."""
         with self._kept() as kept:
             yield
         for place, container, key in kept:
@@ -89,11 +85,7 @@ class LayerAttributes:
 
     @contextmanager
     def without_losses(self) -> Iterator[None]:
-        """Context for a forward whose layers must not keep a scalar with a graph.
-
-        Raises:
-            ConfigurationError: A layer keeps one.
-        """
+        """Run a forward; raise a ConfigurationError if a layer keeps a scalar with a graph."""
         with self._kept() as kept:
             yield
         for place, container, key in kept:
@@ -106,7 +98,7 @@ class LayerAttributes:
 
     @contextmanager
     def _kept(self) -> Iterator[list[tuple[str, Any, Any]]]:
-        """Yield a list that receives the tensors kept during the context."""
+        """Yield a list that receives the tensors kept in the body."""
         kept: list[tuple[str, Any, Any]] = []
         if self._forwards >= CHECKED_FORWARDS:
             yield kept
@@ -118,7 +110,6 @@ class LayerAttributes:
         kept += [x for x in self._places() if id(x[1][x[2]]) not in known]
 
     def _places(self) -> Iterator[tuple[str, Any, Any]]:
-        """Yield the tensors that layers keep: location, container and key."""
         for path, layer in self._layers:
             attributes = vars(layer)
             for name, value in list(attributes.items()):

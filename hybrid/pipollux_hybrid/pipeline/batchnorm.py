@@ -1,16 +1,17 @@
 """Batch normalization whose running statistics are those of the whole batch.
 
-In a pipeline a batch normalization layer normalizes each micro-batch by that micro-batch's mean and
-variance, as in GPipe: waiting for the others would serialize the pipeline. The RUNNING statistics,
-which evaluation uses, do not have this restriction. Over all samples of an iteration, of all
-micro-batches, accumulation steps and replicas,
+In a pipeline, batch normalization normalizes each micro-batch by its own mean and variance, as in
+GPipe: waiting for the others would serialize the pipeline. The RUNNING statistics, which evaluation
+uses, do not have this restriction. Over all samples of an iteration, of all micro-batches,
+accumulation steps and replicas,
 
     n = Σ nᵢ      mean = Σ nᵢ·mᵢ / n      var = Σ nᵢ·(vᵢ + mᵢ²) / n − mean²
 
 with mᵢ and vᵢ the mean and (biased) variance over the nᵢ values of a channel in micro-batch i. They
 update the running statistics once per iteration, the variance times n / (n − 1), as PyTorch does
-for a plain batch. Deferring them was torchgpipe's idea; torchgpipe counts requested micro-batches,
-so that a short batch leaks into the next one, and does not support accumulation steps or replicas.
+for a plain batch. Deferring them was torchgpipe's idea, but torchgpipe counts requested
+micro-batches, so that a short batch leaks into the next one, and lacks accumulation steps and
+replicas.
 """
 
 from __future__ import annotations
@@ -40,17 +41,13 @@ __all__ = [
 
 
 class _Deferred(nn.modules.batchnorm._BatchNorm):
-    """Base class of the three layers, which differ in their input shapes."""
-
     _sums: Tensor | None = None
     """n, n·mean and n·(var + mean²) so far, float64, shape [1 + 2·channels]."""
     _counts = True
-    """Whether samples of the next forwards count."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # the base class's name for it
-        """Normalize a micro-batch, shape [micro-batch, channels, …].
-
-        Outside of a pipeline, and in evaluation, identical to the plain layer.
+        """Normalize a micro-batch, shape [micro-batch, channels, …]; like the plain layer in
+        evaluation and outside of a pipeline.
         """
         if not (self.training and in_pipeline()):
             return super().forward(input)
@@ -85,11 +82,7 @@ class _Deferred(nn.modules.batchnorm._BatchNorm):
 
     @torch.no_grad()
     def commit(self, sums: Tensor) -> None:
-        """Add an iteration to the running statistics.
-
-        Args:
-            sums: Of all replicas; without samples nothing changes.
-        """
+        """Add the sums of all replicas in an iteration to the running statistics."""
         assert self.running_mean is not None  # noqa: S101  # required for deferring
         assert self.running_var is not None  # noqa: S101  # as above
         assert self.num_batches_tracked is not None  # noqa: S101  # as above
@@ -126,16 +119,11 @@ DEFERRED: dict[type[nn.Module], type[_Deferred]] = {
 
 
 def defer_statistics(module: nn.Module) -> list[_Deferred]:
-    """Make the batch normalization layers of a module defer their running statistics.
+    """Make batch normalization layers defer their running statistics; return them.
 
     The layers stay the same objects, with their names, parameters and buffers; only their class
-    changes to a subclass. A script's own subclasses stay unchanged.
-
-    Returns:
-        The deferring layers.
-
-    Raises:
-        ConfigurationError: There is a SyncBatchNorm, which does not work between stages.
+    changes to a subclass. A script's own subclasses stay unchanged. Raises a ConfigurationError for
+    a SyncBatchNorm, which does not work between stages.
     """
     for name, layer in module.named_modules():
         if isinstance(layer, nn.SyncBatchNorm):
@@ -158,12 +146,7 @@ def deferred_layers(module: nn.Module) -> list[_Deferred]:
 def sum_statistics(
     layers: Sequence[_Deferred], all_reduce_sum: Callable[[list[Tensor]], None]
 ) -> None:
-    """Sum the statistics of an iteration over the replicas, all of which call it together.
-
-    Args:
-        layers: The same on every replica.
-        all_reduce_sum: Replaces tensors with their sums over the replicas, in place.
-    """
+    """Sum the statistics of an iteration over the replicas, all of which call it together."""
     if not layers:
         return
     devices = [layer.running_mean.device for layer in layers if layer.running_mean is not None]
@@ -187,7 +170,7 @@ def drop_statistics(layers: Sequence[_Deferred]) -> None:
 
 @contextmanager
 def uncounted(layers: Sequence[_Deferred]) -> Iterator[None]:
-    """Exclude forwards in this context from the statistics: their samples are another replica's."""
+    """Exclude forwards in the body from the statistics: their samples are another replica's."""
     for layer in layers:
         layer._counts = False
     try:

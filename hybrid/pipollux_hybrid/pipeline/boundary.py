@@ -56,7 +56,6 @@ class BoundaryLayout:
     """The output of one stage for one micro-batch, as input of the next."""
 
     structure: Structure
-    """The PyTree without its leaves."""
     leaves: tuple[Any, ...]
     """A :class:`TensorKind` in the place of each tensor; plain values unchanged."""
 
@@ -78,15 +77,7 @@ class BoundaryLayout:
 
 
 def describe(value: PyTree, what: str) -> tuple[BoundaryLayout, list[Tensor]]:
-    """Return the layout of a PyTree, and its tensors.
-
-    Args:
-        value: Of one micro-batch.
-        what: Name of the value, for messages.
-
-    Raises:
-        ConfigurationError: A leaf is neither a tensor nor a plain value.
-    """
+    """Return the layout of a PyTree, and its tensors."""
     leaves, structure = flatten(value, what)
     kinds = tuple(
         TensorKind(tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else x
@@ -96,18 +87,8 @@ def describe(value: PyTree, what: str) -> tuple[BoundaryLayout, list[Tensor]]:
 
 
 def to_header(boundary: BoundaryLayout, what: str) -> tuple[Tensor, Tensor | None]:
-    """Return the messages that encode a layout: one, or two if the first one is too short.
-
-    Args:
-        boundary: The layout.
-        what: Name of the value, for messages.
-
-    Returns:
-        Tensors of uint8, the first of shape [:data:`HEADER_BYTES`].
-
-    Raises:
-        ConfigurationError: The structure contains other types than tuples, lists, dicts and named
-        tuples.
+    """Return the messages that encode a layout: uint8 [:data:`HEADER_BYTES`], and one for the rest.
+    Raises a ConfigurationError for other types than tuples, lists, dicts and named tuples.
     """
     named = named_tuples.names_of(boundary.structure, what)
     try:
@@ -165,12 +146,7 @@ class HeaderReader:
         self._boundary: BoundaryLayout | None = None
 
     def decode(self, first: Tensor, receive: Callable[[int], Tensor]) -> BoundaryLayout:
-        """Return the layout that a header describes.
-
-        Args:
-            first: Its first message.
-            receive: Returns the second message of a given number of bytes; called if there is one.
-        """
+        """Return the layout of a header; ``receive`` gets the length of a second message."""
         count = rest_of_header(first)
         rest = receive(count) if count else None
         content = first.numpy().tobytes() + (b"" if rest is None else rest.numpy().tobytes())
@@ -184,7 +160,6 @@ def _bytes(content: bytes) -> Tensor:
 
 
 def _encode(leaf: Any) -> Any:
-    """Return a leaf in a form for JSON; the kinds of plain values are those of ``PLAIN``."""
     match leaf:
         case TensorKind(shape, dtype, requires_grad):
             return {"tensor": [list(shape), _name(dtype), requires_grad]}

@@ -1,12 +1,12 @@
 """Values of buffers at the first forward of a micro-batch, for its recomputation.
 
-A layer that changes a buffer in its forward would change it again in the recomputation, and would
-compute with different values. Therefore the values of changed buffers before the first forward are
-kept, and the recomputation runs on copies of them and leaves the buffers unchanged.
+A layer that changes a buffer in its forward would change it again in the recomputation, and compute
+with different values. So the recomputation runs on copies of the values before the first forward
+and leaves the buffers unchanged.
 
 The vectors of :func:`torch.nn.utils.spectral_norm` change once per batch, as in the plain model:
-all micro-batches start with the values of the first one, and only the first one's change stays.
-Other layers change their buffers once per micro-batch.
+all micro-batches start with the first one's values, and only the first one's change stays. Other
+layers change their buffers once per micro-batch.
 """
 
 from __future__ import annotations
@@ -45,13 +45,7 @@ BufferVersions: TypeAlias = dict[tuple[nn.Module, str], tuple[Any, int, Any]]
 
 
 class BufferValues:
-    """The buffers of a stage.
-
-    Batch normalization is excluded: in a pipeline forwards do not change its buffers.
-
-    Args:
-        layers: The stage.
-    """
+    """The buffers of a stage, except those of batch normalization, which forwards do not change."""
 
     def __init__(self, layers: nn.Module) -> None:
         deferred = set(deferred_layers(layers))
@@ -62,7 +56,7 @@ class BufferValues:
 
     @contextmanager
     def forward(self, microbatch: int) -> Iterator[None]:
-        """Context for the first forward of a micro-batch."""
+        """Run the first forward of a micro-batch."""
         if not self._once:
             yield
         elif microbatch == 0:
@@ -74,13 +68,8 @@ class BufferValues:
 
     @contextmanager
     def kept(self) -> Iterator[Values]:
-        """Context for a forward that will be recomputed.
-
-        Yields:
-            A list that contains, after the context, the previous values of changed buffers.
-
-        Raises:
-            ConfigurationError: A large buffer changed for the first time.
+        """Run a forward that will be recomputed; the yielded list then has the previous values of
+        changed buffers. Raises a ConfigurationError if a large buffer changed for the first time.
         """
         changed: Values = []
         before = [self._before(layer, name) for layer, name in self._places()]
@@ -110,7 +99,7 @@ class BufferValues:
 
     @contextmanager
     def replaced(self, values: Values) -> Iterator[None]:
-        """Context for a forward on copies of these values; the buffers stay unchanged."""
+        """Run a forward on copies of these values; the buffers stay unchanged."""
         now = [Value(x, name, x._buffers.get(name, ABSENT)) for x, name, _ in values]
         _put([Value(x, name, _copy(value)) for x, name, value in values])
         try:
@@ -119,7 +108,7 @@ class BufferValues:
             _put(now)
 
     def untouched(self) -> AbstractContextManager[None]:
-        """Context for a forward without side effects on buffers."""
+        """Run a forward without side effects on buffers."""
         return self.replaced([Value(x, name, x._buffers[name]) for x, name in self._places()])
 
     def versions(self) -> BufferVersions:
@@ -183,5 +172,4 @@ def _copy(value: Any) -> Any:
 
 
 def _version(value: object) -> int:
-    """Return how often a tensor was changed in place; 0 for inference tensors."""
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0

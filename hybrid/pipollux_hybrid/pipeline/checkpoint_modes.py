@@ -13,15 +13,8 @@ __all__ = ["choose_modes"]
 def choose_modes(
     asked: str | Sequence[str], num_stages: int, *, stages_have_processes: bool
 ) -> tuple[Checkpoint, ...]:
-    """Return the mode of each stage.
-
-    Args:
-        asked: One mode for all stages, or one per stage.
-        num_stages: Number K of stages.
-        stages_have_processes: Whether it is a multi-process pipeline.
-
-    Raises:
-        ConfigurationError: Their number differs from that of stages, or stages must not differ.
+    """Return the mode of each stage, given one mode for all or one per stage. Raises a
+    ConfigurationError if their number is wrong, or a multi-process pipeline has different ones.
     """
     if isinstance(asked, str):
         return (_known(asked),) * num_stages

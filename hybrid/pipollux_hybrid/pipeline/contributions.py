@@ -1,9 +1,8 @@
-"""Counts of the micro-batches that contribute to the gradient of each weight.
+"""Counts the micro-batches that contribute to the gradient of each weight.
 
 All contribute, except in conditional layers: an expert that some samples do not reach, or a layer
-that is skipped at random. The first steps are counted, using the graphs of the stage's outputs, and
-weights that only some micro-batches reach are logged, to reveal layers that take part in fewer
-micro-batches than intended.
+that is skipped at random. The first steps are counted by the graphs of the stage's outputs, and
+weights that only some micro-batches reach are logged.
 """
 
 from __future__ import annotations
@@ -22,16 +21,12 @@ from .stage import Stage
 __all__ = ["Contributions", "nodes_between"]
 
 CHECKED_STEPS = 3
-"""Batches, from the first one on, that are counted."""
+"""First batches, which are counted."""
 LOG = logging.getLogger(__name__)
 
 
 class Contributions:
-    """Counts the micro-batches whose output depends on each weight of a stage.
-
-    Args:
-        stage: The layers.
-    """
+    """Counts the micro-batches whose output depends on each weight of a stage."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
@@ -47,12 +42,7 @@ class Contributions:
         self._reached.clear()
 
     def add(self, value: PyTree, output: PyTree) -> None:
-        """Count a micro-batch, if it has a graph; log the counts at the end of a batch.
-
-        Args:
-            value: Input of the stage.
-            output: Output of the stage.
-        """
+        """Count a micro-batch, if it has a graph; log the counts at the end of a batch."""
         roots = [x for x in tensors_of(output) if x.requires_grad]
         if self._batches > CHECKED_STEPS or not roots or not torch.is_grad_enabled():
             return
@@ -80,12 +70,7 @@ class Contributions:
 
 
 def nodes_between(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Iterator[Any]:
-    """Yield the nodes of the graph of outputs, up to those that produced the inputs.
-
-    Args:
-        inputs: End of the traversal.
-        outputs: Start of the traversal.
-    """
+    """Yield the nodes of the graph of outputs, up to those that produced the inputs."""
     ends = {id(x) for x in inputs if x.grad_fn is None}
     seen: set[Any] = {x.grad_fn for x in inputs if x.grad_fn is not None}
     waiting: list[Any] = [x.grad_fn for x in outputs if x.grad_fn not in seen]

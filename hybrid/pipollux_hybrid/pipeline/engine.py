@@ -1,11 +1,10 @@
 """The single-process pipeline of one replica: GPipe over the devices of a process.
 
-torchgpipe (Kim et al., 2020) provides the schedule, the copies and the threads. This module and its
-neighbours add support for batches that change from step to step: micro-batches are counted as they
-are (:mod:`.gpipe`), recomputation runs with the forward's thread-local state (:mod:`.thread_state`,
-:mod:`.recompute`), layers may pass any PyTree of tensors (:mod:`.microbatch`), stages do not change
-their inputs, and errors name the layer (:mod:`.stage`), and skip connections (:mod:`.skip`) and
-batch normalization (:mod:`.batchnorm`) behave as in the plain model.
+torchgpipe (Kim et al., 2020) provides the schedule, the copies and the threads. This package adds
+batches that change from step to step (:mod:`.gpipe`), recomputation with the forward's thread-local
+state (:mod:`.thread_state`, :mod:`.recompute`), any PyTree of tensors between layers
+(:mod:`.microbatch`), unchanged inputs and errors that name the layer (:mod:`.stage`), and skip
+connections (:mod:`.skip`) and batch normalization (:mod:`.batchnorm`) as in the plain model.
 """
 
 from __future__ import annotations
@@ -43,17 +42,11 @@ CHECKPOINT_MODES = ("always", "except_last", "never")
 
 
 class PipelineEngine:
-    """A sequential module cut into stages, one device each.
+    """A sequential module cut into stages, one device each, to which the layers are moved.
 
-    Args:
-        module: The layers; they are moved to their stage's device.
-        balance: Number of layers of each stage, from first to last.
-        devices: One device per stage.
-        checkpoint: Recomputed micro-batches: ``"always"``, ``"except_last"`` (all but the last) or
-        ``"never"``.
-
-    Raises:
-        ConfigurationError: The module cannot be cut like this.
+    ``balance`` is the number of layers of each stage, from first to last, and ``checkpoint`` the
+    recomputed micro-batches: ``"always"``, ``"except_last"`` or ``"never"``. Raises a
+    ConfigurationError if the module cannot be cut like this.
     """
 
     def __init__(
@@ -65,13 +58,11 @@ class PipelineEngine:
     ) -> None:
         self.checkpoint = checkpoint
         self.devices = [with_index(device) for device in devices]
-        """The device of each stage."""
         _prepare_devices(self.devices)
         self.stages = [
             stage.place(device)
             for stage, device in zip(cut_stages(module, balance), self.devices, strict=True)
         ]
-        """The layers of each stage."""
         self._layout = layout_of(module, self.stages)
         self._guards = [StageGuards(stage) for stage in self.stages]
         self._copy_streams: list[list[AbstractStream]] = [[] for _ in self.stages]
@@ -88,17 +79,14 @@ class PipelineEngine:
     def run(
         self, inputs: PyTree, sizes: Sequence[int], *, training: bool, separately: bool = False
     ) -> PyTree:
-        """Run the forward of one batch.
+        """Run the forward of one batch; return its output PyTree, on the last device.
 
         Args:
             inputs: PyTree of tensors of shape [batch, …], on the first device.
             sizes: Samples of each micro-batch (:func:`microbatch_sizes`).
             training: Whether activations may be recomputed, which also requires gradients.
-            separately: Whether parameters receive one gradient per micro-batch even without
-            recomputation. Reduces the overlap of stages.
-
-        Returns:
-            The output PyTree of the last layer, of the whole batch, on the last device.
+            separately: Whether parameters receive one gradient per micro-batch in any case, at less
+                overlap of stages.
         """
         recomputed = self.checkpointed(len(sizes), training=training and torch.is_grad_enabled())
         if len(self.stages) == len(sizes) == 1 and not recomputed:
@@ -149,16 +137,7 @@ def num_recomputed(checkpoint: str, num_microbatches: int, *, training: bool) ->
 def cut_stages(
     module: nn.Sequential, balance: Sequence[int], num_stages: int | None = None
 ) -> list[Stage]:
-    """Return the layers of each stage, without moving them.
-
-    Args:
-        module: The layers.
-        balance: Number of layers of each stage, or of each chunk.
-        num_stages: Number K of stages, if `balance` has chunks: chunk q is in stage q mod K.
-
-    Raises:
-        ConfigurationError: A layer occurs twice.
-    """
+    """Return the layers of each stage, not moved; a ConfigurationError if a layer occurs twice."""
     layers = list(module._modules.items())
     _check_distinct(layers)
     ends = list(itertools.accumulate(balance))

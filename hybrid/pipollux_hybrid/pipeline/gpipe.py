@@ -1,11 +1,8 @@
 """One forward of a batch through the stages, in GPipe's order.
 
-The clock, the copies between devices and the worker threads are torchgpipe's (Kim et al., 2020):
-micro-batch i is in stage j at tick i + j. This module prepares the work of stages so that any
-PyTree of tensors reaches the next stage: floating point tensors use torchgpipe's differentiable
-copies; other values are passed separately.
-
-::
+The clock, the copies between devices and the worker threads are torchgpipe's (Kim et al., 2020).
+Floating point tensors of a PyTree use its differentiable copies; other values are passed
+separately. Micro-batch i is in stage j at tick i + j::
 
     tick      0      1      2      3
     stage 0  (0,0)  (1,0)  (2,0)
@@ -63,7 +60,6 @@ class StageCall:
         self.leaving: Boundary | None = None
 
     def __call__(self, tensors: Tensors) -> Tensors:
-        """Compute the stage's output from its input."""
         stage = self._stage
         value = self._entering.restore(tensors, stage.device)
         with use_skip_tracker(self._tracker):
@@ -89,7 +85,7 @@ class StageCall:
 class Escape(Exception):  # noqa: N818  # not an error: it carries one out of a thread
     """A SystemExit or KeyboardInterrupt of a layer, passed through a worker thread.
 
-    torchgpipe's workers only catch exceptions; other ones would end them, and block the script.
+    torchgpipe's workers only catch exceptions; others would end them and block the script.
     """
 
     def __init__(self, reason: BaseException) -> None:
@@ -98,11 +94,11 @@ class Escape(Exception):  # noqa: N818  # not an error: it carries one out of a 
 
 
 class PipelineRun(Pipeline):
-    """Runs micro-batches through stages.
+    """Runs micro-batches, PyTrees of tensors [micro-batch, …] on the first device, through stages.
 
     Args:
         stages: The stages, each on its device.
-        microbatches: PyTrees of tensors of shape [micro-batch, …], on the first device.
+        microbatches: The micro-batches.
         num_recomputed: Number of recomputed micro-batches, counted from the first.
         copy_streams: Per stage and micro-batch, the stream of its copies.
         layout: Destinations of stashed tensors.
@@ -140,11 +136,7 @@ class PipelineRun(Pipeline):
         self._streams = [current_stream(device) for device in devices]
 
     def forward(self) -> list[PyTree]:
-        """Run all micro-batches through all stages.
-
-        Returns:
-            The outputs of the micro-batches, on the last device.
-        """
+        """Run all micro-batches through all stages; return their outputs, on the last device."""
         with spawn_workers(self.devices) as queues:
             for tick in clock_cycles(len(self.batches), len(self.partitions)):
                 self._carry(tick)
@@ -170,7 +162,6 @@ class PipelineRun(Pipeline):
                 copy(self.batches[i], streams[j - 1], streams[j])
 
     def _compute(self, tick: Sequence[tuple[int, int]], entries: Any, exits: Any) -> None:
-        """Run every stage of a tick, then collect their results."""
         begun = []
         for i, j in tick:
             if j > 0:

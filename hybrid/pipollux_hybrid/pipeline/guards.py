@@ -1,4 +1,4 @@
-"""What keeps the forwards of a stage equal to those of the plain model, or rejects them."""
+"""Keeps the forwards of a stage equal to those of the plain model, or rejects its layers."""
 
 from __future__ import annotations
 
@@ -21,18 +21,14 @@ __all__ = ["BeforeForward", "StageGuards"]
 
 
 class BeforeForward(NamedTuple):
-    """State from before a first forward, which its recomputation begins with."""
+    """State before a first forward, which its recomputation starts with."""
 
     buffers: Values
     generators: HostStates
 
 
 class StageGuards:
-    """The state that layers of a stage compute with, and the checks of their first forwards.
-
-    Args:
-        stage: The layers, on their device.
-    """
+    """The state of a stage's layers, and the checks of their first forwards."""
 
     def __init__(self, stage: Stage) -> None:
         self.buffers = BufferValues(stage)
@@ -46,30 +42,21 @@ class StageGuards:
 
     @contextmanager
     def kept(self) -> Iterator[BeforeForward]:
-        """Run a forward within that will be recomputed.
-
-        Yields:
-            State from before it, complete at the end.
-        """
+        """Run a forward that will be recomputed; yields its prior state, complete at the end."""
         with self.buffers.kept() as buffers, self._generators.kept() as generators:
             yield BeforeForward(buffers, generators)
 
     @contextmanager
     def replaced(self, state: BeforeForward) -> Iterator[None]:
-        """Run a recomputation within, which begins with the state of the first forward."""
+        """Run a recomputation in the body, with the state of the first forward."""
         with self.buffers.replaced(state.buffers), self._generators.replaced(state.generators):
             yield
 
     def check(self, value: PyTree, output: PyTree) -> None:
         """Check a forward of one of several micro-batches.
 
-        Args:
-            value: Input of the stage.
-            output: Output of the stage.
-
         Raises:
-            ConfigurationError: A layer gives a gradient where the loss gives none, or mixes
-                samples of micro-batches.
+            ConfigurationError: A layer injects a gradient, or mixes samples of micro-batches.
         """
         self._injections.check(value, output)
         self._mixing.check(value, output)

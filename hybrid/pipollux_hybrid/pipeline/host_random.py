@@ -1,8 +1,8 @@
 """Random numbers that layers draw from Python's and numpy's generators.
 
 A recomputed forward must draw the same numbers as the first one. The recomputation restores torch's
-generators; this module restores the two generators of the host. Most layers never use them, so a
-stage that has not drawn in its first forwards is no longer monitored.
+generators, this module the host's. Most layers never use them, so a stage that has not drawn in its
+first forwards is no longer monitored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 __all__ = ["HostGenerators", "HostStates", "host_states", "seeded"]
 
 WATCHED_FORWARDS = 64
-"""Forwards, from the first one of a stage on, in which draws are detected."""
+"""First forwards of a stage, in which draws are detected."""
 HostStates: TypeAlias = list[Any]
 """The states of both generators before a forward that drew numbers; empty for other forwards."""
 
@@ -31,12 +31,7 @@ class HostGenerators:
 
     @contextmanager
     def kept(self) -> Iterator[HostStates]:
-        """Context for a forward that will be recomputed.
-
-        Yields:
-            A list that contains, after the context, the previous states if the forward drew
-            numbers.
-        """
+        """Run a forward that will be recomputed; yields its previous states if it drew numbers."""
         states: HostStates = []
         if self._forwards >= WATCHED_FORWARDS and not self._drawn:
             yield states
@@ -51,7 +46,7 @@ class HostGenerators:
     @staticmethod
     @contextmanager
     def replaced(states: HostStates) -> Iterator[None]:
-        """Context for a forward that draws the first one's numbers, without other side effects."""
+        """Run a forward that draws the first one's numbers, without other side effects."""
         if not states:
             yield
             return
@@ -65,7 +60,7 @@ class HostGenerators:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Context that draws the numbers of a seed, and restores the generators."""
+    """Draw the numbers of a seed in the body, and restore the generators."""
     with HostGenerators.replaced([host_states()]):
         random.seed(seed)
         np.random.seed(seed % 2**32)

@@ -1,10 +1,10 @@
-"""Rejection of layers that inject a gradient in the backward.
+"""Rejects layers that inject a gradient in the backward.
 
 A custom :class:`torch.autograd.Function` may pass its input through and give an auxiliary loss the
 gradient 1 in its backward, regardless of the loss. In a pipeline it would do so for each
-micro-batch, M times the plain model's gradient. If one of the first forwards of a stage contains
-functions of the script, it is therefore repeated with a zero gradient of its output, and gradients
-of parameters must be zero as well.
+micro-batch: M times the plain model's gradient. So first forwards that contain functions of the
+script are repeated with a zero gradient of the output, which must give zero gradients of
+parameters.
 """
 
 from __future__ import annotations
@@ -27,18 +27,13 @@ from .stage import Stage
 __all__ = ["InjectionCheck"]
 
 CHECKED_FORWARDS = 32
-"""Forwards with a graph, from the first one of a stage on, that are checked."""
+"""First forwards of a stage with a graph, which are checked."""
 KNOWN = ("torch", "torchgpipe", "pipollux_hybrid")
 """Packages whose functions do not inject gradients."""
 
 
 class InjectionCheck:
-    """Checks the first forwards of a stage that have a graph.
-
-    Args:
-        stage: The layers.
-        buffers: Of the stage.
-    """
+    """Checks the first forwards of a stage that have a graph."""
 
     def __init__(self, stage: Stage, buffers: BufferValues) -> None:
         self._stage, self._buffers = stage, buffers
@@ -46,14 +41,8 @@ class InjectionCheck:
         self._cleared: set[str] = set()
 
     def check(self, value: PyTree, output: PyTree) -> None:
-        """Check a forward, if it has a graph and is among the first ones.
-
-        Args:
-            value: Input of the layers.
-            output: Output of the layers.
-
-        Raises:
-            ConfigurationError: Parameters or the input get a gradient although the output has none.
+        """Check a forward, if it has a graph and is among the first ones; raise a
+        ConfigurationError if parameters or the input get a gradient although the output has none.
         """
         roots = [x for x in tensors_of(output) if x.requires_grad]
         if self._forwards >= CHECKED_FORWARDS or not roots or not torch.is_grad_enabled():

@@ -1,9 +1,9 @@
 """Interleaved 1F1B: several chunks of layers per process, on torch's runtime.
 
 The order of forwards and backwards is the performance model's
-(:mod:`pipollux_perfmodel.timing.device_order`), which equals torch's ``ScheduleInterleaved1F1B``
-where that is defined; it also supports numbers of micro-batches that torch rejects, such as those
-of an epoch's last batch. torch's runtime adds sends and receives, and executes the order.
+(:mod:`pipollux_perfmodel.timing.device_order`). It equals torch's ``ScheduleInterleaved1F1B`` where
+that is defined, and supports numbers of micro-batches that torch rejects, such as those of an
+epoch's last batch. torch's runtime adds sends and receives, and executes the order.
 """
 
 from __future__ import annotations
@@ -28,14 +28,7 @@ _SENDS = (schedules.SEND_F, schedules.SEND_B)
 
 
 class Interleaved(_PipelineScheduleRuntime):
-    """The schedule of the chunks of one process.
-
-    Args:
-        chunks: Chunks of this process, in order.
-        num_microbatches: M.
-        loss_fn: Of a micro-batch; None: forwards only.
-        forwards_first: Whether all forwards precede the first backward.
-    """
+    """The schedule of a process's chunks, in order; without a loss function, forwards only."""
 
     def __init__(
         self,
@@ -58,7 +51,7 @@ class Interleaved(_PipelineScheduleRuntime):
         }
 
     def _initialize_stages(self, *_: Any) -> None:
-        """Do nothing: chunks allocate buffers per micro-batch."""
+        """Chunks allocate buffers per micro-batch."""
 
     def _step_microbatches(self, *args: Any, **options: Any) -> Any:
         """Run a step; suppresses torch's output of the whole schedule after an error."""
@@ -75,16 +68,7 @@ def actions_of(
     trains: bool,
     forwards_first: bool = False,
 ) -> list[_Action]:
-    """Return the actions of a stage's process, in order.
-
-    Args:
-        stage: k.
-        num_stages: K.
-        num_chunks: K·V.
-        num_microbatches: M.
-        trains: Whether there are backwards.
-        forwards_first: Whether all forwards precede the first backward.
-    """
+    """Return the actions of a stage's process, in order; ``num_chunks`` is K·V."""
     orders: dict[int, list[_Action]] = {}
     for k in range(num_stages):
         order = [
@@ -151,7 +135,7 @@ def _with_waits(actions: list[_Action]) -> list[_Action]:
 
 @contextmanager
 def _unsaid() -> Iterator[None]:
-    """Suppress torch's output about an error, which is raised and more informative."""
+    """Suppress torch's output about an error, which is raised."""
     logger = logging.getLogger(schedules.__name__)
     before, logger.disabled = logger.disabled, True
     try:

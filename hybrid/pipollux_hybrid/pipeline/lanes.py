@@ -1,8 +1,8 @@
 """torchgpipe's graph nodes between stages, with support for missing gradients.
 
-PyTorch passes zeros to a node in place of missing gradients, unless the node requests None.
-torchgpipe's nodes do not, so an output that no later layer uses would receive a zero gradient, and
-the optimizer would apply weight decay to its parameters, unlike in the plain model.
+PyTorch passes zeros in place of missing gradients, unless a node requests None. torchgpipe's nodes
+do not, so an output that no later layer uses would receive a zero gradient, and the optimizer would
+decay its parameters' weights, unlike in the plain model.
 """
 
 from __future__ import annotations

@@ -43,8 +43,7 @@ __all__ = [
 LossScope: TypeAlias = Literal["microbatch", "batch"]
 """Input of the loss function: each micro-batch, or the whole batch of a replica."""
 CHECKED_STEPS = 10
-"""Steps at the start of an attempt in which every pair of neighbouring micro-batches is
-compared."""
+"""First steps of an attempt, in which every pair of neighbouring micro-batches is compared."""
 CHECK_INTERVAL = 50
 """Interval of later steps in which the first pair is compared."""
 
@@ -77,7 +76,7 @@ LossFunction: TypeAlias = Callable[[PyTree, PyTree], Tensor | WeightedLoss]
 
 @dataclass(frozen=True)
 class LossValue:
-    """The result of a loss function: a sum over samples, and its divisor."""
+    """The result of a loss function."""
 
     root: Tensor
     """A scalar with a graph: the mean, or the sum of a :class:`WeightedLoss`."""
@@ -85,11 +84,9 @@ class LossValue:
     """That of a :class:`WeightedLoss`; None for a mean."""
 
     def scaled(self, share: float, divisor: float) -> Tensor:
-        """Return a scalar whose gradients sum to those of the batch, up to its weight.
-
-        Args:
-            share: Share of the batch's samples.
-            divisor: Divisor for the sum of a :class:`WeightedLoss`.
+        """Return a scalar whose gradients sum to those of the batch, up to its weight: the mean
+        times the ``share`` of the batch's samples, or the sum of a :class:`WeightedLoss` over
+        ``divisor``.
         """
         if self.weight is not None:
             return self.root / divisor
@@ -103,11 +100,7 @@ class LossValue:
 
 
 def check_scope(scope: object) -> LossScope | None:
-    """Return the scope, checked.
-
-    Raises:
-        ConfigurationError: The scope is unknown.
-    """
+    """Return the scope; raise a ConfigurationError if it is unknown."""
     if scope is None or scope in get_args(LossScope):
         return cast("LossScope | None", scope)
     raise ConfigurationError(
@@ -117,11 +110,8 @@ def check_scope(scope: object) -> LossScope | None:
 
 
 def loss_value(returned: object) -> LossValue:
-    """Return the loss from the result of the script's function.
-
-    Raises:
-        ConfigurationError: It is neither a scalar tensor nor a :class:`WeightedLoss` of one, or its
-            weight is not a finite number of at least 0.
+    """Return the loss from the result of the script's function. Raises a ConfigurationError unless
+    it is a scalar tensor or :class:`WeightedLoss` of one, with a finite weight of at least 0.
     """
     root, weight = returned, None
     if isinstance(returned, WeightedLoss):
@@ -149,16 +139,9 @@ class _Cut(NamedTuple):
 
 
 class MicrobatchLoss:
-    """The loss of one step in the process of the last stage.
+    """The loss of one step in the process of the last stage; with 0 ``samples`` gradients are zero.
 
-    Args:
-        loss_fn: The script's loss function.
-        sizes: Samples of each micro-batch.
-        targets: Of the whole batch, with their marks.
-        scope: Input of the loss function.
-        samples: Samples of the batch that count; with 0 all gradients are zero.
-        step: Number of the step in this attempt, from 0; None: neighbours are not compared.
-        names: Names of the model's parameters.
+    ``step`` is the number of the step in this attempt; None: neighbours are not compared.
     """
 
     def __init__(
@@ -188,19 +171,11 @@ class MicrobatchLoss:
         self._has_gradient = False
 
     def add(self, index: int, output: PyTree, target: PyTree) -> list[list[tuple[Tensor, Tensor]]]:
-        """Add the output of a micro-batch.
+        """Add the output of a micro-batch, with its graph; ``target`` is used if it is the scope.
 
-        Args:
-            index: Of the micro-batch.
-            output: Output of the last layer, with its graph.
-            target: Of the micro-batch, if that is the scope.
-
-        Returns:
-            Start of the backward of each micro-batch whose gradients are now known, in order:
-            tensors of its output, and their gradients.
-
-        Raises:
-            ConfigurationError: The loss does not satisfy the requirements of its scope.
+        Returns the start of the backward of each micro-batch whose gradients are now known, in
+        order: tensors of its output, and their gradients. Raises a ConfigurationError if the loss
+        does not satisfy the requirements of its scope.
         """
         if self._scope == "batch":
             self._outputs.append(output)
@@ -219,11 +194,9 @@ class MicrobatchLoss:
         return [self._roots(output, gradients)]
 
     def summary(self) -> tuple[Tensor, float | None]:
-        """Return the loss of the batch, and its weight if it is a :class:`WeightedLoss`.
-
-        Raises:
-            ConfigurationError: No gradient leads from the loss to the model, or the loss is a
-            :class:`WeightedLoss` for some micro-batches only.
+        """Return the loss of the batch, and the weight of a :class:`WeightedLoss`. Raises a
+        ConfigurationError if no gradient leads from the loss to the model, or the loss is a
+        :class:`WeightedLoss` for some micro-batches only.
         """
         if not self._has_gradient and self._counted:
             raise ConfigurationError(
@@ -286,7 +259,6 @@ class MicrobatchLoss:
             )
 
     def _joined_targets(self, index: int) -> PyTree:
-        """Return the targets of a micro-batch and the previous one."""
         sizes = list(self._sizes)
         sizes[index - 1 : index + 1] = [sum(sizes[index - 1 : index + 1])]
         return map_tensors(torch.clone, scatter(self._given, sizes)[index - 1])
@@ -357,13 +329,11 @@ def _changeable(tensor: Tensor) -> Tensor:
 
 
 def _leaf_like(output: PyTree) -> Callable[[Tensor], Tensor]:
-    """Return a function that copies `requires_grad` from the tensors of another PyTree."""
     wanted = iter([tensor.requires_grad for tensor in tensors_of(output)])
     return lambda tensor: tensor.detach().requires_grad_(next(wanted))
 
 
 def _gradients(root: Tensor, leaves: PyTree) -> list[Tensor | None]:
-    """Return the gradient of each tensor of a PyTree; None without a gradient."""
     tensors = tensors_of(leaves)
     wanted = [tensor for tensor in tensors if tensor.requires_grad]
     if not wanted or not root.requires_grad:
@@ -388,7 +358,6 @@ def _reached(root: Tensor) -> Iterator[Tensor]:
 
 @contextmanager
 def _same_random_numbers(output: PyTree) -> Iterator[None]:
-    """Restore the random generators after the context."""
     devices = {x.device for x in tensors_of(output) if x.device.type == "cuda"}
     with torch.random.fork_rng(devices=[device.index for device in devices]):
         yield
@@ -402,7 +371,7 @@ def _tolerance(output: PyTree, root: Tensor) -> float:
 
 
 def _close(found: float, expected: float, tolerance: float) -> bool:
-    """Return whether numbers are close; numbers that are not finite are left to the script."""
+    """Return whether numbers are close; non-finite ones are left to the script."""
     if not (math.isfinite(found) and math.isfinite(expected)):
         return True
     return abs(found - expected) <= tolerance

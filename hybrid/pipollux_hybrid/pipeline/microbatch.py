@@ -41,15 +41,7 @@ PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch
 
 
 def flatten(value: PyTree, what: str) -> tuple[list[Any], Structure]:
-    """Return the leaves of a PyTree, and its structure.
-
-    Args:
-        value: The PyTree.
-        what: Name of the PyTree, for messages.
-
-    Raises:
-        ConfigurationError: A leaf is neither a tensor nor a plain value.
-    """
+    """Return a PyTree's leaves and structure; a ConfigurationError for unsupported leaves."""
     leaves, structure = pytree.tree_flatten(value)
     for leaf in leaves:
         if not isinstance(leaf, (Tensor, *PLAIN)) and leaf is not None:
@@ -84,12 +76,8 @@ def scatter(batch: PyTree, sizes: Sequence[int]) -> list[PyTree]:
 
     Marked values (:mod:`.samples`) are cut, or passed to every micro-batch, without their mark.
 
-    Args:
-        batch: A PyTree of tensors of shape [batch, …].
-        sizes: Samples of each micro-batch; they sum to those of the batch.
-
     Example:
-        >>> [x["ids"].tolist() for x in cut({"ids": torch.arange(3), "scale": 2}, [2, 1])]
+        >>> [x["ids"].tolist() for x in scatter({"ids": torch.arange(3), "scale": 2}, [2, 1])]
         [[0, 1], [2]]
     """
     flatten(batch, "the input of the model")
@@ -121,14 +109,8 @@ def _with_own_containers(value: PyTree) -> PyTree:
 
 
 def gather(outputs: Sequence[PyTree], sizes: Sequence[int]) -> PyTree:
-    """Concatenate the outputs of micro-batches along dimension 0.
-
-    Args:
-        outputs: PyTrees of the same structure.
-        sizes: Samples of each micro-batch.
-
-    Raises:
-        ConfigurationError: They cannot be concatenated; with the reason and the required output.
+    """Concatenate the outputs of micro-batches along dimension 0. Raises a ConfigurationError if
+    they cannot be concatenated; with the reason and the required output.
     """
     if len(outputs) == 1:
         return outputs[0]
@@ -179,10 +161,8 @@ def microbatch_sizes(batch_size: int, num_microbatches: int) -> list[int]:
 
 
 def num_samples(inputs: PyTree) -> int:
-    """Return the samples of a batch: the size of its tensors' first dimension.
-
-    Raises:
-        ConfigurationError: There is no such tensor.
+    """Return the samples of a batch: the size of its tensors' first dimension. Raises a
+    ConfigurationError if there is no such tensor.
     """
     leaves = pytree.tree_leaves(plain_batch(inputs), is_leaf=is_marked)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -195,14 +175,8 @@ def num_samples(inputs: PyTree) -> int:
 
 
 def samples_of(batch: PyTree, what: str = "the inputs") -> int | None:
-    """Return the samples of inputs or targets; None if nothing in them belongs to samples.
-
-    Args:
-        batch: PyTree of tensors, some of which may be marked (:mod:`.samples`).
-        what: Name of the batch, for messages.
-
-    Raises:
-        ConfigurationError: Sizes of dimension 0 differ, or a tensor has no dimension.
+    """Return the samples of inputs or targets; None if nothing in them belongs to samples. Raises a
+    ConfigurationError if sizes of dimension 0 differ, or a tensor has no dimension.
     """
     leaves = pytree.tree_leaves(batch, is_leaf=is_marked)
     cut = [leaf for leaf in leaves if isinstance(leaf, (Tensor, PerSample))]
@@ -225,10 +199,8 @@ def samples_of(batch: PyTree, what: str = "the inputs") -> int | None:
 
 
 def batch_size_of(batch: PyTree) -> int:
-    """Return the samples of a batch: the size of dimension 0 of all its tensors.
-
-    Raises:
-        ConfigurationError: There is no tensor, or the sizes differ.
+    """Return the samples of a batch: the size of dimension 0 of all its tensors. Raises a
+    ConfigurationError if there is no tensor, or the sizes differ.
     """
     size = samples_of(batch)
     if size is None:

@@ -1,9 +1,8 @@
 """Separate backwards of micro-batches, which give the gradients of each.
 
 Without recomputation the backwards of all micro-batches are one graph, and a parameter receives one
-gradient for all of them. Estimates of the gradient's noise need the gradients of each, so
-iterations that measure it cut the graph at the outputs, and each micro-batch's part runs by itself,
-the last one first, as with recomputation.
+gradient. Gradient noise needs the gradients of each, so iterations that measure it cut the graph at
+the outputs and run each micro-batch's part separately, the last one first.
 """
 
 from __future__ import annotations
@@ -23,11 +22,7 @@ __all__ = ["separate"]
 
 
 def separate(outputs: Sequence[PyTree]) -> list[PyTree]:
-    """Return the outputs of micro-batches, detached from graphs that are independent.
-
-    Args:
-        outputs: PyTrees of tensors, one per micro-batch.
-    """
+    """Return the outputs of micro-batches, detached from graphs that are independent."""
     flat = [flatten(output, "the output of the model") for output in outputs]
     places = [
         (i, n)

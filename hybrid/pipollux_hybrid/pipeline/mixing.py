@@ -1,10 +1,9 @@
-"""Rejecting inputs whose dimension 0 is the sequence.
+"""Rejects inputs whose dimension 0 is the sequence.
 
-Recurrent layers and attention of PyTorch take [sequence, batch, …] unless they have
-``batch_first=True``. A pipeline that cut such a tensor along dimension 0 would cut every sequence,
-and train another model. Layers may transpose what they are given, so how they are made does not
-tell. So stages with such layers compute the first two micro-batches once more, each by itself and
-both together, which must give the same.
+PyTorch's recurrent layers and attention take [sequence, batch, …] without ``batch_first=True``. A
+pipeline would cut every sequence along dimension 0 and train another model. Layers may transpose
+their input, so the argument alone decides nothing. So stages with such layers compute the first two
+micro-batches again, separately and together, which must give the same.
 """
 
 from __future__ import annotations
@@ -27,12 +26,7 @@ __all__ = ["MixingCheck"]
 
 
 class MixingCheck:
-    """Compares the first two micro-batches of a stage, if it has layers that may mix them.
-
-    Args:
-        stage: The layers.
-        buffers: Of the stage.
-    """
+    """Compares the first two micro-batches of a stage, if it has layers that may mix them."""
 
     def __init__(self, stage: Stage, buffers: BufferValues) -> None:
         self._stage, self._buffers = stage, buffers
@@ -44,14 +38,10 @@ class MixingCheck:
         self._first: Tensor | None = None
 
     def check(self, value: PyTree, output: PyTree) -> None:
-        """Note the first micro-batch of a batch that is cut; compare it with the second.
-
-        Args:
-            value: Input of the layers.
-            output: What they have returned.
+        """Record the first micro-batch of a batch; compare it with the second.
 
         Raises:
-            ConfigurationError: Both together give something else.
+            ConfigurationError: The outputs for both together differ.
         """
         if not self._names or is_recomputing():
             return
@@ -99,7 +89,7 @@ def _is_batch(value: object) -> bool:
 
 @contextmanager
 def _evaluating(layers: nn.Module) -> Iterator[None]:
-    """Have layers compute as in evaluation, without dropout."""
+    """Run the body with the layers in evaluation mode, without dropout."""
     training = [layer for layer in layers.modules() if layer.training]
     for layer in training:
         layer.training = False

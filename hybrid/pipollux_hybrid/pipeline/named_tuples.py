@@ -1,6 +1,6 @@
-"""Lookup of named tuple classes by name, for messages between stages of a multi-process pipeline.
+"""Lookup of named tuple classes by name, for messages between stages in several processes.
 
-All processes of a replica run the same script, so a class is identified by its module and name.
+All processes of a replica run the same script, so module and name identify a class.
 """
 
 from __future__ import annotations
@@ -19,14 +19,8 @@ __all__ = ["names_of", "register"]
 
 
 def names_of(structure: Structure, what: str) -> list[str]:
-    """Return the names of the named tuples in a structure, which makes it serializable.
-
-    Args:
-        structure: Of a PyTree.
-        what: Name of the PyTree, for messages.
-
-    Raises:
-        ConfigurationError: A class cannot be found by its name.
+    """Return the names of a structure's named tuples, to serialize it; a ConfigurationError if a
+    class cannot be found by its name.
     """
     names = []
     for kind in dict.fromkeys(_classes(structure)):

@@ -1,8 +1,8 @@
 """The number of micro-batches of a batch, if the script does not set it.
 
 Fewer micro-batches than stages leave devices idle; GPipe finds the bubble negligible from M = 4·K
-on (Huang et al., 2019, section 2.3), which is the initial number of a job. From there M follows the
-goodput: many small micro-batches fill the pipeline and save memory, few large ones use the devices
+on (Huang et al., 2019, section 2.3), the initial number of a job. From there M follows the goodput:
+many small micro-batches fill the pipeline and save memory, few large ones use the devices
 efficiently.
 """
 
@@ -23,22 +23,16 @@ MOST_PER_STAGE = 16
 
 
 FEWEST_NORMALISED = 8
-"""Minimum samples of a chosen micro-batch if layers normalize over it: statistics of fewer are
-mostly noise."""
+"""Minimum samples of a chosen micro-batch if layers normalize over it; fewer are mostly noise."""
 COUNT = {
     "num_microbatches": at_least(
         1, "a whole number of at least 1, or None to have it chosen, is needed", whole=True
     )
 }
-"""Allowed numbers of micro-batches."""
 
 
 def chosen_microbatches(value: int | None, num_stages: int) -> int:
-    """Return the micro-batches M that the script sets; None: the initial number.
-
-    Raises:
-        ConfigurationError: The number is invalid; with the allowed values.
-    """
+    """Return M as set by the script, or the initial M; ConfigurationError if it is invalid."""
     if value is None:
         # A smaller batch is cut into as many micro-batches as it has samples.
         return initial_microbatches(num_stages, sys.maxsize)
@@ -47,12 +41,8 @@ def chosen_microbatches(value: int | None, num_stages: int) -> int:
 
 
 def cut_sizes(batch_size: int, num_microbatches: int, fewest: int = 1) -> list[int]:
-    """Return the sizes of the micro-batches: the requested number, if none is too small.
-
-    Args:
-        batch_size: Samples of the batch.
-        num_microbatches: Requested micro-batches M.
-        fewest: Minimum samples of each, if the batch has as many.
+    """Return the sizes of the requested micro-batches; fewer if one had less than ``fewest``
+    samples.
 
     Example:
         >>> cut_sizes(9, 8), cut_sizes(9, 8, fewest=2)
@@ -66,12 +56,7 @@ def cut_sizes(batch_size: int, num_microbatches: int, fewest: int = 1) -> list[i
 
 
 def initial_microbatches(num_stages: int, atomic_bsz: int, fewest: int = 1) -> int:
-    """Return the micro-batches M before any measurement.
-
-    Args:
-        num_stages: Number K of stages; one stage needs no micro-batches.
-        atomic_bsz: Samples to cut.
-        fewest: Minimum samples of each.
+    """Return the micro-batches M before any measurement; one stage needs no micro-batches.
 
     Example:
         >>> initial_microbatches(2, 64), initial_microbatches(2, 10), initial_microbatches(1, 64)

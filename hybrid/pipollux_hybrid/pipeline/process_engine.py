@@ -44,12 +44,12 @@ __all__ = ["ProcessEngine"]
 
 class _GPipe(ScheduleGPipe):
     def _initialize_stage(self, *_: Any) -> None:
-        """Do nothing: the stage allocates buffers per micro-batch."""
+        """The stage allocates buffers per micro-batch."""
 
 
 class _OneForwardOneBackward(Schedule1F1B):
     def _initialize_stage(self, *_: Any) -> None:
-        """Do nothing: the stage allocates buffers per micro-batch."""
+        """The stage allocates buffers per micro-batch."""
 
 
 _NO_LOSS = torch.zeros(())
@@ -58,10 +58,10 @@ _Schedule: TypeAlias = _GPipe | _OneForwardOneBackward | Interleaved
 
 
 class ProcessEngine:
-    """Stage k of a sequential module, run by this process.
+    """Stage k of a sequential module, run by this process, to whose device its layers are moved.
 
     Args:
-        module: The layers; this stage's are moved to its device, the others stay unchanged.
+        module: The layers; those of other stages stay unchanged.
         balance: Number of layers of each stage, or of each of K·V chunks, from first to last.
         device: Device of this stage.
         checkpoint: Recomputed micro-batches.
@@ -93,7 +93,6 @@ class ProcessEngine:
         self.device = with_index(device)
         self._carrier = carrier
         self.stages = cut_stages(module, balance, self.num_stages)
-        """The layers of each stage, or chunk; only those of this process are used."""
         layout = layout_of(module, self.stages)
         for (_, name), (stash, pop) in layout.by_ns_name.items():
             if stash != pop:
@@ -104,7 +103,6 @@ class ProcessEngine:
                     f"give a balance that keeps both in one {self._part}, or leave schedule out"
                 )
         self.notes = StageNotes()
-        """Records of this process's work in a timed step."""
         surroundings = len(balance), group, row, layout, self.notes, carrier
         self.chunks = [
             ProcessStage(self.stages[q].place(self.device), q, *surroundings)
@@ -120,12 +118,7 @@ class ProcessEngine:
         self._failure: Exception | None = None
 
     def rejoin(self, group: dist.ProcessGroup, row: HostGroup) -> None:
-        """Continue with the same processes in another group, between two batches.
-
-        Args:
-            group: The K processes of the replica, in the order of stages.
-            row: The same processes, for tensors on the CPU.
-        """
+        """Continue with the same processes in other groups, between two batches."""
         self._group, self._row = group, row
         for chunk in self.chunks:
             chunk.group, chunk.row = group, row
@@ -136,7 +129,7 @@ class ProcessEngine:
         return [self.device] * self.num_stages
 
     def named_parameters(self, module: nn.Module) -> list[list[tuple[str, nn.Parameter]]]:
-        """Return the parameters of each stage; only those of this process's stage are present."""
+        """Return the parameters of each stage, only of this process's stage."""
         names = {parameter: name for name, parameter in module.named_parameters()}
         here = self.stages[self.index :: self.num_stages]
         mine = [(names[p], p) for chunk in here for p in chunk.parameters()]
@@ -149,12 +142,10 @@ class ProcessEngine:
 
     @property
     def _last(self) -> ProcessStage:
-        """The part that computes the outputs, in the process that has them."""
         return self.chunks[-1]
 
     @property
     def _part(self) -> str:
-        """Name of the parts of the layers in messages."""
         return "stage" if len(self.stages) == self.num_stages else "chunk"
 
     def checkpointed(self, num_microbatches: int, *, training: bool) -> int:
@@ -179,19 +170,17 @@ class ProcessEngine:
             targets: The same; used by the last stage. Any value if the scope is the batch.
             sizes: Samples of each micro-batch.
             loss_fn: Of the model's output and the targets.
-            scope: Input of the loss function; None: each micro-batch, and the validity of that is
-            checked at the start of an attempt and periodically.
+            scope: Input of the loss function; None: each micro-batch, checked at intervals.
             training: Whether the model is in training mode, in which activations are recomputed.
             samples: Samples of the batch that count; with 0 all gradients are zero.
 
         Returns:
-            In every process: the loss over the batch, float64, without a graph; and the weight of
-            a :class:`WeightedLoss`, else None. Gradients are those of the mean loss, or of the sum
-            of a :class:`WeightedLoss` divided by the samples.
+            In every process: the loss over the batch, float64, without a graph; and the weight of a
+            :class:`WeightedLoss`, else None. Gradients are those of the mean loss, or of the sum of
+            a :class:`WeightedLoss` divided by the samples.
 
         Raises:
-            ConfigurationError: Inputs and targets do not match, or the loss function does not match
-            its scope.
+            ConfigurationError: The targets, or the loss function and its scope, do not fit.
             BrokenPipelineError: Another stage is lost.
         """
         whole = scope == "batch"
@@ -221,17 +210,8 @@ class ProcessEngine:
         return self._shared_loss(loss.summary() if self.is_last else None)
 
     def run(self, inputs: PyTree, sizes: Sequence[int]) -> PyTree:
-        """Run the forward of one batch without gradients.
-
-        Args:
-            inputs: PyTree of tensors of shape [batch, …]; used by the first stage.
-            sizes: Samples of each micro-batch.
-
-        Returns:
-            The output PyTree of the last layer, of the whole batch, in every process.
-
-        Raises:
-            BrokenPipelineError: Another stage is lost.
+        """Run the forward of one batch without gradients; return its output in every process.
+        Raises a BrokenPipelineError if another stage is lost.
         """
         for chunk in self.chunks:
             chunk.begin(len(sizes), recomputed=0, has_backward=False)
@@ -300,9 +280,8 @@ class ProcessEngine:
         return _GPipe(self.chunks[0], num_microbatches, loss_fn=loss, scale_grads=False)
 
     def _compute_loss(self, tensors: tuple[Tensor, ...], target: tuple[int, PyTree]) -> Tensor:
-        """Store the start of a micro-batch's backward; torch's schedules keep the returned value.
-
-        With a loss over the whole batch, all starts are known at the last micro-batch.
+        """Store the start of a micro-batch's backward; with a loss over the whole batch, all starts
+        are known at the last one. torch's schedules keep the returned value.
         """
         index, labels = target
         assert self._loss is not None  # noqa: S101  # a step has begun
@@ -321,11 +300,7 @@ class ProcessEngine:
         return _NO_LOSS
 
     def _told(self, error: Exception) -> Exception:
-        """Return the original error: torch wraps errors of layers and of the transport.
-
-        Args:
-            error: Error of a schedule.
-        """
+        """Return the original error: torch wraps errors of layers and of the transport."""
         if error is self._failure or isinstance(error, ConfigurationError):
             return error
         if isinstance(error.__cause__, Exception):
@@ -336,11 +311,8 @@ class ProcessEngine:
 
     @contextmanager
     def _own_random_numbers(self) -> Iterator[None]:
-        """Context in which layers draw independent numbers; the script's generator is restored.
-
-        The processes of a replica run the same script, which must draw the same numbers in each,
-        for example to augment inputs and targets equally. Their layers are different, and need
-        different numbers.
+        """Draw independent numbers in the layers, and restore the script's generator, which must
+        draw the same numbers in each process, for example to augment inputs and targets alike.
         """
         if self.num_stages == 1:
             yield
@@ -359,11 +331,6 @@ class ProcessEngine:
     def _shared_loss(
         self, summary: tuple[Tensor, float | None] | None
     ) -> tuple[Tensor, float | None]:
-        """Return the last stage's loss and its weight in every process.
-
-        Args:
-            summary: In the last stage's process.
-        """
         loss, weight = summary or (torch.zeros((), dtype=torch.float64), None)
         # The host needs the weight, without waiting for a loss on a GPU.
         told = torch.tensor([math.nan if weight is None else weight, 0.0], dtype=torch.float64)
@@ -376,7 +343,6 @@ class ProcessEngine:
         return loss, None if math.isnan(weight) else weight
 
     def _row_broadcast(self, tensor: Tensor) -> None:
-        """Broadcast a tensor on the CPU from the last stage."""
         if self.num_stages > 1:
             try:
                 self._row.broadcast(tensor, self.num_stages - 1)
@@ -384,7 +350,6 @@ class ProcessEngine:
                 raise BrokenPipelineError(str(error)) from error
 
     def _shared_output(self, output: PyTree) -> PyTree:
-        """Return the last stage's output in every process."""
         if self.num_stages == 1:
             return output
         header = to_header(describe(None, "")[0], "")[0]

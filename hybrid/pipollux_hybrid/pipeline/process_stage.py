@@ -1,9 +1,9 @@
 """A stage of a multi-process pipeline, driven by torch's pipeline schedules.
 
 :class:`torch.distributed.pipelining.PipelineStage` fixes the number and the shapes of micro-batches
-at construction, and infers them by a forward. Here they change from step to step, and the last
-micro-batch of a batch may be shorter. Buffers are therefore allocated per micro-batch, from the
-header that the previous stage sends with it (:mod:`.boundary`).
+at construction. Here they change from step to step, and the last micro-batch may be shorter. So
+buffers are allocated per micro-batch, from the header that the previous stage sends with it
+(:mod:`.boundary`).
 
 A stage waits for that header when the schedule receives the micro-batch. The previous stage sends
 it as soon as it has computed, before it waits for anything, so there is no deadlock: 1F1B has
@@ -77,12 +77,7 @@ class ArrivingGradients(NamedTuple):
 
 
 class _Layers(nn.Module):
-    """The layers of a stage, between the plain tensors of schedules.
-
-    Args:
-        stage: The layers.
-        layout: Destinations of stashed tensors.
-    """
+    """The layers of a stage, between the plain tensors of schedules."""
 
     def __init__(self, stage: Stage, layout: SkipLayout) -> None:
         super().__init__()
@@ -136,11 +131,7 @@ class _Layers(nn.Module):
         return output
 
     def backward(self, roots: Roots) -> None:
-        """Run the backward of a micro-batch.
-
-        Raises:
-            ConfigurationError: The recomputation differs from the first forward.
-        """
+        """Run the backward of a micro-batch; a deviating recomputation is a ConfigurationError."""
         try:
             torch.autograd.backward([x for x, _ in roots], [g for _, g in roots])
         except CheckpointError as error:
@@ -150,15 +141,8 @@ class _Layers(nn.Module):
 class ProcessStage(PipelineStage):
     """Stage k of K, for micro-batches of any size; or chunk q of K·V, in the process q mod K.
 
-    Args:
-        stage: Its layers, on their device.
-        index: k, or q.
-        num_stages: K, or K·V.
-        group: The K processes of the pipeline, in the order of stages.
-        row: The same processes, for tensors on the CPU.
-        layout: Destinations of stashed tensors.
-        notes: Records of this process.
-        carrier: Device from which the group sends tensors.
+    ``group`` and ``row`` are the K processes of the pipeline in the order of stages, ``row`` for
+    tensors on the CPU; ``carrier`` is the device from which the group sends tensors.
     """
 
     def __init__(
@@ -182,13 +166,12 @@ class ProcessStage(PipelineStage):
         self._outputs: dict[int, tuple[Tensor, ...]] = {}
         self._gradients: dict[int, ArrivingGradients] = {}
         self.roots: dict[int, Roots] = {}
-        """Of the last stage: start of the backward of each micro-batch."""
+        """In the last stage: start of the backward of each micro-batch."""
         self.layouts: list[BoundaryLayout] = []
-        """Of the last stage: the layout of each of :attr:`output_chunks`."""
+        """In the last stage: the layout of each of :attr:`output_chunks`."""
         self._sending: list[Any] = []
         """Pending sends of headers and flags, which are complete at the end of the step."""
         self.notes, self._row = notes, stage.index
-        """Records of the stage's work, for timelines."""
 
     @property
     def leaving(self) -> BoundaryLayout:
@@ -197,13 +180,7 @@ class ProcessStage(PipelineStage):
         return self._layers.leaving
 
     def begin(self, num_microbatches: int, *, recomputed: int, has_backward: bool) -> None:
-        """Start a step.
-
-        Args:
-            num_microbatches: M.
-            recomputed: Number of micro-batches, from the first on, that keep only their input.
-            has_backward: Whether gradients come back.
-        """
+        """Start a step of M micro-batches; the first ``recomputed`` ones keep only their input."""
         for kept in (self._arriving, self._inputs, self._outputs, self._gradients, self.roots):
             kept.clear()
         for sent in (self._sending, self.output_chunks, self.layouts):
@@ -265,7 +242,6 @@ class ProcessStage(PipelineStage):
         """Do nothing: sent tensors are released at the end of the step. Called by torch >= 2.15."""
 
     def _arrived(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
-        """Return the received input of a micro-batch."""
         arriving = self._layers.arriving = self._arriving[fwd_chunk_id]
         wanted = self.has_backward and torch.is_grad_enabled()
         arrived = self._inputs[fwd_chunk_id] = [
@@ -300,7 +276,7 @@ class ProcessStage(PipelineStage):
         """Run the backward of a micro-batch; see :class:`PipelineStage`."""
         if not self.has_backward:
             return
-        with self.notes.computing(self._row, bwd_chunk_id, "backward"), _in_layers():
+        with self.notes.computing(self._row, bwd_chunk_id, "backward"):
             outputs = self._outputs.pop(bwd_chunk_id)
             roots = (
                 self.roots.pop(bwd_chunk_id, [])
@@ -308,7 +284,8 @@ class ProcessStage(PipelineStage):
                 else self._received_roots(bwd_chunk_id, outputs)
             )
             if roots:
-                self._layers.backward(roots)
+                with _in_layers():
+                    self._layers.backward(roots)
 
     def _received_roots(self, chunk: int, outputs: tuple[Tensor, ...]) -> Roots:
         """Return the outputs for which the next stage has gradients, and the gradients."""
@@ -340,16 +317,13 @@ class ProcessStage(PipelineStage):
         return dist.P2POp(operation, tensor, self._rank_of(stage), self.group)
 
     def _carried(self, tensor: Tensor) -> Tensor:
-        """Return a tensor in a form that the group can send."""
         return tensor.contiguous().to(self._carrier)
 
     def _rank_of(self, stage: int) -> int:
-        """Return the global rank of the process with a stage, or chunk."""
         assert self.group is not None  # noqa: S101  # set by the constructor
         return dist.get_global_rank(self.group, self._process_of(stage))
 
     def _process_of(self, stage: int) -> int:
-        """Return the rank within the replica of the process with a stage, or chunk."""
         return int(self.stage_index_to_group_rank[stage])
 
     def _send(self, message: Tensor, stage: int) -> None:
@@ -375,12 +349,6 @@ def _in_layers() -> Iterator[None]:
 
 
 class _AroundForwards:
-    """Contexts of the first forward of a micro-batch, and of each recomputation.
-
-    Args:
-        guards: Of the stage.
-    """
-
     def __init__(self, guards: StageGuards) -> None:
         self._guards = guards
         self._before = BeforeForward([], [])

@@ -1,8 +1,8 @@
 """Activation checkpointing with recomputation separate from the backward.
 
 GPipe recomputes a micro-batch in a stage while the next stage still computes the gradient for its
-backward. Recomputation (:class:`Recompute`) and backward (:class:`Checkpoint`) are therefore two
-nodes of the graph, as in torchgpipe (Kim et al., 2020, section 3.2), whose functions
+backward. So recomputation (:class:`Recompute`) and backward (:class:`Checkpoint`) are two nodes of
+the graph, as in torchgpipe (Kim et al., 2020, section 3.2), whose functions
 :func:`torchgpipe.is_checkpointing` and :func:`torchgpipe.is_recomputing` work here as well. Unlike
 torchgpipe's nodes, these support outputs that need no gradient, and recompute with the forward's
 thread-local state (such as autocast).
@@ -44,11 +44,8 @@ NO_GRAPH = ("does not require grad and does not have a grad_fn", "register a hoo
 class Recomputation:
     """One micro-batch in one stage, computed first without and later with activations.
 
-    Args:
-        function: Maps tensors of floating point or complex type.
-        stage: The stage of the layers.
-        outer: The script's thread-local state around the forward.
-        guards: Of the stage.
+    ``function`` maps tensors of floating point or complex type; ``outer`` is the script's
+    thread-local state around the forward.
     """
 
     def __init__(
@@ -75,9 +72,7 @@ class Recomputation:
     def schedule(self, batch: Batch, inputs: Tensors) -> None:
         """Schedule the recomputation shortly before the backward reaches these outputs.
 
-        Args:
-            batch: The outputs; the first one is replaced.
-            inputs: The inputs of :meth:`forward`.
+        ``inputs`` are those of :meth:`forward`; the first output is replaced.
         """
         batch[0], phony = fork(batch[0])
         apply: Any = Recompute.apply  # as above
@@ -127,10 +122,8 @@ class Recomputation:
 
 
 def check_whole_backward() -> None:
-    """Reject a backward for some tensors only, as gradients of parameters are a side effect.
-
-    Raises:
-        SynchronizationError: The backward runs in torch.autograd.grad, or backward(inputs=…).
+    """Reject a backward for some tensors only, which would change gradients of parameters, too: a
+    SynchronizationError in torch.autograd.grad and backward(inputs=…).
     """
     if not torch.autograd._is_checkpoint_valid():
         raise SynchronizationError(
@@ -187,8 +180,8 @@ class Recompute(torch.autograd.Function):
 def make_phonies(device: torch.device) -> None:
     """Create the tensors without elements that order the backward on a device.
 
-    torchgpipe caches those of its first forward, which no backward could use if that forward ran
-    under :func:`torch.inference_mode`.
+    torchgpipe caches those of its first forward, which are useless to a backward if that forward
+    ran under :func:`torch.inference_mode`.
     """
     with torch.inference_mode(mode=False):
         for requires_grad in (False, True):

@@ -1,8 +1,8 @@
-"""Rejecting layers that compute something else when they are recomputed.
+"""Rejects layers whose recomputation gives another output.
 
-A layer may draw from a generator of its own, or count its calls in an attribute. What is recomputed
-is then not what the loss was computed from, and the gradients are of neither. So the outputs of the
-first recomputations of a stage are compared with what they were at first.
+A layer may draw from its own generator, or count its calls in an attribute. The loss then comes
+from one forward and the gradients from another. So the first recomputations of a stage are compared
+with the first forwards.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from .stage import Stage
 __all__ = ["OTHERWISE", "SUMMED", "Kept", "SameAgain", "agree", "tolerance_of"]
 
 CHECKED_FORWARDS = 64
-"""Forwards, from the first one of a stage on, whose recomputations are compared."""
+"""First forwards of a stage, whose recomputations are compared."""
 CHECK_INTERVAL = 1000
-"""Every so many forwards after these one is."""
+"""Interval of later comparisons, in forwards."""
 TOLERANCES = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 3e-3}
-"""How far two ways to compute the same may be apart, relative to the largest number."""
+"""Tolerance between two computations of the same values, relative to the largest number."""
 SUMMED = (*TOLERANCES, torch.complex64, torch.float16, torch.bfloat16)
-"""Types of numbers that can be added up on any device."""
+"""Types of numbers that can be summed on any device."""
 COARSE_TOLERANCE = 3e-2
-"""The same in 16 bits, and under autocast."""
+"""Tolerance in 16 bits, and under autocast."""
 OTHERWISE = (
     "computed something else when recomputed than at first, so its gradients would be wrong: a "
     "layer draws from a generator of its own, or depends on an attribute that forwards change; "
@@ -38,7 +38,7 @@ OTHERWISE = (
 
 
 class Kept(NamedTuple):
-    """An output, and whether it and the parameters are as they were."""
+    """An output, with the versions of it and of the parameters."""
 
     tensor: Tensor
     version: int
@@ -46,11 +46,7 @@ class Kept(NamedTuple):
 
 
 class SameAgain:
-    """The outputs of a stage's first forwards, until they are recomputed.
-
-    Args:
-        stage: The layers.
-    """
+    """The outputs of a stage's first forwards, until they are recomputed."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
@@ -58,11 +54,11 @@ class SameAgain:
 
     @property
     def is_on(self) -> bool:
-        """Whether the recomputation of the coming forward will be compared."""
+        """Whether the recomputation of the next forward will be compared."""
         return self._forwards < CHECKED_FORWARDS or self._forwards % CHECK_INTERVAL == 0
 
     def keep(self, outputs: Sequence[Tensor]) -> list[Kept]:
-        """Return what a recomputation of these outputs will be compared with."""
+        """Return these outputs in the form that :meth:`compare` takes."""
         is_on = self.is_on
         self._forwards += 1
         if not is_on:
@@ -72,21 +68,16 @@ class SameAgain:
         return [Kept(x, x._version, weights) for x in plain]
 
     def compare(self, kept: Sequence[Kept], again: Sequence[Tensor]) -> None:
-        """Compare a recomputation.
-
-        Raises:
-            ConfigurationError: It differs.
-        """
+        """Raise a ConfigurationError if a recomputation differs."""
         if not kept or kept[0].weights != self._changes():
-            return  # something has changed the parameters since, which is told elsewhere
+            return  # the parameters have changed since, which other checks report
         for (first, version, _), tensor in zip(kept, again, strict=True):
             if first._version == version and not _alike(first, tensor.detach()):
                 raise ConfigurationError(f"stage {self._stage.index} {OTHERWISE}")
 
     def _changes(self) -> tuple[int, float]:
-        """Return what tells whether the parameters were changed.
-
-        That is how often it was done in place, and their sum, as ``x.data`` does it uncounted.
+        """Return the number of changes of the parameters in place, and the sum of their absolute
+        values, as PyTorch does not count changes of ``x.data``.
         """
         parameters = [x for x in self._stage.parameters() if not x.is_inference()]
         sums = [x.detach().abs().sum().double() for x in parameters if x.dtype in SUMMED]
@@ -95,14 +86,14 @@ class SameAgain:
 
 
 def tolerance_of(tensor: Tensor) -> float:
-    """Return how far two ways to compute a tensor may be apart, relative to its largest number."""
+    """Return the tolerance of a tensor's values, relative to its largest number."""
     if torch.is_autocast_enabled(tensor.device.type):
         return COARSE_TOLERANCE
     return TOLERANCES.get(tensor.dtype, COARSE_TOLERANCE)
 
 
 def agree(first: Sequence[Tensor], again: Sequence[Tensor]) -> bool:
-    """Return whether two outputs are the same but for rounding."""
+    """Return whether two outputs are equal up to rounding."""
     pairs = zip(first, again, strict=False)
     return len(first) == len(again) and all(_alike(x.detach(), y.detach()) for x, y in pairs)
 

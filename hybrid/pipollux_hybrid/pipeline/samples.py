@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 CHECKED_BATCHES = 10
-"""Batches, from the first on, whose tensors are checked."""
+"""First batches, whose tensors are checked."""
 CHOICE = (
     "pass pipollux.whole(…) if every micro-batch gets all of it, or pipollux.per_sample(…) if it "
     "has an entry for each sample"
@@ -41,8 +41,7 @@ CHOICE = (
 class Marked:
     """A part of a batch with an explicit rule for cutting.
 
-    It is a PyTree node, so that functions of a batch's tensors, such as moving them, also apply to
-    tensors in it.
+    A PyTree node, so that functions of a batch's tensors also apply to tensors in it.
     """
 
     def __init__(self, value: Any) -> None:
@@ -149,11 +148,7 @@ def plain_batch(batch: Any) -> Any:
 
 
 class BatchCheck:
-    """Rejects values that would be cut, or not be cut, by mistake.
-
-    Args:
-        what: ``"inputs"`` or ``"targets"``.
-    """
+    """Rejects values that would be cut, or not be cut, by mistake."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -163,16 +158,8 @@ class BatchCheck:
         self._last: dict[str, Callable[[], Tensor | None]] = {}
 
     def check(self, batch: Any, num_samples: int, num_microbatches: int) -> None:
-        """Check a batch before it is cut.
-
-        Args:
-            batch: PyTree of tensors.
-            num_samples: Of the batch.
-            num_microbatches: M; with one nothing is cut.
-
-        Raises:
-            ConfigurationError: A value is ambiguous or unsuitable; the message has its path and the
-                mark to use.
+        """Check a batch before it is cut; a ConfigurationError has the path of an ambiguous or
+        unsuitable value and the mark to use.
         """
         if isinstance(batch, Tensor) or num_microbatches == 1 or num_samples == 1:
             return
@@ -233,7 +220,6 @@ def _is_causal(tensor: Tensor) -> bool:
 
 
 def _is_positions(tensor: Tensor) -> bool:
-    """Return whether a tensor counts from 0 on."""
     if tensor.dim() != 1 or tensor.is_floating_point() or len(tensor) < 3:
         return False
     return torch.equal(tensor, torch.arange(len(tensor), device=tensor.device, dtype=tensor.dtype))

@@ -2,7 +2,7 @@
 
 The interface is torchgpipe's: ``@skippable(stash=[…], pop=[…])`` on a layer's class whose
 ``forward`` is a generator with ``yield stash(name, x)`` and ``x = yield pop(name)``. In a pipeline
-the tensor goes directly from one stage to the other. Additions to torchgpipe: such layers can be
+the tensor goes directly from one stage to the other. Unlike in torchgpipe, such layers can be
 pickled, and integer, boolean and non-differentiable tensors may be stashed.
 """
 
@@ -68,7 +68,6 @@ _wrappers: dict[Any, type[Skippable]] = {}
 
 
 def _wrap(layer: type[nn.Module], *names: tuple[str, ...]) -> type[Skippable]:
-    """Return the skippable class of a layer; cached."""
     key = (layer, *names)
     if key not in _wrappers:
         _wrappers[key] = _new_wrapper(layer, *names)
@@ -115,11 +114,7 @@ def layout_of(module: nn.Sequential, stages: Sequence[nn.Sequential]) -> SkipLay
 
 
 class SkipTracker(SkipTrackerThroughPotals):
-    """The stashed tensors of one micro-batch between stages.
-
-    Args:
-        layout: Destination stage of each.
-    """
+    """The stashed tensors of one micro-batch between stages."""
 
     def __init__(self, layout: SkipLayout) -> None:
         super().__init__(layout)

@@ -28,17 +28,12 @@ def in_pipeline() -> bool:
 
 
 class Stage(nn.Sequential):
-    """Layers of one stage, with their names in the whole module.
+    """Layers of one stage, with their names in the whole module, and number k from 0.
 
-    There are two differences from :class:`torch.nn.Sequential`. Errors of layers are prefixed with
-    the names of the stage and the layer. And the input stays unchanged for the script or the
-    recomputation: layers get their own dicts and lists, which they may change, and their own
-    tensors, on which they may register hooks. A first layer that works in place
-    (``nn.ReLU(inplace=True)``) gets copies.
-
-    Args:
-        layers: The layers by name.
-        index: Number k of the stage, from 0.
+    Unlike in :class:`torch.nn.Sequential`, errors of layers name the stage and the layer, and the
+    input stays unchanged for the script or the recomputation: layers get their own dicts and lists,
+    which they may change, and their own tensors, on which they may register hooks. A first layer
+    that works in place (``nn.ReLU(inplace=True)``) gets copies.
     """
 
     def __init__(self, layers: dict[str, nn.Module], index: int) -> None:
@@ -47,12 +42,9 @@ class Stage(nn.Sequential):
             self.add_module(name, layer)
         self.index = index
         self.device = torch.device("cpu")
-        """Device of the layers."""
         self.output_name = f"the output of stage {index}, layer {next(reversed(layers), None)!r},"
-        """Name of the output in messages."""
         self.differentiates = False
-        """Whether a layer calls :func:`torch.autograd.grad`, which needs a graph in every
-        forward."""
+        """Whether a layer calls :func:`torch.autograd.grad`: needs a graph in every forward."""
         self._in_place: dict[bool, bool] = {}
         """In training and in evaluation: whether the first layers change their input."""
 
@@ -62,11 +54,7 @@ class Stage(nn.Sequential):
         return self.to(device)
 
     def forward(self, value: PyTree) -> PyTree:
-        """Run the layers one after another.
-
-        Args:
-            value: Input of the stage, tensors of shape [micro-batch, …].
-        """
+        """Run the layers one after another, on tensors of shape [micro-batch, …]."""
         before, _thread.in_pipeline = _thread.in_pipeline, True
         try:
             if self._in_place.get(self._trains()) is False:
@@ -126,7 +114,7 @@ def _alias(tensor: Tensor) -> Tensor:
     """Return an alias of a tensor for one forward.
 
     A hook that a layer registers on its input (``x.register_hook``) would otherwise persist, and
-    the forward and its recomputation, which get the same input, would register it twice.
+    the recomputation, which gets the same input, would register it twice.
     """
     if not tensor.requires_grad or tensor.layout is not torch.strided:
         return tensor

@@ -1,10 +1,9 @@
 """Timeline of a stage in a multi-process pipeline: computing, waiting for inputs, sending.
 
-Schedules of :mod:`torch.distributed.pipelining` request receives from a stage, wait for them, let
-the stage compute, and request sends. The time from the request of receives to computing is the wait
-for an input or a gradient, and the time from the end of computing to the next request that of
-sending. 1F1B starts sends and the next receives together, and waits for both; that counts as
-receiving.
+Schedules of :mod:`torch.distributed.pipelining` request receives, wait for them, let the stage
+compute, and request sends. The time from the request of receives to computing is the wait for an
+input or a gradient, and that from the end of computing to the next request is sending. 1F1B starts
+sends and the next receives together, and waits for both; that counts as receiving.
 """
 
 from __future__ import annotations
@@ -51,11 +50,7 @@ class StageNotes:
         return self._spans is not None
 
     def begin(self, clock: Callable[[], float]) -> None:
-        """Start recording.
-
-        Args:
-            clock: Returns the time in seconds.
-        """
+        """Start recording, by a clock in seconds."""
         self._clock, self._spans, self._open = clock, [], None
 
     def end(self) -> list[StageSpan]:
@@ -92,7 +87,6 @@ class StageNotes:
             self._close()
 
     def _close(self) -> float:
-        """Close the open span; return the current time."""
         now = self._clock()
         if self._open is not None and self._spans is not None:
             self._spans.append(self._open._replace(end=now))

@@ -1,16 +1,16 @@
-"""Layers that change their own state in each forward: counters, codebooks, hidden states, weights.
+"""Detects layers that change state in each forward: counters, codebooks, hidden states, weights.
 
-The plain model does so once for each batch. A pipeline calls its layers once for each micro-batch,
-and each call sees what the one before has changed::
+The plain model changes it once per batch. A pipeline calls layers once per micro-batch, and each
+call sees the change of the previous one::
 
     plain      batch                      state 0 → 1
     pipeline   micro-batch 0, 1, 2, 3     state 0 → 1 → 2 → 3 → 4
 
-If the output depends on that state, another model is trained, so such layers are rejected in the
-first steps, unless they are marked by :func:`per_microbatch`. If it does not depend on it yet, the
-log says so once. Weights that a forward sets from its data are those of one micro-batch only, so
-they are rejected, too. Batch normalisation (:mod:`.batchnorm`) and spectral normalisation
-(:mod:`.buffer_values`) change their state once a batch here as well.
+If the output depends on that state, this would train another model, so the first steps reject such
+layers, unless :func:`per_microbatch` marks them. If it does not depend on it yet, one warning is
+logged. Weights that a forward sets from its data would depend on one micro-batch only, so they are
+rejected, too. Batch normalisation (:mod:`.batchnorm`) and spectral normalisation
+(:mod:`.buffer_values`) change their state once per batch here as well.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .stage import Stage
 __all__ = ["StateChanges", "per_microbatch"]
 
 CHECKED_STEPS = 3
-"""Batches with a backward, from the first one on, in whose forwards state is watched."""
+"""First batches with a backward, whose forwards are checked."""
 LOG = logging.getLogger(__name__)
 OF_ANY_MODULE = frozenset(vars(nn.Module()))
 MARK = "_pipollux_per_microbatch"
@@ -44,38 +44,32 @@ L = TypeVar("L", bound=nn.Module)
 
 
 def per_microbatch(layer: L) -> L:
-    """Accept that a layer changes its state once for each micro-batch.
+    """Accept that a layer, and all layers in it, change their state once per micro-batch.
 
-    The plain model changes it once for each batch. Mark layers whose counters and buffers may
-    change more often: statistics that are only shown, sums over samples, or a moving average whose
-    momentum is chosen for micro-batches.
+    The plain model changes it once per batch. Mark layers whose counters and buffers may change
+    more often: statistics that are only displayed, sums over samples, or a moving average whose
+    momentum is chosen for micro-batches. Returns the same layer.
 
     Example::
 
         layers = nn.Sequential(encoder, pipollux.per_microbatch(VectorQuantizer()), decoder)
-
-    Args:
-        layer: The layer, with all layers in it.
-
-    Returns:
-        The same layer.
     """
     setattr(layer, MARK, True)
     return layer
 
 
 class Change(NamedTuple):
-    """Something that a forward has changed."""
+    """State that a forward has changed."""
 
     layer: nn.Module
     path: str
     kind: str
-    """What it is: ``"attribute"`` or ``"buffer"``."""
+    """``"attribute"`` or ``"buffer"``."""
     name: str
 
     @property
     def is_counted(self) -> bool:
-        """Whether it is a buffer or a number, which something may depend on later."""
+        """Whether it is a buffer or a number, on which later forwards may depend."""
         return self.kind == "buffer" or isinstance(vars(self.layer)[self.name], (int, float))
 
     def __str__(self) -> str:
@@ -83,12 +77,7 @@ class Change(NamedTuple):
 
 
 class StateChanges:
-    """The state of a stage's layers over the forwards of its first batches.
-
-    Args:
-        stage: The layers.
-        buffers: Of the stage.
-    """
+    """The state of a stage's layers over the forwards of its first batches."""
 
     def __init__(self, stage: Stage, buffers: BufferValues) -> None:
         self._stage, self._buffers = stage, buffers
@@ -101,15 +90,8 @@ class StateChanges:
     def run(self, microbatch: int, value: PyTree) -> PyTree:
         """Run the first forward of a micro-batch, of several, of a batch that has a backward.
 
-        Args:
-            microbatch: Its number in the batch.
-            value: Input of the stage.
-
-        Returns:
-            Output of the stage.
-
         Raises:
-            ConfigurationError: A weight was changed, or state on which the output depends.
+            ConfigurationError: It changed a weight, or state that the output depends on.
         """
         self._batches += microbatch == 0
         if self._batches > CHECKED_STEPS or not self._layers:
@@ -129,7 +111,7 @@ class StateChanges:
     # --- weights -----------------------------------------------------------------------------
 
     def _weights(self) -> dict[str, tuple[int, float]]:
-        """Return of each weight how often it was changed, and its norm in the first forward."""
+        """Return each weight's number of changes, and its norm in the first forward."""
         named = {
             f"{path}.{name}": parameter
             for path, layer in self._layers
@@ -137,7 +119,7 @@ class StateChanges:
             if parameter.dtype in SUMMED and type(parameter.data) is Tensor
         }
         norms = [0.0] * len(named)
-        if named and self._batches == 1:  # PyTorch does not count what is done to x.data
+        if named and self._batches == 1:  # PyTorch does not count changes of x.data
             with torch.no_grad():
                 norms = [float(norm) for norm in torch._foreach_norm(list(named.values()))]
         pairs = zip(named.items(), norms, strict=True)
@@ -157,8 +139,7 @@ class StateChanges:
     # --- attributes and buffers --------------------------------------------------------------
 
     def _attributes(self) -> list[dict[str, Any]]:
-        """Return the state that each layer has as attributes."""
-        with torch._C.DisableTorchFunctionSubclass():  # of tensors that refuse to be used
+        with torch._C.DisableTorchFunctionSubclass():  # reads tensors that reject operations
             return [
                 {
                     name: found
@@ -177,7 +158,7 @@ class StateChanges:
     def _changed_buffers(self, before: BufferVersions) -> Iterator[Change]:
         paths = {layer: path for path, layer in self._layers}
         for layer, name in self._buffers.changed(before):
-            combine: Any = getattr(layer, "combined_buffers", tuple)  # such layers know best
+            combine: Any = getattr(layer, "combined_buffers", tuple)  # kept by the layer
             if layer in paths and name not in combine():
                 yield Change(layer, paths[layer], "buffer", name)
 
@@ -189,13 +170,13 @@ class StateChanges:
         random: _RandomStates,
         output: PyTree,
     ) -> None:
-        """Run a forward again on the state that it has left, and compare the outputs."""
+        """Repeat a forward on the state that it has left, and compare the outputs."""
         attributes, buffers = self._attributes(), self._buffers.versions()
-        # Hooks of its own, so that a checkpoint around the forward does not count its tensors.
+        # Identity hooks hide its tensors from a checkpoint around the forward.
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
         with random.replaced(), self._untouched(microbatch), hooks, uncounted(self._deferred):
             again = self._stage.forward(value)
-            # What follows from the input alone is the same after the same input.
+            # State that follows from the input alone is the same after the same input.
             moved = {*self._changed_attributes(attributes), *self._changed_buffers(buffers)}
         if not agree(tensors_of(output), tensors_of(again)):
             raise ConfigurationError(
@@ -216,7 +197,7 @@ class StateChanges:
 
     @contextmanager
     def _untouched(self, microbatch: int) -> Iterator[None]:
-        """Run a forward within on copies of the state, and leave the state as it is."""
+        """Run the body on copies of the state, which stays unchanged."""
         layers = [vars(layer) for _, layer in self._layers]
         kept = [{name: attributes[name] for name in attributes} for attributes in layers]
         with self._buffers.untouched(), self._buffers.forward(microbatch):
@@ -232,9 +213,9 @@ class StateChanges:
 
 
 def _snapshot(value: object) -> Any:
-    """Return something by which it is seen whether a value has changed; None for what is no state.
+    """Return a value that differs once the state has changed; None if it is no state.
 
-    It holds on to tensors, so that none comes to stand where one of them stood.
+    It keeps tensors alive, so that no new one reuses their identity.
     """
     if isinstance(value, (int, float)):
         return value
@@ -258,7 +239,7 @@ def _is_same(old: Any, new: Any) -> bool:
 
 
 def _copy(value: Any) -> Any:
-    """Return a value with containers and tensors of its own."""
+    """Return a value with its own containers and tensors."""
     if isinstance(value, nn.Parameter):
         return value
     if isinstance(value, Tensor):
@@ -276,12 +257,6 @@ def _names(changes: Sequence[Change]) -> str:
 
 
 class _RandomStates:
-    """The states of all random generators that layers of a stage draw from.
-
-    Args:
-        device: Of the stage.
-    """
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._torch = torch.get_rng_state()
@@ -290,7 +265,7 @@ class _RandomStates:
 
     @contextmanager
     def replaced(self) -> Iterator[None]:
-        """Run within what draws the same numbers again, and leave no trace."""
+        """Replay the random numbers in the body, and restore the generators."""
         devices = [] if self._cuda is None else [self._device]
         with torch.random.fork_rng(devices), HostGenerators.replaced([self._host]):
             torch.set_rng_state(self._torch)

@@ -1,8 +1,8 @@
 """The script's thread-local state around a forward, restored in the threads that run stages.
 
-Stages run in worker threads, and again in autograd threads when they are recomputed. PyTorch keeps
-contexts per thread, so these threads do not have those entered around the forward: without this
-module a forward under ``torch.autocast`` would run in float32 and be recomputed in bfloat16.
+Stages run in worker threads, and in autograd threads when recomputed, which lack the contexts
+entered around the forward: a forward under ``torch.autocast`` would run in float32 and be
+recomputed in bfloat16.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["ThreadLocalState"]
 
 @dataclass(frozen=True)
 class ThreadLocalState:
-    """Contexts entered at the start of a forward.
+    """Contexts entered at the start of a forward in the script's thread.
 
     Example::
 
@@ -31,7 +31,6 @@ class ThreadLocalState:
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     """Device type, whether autocast is on, and its dtype."""
     inference: bool
-    """Whether :func:`torch.inference_mode` is on."""
     device: torch.device
     """Default device of factory functions."""
     saved_tensors: tuple[Any, Any] | None

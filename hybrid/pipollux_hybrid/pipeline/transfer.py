@@ -19,10 +19,7 @@ Tensors: TypeAlias = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Parcel:
-    """A tensor or plain value, and the event after which it may be read.
-
-    Stages on CUDA devices run ahead of their results; the event marks the result as ready.
-    """
+    """A tensor or plain value, and the event after which a stage that runs ahead may read it."""
 
     content: Any
     ready: torch.cuda.Event | None
@@ -61,21 +58,12 @@ class Boundary:
     parcels: dict[int, Parcel]
     """By position among the leaves: tensors without gradients, and plain values."""
     places: tuple[int, ...]
-    """Positions of the other leaves."""
 
     @classmethod
     def of(cls, value: PyTree, what: str, *, is_input: bool = False) -> Boundary:
-        """Split a PyTree.
-
-        Args:
-            value: The PyTree.
-            what: Name of the PyTree, for messages.
-            is_input: Whether it comes from the script. Then only tensors that require a gradient
-                are differentiated; otherwise the first layer would compute unneeded gradients of
-                data.
-
-        Raises:
-            ConfigurationError: It contains a value that pipelines do not support.
+        """Split a PyTree, called ``what`` in messages; raise a ConfigurationError for an
+        unsupported value. Of the script's inputs only tensors that require a gradient are
+        differentiated, else the first layer would compute unneeded gradients of data.
         """
         leaves, structure = flatten(value, what)
         floating = [
@@ -89,10 +77,8 @@ class Boundary:
         return cls(structure, rest, tuple(floating))
 
     def floating(self, value: PyTree, device: torch.device, what: str) -> Tensors:
-        """Return the differentiable tensors of a PyTree; an empty tensor if there are none.
-
-        Raises:
-            ConfigurationError: The PyTree differs from that of this boundary.
+        """Return the differentiable tensors of a PyTree; an empty tensor if there are none. Raises
+        a ConfigurationError if the PyTree differs from that of this boundary.
         """
         leaves, structure = flatten(value, what)
         if structure != self.structure:

@@ -23,8 +23,8 @@ HALF_WRITTEN = 5.0
 class Arbiter(Protocol):
     """Communication of surviving replicas while they have no groups.
 
-    There may be several attempts to continue from one membership, as more replicas may die
-    meanwhile. Methods that write raise an OSError if they cannot.
+    There may be several attempts to continue from one membership, as more replicas may die. Methods
+    that write raise an OSError if they cannot.
     """
 
     @property
@@ -32,8 +32,7 @@ class Arbiter(Protocol):
         """Whether the first surviving replica decides; else somebody else does."""
 
     def report(self, lost: Membership, attempt: int, replica: str, newest: int) -> None:
-        """Report that a replica is alive and has lost others, in an attempt counted from 0.
-
+        """Report that a replica is alive and has lost others, in an attempt counted from 0;
         ``newest`` is the highest membership number that it knows.
         """
 
@@ -47,10 +46,8 @@ class Arbiter(Protocol):
         """Return the decision; None: there is none yet."""
 
     def conclude(self, successor: Membership, *, enters: bool) -> bool:
-        """Record whether this replica has met all others of a membership.
-
-        The first record holds for all and is returned, so no replica enters a membership that
-        another one has given up.
+        """Record whether this replica has met all others of a membership; return the first record,
+        which holds for all, so that none enters a membership that another one has given up.
         """
 
     def clear(self, current: Membership) -> None:
@@ -60,12 +57,11 @@ class Arbiter(Protocol):
 class FolderArbiter:
     """An arbiter in a folder that all hosts share.
 
+    Its files::
+
         lost-N-A-ID        replica ID is alive, and has lost others of membership N; attempt A
         follows-N-A        the membership that follows, written once
         outcome-N          whether membership N was entered, written once
-
-    Args:
-        folder: The folder.
     """
 
     survivors_decide = True

@@ -2,13 +2,13 @@
 
 A joining replica is a restart whose checkpoint comes from a peer: it runs the script, waits at the
 beginning of the current loop of the job, and receives the states at a step boundary on which all
-have agreed. For the surviving replicas the result is that of a stop and a restart, without either:
-the same states, random numbers and positions, bit for bit.
+have agreed. The surviving replicas end up with the same states, random numbers and positions, bit
+for bit, as after a stop and a restart.
 
 1. A joining replica applies at the rendezvous, and runs to the current loop of the job.
 2. Replica 0 proposes a membership. All of its replicas form its groups in the background.
 3. The control message of each step carries the number of the membership that a replica has formed.
-   Once all have formed the same one, they resize at this very boundary.
+   Once all have formed the same one, they resize at this boundary.
 4. All meet over the new groups, and the surviving replicas send the joining replicas their states.
    If anything fails so far, the old replicas continue.
 5. The old replicas vote over the old groups, notify the joining replicas, vote again, as one may be
@@ -54,23 +54,15 @@ BEGIN_PATIENCE = 60.0
 
 
 class ElasticMembership:
-    """Changes the membership at step boundaries.
-
-    Args:
-        ctx: The job's context.
-        watch: This replica's view of the membership.
-    """
+    """Changes the membership at step boundaries."""
 
     def __init__(self, ctx: JobContext, watch: MembershipWatch) -> None:
         self._context = ctx
         self._watch = watch
         self._announced: PendingMembership | None = None
         self.totals = watch.totals
-        """Totals of accumulators, for joining replicas."""
         self.joining = Joining(ctx, watch, self.totals)
-        """The procedure of a joining replica."""
         self.recovery = Recovery(ctx, watch)
-        """Continues with the surviving replicas after a loss."""
 
     def job_place(self) -> JobPlace | None:
         """Return the position of the job that this replica is about to join; None: unknown yet."""
@@ -78,9 +70,8 @@ class ElasticMembership:
         return None if announcement is None else announcement.place
 
     def arrive(self, place: JobPlace, description: str) -> bool:
-        """Record the beginning of a loop; a joining replica joins here.
-
-        Returns False for a joining replica if the job is beyond this loop, which is then skipped.
+        """Record the beginning of a loop; a joining replica joins here. Returns False for a joining
+        replica if the job is beyond this loop, which is then skipped.
 
         Raises:
             SystemExit: A joining replica was asked to stop, or the job has ended.
@@ -115,10 +106,9 @@ class ElasticMembership:
         return agreed.formed == size * number and agreed.formed_sqr == size * number**2
 
     def change(self, place: JobPlace, description: str) -> bool:
-        """Resize to the membership that all have formed; all replicas call it at the same boundary.
-
-        Returns whether it was entered; else nothing has changed. The loop's description must be
-        equal on joining replicas.
+        """Resize to the membership that all have formed; return whether it was entered, else
+        nothing has changed. All replicas call it at the same boundary, in loops of equal
+        descriptions.
 
         Raises:
             SystemExit: This replica leaves.
@@ -206,7 +196,6 @@ class ElasticMembership:
         return True
 
     def _vote(self, ok: bool) -> bool:
-        """Return whether all current replicas agree, including leaving ones."""
         votes = self._context.control.gather(torch.tensor([int(ok)]))
         return all(int(vote) for vote in votes)
 
@@ -228,7 +217,6 @@ class ElasticMembership:
             return None
 
     def _meet(self, pending: PendingMembership, here: torch.Tensor) -> bool:
-        """Return whether all replicas of the new membership are at this position."""
         if pending.control is None:
             return True
         while True:
@@ -254,8 +242,6 @@ def elastic_membership(ctx: JobContext) -> ElasticMembership | None:
 
 
 class _Holder:
-    """Holds the component of a job, which may be absent."""
-
     def __init__(self, ctx: JobContext) -> None:
         del ctx
         self.live: ElasticMembership | None = None
@@ -279,11 +265,8 @@ def start_elastic_membership(
 
 
 def find_job(rendezvous: RendezvousFolder, env: JobEnvironment) -> Announcement | None:
-    """Return the announcement of the job in a folder; None: this attempt begins one.
-
-    Raises:
-        ConfigurationError: This attempt has several replicas, or another number of processes per
-            replica than an existing job.
+    """Return the announcement of the job in a folder; None: this attempt begins one. Raises a
+    ConfigurationError if it cannot join the job, or begins one with several replicas.
     """
     began_at, logged = time.monotonic(), False
     while True:
@@ -308,7 +291,6 @@ def find_job(rendezvous: RendezvousFolder, env: JobEnvironment) -> Announcement 
 def _check_joins(
     rendezvous: RendezvousFolder, announcement: Announcement, env: JobEnvironment
 ) -> None:
-    """Refuse an attempt that cannot be a replica of the job in a folder."""
     where = f"PIPOLLUX_RENDEZVOUS={str(rendezvous.folder)!r}"
     theirs, ours = announcement.processes, env.processes_per_replica
     if ours != theirs:

@@ -9,15 +9,7 @@ __all__ = ["why_not_live"]
 
 
 def why_not_live(ctx: JobContext, *, joins: bool = True) -> str | None:
-    """Return why replicas cannot join, or leave, without a restart.
-
-    Args:
-        ctx: The job's context.
-        joins: Whether replicas join; else they only leave.
-
-    Returns:
-        A sentence that names the state; None: they can.
-    """
+    """Return why replicas cannot join (or only leave) without a restart; None: they can."""
     for name, state in ctx.component(States).items():
         if not state.live and (joins or not state.shrinks):
             action = "join" if joins else "leave"

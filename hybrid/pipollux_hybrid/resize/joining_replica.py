@@ -31,19 +31,12 @@ __all__ = ["ALIGNMENT_PATIENCE", "Joining"]
 ALIGNMENT_PATIENCE = 10.0
 """Seconds that the others wait for a joining replica at the boundary of the resize."""
 TOTALS_PATIENCE = 60.0
-"""Seconds that a joining replica waits for totals that the job has read: shared storage may show a
-file that late."""
+"""Seconds that a joining replica waits for totals: shared storage may show a file that late."""
 POLL_INTERVAL = 0.005
 
 
 class Joining:
-    """The procedure of a joining replica.
-
-    Args:
-        ctx: The job's context.
-        watch: This replica's view of the membership.
-        published: Totals that the job has read.
-    """
+    """The procedure of a joining replica."""
 
     def __init__(self, ctx: JobContext, watch: MembershipWatch, published: PublishedTotals) -> None:
         self._context = ctx
@@ -53,9 +46,8 @@ class Joining:
         self._common: dict[str, str | None] = {}
 
     def join(self, place: JobPlace, description: str) -> bool:
-        """Wait at the beginning of a loop until this replica is a member.
-
-        Returns False if the job is beyond this loop, which is then skipped.
+        """Wait at the beginning of a loop until this replica is a member; return False if the job
+        is beyond this loop, which is then skipped.
 
         Raises:
             SystemExit: This replica was asked to stop, or the job has ended.
@@ -89,15 +81,9 @@ class Joining:
         return False
 
     def totals(self, accumulator: str, phase: str, number: int) -> bytes:
-        """Return the totals of a synchronized block in the job, which is beyond it.
-
-        The block is identified by the accumulator, the phase of the script and its index in the
-        phase.
-
-        Raises:
-            SystemExit: This replica was asked to stop, or the job has ended.
-            ConfigurationError: The job's script has no such block.
-            PeerLostError: Another process of this replica has ended.
+        """Return the totals of a synchronized block in the job, which is beyond it: by accumulator,
+        phase of the script and index in the phase. Errors are those of :meth:`join`; a
+        ConfigurationError if the job's script has no such block.
         """
         deadline = time.monotonic() + TOTALS_PATIENCE
         while (found := self._published.find(accumulator, phase, number)) is None:
@@ -114,9 +100,8 @@ class Joining:
     def _meet(self, pending: PendingMembership, here: torch.Tensor) -> Alignment:
         """Meet the current replicas at the boundary of the resize.
 
-        Returns:
-            TOGETHER: this replica is a member now. BEHIND: the job waits at a later loop.
-            ELSEWHERE: the resize has failed.
+        Returns TOGETHER: this replica is a member now; BEHIND: the job waits at a later loop; or
+        ELSEWHERE: the resize has failed.
         """
         control = pending.control
         assert control is not None  # noqa: S101  # checked by the caller
@@ -142,7 +127,6 @@ class Joining:
         return self._take_over(pending)
 
     def _take_over(self, pending: PendingMembership) -> Alignment:
-        """Receive the states of the job, and switch to the new groups."""
         ctx, control, rank = self._context, pending.control, pending.rank
         peers = pending.peers
         assert control and peers and rank is not None  # noqa: S101, PT018  # it has formed
@@ -187,7 +171,6 @@ class Joining:
         return result
 
     def _check_waiting(self) -> None:
-        """End a joining replica that is not needed any more."""
         if signals.stop_requested():
             sys.exit(signals.exit_code())
         ctx = self._context

@@ -1,7 +1,6 @@
 """Forms the groups of a membership in the background, while training uses the current ones.
 
-Nobody stops before all replicas of the new membership have met, so one that dies or is slow before
-costs the others nothing.
+A replica that dies or is slow before all have met costs the others nothing.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ __all__ = ["PendingMembership"]
 
 _LOG = logging.getLogger(__name__)
 PATIENCE = 60.0
-"""Seconds for all replicas of a membership to meet: a scheduler with thousands of concurrent
-resizes answers each of them every 15 s."""
+"""Seconds for all to meet: a scheduler with thousands of resizes answers each every 15 s."""
 LOOK_INTERVAL = 0.05
 COMMON = "common"
 """Key of the settings that all replicas must have in common."""
@@ -43,12 +41,11 @@ class PendingMembership:
         rendezvous: The rendezvous of the job.
         timeout: Timeout of later collectives in seconds.
         mesh: The current groups of a multi-process pipeline.
-        outline: Returns replica 0's outline of the states, for which joining replicas allocate
-            memory; None: there is none.
+        outline: Returns replica 0's outline of the states, if any, for joining replicas.
         common: Returns the settings that all replicas must have in common, for error messages.
         prepare: Allocates memory for an outline, on a joining replica.
-        prepares: Slow preparations, called with the number of replicas; each returns a function to
-            be called when the membership is entered.
+        prepares: Slow preparations, called with the number of replicas; return functions to call
+            when the membership is entered.
     """
 
     def __init__(
@@ -68,24 +65,19 @@ class PendingMembership:
         """This replica's rank in it; None: it leaves."""
         stage, processes = (mesh.stage, mesh.num_stages) if mesh is not None else (0, 1)
         self.process = None if self.rank is None else self.rank * processes + stage
-        """This process's rank in it; None: it leaves."""
         self.num_processes = len(membership.replicas) * processes
         self.store: Store | None = None
         self.control: ReplicaGroup | None = None
         """Group of all processes for control messages; None for one process."""
         self.gradients: ReplicaGroup | None = None
-        """Group of all processes for gradients, the next default group of torch; None for one
-        process."""
+        """Group of all processes for gradients, torch's next default group; None for one."""
         self.mesh_groups: MeshGroups | None = None
-        """This process's groups in a multi-process pipeline."""
         self.failure: Exception | None = None
         self.formed = self.rank is None
         """Whether this replica has met all others."""
         self.spare: Spare = {}
-        """Memory that a joining replica has allocated."""
         self.began_at = time.monotonic()
         self.ready: list[Callable[[], None]] = []
-        """Functions to be called when it is entered."""
         self._mesh = mesh
         self._outline, self._prepare, self._prepares = outline, prepare, prepares
         self._common = common
@@ -170,13 +162,11 @@ class PendingMembership:
             self._wait_for_all(store, "formed", time.monotonic() + PATIENCE)
 
     def _wait_for_all(self, store: Store, key: str, deadline: float) -> None:
-        """Set a key in the store, and wait until all processes have set it."""
         store.set(f"{key}-{self.process}", "1")
         left = timedelta(seconds=max(deadline - time.monotonic(), 1.0))
         store.wait([f"{key}-{rank}" for rank in range(self.num_processes)], left)
 
     def _make_room(self, store: Store) -> None:
-        """Allocate memory in advance."""
         name = f"outline-{0 if self._mesh is None else self._mesh.stage}"
         if self.process == 0 and self._common is not None:
             store.set(COMMON, json.dumps(self._common()))

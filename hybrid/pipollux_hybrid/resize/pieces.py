@@ -18,7 +18,7 @@ __all__ = ["Memory", "Piece", "Route", "Slice", "make_plan"]
 
 SMALLEST = 1 << 20
 LARGEST = 16 << 20
-"""Bounds of a piece in bytes: many pieces balance the work, few cost little."""
+"""Maximum bytes of a piece: many pieces balance the work, few cost little."""
 PIECES_EACH = 4
 """Pieces per sender and receiver, if there is enough data."""
 
@@ -35,7 +35,6 @@ class Slice(NamedTuple):
     """A range of bytes of a tensor."""
 
     number: int
-    """Index of the tensor."""
     begin: int
     end: int
 
@@ -45,7 +44,6 @@ class Piece(NamedTuple):
 
     slices: tuple[Slice, ...]
     source: int
-    """Rank of the replica that sends it."""
     owner: int
     """Rank of the replica that receives and forwards it."""
 
@@ -56,12 +54,8 @@ class Piece(NamedTuple):
 
 
 def make_plan(sizes: Sequence[int], equal: Sequence[bool], route: Route) -> list[Piece]:
-    """Return the pieces in the order in which all replicas send and receive them.
-
-    Args:
-        sizes: Bytes of the tensors.
-        equal: For each, whether all senders have it; else the first one sends it.
-        route: The ranks of senders and receivers.
+    """Return the pieces in the order in which all replicas send and receive them. ``sizes`` are in
+    bytes; a tensor that is not ``equal`` on all senders is sent by the first one.
     """
     senders, receivers = route
     shares = PIECES_EACH * len(senders) * len(receivers)
@@ -100,9 +94,7 @@ class Memory:
 
     Tensors on the CPU are used directly. Slices of others are copied; of a tensor with gaps the
     whole is copied, one tensor at a time, so each must be read from its beginning to its end.
-
-    Args:
-        tensors: The tensors; those written to have no gaps.
+    Tensors that are written must not have gaps.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

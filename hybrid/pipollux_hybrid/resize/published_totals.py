@@ -1,8 +1,8 @@
 """Totals of accumulators, published for joining replicas in a folder that all replicas share.
 
 A script that evaluates between two loops makes decisions based on totals. A joining replica runs
-that code, too, on its way to the current loop of the job, and has no totals. So the leader writes
-the totals of each synchronized block outside of loops to a file.
+that code, too, and has no totals. So the leader writes the totals of each synchronized block
+outside of loops to a file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import Path
 __all__ = ["TOTALS", "PublishedTotals"]
 
 TOTALS = "totals-"
-"""Prefix of the files' names."""
 KEPT_EPOCHS = 8
 """Epochs for which files are kept whatever their age; a joining replica is a little behind."""
 KEPT_SECONDS = 600.0
@@ -23,11 +22,7 @@ KEPT_SECONDS = 600.0
 
 
 class PublishedTotals:
-    """Totals of synchronized blocks, by accumulator, phase of the script and index in the phase.
-
-    Args:
-        folder: A folder that all replicas share; None: nothing is published.
-    """
+    """Totals of synchronized blocks; nothing is published without a folder."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -66,7 +61,6 @@ class PublishedTotals:
             return None
 
     def _prune(self, folder: Path, phase: str) -> None:
-        """Remove files that are too old for any joining replica."""
         with suppress(OSError):
             now = (folder / next(reversed(self._written))).stat().st_mtime  # by the storage's clock
             for path in folder.glob(f"{TOTALS}epoch*"):

@@ -4,9 +4,9 @@
    continues to its next step boundary.
 2. There it reports at the rendezvous, and the first surviving replica decides on the next
    membership, as soon as each replica has either reported or ended.
-3. They form its groups. Should another one die meanwhile they try again without it.
-4. They compare their progress. If an all-reduce has succeeded on some replicas only, those are
-   ahead, and the others receive their states. Else all restore the state before the void iteration.
+3. They form its groups. If another one dies meanwhile, they try again without it.
+4. If an all-reduce has succeeded on some replicas only, those are ahead, and the others receive
+   their states. Else all restore the state before the void iteration.
 5. If some state cannot be restored, all end with an error that names it.
 
 In a multi-process pipeline a replica is lost with any of its processes, and its other processes
@@ -67,12 +67,7 @@ class Recovered:
 
 
 class Recovery:
-    """Recovers a replica from the loss of others.
-
-    Args:
-        ctx: The job's context.
-        watch: This replica's view of the membership.
-    """
+    """Recovers a replica from the loss of others."""
 
     def __init__(self, ctx: JobContext, watch: MembershipWatch) -> None:
         self._context = ctx
@@ -98,7 +93,7 @@ class Recovery:
             self._undo.forget()
 
     def told(self) -> dict[str, Any]:
-        """Return fields of a control message that all need should this replica die."""
+        """Return fields of a control message that all need if this replica dies."""
         if self._undo is None or not self._can_go_on(True):
             return {}
         marks = self._undo.marks()
@@ -109,11 +104,7 @@ class Recovery:
         }
 
     def recover(self) -> Recovered:
-        """Continue with the surviving replicas; each calls it at its next step boundary.
-
-        Raises:
-            PeerLostError: They cannot continue; the message has the reason.
-        """
+        """Continue with the surviving replicas at a step boundary, or raise a PeerLostError."""
         ctx, lost, step = self._context, self._watch.membership, self._context.step
         assert lost is not None  # noqa: S101  # every member has one
         self._watch.suspend()
@@ -201,7 +192,6 @@ class Recovery:
     def _form(
         self, lost: Membership, me: dict[str, Any]
     ) -> tuple[PendingMembership, list[dict[str, Any]]]:
-        """Form the groups of the surviving replicas; return the progress of each process."""
         arbiter = self._arbiter
         assert arbiter is not None  # noqa: S101  # else the loss was not noted
         newest = self._watch.newest
@@ -261,11 +251,7 @@ class Recovery:
         return 1 + max(0 if proposal is None else proposal.number, *reports.values())
 
     def _gone(self, lost: Membership) -> set[str]:
-        """Return the replicas that have lost a process.
-
-        Raises:
-            ReplicaBrokenError: This is one of them.
-        """
+        """Return the replicas that have lost a process; ReplicaBrokenError if this one has."""
         watch = self._context.watch
         gone = _replicas_of(watch.gone(), lost, self._context) if watch is not None else set()
         if watch is not None and self._watch.replica in gone:
@@ -300,7 +286,6 @@ class Recovery:
     # --- after -------------------------------------------------------------------------------
 
     def _take_over(self, ahead: list[int], behind: list[int]) -> None:
-        """Transfer the states of replicas that are ahead to those behind."""
         if not behind:
             return
         ctx = self._context

@@ -16,9 +16,9 @@ __all__ = ["Rendezvous"]
 class Rendezvous(Protocol):
     """A folder that all hosts share, or the scheduler.
 
-    Every method returns at once, except those of replicas that wait to join; undeliverable
-    information is sent again later. Methods that write raise an OSError if they cannot. It is used
-    by the main thread and by that of the :class:`~pipollux_hybrid.resize.watch.MembershipWatch`.
+    Methods return at once, except those of replicas that wait to join; undelivered information is
+    sent again later. Methods that write raise an OSError if they cannot. Both the main thread and
+    that of the :class:`~pipollux_hybrid.resize.watch.MembershipWatch` use it.
     """
 
     @property
@@ -73,10 +73,7 @@ class Rendezvous(Protocol):
         """Fetch the proposal soon, as another replica knows a newer one."""
 
     def refuse(self, number: int, why: str, *, for_good: bool) -> None:
-        """Report that this replica has given up a membership, with a sentence.
-
-        ``for_good`` is whether any other membership would fail, too.
-        """
+        """Report that this replica gives up a membership; ``for_good``: others would fail, too."""
 
     def entered(self, membership: Membership, step: int, seconds: float) -> None:
         """Report that this replica has entered a membership, the step, and the pause in seconds."""

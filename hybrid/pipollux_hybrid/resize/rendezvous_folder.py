@@ -45,21 +45,13 @@ _OF_RUN = ("lost-*", "follows-*", "outcome-*", f"{TOTALS}*")
 
 @dataclass
 class _Seen:
-    """The last counter of a file, and the time of its first sight."""
-
     beat: object
     since: float
 
 
 class RendezvousFolder:
-    """The folder, as one replica sees it.
-
-    Args:
-        folder: On storage that all hosts share; created if it is missing.
-        clock: The monotonic clock.
-
-    Raises:
-        ConfigurationError: The folder is not writable.
+    """The folder, on storage that all hosts share, as one replica sees it; created if it is
+    missing. Raises a ConfigurationError if it is not writable. ``clock`` is monotonic.
     """
 
     self_governed = True
@@ -86,13 +78,9 @@ class RendezvousFolder:
         self.arbiter: Arbiter | None = FolderArbiter(folder)
 
     def claim(self, silent_run: str | None) -> bool:
-        """Begin an attempt of a job in this folder.
+        """Begin an attempt of a job in this folder; return False if another process was faster.
 
-        Args:
-            silent_run: The claim of the previous attempt, which is dead; None: there was none.
-
-        Returns:
-            False if another process was faster.
+        ``silent_run`` is the claim of the previous attempt, which is dead; None: there was none.
         """
         number = 1 + max(self._claims(), default=0)
         if silent_run != self.last_claim():
@@ -117,11 +105,9 @@ class RendezvousFolder:
     def post(self, announcement: Announcement) -> None:
         """Publish the job announcement; replica 0 does so all the time.
 
-        It recreates a folder that has disappeared, or the next replica would begin a job there.
-
-        Raises:
-            ConfigurationError: An older job posts there, too, whose folder had disappeared when
-                this one began.
+        It recreates a folder that has disappeared, or the next replica would begin a job there. A
+        ConfigurationError is raised if an older job posts there, too, after its folder had
+        disappeared.
         """
         found = self._read(_JOB) or {}
         run, beat = found.get("run"), int(found.get("beat", 0))

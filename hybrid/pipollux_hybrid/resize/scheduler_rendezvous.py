@@ -2,8 +2,7 @@
 
 The scheduler decides on memberships. Each replica's heartbeats carry the content of its files in a
 rendezvous folder, and the answers the content of others' files; the next heartbeat repeats lost
-information. So a restarted scheduler learns the state from the next heartbeats, and a job continues
-without one.
+information. So a restarted scheduler learns the state, and a job continues without one.
 """
 
 from __future__ import annotations
@@ -34,28 +33,21 @@ WAITS = 5.0
 
 
 class SchedulerRendezvous:
-    """One replica's exchange with the scheduler: see `Rendezvous`.
-
-    Args:
-        env: The environment of this replica, which a scheduler has started.
-    """
+    """One replica's exchange with the scheduler: see `Rendezvous`."""
 
     self_governed = False
 
     def __init__(self, env: JobEnvironment) -> None:
         self._env = env
         self.folder = _folder(env)
-        """Folder of this attempt, beside its checkpoints."""
         self.arbiter = None if self.folder is None else FolderArbiter(self.folder)
-        """Arbiter of the surviving replicas, with or without a scheduler; None without checkpoints,
-        as there is no shared folder then."""
+        """Arbiter of the surviving replicas; None without checkpoints, hence without a folder."""
         self._lock = threading.Lock()
         self._says: dict[str, Any] = {"membership": 0 if env.joins else 1}
         self._heard = HeartbeatAnswer()
         several = env.processes_per_replica > 1 and self.folder is not None
         self._relay = self.folder / f"heard-{env.replica}" if several and self.folder else None
-        """File through which the first process of a replica, the only one with heartbeats, passes
-        the answers on to the others."""
+        """File through which a replica's first process, with heartbeats, passes on the answers."""
         self._relayed: HeartbeatAnswer | None = None
         self._beat = 0
         self._answered = threading.Event()
@@ -70,9 +62,7 @@ class SchedulerRendezvous:
 
     def find_job(self) -> Announcement | None:
         """Return the announcement of the job to join; None: this replica begins one with others.
-
-        Raises:
-            ConfigurationError: The scheduler does not accept this replica's heartbeats.
+        Raises a ConfigurationError if the scheduler does not accept this replica's heartbeats.
         """
         if not self._env.joins or self._env.stage > 0:
             return None
@@ -118,7 +108,6 @@ class SchedulerRendezvous:
 
     @property
     def _answer(self) -> HeartbeatAnswer:
-        """The last answer of the scheduler."""
         if self._relay is not None and self._env.stage > 0:
             with suppress(OSError, ValueError):
                 self._heard = HeartbeatAnswer.model_validate_json(self._relay.read_text())
@@ -164,10 +153,7 @@ class SchedulerRendezvous:
         return current.replicas
 
     def leave_sign(self, process: str) -> None:
-        """Leave a sign of life for the other processes of this replica.
-
-        Only the first one sends heartbeats; the scheduler ends a replica without heartbeats.
-        """
+        """Leave a sign of life for the other processes of this replica."""
         if self._relay is not None and self.folder is not None:
             self._beat += 1
             _write(self.folder / f"{ALIVE}{process}", str(self._beat))
@@ -241,7 +227,6 @@ class SchedulerRendezvous:
                 (self.folder / f"store-{number}").unlink(missing_ok=True)
 
     def _say(self, **what: Any) -> None:
-        """Add fields to all further heartbeats; send one now if a field has changed."""
         with self._lock:
             new = any(self._says.get(name) != value for name, value in what.items())
             self._says.update(what)
@@ -256,7 +241,6 @@ def _write(path: Path, text: str) -> None:
 
 
 def _folder(env: JobEnvironment) -> Path | None:
-    """Return a folder of this attempt that all replicas share; None: there is none."""
     if env.checkpoint_dir is None:
         return None
     folder = env.checkpoint_dir / f"{FOLDER}{env.attempt}"

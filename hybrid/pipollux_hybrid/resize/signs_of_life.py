@@ -1,9 +1,9 @@
 """Detects frozen processes: stopped, or on a machine that makes no progress.
 
-The kernel answers for a frozen process, so its connections look healthy, and its peers would wait
-for the group's timeout. So each replica regularly changes a sign that the others see, and one whose
-sign does not change for long is lost. Under a scheduler heartbeats are the signs of the first
-process of each replica, which watches the other processes of its replica.
+The kernel answers for a frozen process, and its peers would wait for the group's timeout. So each
+replica regularly changes a sign that the others see, and one whose sign does not change for long is
+lost. Under a scheduler heartbeats are the signs of a replica's first process, which watches its
+other processes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ LOOKS = 12
 class _Sign:
     sign: object
     silent: float = 0.0
-    """Seconds for which it has not changed."""
 
 
 class SignsOfLife:
@@ -54,12 +53,7 @@ class SignsOfLife:
         return self._limit > 0 and self._clock() >= self._last + self._interval
 
     def look(self, signs: Mapping[str, object]) -> dict[str, float]:
-        """Return the frozen replicas, with the seconds since their last signs.
-
-        Args:
-            signs: The last signs of the others, by replica; None: no sign yet, which does not count
-                as silence.
-        """
+        """Return the frozen replicas, with seconds since their last signs; None: no sign yet."""
         now = self._clock()
         passed, self._last = min(now - self._last, 2 * self._interval), now
         for replica, sign in signs.items():

@@ -1,8 +1,8 @@
 """States without their tensors, sent before the tensors.
 
 A skeleton is the :meth:`~pipollux_hybrid.State.content` of a state with a number in place of each
-tensor. The receiver of a skeleton can allocate the tensors, and insert them. A tensor with several
-places, such as a tied parameter, is sent once.
+tensor, so its receiver can allocate the tensors and insert them. A tensor with several places, such
+as a tied parameter, is sent once.
 """
 
 from __future__ import annotations
@@ -51,11 +51,8 @@ Spare = dict[Kind, list[Tensor]]
 
 
 def take_apart(content: Any, tensors: list[Tensor]) -> Any:
-    """Return the skeleton of a content.
-
-    Args:
-        content: Nested dicts, lists and tuples.
-        tensors: The content's tensors are appended; their indices are the numbers in the skeleton.
+    """Return the skeleton of a content of nested dicts, lists and tuples; its tensors are appended
+    to ``tensors``, by whose indices the skeleton refers to them.
     """
     known: dict[Any, int] = {}
 
@@ -77,16 +74,8 @@ def fill(skeleton: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def find_room(skeleton: Any, own: Any, kinds: Sequence[Kind]) -> dict[int, Tensor]:
-    """Return the tensors of this replica's content that can be overwritten.
-
-    Args:
-        skeleton: Of another replica's content.
-        own: This replica's content.
-        kinds: Of all tensors that are sent.
-
-    Returns:
-        By number in the skeleton, the tensor at the same place, if its kind is the same; none of
-        them twice.
+    """Return the tensors of this replica's content that can be overwritten: by number in another
+    replica's skeleton, the tensor at the same place, if its kind is the same; none of them twice.
     """
     ours: dict[Path, Tensor] = {}
 
@@ -117,8 +106,6 @@ def find_room(skeleton: Any, own: Any, kinds: Sequence[Kind]) -> dict[int, Tenso
 
 
 class _Number(NamedTuple):
-    """The placeholder of a tensor in a skeleton."""
-
     number: int
 
 
@@ -127,7 +114,6 @@ def _stands(value: Any) -> bool:
 
 
 def _map(value: Any, function: Callable[[Path, Any], Any], path: Path = ()) -> Any:
-    """Return a copy of a structure with a function applied to each leaf and its path."""
     if isinstance(value, Mapping) and set(value) == {STANDS_FOR_A_TENSOR}:
         return function(path, _Number(int(value[STANDS_FOR_A_TENSOR])))
     if type(value) in (dict, OrderedDict):
@@ -141,7 +127,6 @@ def _map(value: Any, function: Callable[[Path, Any], Any], path: Path = ()) -> A
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value is a tensor with plain strided elements."""
     return (
         type(value) in (Tensor, nn.Parameter)
         and value.layout is torch.strided

@@ -36,7 +36,7 @@ _LOG = logging.getLogger(__name__)
 PATIENCE = 10.0
 """Timeout of a piece or a reply in seconds."""
 IN_FLIGHT = 4
-"""Number of concurrent sends, or receives, of a replica."""
+"""Concurrent sends, or receives, of a replica."""
 BYTES = "bytes"
 SKELETON = "skeleton"
 
@@ -63,17 +63,13 @@ class Sent:
 
 @dataclass(frozen=True)
 class Taken:
-    """The states that a replica has received."""
+    """States that a replica has received."""
 
     states: Mapping[str, tuple[str, Any]]
     tensors: Sequence[Tensor]
 
     def adopt(self, states: Mapping[str, State]) -> None:
-        """Replace the states by the received ones.
-
-        Raises:
-            SynchronizationError: A state refuses its content.
-        """
+        """Replace the states; a SynchronizationError if one refuses its content."""
         for name, (form, value) in self.states.items():
             try:
                 if form == SKELETON:
@@ -86,15 +82,9 @@ class Taken:
 
 
 def pack(states: Mapping[str, State], *, leads: bool) -> Sent:
-    """Return the states that a replica sends; a `sync` has made them equal on all.
-
-    Args:
-        states: By name.
-        leads: Whether it is the first of the route, and also sends states that one sender suffices
-            for.
-
-    Raises:
-        CheckpointError: A state cannot be saved.
+    """Return the states that a replica sends, which a `sync` has made equal on all. The leader of
+    the route also sends states that one sender suffices for. Raises a CheckpointError if one cannot
+    be saved.
     """
     sent = Sent({}, [], [])
     for name, state in states.items():
@@ -126,12 +116,6 @@ def _pack(state: State, tensors: list[Tensor], *, leads: bool) -> tuple[str, Any
 def send(control: ReplicaGroup, rank: int, sent: Sent, route: Route) -> None:
     """Send states to the replicas that call :func:`take`; all senders of a route call it.
 
-    Args:
-        control: All replicas of the route.
-        rank: Of this one.
-        sent: The states to send.
-        route: The ranks of senders and receivers.
-
     Raises:
         RefusedError: A replica does not accept them, or has other states.
         RuntimeError: A replica is gone, or too slow.
@@ -153,11 +137,7 @@ def send(control: ReplicaGroup, rank: int, sent: Sent, route: Route) -> None:
 
 
 def outline(states: Mapping[str, State]) -> bytes:
-    """Return the input of :func:`prepare`, in any thread during training; empty: unknown.
-
-    Args:
-        states: By name; only those that are equal on all are included.
-    """
+    """Return the input of :func:`prepare`, by states equal on all; in any thread."""
     buffer = io.BytesIO()
     try:
         sent = pack(states, leads=False)
@@ -170,12 +150,8 @@ def outline(states: Mapping[str, State]) -> bytes:
 
 
 def prepare(told: bytes, states: Mapping[str, State], seconds: float) -> Spare:
-    """Return memory for the coming tensors, which takes longer to allocate than to fill.
-
-    Args:
-        told: The result of :func:`outline`.
-        states: This replica's own states; tensors overwritten there need no memory.
-        seconds: Time limit.
+    """Return memory for the tensors of :func:`outline`, which takes longer to allocate than to
+    fill, within ``seconds``; none for tensors that are overwritten in ``states``.
     """
     began_at = time.monotonic()
     header = torch.load(io.BytesIO(told), weights_only=True)
@@ -195,14 +171,8 @@ def take(
     leader: int = 0,
     spare: Spare | None = None,
 ) -> Taken:
-    """Receive states; all receivers of a route call it.
-
-    Args:
-        control: All replicas of the route.
-        rank: Of this one.
-        states: This replica's own states, whose tensors are overwritten.
-        leader: The first sender of the route.
-        spare: Memory allocated by :func:`prepare`.
+    """Receive states; all receivers of a route call it. This replica's tensors in ``states`` are
+    overwritten; ``spare`` is memory allocated by :func:`prepare`.
 
     Raises:
         RefusedError: A replica does not accept the states.
@@ -228,7 +198,6 @@ def take(
 def _own_room(
     states: Mapping[str, State], sent: Mapping[str, tuple[str, Any]], kinds: Sequence[Kind]
 ) -> dict[int, Tensor]:
-    """Return this replica's tensors that are overwritten, by number."""
     room: dict[int, Tensor] = {}
     for name, (form, skeleton) in sent.items():
         if form == SKELETON and name in states:
@@ -237,12 +206,6 @@ def _own_room(
 
 
 class _Flow:
-    """Concurrent sends, limited in number.
-
-    Args:
-        control: All replicas.
-    """
-
     def __init__(self, control: ReplicaGroup) -> None:
         self._control = control
         self._under_way: deque[tuple[Any, Tensor]] = deque()
@@ -266,7 +229,6 @@ class _Flow:
 def _receive(
     control: ReplicaGroup, rank: int, plan: Sequence[Piece], memory: Memory, others: Sequence[int]
 ) -> None:
-    """Receive all pieces in the order of the plan, and forward those that this replica owns."""
     under_way: deque[tuple[Piece, Tensor, Any]] = deque()
     handed_on = _Flow(control)
 
@@ -291,7 +253,7 @@ def _receive(
 def _tell(
     control: ReplicaGroup, rank: int, leader: int, header: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the leader's header, which the leader sends to all others."""
+    """Return the leader's header in all replicas."""
     content = torch.empty(0, dtype=torch.uint8)
     if rank == leader:
         saved = io.BytesIO()

@@ -37,20 +37,11 @@ _LOG = logging.getLogger(__name__)
 INTERVAL = 0.25
 """Polling interval in seconds."""
 RETRY_AFTER = 15.0
-"""Seconds after a failed resize in which nobody joins: each attempt may pause training for
-seconds."""
+"""Seconds after a failed resize in which nobody joins: each attempt may pause training."""
 
 
 class MembershipWatch:
-    """A replica's view of the current and the pending membership.
-
-    Args:
-        ctx: The job's context.
-        rendezvous: The rendezvous of the job.
-        membership: The current membership; None for a joining replica.
-        replica: The id of this replica.
-        timeout: Seconds that replicas wait for each other.
-    """
+    """A replica's view of the current and the pending membership."""
 
     def __init__(
         self,
@@ -62,25 +53,22 @@ class MembershipWatch:
     ) -> None:
         self.rendezvous = rendezvous
         self.membership = membership
-        """The current membership; None while this replica is no member."""
+        """None while this replica is no member."""
         self.replica = replica
         self.timeout = timeout
         self.place = JobPlace(0, 0)
         """This replica's position in its script."""
         self.loop = ""
-        """Description of the loop there."""
         self.waiting_to_join = False
-        """Whether it is a joining replica that waits there."""
+        """Whether it is a joining replica that waits at :attr:`place`."""
         self.store: Store | None = None
         """The store of the current membership; it exists while its host holds this reference."""
         self.pending: PendingMembership | None = None
-        """The pending membership."""
         self.changing = False
         """Whether a resize is in progress, which replicas complete at different times."""
         self.speaks = ctx.env.stage == 0
         """Whether this process, as the first one, communicates for its replica."""
         self.totals = PublishedTotals(rendezvous.folder)
-        """Totals of accumulators, for joining replicas."""
         self.refused: ConfigurationError | None = None
         """Why this job must not train: another one does in its place."""
         self._context = ctx
@@ -178,7 +166,6 @@ class MembershipWatch:
         return env.num_replicas > 1 and (env.rank in gone or (failure is not None and not lost))
 
     def _leads(self, membership: Membership | None) -> bool:
-        """Return whether this process is the first one of a membership."""
         return self.speaks and membership is not None and membership.rank(self.replica) == 0
 
     def _refuse(self, membership: Membership, why: str, *, for_good: bool = False) -> None:
@@ -268,7 +255,6 @@ class MembershipWatch:
         return prepare(told, self._context.component(States), PATIENCE / 4)
 
     def _lead(self, current: Membership) -> None:
-        """Post the job announcement, and propose a membership for the requests."""
         cut = self._context.component(Metrics).cut
         balance = tuple(cut.balance) if cut is not None else ()
         cannot = why_not_live(self._context, joins=True)
@@ -313,5 +299,4 @@ class MembershipWatch:
 
 
 def _process(replica: str, stage: int) -> str:
-    """Return the name of a process for signs of life; a replica's first process has its id."""
     return f"{replica}-{stage}" if stage else replica

@@ -1,1 +1,1 @@
-"""Gradients and buffers made equal across replicas: what is sent, and when."""
+"""Synchronisation of gradients and buffers across replicas."""

@@ -1,8 +1,8 @@
 """The plan of a backward, made when its forward runs.
 
-A script may run several forwards before a backward, evaluate in between, or never call a backward
-at all. So a forward changes nothing: it leaves a plan with its output, and the plan takes effect
-when that output's gradient arrives.
+A script may run several forwards before a backward, evaluate in between, or never call a backward.
+So a forward changes no state: it leaves a plan with its output, which takes effect when that
+output's gradient arrives.
 """
 
 from __future__ import annotations
@@ -18,54 +18,53 @@ __all__ = ["BackwardPlan", "plan_backward"]
 
 @dataclass(kw_only=True, eq=False)
 class BackwardPlan:
-    """How the gradients of one forward come back, and what they count.
+    """How the gradients of one forward arrive, and how they are weighted.
 
-    Micro-batches that are recomputed in the backward deliver a gradient each, the last one first,
-    and so do those that are kept apart. All others share one pass, which comes before them.
+    Recomputed micro-batches deliver a gradient each, the last one first, and so do those kept
+    apart. All others share one pass, which comes first.
     """
 
     sizes: Sequence[int]
     """Rows of each micro-batch."""
     num_separate: int
-    """How many of them, from the first on, deliver a gradient each."""
+    """How many of them, from the first, deliver a gradient each."""
     num_samples: int
-    """Samples of this replica that count; 0 when the batch only keeps step with its peers."""
+    """Samples of this replica that count; 0 if the batch only keeps step with its peers."""
     synchronize: bool
-    """Whether this backward ends an iteration."""
     weighted: bool
     """Whether accumulation steps are averaged by their samples (else summed, as in PyTorch)."""
     measured: bool
-    """Whether norms are taken for the noise; the same throughout an iteration."""
+    """Whether norms are taken for gradient noise; the same throughout an iteration."""
     apart: bool = False
-    """Whether the graphs of micro-batches have nothing in common, and the last is run first."""
+    """Whether micro-batches have separate graphs, and the last is run first."""
     timed: bool = False
-    """Whether the arrival of gradients is noted for the stages' time line."""
+    """Whether arrivals of gradients are recorded for the stages' timeline."""
     in_order: bool = False
-    """Whether the first micro-batch's gradient comes first, as where stages have processes."""
+    """Whether the first micro-batch's gradient comes first, as in multi-process pipelines."""
     part: object | None = None
-    """The part of an iteration it belongs to; a second backward of a part adds no samples."""
+    """The part of an iteration that it belongs to; another backward of it adds no samples."""
     loss_weight: float | None = None
-    """Weight of the loss, once it is known, where that is not its samples."""
+    """Weight of the loss, once known, where it is not the number of samples."""
 
     @property
     def counted(self) -> bool:
-        """Whether the samples count; a batch that does not adds nothing."""
+        """Whether the samples count."""
         return self.num_samples > 0
 
     @property
     def weight(self) -> float:
-        """What the sum of the loss is divided by: its weight if it has one, or its samples."""
+        """Denominator of the loss: its weight if it has one, else its samples."""
         own = self.loss_weight if self.counted else None
         return float(self.num_samples) if own is None else own
 
     @property
     def shares_a_pass(self) -> bool:
-        """Whether there are micro-batches that deliver one gradient for all."""
+        """Whether some micro-batches deliver one gradient together."""
         return self.num_separate < len(self.sizes)
 
     @property
     def passes(self) -> int:
-        """How often each parameter receives a gradient."""
+        """Number of gradients that each parameter receives."""
         return self.num_separate + self.shares_a_pass
 
     @cached_property
@@ -74,7 +73,7 @@ class BackwardPlan:
         rest = sum(self.sizes[self.num_separate :])
         separate = list(self.sizes[: self.num_separate])
         rows = ([rest] if rest else []) + (separate if self.in_order else separate[::-1])
-        # A script may make several rows of a sample, or one of several.
+        # A row may be part of a sample, or combine several.
         return [count * self.num_samples / sum(self.sizes) for count in rows]
 
 
@@ -94,19 +93,19 @@ def plan_backward(
 
     Args:
         sizes: Samples of each micro-batch.
-        micro_step: What the loop body works on; None outside of an adaptive loader.
+        micro_step: The micro-step of the loop body; None outside of an adaptive loader.
         synchronize: Whether it ends the iteration.
-        measured: Whether the gradient's noise is to be measured, if that can be.
+        measured: Whether to measure gradient noise, where possible.
         timed: Whether the stages are timed.
         num_recomputed: Micro-batches that are recomputed, each in a backward of its own.
         one_graph: Whether the micro-batches must stay parts of one graph.
         one_by_one: Whether each micro-batch has a backward of its own, the first one first.
-        one_stage: Whether there is one stage, which has the gradients of all micro-batches at once.
+        one_stage: Whether one stage has the gradients of all micro-batches at once.
     """
     measured = measured and micro_step is not None
-    # The noise is told from the gradients of micro-batches, recomputed or not.
+    # Noise is measured by the gradients of micro-batches, recomputed or not.
     separate = measured and len(sizes) > 1 and not num_recomputed and not one_graph
-    # Else that would be recomputed while one that is not still has all of its activations.
+    # Else one would be recomputed while another still holds all of its activations.
     ordered = one_stage and 0 < num_recomputed < len(sizes) and not one_graph
     apart, separate = separate or ordered, separate or one_by_one
     return BackwardPlan(

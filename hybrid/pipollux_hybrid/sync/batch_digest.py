@@ -1,7 +1,7 @@
-"""Digests of batches, by which processes find out whether they were given the same samples.
+"""Digests of batches, by which processes detect that they were given the same samples.
 
-The first batches of a run are read as a whole. After that a few elements of each tensor are read in
-every call; of tensors on a GPU, which the host would have to wait for, only now and then.
+The first batches of a run are read whole. Later calls read a few elements of each tensor; on a GPU,
+where reading blocks the host, only at intervals.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from .replica_check import tensor_digest
 __all__ = ["BatchDigests", "digest_of"]
 
 WHOLE = 8
-"""Calls, the first of a run, whose batches are read as a whole."""
+"""First calls of a run, which read whole batches."""
 ELEMENTS = 16
-"""Elements of each tensor that are read in the other calls."""
+"""Elements of each tensor that the other calls read."""
 GPU_EVERY = 64
-"""Calls between two in which such elements are read from a GPU."""
+"""Calls between two reads from a GPU."""
 
 
 class BatchDigests:
-    """The digests of successive calls; processes with the same calls read the same of each."""
+    """Digests of successive calls; processes with the same calls read the same elements."""
 
     def __init__(self) -> None:
         self._calls = -1
@@ -36,11 +36,7 @@ class BatchDigests:
         self._calls += 1
 
     def digest(self, batch: Any) -> int:
-        """Return the digest of a PyTree, with 32 bits; 0 if it was not read.
-
-        Args:
-            batch: Of tensors; other leaves are passed over.
-        """
+        """Return a 32-bit digest of the tensors of a PyTree; 0 if it was not read."""
         whole = self._calls < WHOLE
         tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
         on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
@@ -50,12 +46,7 @@ class BatchDigests:
 
 
 def digest_of(tensors: list[Tensor], *, whole: bool) -> int:
-    """Return a number in [1, 2**32] that tells tensors from others.
-
-    Args:
-        tensors: On any devices.
-        whole: Whether to read all elements, or a few that lie apart.
-    """
+    """Return a digest in [1, 2**32]; unless ``whole``, of a few elements that lie apart."""
     digest = 0
     for tensor in tensors:
         values = tensor.detach()
@@ -70,7 +61,7 @@ def digest_of(tensors: list[Tensor], *, whole: bool) -> int:
 
 
 def _some(tensor: Tensor) -> Tensor:
-    """Return some elements that lie apart, as one dimension."""
+    """Return some elements that lie apart, in one dimension."""
     if not tensor.is_contiguous():
         while tensor.dim() > 1:
             tensor = tensor[len(tensor) // 2] if len(tensor) else tensor.reshape(-1)

@@ -1,15 +1,15 @@
-"""Buckets: gradients of a stage that travel together, as one flat tensor.
+"""Buckets: gradients of a stage that are sent together, as one flat tensor.
 
 As in PyTorch's DistributedDataParallel (Li et al., VLDB 2020), gradients are sent in buckets of
-about 25 MiB: large enough that latency does not count, small enough that the first is on its way
-while the last is being computed. A stage's parameters are taken in reverse order, in which their
-gradients become final, and the stages from the last to the first::
+about 25 MiB: large enough to hide latency, small enough that the first is sent while the last is
+being computed. Parameters are taken in reverse order, the order in which gradients become final,
+from the last stage to the first::
 
     parameters          stage 0: a b c d        stage 1: e f
     launch order        (f e)  (d c)  (b a)
 
-A bucket holds a copy. The parameters' own gradients stay as they are until the averages are written
-back, so a bucket that was sent too early can be sent again.
+A bucket holds a copy. The parameters' gradients stay unchanged until the averages are written back,
+so a bucket that was sent too early can be sent again.
 """
 
 from __future__ import annotations
@@ -31,19 +31,12 @@ from .sync_result import GradientTime
 __all__ = ["BUCKET_BYTES", "Bucket", "check_wire", "make_buckets"]
 
 BUCKET_BYTES = 25 * 2**20
-"""Bytes of a bucket on the wire, DistributedDataParallel's own default."""
+"""Bytes of a bucket on the wire, DistributedDataParallel's default."""
 WIRE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class Bucket:
-    """Gradients of one stage, one device and one type on the wire.
-
-    Args:
-        stage: Index of the stage.
-        parameters: Whose gradients they are.
-        dtype: What they travel as.
-        group: Whose processes have the same parameters; None: all.
-    """
+    """Gradients of one stage, device and type on the wire; ``group``: the processes with them."""
 
     def __init__(
         self,
@@ -54,11 +47,10 @@ class Bucket:
     ) -> None:
         self.stage = stage
         self.group = group
-        """Whose processes have the same parameters; None: all."""
         self.parameters = list(parameters)
         self.device = parameters[0].device
         sizes = [_real(p.detach()).numel() for p in parameters]
-        # Kept from step to step: fresh memory costs a page fault every 4 KiB.
+        # Reused in every step: fresh memory costs a page fault every 4 KiB.
         self._flat = torch.zeros(sum(sizes), dtype=dtype, device=self.device)
         self._views = [
             view.view_as(_real(p.detach()))
@@ -70,51 +62,44 @@ class Bucket:
         """Parameters whose gradients are not final yet."""
         self.launched = False
         self.late = False
-        """Whether a gradient arrived after it was launched."""
         self.times: list[GradientTime] | None = None
         """When it was sent and summed in this backward; None: not timed."""
         self._started = 0.0
         self._ended: float | None = None
 
     def reset(self, *, timed: bool = False) -> None:
-        """Reset the counters for a new backward.
-
-        Args:
-            timed: Whether it is to be timed how long sending takes.
-        """
+        """Begin a backward."""
         self.launched = self.late = False
         self._work = None
         self._streams.clear()
         self.times = [] if timed else None
 
     def arrived(self) -> None:
-        """One of the gradients was added to, on the current stream of this thread."""
+        """Record that a gradient was added to, on the current stream of this thread."""
         if self.device.type == "cuda":
             self._streams.add(torch.cuda.current_stream(self.device))
 
     def launch(self, weight: float) -> None:
-        """Send the gradients, each times ``weight``, to be summed over the replicas."""
+        """Send the gradients, times ``weight``, to be summed over the replicas."""
         self.launched = True
         with self._on_stream():
             self._pack(weight)
             if self.times is not None:
                 self._started, self._ended = time.perf_counter(), None
-            # Callers launch in the same order on all replicas, whatever thread they are in.
+            # The launch order is the same on all replicas, whichever thread launches.
             self._work = dist.all_reduce(self._flat, group=self.group, async_op=True)
         if self.times is not None and self.device.type != "cuda":
             self._work.get_future().add_done_callback(self._note_end)
 
     def relaunch(self, weight: float) -> None:
-        """Send again what was sent too early; the first answer is thrown away."""
+        """Send a bucket again that was sent too early, and drop the first result."""
         self.wait()
         self._streams.clear()
         self.launch(weight)
 
     def wait(self) -> None:
-        """Wait for the sums; on a CUDA device its current stream waits, and not the host.
-
-        Raises:
-            SynchronizationError: A peer is gone, or takes longer than the group's timeout.
+        """Wait for the sums; on CUDA only the current stream waits. Raises a SynchronizationError
+        if a peer is gone, or takes longer than the group's timeout.
         """
         if self._work is None:
             return
@@ -131,19 +116,17 @@ class Bucket:
         self._ended = time.perf_counter()
 
     def _time(self) -> GradientTime:
-        if self.device.type == "cuda":  # where only the device knows
+        if self.device.type == "cuda":  # only the device knows the end
             torch.cuda.synchronize(self.device)
         end = time.perf_counter() if self._ended is None else self._ended
         size = self._flat.numel() * self._flat.element_size()
         return GradientTime(self.stage, size, self._started, end)
 
     def write_back(self, factor: float, present: Sequence[bool]) -> None:
-        """Make each gradient the sum times ``factor``.
+        """Set each gradient to the sum times ``factor``.
 
-        Args:
-            factor: One over the weight of all replicas together.
-            present: For each parameter, whether any replica has a gradient that counts. Where none
-                has, there is no gradient, as in the plain model.
+        Where ``present`` is False, no replica has a gradient that counts, and the parameter gets
+        none, as in the plain model.
         """
         gradients, views = [], []
         for parameter, view, anywhere in zip(self.parameters, self._views, present, strict=True):
@@ -164,7 +147,7 @@ class Bucket:
         _copy_times(factor, views, gradients)
 
     def _pack(self, weight: float) -> None:
-        if weight == 0.0:  # not a factor: what does not count may be infinite
+        if weight == 0.0:  # no multiplication: a gradient that does not count may be infinite
             self._flat.zero_()
             return
         gradients, views = [], []
@@ -189,11 +172,7 @@ class Bucket:
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
-        """Run the body after all gradients of the bucket, with its device current.
-
-        The thread that completes the order may be another device's, whose streams know nothing of
-        these gradients.
-        """
+        """Run the body on a stream that waits for all gradients, in a thread of any device."""
         if self.device.type != "cuda":
             yield
             return
@@ -210,13 +189,10 @@ def make_buckets(
     dtype: torch.dtype | None,
     group: dist.ProcessGroup | None = None,
 ) -> list[Bucket]:
-    """Return the buckets of all stages, in the order in which they are launched.
+    """Return the buckets of all stages, given from first to last, in launch order.
 
-    Args:
-        stages: Trainable parameters of each stage, from the first to the last.
-        bucket_bytes: Bytes of a bucket on the wire; a parameter that has more is a bucket alone.
-        dtype: What gradients travel as; None: float32, and float64 for float64 gradients.
-        group: Whose processes have the same parameters; None: all.
+    A parameter larger than ``bucket_bytes`` on the wire has a bucket alone. ``dtype`` is the type
+    on the wire; None is float32, and float64 for float64 gradients.
     """
     buckets = []
     for index in reversed(range(len(stages))):
@@ -235,11 +211,7 @@ def make_buckets(
 
 
 def check_wire(reduce_dtype: torch.dtype | None, bucket_bytes: int, num_replicas: int) -> None:
-    """Refuse a way to send gradients that cannot be gone.
-
-    Raises:
-        ConfigurationError: Names the argument, its value and what is allowed.
-    """
+    """Raise a ConfigurationError for a type or size of buckets that cannot be sent."""
     if reduce_dtype is not None and reduce_dtype not in WIRE_DTYPES:
         raise ConfigurationError(
             f"reduce_dtype={reduce_dtype!r}: None (float32, and float64 for float64 "
@@ -265,7 +237,7 @@ def _copy_times(factor: float, sources: list[Tensor], targets: list[Tensor]) -> 
     if factor == 1.0:
         torch._foreach_copy_(targets, sources)
     elif alike and not sources[0].is_cuda:
-        # One pass over memory where there would be two; on a GPU many small kernels cost more.
+        # One pass over memory instead of two; on a GPU many small kernels would cost more.
         for source, target in zip(sources, targets, strict=True):
             torch.mul(source, factor, out=target)
     elif sources[0].dtype.itemsize > min(t.dtype.itemsize for t in targets):

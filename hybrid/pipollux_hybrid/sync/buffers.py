@@ -1,9 +1,9 @@
-"""Buffers (running statistics, counters, …) that are the same on all replicas after an iteration.
+"""Keeps buffers (running statistics, counters, …) the same on all replicas after an iteration.
 
-Each replica's layers see other samples, so buffers that layers change drift apart. As with
-DistributedDataParallel rank 0's are taken. Layers that know a better way, such as a batch
-normalisation that adds its sums up over the replicas, name the buffers they look after in a method
-``combined_buffers()`` and call :func:`all_reduce_sum`.
+Each replica's layers see other samples, so buffers that layers change drift apart. As in
+DistributedDataParallel, rank 0's values win. A layer with a better way, such as a batch
+normalisation that sums over the replicas, lists the buffers that it combines in a method
+``combined_buffers()`` and calls :func:`all_reduce_sum`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from pipollux_hybrid.job.peers import lost_peers
 __all__ = ["BufferSynchronizer", "CombinesBuffers", "all_reduce_sum", "broadcast_tensors"]
 
 CHUNK_BYTES = 256 * 2**20
-"""Tensors are broadcast together in chunks of so many bytes."""
+"""Size of the chunks in which tensors are broadcast."""
 
 
 @runtime_checkable
 class CombinesBuffers(Protocol):
-    """A layer that brings some of its buffers to the same values on all replicas by itself.
+    """A layer that itself makes some of its buffers equal on all replicas.
 
     Example::
 
@@ -43,15 +43,10 @@ class CombinesBuffers(Protocol):
 
 
 class BufferSynchronizer:
-    """Makes changed buffers rank 0's at the end of each iteration.
+    """Sets changed buffers to rank 0's at the end of each iteration.
 
-    Whether any buffer changed on any replica is found out along with the gradients: every replica
-    adds its :meth:`report` to what travels anyway, and gives the sum to :meth:`synchronize`.
-
-    Args:
-        module: The layers.
-        num_replicas: Number R of replicas.
-        group: Whose processes have the same layers; None: all.
+    Every replica adds its :meth:`report` to the iteration totals and gives the sum to
+    :meth:`synchronize`, so detecting a change costs no collective.
     """
 
     def __init__(
@@ -74,33 +69,23 @@ class BufferSynchronizer:
         return cls(module, ctx.env.num_replicas, group)
 
     def rejoin(self, num_replicas: int, group: dist.ProcessGroup | None) -> None:
-        """Go on with another number of replicas, which have the same buffers.
-
-        Args:
-            num_replicas: Number R of them.
-            group: Whose processes have the same layers now; None: all.
-        """
+        """Go on with another number of replicas, which have the same buffers."""
         self._num_replicas, self._group = num_replicas, group
         self._seen = self._versions()
 
     def report(self) -> list[float]:
-        """Return whether a buffer changed since the last synchronisation, and their sizes."""
+        """Return whether a buffer changed since the last synchronisation, and the buffers' size."""
         size = float(sum(t.numel() * t.element_size() for _, t in self._buffers()))
         return [float(self._changed()), size, size * size]
 
     def synchronize(self, total: Sequence[float]) -> None:
-        """Bring the buffers together where the reports of all replicas call for it.
-
-        Args:
-            total: Sum of the reports of all replicas.
-
-        Raises:
-            SynchronizationError: The buffers are not of the same sizes on all replicas.
+        """Broadcast the buffers if ``total``, the sum of all replicas' reports, calls for it.
+        Raises a SynchronizationError if their sizes differ between replicas.
         """
         changed, size, square = total
         if not changed:
             return
-        # The variance of the sizes; they are whole numbers, so it is exact up to 2**26 bytes.
+        # The variance of the sizes, exact up to 2**26 bytes, as they are whole numbers.
         if self._num_replicas * square - size * size > 1e-9 * square:
             largest = max(self._buffers(), key=lambda item: item[1].numel())[0]
             raise SynchronizationError(
@@ -113,7 +98,7 @@ class BufferSynchronizer:
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         for prefix, layer, own in self._layers:
-            if not layer._buffers:  # at every step, and most layers have none
+            if not layer._buffers:  # fast path of every step: most layers have none
                 continue
             for name, tensor in layer.named_buffers(recurse=False):
                 if name not in own:
@@ -127,23 +112,18 @@ class BufferSynchronizer:
         )
 
     def _versions(self) -> list[tuple[Tensor, int]]:
-        """Return tensors with their versions: a change in place or a new tensor both show."""
+        """Return tensors with versions: both a change in place and a new tensor show."""
         return [(tensor, tensor._version) for _, tensor in self._buffers()]
 
 
 def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Overwrite tensors by rank 0's, those of a device together; every replica calls it.
-
-    Args:
-        tensors: Of any types and shapes, the same on all replicas.
-        group: Whose processes have them, the first of which gives its own; None: all.
-    """
-    # NCCL carries nothing that is not on a GPU, and layers may not be placed yet.
+    """Overwrite tensors, of any types, by those of the first process in ``group``; collective."""
+    # NCCL sends GPU tensors only, and layers may not be placed yet.
     nccl = dist.get_backend() == "nccl"
     fallback = torch.device("cuda", torch.cuda.current_device()) if nccl else None
     for chunk in _chunks(tensors):
         device = chunk[0].device if chunk[0].is_cuda or fallback is None else fallback
-        # As bytes all types go together, also those that cannot be added.
+        # As bytes, tensors of all types go together.
         pieces = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in chunk]
         flat = torch.cat(pieces).to(device)
         with _reaching_peers("while taking what replica 0 has"):
@@ -153,19 +133,15 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup | None
         parts = flat.split([piece.numel() for piece in pieces])
         with torch.no_grad():
             for tensor, part in zip(chunk, parts, strict=True):
-                # A copy begins at an aligned address, which a view of other types needs.
+                # A copy starts at an aligned address, as a view of another type needs.
                 tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
 
 def all_reduce_sum(tensors: Sequence[Tensor]) -> None:
-    """Sum tensors over all replicas, in place, those of a device and type together.
+    """Sum tensors over all replicas, in place; collective, with tensors of the same shapes.
 
-    Every replica calls it at the same point with tensors of the same shapes, also one whose last
-    batch does not count (with zeros). With one replica it does nothing. For layers that keep sums
-    over a batch, see :class:`CombinesBuffers`.
-
-    Args:
-        tensors: Floating-point or integer tensors of any shapes.
+    Tensors are floating-point or integer. A replica whose last batch does not count takes part with
+    zeros. For layers that keep sums over a batch, see :class:`CombinesBuffers`.
     """
     ctx = context.current()
     among = ctx.mesh.replicas if ctx is not None and ctx.mesh is not None else None
@@ -191,7 +167,7 @@ def _reaching_peers(when: str) -> Iterator[None]:
 
 
 def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield tensors of one device in order, up to a number of bytes, without empty ones."""
+    """Yield non-empty tensors of one device in order, in chunks of about CHUNK_BYTES."""
     devices: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():

@@ -1,7 +1,7 @@
-"""Timing how long training waits for other replicas after its last gradient.
+"""Times how long training waits for other replicas after its last gradient.
 
 On CPUs the host waits, and the clock is read. On CUDA devices streams wait: events time them, and
-they are read when they are over, at a later step, so that nothing waits for them.
+are read at a later step, once they are over, so that timing never blocks.
 """
 
 from __future__ import annotations
@@ -18,11 +18,7 @@ Span = tuple[torch.cuda.Event, torch.cuda.Event]
 
 
 class CommTimer:
-    """Times the end of each synchronising backward.
-
-    Args:
-        devices: The devices that gradients are on.
-    """
+    """Times the end of each synchronising backward."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._cuda = sorted({d for d in devices if d.type == "cuda"}, key=str)
@@ -37,12 +33,7 @@ class CommTimer:
         self._events = [self._record(device) for device in self._cuda]
 
     def stop(self) -> float:
-        """Stop: the averages are complete.
-
-        Returns:
-            Seconds since :meth:`start`; where there are CUDA devices those of the latest step that
-            is known to be over, the longest of its devices.
-        """
+        """Return seconds since :meth:`start`; with CUDA those of a step that is over."""
         if not self._cuda:
             return time.perf_counter() - self._started
         ends = [self._record(device) for device in self._cuda]

@@ -14,14 +14,8 @@ CACHED = 1 << 16
 
 
 def product(one: Tensor, other: Tensor, weights: Tensor | None) -> Tensor:
-    """Return the inner product of two gradients, as a tensor without dimensions.
-
-    Called for every gradient of a measured step, so it makes as few passes over memory as it can.
-
-    Args:
-        one: Of any shape; complex numbers count as two real ones.
-        other: Of the same shape; ``one`` itself for its squared norm.
-        weights: What each product counts, as many as there are real numbers; None: 1.
+    """Return the inner product of two gradients of one shape, as a tensor without dimensions, in
+    few passes. ``weights`` has one factor per real number; a complex number counts as two.
     """
     a = _flat(one)
     b = a if other is one else _flat(other)
@@ -30,7 +24,7 @@ def product(one: Tensor, other: Tensor, weights: Tensor | None) -> Tensor:
     weights = weights.reshape(-1)
     if a.is_cuda or a.numel() <= CACHED:
         return torch.dot(a, b * weights)
-    # Products that stay in the cache: on a CPU a third faster than one pass after the other.
+    # Products that stay in the cache are a third faster on a CPU than two full passes.
     parts = zip(a.split(CACHED), b.split(CACHED), weights.split(CACHED), strict=True)
     return torch.stack([torch.dot(x, y * w) for x, y, w in parts]).sum()
 
@@ -45,10 +39,7 @@ def _flat(gradient: Tensor) -> Tensor:
 
 
 class NormSum:
-    """Σ factor · |c|² over gradients c that arrive one by one.
-
-    Each takes one small kernel as it comes; the rest is done for many at once.
-    """
+    """Σ factor · |c|² over gradients c that arrive one by one, each with one small kernel."""
 
     def __init__(self) -> None:
         self._waiting: list[Tensor] = []
@@ -79,11 +70,7 @@ class NormSum:
 
 
 def sum_products(gradients: Iterable[tuple[Tensor, Tensor, Tensor | None]]) -> float:
-    """Return the inner product of two lists of gradients; each device is waited for once.
-
-    Args:
-        gradients: Arguments of :func:`product`, for each parameter.
-    """
+    """Return the inner product of two lists of gradients, waiting once per device."""
     terms: dict[torch.device, list[Tensor]] = {}
     for one, other, weights in gradients:
         terms.setdefault(one.device, []).append(product(one, other, weights).double())

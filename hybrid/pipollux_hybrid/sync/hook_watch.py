@@ -1,13 +1,13 @@
-"""Rejecting hooks of the script that train within a backward, or need the whole gradient.
+"""Rejects hooks of the script that train within a backward, or need the whole gradient.
 
 PyTorch has recipes that step an optimizer as soon as a parameter's gradient has arrived, and drop
-the gradient (``register_post_accumulate_grad_hook``). Here that gradient is one micro-batch's, of
-one replica, and the step would come before the sum. So parameters that bear a hook of the script
-are compared before and after it.
+the gradient (``register_post_accumulate_grad_hook``). In a pipeline that gradient is of one
+micro-batch and one replica, and the step would precede the sum. So parameters with a hook of the
+script are compared before and after it.
 
-Hooks may also return another gradient (``register_hook``). What is proportional to the gradient,
-such as a mask, gives the same whether it is applied to the parts or to their sum; what clips or
-adds something does not. So such hooks are called once more, with a multiple of the gradient.
+Hooks may also return another gradient (``register_hook``). A result proportional to the gradient,
+such as a mask, is the same whether the hook runs on the parts or on their sum; clipping or adding
+is not. So such hooks are called once more, with a multiple of the gradient.
 """
 
 from __future__ import annotations
@@ -24,17 +24,12 @@ from pipollux_hybrid.errors import SynchronizationError
 __all__ = ["HookWatch"]
 
 COMPARED_BACKWARDS = 3
-"""Backwards, from the first with hooks on, in which values are compared as well."""
+"""Backwards, from the first with hooks, that also compare values."""
 HALF = 65504.0
-"""Largest number of float16."""
 
 
 class HookWatch:
-    """Watches the parameters that bear hooks of the script.
-
-    Args:
-        stages: Names and parameters of each stage.
-    """
+    """Watches the parameters that have hooks of the script."""
 
     def __init__(self, stages: Sequence[Sequence[tuple[str, nn.Parameter]]]) -> None:
         self._named = [item for named in stages for item in named]
@@ -45,11 +40,7 @@ class HookWatch:
         self._backwards = 0
 
     def begin(self, *, in_parts: bool) -> None:
-        """Begin a backward: watch the parameters that bear hooks now.
-
-        Args:
-            in_parts: Whether gradients are sums of several that hooks are called with.
-        """
+        """Begin a backward; ``in_parts``: hooks are called with parts of the gradient."""
         self.release()
         self._names = {p: name for name, p in self._named if _is_hooked(p)}
         if not self._names:
@@ -58,11 +49,11 @@ class HookWatch:
         for parameter in self._names:
             hooks: Any = parameter._backward_hooks or {}
             present = dict(hooks)
-            # Hooks are called as they were registered, so others are registered again after it.
+            # Hooks run in registration order, so the others are registered again after this one.
             hooks.clear()
             first = parameter.register_hook(self._note(parameter))
             hooks.update(present)
-            # The hook that was registered last is called last.
+            # The hook registered last runs last.
             last = parameter.register_post_accumulate_grad_hook(self._compare)
             self._handles += [first, last]
             if in_parts and self._backwards <= COMPARED_BACKWARDS:
@@ -70,17 +61,13 @@ class HookWatch:
                 self._handles.append(parameter.register_hook(self._check(parameter, changing)))
 
     def end(self) -> None:
-        """End a backward.
-
-        Raises:
-            SynchronizationError: A gradient that had arrived is gone.
-        """
+        """End a backward; raise a SynchronizationError if a gradient that had arrived is gone."""
         for parameter in self._before:
             self._compare(parameter)
         self.release()
 
     def release(self) -> None:
-        """Watch no more, as the job ends or another backward begins."""
+        """Stop watching."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -120,11 +107,11 @@ class HookWatch:
         return check
 
     def _compare(self, parameter: Tensor) -> None:
-        assert isinstance(parameter, nn.Parameter)  # noqa: S101  # hooks are on these alone
+        assert isinstance(parameter, nn.Parameter)  # noqa: S101  # hooks are on parameters only
         version, copy = self._before[parameter]
         changed = parameter._version != version
         if copy is not None and not changed:
-            # As bytes, in which a NaN equals itself.
+            # As bytes, so that a NaN equals itself.
             changed = not torch.equal(_bytes(copy), _bytes(parameter.detach()))
         if not changed and parameter.grad is not None:
             return
@@ -138,7 +125,6 @@ class HookWatch:
 
 
 def _is_hooked(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter bears a hook that is not this package's."""
     hooks: Sequence[Mapping[int, Any] | None] = (
         parameter._backward_hooks,
         parameter._post_accumulate_grad_hooks,

@@ -1,13 +1,11 @@
-"""Numbers that the replicas sum at the end of an iteration, beside the gradients.
+"""Numbers that the replicas sum at the end of an iteration, besides the gradients.
 
-These few numbers need every digit, where gradients may travel in 16 bits; and they are known to the
-host, where gradients may be on a GPU. So they are one small float64 vector over gloo, which is on
-its way together with the last bucket, and takes along what the replicas tell each other at a step
-boundary (:mod:`pipollux_hybrid.job.control_plane`).
+They need every digit, where gradients may travel in 16 bits, and the host knows them, where
+gradients may be on a GPU. So they form one small float64 vector over gloo, sent together with the
+last bucket and the messages of a step boundary (:mod:`pipollux_hybrid.job.control_plane`).
 
-Where each stage has a process the vector comes last. Whoever has its sum then knows that all others
-have come to it, with everything that the iteration takes of other replicas. So it is what decides
-whether the iteration counts, should a replica die in it: for all stages of a replica alike.
+A multi-process pipeline sends it last. A process with its sum knows that all others have completed
+the iteration, so it decides for all stages alike whether the iteration counts if a replica dies.
 """
 
 from __future__ import annotations
@@ -32,9 +30,9 @@ class IterationTotals:
     samples: float
     """Samples of the iteration that count."""
     weight: float
-    """What sums of the loss are divided by: samples, or the weights of the loss."""
+    """Denominator of the loss: samples, or the weights of the loss."""
     part_samples: float
-    """Those of its last part."""
+    """Samples of its last part."""
     estimates: float
     """Independent gradient estimates."""
     sqr: float
@@ -46,13 +44,13 @@ class IterationTotals:
     parameters: Sequence[float]
     """:meth:`~pipollux_hybrid.sync.parameter_check.ParameterCheck.report`, or nothing."""
     differing: float = 0.0
-    """Of sums: processes whose stage has other parameters on other replicas."""
+    """In sums: processes whose stage's parameters differ between replicas."""
     buffers: Sequence[float]
     """:meth:`~pipollux_hybrid.sync.buffers.BufferSynchronizer.report`, or nothing."""
     late: Sequence[float]
     """For each bucket, replicas where a gradient came after it had been sent."""
     present: Sequence[float]
-    """For each parameter, in the order of buckets, replicas with a gradient that counts."""
+    """For each parameter, in bucket order, replicas with a gradient that counts."""
 
     def sum_over_replicas(
         self,
@@ -64,17 +62,14 @@ class IterationTotals:
         """Return the sums over all replicas, each of which calls this.
 
         Args:
-            control: Adds numbers up over all processes.
-            mesh: Adds them up over those that run the same stage, which alone have the same
-                parameters; None where all have.
-            settle: Called with the sums of ``late`` and ``buffers`` where there is a mesh: does
-                what else needs other replicas in this iteration.
-            differs: Called with the sums of ``parameters``: whether they are those of replicas that
-                differ.
+            control: Sums over all processes.
+            mesh: Sums over the processes with the same parameters; None where all have the same.
+            settle: With a mesh, communicates the rest, given sums of ``late`` and ``buffers``.
+            differs: Whether these sums of ``parameters`` show that replicas differ.
 
         Raises:
-            SynchronizationError: A peer is gone, or takes longer than the group's timeout, or
-                sent a summary of other parameters.
+            SynchronizationError: A peer is gone, is slower than the timeout, or has other
+                parameters.
         """
         head = [self.samples, self.weight, self.part_samples, self.estimates, self.sqr]
         head += [self.unmeasurable, self.nonfinite]
@@ -98,9 +93,9 @@ class IterationTotals:
                 differing = failure is None and differs(tail[parameters])
                 totals = control.ride([*head, float(differing)], failure)
         except SynchronizationError:
-            raise  # a replica is elsewhere, which the message says
+            raise  # its message names the replica at another point
         except RuntimeError as error:
-            # Or one trains other parameters, which gloo says by itself.
+            # A peer may also train other parameters, which gloo's error shows.
             raise lost_peers("while averaging gradients", error) from error
         return IterationTotals(
             samples=totals[0],

@@ -1,16 +1,15 @@
-"""Whether all replicas hold the same parameters in the first steps, at no extra collective.
+"""Checks in the first steps that all replicas hold the same parameters, without a collective.
 
-Wrapping gives all replicas rank 0's parameters. A layer that sets its weights from the first
-samples that it sees gives each replica others, and so does a script that changes weights on one
-replica; from there on each replica trains another model. So in the first steps each replica adds a
-digest of its parameters to the numbers that are summed with the gradients
-(:mod:`pipollux_hybrid.sync.iteration_totals`). With R replicas, rank 0 adds R - 1 times its own,
-and each other replica its own times -1: whole numbers whose sums are below 2**53, which float64
-holds exactly in any order. The sum is zero if all digests are equal. Otherwise it is not, but for
-one case in 2**32. Then all processes of the job exchange what they hold, and decide alike.
+Wrapping gives all replicas rank 0's parameters. If a layer then sets its weights from the first
+samples, or a script changes weights on one replica, each replica trains another model. So in the
+first steps each replica adds a digest of its parameters to the iteration totals
+(:mod:`pipollux_hybrid.sync.iteration_totals`). With R replicas, rank 0 adds R - 1 times its digest
+and each other replica its digest times -1: whole numbers whose sums are below 2**53, exact in
+float64 in any order. The sum is zero if all digests are equal, else only in one case in 2**32. If
+it is not zero, all processes of the job exchange digests and decide alike.
 
 Until the first optimizer step parameters must be equal bit by bit. After it they may differ by
-rounding, as machines of different kinds do not round an optimizer's step alike.
+rounding, as between machines of different kinds.
 """
 
 from __future__ import annotations
@@ -32,33 +31,27 @@ from .replica_check import tensor_digest
 __all__ = ["CHECKED", "ParameterCheck"]
 
 CHECKED = 3
-"""Synchronisations in which parameters are compared, at the start and after replicas have joined or
-left."""
+"""Synchronisations that compare parameters, at the start and after replicas have joined or left."""
 ROUNDING, ROUNDING_OF_DOUBLES = 3e-4, 1e-8
-"""Difference, by a tensor's norm, that rounding may make in the first steps."""
+"""Difference due to rounding in the first steps, relative to a tensor's norm."""
 CHUNK = 1 << 20
 """Numbers of a parameter that are copied to the CPU at once."""
 LOG = logging.getLogger(__name__)
 
 
 class _Held(NamedTuple):
-    """What a replica holds of a parameter."""
-
     digest: str
     projection: float
     """Sum of its numbers, each times a factor that is the same on all replicas."""
     norm: float
     tolerance: float
-    """Difference of projections, by the norm, that rounding may make."""
+    """Difference of projections due to rounding, relative to the norm."""
 
 
 class ParameterCheck:
     """Compares parameters between replicas in the first synchronisations of a membership.
 
-    Args:
-        module: The layers; of this process's stage where each has one.
-        ctx: The job's context.
-        step: Returns the number of optimizer steps taken, for the message.
+    ``module`` has this process's layers; ``step`` returns the optimizer step, for the message.
     """
 
     def __init__(self, module: nn.Module, ctx: JobContext, step: Callable[[], int]) -> None:
@@ -68,21 +61,20 @@ class ParameterCheck:
 
     @property
     def due(self) -> bool:
-        """Whether the coming synchronisation compares them."""
+        """Whether the next synchronisation compares parameters."""
         return self._context.env.num_replicas > 1 and self._compared < CHECKED
 
     def stepped(self) -> None:
-        """Note a step of the optimizer, after which parameters may differ by rounding."""
+        """Record an optimizer step, after which parameters may differ by rounding."""
         self._stepped = True
 
     def rejoin(self) -> None:
-        """Begin again with other replicas, the surviving ones of which have stepped."""
+        """Start again with other replicas; the surviving ones have stepped."""
         self._compared, self._stepped = 0, True
 
     def report(self) -> list[float]:
-        """Return whether this replica compares, and its share of a sum that is zero if all agree.
-
-        As many numbers in every step, whether it compares or not; none without parameters.
+        """Return whether this replica compares, and its term of a sum that is zero if all agree;
+        the same length in every step, empty without parameters.
         """
         env = self._context.env
         if env.num_replicas == 1 or next(self._module.parameters(), None) is None:
@@ -96,21 +88,12 @@ class ParameterCheck:
         return [1.0, float(share)]
 
     def differs(self, total: Sequence[float]) -> bool:
-        """Return whether the sum of all reports says that replicas differ.
-
-        Args:
-            total: Of this stage's replicas.
-        """
+        """Return whether the sum of the reports of this stage's replicas shows a difference."""
         return bool(total) and total[0] == self._context.env.num_replicas and total[1] != 0.0
 
     def end(self, *, differing: bool) -> None:
-        """End a synchronisation; all processes of the job do.
-
-        Args:
-            differing: Whether replicas differ in any stage, the same in all processes.
-
-        Raises:
-            SynchronizationError: They do, by more than rounding; in all processes.
+        """End a synchronisation; raise a SynchronizationError, in all processes, if replicas are
+        ``differing`` in any stage by more than rounding.
         """
         if differing:
             self._compare()
@@ -152,7 +135,7 @@ class ParameterCheck:
         )
 
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Return the parameters as values: whether one is trained does not belong to them."""
+        """Return detached parameters: ``requires_grad`` is not compared."""
         return ((name, parameter.detach()) for name, parameter in self._module.named_parameters())
 
 
@@ -182,12 +165,7 @@ def _project(name: str, parameter: Tensor) -> tuple[float, float]:
 
 
 def _is_alike(row: Sequence[_Held | None], *, exact: bool) -> bool:
-    """Return whether replicas hold the same of a parameter.
-
-    Args:
-        row: What each has; None: no such parameter.
-        exact: Bit by bit, or but for rounding.
-    """
+    """Return whether replicas hold the same parameter, bit by bit if ``exact``; None: missing."""
     first, *others = row
     return all(
         first is not None

@@ -1,8 +1,7 @@
-"""Hooks on parameters, there only while something depends on when gradients arrive.
+"""Hooks on parameters, installed only while something depends on when gradients arrive.
 
-A hook in Python takes some microseconds at every gradient, which is much in a step of a few
-milliseconds. So they are set for the backwards that count or measure, and taken away for others,
-where comparing the gradients before and after is enough.
+A Python hook takes some microseconds per gradient, which matters in a step of a few milliseconds.
+So hooks are set for backwards that count or measure; others compare the gradients before and after.
 """
 
 from __future__ import annotations
@@ -20,16 +19,11 @@ from pipollux_hybrid.job.context import current
 __all__ = ["ParameterHooks", "Watched", "refuse_sparse"]
 
 Named = Sequence[Sequence[tuple[str, nn.Parameter]]]
-"""Names and parameters of each stage."""
 
 
 class ParameterHooks:
-    """The hooks of all stages' parameters, gone when the job ends.
-
-    Args:
-        on_gradient: Called as (stage index, name, parameter, gradient) with each gradient before it
-            is added to what the parameter has.
-        on_arrival: Called as (stage index, name, parameter) after it was added.
+    """The hooks of all stages' parameters, removed when the job ends: called as (stage index, name,
+    parameter, gradient) before a gradient is added, and as (stage, name, parameter) after it.
     """
 
     def __init__(
@@ -42,11 +36,11 @@ class ParameterHooks:
         self._gradients: dict[nn.Parameter, RemovableHandle] = {}
         self._arrivals: dict[nn.Parameter, RemovableHandle] = {}
         if (ctx := current()) is not None:
-            # They hold what they call, which holds the parameters: all would stay for ever.
+            # Hooks and parameters refer to each other and would never be freed.
             ctx.closers.append(lambda: self.set((), gradients=False, arrivals=False))
 
     def set(self, stages: Named, *, gradients: bool, arrivals: bool) -> None:
-        """Have these hooks on the parameters of the stages from now on, and no others."""
+        """Install these hooks on the parameters of the stages, and remove all others."""
         _adjust(self._gradients, stages if gradients else (), self._hook_gradient)
         _adjust(self._arrivals, stages if arrivals else (), self._hook_arrival)
 
@@ -75,22 +69,14 @@ def _adjust(
 
 
 class Watched:
-    """Gradients as they were before a backward, to be compared with those after it.
-
-    Args:
-        stages: Names and parameters of each stage.
-    """
+    """Gradients as they were before a backward, to be compared with those after it."""
 
     def __init__(self, stages: Named) -> None:
         self._stages = stages
         self._before = [_state(p.grad) for named in stages for _, p in named]
 
     def changed(self) -> bool:
-        """Return whether any parameter has received a gradient since.
-
-        Raises:
-            SynchronizationError: One has a sparse gradient.
-        """
+        """Return whether any gradient has arrived; a sparse one is a SynchronizationError."""
         changed, before = False, iter(self._before)
         for index, named in enumerate(self._stages):
             for name, parameter in named:
@@ -107,11 +93,7 @@ def _state(gradient: Tensor | None) -> tuple[Tensor | None, int]:
 
 
 def refuse_sparse(stage: int, name: str, gradient: Tensor | None) -> None:
-    """Refuse a sparse gradient.
-
-    Raises:
-        SynchronizationError: It is one; the message names the parameter.
-    """
+    """Refuse a sparse gradient with a SynchronizationError that names the parameter."""
     if gradient is not None and gradient.is_sparse:
         raise SynchronizationError(
             f"parameter {name!r} of stage {stage} has a sparse gradient, which is not averaged: "

@@ -1,11 +1,10 @@
-"""Counting the gradients of one backward, and sending each bucket when its last one is in.
+"""Counts the gradients of a backward and sends each bucket when it is complete.
 
-A bucket is complete when each of its parameters has received a gradient once a pass. Buckets go in
-a fixed order, each when all before it have gone, so all replicas send the same ones in the same
-order whatever their timing. Counts only decide *when* a bucket goes. Should a gradient come after
-its bucket has gone (two losses of one model in one backward, a layer that was not used in the step
-before), the bucket is late, all replicas hear of it at the end of the backward, and it goes
-again.
+A bucket is complete when each of its parameters has received one gradient per pass. Buckets are
+sent in a fixed order, the same on all replicas whatever their timing. Counts only decide *when* a
+bucket is sent. If a gradient arrives later (two losses of one model in one backward, a layer that
+was not used in the step before), the bucket is late: all replicas learn this at the end of the
+backward and send it again.
 """
 
 from __future__ import annotations
@@ -22,20 +21,16 @@ from .bucket import Bucket, make_buckets
 __all__ = ["Reducer"]
 
 MOST_AHEAD = 4 << 30
-"""Bytes of gradients for which buckets are made ahead: others wait for it, for some seconds."""
+"""Bytes of gradients up to which buckets are allocated ahead; more would take seconds."""
 HOLD = 20
-"""Synchronisations for which buckets wait for the end of the backward after one was late."""
+"""Synchronisations in which buckets wait for the end of the backward after one was late."""
 
 
 class Reducer:
-    """Gradients that have arrived in the backward under way, and the buckets they fill.
+    """Gradients that have arrived in the current backward, and the buckets they fill.
 
-    Args:
-        dtype: What gradients travel as; None: :func:`~pipollux_hybrid.sync.bucket.make_buckets`
-            chooses.
-        bucket_bytes: Bytes of a bucket on the wire.
-        buckets_wanted: Whether anything will travel; with one replica nothing does.
-        group: Whose processes have the same parameters; None: all.
+    Without ``buckets_wanted``, as with one replica, nothing is sent; otherwise see
+    :func:`~pipollux_hybrid.sync.bucket.make_buckets`.
     """
 
     def __init__(
@@ -51,7 +46,6 @@ class Reducer:
         self._bucket_bytes = bucket_bytes
         self._buckets_wanted = buckets_wanted
         self.parameters: list[nn.Parameter] = []
-        """Trainable parameters in this backward."""
         self.buckets: list[Bucket] = []
         self._bucket_of: dict[nn.Parameter, Bucket] = {}
         self._counts: dict[nn.Parameter, int] = {}
@@ -63,11 +57,11 @@ class Reducer:
         self._weight: float | None = None
         self._hold = 0
         self.overlap = True
-        """Whether buckets go while the backward is still under way."""
+        """Whether buckets are sent during the backward."""
 
     @property
     def passes(self) -> int:
-        """How often each parameter is expected to receive a gradient."""
+        """Expected number of gradients of each parameter."""
         return self._separate + self._shared
 
     @property
@@ -77,7 +71,7 @@ class Reducer:
 
     @property
     def surplus(self) -> bool:
-        """Whether a parameter received gradients that do not come from a micro-batch."""
+        """Whether a parameter received gradients that come from no micro-batch."""
         return any(count > self.passes for count in self._counts.values())
 
     def count(self, parameter: nn.Parameter) -> int:
@@ -85,17 +79,10 @@ class Reducer:
         return self._counts.get(parameter, 0)
 
     def successor(self, num_replicas: int, group: dist.ProcessGroup | None) -> Reducer:
-        """Return one for another number of replicas, with the same buckets, as far as it has any.
-
-        What was learnt of backwards is forgotten, as after a restart.
-
-        Args:
-            num_replicas: Number R of replicas.
-            group: Whose processes have the same parameters now; None: all.
-        """
+        """Return a reducer for other replicas, with the same buckets and no history."""
         several = num_replicas > 1
         successor = Reducer(self._dtype, self._bucket_bytes, buckets_wanted=several, group=group)
-        if num_replicas > 1 and self.buckets:  # whose memory is there
+        if num_replicas > 1 and self.buckets:  # their memory is allocated
             successor.parameters, successor.buckets = self.parameters, self.buckets
             successor._bucket_of = self._bucket_of
             for bucket in self.buckets:
@@ -103,9 +90,8 @@ class Reducer:
         return successor
 
     def make_room(self, stages: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Make the buckets of these parameters ahead; in any thread, before it is used.
-
-        The first write to memory costs ten times what the next ones do.
+        """Allocate buckets before the first use, in any thread: the first write to memory costs ten
+        times what later ones do.
         """
         if sum(p.numel() * p.element_size() for stage in stages for p in stage) <= MOST_AHEAD:
             self._lay_out(stages)
@@ -113,14 +99,7 @@ class Reducer:
     def prepare_for_backward(
         self, stages: Sequence[Sequence[nn.Parameter]], plan: BackwardPlan, weight: float | None
     ) -> None:
-        """Prepare for a backward that starts.
-
-        Args:
-            stages: Trainable parameters of each stage.
-            plan: What is expected of it.
-            weight: What this replica's gradients are multiplied by when they are sent; None if this
-                backward does not synchronise.
-        """
+        """Begin a backward; ``weight`` scales gradients on the wire, None: do not synchronise."""
         self._lay_out(stages)
         self._counts = {}
         self._separate, self._shared = plan.num_separate, plan.shares_a_pass
@@ -130,15 +109,15 @@ class Reducer:
         self._count_pending()
 
     def join(self, plan: BackwardPlan, weight: float | None) -> None:
-        """Join another output to the same backward: the passes of both are awaited."""
+        """Add another output to the same backward: the passes of both are awaited."""
         self._separate += plan.num_separate
-        # What is not recomputed meets in one graph, and arrives as one sum.
+        # Micro-batches that are not recomputed share a graph and arrive as one sum.
         self._shared = self._shared or plan.shares_a_pass
         self._weight = weight if self._weight is None else self._weight
         self._count_pending()
 
     def mark_ready(self, parameter: nn.Parameter) -> None:
-        """Mark a gradient of a parameter as received."""
+        """Count a gradient of a parameter; send the buckets that are complete."""
         count = self._counts[parameter] = self._counts.get(parameter, 0) + 1
         bucket = self._bucket_of.get(parameter)
         if bucket is None or self._weight is None:
@@ -157,10 +136,10 @@ class Reducer:
                 self._launch(complete=True)
 
     def flush(self) -> None:
-        """Send what has not been sent at the end of a backward."""
+        """Send the remaining buckets at the end of a backward."""
         self._launch(complete=False)
         self._hold = HOLD if any(b.late for b in self.buckets) else max(self._hold - 1, 0)
-        # Parameters without a gradient are not waited for next time, unless that went wrong once.
+        # Parameters without a gradient are not awaited next time, unless they came late once.
         self._unused = {
             p for p in self.parameters if p not in self._counts and p not in self._surprising
         }
@@ -173,29 +152,18 @@ class Reducer:
                 bucket.relaunch(self._weight)
 
     def wait(self) -> None:
-        """Wait for the sums of all buckets.
-
-        Raises:
-            PeerLostError: A replica is gone.
-        """
+        """Wait for the sums of all buckets; raise a PeerLostError if a replica is gone."""
         for bucket in self.buckets:
             bucket.wait()
 
     def report(self, *, counts: bool) -> tuple[list[bool], list[bool]]:
-        """Return which buckets are late, and which parameters have a gradient.
-
-        Args:
-            counts: Whether this replica has samples that count.
-        """
+        """Return which buckets are late, and which parameters have a gradient that ``counts``."""
         present = [counts and p.grad is not None for b in self.buckets for p in b.parameters]
         return [bucket.late for bucket in self.buckets], present
 
     def write_back(self, factor: float, present: Sequence[float]) -> None:
-        """Make each gradient its sum, which is there, times ``factor``.
-
-        Args:
-            factor: One over the weight of all replicas together.
-            present: For each parameter, in the order of buckets, replicas with a gradient.
+        """Set each gradient to its sum times ``factor``; ``present`` has, for each parameter in
+        bucket order, the number of replicas with a gradient.
         """
         offset = 0
         for bucket in self.buckets:
@@ -219,7 +187,6 @@ class Reducer:
             )
 
     def _lay_out(self, stages: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Make the buckets of these parameters, if they are not there already."""
         parameters = [parameter for stage in stages for parameter in stage]
         if len(parameters) == len(self.parameters) and all(
             a is b for a, b in zip(parameters, self.parameters, strict=True)

@@ -1,8 +1,8 @@
-"""A check for debugging: whether all replicas hold the same parameters and buffers.
+"""A debugging check that all replicas hold the same parameters and buffers, bit by bit.
 
-They must, bit by bit: they began with the same, and every step adds the same averages. If they do
-not, something on one replica changed them outside of ``backward()`` and ``step()``, or is not
-deterministic where it has to be, and the replicas silently diverge.
+They start equal and every step applies the same averages. If they differ, one replica changed them
+outside of ``backward()`` and ``step()``, or is not deterministic where it must be, and the replicas
+silently diverge.
 """
 
 from __future__ import annotations
@@ -22,23 +22,16 @@ from .tied_copies import TiedCopies
 __all__ = ["ReplicaCheck", "check_interval", "tensor_digest"]
 
 DIGEST = 16
-"""Bytes of a digest: 128 bits."""
 WORD = 8
 BLOCK = 1 << 15
-"""Words of a block of large tensors: what a core's cache holds."""
+"""Words of a block of large tensors, which fits into a core's cache."""
 SUMMED = 1 << 16
-"""Bytes from which blocks of a tensor are summed up before they are hashed."""
+"""Bytes from which a tensor is hashed by the checksums of its blocks."""
 
 
 def check_interval(value: bool | int, from_environment: int) -> int:
-    """Return the number of optimizer steps between two comparisons; 0 for never.
-
-    Args:
-        value: ``check_replicas``: True is every step.
-        from_environment: ``PIPOLLUX_CHECK_REPLICAS``, which overrides it unless it is 0.
-
-    Raises:
-        ConfigurationError: The value is negative or no whole number.
+    """Return the optimizer steps between two comparisons, 0 for never: ``PIPOLLUX_CHECK_REPLICAS``
+    if it is not 0, else ``check_replicas``. Raises a ConfigurationError for other values.
     """
     if not isinstance(value, int) or value < 0:
         raise ConfigurationError(
@@ -49,14 +42,7 @@ def check_interval(value: bool | int, from_environment: int) -> int:
 
 
 class ReplicaCheck:
-    """Compares digests of all parameters and buffers between the replicas.
-
-    Args:
-        module: The layers.
-        ctx: The job's context, whose control plane the digests travel over.
-        interval: Every how many optimizer steps; 0 for never.
-        tied: Of which parameters other stages hold copies, if of any.
-    """
+    """Compares digests of parameters and buffers every ``interval`` optimizer steps; 0: never."""
 
     def __init__(
         self,
@@ -72,16 +58,12 @@ class ReplicaCheck:
     def stepped(self, step: int) -> None:
         """Compare the replicas when due; all of them call it after the same optimizer step.
 
-        Args:
-            step: Number of the step in the whole training, for the message.
-
-        Raises:
-            SynchronizationError: Replicas differ; it names the first tensor that does, the step,
-                the ranks and their digests, and it is raised on every replica.
+        Every replica raises a SynchronizationError with the first tensor that differs, the step,
+        the ranks and their digests.
         """
         if self._interval and step % self._interval == 0:
             with self._control.losses.noting():
-                self._control.check()  # that all are here
+                self._control.check()  # all replicas must be here
                 self.compare(step)
 
     def compare(self, step: int) -> None:
@@ -143,7 +125,7 @@ class ReplicaCheck:
 
 
 def tensor_digest(name: str, tensor: Tensor) -> bytes:
-    """Return what tells a tensor from others: its name, kind, values and whether it is trained."""
+    """Return a digest of a tensor's name, type, shape, values and whether it is trained."""
     about = f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.requires_grad}".encode()
     # As bytes, so that -0.0 is not 0.0 and a NaN equals itself.
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -153,13 +135,10 @@ def tensor_digest(name: str, tensor: Tensor) -> bytes:
 
 
 def _sums(data: Tensor) -> bytes:
-    """Return a checksum of 64 bits for each block of some bytes, at the speed of memory.
+    """Return a checksum of 64 bits per block of uint8 data [a multiple of 8], at memory speed.
 
-    That is the sum of its words, each times an odd number of its own, modulo 2**64: any one word
-    that differs shows, and of others that differ all but one in some 2**63.
-
-    Args:
-        data: uint8, shape [a multiple of 8].
+    It is the sum of the block's words modulo 2**64, each times another odd number: it detects any
+    one word that differs, and misses about one in 2**63 of other differences.
     """
     words = data.view(torch.int64) if data.storage_offset() % WORD == 0 else _aligned(data)
     factors = _factors(words.device)

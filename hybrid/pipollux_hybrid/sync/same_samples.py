@@ -1,10 +1,9 @@
-"""A warning for loops that give every replica the same samples.
+"""Warns of loops that give every replica the same samples.
 
-A plain ``DataLoader`` reads all of its data set on every replica. With the same seed everywhere all
-replicas train on the same batches, and more of them gain nothing. Nobody sees the loader, but its
-first batches can be compared. A loop may shard by itself (a ``DistributedSampler``, an iterable
-data set that reads its share), and equal batches may be meant (synthetic data, one batch to overfit
-on), so that this only warns.
+A plain ``DataLoader`` reads its whole data set on every replica; with one seed all replicas train
+on the same batches, and more replicas gain nothing. The first batches can be compared. A loop may
+shard by itself (a ``DistributedSampler``, an iterable data set), and equal batches may be intended
+(synthetic data, overfitting on one batch), so this only warns.
 """
 
 from __future__ import annotations
@@ -22,11 +21,7 @@ __all__ = ["SameSamples"]
 
 
 class SameSamples:
-    """Compares the batches of the first optimizer step outside of adaptive loops.
-
-    Args:
-        ctx: The job's context; replica 0 warns.
-    """
+    """Compares the batches of the first optimizer step outside of adaptive loops; rank 0 warns."""
 
     def __init__(self, ctx: JobContext) -> None:
         self._context = ctx
@@ -35,11 +30,11 @@ class SameSamples:
         ctx.rejoined.append(self._forget)
 
     def _forget(self) -> None:
-        """Compare no more: replicas that have joined do not know of the first step."""
+        """Stop comparing: joining replicas did not take part in the first step."""
         self._pending = False
 
     def note(self, batch: PyTree) -> None:
-        """Note a batch that the model is called with to train on."""
+        """Record a batch that the model trains on."""
         if not self._pending or self._context.batch.micro_step is not None:
             return
         for tensor in tensors_of(batch):
@@ -51,7 +46,7 @@ class SameSamples:
         if not self._pending or self._context.batch.micro_step is not None:
             return
         self._pending = False
-        self._context.control.check()  # that none has left out the step
+        self._context.control.check()  # no replica may have skipped the step
         everyones = self._context.control.gather(torch.tensor([self._digest]))
         digests = [int(x) for x in everyones[:: self._context.env.processes_per_replica]]
         if self._context.env.leads and self._digest and len(set(digests)) == 1:

@@ -1,4 +1,4 @@
-"""What is done to all gradients of a process at once."""
+"""Operations on all gradients of a process at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def scale_gradients(stages: Sequence[Sequence[tuple[str, nn.Parameter]]], factor
 
 
 def reset_gradients(stages: Sequence[Sequence[tuple[str, nn.Parameter]]], *, zeros: bool) -> None:
-    """Forget the gradients of named parameters, by stage; or have zeros where there are any."""
+    """Drop the gradients of named parameters, by stage; with ``zeros``, zero existing ones."""
     for named in stages:
         for _, parameter in named:
             kept = zeros and parameter.grad is not None

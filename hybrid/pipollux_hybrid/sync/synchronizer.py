@@ -1,21 +1,17 @@
-"""Averaging gradients over the replicas, stage by stage, while earlier stages still compute.
+"""Averages gradients over the replicas, stage by stage, while earlier stages still compute.
 
-DistributedDataParallel cannot do this: it expects each gradient once per backward, where GPipe with
-recomputation delivers one per micro-batch, and it silently loses gradients when the number of
-micro-batches falls. So gradients are counted here (:mod:`pipollux_hybrid.sync.reducer`), and sent
-in buckets (:mod:`pipollux_hybrid.sync.bucket`), from the last stage to the first.
+DistributedDataParallel expects each gradient once per backward, where GPipe with recomputation
+delivers one per micro-batch, and silently loses gradients when the number of micro-batches falls.
+So this package counts gradients (:mod:`pipollux_hybrid.sync.reducer`) and sends them in buckets
+(:mod:`pipollux_hybrid.sync.bucket`), from the last stage to the first.
 
-Every gradient counts by its samples. With n_ra samples and mean gradient g_ra on replica r in
-accumulation step a, parameters end up with
+With n_ra samples and mean gradient g_ra on replica r in accumulation step a, parameters receive
 
     Σ_ra n_ra g_ra / Σ_ra n_ra
 
-which is the gradient of the mean loss over the whole batch, also when shares differ by a sample or
-a replica has none in the last batch of an epoch. Where the loss is a sum S_ra with a weight w_ra,
-g_ra is that of S_ra / n_ra, and the denominator is Σ_ra w_ra.
-
-Counts, norms and flags travel apart from the gradients, as float64 over the CPU
-(:mod:`pipollux_hybrid.sync.iteration_totals`), so that nothing waits for a GPU to learn them.
+the gradient of the mean loss over the whole batch, also when shares differ by a sample or a replica
+has none in the last batch of an epoch. Where the loss is a sum S_ra with a weight w_ra, g_ra is the
+gradient of S_ra / n_ra, and the denominator is Σ_ra w_ra.
 """
 
 from __future__ import annotations
@@ -52,7 +48,7 @@ from .tied_copies import TiedCopies
 __all__ = ["GradientSynchronizer"]
 
 EXPLICIT = -2
-"""In the place of autograd's number of a backward: the beginning and the end are told."""
+"""Stands for autograd's task id where the caller marks the begin and the end of a backward."""
 
 
 class GradientSynchronizer:
@@ -60,19 +56,18 @@ class GradientSynchronizer:
 
     Args:
         stages: Named parameters of each stage.
-        num_replicas: Number R of replicas; with one nothing travels.
-        control: Adds counts and flags up over the replicas, exactly, and knows of lost replicas.
+        num_replicas: Number R of replicas; with one, nothing is sent.
+        control: Sums counts and flags over the replicas and tracks lost replicas.
         preconditioner: Weights of a parameter's squares in norms (Adam's geometry), or None.
-        on_gradient: Called as (stage index) whenever a parameter of the stage received a gradient.
+        on_gradient: Called with the stage index whenever a parameter received a gradient.
         on_finished: Called at the end of each backward, with the result if it synchronised.
-        on_settled: Called before that counts: brings together what layers keep of their batches.
+        on_settled: Called before ``on_finished``: combines per-batch state of layers over replicas.
         parameters: Compares parameters between replicas in the first steps.
-        buffers: What keeps the buffers together, if anything does.
-        reduce_dtype: What gradients travel as: None for float32 (float64 gradients: float64),
-            ``torch.bfloat16`` for half of the bytes.
+        buffers: Synchronises buffers.
+        reduce_dtype: Type on the wire: None for float32 (float64 gradients: float64), or bfloat16.
         bucket_bytes: Bytes of a bucket on the wire.
-        mesh: The groups of this process where each stage has one; its stage is the only one, then.
-        tied: Of which parameters other stages hold copies, if of any.
+        mesh: The groups of this process in a multi-process pipeline; ``stages`` then has one stage.
+        tied: Parameters that other stages hold copies of.
     """
 
     def __init__(
@@ -106,60 +101,47 @@ class GradientSynchronizer:
         self._hooks = ParameterHooks(self._measure, self._arrive)
         self._hook_watch = HookWatch(self._stages)
         self._lock = threading.Lock()
-        # The backward under way.
+        # The current backward.
         self._task: int | None = None
         self._plans: list[BackwardPlan] = []
         self._synchronizes = self._measures = False
         self._watched: Watched | None = None
-        # The iteration under way.
+        # The current iteration.
         self._fresh, self._averaged = True, False
         self._part: object | None = None
         self._samples = self._estimates = 0
         self._loss_weight = 0.0
-        """What this replica's sums of the loss are divided by, so far."""
         self._weighed: BackwardPlan | None = None
-        """Whose weight is still to be added: it is known at the end of its backward."""
+        """The plan whose weight is still to be added: it is known at the end of its backward."""
         self._measurable, self._unit = True, 0
         self._sqr = [NormSum() for _ in self._stages]
         self._nonfinite = False
-        """Whether a loss of this process was not finite."""
-        # What the replicas agreed on in the last one.
+        # Agreed on by the replicas in the last iteration.
         self._finite = True
         self._reference = self._batch_over_part = 1.0
 
     def watch(self, output: PyTree, plan: BackwardPlan) -> None:
-        """Let a plan take effect when the gradient of this output arrives.
-
-        Args:
-            output: Tensor, or PyTree of tensors, that a forward gave.
-            plan: What is to be expected of its backward.
-        """
+        """Apply a plan when the gradient of this output, a PyTree of tensors, arrives."""
         for tensor in tensors_of(output):
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._start_backward, plan))
 
     @contextmanager
     def backward(self, plan: BackwardPlan) -> Iterator[None]:
-        """Let a plan take effect for the backwards within, one for each micro-batch.
-
-        Args:
-            plan: What is to be expected of them together.
-        """
+        """Apply a plan to the backwards in the body, one per micro-batch."""
         with self._lock:
             self._begin(plan, task=EXPLICIT)
         yield
         self._end()
 
     def note_loss(self, loss: Tensor) -> None:
-        """Note the loss of a backward before it ends; one on a GPU is not waited for."""
+        """Record the loss of a backward before it ends; a loss on a GPU is not waited for."""
         if loss.device.type == "cpu" and loss.numel() == 1:
             self._nonfinite |= not math.isfinite(float(loss.detach()))
 
     def agreed(self, loss: Tensor) -> Tensor:
-        """Return the loss of the last backward; NaN if the iteration has another that is.
-
-        So scripts that leave out a step with such a loss do so in all processes, as they would with
-        the loss of the whole batch.
+        """Return the loss of the last backward, or NaN if any loss of the iteration is not finite,
+        so that scripts which skip the step on such a loss skip it in all processes.
         """
         return loss if self._finite else loss * math.nan
 
@@ -170,7 +152,7 @@ class GradientSynchronizer:
             self._parameters.stepped()
 
     def prepare(self, num_replicas: int) -> Callable[[], None]:
-        """Make ready for so many replicas, in any thread; return what takes that in use."""
+        """Allocate buckets for ``num_replicas``, in any thread; return a function to adopt them."""
         reducer = Reducer(*self._wire, buckets_wanted=num_replicas > 1)
         if num_replicas > 1 and not self._reducer.buckets:
             reducer.make_room([[p for _, p in named if p.requires_grad] for named in self._stages])
@@ -182,7 +164,7 @@ class GradientSynchronizer:
         return use
 
     def rejoin(self, num_replicas: int) -> None:
-        """Go on with another number of replicas, as if anew, between two iterations."""
+        """Reset for another number of replicas, between two iterations."""
         check_wire(*self._wire, num_replicas)
         self._num_replicas = num_replicas
         group = self._mesh.replicas if self._mesh else None
@@ -200,7 +182,7 @@ class GradientSynchronizer:
         self._reference = self._batch_over_part = 1.0
         self._nonfinite, self._finite = False, True
 
-    # --- the beginning of a backward -----------------------------------------------------------
+    # --- begin of a backward -------------------------------------------------------------------
 
     def _start_backward(self, plan: BackwardPlan, gradient: Tensor) -> Tensor | None:
         task = torch._C._current_graph_task_id()
@@ -209,7 +191,7 @@ class GradientSynchronizer:
                 self._enter(plan, task)
             elif plan not in self._plans:
                 self._join(plan)
-        # A batch that does not count leaves zeros everywhere, and its hooks all the same.
+        # A batch that does not count gives zeros everywhere, but its hooks still run.
         return None if plan.counted else torch.zeros_like(gradient)
 
     def _enter(self, plan: BackwardPlan, task: int) -> None:
@@ -228,20 +210,19 @@ class GradientSynchronizer:
         self._hook_watch.begin(in_parts=plan.passes > 1 or self._num_replicas > 1)
         self._task, self._plans = task, [plan]
         self._synchronizes = plan.synchronize and not self._losses.void
-        # One gradient for all samples of an iteration: no separate estimates.
+        # A single gradient for the whole iteration gives no separate estimates.
         single = self._fresh and plan.synchronize and plan.passes == self._num_replicas == 1
         if self._fresh:
             self._begin_iteration(plan)
         if plan.part is None or plan.part is not self._part:
             self._account(plan)
         else:
-            self._measurable = False  # two backwards of the same samples: halves of an estimate
+            self._measurable = False  # two backwards of the same samples: halves of one estimate
         self._part = plan.part
         self._measures = plan.measured and plan.counted and not single
         self._prepare_reducer(plan)
 
     def _prepare_reducer(self, plan: BackwardPlan) -> None:
-        """Have gradients counted as they arrive, if anything depends on it."""
         if not (self._num_replicas > 1 or self._measures or plan.timed):
             self._hooks.set((), arrivals=False, gradients=False)
             self._watched = Watched(self._stages)
@@ -253,7 +234,7 @@ class GradientSynchronizer:
         self._watched = None
 
     def _rewind(self) -> Callable[[], None]:
-        """Return a function that undoes the beginning of a backward that turns out to be none."""
+        """Return a function that undoes the begin of a backward without parameter gradients."""
         before = (self._fresh, self._part, self._samples, self._estimates, self._measurable)
         sqr, averaged = list(self._sqr), self._averaged
         weights = self._loss_weight, self._weighed
@@ -270,8 +251,8 @@ class GradientSynchronizer:
     def _begin_iteration(self, plan: BackwardPlan) -> None:
         self._fresh = False
         if self._averaged and plan.part is not None and plan.part is self._part:
-            # A second backward of the part that ended the iteration. What is there is the average
-            # already; in the unit of this part's gradients it stands for B / Σ_r n_r as much.
+            # A second backward of the part that ended the iteration. The gradients are averages
+            # already; in the unit of this part's gradients they count B / Σ_r n_r times as much.
             scale_gradients(self._stages, self._batch_over_part)
             return
         self._samples = self._estimates = self._unit = 0
@@ -282,8 +263,8 @@ class GradientSynchronizer:
     def _account(self, plan: BackwardPlan) -> None:
         if not plan.counted:
             return
-        # Kept gradients stand for Σ n g / unit. With the unit set to the coming step's n, that
-        # step's mean gradient adds with the right weight by itself.
+        # Accumulated gradients are Σ n g / unit. With the unit set to the next step's n, that
+        # step's mean gradient is added with the right weight.
         if plan.weighted and self._unit not in (0, plan.num_samples):
             scale_gradients(self._stages, self._unit / plan.num_samples)
         self._unit = plan.num_samples
@@ -299,7 +280,7 @@ class GradientSynchronizer:
             self._reducer.join(plan, self._weight())
 
     def _weight(self) -> float | None:
-        """Return what gradients are multiplied by when they are sent; None if they are not."""
+        """Return the factor of gradients on the wire; None if they are not sent."""
         if not self._synchronizes or self._num_replicas == 1:
             return None
         # Close to 1 if replicas have the same share of the batch, whatever its size.
@@ -327,12 +308,11 @@ class GradientSynchronizer:
             if self._task is not None:
                 self._reducer.mark_ready(parameter)
 
-    # --- the end of a backward -----------------------------------------------------------------
+    # --- end of a backward ---------------------------------------------------------------------
 
     def _finish(self, rewind: Callable[[], None]) -> None:
-        """End the backward: send what is left, wait, write the averages back."""
         if not self._any_arrived():
-            # torch.autograd.grad came by: it asked for gradients of something else.
+            # torch.autograd.grad was called, for gradients of other tensors.
             rewind()
             self._hook_watch.release()
             self._task = None
@@ -340,7 +320,6 @@ class GradientSynchronizer:
         self._end()
 
     def _end(self) -> None:
-        """End the backwards of a plan."""
         if self._weighed is not None:
             self._loss_weight += self._weighed.weight
             self._weighed = None
@@ -367,14 +346,13 @@ class GradientSynchronizer:
         except PeerLostError as error:
             if not self._losses.note(error, voids=True):
                 raise
-            # As on an accumulation step nothing steps; zeros, as the script may look at them.
+            # No step follows, as in accumulation; zeros, as the script may read gradients.
             reset_gradients(self._stages, zeros=True)
             self._task, self._plans = None, []
             self._on_finished(None)
 
     def _any_arrived(self) -> bool:
-        """Return whether any parameter received a gradient."""
-        watched, self._watched = self._watched, None  # it holds on to gradients
+        watched, self._watched = self._watched, None  # it keeps gradients alive
         return self._reducer.any if watched is None else watched.changed()
 
     def _finish_alone(self) -> SyncResult:
@@ -417,7 +395,7 @@ class GradientSynchronizer:
             self._settle(total.late, total.buffers)
         reducer.write_back(self._reference / total.weight, total.present)
         if total.part_samples > 0.0:
-            # A power of two, so that what is added up has the same digits whatever it is.
+            # A power of two, so that scaling by it never changes the digits of the sums.
             self._reference = power_of_two(total.part_samples / self._num_replicas)
             self._batch_over_part = total.weight / total.part_samples
         return SyncResult(
@@ -429,7 +407,6 @@ class GradientSynchronizer:
         )
 
     def _settle(self, late: Sequence[float], buffers: Sequence[float]) -> None:
-        """Bring about all that this iteration needs of other replicas, but its totals."""
         if self._num_replicas > 1:
             self._reducer.relaunch([count > 0.0 for count in late])
             self._reducer.wait()
@@ -438,7 +415,7 @@ class GradientSynchronizer:
         self._on_settled()
 
     def _summary(self, parameters: Sequence[float]) -> IterationTotals:
-        # The samples are those of a replica, which its first process counts.
+        # A replica's samples are counted by its first process only.
         speaks = self._mesh is None or self._mesh.stage == 0
         late, present = self._reducer.report(counts=self._samples > 0)
         return IterationTotals(
@@ -461,11 +438,7 @@ class GradientSynchronizer:
 
 
 def _check_weight(weight: float) -> None:
-    """Refuse a mean over nothing, the same on all replicas.
-
-    Raises:
-        SynchronizationError: The weights of the loss do not add up to a number above 0.
-    """
+    """Refuse a mean over nothing, the same on all replicas."""
     if not weight > 0.0:
         raise SynchronizationError(
             f"the weights of the loss add up to {weight:g} over the batch, and its gradient is "

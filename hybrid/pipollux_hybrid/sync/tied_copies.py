@@ -1,15 +1,15 @@
-"""Parameters that layers of several stages share, where each stage has a process of its own.
+"""Parameters shared by layers of several stages, in a multi-process pipeline.
 
-Every process that runs such a layer holds a copy. All copies begin with the same value, and every
-step gives them the same gradient, so that the optimizer keeps them equal bit by bit:
+Every process that runs such a layer holds a copy. Copies start equal and receive the same gradient
+in every step, so that the optimizer keeps them equal bit by bit:
 
-* A copy's gradient is of its own stage's layers until the iteration is complete. Then it has been
-  averaged over the replicas, as any other, and is added up over the stages of each replica. Each of
-  these adds the same numbers in the order of stages, so all get the same bits.
-* The exchange takes its time, for nothing else is left to do meanwhile. So it is measured.
+* Until the iteration is complete, a copy's gradient is that of its own stage's layers. It is then
+  averaged over the replicas and summed over the stages of each replica. Each stage adds the same
+  numbers in stage order, so that all get the same bits.
+* The exchange overlaps with nothing, so it is timed.
 * Norms count one copy: the first stage's.
-* For the gradient's noise the contributions of each micro-batch have to be added up before their
-  squares are taken. Where it is measured they are kept until the end of the backward.
+* For gradient noise, the contributions of a micro-batch must be summed before they are squared.
+  Measured steps keep them until the end of the backward.
 """
 
 from __future__ import annotations
@@ -39,29 +39,19 @@ __all__ = ["TiedCopies", "counted"]
 
 @dataclass(frozen=True, kw_only=True)
 class _Shared:
-    """A parameter of which several stages hold a copy."""
-
     names: tuple[str, ...]
-    """All that the whole module has for it, in its order; it lists it by the first."""
+    """All of the parameter's names in the whole module, in module order."""
     holders: tuple[int, ...]
-    """The stages, from first to last."""
     parameter: nn.Parameter | None
-    """This process's copy; None: it has none."""
 
     @property
     def name(self) -> str:
-        """The one under which the whole module lists it."""
+        """The name under which the whole module lists it."""
         return self.names[0]
 
 
 class TiedCopies:
-    """What this process holds of parameters that several stages share.
-
-    Args:
-        mesh: The groups of this process.
-        stage: Index of its stage.
-        shared: Those parameters, the same in all processes of the job.
-    """
+    """Parameters of this process that other stages share; ``shared`` is equal in all processes."""
 
     def __init__(self, mesh: ProcessMesh, stage: int, shared: Sequence[_Shared]) -> None:
         self._mesh, self._stage, self._shared = mesh, stage, list(shared)
@@ -70,20 +60,16 @@ class TiedCopies:
         self._contributions: dict[nn.Parameter, dict[int, Tensor]] = {}
         self._added_up = False
         self._timer = CommTimer([parameter.device for parameter in self._mine])
-        self._seconds = self._slowest = 0.0  # of the last exchange: this stage's, any stage's
+        self._seconds = self._slowest = 0.0  # last exchange: here, in the slowest stage
 
     @classmethod
     def of(
         cls, ctx: JobContext, module: nn.Sequential, balance: Sequence[int]
     ) -> TiedCopies | None:
-        """Return what stages share; None: nothing, or one process has all of them.
+        """Return the shared parameters; None without any, or if one process has all stages.
 
-        All processes of the job call it at the same place, while they still have all layers.
-
-        Args:
-            ctx: The job's context.
-            module: The layers.
-            balance: Number of layers of each stage, or of each chunk.
+        Collective over the job, while every process still has all layers. ``balance`` is the number
+        of layers of each stage, or of each chunk.
         """
         if ctx.mesh is None:
             return None
@@ -100,7 +86,7 @@ class TiedCopies:
             names.setdefault(parameter, []).append(name)
         holders = {p: tuple(sorted(stages)) for p, stages in held.items() if len(stages) > 1}
         for stages in sorted(set(holders.values())):
-            ctx.mesh.among(stages)  # which all make at this place
+            ctx.mesh.among(stages)  # creating a group is collective
         shared = [
             _Shared(
                 names=tuple(names[parameter]),
@@ -112,31 +98,31 @@ class TiedCopies:
         return cls(ctx.mesh, ctx.env.stage, shared) if shared else None
 
     def counted(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Return those parameters of this process that norms over all stages count here."""
+        """Return the parameters that this process counts in norms over all stages."""
         return [x for x in parameters if x not in self._counted_elsewhere]
 
     def copies(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Return those parameters of which other stages hold a copy."""
+        """Return the parameters that other stages hold a copy of."""
         return [x for x in parameters if x in self._mine]
 
     def names(self) -> list[tuple[str, ...]]:
-        """Return the names of each shared parameter, in the whole module's order."""
+        """Return the names of each shared parameter, in module order."""
         return [shared.names for shared in self._shared]
 
     def listed_names(self) -> dict[nn.Parameter, str]:
-        """Return under what name the whole module lists each of this process's copies."""
+        """Return the name under which the whole module lists each of this process's copies."""
         return {parameter: shared.name for parameter, shared in self._mine.items()}
 
     def rejoin(self) -> None:
-        """Go on with other replicas, as if anew, between two iterations."""
+        """Reset for other replicas, between two iterations."""
         self._contributions.clear()
         self._added_up = False
 
     # --- gradients ---------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Begin a backward: a sum that gradients are added to is to be counted once."""
-        self._contributions.clear()  # of one that failed
+        """Begin a backward; a sum that gradients are added to is kept in one stage only."""
+        self._contributions.clear()  # of a backward that failed
         if not self._added_up:
             return
         self._added_up = False
@@ -145,24 +131,15 @@ class TiedCopies:
                 parameter.grad.zero_()
 
     def add_up(self, result: SyncResult, *, timed: bool) -> SyncResult:
-        """Add the gradients of all copies up; they are averages over the replicas by now.
+        """Sum the gradients of all copies, which are averages over the replicas already.
 
-        Args:
-            result: What was measured so far.
-            timed: Whether each parameter's exchange is to be noted.
-
-        Returns:
-            The same, with what was measured here. What the exchange takes is known of the one
-            before: the slowest stage's, so that all stages have the same.
-
-        Raises:
-            ReplicaBrokenError: A process is gone.
-            SynchronizationError: A parameter is frozen in one stage and trained in another.
+        Returns ``result`` with the exchanges, if ``timed``, and the time of the previous exchange
+        on the slowest stage, the same number in all stages. Errors are those of :meth:`measure`.
         """
         self._added_up = True
         have = {parameter for parameter in self._mine if parameter.grad is not None}
         in_use, times = self._in_use(have), list(result.times)
-        self._timer.start()  # no stage waits for another one's averages any more
+        self._timer.start()  # all stages have their averages by now
         for parameter, shared in in_use:
             started = time.perf_counter()
             total = self._sum(parameter, shared, parameter.grad)
@@ -175,16 +152,7 @@ class TiedCopies:
         return replace(result, exchange_time=self._slowest, times=tuple(times))
 
     def keep(self, parameter: nn.Parameter, arrival: int, gradient: Tensor) -> bool:
-        """Keep what a micro-batch contributes until :meth:`measure`.
-
-        Args:
-            parameter: Of this process.
-            arrival: Number of the micro-batch, in the order of backwards.
-            gradient: The contribution of this stage.
-
-        Returns:
-            Whether it was kept; else no other stage has a copy of the parameter.
-        """
+        """Keep a micro-batch's contribution until :meth:`measure`; return False if not shared."""
         if parameter not in self._mine:
             return False
         self._contributions.setdefault(parameter, {})[arrival] = gradient.detach().clone()
@@ -196,12 +164,8 @@ class TiedCopies:
         factors: Sequence[float],
         weights: Callable[[nn.Parameter], Tensor | None],
     ) -> None:
-        """Add the squares of what micro-batches contribute, each once; at the end of a backward.
-
-        Args:
-            norms: What they are added to.
-            factors: What the square of each micro-batch is multiplied by.
-            weights: Of a parameter's squares, or None.
+        """Add the micro-batches' squared contributions, each times its factor, to ``norms`` at the
+        end of a backward; ``weights`` returns those of a parameter's squares.
 
         Raises:
             ReplicaBrokenError: A process is gone.
@@ -216,11 +180,7 @@ class TiedCopies:
                     norms.add(total, weights(parameter), factor)
 
     def _in_use(self, here: Collection[nn.Parameter]) -> list[tuple[nn.Parameter, _Shared]]:
-        """Return those of this process's copies for which any stage has something to add.
-
-        Args:
-            here: For which this one has.
-        """
+        """Return the copies to which any stage contributes; this one does to ``here``."""
         copies = [shared.parameter for shared in self._shared]
         told = [float(p is not None and p in here) for p in copies]
         told += [float(p is not None and p.requires_grad) for p in copies]
@@ -242,7 +202,7 @@ class TiedCopies:
         return [(p, shared) for p, shared in self._mine.items() if shared.name in anywhere]
 
     def _sum(self, parameter: nn.Parameter, shared: _Shared, mine: Tensor | None) -> Tensor:
-        """Return the sum over the stages that share a parameter, all of which call it."""
+        """Return the sum over the stages that share a parameter; all of them call it."""
         if mine is None:
             mine = torch.zeros_like(parameter)
         mine = mine.detach().contiguous()
@@ -255,7 +215,7 @@ class TiedCopies:
         return total
 
     def _time(self, total: Tensor, started: float) -> GradientTime:
-        if total.is_cuda:  # where only the device knows
+        if total.is_cuda:  # only the device knows the end
             torch.cuda.synchronize(total.device)
         size = total.numel() * total.element_size()
         return GradientTime(self._stage, size, started, time.perf_counter(), tied=True)
@@ -263,15 +223,7 @@ class TiedCopies:
     # --- a check for debugging -----------------------------------------------------------------
 
     def compare(self, step: int, digest: Callable[[str, Tensor], bytes]) -> None:
-        """Compare the copies of each parameter; all processes of the replica call it.
-
-        Args:
-            step: Number of the optimizer step, for the message.
-            digest: Of a name and its tensor.
-
-        Raises:
-            SynchronizationError: They differ; it names the parameter.
-        """
+        """Raise a SynchronizationError if copies differ; all processes call it."""
         told = {x.name: digest(x.name, p).hex() for p, x in self._mine.items()}
         row = [json.loads(x) for x in self._mesh.gather_from_stages(json.dumps(told).encode())]
         for shared in self._shared:
@@ -286,7 +238,7 @@ class TiedCopies:
 
 
 def counted(tied: TiedCopies | None, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Return those parameters of this process that norms over all stages count here."""
+    """Return the parameters that this process counts in norms over all stages."""
     return list(parameters) if tied is None else tied.counted(parameters)
 
 

@@ -36,16 +36,13 @@ __all__ = ["Autotuner"]
 LOG = logging.getLogger(__name__)
 RETUNE_GAIN = 1.02
 """Minimum gain in goodput of a new batch size, which avoids oscillation. AdaptDL uses 1.05, as it
-compares predictions only; here measurements correct the predictions (`SizeCorrections`)."""
+compares predictions only; here measurements correct them (`SizeCorrections`)."""
 
 
 class Autotuner:
     """Step times, noise and limits of one job, and the decisions based on them.
 
     The training thread measures, another thread fits.
-
-    Args:
-        ctx: The job's context.
     """
 
     def __init__(self, ctx: JobContext) -> None:
@@ -65,8 +62,7 @@ class Autotuner:
         self.overlap: float | None = None
         """Overlap of stages when the job last had several; None: it never had."""
         self.samples_left: float | None = None
-        """Samples to the end of the last epoch; None if the number of epochs is unknown.
-        """
+        """Samples to the end of the last epoch; None if the number of epochs is unknown."""
         self.order_before: PipelineSchedule | None = None
         """Schedule of the last attempt's stages; None: it was not a multi-process pipeline."""
         self.limits_before: BatchSizeLimits | None = None
@@ -174,7 +170,6 @@ class Autotuner:
         self._drop_inherited(f"they are of another model, with {' and '.join(differences)}")
 
     def _drop_inherited(self, why: str) -> None:
-        """Drop all inherited step times, and log the reason."""
         if not self.profile.inherited:
             return
         self.profile.inherit({})
@@ -196,9 +191,8 @@ class Autotuner:
         return GoodputFunction(self.perf_params, grad_params, self.noise.init_batch_size)
 
     def best_shape(self) -> tuple[int, int, int] | None:
-        """Return atomic batch size, accumulation steps and micro-batches of the highest goodput.
-
-        None if the goodput is unknown; 0 micro-batches if the script sets their number.
+        """Return atomic batch size, accumulation steps and micro-batches of the highest goodput;
+        None if it is unknown, 0 micro-batches if the script sets their number.
         """
         goodput_fn, limits = self.goodput_function(), self._context.batch.limits
         if goodput_fn is None or limits is None:
@@ -211,7 +205,6 @@ class Autotuner:
         return int(best.atomic_bsz), int(best.accum_steps), num_microbatches
 
     def _size_corrections(self) -> SizeCorrections | None:
-        """Return the corrections by batch size measured on the current replicas."""
         if self.perf_params is None:
             return None
         return left_over_by_size(self.perf_params, self.profile, self.configuration(0))
@@ -223,13 +216,8 @@ class Autotuner:
         cut: Partitioning | None,
         corrections: SizeCorrections | None = None,
     ) -> Optimum:
-        """Return the best batch shape within limits and the memory of a cut, if known.
-
-        Args:
-            goodput_fn: Of the pipeline.
-            limits: Of the batch size; None: the initial batch size.
-            cut: Of the layers.
-            corrections: Corrections by measurements on the current replicas.
+        """Return the best batch shape within limits (None: the initial batch size) and the memory
+        of a cut, if known; corrections are by measurements on the current replicas.
         """
         from pipollux_perfmodel import StagePlan
 

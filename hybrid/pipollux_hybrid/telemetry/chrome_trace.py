@@ -43,8 +43,7 @@ COLORS = (
     "vsync_highlight_color",
     "thread_state_uninterruptible",
 )
-"""Names with predefined colours in chrome://tracing, one per micro-batch in turn; Perfetto uses the
-events' names."""
+"""Names with predefined colours in chrome://tracing, one per micro-batch in turn."""
 
 
 class TraceSpan(NamedTuple):
@@ -52,7 +51,6 @@ class TraceSpan(NamedTuple):
 
     stage: int
     row: str
-    """The row of the stage."""
     name: str
     start: float
     end: float
@@ -61,11 +59,7 @@ class TraceSpan(NamedTuple):
 
 
 class Tracer:
-    """Writes timelines to the requested files.
-
-    Args:
-        ctx: The job's context, with the trace directory and this replica's rank.
-    """
+    """Writes timelines to the requested files."""
 
     def __init__(self, ctx: JobContext) -> None:
         self._context = ctx
@@ -88,14 +82,7 @@ class Tracer:
         devices: Sequence[torch.device],
         others: Sequence[TraceSpan] = (),
     ) -> None:
-        """Write the trace of a timed step if one is due; log a warning if it cannot be written.
-
-        Args:
-            step: Its number.
-            events: Its forwards and backwards.
-            devices: The device of each stage.
-            others: Other work of the stages.
-        """
+        """Write the trace of a timed step if one is due; log a warning if it cannot be written."""
         rank, directory = self._context.env.rank, self._context.env.trace_dir
         if self._path is not None:
             path, self._path = self._path, None
@@ -135,11 +122,7 @@ def write_trace(
     schedule: ScheduleKind = "gpipe",
     others: Sequence[TraceSpan] = (),
 ) -> None:
-    """Write a timeline to a file, atomically.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Write a timeline to a file, atomically; raise an OSError if it cannot be written."""
     ideal = ideal_schedule(schedule, events, len(devices))
     content = {
         "traceEvents": trace_events(events, devices, rank, others),
@@ -164,13 +147,8 @@ def trace_events(
     rank: int = 0,
     others: Sequence[TraceSpan] = (),
 ) -> list[dict[str, Any]]:
-    """Return the entries of ``traceEvents``; entries of one row do not overlap.
-
-    Args:
-        events: The timeline, in seconds.
-        devices: The device of each stage.
-        rank: This replica's rank, which is the process of the trace.
-        others: Other work of the stages, in separate rows below.
+    """Return the entries of ``traceEvents`` for events in seconds; entries of one row do not
+    overlap, and ``others`` have rows below. The process of the trace is this replica's rank.
     """
     entries = [_name(rank, None, "process_name", f"replica {rank}")]
     pieces: list[_Piece] = []
@@ -211,7 +189,6 @@ def _lanes(others: Sequence[TraceSpan]) -> list[tuple[str, list[TraceSpan]]]:
 
 
 def _flows(pieces: Sequence[_Piece], num_stages: int, rank: int) -> list[dict[str, Any]]:
-    """Return arrows from the source of each stage's input or gradient to its use."""
     places = {
         (piece.event.phase, piece.chunk * num_stages + piece.event.stage, piece.event.microbatch): (
             piece
@@ -232,9 +209,8 @@ def _flows(pieces: Sequence[_Piece], num_stages: int, rank: int) -> list[dict[st
 
 
 def bubble(events: Sequence[StageEvent], num_stages: int) -> float:
-    """Return the share of the stages' time in which they wait, in [0, 1].
-
-    For K equally fast, fully overlapping stages it is GPipe's (K - 1) / (M + K - 1).
+    """Return the share of the stages' time in which they wait, in [0, 1]: for K equally fast, fully
+    overlapping stages GPipe's (K - 1) / (M + K - 1).
     """
     rows = [piece.event for k in range(num_stages) for piece in _row(events, k)]
     if not rows:
@@ -245,8 +221,6 @@ def bubble(events: Sequence[StageEvent], num_stages: int) -> float:
 
 
 class _Piece(NamedTuple):
-    """A block of a stage's row."""
-
     name: str
     chunk: int
     """The chunk of layers; interleaved stages have several."""
@@ -254,10 +228,9 @@ class _Piece(NamedTuple):
 
 
 def _row(events: Sequence[StageEvent], k: int) -> list[_Piece]:
-    """Return a stage's events in order, each truncated at the start of the next.
-
-    Recomputation before the gradient arrives is a separate backward event. If a micro-batch has
-    several forwards, they and its backwards are of several chunks.
+    """Return a stage's events in order, each truncated at the start of the next. Recomputation
+    before the gradient arrives is a separate backward event. If a micro-batch has several forwards,
+    they and its backwards are of several chunks.
     """
     ordered = sorted((e for e in events if e.stage == k), key=lambda event: event.start)
     count = Counter((event.phase, event.microbatch) for event in ordered)

@@ -1,12 +1,11 @@
 """Inheritance of step times measured by related jobs.
 
 Processes started by a scheduler request them once, before the model is wrapped, if the job has no
-measurements. The leader sends the request, with a short timeout, and distributes the result.
-Inherited step times are used in fits and for the largest measured number of replicas. All are
-dropped if they turn out to be of a different model or hardware: at wrapping, if layers or
-parameters differ, and at a fit, if the job's measurements contradict them.
-
-A job passes on its own measurements and, a limited number of times, inherited ones.
+measurements: the leader sends the request and distributes the result. Inherited step times are used
+in fits and for the largest measured number of replicas. All are dropped if they are of a different
+model or hardware: at wrapping, if layers or parameters differ, and at a fit, if the job's
+measurements contradict them. A job passes on its own measurements and, a limited number of times,
+inherited ones.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ LOG = logging.getLogger(__name__)
 PATIENCE = 2.0
 """Timeout of the request at the start of a job, in seconds."""
 SURE = 5
-"""Optimizer steps from which on a measurement may contradict an inherited one, or the model.
-"""
+"""Optimizer steps from which on a measurement may contradict an inherited one, or the model."""
 CONTRADICTION = 1.25
 """Ratio of step times that counts as a contradiction, from a different model or hardware."""
 
@@ -66,12 +64,9 @@ class ModelTraits(NamedTuple):
 
 
 def inherit(ctx: JobContext, profile: StepProfile) -> ModelTraits | None:
-    """Load step times of related jobs into the profile of a job without measurements.
-
-    All processes call it at the same point. After any error the job starts without them.
-
-    Returns:
-        The traits of their model; None: nothing was inherited.
+    """Load step times of related jobs into the profile of a job without measurements; return the
+    traits of their model. All processes call it at the same point. After any error the job starts
+    without them.
     """
     if not ctx.env.attempt or ctx.joins is not None or profile.summaries():
         return None
@@ -119,9 +114,8 @@ def _ask(env: JobEnvironment) -> bytes:
 
 
 def rows_to_pass_on(profile: StepProfile, traits: ModelTraits | None) -> StepRows | None:
-    """Return the step times for related jobs; None: none yet.
-
-    The latest own measurements come first, then inherited ones by how often they were passed on.
+    """Return the step times for related jobs; None: none yet. The latest own measurements come
+    first, then inherited ones by how often they were passed on.
     """
     from pipollux_perfmodel.hints.step_rows import MAX_PASSED_ON, MAX_ROWS, StepRows
 
@@ -135,15 +129,11 @@ def rows_to_pass_on(profile: StepProfile, traits: ModelTraits | None) -> StepRow
 
 
 def contradiction(profile: StepProfile, checkpoint: Checkpoints) -> str | None:
-    """Return a description of how own measurements contradict inherited ones; None: they do not.
+    """Return how own measurements contradict inherited ones; None: they do not.
 
     Compares an own measurement with the inherited one of the same configuration or, within the
     inherited range, with the prediction of a fit to it. A confirmed inherited one is replaced by
     the own measurement.
-
-    Args:
-        profile: All measurements.
-        checkpoint: The recomputed micro-batches.
     """
     inherited = profile.inherited
     if not inherited:
@@ -206,12 +196,8 @@ def left_over(params: PerfParams, data: FitData) -> tuple[StepRatio, ...]:
 def left_over_by_size(
     params: PerfParams, profile: StepProfile, present: StepConfiguration
 ) -> SizeCorrections | None:
-    """Return the residuals of a fit by batch size; None: no reliable measurements.
-
-    Args:
-        params: The fit.
-        profile: All measurements.
-        present: The replicas, stages and schedule to select, for any batch size.
+    """Return the residuals of a fit by batch size; None: no reliable measurements. ``present`` has
+    the replicas, stages and schedule to select, for any batch size.
     """
     from pipollux_perfmodel.goodput.size_corrections import size_corrections
 

@@ -1,7 +1,6 @@
-"""Progress and measurements of the running job.
+"""Progress and measurements of the running job, all part of checkpoints.
 
-All of it is part of checkpoints, so that a job restarted with other replicas predicts its goodput
-from all previous measurements.
+So a job restarted with other replicas predicts its goodput from all previous measurements.
 """
 
 from __future__ import annotations
@@ -102,11 +101,7 @@ class MetricsState(State):
 
 
 class Metrics(Autotuner):
-    """Progress and measurements of one job, from the view of one replica.
-
-    Args:
-        ctx: The job's context.
-    """
+    """Progress and measurements of one job, from the view of one replica."""
 
     def __init__(self, ctx: JobContext) -> None:
         super().__init__(ctx)
@@ -171,8 +166,8 @@ class Metrics(Autotuner):
     def start_step(self, shape: BatchShape, part: BatchSlice) -> None:
         """Start a step: the loop body is about to process a part of an iteration.
 
-        The step's time begins at the end of the previous part, as it includes the loader and the
-        step boundary; for the first part, or after an interruption, it begins now.
+        Its time begins at the end of the previous part, as it includes the loader and the step
+        boundary; for the first part, or after an interruption, it begins now.
         """
         self._shape = shape
         self._waited = None
@@ -215,11 +210,8 @@ class Metrics(Autotuner):
         self.progress += self.noise.gain(scale) if self.noise else 1.0
 
     def scaling_state(self, last_batch_size: int) -> ScalingState:
-        """Return the input of the learning rate rule for the next step.
-
-        Args:
-            last_batch_size: Samples of the last iteration, used as the initial batch size if that
-                is not set.
+        """Return the input of the learning rate rule for the next step; ``last_batch_size`` stands
+        for the initial batch size if that is not set.
         """
         batch = self._context.batch
         return ScalingState(

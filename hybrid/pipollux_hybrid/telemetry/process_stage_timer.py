@@ -1,8 +1,8 @@
 """The measured timeline of one step in a multi-process pipeline.
 
-Every process records the times of its stage, and at the end of the step the processes of a replica
-exchange them. They run on one host, so they share a clock. On CUDA devices every record of a timed
-step synchronizes with the device, so few steps are timed.
+At the end of the step the processes of a replica exchange the times of their stages. They run on
+one host, so they share a clock. On CUDA devices every record of a timed step synchronizes with the
+device, so few steps are timed.
 """
 
 from __future__ import annotations
@@ -28,12 +28,7 @@ __all__ = ["GatheredTimes", "ProcessStageTimer"]
 
 
 class GatheredTimes:
-    """A timed step; all times are on one clock.
-
-    Args:
-        spans: Work of the stages.
-        gradients: Transfer times of their gradients.
-    """
+    """A timed step: work of the stages and transfers of their gradients, on one clock."""
 
     def __init__(self, spans: Sequence[StageSpan], gradients: Sequence[GradientTime]) -> None:
         self._spans, self._gradients = list(spans), list(gradients)
@@ -88,12 +83,7 @@ class GatheredTimes:
 
 
 class ProcessStageTimer:
-    """Times one step of a pipeline; all processes of a replica time the same ones.
-
-    Args:
-        mesh: The groups of this process.
-        engine: Runs the stage of this process.
-    """
+    """Times one step of a pipeline; all processes of a replica time the same ones."""
 
     def __init__(self, mesh: ProcessMesh, engine: ProcessEngine) -> None:
         self._mesh, self._engine = mesh, engine
@@ -112,11 +102,7 @@ class ProcessStageTimer:
         """Do nothing: forwards and backwards have explicit ends here."""
 
     def stop(self, gradients: Sequence[GradientTime] = ()) -> GatheredTimes | None:
-        """End the step and return its timing; called by all processes of the replica.
-
-        Args:
-            gradients: Transfer times of this stage's gradients.
-        """
+        """End the step, on all processes of the replica; return its timing with these gradients."""
         mine = json.dumps([self._notes.end(), [*gradients]])
         told = [json.loads(x) for x in self._mesh.gather_from_stages(mine.encode())]
         spans = [StageSpan(*entry) for entries, _ in told for entry in entries]

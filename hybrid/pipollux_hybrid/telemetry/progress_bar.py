@@ -20,13 +20,8 @@ SAY_INTERVAL = 5.0
 
 
 class ProgressDisplay:
-    """Shows points on standard error, separate from the script's standard output.
-
-    On a terminal it keeps a bar at the bottom, below the script's output; in a pipe or a file it
-    prints a line every few seconds.
-
-    Args:
-        console: Output; standard error by default.
+    """Shows points on standard error, separate from the script's standard output: on a terminal as
+    a bar below the script's output; in a pipe or a file as a line every few seconds.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -56,10 +51,8 @@ class ProgressDisplay:
             self._paused = time.time()
 
     def finish(self, last: StepRecord | None) -> None:
-        """Show the final state; the bar stays above the script's later output.
-
-        Args:
-            last: The last point that was not passed to :meth:`on_step`, if any.
+        """Show the final state, with a last point that :meth:`on_step` did not get; the bar stays
+        above the script's later output.
         """
         with self._lock:
             self._paused = time.time()

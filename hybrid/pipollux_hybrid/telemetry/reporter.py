@@ -1,10 +1,9 @@
 """Reports to the scheduler and to listeners, without delaying training.
 
-A thread on rank 0 runs a fit of the performance model in every hints interval (30 s by default),
-sends hints and, about once per second, the latest points of progress; a scheduler with many jobs
-requests a lower rate. It also passes points to the progress bar and to TensorBoard. Requests have a
-timeout; if the scheduler is unreachable the thread backs off, keeps a bounded number of points and
-the latest hints, and training continues. An overloaded scheduler sets the time of the next request.
+A thread on rank 0 fits the performance model in every hints interval (30 s by default), sends hints
+and, about once per second or as often as the scheduler allows, the latest points of progress. It
+also passes points to the progress bar and to TensorBoard. If the scheduler is unreachable the
+thread backs off and keeps a bounded number of points and the latest hints; training continues.
 """
 
 from __future__ import annotations
@@ -45,16 +44,11 @@ MAX_BACKOFF = 60.0
 REFUSED = (401, 403)
 """Permanent errors: the token does not, or no longer, belong to this job."""
 FIRST_HINTS = 0.2
-"""Part of the interval after which the first fit runs, so that a new job is soon scheduled by its
-own measurements."""
+"""Part of the interval after which the first fit runs, so that a new job soon has measurements."""
 
 
 class Reporter:
-    """The reporting thread of rank 0; on other ranks it never starts.
-
-    Args:
-        ctx: The job's context.
-    """
+    """The reporting thread of rank 0; on other ranks it never starts."""
 
     def __init__(self, ctx: JobContext) -> None:
         self._context = ctx
@@ -93,11 +87,7 @@ class Reporter:
             self._listeners.append(listener)
 
     def send_hints_of(self, fit: Callable[[], SchedHints | None]) -> None:
-        """Send the hints that a function returns, in every hints interval.
-
-        Args:
-            fit: Called by the reporting thread; returns None if there are no hints yet.
-        """
+        """Send the hints that this function returns, in the reporting thread, in every interval."""
         self._hints_of = fit
 
     def note_loss(self, step: int, loss: float | None) -> None:
@@ -105,11 +95,8 @@ class Reporter:
         self._losses.note(step, loss)
 
     def add_point(self, when: float, make: Callable[[], StepRecord]) -> None:
-        """Report an optimizer step; of steps in quick succession only the latest is kept.
-
-        Args:
-            when: Seconds since 1970 at its end.
-            make: Creates its point; only called if the point is reported.
+        """Report an optimizer step that ended at ``when``, in seconds since 1970; of steps in quick
+        succession only the latest is kept, and its point made.
         """
         with self._lock:
             if when - self._last_point < 1.0 / POINTS_PER_SECOND:
@@ -240,7 +227,6 @@ class Reporter:
             self._hints = hints.model_dump(mode="json", by_alias=True)
 
     def _send_hints(self, client: httpx.Client) -> None:
-        """Send the latest hints, unless the scheduler has them."""
         if self._hints is None or time.monotonic() < self._retry_at:
             return
         attempt = self._context.env.attempt

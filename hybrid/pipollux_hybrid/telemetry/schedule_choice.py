@@ -4,8 +4,7 @@ The schedule is chosen when the model is wrapped, from measurements of earlier a
 schedule's goodput at its best batch, within the memory limit if layers were profiled. A schedule
 that ran with the same number of stages is evaluated by its own steps, others by predictions from
 one that ran (:func:`pipollux_perfmodel.reschedule`). Each attempt creates new engines, and
-checkpoints are keyed by layer, so a change between attempts costs nothing; within an attempt the
-schedule is fixed.
+checkpoints are keyed by layer, so a change between attempts costs nothing.
 """
 
 from __future__ import annotations
@@ -50,20 +49,11 @@ def choose_cut(
     request: PartitionRequest,
     orders: Sequence[PipelineSchedule],
 ) -> Partitioning:
-    """Choose a schedule, store it in the pipeline's specification, and return its cut.
+    """Choose one of the script's ``orders``, the default one first, store it in the pipeline's
+    specification, and return its cut.
 
-    All processes call it at the same point; the leader chooses.
-
-    Args:
-        ctx: The job's context.
-        tuner: Measurements of earlier attempts.
-        module: The layers.
-        optimizer: Their optimizer.
-        request: The user's constraints on the cut, for any schedule.
-        orders: Schedules that the script allows, the default one first.
-
-    Raises:
-        ConfigurationError: No cut satisfies the constraints; with the default schedule's message.
+    All processes call it at the same point; the leader chooses, by the measurements of ``tuner``.
+    If no cut satisfies the constraints, a ConfigurationError has the default schedule's message.
     """
     ctx.pipeline.shards_optimizer = request.shards_optimizer
     counts = len(module), sum(parameter.numel() for parameter in module.parameters())
@@ -114,13 +104,7 @@ def _agreed_choice(
 
 
 class ScheduleComparison:
-    """Comparison by measurements of the schedules that the layers allow.
-
-    Args:
-        ctx: The job's context.
-        tuner: Measurements of earlier attempts.
-        cuts: The cut of the layers for each schedule, the default one first.
-    """
+    """Comparison by measurements of the schedules that the layers allow, the default one first."""
 
     def __init__(
         self, ctx: JobContext, tuner: Autotuner, cuts: Mapping[PipelineSchedule, Partitioning]
@@ -134,11 +118,7 @@ class ScheduleComparison:
         self._elsewhere = self._of_other_stages()
 
     def message_bytes(self, request: PartitionRequest) -> int:
-        """Return the size of a message between stages, if its time must be measured; else 0.
-
-        Args:
-            request: Contains the samples of a micro-batch.
-        """
+        """Return the size of a message between stages, if its time must be measured; else 0."""
         for order, cut in self._cuts.items():
             unknown = order.chunks_per_stage > 1 and order not in self._measured
             if unknown and self._has_basis and cut.profile is not None:
@@ -147,12 +127,8 @@ class ScheduleComparison:
         return 0
 
     def choose(self, link: Link | None) -> tuple[PipelineSchedule, str]:
-        """Return the best schedule, and a short reason.
-
-        A schedule that did not run has to promise 5 % more than the last one.
-
-        Args:
-            link: Time of messages between stages; None: not measured.
+        """Return the best schedule, and a short reason. A schedule that did not run has to promise
+        5 % more than the last one. ``link`` is the time of messages between stages, if measured.
         """
         if not self._has_basis or self._tuner.noise is None:
             return self._before, "nothing was measured yet that favours another one"

@@ -32,10 +32,6 @@ class StageProfiler:
 
     On GPUs a timeline is read once the devices are done with it, one or two steps later, so that
     nothing waits for it.
-
-    Args:
-        ctx: The job's context, whose metrics and tracer receive the timelines.
-        engine: The engine of the stages.
     """
 
     def __init__(self, ctx: JobContext, engine: PipelineEngine | ProcessEngine) -> None:
@@ -63,14 +59,8 @@ class StageProfiler:
         self._timer.cancel()
 
     def begin(self, num_recomputed: int, *, measures_noise: bool) -> bool:
-        """Start the last forward of an iteration; return whether it is timed.
-
-        Args:
-            num_recomputed: Number of recomputed micro-batches.
-            measures_noise: Whether the iteration also measures the noise, which takes time.
-
-        Returns:
-            Whether it is timed.
+        """Start the last forward of an iteration; return whether it is timed. Iterations that
+        measure the noise delay a timing.
         """
         if not self._is_due(measures_noise):
             return False
@@ -78,11 +68,7 @@ class StageProfiler:
         return True
 
     def end(self, gradients: Sequence[GradientTime] = ()) -> None:
-        """End the iteration's last backward.
-
-        Args:
-            gradients: Transfer times of its gradients.
-        """
+        """End the iteration's last backward, with the transfers of its gradients."""
         if self._timer.running:
             if isinstance(self._timer, ProcessStageTimer):
                 self._recording = self._timer.stop(gradients)

@@ -2,8 +2,8 @@
 
 In a sampled step, hooks on every stage record the start and end of its forward, and hooks on its
 boundary tensors record when gradients enter and leave. On CUDA devices the records are events on
-the stage's stream, read some steps later when they are complete, so that nothing waits for them; on
-other devices they are clock times.
+the stage's stream, read some steps later, so that nothing waits for them; on others they are clock
+times.
 """
 
 from __future__ import annotations
@@ -38,20 +38,13 @@ class _Span:
 
 @dataclass
 class _Counts:
-    """Micro-batches of a stage so far."""
-
     forward: int = 0
     recomputed: int = 0
     open: list[_Span] = field(default_factory=list)
 
 
 class Recording:
-    """A timed step, to be read when its devices are done with it.
-
-    Args:
-        spans: The recorded spans, each with an end.
-        devices: The stages' devices.
-    """
+    """A timed step, to be read when its devices are done with it; each span has an end."""
 
     def __init__(self, spans: Sequence[_Span], devices: Sequence[torch.device]) -> None:
         self._spans = list(spans)
@@ -79,13 +72,7 @@ class Recording:
 
 
 class StageTimer:
-    """Times one step of a pipeline.
-
-    Args:
-        stages: The stages' modules.
-        devices: Their devices.
-        clock: Clock in seconds for devices without timing events.
-    """
+    """Times one step of a pipeline; ``clock`` is for devices without timing events."""
 
     def __init__(
         self,
@@ -116,9 +103,8 @@ class StageTimer:
             self._handles.append(stage.register_forward_hook(self._after(k)))
 
     def gradient_arrived(self, k: int) -> None:
-        """Record a gradient of stage ``k``: its backward lasted at least until now.
-
-        The first stage's input needs no gradient, so this determines the end of its backward.
+        """Record a gradient of stage ``k``: its backward lasted at least until now. As the first
+        stage's input needs no gradient, this determines the end of its backward.
         """
         if self._handles and k == 0 and self._counts[0].open:
             self._counts[0].open[-1].end = self._mark(0)
@@ -190,9 +176,8 @@ class StageTimer:
 
     def _close_with_first_nodes(self, output: Tensor, microbatch: int) -> None:
         """End a backward of the first stage at its last node, if no input needs a gradient.
-
-        Gradients of parameters do not determine the end: without recomputation they receive one
-        gradient for all micro-batches together.
+        Gradients of parameters do not: without recomputation there is one for all micro-batches
+        together.
         """
         for node in _first_nodes(output):
             node.register_hook(lambda *_: self._end_backward(0, microbatch))
@@ -231,9 +216,8 @@ def _first_nodes(output: Tensor) -> list[Node]:
 def stage_times(
     events: Sequence[StageEvent], num_stages: int, num_microbatches: int
 ) -> tuple[list[float], list[float]]:
-    """Return mean seconds of a micro-batch's forward and backward in each stage, [K] and [K].
-
-    Recomputation counts as backward.
+    """Return mean seconds of a micro-batch's forward and backward, which includes recomputation, in
+    each stage, [K] and [K].
     """
     totals = {"forward": [0.0] * num_stages, "backward": [0.0] * num_stages}
     for event in events:
@@ -251,10 +235,6 @@ def align(events: Sequence[StageEvent], devices: Sequence[torch.device]) -> list
     micro-batches this gives lower bounds for the offset of a device's clock; the largest one is
     used, for which the tightest handover takes no time. Unlike a common origin, this requires no
     synchronization of devices.
-
-    Args:
-        events: On the clock of their stage's device.
-        devices: The device of each stage.
     """
     shifts = {devices[0]: 0.0}
     starts, ends = (

@@ -1,9 +1,8 @@
-"""Measured times of steps and stages, by configuration.
+"""Measured times of steps and stages, by configuration: the input of the performance model's fit.
 
-The performance model is fitted to these measurements. The latest few samples are kept and
-summarized by their median, so that slow steps (a page fault, a neighbour's burst) do not distort
-the fit. The first steps of an attempt are excluded as warm-up. Steps slowed down by measurements
-are excluded as well, once there are others.
+The latest samples are summarized by their median, so that slow steps (a page fault, a neighbour's
+burst) do not distort the fit. The first steps of an attempt are excluded as warm-up, and steps
+slowed down by measurements once there are others.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ WARMUP = 2
 ENOUGH = 3
 """Undisturbed samples from which on disturbed ones are ignored."""
 STEADY = 20
-"""Optimizer steps from which on a batch size counts as measured: with fewer, other load on the
-machine would make batch sizes oscillate."""
+"""Optimizer steps from which on a batch size counts as measured: with fewer, other load would make
+batch sizes oscillate."""
 NORMAL = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
 
@@ -55,10 +54,8 @@ class StepTimes:
         return statistics.median(self._counted())
 
     def scatter(self) -> float:
-        """Return the relative deviation from the median, as a standard deviation.
-
-        It is that of a normal distribution with the same median deviation, which ignores
-        stragglers.
+        """Return the relative deviation from the median: the standard deviation of a normal
+        distribution with the same median deviation, which ignores stragglers.
         """
         middle = self.median()
         deviation = statistics.median(abs(x - middle) for x in self._counted())
@@ -88,19 +85,16 @@ class Measurements:
     alone: StepTimes = field(default_factory=StepTimes)
     """Optimizer steps without the waiting time for peers and the exchange."""
     optim: StepTimes = field(default_factory=StepTimes)
-    """Optimizer steps."""
     exchange: StepTimes = field(default_factory=StepTimes)
-    """Time within these steps for adding gradients of parameters that stages share."""
+    """Part of optimizer steps that adds gradients of shared parameters."""
     forward: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     """Per stage, the forward of one micro-batch."""
     backward: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     """Per stage, the backward of one micro-batch, including recomputation."""
 
     def accum_step_time(self) -> float:
-        """Return the accumulation step time for the fit.
-
-        Without accumulation steps, an optimizer step without waiting is the best approximation; it
-        includes the optimizer's update.
+        """Return the accumulation step time for the fit; without such steps an optimizer step
+        without waiting is the best approximation, though it includes the optimizer's update.
         """
         return (self.accum or self.alone).median()
 
@@ -119,8 +113,8 @@ class Measurements:
 class StepProfile:
     """Measurements of all configurations of the job, and inherited ones.
 
-    Own measurements of a configuration take precedence over inherited ones. A lock synchronizes the
-    training thread, which writes, and the thread that fits.
+    Own measurements of a configuration take precedence. A lock synchronizes the training thread,
+    which writes, and the thread that fits.
     """
 
     def __init__(self) -> None:
@@ -141,13 +135,13 @@ class StepProfile:
         optimizer: bool,
         disturbed: bool = False,
     ) -> None:
-        """Add one accumulation or optimizer step.
+        """Add one accumulation or optimizer step, in seconds.
 
         Args:
             configuration: Configuration of the step.
-            step_time: Seconds from one step boundary to the next.
-            sync_time: Seconds of it waiting for the other replicas' gradients.
-            exchange_time: Seconds of it adding gradients of parameters that stages share.
+            step_time: From one step boundary to the next.
+            sync_time: Part of it that waits for the other replicas' gradients.
+            exchange_time: Part of it that adds gradients of shared parameters.
             optimizer: Whether it was an optimizer step.
             disturbed: Whether measuring the noise or the stages slowed it down.
         """
@@ -210,11 +204,7 @@ class StepProfile:
             return {c: s for c, s in self._own(least).items() if c not in self._settled}
 
     def own(self, least: int = 1) -> dict[StepConfiguration, StepSummary]:
-        """Return the job's own measurements by configuration, the latest last.
-
-        Args:
-            least: Minimum measured optimizer steps of a configuration.
-        """
+        """Return own measurements of at least ``least`` optimizer steps, the latest last."""
         with self._lock:
             return self._own(least)
 
@@ -224,7 +214,7 @@ class StepProfile:
             return {**self._inherited, **self._own()}
 
     def _own(self, least: int = 1) -> dict[StepConfiguration, StepSummary]:
-        """Return the same as :meth:`own`; the caller holds the lock."""
+        """Return :meth:`own`; the caller holds the lock."""
         return {
             c: m.summary() for c, m in self._measurements.items() if len(m.optim) >= max(least, 1)
         }
@@ -244,11 +234,8 @@ class StepProfile:
     ) -> FitData | None:
         """Return the input of a fit for pipelines of ``num_stages``; None before the first step.
 
-        Args:
-            num_stages: Number K of stages.
-            checkpoint: The recomputed micro-batches.
-            processes: Processes per replica; the engines' times are not comparable.
-            order: The schedule; steps with other schedules are excluded.
+        The engines' times are not comparable, so steps with other ``processes`` per replica, or
+        another schedule, are excluded.
         """
         wanted = (num_stages, processes, order)
         found = {

@@ -34,7 +34,7 @@ class StepRecord:
     efficiency: float | None
     num_microbatches: int = 1
     schedule: str = ""
-    """Schedule of a multi-process pipeline; empty otherwise."""
+    """Schedule of a multi-process pipeline."""
     epoch_samples: int = 0
     """Samples of the epoch processed so far."""
     epoch_size: int = 0

@@ -33,7 +33,6 @@ class StepConfiguration(NamedTuple):
     processes: int = 1
     """Processes per replica: one per stage, or one for all."""
     schedule: ScheduleKind = "gpipe"
-    """Order of the stages' work on micro-batches."""
     chunks_per_stage: int = 1
     """V; 1 unless interleaved."""
 
@@ -44,10 +43,8 @@ class StepConfiguration(NamedTuple):
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> StepConfiguration:
-        """Return the configuration of a checkpoint's row; the schedule defaults to GPipe.
-
-        Raises:
-            KeyError, TypeError, ValueError: The row is invalid.
+        """Return the configuration of a checkpoint's row, by default GPipe. Raises a KeyError,
+        TypeError or ValueError if the row is invalid.
         """
         numbers = {
             name: int(row[name]) for name in cls._fields if name in row and name != "schedule"
@@ -62,9 +59,7 @@ class StepSummary(NamedTuple):
     """Input of the fit for one configuration, in seconds."""
 
     accum: float
-    """An accumulation step."""
     optim: float
-    """An optimizer step."""
     forward: tuple[float, ...] = ()
     """Per stage, the forward of one micro-batch; empty: not measured."""
     backward: tuple[float, ...] = ()
@@ -72,17 +67,13 @@ class StepSummary(NamedTuple):
     passed_on: int = 0
     """How often it was passed on; 0: measured by this job."""
     exchange: float = 0.0
-    """Part of an optimizer step that adds gradients of parameters that stages share."""
+    """Part of an optimizer step that adds gradients of shared parameters."""
     scatter: float | None = None
     """Standard deviation of optimizer steps over their median; None: too few steps."""
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> StepSummary:
-        """Return the summary of a checkpoint's row.
-
-        Raises:
-            KeyError, TypeError, ValueError: The row is invalid.
-        """
+        """Return the summary of a row; a KeyError, TypeError or ValueError if invalid."""
         forward, backward = (tuple(map(float, row[name])) for name in ("forward", "backward"))
         times = (float(row["accum"]), float(row["optim"]))
         exchange = float(row.get("exchange", 0.0))
@@ -93,7 +84,6 @@ class StepSummary(NamedTuple):
 
 class FitData(NamedTuple):
     """The arguments of :func:`pipollux_perfmodel.fit_perf_params`, one entry per configuration.
-
     Optimizer steps exclude the exchange of shared parameters' gradients, which the network cannot
     explain: it costs nothing on one replica.
     """

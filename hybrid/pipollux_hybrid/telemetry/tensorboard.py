@@ -1,8 +1,7 @@
 """Scalars for TensorBoard: loss, goodput and batch size over all restarts of a job.
 
-The reporting thread writes at most about four points per second, without delaying training. A
-restarted job continues the same run: steps that it repeats after a crash replace the earlier
-records.
+The reporting thread writes at most about four points per second. A restarted job continues the run:
+steps that it repeats after a crash replace the earlier records.
 """
 
 from __future__ import annotations
@@ -27,12 +26,7 @@ FLUSH_SECONDS = 10
 
 class ScalarWriter:
     """Writes scalars of this job's steps; :class:`~pipollux_hybrid.TensorBoard` has their names.
-
-    Args:
-        log_dir: Directory of the run.
-
-    Raises:
-        ConfigurationError: ``tensorboard`` is not installed.
+    Raises a ConfigurationError if ``tensorboard`` is not installed.
     """
 
     def __init__(self, log_dir: str | os.PathLike[str]) -> None:

@@ -1,7 +1,7 @@
 """The last report of a job, saved to disk if no scheduler received it.
 
-``unsent_report.json`` is stored beside the checkpoints, like the marker of a stop. A scheduler
-reads it once the attempt has ended, to include progress made while no scheduler was running.
+A scheduler reads ``unsent_report.json`` beside the checkpoints once the attempt has ended, to
+include progress made while no scheduler was running.
 """
 
 from __future__ import annotations
@@ -20,12 +20,7 @@ LOG = logging.getLogger(__name__)
 
 
 def keep(directory: Path | None, report: Mapping[str, Any]) -> None:
-    """Save a report; an error is logged, as training has not failed.
-
-    Args:
-        directory: The checkpoint directory; None: there is none, and nothing is saved.
-        report: The body of the report.
-    """
+    """Save a report to the checkpoint directory; an error is logged, as training has not failed."""
     if directory is None:
         return
     from pipollux_protocol.files import UNSENT_REPORT  # imports pydantic

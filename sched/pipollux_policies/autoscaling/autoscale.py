@@ -20,10 +20,10 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+from pipollux_policies.allocations.order import by_safety
+from pipollux_policies.allocations.rules import Allocations, Jobs, Nodes, is_pinned, usable_nodes
 from pipollux_policies.base import Policy
-from pipollux_policies.job_info import JobInfo, NodeInfo, TemplateNode
-from pipollux_policies.order import by_safety
-from pipollux_policies.rules import Allocations, Jobs, Nodes, is_pinned, usable_nodes
+from pipollux_policies.jobs.job_info import JobInfo, NodeInfo, TemplateNode
 
 from .utility import UtilityBand, utility
 

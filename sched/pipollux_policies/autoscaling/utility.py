@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from pipollux_policies.allocation import shape_of
-from pipollux_policies.job_info import JobInfo, NodeInfo, ReplicaShape
+from pipollux_policies.allocations.allocation import shape_of
+from pipollux_policies.jobs.job_info import JobInfo, NodeInfo, ReplicaShape
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from pipollux_policies.allocation import Allocation
-from pipollux_policies.job_info import JobInfo, NodeInfo
-from pipollux_policies.order import by_arrival
+from pipollux_policies.allocations.allocation import Allocation
+from pipollux_policies.allocations.order import by_arrival
+from pipollux_policies.allocations.rules import Allocations, Jobs, Nodes
+from pipollux_policies.jobs.job_info import JobInfo, NodeInfo
 from pipollux_policies.placement.cluster_state import ClusterState
 from pipollux_policies.placement.packing import (
     answer,
@@ -15,7 +16,6 @@ from pipollux_policies.placement.packing import (
     num_nodes_as_is,
     place_alone,
 )
-from pipollux_policies.rules import Allocations, Jobs, Nodes
 
 
 class FifoPolicy:

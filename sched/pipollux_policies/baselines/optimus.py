@@ -16,9 +16,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from pipollux_policies.allocation import Allocation
-from pipollux_policies.job_info import JobInfo, NodeInfo, ReplicaShape
-from pipollux_policies.order import name_order
+from pipollux_policies.allocations.allocation import Allocation
+from pipollux_policies.allocations.order import name_order
+from pipollux_policies.allocations.rules import Allocations, Jobs, Nodes
+from pipollux_policies.jobs.job_info import JobInfo, NodeInfo, ReplicaShape
 from pipollux_policies.placement.cluster_state import ClusterState
 from pipollux_policies.placement.node_choice import Floats
 from pipollux_policies.placement.packing import (
@@ -32,7 +33,6 @@ from pipollux_policies.placement.packing import (
     unchanged,
     user_shapes,
 )
-from pipollux_policies.rules import Allocations, Jobs, Nodes
 
 UNKNOWN_REMAINING_SECONDS = 3600.0
 """The least remaining time, on one replica, of a job that does not report it."""

@@ -12,9 +12,10 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from pipollux_policies.allocation import Allocation
-from pipollux_policies.job_info import JobInfo, NodeInfo
-from pipollux_policies.order import by_arrival
+from pipollux_policies.allocations.allocation import Allocation
+from pipollux_policies.allocations.order import by_arrival
+from pipollux_policies.allocations.rules import Allocations, Jobs, Nodes
+from pipollux_policies.jobs.job_info import JobInfo, NodeInfo
 from pipollux_policies.placement.cluster_state import ClusterState
 from pipollux_policies.placement.packing import (
     answer,
@@ -23,7 +24,6 @@ from pipollux_policies.placement.packing import (
     pack,
     place_alone,
 )
-from pipollux_policies.rules import Allocations, Jobs, Nodes
 
 QUEUE_THRESHOLDS = (16 * 3600.0,)
 """Slot-seconds at which a job falls to the next queue: 16 GPU-hours, as in Pollux's artifact."""

@@ -63,7 +63,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipollux_policies.job_info import JobInfo
+from pipollux_policies.jobs.job_info import JobInfo
 from pipollux_policies.placement.node_choice import Floats
 
 from .configurations import Instance

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipollux_policies.allocation import runs_as, shape_of
-from pipollux_policies.change_cost import possible_survivors
-from pipollux_policies.job_info import JobInfo, NodeInfo, ReplicaShape, find_speedups
-from pipollux_policies.order import by_arrival
+from pipollux_policies.allocations.allocation import runs_as, shape_of
+from pipollux_policies.allocations.change_cost import possible_survivors
+from pipollux_policies.allocations.order import by_arrival
+from pipollux_policies.allocations.rules import is_pinned, must_move
+from pipollux_policies.jobs.job_info import JobInfo, NodeInfo, ReplicaShape, find_speedups
 from pipollux_policies.placement.node_choice import Bools, Floats, Ints, NodeCounts
-from pipollux_policies.rules import is_pinned, must_move
 
 from .nodes import Nodes, build_nodes, close_nodes
 

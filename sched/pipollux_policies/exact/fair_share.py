@@ -41,7 +41,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pipollux_policies.job_info import JobInfo, NodeInfo, ReplicaShape
+from pipollux_policies.jobs.job_info import JobInfo, NodeInfo, ReplicaShape
 
 from .configurations import Instance, JobConfigurations, build_instance
 

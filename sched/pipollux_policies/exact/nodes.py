@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipollux_policies.allocation import shape_of
-from pipollux_policies.job_info import JobInfo, NodeInfo, ReplicaShape
-from pipollux_policies.order import by_safety
+from pipollux_policies.allocations.allocation import shape_of
+from pipollux_policies.allocations.order import by_safety
+from pipollux_policies.allocations.rules import usable_nodes
+from pipollux_policies.jobs.job_info import JobInfo, NodeInfo, ReplicaShape
 from pipollux_policies.placement.node_choice import Bools, Ints, amounts, frozen, num_fitting
-from pipollux_policies.rules import usable_nodes
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from pipollux_policies.fitness import TOLERANCE, check_power, power_terms
+from pipollux_policies.allocations.fitness import TOLERANCE, check_power, power_terms
 from pipollux_policies.placement.node_choice import Floats
 
 from .configurations import Instance, JobConfigurations

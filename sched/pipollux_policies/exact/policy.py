@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from pipollux_policies.allocation import Allocation, as_allocation
-from pipollux_policies.job_info import JobInfo, NodeInfo
+from pipollux_policies.allocations.allocation import Allocation, as_allocation
+from pipollux_policies.jobs.job_info import JobInfo, NodeInfo
 from pipollux_policies.placement.first_fit import place_arrival
 from pipollux_policies.placement.node_choice import Floats, Ints
 

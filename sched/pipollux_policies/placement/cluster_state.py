@@ -14,16 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from pipollux_policies.allocation import (
+from pipollux_policies.allocations.allocation import (
     Allocation,
     as_allocation,
     is_first_choice,
     shape_of,
 )
-from pipollux_policies.change_cost import possible_survivors
-from pipollux_policies.job_info import ReplicaShape
-from pipollux_policies.order import by_arrival, by_safety
-from pipollux_policies.rules import Allocations, Jobs, Nodes, is_pinned, usable_nodes
+from pipollux_policies.allocations.change_cost import possible_survivors
+from pipollux_policies.allocations.order import by_arrival, by_safety
+from pipollux_policies.allocations.rules import Allocations, Jobs, Nodes, is_pinned, usable_nodes
+from pipollux_policies.jobs.job_info import ReplicaShape
 
 from .node_choice import (
     Bools,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pipollux_policies.allocation import Allocation, is_first_choice
-from pipollux_policies.job_info import JobInfo, NodeInfo
-from pipollux_policies.order import by_safety
-from pipollux_policies.rules import usable_nodes
+from pipollux_policies.allocations.allocation import Allocation, is_first_choice
+from pipollux_policies.allocations.order import by_safety
+from pipollux_policies.allocations.rules import usable_nodes
+from pipollux_policies.jobs.job_info import JobInfo, NodeInfo
 
 
 def place_arrival(job_info: JobInfo, nodes: Mapping[Any, NodeInfo]) -> Allocation:

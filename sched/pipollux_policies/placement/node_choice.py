@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pipollux_policies.job_info import NodeInfo, ReplicaShape
+from pipollux_policies.jobs.job_info import NodeInfo, ReplicaShape
 
 Ints: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float64]

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from pipollux_policies.allocation import Allocation
-from pipollux_policies.job_info import JobInfo, ReplicaShape
-from pipollux_policies.rules import Allocations, Jobs, Nodes
+from pipollux_policies.allocations.allocation import Allocation
+from pipollux_policies.allocations.rules import Allocations, Jobs, Nodes
+from pipollux_policies.jobs.job_info import JobInfo, ReplicaShape
 
 from .cluster_state import ClusterState, ReplicaRequest
 from .node_choice import Floats, Ints

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from pipollux_policies.allocation import is_first_choice, runs_as, shape_of
-from pipollux_policies.change_cost import possible_survivors
-from pipollux_policies.job_info import JobInfo, NodeInfo, ReplicaShape
-from pipollux_policies.order import by_safety, name_order
+from pipollux_policies.allocations.allocation import is_first_choice, runs_as, shape_of
+from pipollux_policies.allocations.change_cost import possible_survivors
+from pipollux_policies.allocations.order import by_safety, name_order
+from pipollux_policies.allocations.rules import Allocations, is_pinned, must_move, usable_nodes
+from pipollux_policies.jobs.job_info import JobInfo, NodeInfo, ReplicaShape
 from pipollux_policies.placement.node_choice import Bools, Ints, amounts
-from pipollux_policies.rules import Allocations, is_pinned, must_move, usable_nodes
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from pymoo.operators.selection.tournament import TournamentSelection
 from pymoo.operators.survival.rank_and_crowding import RankAndCrowding
 from pymoo.termination.max_gen import MaximumGenerationTermination
 
-from pipollux_policies.fitness import TOLERANCE
+from pipollux_policies.allocations.fitness import TOLERANCE
 from pipollux_policies.placement.node_choice import Bools, Floats, Ints
 
 from .problem import AllocationProblem

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from pipollux_policies.allocation import Allocation, as_allocation
+from pipollux_policies.allocations.allocation import Allocation, as_allocation
+from pipollux_policies.allocations.fitness import check_power
+from pipollux_policies.allocations.rules import Allocations, is_pinned, usable_nodes
 from pipollux_policies.autoscaling.utility import UtilityBand, utility
-from pipollux_policies.fitness import check_power
-from pipollux_policies.job_info import JobInfo, NodeInfo, TemplateNode
+from pipollux_policies.jobs.job_info import JobInfo, NodeInfo, TemplateNode
 from pipollux_policies.placement.first_fit import place_arrival
 from pipollux_policies.placement.node_choice import Floats, Ints
-from pipollux_policies.rules import Allocations, is_pinned, usable_nodes
 
 from .arrays import ClusterArrays, build_cluster
 from .nsga2 import Evolution, evolve

@@ -30,8 +30,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipollux_policies.fitness import TOLERANCE, power_terms
-from pipollux_policies.job_info import SpeedupCallable
+from pipollux_policies.allocations.fitness import TOLERANCE, power_terms
+from pipollux_policies.jobs.job_info import SpeedupCallable
 from pipollux_policies.placement.node_choice import Bools, Floats, Ints, num_fitting
 
 from .arrays import ClusterArrays

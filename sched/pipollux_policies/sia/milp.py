@@ -23,9 +23,9 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-from pipollux_policies.allocation import Allocation, is_first_choice
-from pipollux_policies.change_cost import ChangeKind
-from pipollux_policies.job_info import JobInfo, NodeInfo, ReplicaShape
+from pipollux_policies.allocations.allocation import Allocation, is_first_choice
+from pipollux_policies.allocations.change_cost import ChangeKind
+from pipollux_policies.jobs.job_info import JobInfo, NodeInfo, ReplicaShape
 from pipollux_policies.placement.cluster_state import ReplicaRequest
 from pipollux_policies.placement.node_choice import Floats, Ints
 from pipollux_policies.placement.packing import speedups

@@ -15,15 +15,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from pipollux_policies.allocation import Allocation, runs_as, shape_of
-from pipollux_policies.change_cost import ChangeKind, num_survivors, possible_survivors
-from pipollux_policies.job_info import JobInfo, NodeInfo
-from pipollux_policies.order import by_arrival, name_order
+from pipollux_policies.allocations.allocation import Allocation, runs_as, shape_of
+from pipollux_policies.allocations.change_cost import ChangeKind, num_survivors, possible_survivors
+from pipollux_policies.allocations.order import by_arrival, name_order
+from pipollux_policies.allocations.rules import Allocations, Jobs, Nodes, usable_nodes
+from pipollux_policies.jobs.job_info import JobInfo, NodeInfo
 from pipollux_policies.placement.cluster_state import ClusterState
 from pipollux_policies.placement.first_fit import place_arrival
 from pipollux_policies.placement.node_choice import Floats
 from pipollux_policies.placement.packing import answer, num_nodes_as_is, pack
-from pipollux_policies.rules import Allocations, Jobs, Nodes, usable_nodes
 
 from .milp import Column, Constraint, NodeKind, configurations, cost, current_column, solve
 

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from pipollux_policies.job_info import JobInfo
-from pipollux_policies.order import name_order
-from pipollux_policies.rules import Allocations, Jobs, Nodes, is_pinned
+from pipollux_policies.allocations.order import name_order
+from pipollux_policies.allocations.rules import Allocations, Jobs, Nodes, is_pinned
+from pipollux_policies.jobs.job_info import JobInfo
 
 from .restricted import within
 from .team import Team, Teams

@@ -7,11 +7,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipollux_policies.allocation import Allocation, as_allocation, is_first_choice, shape_of
-from pipollux_policies.job_info import JobInfo, NodeInfo
-from pipollux_policies.order import by_safety, name_order
+from pipollux_policies.allocations.allocation import (
+    Allocation,
+    as_allocation,
+    is_first_choice,
+    shape_of,
+)
+from pipollux_policies.allocations.order import by_safety, name_order
+from pipollux_policies.allocations.rules import Allocations, Jobs, Nodes, is_pinned, usable_nodes
+from pipollux_policies.jobs.job_info import JobInfo, NodeInfo
 from pipollux_policies.placement.first_fit import place_arrival
-from pipollux_policies.rules import Allocations, Jobs, Nodes, is_pinned, usable_nodes
 
 from .restricted import slots_of
 from .shares import whose_turn

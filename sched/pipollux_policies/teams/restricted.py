@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pipollux_policies.allocation import Allocation, shape_of
-from pipollux_policies.job_info import JobInfo, NodeInfo, ReplicaShape
+from pipollux_policies.allocations.allocation import Allocation, shape_of
+from pipollux_policies.jobs.job_info import JobInfo, NodeInfo, ReplicaShape
 
 
 def slots_of(job: JobInfo, held: Sequence[Any], nodes: Mapping[Any, NodeInfo]) -> int:

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pipollux_policies.allocation import Allocation, shape_of
-from pipollux_policies.job_info import JobInfo, NodeInfo
-from pipollux_policies.order import name_order
-from pipollux_policies.rules import Allocations, Jobs, Nodes, usable_nodes
+from pipollux_policies.allocations.allocation import Allocation, shape_of
+from pipollux_policies.allocations.order import name_order
+from pipollux_policies.allocations.rules import Allocations, Jobs, Nodes, usable_nodes
+from pipollux_policies.jobs.job_info import JobInfo, NodeInfo
 
 
 def without(jobs: Jobs, nodes: Nodes, held: Allocations) -> dict[Any, NodeInfo]:

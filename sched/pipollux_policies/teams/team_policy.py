@@ -22,10 +22,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from pipollux_policies.allocation import Allocation, as_allocation, shape_of
+from pipollux_policies.allocations.allocation import Allocation, as_allocation, shape_of
+from pipollux_policies.allocations.rules import Allocations, Jobs, Nodes, is_pinned, usable_nodes
 from pipollux_policies.base import Policy
-from pipollux_policies.job_info import JobInfo, NodeInfo
-from pipollux_policies.rules import Allocations, Jobs, Nodes, is_pinned, usable_nodes
+from pipollux_policies.jobs.job_info import JobInfo, NodeInfo
 
 from .eligible import eligible
 from .offers import Offers, held_by_team

@@ -6,8 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from pipollux_policies.allocation import shape_of
-from pipollux_policies.rules import Allocations, Jobs, Nodes, is_pinned
+from pipollux_policies.allocations.allocation import shape_of
+from pipollux_policies.allocations.rules import Allocations, Jobs, Nodes, is_pinned
 
 from .team import Team, Teams
 

@@ -1,9 +1,4 @@
-"""One round of allocation: read a snapshot, decide, apply.
-
-`SnapshotReader.read` returns the known state, `place_new` and `reallocate` decide from it, and the
-decisions are applied. New jobs are placed before the policy decides about all jobs, because that
-may take a while.
-"""
+"""One round of allocation: read a snapshot, decide, apply."""
 
 from __future__ import annotations
 
@@ -25,12 +20,9 @@ OF_TEAM = "waits: team "
 
 
 class Allocator:
-    """Decides on all jobs, and applies the decisions.
+    """Decides on all jobs, and applies the decisions of a round together (`carry_out`).
 
     Args:
-        reader: reads the state.
-        strategy: makes the decisions.
-        carry_out: applies all allocations of a round together.
         keep_notices: stores the jobs that have to return slots to other teams, and when.
         metrics: counts and times the decisions; None: they are not exposed.
     """
@@ -54,12 +46,9 @@ class Allocator:
         """When the first notice ends and a decision is due; None: there is no notice."""
 
     def run_once(self) -> list[Decision]:
-        """Start the jobs that fit, then decide on all jobs.
+        """Start the jobs that fit, then decide on all jobs; return the applied decisions.
 
         If the policy fails, or its result is invalid, nothing changes; the error is logged.
-
-        Returns:
-            The decisions that were applied.
         """
         snapshot = self._read()
         decisions: list[Decision] = []
@@ -74,12 +63,7 @@ class Allocator:
         return decisions
 
     def adjust(self, autoscaler: Autoscaler) -> bool:
-        """Run the autoscaler with the last decisions.
-
-        Returns:
-            Whether the set of draining nodes has changed, so that another decision on all jobs is
-            due.
-        """
+        """Run the autoscaler; return whether another decision is due, because other nodes drain."""
         now = self._read()
         allocations = {job.name: job.held for job in now.candidates if job.allocation}
         before, self._leaving = (
@@ -110,7 +94,6 @@ class Allocator:
         return decisions
 
     def _queue_the_rest(self, snapshot: Snapshot) -> None:
-        """Record why each job without an allocation is queued, if that is not recorded yet."""
         of_teams = team_reasons(snapshot)
         waiting = [
             job

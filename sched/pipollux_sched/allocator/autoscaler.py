@@ -1,9 +1,7 @@
 """Control of the number of nodes: decisions, draining, and requests, once per round.
 
-`Autoscaler.round` follows every round of the allocator, in the allocator's thread; its decisions
-come from `policy.autoscaling`. The expander rents and releases nodes in a separate thread, because
-that may take minutes. Observations are not persisted: a restarted scheduler observes for a whole
-window before it changes anything.
+The expander rents and releases nodes in a separate thread, because that may take minutes. A
+restarted scheduler observes for a whole window before it changes anything.
 """
 
 from __future__ import annotations
@@ -52,7 +50,6 @@ class Autoscaler:
     """Decides after every round on the number of nodes, and requests it.
 
     Args:
-        rules: the operator's rules.
         expander: receives the request in every round until it is met.
         policy: predicts the utility of other numbers of nodes.
         on_change: called with the plan whenever it changes.
@@ -89,19 +86,10 @@ class Autoscaler:
         busy: Collection[str],
         teams: Teams | None = None,
     ) -> tuple[str, ...]:
-        """Process one round of the policy, and request nodes if their number should change.
+        """Process one round of the policy; return the nodes to mark as draining.
 
-        The number of nodes depends on quotas alone, not on loans between teams.
-
-        Args:
-            jobs: all jobs that have not ended.
-            nodes: all nodes, with the draining ones of the previous round marked.
-            allocations: the allocations after this round.
-            busy: nodes with running processes, including those of jobs that are moving.
-            teams: quotas and limits; None: there are no teams.
-
-        Returns:
-            The nodes to mark as draining.
+        The number of nodes depends on quotas alone, not on loans between teams. `nodes` have the
+        draining ones of the previous round marked; jobs that are moving keep nodes `busy`.
         """
         template = node_template(nodes)
         policy: Policy = self._policy
@@ -128,7 +116,6 @@ class Autoscaler:
 
 
 def _without(busy: Collection[str], plan: NodePlan) -> NodePlan:
-    """Remove nodes from the released ones that jobs are still leaving."""
     release = tuple(name for name in plan.release if name not in busy)
     kept = len(plan.release) - len(release)
     return replace(plan, release=release, num_nodes=plan.num_nodes + kept)

@@ -1,10 +1,4 @@
-"""Decisions from the results of a strategy; pure functions.
-
-* A new job starts at once if slots are free (`place_new`).
-* All jobs are reallocated at every interval, and when one was submitted or has ended
-  (`reallocate`).
-* The result of a strategy is validated against nodes, slots and bounds.
-"""
+"""Decisions from the results of a strategy, validated against nodes, slots and bounds."""
 
 from __future__ import annotations
 
@@ -14,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipollux_policies import Allocation, NodeInfo, violations
-from pipollux_policies.placing import place_in_order
+from pipollux_policies.placement.new_jobs import place_in_order
 
 from .reasons import Others, explain
 from .strategy import FixedStrategy, Nodes, SchedulableJob, Strategy, free_of, jobs_of
@@ -31,9 +25,8 @@ class Decision:
     previous: tuple[str, ...] = ()
     why: str = ""
     details: Mapping[str, Any] = field(default_factory=dict)
-    """num_stages; if they can be predicted, num_microbatches, atomic_bsz, accum_steps, batch_size
-    and speedup; and previous_speedup, the prediction of the same model for the previous allocation.
-    """
+    """Data for the event: num_stages; if they can be predicted, num_microbatches, atomic_bsz,
+    accum_steps, batch_size and speedup; and previous_speedup, of the previous allocation."""
     num_stages: int | None = None
     """K of each replica; None without an allocation."""
 
@@ -41,13 +34,10 @@ class Decision:
 def place_new(
     candidates: Sequence[SchedulableJob], nodes: Nodes, strategy: Strategy
 ) -> list[Decision]:
-    """Place jobs that hold nothing on free slots, in the order of submission.
+    """Place jobs that hold nothing on free slots, by order of submission (`placement.new_jobs`).
 
-    The rule is `pipollux_policies.placing`; then the strategy decides on all jobs (`reallocate`). A
-    fixed allocation never waits for another job.
-
-    Raises:
-        ValueError: the result of the strategy is invalid; the message says why.
+    Then the strategy decides on all jobs (`reallocate`). A fixed allocation never waits for another
+    job. ValueError: the result of the strategy is invalid.
     """
     by_name = {job.name: job for job in candidates}
     queue = not isinstance(strategy, FixedStrategy)
@@ -71,11 +61,7 @@ def place_new(
 def reallocate(
     candidates: Sequence[SchedulableJob], nodes: Nodes, strategy: Strategy
 ) -> list[Decision]:
-    """Decide on all jobs; return the decisions that change something.
-
-    Raises:
-        ValueError: the result of the strategy is invalid; the message says why.
-    """
+    """Return the decisions that change something; raise ValueError for an invalid result."""
     if not candidates:
         return []
     result = strategy.optimize(candidates, nodes)
@@ -86,13 +72,7 @@ def reallocate(
 def why_waiting(
     waiting: Sequence[SchedulableJob], candidates: Sequence[SchedulableJob], nodes: Nodes
 ) -> list[str]:
-    """Explain why jobs that hold no slots are queued.
-
-    Args:
-        waiting: these jobs.
-        candidates: all jobs.
-        nodes: all nodes.
-    """
+    """Explain why some of the jobs, which hold no slots, are queued."""
     free, others = free_of(nodes, candidates), others_of(candidates)
     return [explain(job.info, (), (), nodes, free, others) for job in waiting]
 
@@ -103,7 +83,6 @@ def _decisions(
     nodes: Nodes,
     strategy: Strategy,
 ) -> list[Decision]:
-    """Validate the new allocations, and return the changes, with reasons."""
     pairs = [(old, new) for old, new in zip(before, after, strict=True) if _differ(old, new)]
     if not pairs:
         return []

@@ -1,8 +1,4 @@
-"""Renting and releasing nodes: the hook between the autoscaler and a cloud.
-
-`autoscale` computes the number of nodes, and `plan_nodes` the nodes that can be released; an
-`Expander` acts on it. Clouds differ, so the implementation here runs a command of the operator.
-"""
+"""Renting and releasing nodes, by a command of the operator, because clouds differ."""
 
 from __future__ import annotations
 
@@ -18,7 +14,6 @@ from typing import Protocol
 from pipollux_sched.errors import PipolluxError
 
 FIELDS = ("desired", "current", "release")
-"""Fields in braces that an expander command may contain."""
 
 
 class ExpanderError(PipolluxError):
@@ -26,24 +21,15 @@ class ExpanderError(PipolluxError):
 
 
 class Expander(Protocol):
-    """Changes the number of nodes. Renting takes minutes, so `request` need not wait for it.
-
-    `desired_nodes` is `NodePlan.num_nodes`, and `release` its nodes of that name.
-    """
+    """Changes the number of nodes. Renting takes minutes, so `request` need not wait for it."""
 
     def num_nodes(self) -> int:
         """Return how many nodes there are now."""
 
     def request(self, desired_nodes: int, release: Sequence[str] = ()) -> None:
-        """Request a number of nodes; must be idempotent.
+        """Request a number of nodes, idempotently, or raise `ExpanderError`.
 
-        Args:
-            desired_nodes: the desired number.
-            release: names of the nodes to release; nothing runs on them any more, and no others may
-                be removed.
-
-        Raises:
-            ExpanderError: the request could not be made.
+        Nothing runs any more on the nodes to `release`, and no others may be removed.
         """
 
 
@@ -51,14 +37,11 @@ class CommandExpander:
     """Runs a command of the operator with the number of nodes, without a shell.
 
     Args:
-        command: program and arguments, quoted as in a shell; `{desired}` is replaced by the desired
-            number of nodes, `{current}` by the present one, `{release}` by the names of nodes to
-            release, separated by commas. `{desired}` is required.
+        command: program and arguments, quoted as in a shell; `{desired}` (required) is replaced by
+            the desired number of nodes, `{current}` by the present one, `{release}` by the names of
+            nodes to release, separated by commas. ValueError: it is empty, or has other fields.
         count: returns the number of nodes that the backend has.
         timeout: seconds after which the command and its child processes are killed.
-
-    Raises:
-        ValueError: the command is empty, cannot be split, or has unknown or missing fields.
 
     Example:
         >>> expander = CommandExpander("true --nodes {desired}", count=lambda: 3)
@@ -80,11 +63,7 @@ class CommandExpander:
         return self._count()
 
     def request(self, desired_nodes: int, release: Sequence[str] = ()) -> None:
-        """Run the command.
-
-        Raises:
-            ExpanderError: it could not be started, did not end in time, or did not exit with 0.
-        """
+        """Run the command; raise `ExpanderError` unless it exits with 0 in time."""
         values = {
             "desired": str(desired_nodes),
             "current": str(self.num_nodes()),
@@ -135,7 +114,6 @@ class CommandExpander:
 
 
 def _parse(command: str) -> list[str]:
-    """Split a command, and check the fields that it names."""
     try:
         arguments = shlex.split(command)
         fields = {

@@ -38,14 +38,7 @@ class HintsWorth(NamedTuple):
 def worth(
     hints: SchedHints, num_stages: int, choices: tuple[int, ...], most_replicas: int
 ) -> HintsWorth:
-    """Return the speedups that hints predict; cached until the job reports again.
-
-    Args:
-        hints: the hints of the job.
-        num_stages: its own K, one replica of which has speedup 1.
-        choices: further K.
-        most_replicas: the largest number of replicas it may get.
-    """
+    """Return the speedups that hints predict, over one replica of K = `num_stages`; cached."""
     try:
         # An infinite time, which makes a speedup of zero, is valid.
         with np.errstate(all="ignore"):
@@ -83,10 +76,7 @@ def _is_worth_something(speedup_fn: SpeedupFunction, most_replicas: int) -> bool
 
 
 def _allocations(most_replicas: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the numbers of nodes and replicas of the allocations to check.
-
-    Not all of them: with batches of a million samples each takes a tenth of a second.
-    """
+    """Return the nodes and replicas of the allocations to check: large batches take 0.1 s each."""
     sizes = {1, 3, most_replicas} | {2**power for power in range(1, most_replicas.bit_length())}
     nodes = range(1, _TOLD_APART + 1)
     pairs = {(n, r) for r in sizes if r <= most_replicas for n in (*nodes, r) if n <= r}

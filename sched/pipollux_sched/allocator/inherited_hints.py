@@ -1,8 +1,4 @@
-"""Inherited hints of jobs that have sent none yet: those of their predecessors (`store.families`).
-
-They predict how such a job scales, so that its first allocation may be larger than the minimum. The
-progress of the predecessor is not inherited.
-"""
+"""Inherited hints of jobs that have sent none yet, so that they may start larger than minimal."""
 
 from __future__ import annotations
 
@@ -24,27 +20,18 @@ class WarmStart(NamedTuple):
     """The inherited hints of a job that has measured nothing."""
 
     predecessor: str
-    """The job that measured them."""
     hints: SchedHints
 
 
 class HeirReader:
-    """Reads inherited hints; parses only those that have changed since the last call.
-
-    Args:
-        store: contains the jobs.
-    """
+    """Reads inherited hints; parses only those that have changed since the last call."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._parsed: dict[str, tuple[Mapping[str, Any], WarmStart | None]] = {}
 
     def read(self, specs: Mapping[str, Mapping[str, Any]]) -> dict[str, WarmStart]:
-        """Return the inherited hints of the jobs that have a predecessor.
-
-        Args:
-            specs: specs of jobs without hints, by name, as JSON.
-        """
+        """Return the inherited hints of the jobs, given by their specs, that have a predecessor."""
         found = self._store.families.predecessors(specs) if specs else {}
         for gone in self._parsed.keys() - {before.job for before in found.values()}:
             del self._parsed[gone]

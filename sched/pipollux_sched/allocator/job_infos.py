@@ -1,8 +1,4 @@
-"""Jobs and nodes in the form of allocation policies.
-
-Converts specs (declared by the user) and hints (measured by the job) to `JobInfo` and `NodeInfo`,
-and computes how many replicas fit and which resources allocations leave free.
-"""
+"""Jobs and nodes in the form of allocation policies, from specs and hints."""
 
 from __future__ import annotations
 
@@ -143,13 +139,7 @@ def job_info(
 def hints_worth(
     spec: JobSpec, hints: SchedHints | None, choices: Sequence[int] | None = None
 ) -> HintsWorth:
-    """Return the predictions of hints for each possible number of stages of a job.
-
-    Args:
-        spec: the job file.
-        hints: the hints of the job; None: none.
-        choices: numbers of stages besides the job's own; None: those that its user allows.
-    """
+    """Return the predictions of hints for a job's own number of stages, and its choices."""
     if hints is None:
         return HintsWorth({})
     stages = tuple(spec.stage_choices if choices is None else choices)
@@ -162,7 +152,6 @@ def _further_shapes(
     speedups: Mapping[int, SpeedupFunction],
     running: int | None,
 ) -> Iterator[ReplicaShape]:
-    """Yield the job's shapes other than its own."""
     known: dict[int, SpeedupCallable] = {**speedups}
     if running is not None and running not in known:
         # The current shape is included even if it could not be chosen again.
@@ -174,12 +163,7 @@ def _further_shapes(
 
 
 def shape_with(info: JobInfo, num_stages: int | None) -> ReplicaShape:
-    """Return the shape of a job with K stages; an unmeasured one if it is not among its shapes.
-
-    Args:
-        info: the job.
-        num_stages: K; None: that of its own shape.
-    """
+    """Return the shape of a job with K stages (None: its own); an unmeasured one if it has none."""
     for shape in info.all_shapes:
         if num_stages in (None, shape.num_stages):
             return shape

@@ -17,11 +17,7 @@ __all__ = ["LearnedLengths", "declared_lengths", "family_name", "length_of", "wh
 
 
 class LearnedLengths:
-    """The history of a store's completed jobs; reads only new ones.
-
-    Args:
-        store: contains the jobs.
-    """
+    """The history of a store's completed jobs; reads only new ones."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -43,7 +39,6 @@ class LearnedLengths:
 
 
 def _completed(record: CompletedRecord) -> CompletedJob | None:
-    """Return the length of a completed job from its last hints; None: no plausible hints."""
     try:
         spec, hints = parse_job(record.spec), SchedHints.from_json_object(record.hints)
     except (HintsError, ValueError):
@@ -61,13 +56,8 @@ def _completed(record: CompletedRecord) -> CompletedJob | None:
 def whole_samples(hints: SchedHints, own: SpeedupFunction, since: float) -> float:
     """Return how many samples a completed job has trained, by its last hints.
 
-    The hints are some seconds older than the end of the job: the samples that it could have trained
+    These are `since` seconds older than the end of the job: the samples that it could have trained
     since then are added, up to the remaining ones.
-
-    Args:
-        hints: the last hints of the job.
-        own: the speedup of its own shape.
-        since: seconds from the hints to its end.
     """
     most = max(hints.max_profiled_replicas, 1)
     could = own.base_goodput * most * max(since, 0.0)
@@ -82,11 +72,7 @@ def family_name(spec: JobSpec) -> str:
 def declared_lengths(
     jobs: Iterable[tuple[JobSpec, SchedHints | None]],
 ) -> dict[str, tuple[float, ...]]:
-    """Return the declared numbers of samples of unfinished jobs, by family.
-
-    Args:
-        jobs: job files, and the jobs' own hints.
-    """
+    """Return the declared numbers of samples of unfinished jobs by family, by their hints."""
     found: dict[str, list[float]] = {}
     for spec, hints in jobs:
         if hints is not None and None not in (hints.trained_samples, hints.remaining_samples):
@@ -107,13 +93,8 @@ def length_of(
 ) -> dict[str, Any]:
     """Return the estimate of a job's remaining training, as fields of `JobInfo`.
 
-    Args:
-        spec: the job file.
-        hints: the hints used for decisions, without implausible ones.
-        own: the speedup of its own shape.
-        history: completed jobs; None: nothing is estimated from them.
-        has_trained: whether the hints are its own, not inherited.
-        relatives: declared numbers of samples of other jobs of its family.
+    Implausible `hints` are left out; without `has_trained` they are inherited. `own` is the speedup
+    of its own shape, `relatives` are declared numbers of samples of other jobs of its family.
     """
     if hints is None or not isinstance(own, SpeedupFunction) or not own.base_goodput > 0:
         return {}

@@ -18,10 +18,7 @@ class AllocationLoop:
     """Runs the allocator periodically, one decision at a time.
 
     Args:
-        allocator: decides on all jobs.
-        interval: seconds between two decisions.
         reconsider: set when a job or node has changed, so that a decision is due immediately.
-        ending: set when the scheduler ends.
         autoscaler: controls the number of nodes; None: it stays fixed.
     """
 

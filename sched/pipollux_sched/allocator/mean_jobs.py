@@ -9,18 +9,10 @@ from pipollux_sched.store import JobRecord, Store
 
 
 def mean_jobs(store: Store, jobs: Sequence[JobRecord], now: float) -> dict[str, float]:
-    """Return the number of unfinished jobs, averaged over each job's life so far.
+    """Return the number of unfinished jobs, averaged over the life of each of `jobs` so far.
 
-    It is computed from submission and end times, so it survives a restart of the scheduler. Jobs
-    that were deleted from the store do not count.
-
-    Args:
-        store: contains the jobs that have ended.
-        jobs: the jobs that have not ended.
-        now: seconds since the epoch.
-
-    Returns:
-        The average by job, without jobs that were submitted at this moment.
+    It is computed from submission and end times, so it survives a restart of the scheduler. Deleted
+    jobs do not count, and jobs that were submitted at this moment are left out.
     """
     if not jobs:
         return {}

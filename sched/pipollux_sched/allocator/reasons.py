@@ -14,7 +14,6 @@ from pipollux_utils.text import count, listing, spell_nodes
 from .job_infos import count_fitting, linear_speedup
 
 MOST_NAMED = 3
-"""Most jobs that a reason names."""
 
 
 class Others(NamedTuple):
@@ -75,13 +74,8 @@ def explain(
 ) -> str:
     """Explain a job's allocation in a short sentence.
 
-    Args:
-        info: the job as the policy sees it.
-        previous: its previous allocation; an `Allocation` if K is not the job's own.
-        new: its new allocation, likewise.
-        nodes: all nodes.
-        free: the resources that all new allocations leave free (`free_resources`).
-        others: the other jobs.
+    Allocations are an `Allocation` if K is not the job's own. `free` are the resources that all new
+    allocations leave free (`free_resources`).
     """
     if not new:
         verb = "is suspended" if previous else "waits"
@@ -147,7 +141,6 @@ def why_nothing(
 
 
 def _why_not_given(info: JobInfo, others: Others) -> str:
-    """Explain why a job does not get slots that are free."""
     # This job is one of them; thousands may wait, each with its reason.
     many = len(others.waiting) - 1
     if many < 1:
@@ -157,12 +150,10 @@ def _why_not_given(info: JobInfo, others: Others) -> str:
 
 
 def _spell_jobs(names: Sequence[str]) -> str:
-    """Name the jobs that run on a node."""
     return f" beside {_first_of(names, len(names))}" if names else ""
 
 
 def _first_of(names: Sequence[str], many: int) -> str:
-    """Name the jobs, or the first of them if there are many."""
     more = many - MOST_NAMED
     shown = [*names[:MOST_NAMED], *([f"{more} more"] if more > 0 else [])]
     return f"{'job' if many == 1 else 'jobs'} {listing(shown)}"
@@ -203,7 +194,6 @@ def _spell_speedup(shape: ReplicaShape, nodes: Sequence[str]) -> str:
 
 
 def _spell_allocation(info: JobInfo, shape: ReplicaShape, nodes: Sequence[str]) -> str:
-    """Describe the number of replicas per node, and K if the job has a choice."""
     replicas = _spell_cut(shape, nodes) if info.shapes else count(len(nodes), "replica")
     return f"{replicas} on {spell_nodes(nodes)}"
 

@@ -1,9 +1,9 @@
 """A consistent snapshot of a scheduler's store, in the form for decisions.
 
-Reading changes nothing. A job whose attempt has not taken its first step, or is being stopped, is
-pinned: otherwise it would be moved without new measurements, and soon moved again. The number of
-replicas of a job is limited to a multiple of those that its step time was measured on
-(`job_infos.replica_cap`), because the model is optimistic about unmeasured allocations.
+A job whose attempt has not taken its first step, or is being stopped, is pinned: otherwise it would
+be moved without new measurements, and soon moved again. The number of replicas of a job is limited
+to a multiple of those that its step time was measured on (`job_infos.replica_cap`), because the
+model is optimistic about unmeasured allocations.
 """
 
 from __future__ import annotations
@@ -50,26 +50,19 @@ class Snapshot:
     """The state of a scheduler at one moment."""
 
     candidates: tuple[SchedulableJob, ...]
-    """Jobs that can be decided on, in the order of submission: neither ended, nor suspended by
-    their users, nor ending."""
+    """Jobs that neither ended, nor end, nor are suspended by users, in the order of submission."""
     nodes: Mapping[str, NodeInfo]
     """Nodes that are not dead; some may drain."""
     busy: frozenset[str] = frozenset()
-    """Nodes with running processes."""
     teams: Teams | None = None
     """Quotas and limits; None: there are no teams."""
     notices: Mapping[str, float] = field(default_factory=dict)
     """Jobs with a notice to return slots, and when, in seconds since the epoch."""
     time: float = 0.0
-    """Time of the snapshot, in seconds since the epoch."""
 
     @classmethod
     def read(cls, store: Store) -> Snapshot:
-        """Read a snapshot as the present or last scheduler of the store would.
-
-        Raises:
-            SpecError: the store contains a node or a job that this version cannot read.
-        """
+        """Read a snapshot as the present or last scheduler would, or raise `SpecError`."""
         served = store.latest_events(1, types=["cluster"])
         seconds = served[0].get("restart_seconds") if served else None
         known = float(seconds) if isinstance(seconds, int | float) else DEFAULT_RESTART_SECONDS
@@ -85,13 +78,7 @@ class Snapshot:
 
 
 class SnapshotReader:
-    """Reads snapshots; parses only specs and hints that have changed since the last one.
-
-    Args:
-        store: contains the jobs and nodes.
-        restart_seconds: assumed cost of a restart until a job's own has been measured.
-        clock: returns the time in seconds since the epoch.
-    """
+    """Reads snapshots; parses only specs and hints that have changed since the last one."""
 
     def __init__(
         self, store: Store, *, restart_seconds: float, clock: Callable[[], float] = time.time
@@ -105,14 +92,7 @@ class SnapshotReader:
         self._warm_starts = HeirReader(store)
 
     def read(self, leaving: Collection[str] = ()) -> Snapshot:
-        """Read the current state.
-
-        Args:
-            leaving: nodes that will be released, and therefore drain.
-
-        Raises:
-            SpecError: the store contains a node or a job that this version cannot read.
-        """
+        """Read the current state, or raise `SpecError`; nodes that are `leaving` drain."""
         store = self._store
         hints, attempts = store.hint_texts(), store.num_attempts(live=True)
         service, costs = store.attained_service(live=True), store.restart_costs()
@@ -218,7 +198,6 @@ class SnapshotReader:
         )
 
     def _note_doubt(self, job: str, doubt: str | None) -> None:
-        """Log that a job's hints are ignored, once per reason."""
         if doubt is None:
             self._doubted.pop(job, None)
         elif self._doubted.get(job) != doubt:
@@ -232,7 +211,6 @@ class SnapshotReader:
     def _parse(
         self, job: str, spec: Mapping[str, Any], hints: str | None
     ) -> tuple[JobSpec, SchedHints | None]:
-        """Parse a job's spec and hints from JSON."""
         known = self._parsed.get(job)
         if known is None or known[0] != spec or known[1] != hints:
             same = known is not None and known[0] == spec
@@ -264,7 +242,7 @@ def is_pinned(state: JobState) -> bool:
 def _may_be_ended(state: JobState) -> bool:
     """Return whether a pinned job is only starting, or waiting for a restart after a failure.
 
-    Such a job has to return slots when its notice is over: one that fails repeatedly never trains.
+    It has to return slots when its notice is over: one that fails repeatedly never trains.
     """
     return state.intent is None and state.live.change is None
 

@@ -45,7 +45,6 @@ class SchedulableJob:
     warm_start: WarmStart | None = None
     """Inherited hints, if it has measured nothing itself."""
     message: str = ""
-    """The message for its user."""
 
     @property
     def held(self) -> Allocation:
@@ -57,8 +56,8 @@ class SchedulableJob:
     def given(self, answer: Sequence[str], nodes: Nodes) -> SchedulableJob:
         """Return the job with the allocation that a strategy decided.
 
-        An allocation without a number of stages keeps the present one on the same nodes, and
-        otherwise has the job's own.
+        Without a number of stages, the present one stays on the same nodes; otherwise it is the
+        job's own.
         """
         told = getattr(answer, "num_stages", None)
         if told is None and sorted(answer) == sorted(self.allocation):

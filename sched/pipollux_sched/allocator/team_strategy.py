@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from pipollux_policies import Policy, shape_of
-from pipollux_policies.rules import usable_nodes
+from pipollux_policies.allocations.rules import usable_nodes
 from pipollux_policies.teams.eligible import eligible
 from pipollux_policies.teams.ledger import (
     TeamUse,
@@ -23,21 +23,13 @@ from .strategy import EvenStrategy, Nodes, PolicyStrategy, SchedulableJob, Strat
 
 
 class TeamStrategy:
-    """Calls a policy within the quotas of teams; used for one decision.
-
-    Args:
-        policy: decides within each team.
-        teams: quotas and limits.
-        now: seconds since the epoch.
-        notices: jobs with a notice to return slots, and when.
-    """
+    """Calls a policy within the quotas of teams; used for one decision."""
 
     def __init__(
         self, policy: Policy, teams: Teams, now: float, notices: Mapping[str, float]
     ) -> None:
         self._policy = TeamPolicy(policy, teams, now, notices)
         self.answer: TeamAnswer | None = None
-        """The result of `optimize`; None before the call."""
 
     def place(
         self,
@@ -58,10 +50,7 @@ class TeamStrategy:
 
 
 def within_teams(strategy: Strategy, snapshot: Snapshot) -> tuple[Strategy, TeamStrategy | None]:
-    """Return a strategy that enforces a snapshot's quotas, and its part that calls the policy.
-
-    Without teams, and for fixed allocations, it is the same strategy.
-    """
+    """Return a strategy within a snapshot's quotas, if any, and its part that calls the policy."""
     inner = strategy.strategy if isinstance(strategy, EvenStrategy) else strategy
     if snapshot.teams is None or not isinstance(inner, PolicyStrategy):
         return strategy, None

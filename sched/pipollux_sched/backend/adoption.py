@@ -22,11 +22,7 @@ def why_not_adopted(
 ) -> str | None:
     """Return why an attempt cannot be adopted, in one sentence; None: it can.
 
-    Args:
-        launch: as the earlier scheduler stored it; None: it has not.
-        members: ids of the replicas that take part.
-        listed: all replicas of this scheduler in the engine's listing.
-        scheduler_url: the URL that jobs report to.
+    The earlier scheduler stored the `launch`, or None; `members` take part; `listed` are all.
     """
     if launch is None or not launch.assignments.keys() >= set(members):
         return "The previous scheduler ended before it had started the job."

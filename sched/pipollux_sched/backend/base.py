@@ -1,11 +1,7 @@
 """The interface of an engine, which runs the replicas of jobs on one kind of cluster.
 
-The unit is one replica of one attempt of a job, identified by its `ReplicaKey`. An engine validates
-a spec (`check`), lists its nodes (`nodes`), starts a replica (`start`), signals it (`signal`),
-lists the replicas of this scheduler (`listing`), copies a replica's output into the scheduler's log
-(`fetch_log`), and ends replicas without a scheduler (`recover`). Logic about whole attempts is
-implemented once, for all engines, in `replica_groups`: all replicas or none, the grace period, the
-wait for slots, the outcome.
+The unit is one replica of one attempt of a job. Logic about whole attempts is implemented once, for
+all engines, in `replica_groups`: all replicas or none, the grace period, the wait for slots.
 
 Messages to a cluster can be lost, delayed, or duplicated. So `start` and `signal` are idempotent,
 and a listing has a version. A signal is repeated until the replica has ended, and a start that
@@ -32,7 +28,6 @@ from .job_actions import JobActions
 from .result import ReplicaResult
 
 POLL_INTERVAL = 0.05
-"""Seconds between two calls of `ReplicaGroupManager.poll`."""
 
 
 class BackendError(SchedulerError):
@@ -52,11 +47,9 @@ class ReplicaProgram:
     """The program of every pipeline replica of a job, independent of the allocation."""
 
     job: str
-    """Name of the job."""
     script: Path | None
     """None: the image's entry point."""
     image: str | None = None
-    """The container image of the replicas; None: they run as processes of the node."""
     args: tuple[str, ...] = ()
     num_stages: int = 1
     """K, the number of devices of one replica on its node."""
@@ -69,8 +62,7 @@ class ReplicaProgram:
     checkpoints: Path | None = None
     """The checkpoint folder; None: the engine chooses it."""
     first_attempt: int = 1
-    """The first attempt of the present run. Each run has a separate checkpoint folder, so that a
-    run from scratch finds no checkpoints."""
+    """First attempt of the present run; each run has its own checkpoint folder."""
     run_as: str | None = None
     """User of the machine as which it runs; None: the scheduler's own."""
     cpus: int = 0
@@ -109,29 +101,21 @@ class SlotAssignment:
 
     node: str
     slots: tuple[int, ...]
-    """Slots that it holds on its node."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """The replicas of an attempt; stored before the first of them is started.
-
-    When replicas join or leave, the changed launch is stored before any replica is started or
-    ended.
-    """
+    """The replicas of an attempt; it is stored before any of them is started or ended."""
 
     job: str
     attempt: int
     assignments: Mapping[int, SlotAssignment]
-    """Node and slots of each replica, by its id."""
     num_first: int
     """Replicas at the start of the attempt; those with higher ids have joined it."""
     scheduler_url: str
-    """The URL that its replicas report to."""
     checkpoints: str
     """The checkpoint folder, as its replicas see it."""
     live: bool = False
-    """Whether its replicas support elastic resizes."""
 
     @cached_property
     def keys(self) -> tuple[ReplicaKey, ...]:
@@ -185,11 +169,7 @@ class Launch:
 
     @classmethod
     def from_json_object(cls, job: str, attempt: int, data: Mapping[str, Any]) -> Self:
-        """Return the launch from the result of `to_json_object`.
-
-        Raises:
-            KeyError: something is missing; also TypeError and ValueError.
-        """
+        """Return the launch in JSON, or raise KeyError, TypeError or ValueError."""
         assignments = {
             int(replica): SlotAssignment(
                 str(assignment["node"]), tuple(map(int, assignment["slots"]))
@@ -224,16 +204,14 @@ class Ended(NamedTuple):
     result: ReplicaResult = ReplicaResult()
     """The result file of its agent."""
     lost: str = ""
-    """Why the cluster ended it, in one sentence ("Node n2 is down."), which is no failure of the
-    job. Empty: it ended by itself, or by a signal of the scheduler."""
+    """Why the cluster ended it ("Node n2 is down."), which is no failure of the job."""
 
 
 class ReplicaState(NamedTuple):
     """A replica as its engine sees it."""
 
     handle: str
-    """Its identifier in the cluster's own tools, for people: a process id, a step, a pod. Only the
-    engine may interpret it."""
+    """Its identifier for people in the cluster's own tools: a process id, a step, a pod."""
     waiting: str = ""
     """Why it does not run yet, in one sentence; empty: its processes run."""
     ended: Ended | None = None
@@ -280,93 +258,57 @@ class Engine(ABC):
 
     name: str = "engine"
     even: bool = False
-    """Whether a job must have the same number of replicas on each of its nodes."""
     grows: bool = False
     """Whether replicas can start and end while others of their attempt continue."""
 
     @property
     def lost(self) -> str | None:
-        """Why no replica can ever be started here again, in one sentence; None: one can.
-
-        May be read by any thread.
-        """
+        """Why no replica can ever be started here again, in one sentence; safe for any thread."""
         return None
 
     @abstractmethod
     def check(self, spec: JobSpec) -> None:
-        """Reject a job that this engine can never run, by its spec alone.
-
-        Raises:
-            SpecError: one sentence: the field, its value, what is allowed and the fix.
-        """
+        """Reject a job that this engine can never run, by its spec alone, with `SpecError`."""
 
     @abstractmethod
     def nodes(self) -> Mapping[str, Node]:
-        """Return the present nodes, by name; they come and go.
-
-        Raises:
-            ClusterUnavailableError: the cluster does not answer.
-        """
+        """Return the present nodes, by name; they come and go."""
 
     @abstractmethod
     def checkpoints(self, program: ReplicaProgram) -> str:
-        """Return the checkpoint folder of a job, as its replicas see it.
-
-        Raises:
-            BackendError: there is none that all of them would share.
-        """
+        """Return the checkpoint folder of a job as its replicas see it, or raise `BackendError`."""
 
     @abstractmethod
     def start(self, program: ReplicaProgram, launch: Launch, replica: int) -> None:
         """Start one replica, unless it exists already.
 
-        Args:
-            program: the program of the replica.
-            launch: its attempt; a replica that `joins` it was not in an earlier launch of it.
-            replica: its id.
+        A replica that `joins` the launch was not in an earlier launch of the attempt.
 
         Raises:
             ClusterUnavailableError: the cluster did not answer; it may have been started or not.
-            BackendError: it was not started, and a retry would fail; also OSError, and ValueError
-                for arguments that the system does not accept.
+            BackendError: a retry would fail; also OSError, and ValueError for impossible arguments.
         """
 
     @abstractmethod
     def signal(self, key: ReplicaKey, signal: Signal) -> None:
         """Send a signal to a replica, if it exists. A repeated STOP has no further effect.
 
-        Raises:
-            ClusterUnavailableError: the cluster did not answer; it may have arrived or not.
+        After a `ClusterUnavailableError`, it may have arrived or not.
         """
 
     @abstractmethod
     def listing(self) -> Listing:
-        """Return all replicas of this scheduler.
-
-        Raises:
-            ClusterUnavailableError: the cluster does not answer.
-        """
+        """Return all replicas of this scheduler."""
 
     @abstractmethod
     def forget(self, job: str, attempt: int) -> None:
-        """Remove everything of an attempt that has ended, except its logs.
-
-        Failures are not reported: the listing continues to contain the rest, and the next attempt
-        of the job, or `recover`, removes it.
-        """
+        """Remove an ended attempt except its logs; what remains is removed with a later one."""
 
     def forget_replica(self, key: ReplicaKey) -> None:  # noqa: B027  # most keep a few bytes of it
-        """Remove everything of a replica that has left its attempt and ended, except its log.
-
-        An attempt may live for weeks while replicas come and go. This is called once per replica;
-        whatever remains is removed with the attempt.
-        """
+        """Remove everything of a replica that has left its attempt and ended, except its log."""
 
     def holds(self, launch: Launch) -> bool:  # noqa: ARG002  # most have nothing to check
-        """Return whether an attempt's slots still refer to the devices that it runs on.
-
-        Called before an attempt is adopted. Always True if the cluster itself assigns devices.
-        """
+        """Return whether the slots of an attempt to adopt still refer to its devices."""
         return True
 
     def fetch_log(self, key: ReplicaKey) -> None:  # noqa: B027  # most have nothing to do
@@ -374,36 +316,18 @@ class Engine(ABC):
 
         Called by any thread when the log is read, and before the end of an attempt is reported.
         Engines whose replicas write there directly have nothing to do.
-
-        Raises:
-            ClusterUnavailableError: the cluster does not answer.
         """
 
     @abstractmethod
     def recover(self, adopted: Collection[tuple[str, int]], grace: float) -> list[str]:
-        """End what an earlier scheduler left running, except the adopted attempts.
+        """End what an earlier scheduler left running, except the adopted jobs and attempts.
 
-        Args:
-            adopted: jobs and attempts that were adopted.
-            grace: seconds that the others have to save.
-
-        Returns:
-            One line for each replica or process found.
-
-        Raises:
-            BackendError: a replica or process cannot be ended.
+        The others have `grace` seconds to save. Return one line for each replica or process found.
+        `BackendError`: one cannot be ended.
         """
 
     def keep_records(self, jobs: JobActions, ending: Event) -> None:  # noqa: ARG002  # most have none
-        """Keep the cluster's own records of jobs in step with the scheduler's until the end.
-
-        It runs in a separate thread while jobs are scheduled. Engines without such records have
-        nothing to do.
-
-        Args:
-            jobs: the jobs, and the commands on them.
-            ending: set when to return.
-        """
+        """Keep the cluster's own records of jobs in step, in a separate thread, until the end."""
         ending.wait()
 
     def close(self) -> None:  # noqa: B027  # most have nothing to do

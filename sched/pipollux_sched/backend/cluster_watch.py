@@ -16,15 +16,7 @@ NODES_INTERVAL = 1.0
 
 
 class ClusterWatch:
-    """The last known nodes, and each listing once.
-
-    Args:
-        engine: the source.
-        clock: returns the time in seconds; must be monotonic.
-
-    Raises:
-        ClusterUnavailableError: the cluster does not answer.
-    """
+    """The last known nodes, and each listing once; raises `ClusterUnavailableError`."""
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
@@ -68,11 +60,7 @@ class ClusterWatch:
         return listing if newer else None
 
     def first_listing(self) -> Listing:
-        """Return a listing for a start or takeover; older ones are ignored from then on.
-
-        Raises:
-            ClusterUnavailableError: the cluster does not answer.
-        """
+        """Return a listing for a start or takeover; older ones are ignored from then on."""
         listing = self._engine.listing()
         self._version = max(self._version, listing.version)
         return listing

@@ -24,7 +24,6 @@ class EngineOptions:
     """Arguments for an engine."""
 
     state_dir: StateDir
-    """Where the logs of replicas go."""
     cluster: ClusterSpec | Path | None = None
     """The nodes, or the path of their file, for an engine that does not find them itself."""
     grace: float = 30.0
@@ -61,19 +60,10 @@ ENGINES: Mapping[str, Factory] = {
     "kubernetes": _later("pipollux_sched.backend.kubernetes.factory"),
     "slurm": _later("pipollux_sched.backend.slurm.engine"),
 }
-"""Every engine, by name."""
 
 
 def make_engine(name: str, options: EngineOptions) -> Engine:
-    """Return a new engine.
-
-    Args:
-        name: one of `ENGINES`.
-        options: its arguments.
-
-    Raises:
-        BackendError: there is no engine of this name, or it cannot have these nodes.
-    """
+    """Return a new engine; `BackendError`: the name is unknown, or it cannot have these nodes."""
     if name not in ENGINES:
         known = ", ".join(sorted(ENGINES))
         raise BackendError(f"there is no backend {name!r}; known are: {known}")

@@ -4,12 +4,8 @@ Either all of its replicas run or none. A replica that fails ends the others; a 
 and, after a grace period, enforced; the outcome is reported once, when no replica is left. A
 replica that the cluster took away is no failure of the job.
 
-While its replicas train, further ones may be started (`join`), and take part once the job says so
-(`admit`). Until then their end is reported, and does not affect the others. Other replicas may
-leave (`part`).
-
-Nothing here blocks. One thread calls `ReplicaGroup.step` repeatedly, with the newest listing of the
-engine.
+While its replicas train, further ones may be started (`join`), and take part once the job reports
+it (`admit`). Until then their end is reported, and does not affect the others. Others may `part`.
 """
 
 from __future__ import annotations
@@ -59,16 +55,14 @@ _UNSEEN = ReplicaState("", waiting="It is being started.")
 class ReplicaGroup:
     """One attempt that is started, runs, or ends.
 
+    Nothing here blocks. One thread calls `step` repeatedly, with the newest listing of the engine.
+
     Args:
-        engine: runs its replicas.
-        launch: the attempt.
-        log: returns the log file of a replica.
         stopped_step: returns the step at which the job reported that it has saved and stops; None
             if it did not.
         program: the program of its replicas; None: they were started by an earlier scheduler.
         grace: seconds to save for the replicas when one was stopped from outside.
         start_timeout: seconds in which all replicas must run.
-        clock: returns the time in seconds; must be monotonic.
     """
 
     def __init__(
@@ -104,12 +98,10 @@ class ReplicaGroup:
         self._why = ""
         self._sent: dict[ReplicaKey, tuple[Signal, float]] = {}
         self._joining: set[ReplicaKey] = set()
-        """Replicas that do not take part yet."""
         self._parting: dict[ReplicaKey, float] = {}
         """Replicas that no longer take part, and when they are killed."""
         self._lost: list[JoiningReplicaLost] = []
         self.can_survive = False
-        """Whether its replicas can continue when one of them is lost."""
         self._survive_by: float | None = None
 
     def join(self, program: ReplicaProgram, assignments: Mapping[int, SlotAssignment]) -> None:
@@ -137,7 +129,7 @@ class ReplicaGroup:
         self.part(parting, self._outside_grace)
 
     def part(self, replicas: Collection[int], seconds: float) -> None:
-        """Let replicas end by themselves, and kill those that still run after some seconds."""
+        """Expect replicas to end by themselves; kill them if they still run after `seconds`."""
         for key in map(self.launch.key, replicas):
             if key not in self._states or (key == self._failed and self.ending):
                 continue  # the replica that the others survived has already ended
@@ -261,7 +253,6 @@ class ReplicaGroup:
             self._to_start.discard(key)
 
     def _watch_start(self) -> None:
-        """End an attempt with a replica that does not run in time."""
         if self._started or self.ending or self._clock() < self._start_by:
             return
         waiting = [(key, state.waiting) for key, state in self._states.items() if state.waiting]
@@ -277,7 +268,6 @@ class ReplicaGroup:
         self._end_within(0.0)
 
     def _notice_failure(self) -> None:
-        """End the other replicas when one has failed."""
         if self.ending:
             return
         for key, state in self._members.items():
@@ -321,7 +311,6 @@ class ReplicaGroup:
 
     @property
     def _members(self) -> dict[ReplicaKey, ReplicaState]:
-        """The replicas that take part."""
         apart = self._joining | self._parting.keys()
         return {key: state for key, state in self._states.items() if key not in apart}
 
@@ -393,9 +382,8 @@ class ReplicaGroup:
             self._engine.fetch_log(key)
 
     def _agreed_step(self, ends: Collection[Ended]) -> int | None:
-        """Return the step at which the replicas agreed to stop, None if they did not.
-
-        The results of agents may be lost with them; the step that the job reported before is not.
+        """Return the step of the agreed stop; agents' results may be lost, the job's earlier report
+        not.
         """
         steps = (end.result.stopped_step for end in ends)
         left = next((step for step in steps if step is not None), None)
@@ -406,10 +394,6 @@ class ReplicaGroup:
 
         The first replica to end may also have been stopped from outside, as may the others. A
         script may also end with the status of a stopped one, or send itself SIGTERM.
-
-        Args:
-            ends: how each replica ended.
-            step: the step at which they agreed to stop, None if they did not.
         """
         end = None if self._failed is None else ends[self._failed]
         if end is None or was_asked(end):

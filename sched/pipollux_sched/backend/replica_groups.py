@@ -1,10 +1,4 @@
-"""The backend: attempts of jobs on the nodes of an engine.
-
-Everything above single replicas is implemented here and in `replica_group`: waiting for the slots
-of an attempt and for the end of the previous one, stopping one within a grace period, adopting
-attempts of an earlier scheduler. `ReplicaGroupManager.poll` does all the work, called repeatedly by
-one thread. Any thread may call the other methods, which only record requests or return state.
-"""
+"""The backend: attempts of jobs on the nodes of an engine; `replica_group` has one attempt."""
 
 from __future__ import annotations
 
@@ -50,13 +44,9 @@ SHUTDOWN_PATIENCE = 10.0
 class ReplicaGroupManager:
     """Runs attempts of jobs on an engine.
 
-    Args:
-        engine: starts, signals and lists replicas.
-        launches: stores launches before they take effect.
-        state_dir: where the logs of replicas are.
-        grace: seconds that an attempt has to save when a newer one replaces it.
-        start_timeout: seconds in which all replicas of an attempt must run; otherwise it ends.
-        clock: returns the time in seconds; must be monotonic.
+    One thread calls `poll` repeatedly, which does all the work. Any thread may call the other
+    methods, which only record requests or return state. An attempt has `grace` seconds to save when
+    a newer one replaces it, and `start_timeout` seconds until all of its replicas run.
     """
 
     def __init__(
@@ -133,8 +123,7 @@ class ReplicaGroupManager:
         """Run a job as `attempt`, with one replica for each entry of `nodes`.
 
         A running earlier attempt of the job is stopped gracefully first, and the new one waits for
-        its slots. `poll` does the work, and reports `Started`, or `Exited` if nothing could be
-        started.
+        its slots. `poll` reports `Started`, or `Exited` if nothing could be started.
 
         Raises:
             NodesGoneError: `nodes` contains a node that has left the cluster.
@@ -159,11 +148,8 @@ class ReplicaGroupManager:
     def stop(self, job: str, grace: float) -> bool:
         """Ask a job's processes to save and end; kill them after `grace` seconds.
 
-        `poll` does the work and reports `Exited`. A repeated call can only shorten the grace
-        period.
-
-        Returns:
-            False if nothing of the job runs, so that nothing will be reported.
+        `poll` reports `Exited`; False: nothing runs, so nothing will be reported. A repeated call
+        can only shorten the grace period.
         """
         with self._lock:
             pending = self._pending.pop(job, None)
@@ -177,13 +163,7 @@ class ReplicaGroupManager:
             return pending is not None
 
     def kill(self, job: str, why: str) -> bool:
-        """Kill a job's processes, because they no longer respond.
-
-        `poll` does the work and reports `Exited`, with `why` as its message.
-
-        Returns:
-            False if nothing of the job runs, so that nothing will be reported.
-        """
+        """Kill processes that do not respond; False: none run, so `poll` reports nothing."""
         with self._lock:
             if job in self._running:
                 self._running[job].kill(why)
@@ -223,15 +203,7 @@ class ReplicaGroupManager:
         """Adopt an attempt that an earlier scheduler of the same store started.
 
         Whether it still runs or has already ended, `poll` reports its `Exited` like any other.
-
-        Args:
-            job: its name.
-            attempt: its number.
-            scheduler_url: the URL that jobs report to.
-            live: its present and joining replicas.
-
-        Returns:
-            None if it was adopted; else the reason why not, in one sentence.
+        Return None if it was adopted; else the reason why not, in one sentence.
         """
         launch = self._read_launch(job, attempt)
         listed = self._cluster.first_listing().replicas
@@ -250,10 +222,7 @@ class ReplicaGroupManager:
     def start_replicas(
         self, program: ReplicaProgram, attempt: int, replicas: Mapping[int, str]
     ) -> None:
-        """Start joining replicas of an attempt when their slots are free.
-
-        `poll` does the work, and reports `JoiningReplicaLost` for one that ends too early.
-        """
+        """Start joining replicas in free slots; `poll` may report `JoiningReplicaLost`."""
         with self._lock:
             running = self._running.get(program.job)
             if running is not None and running.launch.attempt == attempt:
@@ -262,10 +231,7 @@ class ReplicaGroupManager:
     def end_replicas(
         self, job: str, attempt: int, replicas: Collection[int], *, at_once: bool
     ) -> None:
-        """End replicas that no longer take part, or never will.
-
-        `at_once` is False for replicas that are about to end by themselves.
-        """
+        """End replicas that do not take part; not `at_once`: they will end by themselves."""
         with self._lock:
             joining = self._joining.get(job)
             if joining is not None and not joining.replicas.keys().isdisjoint(replicas):
@@ -293,8 +259,7 @@ class ReplicaGroupManager:
     def saved_step(self, job: str, attempt: int) -> int | None:
         """Return the step at which the replicas of an attempt have saved and stopped, if known.
 
-        They report it to the scheduler that started them, which may be gone; a marker beside their
-        checkpoint has the same step.
+        They report it to their scheduler, which may be gone; a marker beside the checkpoint has it.
         """
         launch = self._read_launch(job, attempt)
         return None if launch is None else self._saved_step(launch)
@@ -325,10 +290,7 @@ class ReplicaGroupManager:
         self._engine.close()
 
     def _end_strays(self, listing: Listing) -> None:
-        """Kill replicas that belong to no attempt here.
-
-        A delayed start request may take effect after it was given up.
-        """
+        """Kill replicas of no attempt here: a delayed start may succeed after it was given up."""
         expected = {key for entry in self._running.values() for key in entry.launch.keys}
         for key, state in listing.replicas.items():
             if state.ended is None and key not in expected:
@@ -354,7 +316,6 @@ class ReplicaGroupManager:
                 self._pending.pop(job, None)
 
     def _release(self, job: str, running: ReplicaGroup) -> None:
-        """Free the slots of replicas that have left and ended."""
         parted = running.take_parted()
         if parted:
             launch = running.launch
@@ -364,7 +325,6 @@ class ReplicaGroupManager:
                 self._engine.forget_replica(launch.key(replica))
 
     def _start_joining(self, job: str) -> None:
-        """Start the joining replicas of a job, if their slots are free."""
         running = self._running.get(job)
         if running is None or running.ending:
             del self._joining[job]
@@ -383,7 +343,6 @@ class ReplicaGroupManager:
         running.join(program, assignments)
 
     def _start_pending(self, job: str) -> None:
-        """Start a job's pending attempt, if its slots are free."""
         if job in self._running:
             return
         program, attempt, nodes = self._pending[job]

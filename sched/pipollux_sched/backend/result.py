@@ -1,8 +1,7 @@
 """The result file of a replica's agent: how the script ended, and at which step it stopped.
 
-The agent (`pipollux_agent.agent`) writes it as JSON into the file ``PIPOLLUX_RESULT_FILE``. An
-engine passes it to the scheduler, which may not be running at that moment: as a file in the state
-directory, or the termination message of a container.
+The agent (`pipollux_agent.agent`) writes it as JSON into ``PIPOLLUX_RESULT_FILE``. The scheduler,
+which may not run then, reads it from the state directory or a container's termination message.
 """
 
 from __future__ import annotations
@@ -25,17 +24,14 @@ class ScriptError(NamedTuple):
     text: str
     """Type and message, one line."""
     cannot_start: bool
-    """Whether the script, or an import, is broken: a restart would end the same way, unless the
-    script had run before."""
+    """Whether the script, or an import, is broken, so that a restart would fail, too."""
 
 
 class ReplicaResult(NamedTuple):
     """The result of a replica's agent; the defaults are those of an agent that was killed."""
 
     error: ScriptError | None = None
-    """The exception that ended the script, if one did."""
     asked: bool = False
-    """Whether the agent received a stop signal."""
     left: bool = False
     """Whether an agent wrote this; False: it was killed or had not begun, or there is none."""
     stopped_step: int | None = None

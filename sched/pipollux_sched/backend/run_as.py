@@ -60,11 +60,7 @@ def why_not_as(user: str) -> str | None:
 
 
 def check_account(spec: JobSpec) -> None:
-    """Reject a job whose user of the machine cannot be used.
-
-    Raises:
-        SpecError: jobs cannot run as this user.
-    """
+    """Reject a job with `SpecError` if its user of the machine cannot be used."""
     reason = None if spec.run_as is None else why_not_as(spec.run_as)
     if reason is not None:
         raise SpecError(f"job '{spec.name}': run_as: {reason}")
@@ -81,14 +77,7 @@ def why_no_python(user: str) -> str | None:
 
 
 def check_access(spec: JobSpec) -> None:
-    """Reject a job whose user cannot enter its folder or read its script.
-
-    Args:
-        spec: the job, with script and folder resolved.
-
-    Raises:
-        SpecError: the user has no access.
-    """
+    """Reject a resolved job with `SpecError` if its user has no access to its folder or script."""
     if spec.run_as is None or spec.script is None or spec.working_dir is None:
         return
     found = _look(spec.run_as, Path(spec.working_dir), Path(spec.script))
@@ -130,14 +119,9 @@ def _look(user: str, folder: Path, script: Path) -> int:
 
 
 def with_home_checkpoints(spec: JobSpec, before: str | None) -> JobSpec:
-    """Return a job with a checkpoint folder that its user can write to.
+    """Return a job with a checkpoint folder that its user can write to, or raise `SpecError`.
 
-    Args:
-        spec: the job.
-        before: the folder of the failed job that it replaces, if that ran as the same user.
-
-    Raises:
-        SpecError: that user has no home directory, and the job has no folder.
+    It is `before` if the failed job that it replaces ran as the same user.
     """
     if spec.run_as is None or spec.checkpoint_dir is not None or spec.image is not None:
         return spec

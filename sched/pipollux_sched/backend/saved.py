@@ -23,10 +23,7 @@ _LIMIT = 2**24
 
 
 def marked_step(launch: Launch) -> int | None:
-    """Return the step of an attempt's agreed stop, from the marker beside its checkpoint.
-
-    None without a marker, or if this machine does not see the folder.
-    """
+    """Return the step of an attempt's agreed stop, from the marker beside its checkpoint."""
     try:
         found = StopMarker.model_validate(_read(Path(launch.checkpoints, STOP_MARKER)))
     except (OSError, ValueError, RecursionError):

@@ -15,9 +15,6 @@ class SlotLedger:
         >>> ledger = SlotLedger({"node-a": 2, "node-b": 2})
         >>> ledger.take("job", {0: "node-a"}, num_stages=2)
         {0: SlotAssignment(node='node-a', slots=(0, 1))}
-
-    Args:
-        nodes: number of slots by node.
     """
 
     def __init__(self, nodes: Mapping[str, int]) -> None:
@@ -37,16 +34,7 @@ class SlotLedger:
     ) -> dict[int, SlotAssignment] | None:
         """Reserve `num_stages` slots of its node for each replica, the lowest free ones.
 
-        Args:
-            holder: the holder of the slots, besides those for its other replicas.
-            replicas: node of each replica by its id.
-            num_stages: slots of each.
-
-        Returns:
-            The slots of each replica; None, and nothing reserved, if they are not all free.
-
-        Raises:
-            ValueError: a replica of the holder has slots already.
+        None, with nothing reserved: they are not all free. ValueError: a replica has slots already.
         """
         held = self._held.get(holder, {})
         if twice := sorted(held.keys() & replicas.keys()):
@@ -74,11 +62,7 @@ class SlotLedger:
         return True
 
     def resize(self, nodes: Mapping[str, int]) -> None:
-        """Replace the nodes; held slots stay held, even on nodes that are gone.
-
-        Args:
-            nodes: number of slots by node.
-        """
+        """Replace the nodes; held slots stay held, even on nodes that are gone."""
         self._size = dict(nodes)
         self._free = {name: set(range(slots)) for name, slots in nodes.items()}
         for assignments in self._held.values():

@@ -1,9 +1,4 @@
-"""The `pipollux` program: its list of commands and its error handling.
-
-To add a command, write a typer function of that name (``-`` becomes ``_``) in a module of this
-package and add a line to `COMMANDS`. A module is imported only when one of its commands runs, so
-`pipollux --help` stays fast.
-"""
+"""The `pipollux` program. A command's module is imported only to run it: `--help` stays fast."""
 
 from __future__ import annotations
 
@@ -138,13 +133,7 @@ def pipollux(
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run `pipollux` and exit with 0 (done), 1 (failed) or 2 (usage).
-
-    User errors are reported as one sentence on standard error, without a traceback.
-
-    Args:
-        args: the command line without the program name; None: `sys.argv`.
-    """
+    """Run `pipollux` and exit with 0 (done), 1 (failed) or 2 (usage), without a traceback."""
     sys.exit(_run(args))
 
 
@@ -181,7 +170,6 @@ def _run(args: Sequence[str] | None) -> int:
 
 
 def _usage_error(error: Exception, args: Sequence[str]) -> int:
-    """Print a command-line error and return the exit code; raise any other error."""
     if not hasattr(error, "format_message"):  # typer's errors have it
         raise error
     command = f"pipollux {args[0]}" if args and args[0] in COMMANDS else "pipollux"

@@ -35,7 +35,6 @@ from .server_choice import refuse_server
 from .submit import located
 
 TICK = 0.2
-"""Seconds between two checks for a stop request."""
 
 
 def apply(
@@ -112,7 +111,6 @@ def _print_jobs(directory: StateDir, specs: list[JobSpec], output: OutputFormat)
 def _apply_live(
     state_dir: Path | None, policy: str | None, yes: bool, output: OutputFormat
 ) -> None:
-    """Show what the running scheduler would change, ask for confirmation, and let it decide."""
     if policy is not None:
         raise CommandError(
             "--policy: the running scheduler decides by its own; leave it out, or try others "
@@ -172,7 +170,6 @@ def _carry_out(
 
 
 def _submit(scheduler: Scheduler, spec: JobSpec) -> None:
-    """Submit a job, unless it continues from an interrupted run."""
     known = scheduler.jobs().get(spec.name)
     if known is None or known.phase is Phase.FAILED:
         scheduler.submit(spec)

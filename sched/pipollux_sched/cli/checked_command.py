@@ -35,7 +35,6 @@ class CheckedCommand(TyperCommand):
 
 
 def _problem(value: object) -> str | None:
-    """Return what is wrong with a value; None if it is valid."""
     if isinstance(value, float) and not math.isfinite(value):
         return f"{value} is not a finite number"
     if isinstance(value, int) and abs(value) > MOST:

@@ -1,7 +1,4 @@
-"""Shell completion: the names of jobs, nodes and policies.
-
-Errors yield no completions, because a shell must not show a traceback.
-"""
+"""Shell completion: the names of jobs, nodes and policies; none after errors."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ if TYPE_CHECKING:
 
 
 TIMEOUT = 2.0
-"""Timeout in seconds for the names from a scheduler."""
 
 
 def complete_jobs(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:

@@ -1,7 +1,4 @@
-"""Exit codes, errors and output of all commands.
-
-Standard output carries only results, so that they can be piped; messages go to standard error.
-"""
+"""Exit codes, errors and output; standard output carries only results, so it can be piped."""
 
 from __future__ import annotations
 
@@ -36,12 +33,7 @@ _PIPE_WIDTH = 160
 
 
 class CommandError(PipolluxError):
-    """Ends a command with one clear sentence on standard error.
-
-    Args:
-        message: the sentence.
-        exit_code: `FAILED`, or `USAGE` if the command line or a file is wrong.
-    """
+    """Ends a command with one clear sentence on standard error, and `FAILED` or `USAGE`."""
 
     def __init__(self, message: str, exit_code: int = FAILED) -> None:
         super().__init__(message)
@@ -104,12 +96,7 @@ def output_console() -> Console:
 
 
 def print_result(result: RenderableType, *, fold: bool = True) -> None:
-    """Print a result on standard output; strip trailing blanks unless it is a terminal.
-
-    Args:
-        result: anything that rich can print.
-        fold: wrap lines at the width of the terminal; False leaves that to the terminal.
-    """
+    """Print a result on standard output; strip trailing blanks unless it is a terminal."""
     console = output_console()
     if console.is_terminal:
         console.print(result, soft_wrap=not fold)
@@ -163,10 +150,7 @@ def print_data(data: Any, output: OutputFormat | TextFormat | LineFormat) -> Non
 
 @contextmanager
 def libraries_on_stderr() -> Iterator[None]:
-    """Redirect the output of C libraries (HiGHS) and child processes to standard error.
-
-    This includes Python's own `print`, so print results afterwards.
-    """
+    """Redirect the output of C libraries (HiGHS), child processes and `print` to standard error."""
     sys.stdout.flush()
     try:
         kept = os.dup(1)

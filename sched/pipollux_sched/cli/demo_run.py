@@ -1,8 +1,4 @@
-"""The demo: two real training jobs under the scheduler, with an event log and a report.
-
-The first job has the machine to itself and grows while it trains. The second job, a multi-process
-pipeline, arrives later. The scheduler decides as in `pipollux serve`, but at shorter intervals.
-"""
+"""The demo: two real training jobs under the scheduler, with an event log and a report."""
 
 from __future__ import annotations
 
@@ -34,8 +30,8 @@ INTERVAL = 15.0
 HINTS_INTERVAL = 5.0
 CHECKPOINT_INTERVAL = 20.0
 RESTART_SECONDS = 8.0
-"""Intervals of rounds, hints and checkpoints, and the assumed cost of a restart, all shorter than
-on a cluster: these jobs train for minutes, not for days."""
+"""Intervals of rounds, hints and checkpoints, and the assumed cost of a restart: these jobs train
+for minutes, not for days."""
 SECONDS_ALONE = 60.0
 """Seconds between the first and the second job: enough rounds for the first job to grow."""
 GRACE = 20.0
@@ -46,15 +42,7 @@ class DemoError(SchedulerError):
 
 
 class Demo:
-    """Runs the demo once.
-
-    Args:
-        output: Folder for ``events.jsonl``, ``report.html`` and the scheduler's state; replaces
-            the files of an earlier demo.
-        console: Where progress is shown.
-        examples: Folder of the example scripts and of ``demo-cluster.yaml``, ``demo-jobs.yaml``.
-        seconds_alone: Seconds between the arrivals of the first and the second job.
-        policy: Name of the allocation policy; None: the default.
+    """Runs the demo once, and replaces the files of an earlier one.
 
     Raises:
         DemoError: Another demo runs in this folder, or the examples are missing.
@@ -93,11 +81,7 @@ class Demo:
         return self._output / "events.jsonl"
 
     def run(self) -> bool:
-        """Run to the end, or until a signal.
-
-        Returns:
-            Whether all jobs are complete.
-        """
+        """Run to the end, or until a signal; return whether all jobs are complete."""
         state_dir = self._prepare()
         with Interruption() as interruption, self.events.open("w", encoding="utf-8") as log:
             self._log = log
@@ -170,11 +154,7 @@ class Demo:
 
 
 def find_examples() -> Path:
-    """Return the folder of the examples: in the installed package, or in the repository.
-
-    Raises:
-        DemoError: Neither exists.
-    """
+    """Return the folder of the examples, of the package or the repository, or raise `DemoError`."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "examples", package.parents[1] / "examples"):
         if (folder / "demo-jobs.yaml").is_file():

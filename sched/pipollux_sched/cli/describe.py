@@ -52,12 +52,7 @@ def describe(
 
 
 def job_sections(job: JobDetails, now: float | None = None) -> RenderableType:
-    """Return the details of a job, for a terminal.
-
-    Args:
-        job: the details.
-        now: the time that ages are relative to, in seconds since the epoch; None: the present.
-    """
+    """Return the details of a job, for a terminal, with ages relative to `now`."""
     now = time.time() if now is None else now
     parts: list[RenderableType] = [_head(job, now)]
     for title, rows in (
@@ -130,7 +125,6 @@ def _where(nodes: Sequence[str], num_stages: int) -> str:
 
 
 def _spec(spec: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Return the fields of the user's spec, without empty ones."""
     for name, value in spec.items():
         if value in (None, [], (), {}, "") or name in ("name", "hints", "assigned"):
             continue
@@ -205,7 +199,6 @@ def _progress(point: Point | None, now: float) -> Iterator[tuple[str, str]]:
 
 
 def _pipeline(job: JobDetails) -> Iterator[tuple[str, str]]:
-    """Return the job's stages, micro-batches and schedule, as far as it has reported them."""
     hints = job.hints or {}
     params = hints.get("perfParams")
     if job.progress is None or not params:

@@ -112,7 +112,6 @@ def _events(
 
 
 def _after(reader: Reader, since: str) -> int:
-    """Return the id of the last event before `since`."""
     if re.fullmatch(r"\d{1,18}", since):
         return int(since)
     try:

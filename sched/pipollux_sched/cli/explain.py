@@ -74,7 +74,6 @@ def _has(found: ExplanationView) -> str:
 
 
 def _had(found: ExplanationView) -> str:
-    """Return the last allocation of a job that has ended."""
     decision = found.last_decision or {"nodes": ()}
     nodes = decision["nodes"]
     if not nodes:

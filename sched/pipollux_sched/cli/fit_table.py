@@ -79,7 +79,6 @@ def _parameters(fit: StageFit, title: str) -> Table:
 
 
 def _described(params: PerfParams) -> list[tuple[str, str, str]]:
-    """Return name, value and meaning of every fitted parameter of this kind of job."""
     rows = [
         (name, seconds(getattr(params, name)) + meaning.unit, meaning.text)
         for name, meaning in _SECONDS.items()

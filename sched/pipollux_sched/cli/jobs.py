@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from .reader import Reader
 
 WATCH_INTERVAL = 1.0
-"""Seconds between two updates of the list with --watch."""
 
 PHASE_STYLES = {
     Phase.RUNNING: "green",
@@ -41,7 +40,6 @@ PHASE_STYLES = {
     Phase.SUSPENDED: "yellow",
     Phase.QUEUED: "cyan",
 }
-"""Colour of each phase."""
 _STYLES_BY_WORD = {phase.value: style for phase, style in PHASE_STYLES.items()} | {
     CANCELLED: PHASE_STYLES[Phase.FAILED]
 }
@@ -103,14 +101,7 @@ def jobs(
 
 
 class JobTable:
-    """A table of jobs as lines of text.
-
-    rich's own table takes a millisecond per row, too slow for thousands of rows.
-
-    Args:
-        rows: the cells of each job by header.
-        widths: the widths of the shown columns, in order.
-    """
+    """A table of jobs as lines of text: rich's takes a millisecond per row."""
 
     def __init__(self, rows: Sequence[Mapping[str, str]], widths: Mapping[str, int]) -> None:
         self._rows = rows
@@ -136,12 +127,7 @@ class JobTable:
 
 
 def job_table(jobs: Sequence[ListedJob], console: Console) -> JobTable:
-    """Return jobs as a table; messages are cut to the available width.
-
-    Args:
-        jobs: the jobs.
-        console: the console it is printed on.
-    """
+    """Return jobs as a table; messages are cut to the width of the console."""
     rows = [_row(job) for job in jobs]
     widths = {
         header: max([len(header), *(cell_len(row[header]) for row in rows)]) for header in _COLUMNS
@@ -185,7 +171,6 @@ def _row(job: ListedJob) -> dict[str, str]:
 
 
 def _epoch(point: Point | None, phase: Phase) -> str:
-    """Spell the number of completed epochs."""
     if point is None:
         return DASH
     done = point.epoch + (phase is Phase.COMPLETE)  # points count from 0
@@ -199,7 +184,6 @@ def _throughput(point: Point | None) -> str:
 
 
 def _watch(reader: Reader, phases: Collection[ListedPhase], output: OutputFormat) -> None:
-    """Refresh the list every second, until Ctrl-C."""
     from rich.live import Live
 
     console = output_console()

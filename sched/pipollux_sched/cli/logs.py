@@ -89,7 +89,6 @@ class LogLine(NamedTuple):
     attempt: int
     replica: int
     content: bytes
-    """The line without its end."""
     end: bytes
     """The line break, or the carriage return of a progress bar."""
     several: bool
@@ -134,7 +133,6 @@ def harmless(line: str) -> str:
 
     Others could retitle the window, overwrite earlier lines, or inject input to the terminal.
 
-
     >>> harmless("\x1b]0;title\x07a \x1b[31mred\x1b[0m\x1b[2Jb\tc\x08")
     'a \x1b[31mred\x1b[0mb\tc\ufffd'
     """
@@ -145,16 +143,7 @@ def harmless(line: str) -> str:
 
 
 class LogReader:
-    """Reads whole lines of a job's logs, each line once.
-
-    Where there is more than one log, each line begins with the attempt and replica it is from.
-
-    Args:
-        reader: reads the logs.
-        job: name of the job.
-        attempt: its number; None: the latest one and those that follow.
-        replica: number of the pipeline replica; None: all.
-    """
+    """Reads whole lines of a job's logs, each once; without `attempt`, from the latest one on."""
 
     def __init__(self, reader: Reader, job: str, attempt: int | None, replica: int | None) -> None:
         self._reader = reader

@@ -68,11 +68,7 @@ class ScheduleName(StrEnum):
 
 
 def num_chunks(given: int | None, *, interleaved: bool) -> int:
-    """Return the chunks per stage V; 1 unless stages are interleaved.
-
-    Raises:
-        CommandError: it was given for a schedule that has no chunks.
-    """
+    """Return the chunks per stage V; 1 without interleaving, where `given` is a `CommandError`."""
     if given is not None and not interleaved:
         raise CommandError(
             f"--chunks-per-stage is {given}, and only interleaved stages have chunks; give "
@@ -83,11 +79,7 @@ def num_chunks(given: int | None, *, interleaved: bool) -> int:
 
 
 def grad_params(grad_sqr: float | None, grad_var: float | None) -> GradParams | None:
-    """Return the gradient statistics from the options; None if not given.
-
-    Raises:
-        CommandError: only one of the two is given, or one is not finite.
-    """
+    """Return the gradient statistics, or None; `CommandError`: one is missing or not finite."""
     from pipollux_perfmodel import GradParams
 
     given = {"--grad-sqr": grad_sqr, "--grad-var": grad_var}
@@ -103,11 +95,7 @@ def grad_params(grad_sqr: float | None, grad_var: float | None) -> GradParams | 
 
 
 def write_file(path: Path, option: str, content: bytes) -> None:
-    """Write a result atomically to the file that an option names, and report it on standard error.
-
-    Raises:
-        CommandError: it cannot be written.
-    """
+    """Write the file of an option atomically, and report it, or raise `CommandError`."""
     from pipollux_utils.atomic_write import write_output
 
     try:

@@ -22,9 +22,7 @@ class OptionGroup(Protocol):
 
 
 def with_groups(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command groups of options, each passed as one object.
-
-    Every parameter annotated with a dataclass is such an `OptionGroup`.
+    """Pass a command's options as objects, one for each parameter annotated with an `OptionGroup`.
 
     Example:
         >>> @dataclass(frozen=True, kw_only=True)
@@ -71,14 +69,7 @@ def _parameters(group: Any) -> Iterator[inspect.Parameter]:
 
 
 def text_option(flag: str, metavar: str, text: str, default: str) -> Any:
-    """Declare an option that takes a text.
-
-    Args:
-        flag: such as "--namespace".
-        metavar: placeholder of the value.
-        text: the help text.
-        default: description of the default.
-    """
+    """Declare an option that takes a text; `default` describes the default."""
     return typer.Option(flag, metavar=metavar, help=text, show_default=default)
 
 

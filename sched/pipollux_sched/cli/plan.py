@@ -137,15 +137,7 @@ def print_table(plan: Plan) -> None:
 def print_live_plan(
     reader: Reader, policy: str | None, seed: int, *, diff: bool, output: OutputFormat
 ) -> bool:
-    """Print what the scheduler would change now; return whether there is a change.
-
-    Args:
-        reader: reads the scheduler's jobs and nodes.
-        policy: allocation policy; None: the one that the scheduler was started with.
-        seed: random seed of the policy.
-        diff: print only what would change.
-        output: format of the output.
-    """
+    """Print what the scheduler would change now; return whether there is a change."""
     with libraries_on_stderr():
         found = reader.plan(policy, seed)
     changes = [change for change in found.jobs if change.changes]

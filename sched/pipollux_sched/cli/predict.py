@@ -266,7 +266,6 @@ def _layers(
 
 
 def _model(path: str, **given: Any) -> ModelFile:
-    """Read the file; options override its values."""
     from pipollux_perfmodel.modeling.params_file import read_model
 
     said = {name: value for name, value in given.items() if value is not None}

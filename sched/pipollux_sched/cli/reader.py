@@ -39,21 +39,12 @@ if TYPE_CHECKING:
     from pipollux_sched.views.teams import TeamsView
 
 POLL_INTERVAL = 0.3
-"""Polling interval in seconds."""
 
 PAGE = 1000
-"""Events read at once."""
 
 
 class LocalReader:
-    """Reads the store of a scheduler on this machine, whether or not it runs.
-
-    It has the methods of `client.Client`, and uses the same functions as the scheduler.
-
-    Args:
-        store: the store.
-        directory: the state directory it belongs to.
-    """
+    """Reads the store of a scheduler here like `client.Client`, whether or not it runs."""
 
     def __init__(self, store: Store, directory: StateDir) -> None:
         self._store = store

@@ -93,7 +93,6 @@ def _seconds(since: str | None) -> float | None:
 
 
 def _logged(path: Path, jobs: Sequence[str], seconds: float | None) -> str:
-    """Return the report of an event log, or of some of its jobs or its last seconds."""
     found: Sequence[Any] = read_events(path).events
     unknown = set(jobs) - {event.get("job") for event in found}
     if unknown:

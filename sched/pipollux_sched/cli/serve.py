@@ -46,12 +46,11 @@ from .serve_kubernetes_options import KubernetesFlags, kubernetes_options
 from .serve_slurm_options import SlurmFlags, slurm_pools
 
 SWITCH_INTERVAL = 0.0005
-"""Seconds after which a computing thread yields to another. A decision on thousands of jobs takes
+"""Seconds after which a computing thread yields to another: a decision on thousands of jobs takes
 seconds, in which a heartbeat waits for each access to its connection."""
 COLLECTION_THRESHOLDS = (50_000, 20, 50)
 """Thresholds of Python's garbage collector. With thousands of jobs in memory a full collection
-takes a good part of a second, and by default a burst of requests triggers one after the other.
-"""
+takes a good part of a second, and by default a burst of requests triggers one after the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +242,6 @@ def _cluster(backend: str, file: Path | None) -> ClusterSpec | Path | None:
 
 
 def _listening(scheduler: Scheduler) -> str:
-    """Return the listening address if the URL does not show it."""
     where = scheduler.listening_url
     return "" if where == scheduler.url else f" (listening on {urlsplit(where).netloc})"
 

@@ -156,15 +156,7 @@ class KubernetesFlags:
 
 
 def kubernetes_options(backend: str, given: KubernetesFlags) -> KubernetesOptions | None:
-    """Return the options of the Kubernetes backend; None for another backend.
-
-    Args:
-        backend: name of the backend.
-        given: the options on the command line.
-
-    Raises:
-        typer.BadParameter: an option is invalid, or given for another backend.
-    """
+    """Return the options of the Kubernetes backend, if chosen; `BadParameter`: one is invalid."""
     named: dict[str, Any] = {name: value for name, value in vars(given).items() if value}
     if backend != "kubernetes":
         if named:

@@ -96,14 +96,8 @@ def slurm_pools(
 ) -> tuple[Pools | None, tuple[int, int] | None]:
     """Return the allocations that the Slurm backend uses, and the bounds of their number.
 
-    Args:
-        backend: name of the backend.
-        state_dir: state directory of the scheduler.
-        given: the options on the command line.
-
-    Returns:
-        None for another backend, and for the allocation that the scheduler runs in; the bounds are
-        None if the number of nodes is fixed.
+    None for another backend, and for the allocation that the scheduler runs in; the bounds are None
+    if the number of nodes is fixed.
 
     Raises:
         typer.BadParameter: an option is invalid, or given for another backend or without --nodes.

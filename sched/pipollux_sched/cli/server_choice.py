@@ -25,16 +25,11 @@ class ServerChoice(NamedTuple):
     by_flag: bool
     """Whether the URL is from the command line, not the environment."""
     timeout: float | None
-    """Timeout of a request in seconds; None: the default."""
     ca_file: Path | None = None
     """Certificates of the authorities to trust; None: those of the system."""
 
     def client(self) -> Client:
-        """Return a client of the scheduler.
-
-        Raises:
-            CommandError: the URL or the token is invalid, or a file cannot be read.
-        """
+        """Return a client of the scheduler; raise `CommandError` if anything is invalid."""
         from pipollux_sched.client.client import Client
         from pipollux_sched.client.connection import TIMEOUT, ClientError, checked_url, is_loopback
 
@@ -82,11 +77,8 @@ def chosen_server() -> ServerChoice | None:
 def choose_server(context: Any, timeout: float | None = None) -> None:
     """Determine a command's scheduler from its command line and the environment.
 
-    The command line overrides the environment, and a URL overrides a state directory.
-
-    Args:
-        context: typer's context of the command.
-        timeout: timeout of a request in seconds; None: the default.
+    The command line overrides the environment, and a URL overrides a state directory. `timeout` is
+    in seconds; None: the default.
 
     Raises:
         CommandError: `--server` and `--state-dir` were both given, or the command is local.
@@ -135,11 +127,7 @@ def _warn_once(sentence: str) -> None:
 
 
 def refuse_server(what: str) -> None:
-    """Refuse `--server` for local commands; a server in the environment is ignored.
-
-    Args:
-        what: the action, as in "apply with files".
-    """
+    """Refuse `--server` for local commands ("apply with files"); the environment is ignored."""
     server = _CHOSEN.get()
     if server is not None and server.by_flag:
         raise CommandError(f"--server: {what} works on this machine alone; leave it out", USAGE)

@@ -23,13 +23,7 @@ class ClusterLostError(SchedulerError):
 
 
 def run(scheduler: Scheduler) -> None:
-    """Serve until SIGINT or SIGTERM; a second signal ends jobs without saving.
-
-    Raises:
-        StoreTakenError: see `serve_until`.
-        SchedulerFailedError: see `serve_until`.
-        ClusterLostError: see `serve_until`.
-    """
+    """Serve until SIGINT or SIGTERM; a second signal ends jobs without saving."""
     with Interruption() as interruption:
         scheduler.start()
         serve_until(scheduler, interruption)

@@ -23,15 +23,10 @@ if TYPE_CHECKING:
     from pipollux_simulator import SimulationOutcome, Workload
 
 USUAL = "default"
-"""Name of the default state directory."""
 
 
 def read_past(folder: Path) -> SchedulerHistory:
-    """Return the history of the scheduler of a state directory, which may be running.
-
-    Raises:
-        CommandError: there is no history, or it cannot be read.
-    """
+    """Return the history of a scheduler, which may be running, or raise `CommandError`."""
     from pipollux_sched.history.records import read_history
     from pipollux_sched.store import StateDir, Store
 
@@ -71,14 +66,7 @@ def past_nodes(history: SchedulerHistory, added: int) -> dict[str, NodeInfo]:
 
 
 class PastRun:
-    """A history, its replay, and the comparison of both with the simulations.
-
-    Args:
-        history: the history of a scheduler.
-        replay: the workload made from it.
-        unchanged: whether the replay has the scheduler's own cluster and jobs.
-        teams: teams of the jobs; None: there are none.
-    """
+    """A history and its replay, `unchanged` if it has the scheduler's own cluster and jobs."""
 
     def __init__(
         self,
@@ -150,5 +138,4 @@ class PastRun:
 
 
 def _tally(reasons: Mapping[str, str]) -> str:
-    """Return the number of jobs for each reason, in words."""
     return listing([f"{number} {why}" for why, number in Counter(reasons.values()).most_common()])

@@ -55,7 +55,6 @@ class SimulationInputs:
 
     experiment: Experiment
     pairs: list[tuple[Workload, str]]
-    """Workloads, and the policies to run them under."""
     past: PastRun | None
     """The replayed history; None: there is none."""
 
@@ -101,11 +100,6 @@ class SimulationInputs:
 
 
 def _check_source(paths: Sequence[Path], jobs: SimulatedJobFlags) -> None:
-    """Check that jobs come from one source.
-
-    Raises:
-        CommandError: they come from several sources, or from none.
-    """
     given = [str(paths[0])] if paths else []
     given += [f"--generate {jobs.generate.value}"] if jobs.generate is not None else []
     given += ["--from-state"] if jobs.from_state is not None else []
@@ -123,11 +117,6 @@ def _check_source(paths: Sequence[Path], jobs: SimulatedJobFlags) -> None:
 
 
 def _nodes(cluster: SimulatedClusterFlags, history: SchedulerHistory | None) -> dict[str, NodeInfo]:
-    """Return the nodes of a simulation.
-
-    Raises:
-        ValueError: options contradict each other, or a type of node is invalid.
-    """
     said = cluster.nodes is not None or cluster.gpus is not None or bool(cluster.node_type)
     if history is None or said:
         if cluster.add_nodes:
@@ -151,11 +140,6 @@ def _options(
     nodes: Sequence[str],
     teams: TeamsSpec | None,
 ) -> Options:
-    """Return how the cluster behaves, by the command line, else by the history.
-
-    Raises:
-        ValueError: an option is out of range.
-    """
     from pipollux_simulator import KnownLength, Options, node_events
 
     known, inherits = jobs.known_length, jobs.inherit_models
@@ -186,8 +170,6 @@ def _decides_at(cluster: SimulatedClusterFlags, history: SchedulerHistory | None
 
 
 class _UsualOptions(NamedTuple):
-    """Defaults of options."""
-
     interval: float = 60.0
     restart_seconds: float = 30.0
     known_length: str = "exact"
@@ -210,12 +192,6 @@ def _workloads(
     history: SchedulerHistory | None,
     teams: TeamsSpec | None,
 ) -> tuple[list[Workload], PastRun | None]:
-    """Return the workloads to simulate.
-
-    Raises:
-        ValueError: a file or an option is invalid, or there are no jobs.
-        OSError: a file cannot be read.
-    """
     if history is not None:
         past = _past_run(history, experiment, cluster, jobs, teams)
         return [past.workload(jobs.load)], past
@@ -267,11 +243,7 @@ def _fit(name: FitName) -> Fit:
 
 
 def policy_names(text: str) -> list[str]:
-    """Return the policies of a comma-separated list without duplicates; "all": all policies.
-
-    Raises:
-        ValueError: a policy is unknown.
-    """
+    """Return the policies of a comma-separated list; "all": all. ValueError: one is unknown."""
     from pipollux_policies import POLICIES, make_policy
 
     names = [name.strip() for name in text.split(",")]
@@ -284,11 +256,7 @@ def policy_names(text: str) -> list[str]:
 def cluster_nodes(
     number: int, gpus: int, node_types: Sequence[str], *, preemptible: bool
 ) -> dict[str, NodeInfo]:
-    """Return nodes of one kind, or the nodes given as `TYPE=COUNTxGPUS`.
-
-    Raises:
-        ValueError: a text has another form, or a type is repeated.
-    """
+    """Return nodes of one kind, or those of `TYPE=COUNTxGPUS`; raise ValueError if invalid."""
     from pipollux_simulator import make_nodes
 
     counts: dict[str, tuple[int, int]] = {}
@@ -303,7 +271,7 @@ def cluster_nodes(
 
 
 def read_workloads(paths: Sequence[Path], load: float, first: int | None) -> list[Workload]:
-    """Read workloads; each is named by its file, or by its path if file names repeat.
+    """Read workloads, named by their files, or by their paths if file names repeat.
 
     Raises:
         ValueError: a file is invalid, or has no jobs.
@@ -331,11 +299,7 @@ def _scaled(jobs: Sequence[JobArrival], load: float, first: int | None) -> tuple
 def draw_workload(
     mix: Mix, experiment: Experiment, num_jobs: int, hours: float, load: float
 ) -> Workload:
-    """Generate a workload that fits the nodes, with the experiment's seed.
-
-    Raises:
-        ValueError: an argument is out of range, or traces are missing or invalid.
-    """
+    """Generate a workload that fits the nodes, with the experiment's seed, or raise ValueError."""
     from pipollux_simulator import Workload, generate, requests_for
 
     requests = requests_for(mix, experiment.nodes, experiment.traces)

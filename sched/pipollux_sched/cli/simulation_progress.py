@@ -23,10 +23,7 @@ from pipollux_utils.text import clock
 
 @contextmanager
 def progress_bars(pairs: Sequence[Pair]) -> Iterator[WatchPair]:
-    """Show a progress bar for every running simulation and one for all; yield the callback.
-
-    Nothing is written if standard error is not a terminal.
-    """
+    """Show a bar per running simulation and one for all, on a terminal; yield the callback."""
     console = Console(file=sys.stderr)
     columns = (
         TextColumn("{task.description}"),

@@ -213,13 +213,7 @@ def _print_deleted(jobs: Sequence[DeletedJobView], output: OutputFormat) -> None
 
 
 def located(spec: JobSpec, file: Path) -> JobSpec:
-    """Return a job with absolute paths, which can be started from any folder.
-
-    A job with an image stays unchanged: its paths are inside the image.
-
-    Raises:
-        SpecError: there is no such script.
-    """
+    """Return a job with absolute paths, except in an image; `SpecError`: the script is missing."""
     from pipollux_sched.spec.script import with_script_found
 
     if spec.image is not None:
@@ -230,11 +224,7 @@ def located(spec: JobSpec, file: Path) -> JobSpec:
 
 
 def _absolute(spec: JobSpec, _file: Path) -> JobSpec:
-    """Return a job for a scheduler's machine, which checks the paths itself.
-
-    Raises:
-        SpecError: a path is relative.
-    """
+    """Check a job for a scheduler on another machine: raise `SpecError` for a relative path."""
     from pipollux_sched.spec.job import SpecError
 
     if spec.image is not None:
@@ -251,7 +241,6 @@ def _absolute(spec: JobSpec, _file: Path) -> JobSpec:
 
 
 def _print_answers(jobs: Sequence[JobView], output: OutputFormat) -> None:
-    """Print the scheduler's answers: one line per job, or the full data."""
     if output is not OutputFormat.table:
         print_data([job.to_dict() for job in jobs], output)
         return
@@ -285,7 +274,6 @@ def _ask_each(
 
 
 def _wait_for(client: Client, names: set[str], last: int, *, to_stderr: bool) -> list[JobView]:
-    """Print the events of jobs until all have ended; return the jobs."""
     from pipollux_sched.client.connection import UnreachableError
 
     try:

@@ -34,8 +34,7 @@ from pipollux_sched.views.tokens import MadeToken, TokenView
 from .connection import TIMEOUT, ClientError, Connection, UnreachableError
 
 LONG_TIMEOUT = 600.0
-"""Timeout in seconds of slow requests: deletion of large checkpoints, submission of thousands of
-jobs, a report, a plan."""
+"""Seconds for slow requests: deletion of large checkpoints, thousands of jobs, a report, a plan."""
 
 
 class Client:
@@ -44,9 +43,6 @@ class Client:
     Example:
         >>> with Client.at("https://pipollux.example.com", token) as client:
         ...     client.cancel("char-lm")
-
-    Args:
-        connection: connection to the scheduler.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -56,30 +52,16 @@ class Client:
     def at(
         cls, url: str, token: str, *, timeout: float = TIMEOUT, ca_file: Path | None = None
     ) -> Self:
-        """Return a client of the scheduler at a URL.
-
-        Args:
-            url: URL of the scheduler, of a tunnel to it, or of a proxy in front of it.
-            token: the admin token.
-            timeout: seconds to wait for an answer.
-            ca_file: certificates of the authorities to trust; None: the system's.
+        """Return a client of a scheduler by its URL, or that of a tunnel or proxy.
 
         Raises:
-            ClientError: the URL or the token is malformed, or the file holds no certificates.
+            ClientError: the URL or the token is malformed, or `ca_file` holds no certificates.
         """
         return cls(Connection(url, token, timeout, ca_file=ca_file))
 
     @classmethod
     def of(cls, state_dir: StateDir, *, timeout: float = TIMEOUT) -> Self:
-        """Return a client of the scheduler that serves a state directory of this machine.
-
-        Args:
-            state_dir: its ``server.json`` holds the scheduler's URL and the admin token.
-            timeout: seconds to wait for an answer.
-
-        Raises:
-            ClientError: no scheduler serves the directory.
-        """
+        """Return a client of the scheduler that serves a directory; `ClientError`: none does."""
         nobody = (
             f"no scheduler serves {state_dir.path}; start one with: "
             f"pipollux serve --state-dir {state_dir.path}"
@@ -144,12 +126,7 @@ class Client:
         return self._connection.get(JobView, "POST", _job(name, "resume"))
 
     def rerun(self, name: str, *, from_scratch: bool = False) -> JobView:
-        """Rerun a job that has ended.
-
-        Args:
-            name: name of the job.
-            from_scratch: whether it starts from scratch; else it resumes from its last checkpoint.
-        """
+        """Rerun a job that has ended, from scratch or from its last checkpoint."""
         query = {"from_scratch": from_scratch}
         return self._connection.get(JobView, "POST", _job(name, "rerun"), params=query)
 
@@ -253,12 +230,7 @@ class Client:
         return self._connection.get(PlanView, "GET", "/plan", params=query, timeout=LONG_TIMEOUT)
 
     def report(self, jobs: Sequence[str] = (), seconds: float | None = None) -> str:
-        """Return the report of the given jobs (none: all) as HTML.
-
-        Args:
-            jobs: names of the jobs.
-            seconds: cover only the last `seconds` seconds; None: everything.
-        """
+        """Return the report of the given jobs (none: all), of the last `seconds`, as HTML."""
         query = {"job": list(jobs), **({} if seconds is None else {"seconds": seconds})}
         return self._connection.request("GET", "/report", params=query, timeout=LONG_TIMEOUT).text
 
@@ -301,16 +273,7 @@ class Client:
     def follow(
         self, after: int | None = None, *, job: str | None = None, types: Collection[str] = ()
     ) -> Generator[dict[str, Any]]:
-        """Yield events as they happen, until the scheduler stops.
-
-        Args:
-            after: start with the first event above this id; None: with the next one.
-            job: only events of this job.
-            types: only events of these types; empty: all types.
-
-        Raises:
-            ClientError: the scheduler refuses, or has been silent for too long.
-        """
+        """Yield events above `after` (None: new ones) until the scheduler stops."""
         query = {key: value for key, value in (("after", after), ("job", job)) if value is not None}
         for line in self._connection.lines("/events/stream", query):
             if line.startswith("data: "):

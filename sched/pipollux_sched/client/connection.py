@@ -19,7 +19,6 @@ from pydantic import TypeAdapter, ValidationError
 from pipollux_sched.errors import SchedulerError
 
 TIMEOUT = 30.0
-"""Timeout of a request, in seconds."""
 
 T = TypeVar("T")
 
@@ -36,9 +35,6 @@ class Connection:
     """Connection to a scheduler with its admin token.
 
     Args:
-        url: URL of the scheduler.
-        token: the admin token.
-        timeout: seconds to wait for an answer.
         nobody: error text if nothing answers.
         ca_file: certificates of the authorities to trust; None: the system's.
         by_proxy: use a proxy from the environment; never for loopback addresses.
@@ -59,7 +55,6 @@ class Connection:
         by_proxy: bool = True,
     ) -> None:
         self.url = checked_url(url)
-        """URL of the scheduler."""
         self._nobody = nobody or (
             f"no scheduler answers at {self.url}; check the URL, the scheduler, and the network "
             "between"
@@ -111,11 +106,7 @@ class Connection:
             yield from response.iter_lines()
 
     def request(self, method: str, path: str, **content: Any) -> httpx.Response:
-        """Send a request; return the answer. Retry while the scheduler is overloaded.
-
-        Raises:
-            ClientError: nothing answers, or the request was refused.
-        """
+        """Send a request, repeatedly to an overloaded scheduler; raise `ClientError`."""
         deadline = time.monotonic() + self._patience
         while True:
             with self._answers():
@@ -129,7 +120,6 @@ class Connection:
 
     @contextmanager
     def _answers(self) -> Iterator[None]:
-        """Turn connection errors into a sentence."""
         try:
             yield
         except (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError) as error:
@@ -152,7 +142,6 @@ class Connection:
             ) from error
 
     def _refused(self, response: httpx.Response) -> ClientError:
-        """Return the reason of a refusal."""
         try:
             detail = str(response.json()["detail"])
         except (ValueError, KeyError, TypeError):
@@ -232,7 +221,6 @@ def _pause(response: httpx.Response) -> float | None:
 
 
 def _trusting(ca_file: Path) -> ssl.SSLContext:
-    """Return a context that trusts only the certificates of a file."""
     try:
         return ssl.create_default_context(cafile=ca_file)
     except OSError as error:  # ssl's error is a subclass

@@ -41,11 +41,7 @@ def admitted(spec: JobSpec, nodes: Mapping[str, NodeInfo]) -> JobSpec:
 
 
 def check_team(spec: JobSpec, teams: TeamsSpec | None) -> None:
-    """Reject a job that the teams never let run: see `TeamsSpec.check`.
-
-    Raises:
-        SpecError: it is rejected, or names a team or a priority class where there are no teams.
-    """
+    """Raise `SpecError` if `TeamsSpec.check` refuses a job, or it has a team and there are none."""
     if teams is not None:
         teams.check(spec)
         return
@@ -59,12 +55,7 @@ def check_team(spec: JobSpec, teams: TeamsSpec | None) -> None:
 
 
 def program(job: JobRecord, environment: Mapping[str, str]) -> ReplicaProgram:
-    """Return the program of a job's replicas; an attempt may have another number of stages.
-
-    Args:
-        job: the job.
-        environment: variables that the scheduler sets for all jobs; overrides the user's.
-    """
+    """Return the program of a job's replicas; `environment` overrides the user's variables."""
     spec = parse_job(job.spec)
     return ReplicaProgram(
         job=job.name,

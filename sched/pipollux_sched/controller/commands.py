@@ -1,8 +1,4 @@
-"""Commands of users and jobs on the scheduler.
-
-Each command is stored first; the executor, the allocator and the backend carry it out from there.
-Every method may be called from any thread.
-"""
+"""Commands of users and jobs, each stored first, and carried out by other components."""
 
 from __future__ import annotations
 
@@ -62,17 +58,12 @@ class UnavailableError(SchedulerError):
 
 
 class JobService:
-    """Carries out the commands of users.
+    """Carries out the commands of users; every method may be called from any thread.
 
     Args:
-        store: the scheduler's store.
-        executor: applies events to jobs.
-        backend: runs the jobs.
         nodes: returns the nodes of the cluster, whatever their condition.
         reconsider: called when the allocator has something new to decide on.
         stopping: returns whether the scheduler is stopping.
-        state_dir: state directory of the scheduler, in which jobs must not checkpoint.
-        deletion: deletes jobs.
     """
 
     def __init__(
@@ -96,9 +87,7 @@ class JobService:
         self._state_dir = state_dir
         self._deletion = deletion
         self.listening = EventLoopMonitor()
-        """Ticks while requests are answered."""
         self.heartbeats = Heartbeats(self.listening)
-        """The last heartbeats of replicas."""
         self._board = LiveBoard()
 
     def submit(self, spec: JobSpec) -> JobRecord:
@@ -113,13 +102,7 @@ class JobService:
         return self.submit_all([spec])[0]
 
     def submit_all(self, specs: Sequence[JobSpec]) -> list[JobRecord]:
-        """Accept many jobs: all of them or, if one is rejected, none.
-
-        Raises:
-            SpecError: one cannot run here, as in `submit`; the message names it.
-            JobExistsError: a job of one of the names is running, queued or complete.
-            TeamFullError: a team would exceed its limit of unfinished jobs.
-        """
+        """Accept many jobs: all or, if one is rejected, none, with the errors of `submit`."""
         self._check_running()
         fitting = []
         teams, nodes = stored_teams(self._store), self._nodes()
@@ -182,8 +165,7 @@ class JobService:
         """Move a job to another team, from the next decision on.
 
         Raises:
-            UnknownJobError: there is no job of this name.
-            SpecError: the team is not known, is not its user's, or never lets it run.
+            SpecError: the team is not known, is not its user's, or can never run it.
             TeamFullError: it has not ended, and the team has reached its limit of unfinished jobs.
         """
         self._check_running()
@@ -196,52 +178,31 @@ class JobService:
         return job
 
     def cancel(self, name: str) -> JobRecord:
-        """End a job and its processes.
-
-        Raises:
-            UnknownJobError: there is no job of this name.
-            JobEndedError: it has ended.
-        """
+        """End a job and its processes; raise `UnknownJobError` or `JobEndedError`."""
         self._check_running()
         return self._executor.handle(name, Cancel())
 
     def suspend(self, name: str) -> JobRecord:
-        """Suspend a job: it checkpoints and releases its slots.
-
-        Raises:
-            UnknownJobError: there is no job of this name.
-            JobEndedError: it has ended.
-        """
+        """Suspend a job: it saves and frees slots; raise `UnknownJobError` or `JobEndedError`."""
         self._check_running()
         return self._executor.handle(name, Suspend())
 
     def resume(self, name: str) -> JobRecord:
-        """Resume a suspended job; other unfinished jobs stay as they are.
-
-        Raises:
-            UnknownJobError: there is no job of this name.
-            JobEndedError: it has ended.
-        """
+        """Resume a suspended job; raise `UnknownJobError` or `JobEndedError`."""
         self._check_running()
         record = self._executor.handle(name, Resume())
         self._reconsider()
         return record
 
     def rerun(self, name: str, *, from_scratch: bool) -> JobRecord:
-        """Rerun a job that has ended, as it was submitted.
-
-        Args:
-            name: name of the job.
-            from_scratch: whether it starts from scratch; else from its last checkpoint.
+        """Rerun a job that has ended, as it was submitted, from scratch or its last checkpoint.
 
         Raises:
-            UnknownJobError: there is no job of this name.
             JobLivesError: it has not ended.
             JobEndedError: it is complete, and `from_scratch` is False.
-            TeamFullError: its team has reached its limit of unfinished jobs.
             SpecError: it can no longer run here (see `submit`), its team or priority is not its
-                user's any more, or it is to start from scratch while its user's own
-                `checkpoint_dir` contains checkpoints.
+                user's any more, or from scratch its user's own `checkpoint_dir` contains
+                checkpoints.
         """
         self._check_running()
         job = self._store.job(name)
@@ -258,12 +219,7 @@ class JobService:
         return change.job
 
     def delete(self, name: str) -> DeletedJob:
-        """Delete a job that has ended: see `JobDeletion.delete`.
-
-        Raises:
-            UnknownJobError: there is no job of this name.
-            JobLivesError: it has not ended.
-        """
+        """Delete a job that has ended: see `JobDeletion.delete`."""
         self._check_running()
         deleted = self._deletion.delete(name)
         # Another job of this name starts again at attempt 1.
@@ -271,11 +227,7 @@ class JobService:
         return deleted
 
     def set_node(self, name: str, condition: NodeCondition, reason: str = "") -> NodeRecord:
-        """Set a node's condition; jobs on a dead node restart elsewhere.
-
-        Raises:
-            UnknownNodeError: there is no node of this name.
-        """
+        """Set a node's condition; jobs on a dead node restart elsewhere."""
         self._check_running()
         node = self._store.set_node_condition(name, condition, reason)
         if condition is NodeCondition.DEAD:
@@ -304,9 +256,7 @@ class JobService:
     ) -> ReceivedHeartbeat | None:
         """Record a heartbeat of a replica; `finished`: it is the last one.
 
-        Returns:
-            The heartbeat if it must be stored before the response: the first and the last one. Of
-            the others, the watchdog stores the latest every few seconds.
+        Return the first and the last one, to be stored before the response.
         """
         first = self.heartbeats.note(name, attempt, replica, step, hang_timeout, finished=finished)
         if first or finished:
@@ -314,13 +264,7 @@ class JobService:
         return None
 
     def hear_word(self, job: JobRecord, replica: int, word: LiveStatus) -> list[Event]:
-        """Record a replica's report about elastic resizes; return the events for `follow_word`.
-
-        Args:
-            job: its job.
-            replica: id of a replica of the present attempt.
-            word: the report.
-        """
+        """Record a replica's report about elastic resizes; return the events for `follow_word`."""
         return self._board.note(job.name, job.state, replica, word)
 
     def follow_word(self, job: JobRecord, events: Sequence[Event]) -> JobRecord:
@@ -339,11 +283,7 @@ class JobService:
     def note_words(
         self, words: Sequence[tuple[str, LiveReady | WaitingToJoin]]
     ) -> list[JobRecord | UnknownJobError]:
-        """Record that jobs can be resized, or no longer, and that joining replicas wait.
-
-        Returns:
-            The updated jobs.
-        """
+        """Record whether jobs can be resized, and waiting joining replicas; return the jobs."""
         events = _together(words)
         jobs: dict[str, JobRecord | None] = {}
         for (name, _), job in zip(events, self._executor.handle_all(events), strict=True):
@@ -386,11 +326,7 @@ class JobService:
         self._reconsider()
 
     def note_training(self, names: Sequence[str]) -> list[None]:
-        """Record that jobs have taken their first steps: they may be moved if others wait.
-
-        Returns:
-            None for each.
-        """
+        """Record that jobs have taken their first steps: they may be moved if others wait."""
         # Counted by the database: thousands of jobs may wait, or begin, at a time.
         if self._store.overview.jobs_by_phase().keys() & {Phase.QUEUED, Phase.SUSPENDED}:
             _LOG.debug("%s train while others wait", ", ".join(names))
@@ -398,7 +334,6 @@ class JobService:
         return [None] * len(names)
 
     def _check_checkpoints(self, specs: Sequence[JobSpec]) -> None:
-        """Reject a job that would overwrite files of others."""
         asking = [spec for spec in specs if spec.checkpoint_dir is not None]
         if not asking:
             return

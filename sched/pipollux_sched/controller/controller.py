@@ -31,17 +31,11 @@ class Controller:
     """Carries out commands of users and decisions of the allocator on a backend.
 
     Args:
-        store: the scheduler's store.
-        backend: runs the jobs.
-        state_dir: where their logs and checkpoints are.
         environment: variables of every job; additions apply to later attempts.
         plan_settings: further data of the event that lists the nodes: policy, interval,
             restart_seconds.
         grace: seconds that a job has to save after a stop request.
-        heartbeat_timeout: seconds without a heartbeat after which a replica counts as lost.
-        reconsider: called when the allocator has something new to decide on.
         stopping: returns whether the scheduler is stopping, so that no job may be submitted.
-        teams: the file of teams; None: there is none.
     """
 
     def __init__(
@@ -90,26 +84,13 @@ class Controller:
         return self._backend.lost
 
     def take_over(self, url: str) -> None:
-        """Adopt what an earlier scheduler left running, or end it: see `takeover.take_over`.
-
-        Args:
-            url: URL of this scheduler.
-
-        Raises:
-            BackendError: a process cannot be ended.
-        """
+        """Adopt what an earlier scheduler left running, or end it: see `takeover.take_over`."""
         self._node_watch.look()
         take_over(self._store, self._backend, self.executor, url, self._grace)
         self.control.expect_replicas()
 
     def start(self, threads: VitalThreads, resources: ExitStack, ending: threading.Event) -> None:
-        """Start the threads that watch and act; closing `resources` ends them.
-
-        Args:
-            threads: those of the scheduler.
-            resources: closed when the scheduler ends.
-            ending: set when the threads must end.
-        """
+        """Start the threads that watch and act; closing `resources` ends them."""
         watchdog = Watchdog(
             self._store,
             self.control.heartbeats,

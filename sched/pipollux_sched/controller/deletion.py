@@ -1,7 +1,7 @@
 """Deletion of jobs that have ended: their records in the store, and their files.
 
-The deletion is recorded first: from then on the job is gone, and its name is free again once all
-of it is deleted. If the scheduler is killed meanwhile, the next one completes the deletion.
+The deletion is recorded first: from then on the job is gone, and its name is free again once all of
+it is deleted. If the scheduler is killed meanwhile, the next one completes the deletion.
 """
 
 from __future__ import annotations
@@ -24,18 +24,12 @@ class DeletedJob:
     """A job that was deleted."""
 
     job: JobRecord
-    """Its last state."""
     left: tuple[Path, ...]
     """Folders that remain: the user's own `checkpoint_dir`, and those that cannot be removed."""
 
 
 class JobDeletion:
-    """Deletes jobs.
-
-    Args:
-        store: the scheduler's store.
-        state_dir: directory of their files.
-    """
+    """Deletes jobs."""
 
     def __init__(self, store: Store, state_dir: StateDir) -> None:
         self._store = store
@@ -44,14 +38,7 @@ class JobDeletion:
         self._told: set[str] = set()
 
     def delete(self, name: str) -> DeletedJob:
-        """Delete a job with its logs and with its checkpoints in the state directory.
-
-        The user's own `checkpoint_dir` is kept.
-
-        Raises:
-            UnknownJobError: there is no job of this name.
-            JobLivesError: it has not ended.
-        """
+        """Delete a job, except its own `checkpoint_dir`; `JobLivesError`: it has not ended."""
         job = self._store.deletions.begin(name)
         self.finish()
         folders = [self._state_dir.job(name)]
@@ -61,10 +48,7 @@ class JobDeletion:
         return DeletedJob(job, tuple(folder for folder in folders if folder.exists()))
 
     def finish(self) -> None:
-        """Complete all pending deletions; idempotent.
-
-        If files cannot be removed, this is logged once, and the next call tries again.
-        """
+        """Complete all pending deletions; log once if files cannot be removed. Idempotent."""
         with self._lock:
             for pending in self._store.deletions.pending():
                 try:

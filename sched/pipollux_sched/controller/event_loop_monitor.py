@@ -1,8 +1,4 @@
-"""A clock that runs only while the scheduler answers requests.
-
-A scheduler that is stopped, swapped out or busy receives no heartbeats. On this clock, such times
-do not count as silence of replicas.
-"""
+"""A clock that stops while the scheduler answers no requests, and so gets no heartbeats."""
 
 from __future__ import annotations
 
@@ -30,9 +26,6 @@ class EventLoopMonitor:
         >>> now = 100.0
         >>> clock.tick(), clock()
         (None, 2.0)
-
-    Args:
-        clock: returns the time in seconds; must be monotonic.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

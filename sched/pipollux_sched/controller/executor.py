@@ -62,12 +62,8 @@ HARD_GRACE = 5.0
 class Executor:
     """Applies events to jobs, and carries out the resulting actions.
 
-    Args:
-        store: the scheduler's store.
-        backend: runs the jobs.
-        program: returns the program of a job's processes.
-        grace: seconds that a job has to checkpoint after a stop request.
-        on_ended: called when a job has ended, or waits for an allocation.
+    A job has `grace` seconds to checkpoint after a stop request. `on_ended` is called when a job
+    has ended, or waits for an allocation.
     """
 
     def __init__(
@@ -90,14 +86,9 @@ class Executor:
         self._retries: list[tuple[float, int, str, Event]] = []
         self._order = itertools.count()
         self.woken = threading.Event()
-        """Set when there is something to do."""
 
     def handle(self, name: str, event: Event) -> JobRecord:
-        """Apply an event to a job; the next `step` carries out the resulting actions.
-
-        Raises:
-            UnknownJobError: there is no job of this name.
-        """
+        """Apply an event to a job; the next `step` carries out the resulting actions."""
         # One lock for both: otherwise two threads could queue actions in the wrong order.
         with self._lock:
             change = self._store.transition(name, event)
@@ -129,7 +120,6 @@ class Executor:
         return [None if change is None else change.job for change in changes]
 
     def _admit(self, event: Event, job: JobRecord) -> None:
-        """Update the backend's replicas of an attempt after an event that may change them."""
         if isinstance(event, Switched | LiveReady):
             live = job.state.live
             can_survive = live.why_not is None
@@ -154,12 +144,7 @@ class Executor:
         self.woken.clear()
 
     def stop_all(self, grace: float, hurry: Callable[[], bool]) -> None:
-        """Ask all jobs to checkpoint and end, and wait until they have.
-
-        Args:
-            grace: seconds that jobs have from now on to checkpoint.
-            hurry: polled; True ends the wait.
-        """
+        """Ask all jobs to checkpoint and end; wait for `grace` seconds at most, or `hurry()`."""
         self._grace = min(self._grace, grace)
         for job in self._store.jobs(live=True):
             self.handle(job.name, Shutdown())
@@ -168,11 +153,7 @@ class Executor:
             time.sleep(POLL_INTERVAL)
 
     def step(self) -> None:
-        """Carry out queued actions, and apply the backend's events.
-
-        If that fails, for example because the disk is full, nothing is lost: the next call
-        continues.
-        """
+        """Carry out queued actions, and apply the backend's events; nothing is lost by an error."""
         while self._retries and self._retries[0][0] <= time.monotonic():
             _, _, name, retry = self._retries[0]
             with suppress(UnknownJobError):  # it was cancelled and deleted meanwhile
@@ -277,10 +258,7 @@ class Executor:
             self._backend.forget(report.job, event.attempt)
 
     def _completed(self, name: str, event: Exited, points: Mapping[str, Point]) -> Exited:
-        """Add the progress of the training, which the backend does not know.
-
-        A script that has trained before can start: the present failure may be transient.
-        """
+        """Add the training's progress; a script that has trained before is able to start."""
         if event.cannot_start and any(map(_has_trained, self._store.attempts(name))):
             event = replace(event, cannot_start=False)
         point = points.get(name)
@@ -292,7 +270,6 @@ class Executor:
 
 
 def _frees(event: Event, job: JobRecord) -> bool:
-    """Return whether a job has ended, or waits for an allocation, after an event."""
     waits = job.phase is Phase.QUEUED and isinstance(event, Exited)
     return job.phase.ended or job.phase is Phase.SUSPENDED or waits
 

@@ -1,8 +1,8 @@
 """The last heartbeat of each replica.
 
 Losses are detected here, in memory, on a clock that runs only while the scheduler answers requests:
-its own downtime must not count as silence of replicas. The store keeps a copy
-(`Heartbeats.take_changed`), from which the next scheduler knows which replicas to expect.
+its own downtime must not count as silence of replicas. The store's copy
+(`Heartbeats.take_changed`) lets the next scheduler know which replicas to expect.
 """
 
 from __future__ import annotations
@@ -22,11 +22,8 @@ class Heard(NamedTuple):
     """The last heartbeat of a replica."""
 
     seconds: float
-    """Seconds since then."""
     step: int | None
-    """Optimizer step in that heartbeat, if any."""
     finished: bool = False
-    """Whether it was the replica's last heartbeat."""
 
 
 class LostReplica(NamedTuple):
@@ -55,14 +52,11 @@ class _Attempt:
     number: int
     last: dict[int, tuple[float, int | None]] = field(default_factory=dict)
     finished: set[int] = field(default_factory=set)
-    """Replicas that have sent their last heartbeat; later ones change nothing."""
     changed: set[int] = field(default_factory=set)
-    """Replicas with a heartbeat since the last write to the store."""
     hang_timeout: float | None = None
     highest: int | None = None
     """Highest step that was reported together with a `hang_timeout`."""
     grown_at: float = 0.0
-    """When the highest step was first reported."""
 
     def note_step(self, step: int | None, hang_timeout: float | None, now: float) -> None:
         self.hang_timeout = hang_timeout
@@ -72,10 +66,7 @@ class _Attempt:
             self.highest, self.grown_at = step, now
 
     def stalled(self, job: str) -> StalledJob | None:
-        """Return the job if it has stalled.
-
-        The time runs between heartbeats, not up to now: without heartbeats the step is unknown.
-        """
+        """Return the job if it has stalled; only time between heartbeats counts."""
         if self.hang_timeout is None or self.highest is None or not self.last:
             return None
         seconds = max(moment for moment, _ in self.last.values()) - self.grown_at
@@ -85,9 +76,7 @@ class _Attempt:
 
 
 class Heartbeats:
-    """The last heartbeat of each replica of each job's present attempt.
-
-    Every method may be called from any thread.
+    """The last heartbeat of each replica of each job's present attempt; safe for any thread.
 
     Example:
         >>> heartbeats = Heartbeats(clock=lambda: 0.0)
@@ -95,9 +84,6 @@ class Heartbeats:
         True
         >>> heartbeats.lost(30.0)
         []
-
-    Args:
-        clock: returns the time in seconds; must be monotonic.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -115,20 +101,11 @@ class Heartbeats:
         *,
         finished: bool = False,
     ) -> bool:
-        """Record a heartbeat; one of an older attempt is ignored.
+        """Record a heartbeat; return whether it is the replica's first in the present attempt.
 
-        Args:
-            job: name of the job.
-            attempt: number of the attempt.
-            replica: index of the pipeline replica.
-            step: reported optimizer step, if any.
-            hang_timeout: seconds for which the job's step may stay the same; None: no limit, or the
-                attempt has not taken its first step.
-            finished: whether it is the replica's last heartbeat; the replica is never lost from
-                then on.
-
-        Returns:
-            Whether it is the first of this replica in the present attempt.
+        One of an older attempt is ignored. The step may stay the same for `hang_timeout` seconds;
+        None: no limit, or the attempt has not taken its first step. A `finished` replica is never
+        lost.
         """
         with self._lock:
             known = self._jobs.get(job)
@@ -145,10 +122,7 @@ class Heartbeats:
             return first
 
     def expect(self, job: str, attempt: int, replica: int, kept: KeptHeartbeat) -> None:
-        """Expect heartbeats from now on of a replica that an earlier scheduler knew.
-
-        A replica with a heartbeat in this scheduler keeps that one.
-        """
+        """Expect heartbeats of a replica that an earlier scheduler knew, unless it sent one."""
         with self._lock:
             known = self._jobs.setdefault(job, _Attempt(attempt))
             if known.number == attempt:
@@ -171,10 +145,7 @@ class Heartbeats:
             return found
 
     def lost(self, limit_seconds: float) -> list[LostReplica]:
-        """Return the replicas with a heartbeat, but none in the last `limit_seconds`.
-
-        Finished replicas are left out.
-        """
+        """Return the unfinished replicas with a heartbeat, but none in the last `limit_seconds`."""
         with self._lock:
             now = self._clock()
             return [
@@ -185,10 +156,7 @@ class Heartbeats:
             ]
 
     def lingering(self, limit_seconds: float) -> list[tuple[str, int]]:
-        """Return jobs and attempts whose replicas have all finished more than `limit_seconds` ago.
-
-        Their scripts have ended, but their processes have not.
-        """
+        """Return attempts whose scripts ended that long ago, but whose processes have not."""
         with self._lock:
             now = self._clock()
             return [

@@ -13,12 +13,7 @@ __all__ = ["StoredJobs"]
 
 
 class StoredJobs:
-    """The jobs of a store, and the commands on them.
-
-    Args:
-        store: the scheduler's store.
-        control: carries out commands.
-    """
+    """The jobs of a store, and the commands on them."""
 
     def __init__(self, store: Store, control: JobService) -> None:
         self._store, self._control = store, control

@@ -28,8 +28,7 @@ __all__ = ["LiveBoard", "ReplicaAnswer", "ScriptPlace"]
 SOON = 0.25
 """Seconds between two heartbeats of the replicas in a resize, if they are few."""
 MOST_SOON = 8
-"""Most replicas with that interval; more replicas use longer ones, to keep the rate of a job
-constant."""
+"""Most replicas with that interval; for more it is longer, to keep the rate of a job constant."""
 CHANGING_RATE = 200.0
 """Most heartbeats per second of all replicas in resizes, while no interval exceeds `LATEST`."""
 LATEST = 15.0
@@ -49,7 +48,6 @@ class ScriptPlace(NamedTuple):
     balance: tuple[int, ...]
     """Layers per stage."""
     schedule: str
-    """The order in which stages process micro-batches."""
 
 
 class ReplicaAnswer(NamedTuple):
@@ -60,7 +58,6 @@ class ReplicaAnswer(NamedTuple):
     forming: bool
     """Whether the replica should form the groups of the pending membership."""
     place: ScriptPlace | None
-    """The position of the others."""
     store: StoreAddress | None
     """The rendezvous of the pending membership."""
 
@@ -73,18 +70,10 @@ class LiveBoard:
         self._places: dict[str, ScriptPlace] = {}
         self._stores: dict[str, tuple[int, StoreAddress]] = {}
         self._changing: dict[str, int] = {}
-        """Number of replicas in a resize, by job."""
         self._num_changing = 0
 
     def note(self, job: str, state: JobState, replica: int, word: LiveStatus) -> list[Event]:
-        """Record a replica's report; return the resulting events of its job.
-
-        Args:
-            job: its name.
-            state: its state.
-            replica: id of a replica of its present attempt.
-            word: the report.
-        """
+        """Record a replica's report; return the resulting events of its job."""
         live = state.live
         with self._lock:
             if replica == live.replicas[0] and word.balance:

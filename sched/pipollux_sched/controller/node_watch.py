@@ -1,8 +1,7 @@
 """Synchronises the store's nodes with the cluster's.
 
-The engine provides the nodes (`backend.base.Node`). A condition that the cluster has set is reset
-only by the cluster, and one that an admin has set only by an admin. A job on a node that is gone,
-or does not answer, is moved: the job is not to blame.
+A condition that the cluster has set is reset only by the cluster, and one that an admin has set
+only by an admin. A job on a node that is gone, or does not answer, is moved, without blame.
 """
 
 from __future__ import annotations
@@ -24,9 +23,6 @@ class NodeWatch:
     """Compares the engine's nodes with the store's.
 
     Args:
-        store: the scheduler's store.
-        backend: provides the nodes.
-        handle: applies an event to a job.
         settings: further data of the event that lists the nodes: policy, restart_seconds.
         reconsider: called when the allocator has something new to decide on.
     """
@@ -52,10 +48,7 @@ class NodeWatch:
         """Jobs, attempts and nodes for which a `NodeLost` was sent."""
 
     def look(self) -> None:
-        """Store the changes since the last call, and move jobs off lost nodes.
-
-        Failures are retried by the next call.
-        """
+        """Store the changes since the last call; move jobs off lost nodes; retry failures."""
         nodes = self._backend.nodes()
         if nodes != self._seen:
             self._write(nodes)
@@ -72,7 +65,6 @@ class NodeWatch:
             self._reconsider()
 
     def _list(self, nodes: Mapping[str, Node]) -> bool:
-        """Store the nodes, and log them if their set or sizes have changed."""
         specs = {name: node.spec.model_dump(mode="json") for name, node in nodes.items()}
         for name, node in nodes.items():
             specs[name]["slots"] = node.slots
@@ -89,7 +81,6 @@ class NodeWatch:
         return True
 
     def _set_condition(self, record: NodeRecord, node: Node) -> bool:
-        """Set a node's condition to the cluster's; return whether it has changed."""
         ours = record.reason.startswith(self._mark)
         if not node.ready:
             wanted = NodeCondition.DEAD

@@ -15,15 +15,7 @@ _ON_MACHINES = ("local", "slurm")
 
 
 def check_run_as(token: NewToken, backend: str) -> str:
-    """Return a warning about the rights of a token's holder; empty: none.
-
-    Args:
-        token: a token that will be created.
-        backend: name of the backend.
-
-    Raises:
-        SpecError: it names a user of the machine as which no job can run here.
-    """
+    """Return a warning about a token holder's rights; `SpecError`: no job can run as `run_as`."""
     if token.run_as is not None:
         if backend not in _ON_MACHINES:
             raise SpecError(

@@ -20,15 +20,7 @@ def take_over(
 ) -> None:
     """Adopt the attempts that an earlier scheduler left running; end and restart the rest.
 
-    Args:
-        store: the scheduler's store.
-        backend: runs the jobs.
-        executor: applies events to jobs.
-        url: URL of this scheduler.
-        grace: seconds that an ended attempt has to checkpoint.
-
-    Raises:
-        BackendError: a process cannot be ended.
+    An ended attempt has `grace` seconds to checkpoint. `BackendError`: a process cannot be ended.
     """
     live = store.jobs(live=True)
     orphaned = [job for job in live if not _adopt(job, backend, executor, url)]

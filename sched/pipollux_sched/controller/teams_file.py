@@ -21,11 +21,6 @@ class TeamsFile:
     with it. A changed file is read once it has stayed the same for two checks, so that a partly
     written file is not loaded.
 
-    Args:
-        path: the file.
-        store: the scheduler's store.
-        reconsider: called when the teams have changed.
-
     Raises:
         SpecError: the file cannot be read, or is invalid.
     """
@@ -52,7 +47,6 @@ class TeamsFile:
         self._read = signature
 
     def _sign(self) -> tuple[int, int, int] | None:
-        """Return a signature that changes when the file is written; None without a file."""
         try:
             stat = os.stat(self._path)
         except OSError:

@@ -1,7 +1,7 @@
 """The last report of an attempt that ended while no scheduler could receive it.
 
 The replica writes it on its machine, and its agent passes it on (`backend.result`). Once the
-attempt has ended, the part that the store does not have yet is added, as if it had arrived in time.
+attempt has ended, the part that the store does not have yet is added.
 """
 
 from __future__ import annotations
@@ -23,17 +23,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def take_unsent_report(store: Store, body: Mapping[str, Any], job: str, attempt: int) -> None:
-    """Store the unsent report of an attempt that has ended; idempotent.
-
-    Args:
-        store: the scheduler's store.
-        body: the report as the replica wrote it, unvalidated.
-        job: name of the job.
-        attempt: the attempt that has ended.
-
-    Raises:
-        UnknownJobError: there is no job of this name.
-    """
+    """Store the unsent, unvalidated report of an attempt that has ended; idempotent."""
     try:
         report = TrainingReport.model_validate(body)
     except ValidationError as error:

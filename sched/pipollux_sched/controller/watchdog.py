@@ -27,7 +27,6 @@ from .heartbeats import Heartbeats, LostReplica, StalledJob
 _LOG = logging.getLogger(__name__)
 
 LOOK_INTERVAL = 1.0
-"""Seconds between two checks."""
 TIDY_INTERVAL = 5.0
 """Seconds between two writes of heartbeats and clean-ups of the store."""
 HEARTBEAT_TIMEOUT = 60.0
@@ -44,11 +43,6 @@ class Watchdog:
     """Checks periodically whether anything is overdue, and applies the event.
 
     Args:
-        store: contains the jobs and their deadlines.
-        heartbeats: last heartbeat of each replica.
-        handle: applies an event to a job.
-        ending: set when the scheduler stops.
-        heartbeat_timeout: seconds without a heartbeat after which a replica counts as lost.
         look_at_nodes: called at each check.
         tidy: called after each pruning of the store, for further clean-up.
     """
@@ -72,7 +66,6 @@ class Watchdog:
         self._look_at_nodes = look_at_nodes
         self._tidy = tidy
         self._told_slow: set[tuple[str, int]] = set()
-        """Jobs and attempts that were ended because they did not take their first step in time."""
 
     def run(self) -> None:
         """Check every second until the scheduler stops; sometimes store heartbeats and prune."""
@@ -110,7 +103,6 @@ class Watchdog:
         self._end_slow_starts()
 
     def _end_slow_starts(self) -> None:
-        """End attempts that have run too long without a first step, each once."""
         starting = {(job.name, job.attempt): job for job in self._store.starting()}
         self._told_slow &= starting.keys()
         for key, job in starting.items():
@@ -140,7 +132,6 @@ class Watchdog:
         return True
 
     def _survives(self, lost: LostReplica) -> bool:
-        """Return whether the other replicas of an attempt continue without this one."""
         try:
             state = self._store.job(lost.job).state
         except UnknownJobError:
@@ -148,7 +139,6 @@ class Watchdog:
         return state.attempt == lost.attempt and can_survive(state, [lost.replica])
 
     def _takes_part(self, lost: LostReplica) -> bool:
-        """Return whether a replica takes part; others are joining, or have left."""
         try:
             state = self._store.job(lost.job).state
         except UnknownJobError:

@@ -26,11 +26,8 @@ class HistoryApplication:
 
     Args:
         spec: its job file.
-        hints: its last hints, with a model of its step times.
+        hints: its last hints; ValueError: they contain no model of its step times.
         samples: number of trained samples, in units of the initial batch size's samples.
-
-    Raises:
-        ValueError: the hints contain no model.
     """
 
     max_epochs = 1
@@ -46,7 +43,6 @@ class HistoryApplication:
         self.speedups = speedups
         """By number of stages, the job's own first."""
         self.pace = 1.0
-        """Actual speed relative to the model."""
         self._samples = samples
         # Without gradient statistics, larger batches gain nothing.
         unknown = not sum(hints.grad_params) > 0
@@ -132,12 +128,7 @@ class HistoryApplication:
 
 
 class HistoryJobModel:
-    """A replayed job's model of itself; a `JobModel`.
-
-    Args:
-        app: the actual application.
-        known: whether it has already been measured.
-    """
+    """A replayed job's model of itself; a `JobModel`. `known`: it has already been measured."""
 
     def __init__(self, app: HistoryApplication, *, known: bool = False) -> None:
         self._app = app

@@ -15,12 +15,7 @@ from .records import PastJob
 
 
 def pace_of(job: PastJob, app: HistoryApplication) -> float:
-    """Return the pace of a job; 1 if it ran in configurations that its model does not cover.
-
-    Args:
-        job: from a history.
-        app: its model.
-    """
+    """Return the pace of a job; 1 if it ran in configurations that its model does not cover."""
     predicted = 0.0
     for one in job.attempts:
         if one.first_step_at is None or not one.nodes:

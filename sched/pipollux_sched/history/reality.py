@@ -33,15 +33,7 @@ ACTUAL = "actual"
 def what_happened(
     history: SchedulerHistory, replay: Replay, teams: TeamsSpec | None = None
 ) -> SimulationOutcome:
-    """Return the actual outcome of the replayed jobs.
-
-    Fairness is relative to the same estimates as in simulations, on the scheduler's own nodes.
-
-    Args:
-        history: of a scheduler.
-        replay: created from it.
-        teams: determine the team of a job; None: there are none.
-    """
+    """Return the actual outcome of the replayed jobs, with fairness as simulations estimate it."""
     begin, jobs = replay.begin, replay.jobs
     slots = _slots(history, jobs.values())
     isolated = IsolatedTimes(history.nodes, history.restart_seconds)
@@ -87,7 +79,6 @@ def _before_end(job: PastJob) -> list[AttemptRecord]:
 
 
 def _intervals(job: PastJob, begin: float) -> Iterator[Interval]:
-    """Yield the allocations of a job."""
     for one in _before_end(job):
         end = job.until if one.ended_at is None else min(one.ended_at, job.until)
         if end > one.created_at:

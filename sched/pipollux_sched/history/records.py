@@ -40,7 +40,6 @@ class PastJob:
 
     spec: JobSpec
     hints: SchedHints
-    """Its last hints."""
     samples: float
     """Samples trained at `until`, in units of the initial batch size's samples."""
     submitted: float
@@ -71,7 +70,6 @@ class SchedulerHistory:
     """In the order of submission."""
     left_out: tuple[LeftOut, ...]
     nodes: Mapping[str, NodeInfo]
-    """The nodes of the last scheduler, all of them as ready."""
     teams: TeamsSpec | None
     policy: str | None
     """Name of its last policy; None: not one of `POLICIES`."""
@@ -82,11 +80,7 @@ class SchedulerHistory:
 
 
 def read_history(store: Store) -> SchedulerHistory:
-    """Return the history of a store, read-only.
-
-    Raises:
-        SpecError: nodes or teams are of another version.
-    """
+    """Return the history of a store; raise `SpecError` for nodes or teams of another version."""
     attempts: defaultdict[str, list[AttemptRecord]] = defaultdict(list)
     for record, _ in store.overview.attempts_since(0.0, _ALL):
         attempts[record.job].append(record)
@@ -113,7 +107,6 @@ def read_history(store: Store) -> SchedulerHistory:
 
 
 def _policy_name(logged: str) -> str | None:
-    """Return a policy's name for the class name in the log."""
     return next((name for name in POLICIES if type(make_policy(name)).__name__ == logged), None)
 
 
@@ -127,7 +120,6 @@ class _JobReader:
         self._points = store.last_points()
 
     def read(self, job: JobRecord) -> PastJob | LeftOut:
-        """Return a job for replay, or why it cannot be replayed."""
         began = [
             record
             for record in self._attempts.get(job.name, ())

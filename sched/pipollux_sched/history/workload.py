@@ -2,8 +2,7 @@
 
 The cost of a start, a restart or an elastic resize is the average of the job's own. A job without
 any has the median of all jobs, and for elastic resizes the median of its family, as other jobs may
-not be resizable. The policy gets the assumed cost until the job has measured one, as in the
-scheduler.
+not be resizable. The policy gets the assumed cost until the job has measured one.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ class Replay:
 
     workload: Workload
     jobs: Mapping[str, PastJob]
-    """The jobs of the workload, by name."""
     left_out: tuple[LeftOut, ...]
     paces: Mapping[str, float]
     """Actual speeds of the jobs, relative to their own models."""
@@ -52,7 +50,7 @@ def replay(
     restart_seconds: float | None = None,
     rescale_seconds: float | None = None,
 ) -> Replay:
-    """Return the workload of a history.
+    """Return the workload of a history; ValueError: no job is left.
 
     Args:
         history: of a scheduler.
@@ -61,9 +59,6 @@ def replay(
         first: only this number of jobs, in order of submission; None: all.
         restart_seconds: the cost of every start and restart; None: measured costs.
         rescale_seconds: the cost of every elastic resize; None: measured costs.
-
-    Raises:
-        ValueError: no job is left.
     """
     applications: dict[str, HistoryApplication] = {}
     left_out, jobs = list(history.left_out), []
@@ -95,7 +90,6 @@ def replay(
 
 
 def _problem(app: HistoryApplication, nodes: Mapping[str, NodeInfo]) -> str | None:
-    """Return why a job could never run on nodes; None if it could."""
     (own,) = app.new_model().shapes()
     if not fits(app, nodes):
         needs = ", ".join(f"{amount} {kind}" for kind, amount in own.resources.items())
@@ -159,7 +153,6 @@ class _Prices:
     def of(
         self, job: PastJob, restart_seconds: float | None, rescale_seconds: float | None
     ) -> dict[str, Any]:
-        """Return the costs of a job: the given ones, else measured ones."""
         pauses = self._pause.get(family_name(job.spec))
         rescale = moving_average(_known(_pauses(job)), -1.0 if pauses is None else pauses)
         start = moving_average(_start_costs(job.attempts), self._start)
@@ -178,7 +171,6 @@ class _Prices:
 
 
 def _start_costs(attempts: Iterable[AttemptRecord]) -> list[float]:
-    """Return the seconds to the first step of each start that was not a restart."""
     return [
         max(one.first_step_at - one.created_at, 0.0)
         for one in attempts

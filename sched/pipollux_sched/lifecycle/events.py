@@ -80,7 +80,6 @@ class Switched:
 
     attempt: int
     number: int
-    """Number of the membership."""
     step: int | None = None
     """Optimizer step after which they switched."""
     seconds: float | None = None
@@ -93,7 +92,6 @@ class Survived:
 
     attempt: int
     number: int
-    """Number of the membership."""
     replicas: tuple[int, ...]
     """The surviving replicas, in the order of ranks."""
     step: int | None = None

@@ -1,8 +1,4 @@
-"""Transitions that users, the clock or the scheduler itself request.
-
-Users request `cancel`, `suspend`, `resume` and `rerun`, the job's deadline `expire`, and the
-scheduler `shutdown` when it ends, and `adopt`, `not_adopted` and `recover` when it starts.
-"""
+"""Transitions that users, the clock or the scheduler itself request."""
 
 from __future__ import annotations
 
@@ -75,10 +71,7 @@ def resume(state: JobState, now: float) -> Transition:
 
 
 def rerun(state: JobState, event: Rerun, now: float) -> Transition:
-    """Rerun a job that has ended: from its last checkpoint, or from scratch.
-
-    A complete job can only be rerun from scratch.
-    """
+    """Rerun an ended job from its last checkpoint or from scratch, as a complete job must be."""
     nothing_left = state.phase is Phase.COMPLETE and not event.from_scratch
     if not state.phase.ended or nothing_left:
         return state, ()
@@ -105,10 +98,7 @@ def shutdown(state: JobState, now: float) -> Transition:
 
 
 def adopt(state: JobState, attempt: int) -> Transition:
-    """Adopt an attempt whose processes outlived their scheduler.
-
-    A stop is requested again, because the first request may have been lost.
-    """
+    """Adopt an attempt that outlived its scheduler; a stop, if any, is requested again."""
     if state.phase.ended or not state.running_on or attempt != state.attempt:
         return state, ()
     actions: tuple[Action, ...] = (Record("adopted", attempt, {"nodes": list(state.running_on)}),)
@@ -118,10 +108,7 @@ def adopt(state: JobState, attempt: int) -> Transition:
 
 
 def not_adopted(state: JobState, attempt: int, why: str, now: float) -> Transition:
-    """End an attempt that a new scheduler cannot adopt, without counting a failure.
-
-    An attempt that was already being stopped keeps its intent.
-    """
+    """End an attempt that cannot be adopted, without counting a failure or changing its intent."""
     if state.phase.ended or not state.running_on or attempt != state.attempt:
         return state, ()
     actions = (Record("stopping", attempt, {"why": why}),)

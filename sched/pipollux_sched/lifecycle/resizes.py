@@ -3,9 +3,8 @@
     STARTING ──► FORMING ──► Switched        (a change without joining replicas begins with FORMING)
         └───────────┴──────► abandoned: the training replicas continue as before
 
-The scheduler decides which replicas take part, and starts the joining replicas. From FORMING on,
-the change belongs to the job: it happens, or one of its replicas refuses it. The scheduler abandons
-a change by itself only before that, when no replica knows of it.
+From FORMING on, the change belongs to the job: it happens, or one of its replicas refuses it. The
+scheduler abandons a change by itself only before that, when no replica knows of it.
 """
 
 from __future__ import annotations
@@ -34,20 +33,12 @@ from .steps import Transition, enter, stop
 START_LIMIT = 600.0
 """Seconds in which all joining replicas must be ready."""
 MOST_FAILURES = 3
-"""Failed resizes, or losses, after which the job is restarted instead: a replica that joins and
-dies repeatedly must count as a failure eventually."""
+"""Failed resizes, or losses, before a restart: replicas that die repeatedly must count."""
 FORGOTTEN_AFTER = 600.0
-"""Seconds after which an earlier failure does not count any more."""
 
 
 def why_restart(state: JobState, nodes: Sequence[str], num_stages: int | None) -> str | None:
-    """Return why a change of a running job's allocation is a restart; None: a resize is possible.
-
-    Args:
-        state: the job.
-        nodes: node of each replica after the change.
-        num_stages: K of each.
-    """
+    """Return why a change of a job's allocation is a restart; None: a resize is possible."""
     if num_stages != state.running_stages:
         return "its number of stages changes"
     if not Counter(nodes) & Counter(state.running_on):
@@ -253,7 +244,6 @@ def _abandon(state: JobState, why: str, now: float) -> Transition:
 
 
 def _counted(live: LiveState, why: str, now: float) -> LiveState:
-    """Count a failure; after too many a job is restarted instead of being resized."""
     failures = live.failures + 1 if now - live.failed_at < FORGOTTEN_AFTER else 1
     why_not = live.why_not
     if failures >= MOST_FAILURES:
@@ -270,5 +260,4 @@ def _runs(state: JobState, attempt: int) -> bool:
 
 
 def _forms(change: LiveChange | None, number: int) -> bool:
-    """Return whether this is the membership that the replicas are forming."""
     return change is not None and (change.number, change.stage) == (number, ChangeStage.FORMING)

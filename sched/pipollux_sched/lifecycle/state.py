@@ -1,8 +1,4 @@
-"""The state of a job's life cycle: its phase, conditions, running attempt and allocation.
-
-The names of phases and the shape of conditions are those of Kubeflow's TrainJob, so that a backend
-on Kubernetes need not translate.
-"""
+"""The state of a job's life cycle; phases and conditions are those of Kubeflow's TrainJob."""
 
 from __future__ import annotations
 
@@ -80,11 +76,9 @@ class LiveChange:
     """An elastic resize: a change of replicas while the surviving ones continue to train."""
 
     number: int
-    """Number of the pending membership."""
     replicas: tuple[int, ...]
     """Ids of its replicas, in the order of ranks."""
     nodes: tuple[str, ...]
-    """Node of each."""
     stage: ChangeStage
     waiting_to_join: tuple[int, ...] = ()
     """Joining replicas that wait to take part."""
@@ -113,7 +107,6 @@ class LiveState:
     failed_at: float = 0.0
     """Time of the last one, in seconds since the epoch."""
     change: LiveChange | None = None
-    """The resize under way."""
     lost: tuple[int, ...] = ()
     """Ids of lost replicas, without which the others have not continued yet."""
 
@@ -147,8 +140,7 @@ class JobState:
     assigned: tuple[str, ...] = ()
     """Node of each replica in the last decision; empty when the job holds nothing."""
     num_stages: int | None = None
-    """K of these replicas; while the job holds nothing, the last K. None: it never held any, or K
-    is that of the submission."""
+    """K of these replicas; while the job holds nothing, the last K. None: K of the submission."""
     running_on: tuple[str, ...] = ()
     """Node of each replica of the attempt that runs or is starting; empty when none."""
     running_stages: int | None = None
@@ -156,7 +148,6 @@ class JobState:
     training: bool = False
     """Whether the running attempt has reported its first step."""
     live: LiveState = LiveState()
-    """The replicas of the running attempt."""
     intent: Intent | None = None
     """Why the running attempt is being stopped; None while it may continue."""
     suspended: bool = False

@@ -21,7 +21,6 @@ _AT_REST: dict[str, Any] = {
     "intent": None,
     "suspended": False,
 }
-"""The state of a job that has ended."""
 
 Transition: TypeAlias = tuple[JobState, tuple[Action, ...]]
 
@@ -41,13 +40,7 @@ def with_condition(
 
 
 def stopped_record(attempt: int, step: int | None, checkpoint: int | None) -> Record:
-    """Return the record of a stop: where it saved, or else where the job continues from.
-
-    Args:
-        attempt: the attempt that has ended.
-        step: at which it has saved; None: it has not.
-        checkpoint: the step of the newest checkpoint; None: unknown.
-    """
+    """Return the record of a stop: where it saved, or else where the job continues from."""
     data: dict[str, Any] = {"step": step}
     if step is None and checkpoint is not None:
         data["checkpoint"] = checkpoint
@@ -57,10 +50,7 @@ def stopped_record(attempt: int, step: int | None, checkpoint: int | None) -> Re
 def enter(
     state: JobState, phase: Phase, reason: str, message: str, now: float, **changes: Any
 ) -> JobState:
-    """Return the job in another phase, or in the same one for another reason.
-
-    A job that ends loses all fields of a running one.
-    """
+    """Return the job in a phase, for a reason; an ended job has no fields of a running one."""
     conditions = with_condition(state.conditions, phase, reason, message, now)
     entered = replace(state, phase=phase, conditions=conditions, **changes)
     if phase.ended:

@@ -1,9 +1,9 @@
 """The life of a job as a pure function: ``advance(state, event, now) -> (state, actions)``.
 
-Nothing here touches a process, a file or a clock. The store commits the new state together with its
-records, and only then are the actions carried out; so the store alone suffices to recover from an
-interruption. The phases and conditions follow Kubeflow's TrainJob: there is one condition per type,
-an event of the same type updates it, and its time is that of the last change of its status.
+The store commits the new state together with its records, and only then are the actions carried
+out; so the store alone suffices to recover from an interruption. The phases and conditions follow
+Kubeflow's TrainJob: there is one condition per type, an event of the same type updates it, and its
+time is that of the last change of its status.
 
     Created ──► Queued ──► Running ──► Complete
                   ▲          │  ▲
@@ -65,10 +65,8 @@ from .steps import (
 )
 
 FORGIVEN_AFTER = 600.0
-"""Seconds after which failures of earlier attempts do not count any more: a job that fails once a
-month must not be given up after some months."""
+"""Seconds after which earlier failures do not count any more: one a month must not end a job."""
 BACKOFF_LIMIT = 60.0
-"""Longest backoff before a failed job is started again, in seconds."""
 START_TIMEOUT = "StartTimeout"
 """The reason of an attempt that was ended because it did not take its first step in time."""
 
@@ -274,14 +272,7 @@ def _exited(state: JobState, event: Exited, now: float) -> Transition:
 
 
 def _failed(state: JobState, gone: JobState, event: Exited, now: float) -> Transition:
-    """Restart a job after the failure of its attempt, with a backoff, or give it up.
-
-    Args:
-        state: the job while that attempt ran.
-        gone: the job without it.
-        event: how it ended.
-        now: seconds since the epoch.
-    """
+    """Restart a job (`gone`: without its failed attempt) with a backoff, or give it up."""
     failures = 1 if _trained_for_long(state, now) else state.failures + 1
     counted = replace(gone, failures=failures)
     if event.cannot_start:
@@ -303,7 +294,6 @@ def _failed(state: JobState, gone: JobState, event: Exited, now: float) -> Trans
 
 
 def _trained_for_long(state: JobState, now: float) -> bool:
-    """Return whether the failed attempt trained long enough to forgive earlier failures."""
     since = state.condition.time if state.condition else now
     return state.phase is Phase.RUNNING and state.training and now - since >= FORGIVEN_AFTER
 
@@ -316,7 +306,6 @@ def _retry(state: JobState, event: Retry, now: float) -> Transition:
 
 
 def _heartbeat_lost(state: JobState, event: HeartbeatLost, now: float) -> Transition:
-    """Kill an attempt with a lost replica; its end is handled later."""
     if event.attempt != state.attempt or not state.running_on:
         return state, ()
     if event.replica is not None and resizes.can_survive(state, [event.replica]):
@@ -327,10 +316,10 @@ def _heartbeat_lost(state: JobState, event: HeartbeatLost, now: float) -> Transi
 
 
 def _stalled(state: JobState, event: Stalled, now: float) -> Transition:
-    """Kill an attempt whose training loop is stalled; its end is handled later.
+    """Kill a stalled attempt; its end is handled later.
 
     An attempt without any step is still starting, and one that was asked to stop is saving: both
-    have limits of their own.
+    have separate limits.
     """
     trains = state.running_on and state.training and state.intent is None
     if event.attempt != state.attempt or not trains:
@@ -341,7 +330,6 @@ def _stalled(state: JobState, event: Stalled, now: float) -> Transition:
 
 
 def _start_overdue(state: JobState, event: StartOverdue, now: float) -> Transition:
-    """Kill an attempt that has not taken its first step in time; its end is handled later."""
     starts = state.running_on and not state.training and state.intent is None
     if event.attempt != state.attempt or not starts or state.reason == START_TIMEOUT:
         return state, ()

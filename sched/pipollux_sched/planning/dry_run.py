@@ -32,14 +32,10 @@ class PolicyFailedError(SchedulerError):
 def live_plan(store: Store, policy: str | None = None, seed: int = 0) -> PlanView:
     """Return what the scheduler of a store would decide now; change nothing.
 
-    Args:
-        store: contains the jobs and nodes.
-        policy: allocation policy, one of `POLICIES`; None: that of the present or last scheduler.
-        seed: random seed of the policy.
+    `policy` is one of `POLICIES`; None: that of the present or last scheduler.
 
     Raises:
         PolicyFailedError: the policy raised an error.
-        SpecError: the store contains a node or a job that this version cannot read.
         ValueError: there is no such policy.
     """
     serving = serving_policy(store)
@@ -57,11 +53,7 @@ def live_plan(store: Store, policy: str | None = None, seed: int = 0) -> PlanVie
 
 
 def plan_live(state: Snapshot, strategy: Strategy) -> list[PlannedChange]:
-    """Return the planned allocation of every candidate; change nothing.
-
-    Raises:
-        ValueError: the result of the strategy is invalid; the message says why.
-    """
+    """Return the planned allocation of every candidate; raise ValueError for an invalid result."""
     decided = {decision.job: decision for decision in preview(state, strategy)}
     after = [_given(job, decided.get(job.name), state.nodes) for job in state.candidates]
     free, others = free_of(state.nodes, after), others_of(after)
@@ -73,11 +65,7 @@ def plan_live(state: Snapshot, strategy: Strategy) -> list[PlannedChange]:
 
 
 def preview(state: Snapshot, strategy: Strategy) -> list[Decision]:
-    """Return the decisions of `Allocator.run_once`, without applying them.
-
-    Raises:
-        ValueError: the result of the strategy is invalid; the message says why.
-    """
+    """Return the decisions of `Allocator.run_once`, without applying them."""
     strategy, _ = within_teams(strategy, state)
     started = place_new(state.candidates, state.nodes, strategy)
     given = {decision.job: decision for decision in started}
@@ -86,7 +74,6 @@ def preview(state: Snapshot, strategy: Strategy) -> list[Decision]:
 
 
 def _started(job: SchedulableJob, decision: Decision | None) -> SchedulableJob:
-    """Return a job right after its start: pinned until its first step."""
     if decision is None:
         return job
     return replace(job, allocation=decision.nodes, num_stages=decision.num_stages, pinned=True)

@@ -1,7 +1,6 @@
 """Explanations of allocations: the speedup of one replica more or fewer, and a job's limits.
 
-`explanation` reads a store and calls `standing`, which is pure. It uses the job as the allocator
-sees it, so its predictions are those of the policy, and the free resources after all allocations.
+A job is explained as the allocator sees it, so the predictions are those of the policy.
 """
 
 from __future__ import annotations
@@ -75,11 +74,7 @@ class Standing:
 
 
 def explanation(store: Store, job: JobRecord) -> ExplanationView:
-    """Explain a job's allocation, or why it is queued.
-
-    Raises:
-        SpecError: the store holds a node or a job that this version cannot read.
-    """
+    """Explain a job's allocation, or why it is queued; may raise `SpecError`."""
     found = _find_standing(store, job)
     decisions = store.latest_events(1, job=job.name, types=["allocated"])
     nodes, num_stages = JobView.of(job).holds
@@ -106,13 +101,9 @@ def explanation(store: Store, job: JobRecord) -> ExplanationView:
 
 
 def next_change(state: JobState) -> NextChange | None:
-    """Return whether the next change of a running job would be a resize.
+    """Return whether the next change of a running job can be a resize; None: nothing runs.
 
-    That is possible if a replica stays in place, with the same number of stages; otherwise it is a
-    restart.
-
-    Returns:
-        None if nothing runs, or it is being stopped.
+    That requires a replica that stays in place, with the same number of stages.
     """
     if not state.running_on or state.intent is not None:
         return None
@@ -147,7 +138,6 @@ def _find_standing(store: Store, job: JobRecord) -> Standing:
 
 
 def _within_team(found: Standing, live: Snapshot, job: str) -> Standing:
-    """Add how a job's team affects its allocation."""
     waits = team_reasons(live).get(job)
     if waits is not None:
         return replace(found, waits_for=waits)
@@ -179,13 +169,7 @@ def standing(
 ) -> Standing:
     """Explain a job's allocation.
 
-    Args:
-        job: as the allocator sees it.
-        nodes: nodes that are not dead.
-        free: the resources that all jobs together leave free.
-        bounds: the replicas that its user allows, and those it was measured on.
-        pin: why it is pinned, if it is: `STARTING`, `STOPPING`, ….
-        others: the other jobs.
+    `free` are the resources that all jobs together leave; `pin` is why the job is pinned, if so.
     """
     held = job.held
     if not job.allocation or held.shape is None:
@@ -351,7 +335,6 @@ def _worth(shape: ReplicaShape, nodes: Sequence[str]) -> tuple[float | None, int
 
 
 def _measured(hints: Mapping[str, Any] | None, spec: JobSpec, warm_start: WarmStart | None) -> int:
-    """Return the largest number of replicas that a job's step time was measured on."""
     if warm_start is not None:
         return warm_start.hints.max_profiled_replicas
     if hints:

@@ -11,13 +11,7 @@ from pipollux_utils.text import count, seconds
 
 
 def fair_limit(job: SchedulableJob, state: Snapshot, fairness: float | None) -> Limit | None:
-    """Return the effect of a fairness promise on a job; None: no promise, or it is pinned.
-
-    Args:
-        job: the job.
-        state: all jobs and nodes.
-        fairness: the policy's promise (`CompletionTime.fairness`); None: none.
-    """
+    """Return the effect of a fairness promise (`CompletionTime.fairness`); None: it has none."""
     if fairness is None or not state.nodes:
         return None
     jobs = {one.name: one.info for one in state.candidates}

@@ -1,8 +1,4 @@
-"""Plans from specs: the allocation of every job, and the reason, without acting.
-
-`plan` computes a plan for files (`pipollux plan`). The running scheduler uses the same parts:
-`job_infos` converts specs and hints to the policy's form, and `reasons` gives the reasons.
-"""
+"""Plans from specs: the allocation of every job, and the reason, without acting."""
 
 from __future__ import annotations
 
@@ -68,7 +64,6 @@ class PlannedJob:
     num_replicas: int
     num_microbatches: int
     nodes: tuple[str, ...]
-    """One node name per replica."""
     previous: tuple[str, ...]
     """The same, before the plan."""
     atomic_bsz: int | None
@@ -98,12 +93,9 @@ class Plan:
     """The allocations of all jobs."""
 
     assignments: tuple[PlannedJob, ...]
-    """In the order of the jobs."""
     nodes: tuple[NodeUse, ...]
-    """In the order of the cluster."""
     desired_nodes: int
-    """Number of nodes according to the utility band (`policy.autoscale`), at most twice the present
-    one."""
+    """Number of nodes by the utility band (`policy.autoscale`), at most twice the present one."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain lists and mappings, for JSON or YAML."""
@@ -127,13 +119,7 @@ def plan(
     policy: Policy | None = None,
     seed: int = 0,
 ) -> Plan:
-    """Decide on all jobs, from the specs alone.
-
-    Args:
-        cluster: the nodes.
-        jobs: the jobs, with their hints and current allocations as far as known.
-        policy: allocation policy; None: a new one of the default kind, with this seed.
-        seed: random seed of that policy.
+    """Decide on all jobs, from the specs alone; `policy` None: the default one, with this seed.
 
     Raises:
         SpecError: a current allocation names an unknown node or exceeds a node.
@@ -176,7 +162,6 @@ def _advised_nodes(
     nodes: Mapping[str, NodeInfo],
     allocations: Mapping[str, Sequence[str]],
 ) -> int:
-    """Return the number of nodes for these jobs, at most twice the present one."""
     rules = AutoscalingRules(min_nodes=1, max_nodes=2 * len(nodes), window=1)
     template = node_template(nodes)
     state = AutoscalingState()

@@ -12,11 +12,7 @@ Event: TypeAlias = Mapping[str, Any]
 
 
 def event_line(event: Event, *, every: bool = False) -> str | None:
-    """Describe an event in one line; None for frequent events.
-
-    Args:
-        event: one flat object, as `Store.events` returns it.
-        every: also describe frequent events.
+    """Describe an event in one line; None for frequent events unless `every`.
 
     Example:
         >>> event_line({"time": 0.0, "type": "complete", "job": "toy", "attempt": 2,
@@ -196,4 +192,3 @@ _FREQUENT: _Telling = {
 TELLING_TYPES = tuple(_TELLING)
 """Types of events shown by default."""
 EVENT_TYPES = (*_TELLING, *_FREQUENT)
-"""All types of events."""

@@ -27,7 +27,6 @@ from pipollux_utils.text import (
 from .event_text import decision_text
 
 MOST_OF_SOURCE = 300
-"""Limit on the characters of a job's owner, script and arguments."""
 
 Key = TypeVar("Key", int, tuple[int, int])
 
@@ -46,7 +45,6 @@ class JobFacts(NamedTuple):
     colour: int
     phase: str
     source: str
-    """The job's owner, script and arguments."""
     message: str
     stages: str
     steps: str

@@ -1,11 +1,11 @@
 """Live view of a cluster in a terminal.
 
-`LiveView` receives the events of the event log. On a terminal it keeps a display at the bottom:
-jobs, nodes with the jobs in their slots, the latest events; elsewhere it prints plain lines. It
-prints a table whenever the allocation changes, and a summary at the end; these stay.
+On a terminal it keeps a display at the bottom: jobs, nodes with the jobs in their slots, the latest
+events; elsewhere it prints plain lines. It prints a table whenever the allocation changes, and a
+summary at the end; these stay.
 
 Events may come from any thread. Nothing is printed while the view's own lock is held, because
-rich's display draws from a thread of its own, which takes that lock while it holds rich's.
+rich's display draws from another thread, which takes that lock while it holds rich's.
 """
 
 from __future__ import annotations
@@ -66,7 +66,6 @@ NARROW = 108
 """Width below which tables leave out information that the rest of the display shows."""
 
 KEPT_POINTS = 5000
-"""Number of reports kept per job."""
 
 
 class LiveView:
@@ -156,7 +155,6 @@ class LiveView:
             self.console.print(table)
 
     def _take(self, event: Event) -> list[RenderableType]:
-        """Record an event; return the lines to print permanently."""
         self._recorder.add(event)
         self._last_event = time.monotonic()
         kind, name = text(event, "type"), text(event, "job")
@@ -194,11 +192,7 @@ class LiveView:
         return [self._line(event, words)]
 
     def _take_allocations(self) -> list[RenderableType]:
-        """Return the table of the allocation if it has changed, and the resulting resizes.
-
-        A scheduling round is one event per job, or two with an elastic resize, so the table is
-        printed at the next event.
-        """
+        """Return a changed allocation as a table, and resizes, once a round's events are over."""
         changed, self._changed = self._changed, {}
         begun, self._begun = self._begun, []
         if not changed:
@@ -303,8 +297,6 @@ class LiveView:
 
 
 class _Cells(NamedTuple):
-    """A job's latest report, formatted."""
-
     epoch: str
     step: str
     loss: str

@@ -1,8 +1,4 @@
-"""The report as one HTML file: sections in order, each with a chart and its description.
-
-The file is self-contained: no external fonts or addresses, and the scripts are inside. It is
-replaced atomically (written to a temporary file, synced, renamed), so readers never see half of it.
-"""
+"""The report as one self-contained HTML file, which is replaced atomically."""
 
 from __future__ import annotations
 
@@ -82,11 +78,7 @@ def render_report(source: str | Path | Sequence[Event]) -> str:
 
 
 def write_report(source: str | Path | Sequence[Event], output: str | Path) -> Path:
-    """Write the report of an event log to `output` and return its path.
-
-    Args:
-        source: path of an `events.jsonl`, or the events themselves.
-        output: the HTML file, replaced atomically; its folder is created if missing.
+    """Write the report of an event log (see `render_report`) atomically, and return its path.
 
     Raises:
         EventLogError: the log cannot be read or holds no event.

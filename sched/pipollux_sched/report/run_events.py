@@ -1,7 +1,7 @@
 """Select the events for a report: of some jobs, since a time, and not too many.
 
-Events of a job's life cycle are all kept. The database thins periodic reports, so that a report of
-a store with a million events takes seconds.
+Life-cycle events are all kept. The database thins periodic reports, so that a report of a store
+with a million events takes seconds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ POINTS = 60_000
 """Maximum points of all jobs together, besides a few per job."""
 _FEWEST = 20
 _TOLD = ("progress", "hints", "timeline")
-"""Types of periodic events."""
 _ENDS = ("complete", "failed", "cancelled")
 _CHANGES = ("changing", "waiting_to_join", "change_abandoned")
 _MEMBERSHIP = ("membership", "nodes", "replicas", "num_replicas", "num_stages")
@@ -45,12 +44,7 @@ class NothingToReportError(SchedulerError):
 
 
 def kept_report(store: Store, jobs: Collection[str] = (), seconds: float | None = None) -> str:
-    """Return the report of a store's records, as HTML.
-
-    Args:
-        store: the store.
-        jobs: only these jobs; empty: all.
-        seconds: only the last seconds; None: everything.
+    """Return the report of jobs (empty: all) in a store, over the last `seconds`, as HTML.
 
     Raises:
         NothingToReportError: no selected event belongs to a job.
@@ -70,16 +64,7 @@ def report_of(events: Sequence[Event]) -> str:
 def store_events(
     store: Store, jobs: Collection[str] = (), since: float | None = None
 ) -> list[Event]:
-    """Return the events of a store, thinned, in chronological order.
-
-    Args:
-        store: the store.
-        jobs: only these jobs; empty: all.
-        since: only events from this time on, in seconds since the epoch; see `clipped`.
-
-    Raises:
-        UnknownJobError: a job does not exist.
-    """
+    """Return the thinned events of jobs (empty: all) since a time, or raise `UnknownJobError`."""
     for name in jobs:
         store.job(name)
     lived = store.events(types=[kind for kind in EVENT_TYPES if kind not in _TOLD])
@@ -97,10 +82,10 @@ def of_jobs(events: Iterable[Event], jobs: Collection[str]) -> list[Event]:
 
 
 def clipped(events: Sequence[Event], since: float | None) -> list[Event]:
-    """Return the events from a time on.
+    """Return the events from a time on, without those of jobs that had ended by then.
 
-    Jobs that had ended by then are left out. An allocation held at that time, with its elastic
-    resizes, is dated at that time, so that the report shows it from its left edge.
+    An allocation held at that time, with its elastic resizes, is dated at that time, so that the
+    report shows it from its left edge.
     """
     if since is None:
         return list(events)

@@ -26,11 +26,7 @@ class AllocationLine(NamedTuple):
 
 
 def allocation_table(rows: Iterable[AllocationLine], *, title: str | None = None) -> Table:
-    """Return a table of allocations and their reasons.
-
-    Args:
-        rows: one per job, in the order to show.
-        title: text above the table.
+    """Return a table of allocations and their reasons, in the order of the rows.
 
     Example:
         >>> row = AllocationLine("char-lm", 2, ["a", "b"], 128, 1.7, "a node is free", 1)

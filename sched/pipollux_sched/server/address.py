@@ -38,7 +38,6 @@ class ServerAddress:
     advertise_url: str | None = None
     """URL for jobs and commands; None: the listening address, or the host name for a wildcard."""
     allowed_hosts: Sequence[str] = ()
-    """Additional host names to accept in requests."""
     tls: Tls | None = None
     """The certificate; None: plain HTTP."""
 
@@ -66,11 +65,7 @@ class ServerAddress:
             return self.host == ""
 
     def advertised(self, port: int) -> str:
-        """Return the URL that jobs report to, without a trailing slash.
-
-        Args:
-            port: the listening port.
-        """
+        """Return the URL that jobs report to, without a trailing slash."""
         if self.advertise_url is not None:
             return self.advertise_url.rstrip("/")
         host = socket.gethostname() if self.is_wildcard else self.host
@@ -83,10 +78,9 @@ class ServerAddress:
         return urlsplit(self.advertised(0)).hostname or ""
 
     def hosts(self) -> list[str]:
-        """Return the host names to accept in requests, besides those of the loopback interface.
+        """Return the accepted host names, besides those of the loopback interface.
 
-        With a wildcard address all addresses of the machine are accepted: DNS rebinding needs a
-        name, so an address in the Host header is safe.
+        With a wildcard address all addresses are accepted: DNS rebinding needs a host name.
         """
         names = [self.host, *self.allowed_hosts, self.advertised_host]
         if self.is_wildcard:
@@ -99,23 +93,14 @@ class ServerAddress:
         return list(dict.fromkeys(name for name in names if name))
 
     def server_info(self, port: int, token: str) -> ServerInfo:
-        """Return the information that commands of this machine need to connect.
-
-        Args:
-            port: the listening port.
-            token: the admin token.
-        """
+        """Return what commands of this machine need to connect."""
         authority = self.environment(port).get(variables.CA_FILE.name)
         return ServerInfo(
             self.advertised(port), os.getpid(), token, port, authority, self.is_wildcard
         )
 
     def environment(self, port: int) -> dict[str, str]:
-        """Return the environment variables with the URL that a job reports to.
-
-        Args:
-            port: the listening port.
-        """
+        """Return the environment variables with the URL that a job reports to."""
         found = variables.SCHEDULER_URL.write(self.advertised(port))
         if self.tls is not None and self.tls.authority is not None:
             found |= variables.CA_FILE.write(self.tls.authority.absolute())

@@ -40,7 +40,6 @@ TAGS = {
     "events": "Past events and the live event stream.",
     "service": "The scheduler itself.",
 }
-"""Sections of the OpenAPI document, in order, with their descriptions."""
 
 
 def create_app(
@@ -54,18 +53,7 @@ def create_app(
     open_metrics: bool = False,
     hosts: Collection[str] = (),
 ) -> FastAPI:
-    """Return the application that serves jobs and users.
-
-    Args:
-        store: the scheduler's store.
-        control: carries out commands.
-        state_dir: directory of the jobs' logs.
-        admin_token: grants access to everything.
-        metrics: the scheduler's counters; None: new ones.
-        limits: limits on requests; None: the defaults.
-        open_metrics: whether `/metrics` is open without a token.
-        hosts: accepted host names besides those of the loopback interface.
-    """
+    """Return the application; `hosts` are accepted besides those of the loopback interface."""
     metrics = metrics or SchedulerMetrics()
     app = FastAPI(
         title="Pipollux",

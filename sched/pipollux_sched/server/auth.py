@@ -18,13 +18,7 @@ from .roles import Caller
 
 
 class Auth:
-    """Authorizes requests by their token, and counts them against the rate limits.
-
-    Args:
-        store: holds the tokens of jobs and users.
-        admin_token: grants access to everything.
-        limits: rates of requests.
-    """
+    """Authorizes requests by their token, and counts them against the rate limits."""
 
     def __init__(self, store: Store, admin_token: str, limits: Limits) -> None:
         self._store = store
@@ -54,10 +48,10 @@ class Auth:
         return caller
 
     def _users(self) -> Mapping[str, Caller]:
-        """Return the users by the digests of their tokens.
+        """Return the users by the digests of their tokens, which reveal nothing.
 
-        Digests reveal nothing, so a plain lookup is safe. Tokens are created and revoked through
-        the same store object, so they are read again only after such a change.
+        Tokens change only through the same store object, so they are read again only after a
+        change.
         """
         tokens = self._store.tokens
         if self._read_at != (changes := tokens.num_changes):
@@ -92,10 +86,7 @@ class Auth:
         self._jobs.check(name, f"job {name!r}", _share(job))
 
     async def admits_own_token(self, name: str, token: str) -> bool:
-        """Return whether a token is the job's and its rate allows one more request.
-
-        False: call `admit_job`, which also accepts the admin's token.
-        """
+        """Return whether a token is the job's and its rate allows one more request."""
         job = await self._job(name)
         if job is None or not equal(token, job.token):
             return False
@@ -116,8 +107,8 @@ class Auth:
     def _refused(self, request: Request, what: str) -> Exception:
         """Refuse a wrong token: 401, or 429 after too many from this address.
 
-        Requests with a valid token are still accepted from the address: all jobs of a machine
-        share it, and a job that guesses tokens must not lock out the others.
+        Valid tokens are still accepted from the address: all jobs of a machine share it, and a job
+        that guesses tokens must not lock out the others.
         """
         address = request.client.host if request.client else "an unknown address"
         seconds = self._wrong.take(address)
@@ -129,7 +120,6 @@ class Auth:
 
 
 def _share(job: JobRecord) -> float:
-    """Return the factor of the job rate that this job is allowed."""
     live = job.state.live
     return max((len(live.replicas) + len(live.joining)) / REPLICAS_OF_A_RATE, 1.0)
 

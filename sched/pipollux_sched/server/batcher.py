@@ -1,7 +1,4 @@
-"""Batches requests of jobs: those that arrive together are stored in one transaction.
-
-A request is answered once its data is in the store; batching saves a transaction per request.
-"""
+"""Batches requests of jobs: those that arrive together are stored in one transaction."""
 
 from __future__ import annotations
 
@@ -22,8 +19,7 @@ _Result = TypeVar("_Result")
 class Batcher(Generic[_Item, _Result]):
     """Stores items in batches on behalf of the coroutines of one event loop.
 
-    Args:
-        write: stores items; returns for each item its result, or an exception to raise.
+    `write` stores items, and returns for each its result, or an exception to raise.
     """
 
     def __init__(self, write: Callable[[list[_Item]], Sequence[_Result | Exception]]) -> None:
@@ -32,11 +28,7 @@ class Batcher(Generic[_Item, _Result]):
         self._task: asyncio.Task[None] | None = None
 
     async def put(self, item: _Item) -> _Result:
-        """Store an item; return its result once the transaction has committed.
-
-        Raises:
-            StoreError: it was not stored; also any other error of `write`.
-        """
+        """Return an item's result once it is stored; raise any error of `write`."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[_Result] = loop.create_future()
         self._waiting.append((item, done))

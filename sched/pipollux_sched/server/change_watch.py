@@ -18,13 +18,7 @@ PAUSE = 0.1
 
 
 class ChangeWatch:
-    """Wakes coroutines of one event loop when the store has changed.
-
-    While there are listeners, one thread waits for the store on behalf of all of them.
-
-    Args:
-        store: the store to wait for.
-    """
+    """Wakes coroutines of one event loop when the store has changed; one thread waits for all."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -33,7 +27,6 @@ class ChangeWatch:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self.closed = False
-        """Whether the server is stopping, so that waiters must return."""
 
     @property
     def version(self) -> int:
@@ -53,11 +46,7 @@ class ChangeWatch:
             self._num_listening -= 1
 
     async def wait(self, version: int, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for a commit after `version`, or for the end of the server.
-
-        Returns:
-            Whether there was a commit.
-        """
+        """Return whether there was a commit after `version`; wait for `timeout` seconds at most."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 while self._store.version == version and not self.closed:

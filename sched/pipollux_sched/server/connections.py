@@ -1,10 +1,8 @@
 """Limits on connections that uvicorn lacks: their number, and the time for a request's head.
 
-uvicorn 0.54 limits the idle time between requests and the number of concurrent requests. It limits
-neither the number of connections, nor the time that a request's head takes, nor, with httptools,
-the size of that head. A client that opens sockets and sends half a head on each can hold every
-descriptor of the process forever. `BoundedProtocol` is uvicorn's protocol with these limits;
-uvicorn receives it through its option `http`.
+uvicorn 0.54 limits neither the number of connections, nor the time that a request's head takes,
+nor, with httptools, its size: a client that opens sockets and sends half a head on each can hold
+every descriptor of the process forever. `BoundedProtocol` is uvicorn's protocol with these limits.
 """
 
 from __future__ import annotations
@@ -30,17 +28,12 @@ MOST_CONNECTIONS = 16384
 _CLOSED = getattr(select, "POLLRDHUP", 0)
 """Event of `poll` besides errors: on Linux, that the peer has closed its writing side."""
 QUIET = 60.0
-"""Seconds between two equal log lines."""
 
 _LOG = logging.getLogger(__name__)
 
 
 def most_connections() -> int:
-    """Return the limit on connections: half the process's descriptors, up to a maximum.
-
-    The other half is for files, pipes and the store, and for accepted connections that are not
-    counted yet.
-    """
+    """Return half the process's descriptors, up to a maximum: files and the store need some."""
     soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return MOST_CONNECTIONS
@@ -48,11 +41,7 @@ def most_connections() -> int:
 
 
 class QuietLog:
-    """Logs a repeated event once a minute, with its count.
-
-    Args:
-        message: the log message, with `%d` for the count since the previous line.
-    """
+    """Logs a repeated event once a minute; `%d` in the message is the count since the last line."""
 
     def __init__(self, message: str) -> None:
         self._message = message
@@ -87,14 +76,7 @@ class Repeats(logging.Filter):
 
 
 class BoundedConfig(uvicorn.Config):
-    """uvicorn's configuration with limits on connections.
-
-    Args:
-        app: the application to serve.
-        most: limit on concurrent connections.
-        head_timeout: seconds that the head of a request may take.
-        options: uvicorn's own.
-    """
+    """uvicorn's configuration, with the largest number of connections and the timeout of a head."""
 
     def __init__(self, app: Any, *, most: int, head_timeout: float, **options: Any) -> None:
         # A new connection is counted two turns of the loop later, and the one evicted for it is
@@ -119,8 +101,7 @@ class BoundedConfig(uvicorn.Config):
 class BoundedProtocol(HttpToolsProtocol):
     """One connection. At the limit, the oldest connection without a complete request is evicted.
 
-    So a new connection is always accepted, and a client that sends its request at once is answered
-    regardless of how many other connections are open.
+    So a client that sends its request at once is answered, however many other connections are open.
     """
 
     config: BoundedConfig
@@ -174,12 +155,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def _waits(self) -> bool:
-        """Whether the head of the next request is missing."""
         return self.cycle is None or self.cycle.response_complete
 
     @property
     def _unheard(self) -> bool:
-        """Whether no complete request was received."""
         return self._waits or self.cycle.more_body
 
     def _is_gone(self) -> bool:

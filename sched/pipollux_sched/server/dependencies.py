@@ -1,7 +1,5 @@
 """Dependencies of the endpoints: the application's services, and authorization.
 
-`create_app` keeps one `Services` in ``app.state``; an endpoint declares its needs by an alias.
-
 Example:
     ``def jobs(store: StoreDep) -> list[ListedJob]: ...``
 """
@@ -40,16 +38,7 @@ from .roles import ACCESS, Access, Caller
 
 
 class Services:
-    """The services that the endpoints of one application share.
-
-    Args:
-        store: the scheduler's store.
-        control: carries out commands.
-        state_dir: directory of the jobs' logs.
-        admin_token: grants access to everything.
-        metrics: the scheduler's counters.
-        limits: limits on requests.
-    """
+    """The services that the endpoints of one application share."""
 
     def __init__(
         self,

@@ -34,7 +34,6 @@ from pipollux_utils.validation import problems
 from .limits import BusyError, TooManyRequestsError
 
 MOST_WORDS = 1000
-"""Limit on the length of a sentence, which may quote the request."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -87,7 +86,6 @@ def _answer(status: int) -> ExceptionHandler:
 
 
 def _answer_invalid(request: Request, error: Exception) -> JSONResponse:
-    """Answer an invalid request with one sentence about its problem."""
     assert isinstance(error, RequestValidationError)  # noqa: S101  # it is registered for no other
     first = error.errors()[0]
     where, *place = first["loc"]
@@ -117,7 +115,6 @@ def _answer_http(request: Request, error: Exception) -> JSONResponse:
 
 
 def _answer_database(request: Request, error: Exception) -> JSONResponse:
-    """Answer that the store is unavailable, for instance because the disk is full."""
     assert isinstance(error, DBAPIError)  # noqa: S101  # it is registered for no other
     _LOG.error("%s %s: the store failed: %s", request.method, request.url.path, error.orig)
     sentence = f"the store cannot be used just now ({error.orig}); nothing was changed, ask again"
@@ -125,5 +122,4 @@ def _answer_database(request: Request, error: Exception) -> JSONResponse:
 
 
 def _answer_failure(_request: Request, _error: Exception) -> JSONResponse:
-    """Answer an unexpected error; the server logs the traceback."""
     return refusal(500, "the scheduler failed on this request; see its log")

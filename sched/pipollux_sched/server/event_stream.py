@@ -25,7 +25,6 @@ from .change_watch import ChangeWatch
 RETRY_MS = 2000
 """Milliseconds after which a browser reconnects."""
 BATCH = 500
-"""Number of events per read of the store."""
 KEPT = 2000
 """Number of newest events kept in memory for all listeners."""
 
@@ -39,11 +38,7 @@ class _Entry(NamedTuple):
 
 
 class Tail:
-    """The newest events, read from the store once for all listeners.
-
-    Args:
-        store: store of the events.
-    """
+    """The newest events, read from the store once for all listeners."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -54,11 +49,7 @@ class Tail:
         """All events with ids in (floor, last] are kept."""
 
     async def read(self, after: int, job: str | None) -> tuple[list[_Entry], int, bool]:
-        """Return the events after an id.
-
-        Returns:
-            Events, the id to continue after, and whether there are more.
-        """
+        """Return the events after an id, the id to continue after, and whether there are more."""
         async with self._lock:
             version = self._store.version
             if version != self._version:
@@ -107,15 +98,8 @@ async def stream(
 ) -> AsyncGenerator[str]:
     """Yield the text of a stream of events, until the server stops or the listener's token ends.
 
-    Args:
-        changes: wakes the stream when there are new events.
-        tail: source of the events.
-        after: id of the last event to leave out.
-        job: only events of this job; None: all.
-        keep_alive: seconds of silence after which a comment is sent.
-        summary: only events with a summary, in the form of `event_summary`.
-        allowed: whether the listener may still receive events; revoking a token is an event, and
-            so wakes the stream.
+    With `summary`, only events with a summary are sent, in the form of `event_summary`. Revoking a
+    token is an event, and so wakes the stream to check `allowed`.
     """
     yield f"retry: {RETRY_MS}\n\n"
     async with changes.listening():
@@ -135,12 +119,7 @@ async def stream(
 
 
 class EventStream(StreamingResponse):
-    """Streaming response that holds a place among the listeners.
-
-    Args:
-        text: text from `stream`.
-        place: its place among the listeners.
-    """
+    """Streaming response of `stream` that holds a place among the listeners."""
 
     media_type = "text/event-stream"
 

@@ -1,9 +1,8 @@
 """A fast path for the frequent requests of jobs: heartbeats, reports and hints.
 
 In FastAPI, finding a route, solving its dependencies and building error models costs several times
-the heartbeat itself. A valid request needs none of these: its endpoint is called directly. Any
-other request takes the regular path, which reports the error; nothing has been changed by then.
-The routes, their schema and their answers are those of `routes.job_side`.
+the heartbeat itself. A valid request needs none of these: its endpoint in `routes.job_side` is
+called directly. Any other request takes the regular path, which reports the error.
 """
 
 from __future__ import annotations
@@ -43,11 +42,7 @@ class _UnusualError(SchedulerError):
 
 
 class FastPath(BaseRoute):
-    """Route that answers valid requests of jobs itself; comes before all other routes.
-
-    Args:
-        services: services of the application.
-    """
+    """Route that answers valid requests of jobs itself; comes before all other routes."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -83,7 +78,6 @@ class FastPath(BaseRoute):
         await send({"type": "http.response.body", "body": answer})
 
     def _find(self, scope: Scope) -> tuple[str, _Endpoint] | None:
-        """Return the job and the endpoint of a path."""
         _, _, rest = scope["path"].partition("/jobs/")
         name, _, what = rest.partition("/")
         endpoint = self._endpoints.get((scope["method"], what))

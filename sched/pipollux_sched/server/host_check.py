@@ -1,8 +1,7 @@
 """Check of the Host header against DNS rebinding.
 
-A web page can resolve its own host name to this machine, and then send requests to the scheduler
-as if to its own server. Such a request has that page's host name, so only requests with a host name
-of the scheduler are answered.
+A web page can resolve its own host name to this machine and so send requests to the scheduler as to
+its own server. They have that page's host name, so only the scheduler's names are answered.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .errors import refusal
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-"""Names of the loopback interface."""
 MOST_ADMITTED = 64
 """Number of headers to remember; names that match a wildcard are unbounded."""
 
@@ -24,10 +22,7 @@ MOST_ADMITTED = 64
 class HostCheck:
     """ASGI middleware: refuses requests for other hosts with 400 and a sentence.
 
-    Args:
-        app: the application.
-        hosts: names and addresses besides those of the loopback interface; ``*.example.com`` stands
-            for all names with that suffix.
+    Besides the loopback interface, `hosts` are accepted; ``*.example.com`` stands for a suffix.
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str] = ()) -> None:
@@ -35,7 +30,6 @@ class HostCheck:
         # In the header an IPv6 address is in brackets.
         self._hosts = [f"[{h.strip('[]')}]" if ":" in h else h for h in (*LOOPBACK, *hosts)]
         self._admitted: set[bytes] = set()
-        """Accepted headers, so that each is checked once."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""

@@ -35,11 +35,8 @@ class HttpServer:
     """Serves an application over HTTP until it is stopped.
 
     Args:
-        app: the application to serve.
-        host: address to listen on.
         port: port to listen on; 0: any free port.
         preferred: port to prefer for 0 if it is free; 0: any.
-        tls: server certificate; None: plain HTTP.
         most: limit on concurrent connections; None: derived from the process's descriptors.
         head_timeout: seconds that the head of a request may take.
         tick: called every second by the serving thread, or later if the thread is busy.
@@ -131,7 +128,7 @@ class _Server(uvicorn.Server):
         self._tick = tick
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start serving; log failures to accept a connection without a traceback each."""
+        """Log failures to accept a connection without a traceback each."""
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._note_failure)
         if self.config.is_ssl:

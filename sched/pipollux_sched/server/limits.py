@@ -1,7 +1,4 @@
-"""Rate limits: requests per second, and the number of concurrent requests.
-
-One misbehaving sender, such as a job in a loop, must not block the others.
-"""
+"""Rate limits, so that one misbehaving sender, such as a job in a loop, cannot block the others."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from dataclasses import dataclass
 from pipollux_sched.errors import SchedulerError
 
 MOST_SENDERS = 16_384
-"""Number of senders to remember; the longest idle ones are forgotten first."""
+"""Senders to remember; the longest idle ones are forgotten first."""
 REPLICAS_OF_A_RATE = 32
 """Replicas covered by a job's rate and burst; more replicas scale both in proportion."""
 
@@ -60,13 +57,7 @@ class Limits:
 
 
 class TooManyRequestsError(SchedulerError):
-    """A sender exceeds its rate; the text has the time to retry.
-
-    Args:
-        who: the sender.
-        rate: allowed requests per second.
-        seconds: time until the next request is accepted.
-    """
+    """A sender exceeds its rate; the text has the time to retry."""
 
     def __init__(self, who: str, rate: float, seconds: float) -> None:
         self.retry_after = max(1, math.ceil(seconds))
@@ -83,17 +74,12 @@ class BusyError(SchedulerError):
 
 
 class RateLimit:
-    """Token bucket per sender: a request takes a token, time restores tokens.
+    """Token bucket per sender: a request takes a token, time restores `rate` tokens a second.
 
     Example:
         >>> limit = RateLimit(2.0, 1, clock=lambda: 0.0)
         >>> limit.take("char-lm"), limit.take("char-lm")
         (0.0, 0.5)
-
-    Args:
-        rate: tokens restored per second.
-        burst: capacity of a bucket.
-        clock: returns the time in seconds; must be monotonic.
     """
 
     def __init__(
@@ -119,27 +105,14 @@ class RateLimit:
             return 0.0 if allowed else (cost - left) / self.rate
 
     def check(self, sender: str, who: str, times: float = 1.0) -> None:
-        """Take a token, or raise `TooManyRequestsError`.
-
-        Args:
-            sender: owner of the bucket.
-            who: the sender, for error messages.
-            times: factor of the rate and burst of this sender.
-        """
+        """Take a token, or raise `TooManyRequestsError`; `times` scales rate and burst."""
         seconds = self.take(sender, 1.0 / times)
         if seconds > 0.0:
             raise TooManyRequestsError(who, times * self.rate, seconds)
 
 
 class ConcurrencyLimit:
-    """Limit on concurrent requests, in total and per sender.
-
-    Args:
-        most: limit for all senders together.
-        most_each: limit per sender.
-        what: the action, for error messages: "wait for replicas".
-        reserved: places reserved for admins.
-    """
+    """Limit on concurrent requests, in total and per sender, with places reserved for admins."""
 
     def __init__(self, most: int, most_each: int, what: str, *, reserved: int = 0) -> None:
         self._most = most
@@ -157,12 +130,7 @@ class ConcurrencyLimit:
 
     @contextmanager
     def take(self, sender: str, *, all_of_them: bool = False) -> Iterator[None]:
-        """Hold a place within the context, or raise `BusyError` if none is free.
-
-        Args:
-            sender: the sender.
-            all_of_them: whether it may take reserved places, as an admin.
-        """
+        """Hold a place (for admins: a reserved one, too), or raise `BusyError` if none is free."""
         with self._lock:
             if all_of_them:
                 self._check(sender, self._most, self._most)

@@ -1,8 +1,8 @@
 """Cheap refusal of requests that cannot be answered in time.
 
 A request that waits longer than its sender's timeout is computed in vain and delays all others,
-until no request is answered in time. So the number of concurrent requests of each kind is limited.
-Further requests are refused before their token is read, with a time to retry. Heartbeats are never
+until no request is answered in time. So the number of concurrent requests of each kind is limited;
+further ones are refused before their token is read, with a time to retry. Heartbeats are never
 refused: they cost no more than a refusal, and without them jobs would be ended.
 """
 
@@ -66,18 +66,12 @@ def kind_of(path: str) -> RequestKind:
 
 
 class RetrySchedule:
-    """Spreads the retries of refused requests over time.
-
-    Belongs to one thread.
+    """Spreads the retries of refused requests, at `rate` per second; belongs to one thread.
 
     Example:
         >>> turns = RetrySchedule(2.0, clock=lambda: 0.0)
         >>> [turns.next() for _ in range(5)]
         [1, 1, 2, 2, 3]
-
-    Args:
-        rate: retries per second.
-        clock: returns the time in seconds; must be monotonic.
     """
 
     def __init__(self, rate: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -92,12 +86,7 @@ class RetrySchedule:
 
 
 class Overload:
-    """ASGI middleware: answers 503 to excess requests and to those whose sender has gone.
-
-    Args:
-        app: the application.
-        limits: how many requests of a kind may be under way.
-    """
+    """ASGI middleware: answers 503 to excess requests and to those whose sender has gone."""
 
     def __init__(self, app: ASGIApp, limits: Limits) -> None:
         self._app = app
@@ -122,11 +111,7 @@ class Overload:
                 self._under_way[kind] -= 1
 
     async def _page(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a user once few other requests are computed.
-
-        Each is computed in a thread, and all threads share one interpreter with the answers to
-        jobs.
-        """
+        """Answer a user once few other requests are computed: all threads share one interpreter."""
         await self._computing.acquire()
         holds = True
 

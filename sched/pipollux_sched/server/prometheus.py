@@ -1,8 +1,4 @@
-"""Prometheus metrics of the scheduler, for `GET /metrics`.
-
-The scheduler's own counters are in `pipollux_sched.metrics`; values from the store and the backend
-are read on each request.
-"""
+"""Prometheus metrics for `GET /metrics`: counters, and values read from store and backend."""
 
 from __future__ import annotations
 
@@ -33,12 +29,7 @@ REASONS = {
 
 
 class RefusedCounter:
-    """ASGI middleware: counts the refused requests.
-
-    Args:
-        app: the application.
-        metrics: holds the counter.
-    """
+    """ASGI middleware: counts the refused requests."""
 
     def __init__(self, app: ASGIApp, metrics: SchedulerMetrics) -> None:
         self._app = app
@@ -56,11 +47,7 @@ class RefusedCounter:
 
 
 class SchedulerCollector(Collector):
-    """Collects metrics from the store and the backend.
-
-    Args:
-        store: the scheduler's store.
-    """
+    """Collects metrics from the store and the backend."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

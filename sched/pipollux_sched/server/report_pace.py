@@ -1,8 +1,4 @@
-"""The interval of progress reports, which bounds the load of all jobs on the store.
-
-A few jobs report once a second. With many jobs, each gets a longer interval and sends fewer points
-(see the reporter of `pipollux_hybrid`), so that the load does not grow with the number of jobs.
-"""
+"""The interval of progress reports, which grows with the jobs, and bounds the store's load."""
 
 from __future__ import annotations
 
@@ -14,21 +10,15 @@ __all__ = ["LEAST", "MOST", "RATE", "ReportPace"]
 RATE = 100.0
 """Target rate of reports per second of all jobs, subject to the interval `MOST` per job."""
 LEAST, MOST = 1.0, 60.0
-"""Seconds between two reports of a job."""
 
 
 class ReportPace:
-    """Counts the reporting jobs, and returns the interval of their reports.
-
-    Belongs to one thread.
+    """Counts the reporting jobs, and returns the interval of their reports; belongs to one thread.
 
     Example:
         >>> pace = ReportPace(clock=lambda: 0.0)
         >>> [pace.note(f"job-{number}") for number in range(200)][-1]
         2.0
-
-    Args:
-        clock: returns the time in seconds; must be monotonic.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -16,7 +16,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .errors import refusal
 
 BODY_LIMIT = 2**20
-"""Largest request body, in bytes."""
 BODY_TIMEOUT = 10.0
 """Seconds allowed for a body."""
 DISCARDED = 32
@@ -30,15 +29,7 @@ UNSTORABLE = ("\\u0000", "\\ud")
 
 
 class BodyLimit:
-    """ASGI middleware: answers 413 to a body that is too large, 408 to one that is too slow.
-
-    The application receives neither, nor a request whose client disconnects too early.
-
-    Args:
-        app: the application.
-        limit: largest body, in bytes.
-        seconds: time limit for a body.
-    """
+    """ASGI middleware: answers 413 to a body that is too large, 408 to one that is too slow."""
 
     def __init__(self, app: ASGIApp, limit: int, seconds: float = BODY_TIMEOUT) -> None:
         self._app = app
@@ -106,10 +97,7 @@ class JsonRequest(Request):
     """A request whose body must be a JSON object that the database can store."""
 
     async def json(self) -> dict[str, Any] | HTTPException:
-        """Return the body, or the error to raise later.
-
-        FastAPI reads a body before it checks the token, and a missing token must be reported first.
-        """
+        """Return the body, or the error to raise later: a missing token must be reported first."""
         body = await self.body()
         try:
             return await run_in_threadpool(parse, body) if len(body) > LARGE else parse(body)
@@ -128,11 +116,7 @@ _JSON_NAMES = {
 
 
 def parse(body: bytes) -> dict[str, Any]:
-    """Return the JSON object of a body.
-
-    Raises:
-        HTTPException: it is not an object, is too deep, or cannot be stored.
-    """
+    """Return the JSON object of a body; HTTPException: it is none, too deep, or unstorable."""
     try:
         text = body.decode()  # `json` would accept bytes that are not UTF-8
         value = json.loads(text)

@@ -78,7 +78,6 @@ ACCESS: Mapping[tuple[str, str], Access] = {
     ("GET", "/report"): Access.VIEWER,
     ("GET", "/metrics"): Access.VIEWER,
 }
-"""Access by method and path."""
 
 
 @dataclass(frozen=True)
@@ -117,11 +116,7 @@ class Caller:
         return teams.team_of(job) in own
 
     def signed(self, job: JobSpec) -> JobSpec:
-        """Return a job with this sender as its user, and with the team of the sender's token.
-
-        Raises:
-            HTTPException: the job names another user or team.
-        """
+        """Return a job with this sender as user, and the token's team, or raise HTTPException."""
         if self.role is Role.ADMIN:
             return job
         for field, allowed in (("user", self.name), ("team", self.team)):
@@ -142,16 +137,7 @@ class Caller:
         return job.model_copy(update=own)
 
     def check_team(self, job: str, team: str | None, remedy: str) -> None:
-        """Refuse a job of a team other than the team of the sender's token.
-
-        Args:
-            job: name of the job.
-            team: team of the job; None: none.
-            remedy: remedy for the error message.
-
-        Raises:
-            HTTPException: the team is another one.
-        """
+        """Refuse a job of another team than that of the sender's token, with 403 and a remedy."""
         if self.role is not Role.ADMIN and self.team not in (None, team):
             raise HTTPException(
                 403,

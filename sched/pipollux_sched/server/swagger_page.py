@@ -41,7 +41,6 @@ def add_docs(app: FastAPI) -> None:
 
 
 def _policy(html: str) -> str:
-    """Return the web page's content security policy, extended by this page's inline scripts."""
     digests = (
         base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         for script in re.findall("<script>(.*?)</script>", html, re.DOTALL)

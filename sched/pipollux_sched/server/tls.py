@@ -1,8 +1,4 @@
-"""The certificate of a scheduler, checked before the server listens.
-
-An unusable certificate would only show in the logs of jobs. So the files are read, and a handshake
-is made in memory, as a job would make it.
-"""
+"""The certificate of a scheduler, checked by a handshake in memory before the server listens."""
 
 from __future__ import annotations
 
@@ -61,10 +57,7 @@ class Tls:
             )
 
     def doubt(self, host: str) -> str | None:
-        """Return why jobs could not verify the certificate for a host; None if they can.
-
-        Without an `authority`, verification depends on the authorities of each job's system.
-        """
+        """Return why jobs could not verify the certificate for a host; None if they can or may."""
         if self.authority is None:
             return None
         client = _trusting(self.authority, "--tls-ca")
@@ -89,7 +82,6 @@ class Tls:
 
 
 def _read(path: Path, option: str, wanted: str, what: str) -> str:
-    """Return the text of a file that holds `what`."""
     try:
         text = path.read_text(encoding="ascii", errors="replace")
     except OSError as error:
@@ -102,7 +94,6 @@ def _read(path: Path, option: str, wanted: str, what: str) -> str:
 
 
 def _trusting(path: Path, option: str) -> ssl.SSLContext:
-    """Return the context of a client that trusts the certificates of a file, for any host."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     try:

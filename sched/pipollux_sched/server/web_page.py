@@ -1,10 +1,8 @@
 """The web page: static files without data, so they need no token.
 
-Its chart scripts and charting library are shared with the reports.
-
 The page requests its data with the admin's token, which it keeps in the browser's session. The
 policy below allows it to load only these files, to send requests only to this scheduler, and to
-insert no text as markup.
+insert no text as markup. Reports use the same chart scripts and charting library.
 """
 
 from __future__ import annotations
@@ -31,14 +29,12 @@ POLICY = "; ".join(
         "trusted-types 'none'",
     )
 )
-"""Content-Security-Policy of the page."""
 HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-"""Sent with every file of the page."""
 KINDS = {
     ".css": "text/css; charset=utf-8",
     ".html": "text/html; charset=utf-8",
@@ -65,7 +61,6 @@ def add_pages(app: FastAPI) -> None:
 
 
 def _read() -> dict[str, _File]:
-    """Read all files of the page; they are few, small and constant while it is served."""
     package = resources.files("pipollux_sched")
     charts = package.joinpath("report", "charts")
     found = {

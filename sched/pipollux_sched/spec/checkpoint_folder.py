@@ -1,8 +1,7 @@
 """Checks of a job's `checkpoint_dir`: only this job may write to it.
 
 Checkpoints are written, renamed and removed automatically. So a folder that holds other files, or
-belongs to another user, is refused at submission. A typical folder is ``/data/checkpoints/job1`` on
-a shared file system.
+belongs to another user, is refused at submission.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ SYSTEM = (
     *("/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/proc", "/run", "/sbin"),
     *("/sys", "/usr", "/var/cache", "/var/log", "/var/run", "/var/spool"),
 )
-"""Folders of the operating system."""
 ALLOWED = ("/dev/shm", "/run/user", "/run/media")  # noqa: S108  # for users, and in memory
 """Exceptions within them."""
 _SAVED = re.compile(r"\.?checkpoint-\d{8}|\.?stopped\.json")
@@ -30,16 +28,7 @@ _IGNORED = re.compile(r"lost\+found|\.snapshot|\.live-\d+|\.owner")
 def check_checkpoint_folder(
     spec: JobSpec, state_dir: Path, others: Iterable[tuple[str, str]]
 ) -> None:
-    """Refuse a job whose `checkpoint_dir` is not allowed.
-
-    Args:
-        spec: the job, its `checkpoint_dir` absolute.
-        state_dir: state directory of the scheduler.
-        others: name and `checkpoint_dir` of all submitted jobs.
-
-    Raises:
-        SpecError: the folder is not allowed.
-    """
+    """Raise `SpecError` if a job's `checkpoint_dir` is not allowed, or is that of another job."""
     if spec.checkpoint_dir is None:
         return
     given = Path(spec.checkpoint_dir)
@@ -56,11 +45,7 @@ def check_checkpoint_folder(
 
 
 def check_empty(spec: JobSpec) -> None:
-    """Refuse a job that starts from scratch in a `checkpoint_dir` that is not empty.
-
-    Raises:
-        SpecError: the folder is not empty.
-    """
+    """Raise `SpecError` if a job starts from scratch in a `checkpoint_dir` that is not empty."""
     if spec.checkpoint_dir is None or spec.image is not None:
         return  # in the state directory each run has its own folder
     folder = Path(spec.checkpoint_dir)

@@ -28,8 +28,7 @@ MOST = {
     "memoryLimit": 1e18,
     "perfParams.growth_n": 16,
 }
-"""Largest magnitude by key. A network's time grows with a power of the replicas; a large exponent
-overflows."""
+"""Largest magnitude by key; a network's time grows with a power of the replicas."""
 _HAS_LIMITS = {name.rpartition(".")[0] for name in MOST} - {""}
 """Keys of objects that contain a key with its own limit."""
 MOST_GRADIENT = 1e60
@@ -39,11 +38,7 @@ MOST_NUMBER = 1e18
 
 
 def read_hints(body: Mapping[str, Any]) -> SchedHints:
-    """Return the hints in decoded JSON.
-
-    Raises:
-        HintsError: with the first invalid key, its value and the limit.
-    """
+    """Return the hints in decoded JSON; raise `HintsError` for a number beyond its limit."""
     for key, value in body.items():
         _check(key, value, MOST_GRADIENT if key == "gradParams" else MOST_NUMBER)
     return SchedHints.from_json_object(body)
@@ -66,7 +61,6 @@ HintsField = Annotated[SchedHints, BeforeValidator(_read)]
 
 
 def _check(key: str, value: Any, most: float) -> None:
-    """Refuse numbers larger than `most` or the limit of their key; depth is bounded."""
     most = MOST.get(key, most)
     if isinstance(value, dict | list):
         for name, child in value.items() if isinstance(value, dict) else enumerate(value):

@@ -1,8 +1,7 @@
 """Form of references to container images.
 
 The grammar is that of container registries, Docker, Podman and Kubernetes: an optional registry, a
-name, an optional tag and an optional digest. Only the registry knows whether the image exists, so
-that is not checked.
+name, an optional tag and an optional digest.
 """
 
 from __future__ import annotations
@@ -26,14 +25,11 @@ _REFERENCE = re.compile(
 
 
 def check_image(text: str) -> str:
-    """Return a reference after checking its form.
+    """Return a reference after checking its form, or raise ValueError.
 
     Example:
         >>> check_image("registry.example:5000/team/train:2.1")
         'registry.example:5000/team/train:2.1'
-
-    Raises:
-        ValueError: the form is wrong; the text describes the valid form.
     """
     found = _REFERENCE.fullmatch(text) if len(text) <= MOST_OF_IMAGE else None
     if found is None or len(found["name"]) > _MOST_OF_NAME:

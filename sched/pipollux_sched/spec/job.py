@@ -188,8 +188,8 @@ class JobSpec(_Spec):
     user: UserName | None = Field(default=None, description="the name of a user")
     """Owner of the job. A user's token sets it."""
     run_as: UserName | None = Field(default=None, description="a user of the machine")
-    """Unix user that runs the processes, if the scheduler runs as root; none: the scheduler's
-    user. A user's token sets it."""
+    """Unix user that runs the processes, if the scheduler runs as root; none: the scheduler's user.
+    A user's token sets it."""
     priority: Name | None = Field(default=None, description="the name of a class of priority")
     """Priority class; none: priority 0."""
     resources: ResourceSpec = Field(
@@ -343,33 +343,17 @@ def _check_names(where: str, names: Sequence[str]) -> None:
 
 
 def load_cluster(path: str | Path) -> ClusterSpec:
-    """Return the cluster in a `cluster.yaml`.
-
-    Raises:
-        SpecError: the file cannot be read, or its content is invalid.
-    """
+    """Return the cluster in a `cluster.yaml`; raise `SpecError` if it is invalid."""
     return _load(read_yaml_file(path, "nodes:"), ClusterSpec)
 
 
 def load_jobs(path: str | Path) -> list[JobSpec]:
-    """Return the jobs in a `jobs.yaml`.
-
-    Raises:
-        SpecError: the file cannot be read, or its content is invalid.
-    """
+    """Return the jobs in a `jobs.yaml`; raise `SpecError` if it is invalid."""
     return list(_load(read_yaml_file(path, "jobs:"), JobBatch).jobs)
 
 
 def parse_job(data: Any, source: str = "job") -> JobSpec:
-    """Return the job in decoded JSON, such as the body of a request or a row of the store.
-
-    Args:
-        data: the decoded JSON.
-        source: name of the JSON in error messages.
-
-    Raises:
-        SpecError: the content is invalid.
-    """
+    """Return the job in decoded JSON; raise `SpecError` with its `source` if it is invalid."""
     try:
         return JobSpec.model_validate(data)
     except ValidationError as error:

@@ -41,13 +41,7 @@ def _check_family(text: str) -> str:
 def schema_bounds(
     longest: int, pattern: re.Pattern[str] | None = None, *, empty: bool = False
 ) -> Any:
-    """Return the JSON schema of a text that a validator with its own error messages checks.
-
-    Args:
-        longest: largest number of characters.
-        pattern: regular expression for the whole text; None: any text.
-        empty: whether the text may be empty.
-    """
+    """Return the JSON schema of a text that a validator with its own error messages checks."""
     bounds: dict[str, Any] = {"maxLength": longest} | ({} if empty else {"minLength": 1})
     if pattern is not None:
         bounds["pattern"] = f"^({pattern.pattern})?$" if empty else f"^{pattern.pattern}$"

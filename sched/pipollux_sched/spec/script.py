@@ -24,13 +24,7 @@ def resolve_script(
 ) -> ResolvedScript:
     """Return a job's script: relative to the file of the job, else to the current folder.
 
-    Args:
-        job: the job.
-        jobs_file: the file that the job was read from, if any.
-        must_exist: whether a script that exists in neither place is an error.
-
-    Raises:
-        SpecError: the job has no script, or `must_exist` and the file does not exist.
+    `SpecError`: the job has no script, or `must_exist` and the file does not exist.
     """
     if job.script is None:
         raise SpecError(f"job '{job.name}': script: is missing; give the path of a Python script")
@@ -55,15 +49,7 @@ def resolve_script(
 
 
 def with_script_found(job: JobSpec, jobs_file: str | Path | None = None) -> JobSpec:
-    """Return a job with the absolute path of its script; a path inside an image is kept.
-
-    Args:
-        job: the job.
-        jobs_file: the file that the job was read from, if any.
-
-    Raises:
-        SpecError: the script does not exist.
-    """
+    """Return a job with the absolute path of its script, which must exist, except in an image."""
     if job.image is not None:
         return job
     found = resolve_script(job, jobs_file, must_exist=True).path

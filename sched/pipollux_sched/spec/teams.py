@@ -39,7 +39,6 @@ _Number = Annotated[int, Field(ge=1, le=10**9)]
 
 
 def _parse_pause(value: str | float | None) -> float:
-    """Return a duration, which may be 0."""
     if value is None:
         raise ValueError("an empty value is not a duration; give one such as 60s, or 0")
     if value in (0, "0", "0s"):
@@ -160,10 +159,7 @@ class TeamsSpec(_TeamsModel):
         return Teams({entry["name"]: Team(**entry) for entry in values}, self.notice, self.turn)
 
     def team_of(self, job: OwnedJob) -> str:
-        """Return the team of a job: its own, else its user's first team, else the default team.
-
-        A team that was removed after the submission counts as none.
-        """
+        """Return a job's team: its own if that exists, else its user's first, else the default."""
         names = [team.name for team in self.teams]
         if job.team in names:
             return str(job.team)
@@ -175,20 +171,13 @@ class TeamsSpec(_TeamsModel):
         return [team.name for team in self.teams if user in team.users]
 
     def check_team_name(self, team: str) -> None:
-        """Refuse the name of an unknown team.
-
-        Raises:
-            SpecError: the team is unknown.
-        """
+        """Raise `SpecError` for the name of an unknown team."""
         known = [entry.name for entry in self.teams]
         if team not in known:
             raise SpecError(f"team: '{team}' is not known; known are {', '.join(known) or 'none'}")
 
     def priority_of(self, job: OwnedJob) -> tuple[int, bool]:
-        """Return a job's priority, and whether it preempts.
-
-        The priority is 0 if the class was removed, or if its user may no longer use it.
-        """
+        """Return a job's priority (0 if its class is invalid), and whether it preempts."""
         found = self._class_of(job)
         return (found.value, found.preemption) if found and found.admits(job.user) else (0, True)
 
@@ -196,11 +185,7 @@ class TeamsSpec(_TeamsModel):
         return next((entry for entry in self.priorities if entry.name == job.priority), None)
 
     def check_names(self, job: OwnedJob) -> None:
-        """Refuse a job with an unknown team or priority class.
-
-        Raises:
-            SpecError: with the unknown name and the known ones.
-        """
+        """Raise `SpecError` for a job with an unknown team or priority class."""
         where = f"job '{job.name}'"
         known = [team.name for team in self.teams]
         if job.team is not None and job.team not in known:
@@ -258,11 +243,7 @@ class TeamsSpec(_TeamsModel):
 
 
 def load_teams(path: str | Path) -> TeamsSpec:
-    """Return the teams in a `teams.yaml`.
-
-    Raises:
-        SpecError: the file cannot be read, or its content is invalid.
-    """
+    """Return the teams in a `teams.yaml`; raise `SpecError` if it is invalid."""
     document = read_yaml_file(path, "teams:")
     try:
         return TeamsSpec.model_validate(document.data)
@@ -278,11 +259,7 @@ def load_teams(path: str | Path) -> TeamsSpec:
 
 
 def parse_teams(data: Mapping[str, Any]) -> TeamsSpec:
-    """Return teams from stored JSON.
-
-    Raises:
-        SpecError: the content is invalid.
-    """
+    """Return teams from stored JSON; raise `SpecError` if it is invalid."""
     try:
         return TeamsSpec.model_validate(data)
     except ValidationError as error:

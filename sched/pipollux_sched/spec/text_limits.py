@@ -11,22 +11,14 @@ MOST_PATH = 4096
 
 
 def check_args(args: Sequence[str]) -> Sequence[str]:
-    """Return the arguments of a script after checking them.
-
-    Raises:
-        ValueError: one of them cannot be passed to a process.
-    """
+    """Return the arguments of a script; raise ValueError if one cannot be passed to a process."""
     for index, text in enumerate(args):
         check_handed_over(f"entry {index}", text)
     return args
 
 
 def check_handed_over(what: str, text: str) -> None:
-    """Check an argument, or a variable with its value.
-
-    Raises:
-        ValueError: Linux cannot pass it to a process.
-    """
+    """Raise ValueError for an argument, or a variable with its value, that Linux cannot pass on."""
     size = len(text.encode(errors="surrogatepass"))
     if size > MOST_BYTES:
         raise ValueError(
@@ -38,11 +30,7 @@ def check_handed_over(what: str, text: str) -> None:
 
 
 def check_path(text: str) -> str:
-    """Return the path of a file or folder after checking it.
-
-    Raises:
-        ValueError: it is empty, or no valid path.
-    """
+    """Return the path of a file or folder; raise ValueError if it is empty, or no valid path."""
     if not text.strip():
         raise ValueError("is empty; give a path")
     if len(text) > MOST_PATH or "\0" in text:

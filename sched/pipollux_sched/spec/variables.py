@@ -9,7 +9,6 @@ from typing import Any
 __all__ = ["check_name", "check_variables", "hide_values", "is_reserved"]
 
 VALUE_LIMIT = 32 * 1024
-"""Largest number of characters of a value."""
 TOTAL_LIMIT = 256 * 1024
 """Largest number of characters of all names and values; Linux limits them to some megabytes."""
 
@@ -31,11 +30,7 @@ def is_reserved(name: str) -> bool:
 
 
 def check_name(name: str) -> None:
-    """Refuse an invalid name, and a variable that the scheduler sets itself.
-
-    Raises:
-        ValueError: with the name.
-    """
+    """Raise ValueError for an invalid name, and a variable that the scheduler sets itself."""
     if not _NAME.fullmatch(name):
         raise ValueError(
             f"'{name:.80}' is not a variable's name; use letters, digits and '_', "
@@ -46,13 +41,7 @@ def check_name(name: str) -> None:
 
 
 def check_variables(environment: Mapping[str, str]) -> None:
-    """Refuse variables that a process cannot receive unchanged.
-
-    Values may be secret, so messages do not contain them.
-
-    Raises:
-        ValueError: with the name of the variable.
-    """
+    """Raise ValueError, without secret values, for variables that a process cannot receive."""
     for name, value in environment.items():
         check_name(name)
         if len(value) > VALUE_LIMIT:

@@ -1,7 +1,4 @@
-"""Queries on attempts: their number, cost and slot-seconds.
-
-The methods of the store consist of these queries; each runs within a session of the store.
-"""
+"""Queries on attempts, within a session of the store: their number, cost and slot-seconds."""
 
 from __future__ import annotations
 
@@ -77,12 +74,7 @@ def count(session: Session, names: Collection[str] | None, *, live: bool) -> dic
 
 
 def restart_seconds(session: Session, name: str | None = None) -> dict[str, list[float]]:
-    """Return the cost of each measured restart in seconds, by job, oldest first.
-
-    Args:
-        session: session of the store.
-        name: only this job; None: all jobs that have not ended.
-    """
+    """Return the seconds of each measured restart, by job; `name` None: of unfinished jobs."""
     return _costs(session, AttemptRow.restart_seconds, name)
 
 

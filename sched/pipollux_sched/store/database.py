@@ -1,8 +1,4 @@
-"""The database under the store: transactions, and notification of waiters.
-
-Writers of this process queue for a lock, and a commit wakes the waiters for changes. For writers of
-several processes see `engines.py`.
-"""
+"""The database under the store: transactions, and notification of waiters."""
 
 from __future__ import annotations
 
@@ -88,11 +84,7 @@ class Database:
         return self._location
 
     def acquire_leader_lock(self) -> None:
-        """Become the only scheduler that serves the store, until `close`.
-
-        Raises:
-            StoreTakenError: another scheduler serves it.
-        """
+        """Become the only scheduler that serves the store, or raise `StoreTakenError`."""
         with self._available():
             lock = LeaderLock(self._engine, self._location)
         try:
@@ -104,12 +96,7 @@ class Database:
         self._leader_lock = lock
 
     def check_leader_lock(self) -> None:
-        """Check that the leader lock, if it was acquired, is still held.
-
-        Raises:
-            StoreTakenError: another scheduler has taken over the store.
-            StoreUnavailableError: the database is unavailable.
-        """
+        """Raise `StoreTakenError` if the leader lock was acquired, but is no longer held."""
         if self._leader_lock is not None:
             with self.read() as session:
                 self._leader_lock.check_token(session)
@@ -126,8 +113,7 @@ class Database:
     def write(self, *, durable: bool = True) -> Iterator[Session]:
         """Run a writing transaction: committed at the end, rolled back on an error.
 
-        Args:
-            durable: whether the commit waits for the disk; False for data that jobs soon resend.
+        If it is not `durable`, the commit does not wait for the disk.
 
         Raises:
             StoreTakenError: another scheduler has taken over the store.
@@ -154,21 +140,13 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Session]:
-        """Run a reading transaction on a consistent snapshot of the store.
-
-        Raises:
-            StoreUnavailableError: the database is unavailable.
-        """
+        """Run a reading transaction on a consistent snapshot; raise `StoreUnavailableError`."""
         self._check_open()
         with self._available(), Session(self._reader) as session, session.begin():
             yield session
 
     def num_bytes(self) -> int:
-        """Return the size of the database, in bytes.
-
-        Raises:
-            StoreUnavailableError: the database is unavailable.
-        """
+        """Return the size of the database, in bytes."""
         file = self._location.file
         if file is not None:
             files = (file, file.with_name(f"{file.name}-wal"))
@@ -182,11 +160,7 @@ class Database:
         return self._version
 
     def wait(self, version: int, timeout: float) -> int:
-        """Wait until there is a commit after `version`, or `timeout` seconds have passed.
-
-        Returns:
-            The version to wait for next.
-        """
+        """Wait up to `timeout` seconds for a commit after `version`; return the new version."""
         with self._changed:
             self._changed.wait_for(lambda: self._version != version, timeout)
             return self._version
@@ -220,7 +194,6 @@ class Database:
 
 
 def _reason(error: Exception) -> str:
-    """Return the first line of a database's error message."""
     while isinstance(error.__cause__, Exception):
         error = error.__cause__
     said = str(error).strip()

@@ -1,9 +1,8 @@
 """Deletion of an ended job, at its user's request.
 
-It has three steps of one transaction or many small ones, and can be interrupted between them. First
-the job is removed, and its pending deletion is recorded, which keeps its name reserved. Then the
-caller removes its files. Last its events are deleted, except for the event of the deletion, and the
-name is free. The attempts of deleted jobs still count in totals.
+It can be interrupted between its steps. First the job is removed, and its pending deletion is
+recorded, which keeps its name reserved. Then the caller removes its files. Last its events are
+deleted, except for the event of the deletion. The attempts of deleted jobs still count in totals.
 """
 
 from __future__ import annotations
@@ -38,31 +37,17 @@ class PendingDeletion(NamedTuple):
 
     name: str
     event: int
-    """Id of the event of the deletion."""
 
 
 class Deletions:
-    """Deletes jobs.
-
-    Args:
-        database: database of the store.
-        clock: returns the time, in seconds since the epoch.
-    """
+    """Deletes jobs."""
 
     def __init__(self, database: Database, clock: Callable[[], float]) -> None:
         self._database = database
         self._clock = clock
 
     def begin(self, name: str) -> JobRecord:
-        """Remove a job, and record its pending deletion.
-
-        Returns:
-            The last state of the job.
-
-        Raises:
-            UnknownJobError: the job does not exist.
-            JobLivesError: the job has not ended.
-        """
+        """Remove an ended job, and record its deletion; return it, or raise `JobLivesError`."""
         with self._database.write() as session:
             return _begin(session, name, self._clock())
 
@@ -90,11 +75,7 @@ class Deletions:
 
 
 def check_free(session: Session, names: Sequence[str]) -> None:
-    """Refuse the names of jobs whose deletion is pending.
-
-    Raises:
-        JobExistsError: a job with one of the names is being deleted.
-    """
+    """Raise `JobExistsError` for the name of a job whose deletion is pending."""
     marks = session.scalars(select(MetaRow.key).where(MetaRow.key.startswith(_MARK)))
     taken = {mark.removeprefix(_MARK) for mark in marks} & set(names)
     if taken:
@@ -136,7 +117,6 @@ def _begin(session: Session, name: str, now: float) -> JobRecord:
 
 
 def _count(session: Session, name: str) -> None:
-    """Add the attempts of a job to the counts of deleted jobs."""
     before = counted(session)._asdict()
     for figure, value in totals(session, name)._asdict().items():
         session.merge(MetaRow(key=_COUNTED + figure, value=str(before[figure] + value)))

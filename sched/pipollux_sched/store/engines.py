@@ -45,11 +45,7 @@ _to_json = partial(json.dumps, allow_nan=False)
 
 
 def make_engine(location: Location) -> Engine:
-    """Return the engine of a store; its transactions are those of `reading` and `writing`.
-
-    Raises:
-        StoreError: the driver of the database is not installed.
-    """
+    """Return the engine of a store, or raise `StoreError` if the driver is not installed."""
     return _sqlite(location) if location.file is not None else _postgresql(location)
 
 
@@ -61,13 +57,7 @@ def reading(engine: Engine) -> Engine:
 
 
 def writing(engine: Engine, *, durable: bool = True) -> Engine:
-    """Return an engine on the same connections, for writing transactions.
-
-    Args:
-        engine: engine with the connections.
-        durable: whether a commit waits for the disk. Otherwise it survives the end of processes,
-            but the last commits may be lost in a power cut.
-    """
+    """Return an engine for writing; a commit not `durable` may be lost in a power cut only."""
     engine = engine.execution_options(pipollux_write=True, pipollux_durable=durable)
     if engine.dialect.name == "sqlite":
         return engine

@@ -21,12 +21,7 @@ Listener: TypeAlias = Callable[[Mapping[str, Any]], None]
 class EventFeed:
     """A thread that calls a listener with every committed event after a given one.
 
-    Args:
-        store: store of the events.
-        listener: called with one event at a time, always from the same thread. Its errors are
-            logged, and do not stop the delivery.
-        after: id of the last event to leave out.
-        types: only events of these types; None: all.
+    The listener's errors are logged, and do not stop the delivery. `types` None: all.
     """
 
     def __init__(
@@ -42,7 +37,6 @@ class EventFeed:
         self._last = after
         self._ending = threading.Event()
         self.thread = VitalThread("events", self._run)
-        """Runs while events are delivered."""
 
     def start(self) -> None:
         """Start the delivery."""

@@ -4,9 +4,9 @@ A new job is planned with the hints of its predecessor: the last job of its fami
 or, if none has, the running one with the latest report. It starts with the step times of its
 relatives: its predecessor, and the jobs with the latest reports. Failed jobs pass nothing on.
 
-A job without a family name shares a family with the jobs of the same script and image whose names
-differ only in a trailing number. Measurements depend on the GPU type and on the stages, so jobs
-that request other ones are in other families, and so are those of other users or teams.
+Without a family name, it is that of the jobs of the same script and image whose names differ only
+in a trailing number. Measurements depend on the GPU type and on the stages, so jobs that request
+other ones are in other families, and so are those of other users or teams.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ class Predecessor(NamedTuple):
 
     job: str
     hints: Mapping[str, Any]
-    """Its last hints, as JSON."""
 
 
 class Families:
@@ -47,9 +46,6 @@ class Families:
         ...     found = store.families.predecessors({"toy-2": store.job("toy-2").spec})
         ...     found["toy-2"].job
         'toy-1'
-
-    Args:
-        database: database of the store.
     """
 
     def __init__(self, database: Database) -> None:
@@ -60,11 +56,7 @@ class Families:
         self._latest: dict[FamilyKey, tuple[tuple[str, float], Predecessor]] = {}
 
     def predecessors(self, jobs: Mapping[str, Mapping[str, Any]]) -> dict[str, Predecessor]:
-        """Return the predecessors, by job; jobs without one are left out.
-
-        Args:
-            jobs: specs as JSON, by name.
-        """
+        """Return the predecessors of jobs, given by their specs; jobs without one are left out."""
         keys = {name: key_of(name, spec) for name, spec in jobs.items()}
         wanted = {key for key in keys.values() if key is not None}
         if not wanted:
@@ -80,15 +72,7 @@ class Families:
         }
 
     def relatives(self, name: str, spec: Mapping[str, Any]) -> list[Predecessor]:
-        """Return the jobs whose step times a job starts with, at most `MAX_RELATIVES`.
-
-        Args:
-            name: name of the job.
-            spec: its spec, as JSON.
-
-        Returns:
-            Its predecessor first, then the jobs with the latest reports.
-        """
+        """Return the jobs whose step times a job starts with: its predecessor, then the latest."""
         # Imports numpy, which lists of jobs do not need.
         from pipollux_perfmodel.hints.step_rows import MAX_RELATIVES
 
@@ -155,12 +139,7 @@ class Families:
 
 
 def key_of(name: str, spec: Mapping[str, Any]) -> FamilyKey | None:
-    """Return the key that the jobs of a family share; None: the job has no family.
-
-    Args:
-        name: name of the job.
-        spec: its spec, as JSON.
-    """
+    """Return the key that the jobs of a family share; None: the job has no family."""
     # Imports all policies, which takes longer than printing a list of jobs.
     from pipollux_policies import family_of
 

@@ -1,8 +1,7 @@
 """The last heartbeat of each replica of a running attempt, stored for the next scheduler.
 
 The scheduler that receives heartbeats decides by its monotonic clock whether a replica is lost. The
-stored rows give the next scheduler the replicas to expect, and commands without a running scheduler
-the last heartbeats.
+rows show the next one which replicas to expect, and commands the last heartbeats.
 """
 
 from __future__ import annotations
@@ -31,18 +30,14 @@ class ReceivedHeartbeat(NamedTuple):
     finished: bool = False
     """Whether it was the replica's last heartbeat."""
     seconds: float = 0.0
-    """Age of the heartbeat."""
 
 
 class KeptHeartbeat(NamedTuple):
     """The last heartbeat of a replica, as stored."""
 
     seconds: float
-    """Age of the heartbeat."""
     step: int | None
-    """Optimizer step of the heartbeat; None: not reported."""
     finished: bool
-    """Whether it was the replica's last heartbeat."""
 
 
 class HeartbeatRecords:
@@ -51,10 +46,6 @@ class HeartbeatRecords:
     Example:
         >>> with Store(Path("/var/lib/pipollux/pipollux.db")) as store:
         ...     store.heartbeats.keep([ReceivedHeartbeat("char-lm", 2, 0, step=7)])
-
-    Args:
-        database: database of the store.
-        clock: returns the time, in seconds since the epoch.
     """
 
     def __init__(self, database: Database, clock: Callable[[], float]) -> None:
@@ -62,13 +53,7 @@ class HeartbeatRecords:
         self._clock = clock
 
     def keep(self, received: Sequence[ReceivedHeartbeat]) -> list[None]:
-        """Store heartbeats in one transaction; those of attempts that do not run are skipped.
-
-        A finished replica stays finished, even if an earlier heartbeat arrives late.
-
-        Returns:
-            None per heartbeat.
-        """
+        """Store heartbeats of running attempts; a finished replica stays finished."""
         if not received:
             return []
         with self._database.write(durable=False) as session:
@@ -101,7 +86,6 @@ def drop_heartbeats(session: Session, job: str, attempt: int) -> None:
 
 
 def _running_attempts(session: Session, names: set[str]) -> dict[str, int]:
-    """Return the running attempts of these jobs, by job."""
     query = select(JobRow.name, JobRow.attempt, JobRow.running_on)
     rows = session.execute(query.where(JobRow.name.in_(names)))
     return {row.name: row.attempt for row in rows if row.running_on}
@@ -114,7 +98,6 @@ def _row(received: ReceivedHeartbeat, now: float) -> dict[str, Any]:
 
 
 def _upsert(insert: Callable[[Table], Any]) -> Any:
-    """Return the statement that inserts a heartbeat, or replaces the replica's previous one."""
     statement = insert(_HEARTBEATS)
     new = statement.excluded
     return statement.on_conflict_do_update(

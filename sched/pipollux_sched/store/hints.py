@@ -1,8 +1,4 @@
-"""Hints reported by jobs, stored in batches.
-
-A full cluster sends hundreds of hints per second. Nearly all of the cost of storing one is the
-transaction, so hints that arrive together share one.
-"""
+"""Hints reported by jobs; those that arrive together share a transaction, the main cost."""
 
 from __future__ import annotations
 
@@ -41,12 +37,7 @@ class ReceivedHints(NamedTuple):
 def keep(
     session: Session, received: Sequence[ReceivedHints], now: float
 ) -> list[StoreError | None]:
-    """Store the last hints of each job, and an event per hints.
-
-    Returns:
-        For each the reason of a refusal: `UnknownJobError`, `StaleAttemptError`; None if it was
-        stored.
-    """
+    """Store the last hints of each job, and an event per hints; return for each any refusal."""
     present, known = _present(session, {each.job for each in received})
     problems = [_problem(session, present, each) for each in received]
     kept = [each for each, problem in zip(received, problems, strict=True) if problem is None]
@@ -59,7 +50,6 @@ def keep(
 
 
 def _present(session: Session, names: Collection[str]) -> tuple[dict[str, int], set[str]]:
-    """Return the current attempt of each job, and the jobs that have hints already."""
     rows = session.execute(_PRESENT.where(_JOBS.c.name.in_(names))).all()
     return {row.name: row.attempt for row in rows}, {row.name for row in rows if row.known}
 

@@ -16,14 +16,7 @@ __all__ = ["JobCache"]
 
 
 class JobCache:
-    """The records of jobs that have not ended and were read or changed.
-
-    All methods are thread-safe. Only changes through the same store object are seen, which is that
-    of the one scheduler that writes.
-
-    Args:
-        read: returns the record of a job, or raises `UnknownJobError`.
-    """
+    """The records of unfinished jobs, as changed through one store object; thread-safe."""
 
     def __init__(self, read: Callable[[str], JobRecord]) -> None:
         self._read = read
@@ -37,11 +30,7 @@ class JobCache:
         return self._known.get(name)
 
     def find(self, name: str) -> JobRecord:
-        """Return a job.
-
-        Raises:
-            UnknownJobError: the job does not exist.
-        """
+        """Return a job, or raise `UnknownJobError`."""
         known = self._known.get(name)
         if known is not None:
             return known
@@ -61,11 +50,7 @@ class JobCache:
         return job
 
     def keep(self, changed: Mapping[str, JobRecord | None]) -> None:
-        """Update the cache after a commit; called in the order of commits.
-
-        Args:
-            changed: records by name; None for a job to read again when it is needed.
-        """
+        """Update the cache after each commit, in their order; None for a job to read again."""
         with self._lock:
             for name, job in changed.items():
                 self._being_read.pop(name, None)

@@ -1,8 +1,4 @@
-"""Lists of jobs: filtered, sorted, counted and paged by the database.
-
-A store of several months holds many thousand jobs, and a reader sees one page at a time. The phase
-in lists is a `ListedPhase`.
-"""
+"""Lists of jobs: filtered, sorted, counted and paged by the database."""
 
 from __future__ import annotations
 
@@ -39,7 +35,6 @@ class ListedPhase(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> ListedPhase | None:
-        """Return the phase by name, ignoring case."""
         asked = str(value).lower()
         return next((phase for phase in cls if phase.value.lower() == asked), None)
 
@@ -50,7 +45,6 @@ class JobOrder(StrEnum):
     USUAL = "usual"
     """Jobs that hold slots first, ended jobs last; within each group, the latest first."""
     SUBMITTED = "submitted"
-    """In the order of first submission."""
     NAME = "name"
     PHASE = "phase"
     SLOTS = "slots"
@@ -74,7 +68,6 @@ class JobQuery:
     order: JobOrder = JobOrder.USUAL
     descending: bool = False
     offset: int = 0
-    """Number of jobs to skip."""
     limit: int | None = None
     """Largest number of jobs; None: all."""
 
@@ -99,7 +92,6 @@ class JobSummary:
     intent: Intent | None
     suspended: bool
     point: Point | None
-    """Its latest progress."""
 
     @property
     def num_restarts(self) -> int:
@@ -190,7 +182,6 @@ def holders(session: Session) -> list[Holder]:
 
 
 def _joining(live: Mapping[str, Any] | None) -> Iterator[str]:
-    """Return the node of each replica that is about to join."""
     change = None if live is None else live["change"]
     if live is None or change is None:
         return
@@ -213,13 +204,11 @@ def goodputs(session: Session) -> dict[str, float]:
 
 
 def _of_running(*columns: Any) -> Select[Any]:
-    """Return the query for columns of the running jobs and their latest progress."""
     query = select(*columns).select_from(JobRow).join(PointRow, PointRow.event == _newest())
     return query.where(JobRow.phase == Phase.RUNNING.value)
 
 
 def _newest() -> Any:
-    """Return the id of a job's latest progress: one index lookup per job."""
     other = aliased(PointRow)
     latest = select(func.max(other.event)).where(other.job == JobRow.name)
     return latest.correlate(JobRow).scalar_subquery()

@@ -1,7 +1,4 @@
-"""Records of transitions, within a transaction: state, attempts, events.
-
-The methods of the store consist of these steps; each works within a session of the store.
-"""
+"""Records of transitions, within a transaction of the store: state, attempts, events."""
 
 from __future__ import annotations
 
@@ -81,16 +78,8 @@ def advance_job(
 ) -> Change:
     """Apply an event to a job, and record all consequences.
 
-    Args:
-        session: session of the transaction.
-        row: row of the job.
-        event: the event.
-        now: the time.
-        present: the rows of `present_attempts`, read at once for several jobs; None: read the
-            job's own.
-
-    Raises:
-        JobEndedError: `event` is a user's request that needs a live job, but the job has ended.
+    For several jobs, `present` has the rows of `present_attempts`, read at once. `JobEndedError`: a
+    user's request needs a live job.
     """
     before = job_state(row)
     _check_asked(row.name, before, event)
@@ -143,7 +132,6 @@ def _keep_event(
     now: float,
     present: Mapping[str, AttemptRow] | None,
 ) -> None:
-    """Record an event in the row of its attempt."""
     if not isinstance(event, Started | FirstStep | Exited | Recover) or not before.running_on:
         return
     row = find_attempt(session, name, before.attempt) if present is None else present.get(name)
@@ -295,12 +283,7 @@ def starting(session: Session) -> list[StartingJob]:
 
 
 def last_points(session: Session, names: Collection[str] | None) -> dict[str, Point]:
-    """Return the latest progress by job; jobs without reports are left out.
-
-    Args:
-        session: session of the store.
-        names: names of the jobs; None: all.
-    """
+    """Return the latest progress by job (None: of all); jobs without reports are left out."""
     # One index lookup per job instead of a scan of all points.
     other = aliased(PointRow)
     latest = select(func.max(other.event)).where(other.job == JobRow.name)

@@ -29,20 +29,13 @@ class LaunchRecords:
         >>> with Store(Path("/var/lib/pipollux/pipollux.db")) as store:
         ...     store.launches.stopped_step("char-lm", 2)
         1200
-
-    Args:
-        database: database of the store.
     """
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def note_launch(self, job: str, attempt: int, data: Mapping[str, Any]) -> None:
-        """Store the launch of an attempt, as JSON; an earlier one is replaced.
-
-        Raises:
-            StaleAttemptError: the job has no such attempt.
-        """
+        """Store the launch of an attempt, as JSON, in place of an earlier one."""
         with self._database.write() as session:
             _find(session, job, attempt).launch = dict(data)
 
@@ -52,17 +45,7 @@ class LaunchRecords:
             return session.scalar(select(AttemptRow.launch).where(*_mine(job, attempt)))
 
     def note_stop(self, job: str, attempt: int, step: int) -> None:
-        """Store that the replicas of an attempt have agreed to stop, and have saved.
-
-        Args:
-            job: name of the job.
-            attempt: the current attempt.
-            step: the optimizer step of the checkpoint.
-
-        Raises:
-            UnknownJobError: the job does not exist.
-            StaleAttemptError: `attempt` is not the current one, or has ended.
-        """
+        """Store the step at which the replicas of the present attempt have agreed to stop."""
         with self._database.write() as session:
             row = journal.find_job(session, job)
             check_replica(job, row.attempt, num_ids(row), attempt)

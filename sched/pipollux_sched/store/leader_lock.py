@@ -28,11 +28,7 @@ _KEY = "scheduler"
 
 
 class LeaderLock:
-    """The exclusive right of a scheduler to serve a store, until `close`.
-
-    Raises:
-        StoreTakenError: another scheduler serves it.
-    """
+    """The right of one scheduler to serve a store, until `close`; else raises `StoreTakenError`."""
 
     def __init__(self, engine: Engine, location: Location) -> None:
         self._location = location

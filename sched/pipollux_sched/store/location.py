@@ -1,8 +1,4 @@
-"""Location of a store: a file, or the URL of a database.
-
-A URL may hold a password, so the displayed form has only the harmless parts, and an invalid URL is
-never repeated.
-"""
+"""Location of a store: a file, or the URL of a database, whose password is never displayed."""
 
 from __future__ import annotations
 
@@ -21,7 +17,6 @@ _DRIVERS = {
     "postgresql": "postgresql+psycopg",
     "postgresql+psycopg": "postgresql+psycopg",
 }
-"""Allowed schemes of URLs, with the driver of each."""
 
 
 @dataclass(frozen=True)

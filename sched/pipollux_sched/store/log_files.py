@@ -1,8 +1,8 @@
 """The files of a replica's log: the current file, and renamed ones.
 
 The offset of a byte is the number of bytes written before it to all files. A log that has grown too
-large is renamed to `LOG.from-START`, where START is the offset of its first byte, and the log
-continues where the last renamed file ends. Earlier files are removed.
+large is renamed to `LOG.from-START`, where START is the offset of its first byte. Earlier files are
+removed.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ class LogPart(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """One file of a log."""
-
     start: int
-    """Offset of its first byte."""
     file: BinaryIO
     size: int
 
@@ -70,11 +67,7 @@ def has_log(path: Path) -> bool:
 
 
 def rename_full(path: Path) -> None:
-    """Rename a log that has grown too large, and remove the files renamed earlier.
-
-    Raises:
-        OSError: it cannot be renamed.
-    """
+    """Rename a log that has grown too large, or raise OSError; remove files renamed earlier."""
     before = _renamed(path)
     start = max((begin + other.stat().st_size for begin, other in before.items()), default=0)
     path.replace(path.with_name(f"{path.name}.from-{start}"))
@@ -103,7 +96,6 @@ def _pieces(path: Path, resources: ExitStack) -> list[_Piece]:
 
 
 def _renamed(path: Path) -> dict[int, Path]:
-    """Return the renamed files of a log, by offset."""
     found = {}
     for other in path.parent.glob(f"{path.name}.from-*"):
         match = _RENAMED.fullmatch(other.name.removeprefix(path.name))

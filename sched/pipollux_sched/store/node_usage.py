@@ -14,17 +14,7 @@ from .tables import AttemptRow, JobRow
 
 
 def usage(session: Session, begin: float, end: float, num_parts: int) -> dict[str, list[float]]:
-    """Return the mean number of slots held of each node, in each of `num_parts` equal intervals.
-
-    Args:
-        session: session of the store.
-        begin: start of the span, in seconds since the epoch.
-        end: end of the span, after `begin`.
-        num_parts: 1 or more.
-
-    Returns:
-        `num_parts` numbers by node; unused nodes are left out.
-    """
+    """Return the mean number of slots held on each used node, in `num_parts` equal intervals."""
     row = AttemptRow
     query = select(row.nodes, row.num_stages, row.created_at, row.ended_at)
     found: dict[str, _Usage] = {}
@@ -40,14 +30,7 @@ def usage(session: Session, begin: float, end: float, num_parts: int) -> dict[st
 def attempts(
     session: Session, since: float, most: int, nodes: Collection[str] | None = None
 ) -> list[tuple[AttemptRecord, int]]:
-    """Return the attempts that held slots after a time, oldest first, with job numbers.
-
-    Args:
-        session: session of the store.
-        since: seconds since the epoch.
-        most: limit; the newest are returned.
-        nodes: only attempts with a replica on one of these; None: on any.
-    """
+    """Return the attempts that held slots after a time: see `Overview.attempts_since`."""
     row = AttemptRow
     query = select(row, JobRow.id).join(JobRow, JobRow.name == row.job).where(_held_after(since))
     if nodes is not None:
@@ -85,7 +68,6 @@ class _Usage:
         """Increase of the slots held throughout an interval over the previous interval."""
 
     def add(self, slots: int, begin: float, end: float) -> None:
-        """Add slots that were held from `begin` to `end`."""
         begin, end = max(begin, self._begin), min(end, self._end)
         if begin >= end:
             return
@@ -99,7 +81,6 @@ class _Usage:
         self._change[last] -= slots
 
     def means(self) -> list[float]:
-        """Return the mean number of slots held in each interval."""
         whole = accumulate(self._change[:-1])
         return [
             slots + seconds / self._width

@@ -1,7 +1,4 @@
-"""The nodes that a scheduler serves, and their conditions.
-
-The methods of the store consist of these steps; each works within a session of the store.
-"""
+"""The nodes that a scheduler serves, and their conditions, within a session of the store."""
 
 from __future__ import annotations
 
@@ -35,11 +32,7 @@ def remember(
 def set_condition(
     session: Session, name: str, condition: NodeCondition, reason: str, now: float
 ) -> NodeRecord:
-    """Set the condition of a node, and log a change.
-
-    Raises:
-        UnknownNodeError: the node does not exist.
-    """
+    """Set the condition of a node, or raise `UnknownNodeError`, and log a change."""
     row = session.get(NodeRow, name)
     if row is None:
         known = ", ".join(session.scalars(select(NodeRow.name).order_by(NodeRow.name)))

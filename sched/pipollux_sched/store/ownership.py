@@ -1,7 +1,6 @@
 """Private files: only the owner may access the state directory, lock and tokens.
 
-Permissions that are too open are restricted, with a warning. A file of another user, who could open
-it again at any time, is refused.
+Open permissions are restricted, with a warning; a file of another user is refused.
 """
 
 from __future__ import annotations
@@ -22,18 +21,9 @@ _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 def make_private(path: Path, advice: str) -> bool:
-    """Restrict a file or folder to its owner.
+    """Restrict a file or folder to its owner; return whether others had access before.
 
-    Args:
-        path: the file or folder; a symbolic link is not followed.
-        advice: advice for the error message.
-
-    Returns:
-        Whether others had access before.
-
-    Raises:
-        FileNotFoundError: it does not exist.
-        StateDirError: it belongs to another user, is a link, or cannot be changed.
+    `StateDirError`: it belongs to another user, is a link, or cannot be changed.
     """
     status = path.lstat()
     if status.st_uid != os.geteuid():
@@ -55,11 +45,7 @@ def make_private(path: Path, advice: str) -> bool:
 
 
 def open_private(path: Path) -> TextIO:
-    """Open a lock file for appending; create it if missing, for its owner alone.
-
-    Raises:
-        StateDirError: see `make_private`.
-    """
+    """Open a lock file for appending, as `make_private`; create it if missing."""
     with suppress(FileNotFoundError):
         make_private(path, "remove it where no scheduler runs")
     return os.fdopen(os.open(path, _FLAGS, 0o600), "a")

@@ -24,7 +24,6 @@ class Glance(NamedTuple):
     phases: Mapping[ListedPhase, int]
     """Number of jobs in each phase that has any, in the order of lists."""
     holders: tuple[job_list.Holder, ...]
-    """Jobs that hold slots."""
     goodput: float | None
     """Total of the running jobs that report it, in samples per second; None: none does."""
     oldest_attempt: float | None
@@ -36,7 +35,6 @@ class NoisePoint(NamedTuple):
 
     time: float
     norm: float
-    """Squared norm of the gradient."""
     var: float
     """Variance of the gradient at the initial batch size."""
     noise_scale: float | None
@@ -51,15 +49,10 @@ class CompletedRecord(NamedTuple):
     spec: Mapping[str, Any]
     hints: Mapping[str, Any]
     time: float
-    """Time of the hints."""
 
 
 class Overview:
-    """Queries for figures and curves.
-
-    Args:
-        database: database of the store.
-    """
+    """Queries for figures and curves."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -71,12 +64,7 @@ class Overview:
             return {row[0]: row[1] for row in session.execute(query)}
 
     def completed(self, since: float, most: int = 2000) -> list[CompletedRecord]:
-        """Return the jobs that completed at or after a time and sent hints, oldest first.
-
-        Args:
-            since: seconds since the epoch.
-            most: largest number of jobs; the last ones are returned.
-        """
+        """Return the last `most` jobs that completed since a time and sent hints, oldest first."""
         columns = JobRow.name, JobRow.ended_at, JobRow.spec, HintsRow.hints, HintsRow.time
         query = (
             select(*columns)
@@ -128,13 +116,7 @@ class Overview:
     def attempts_since(
         self, since: float, most: int, nodes: Collection[str] | None = None
     ) -> list[tuple[AttemptRecord, int]]:
-        """Return the attempts that held slots after a time, with their jobs' numbers.
-
-        Args:
-            since: seconds since the epoch.
-            most: limit; the newest are returned, oldest first.
-            nodes: only attempts with a replica on one of these; None: on any.
-        """
+        """Return the newest attempts since a time, oldest first, with the numbers of their jobs."""
         with self._database.read() as session:
             return node_usage.attempts(session, since, most, nodes)
 
@@ -150,12 +132,7 @@ class Overview:
             return job_list.goodputs(session)
 
     def points(self, job: str, most: int) -> list[Point]:
-        """Return at most `most` points of a job's progress, evenly thinned, including the newest.
-
-        Args:
-            job: name of the job.
-            most: largest number; 0: none.
-        """
+        """Return at most `most` points of a job's progress, evenly thinned, with the newest."""
         if most < 1:
             return []
         ids = select(PointRow.event).where(PointRow.job == job)
@@ -167,13 +144,7 @@ class Overview:
     def progress_events(
         self, most: int, jobs: Collection[str] = (), since: float | None = None
     ) -> list[dict[str, Any]]:
-        """Return the progress of many jobs as events, thinned per job as in `points`.
-
-        Args:
-            most: limit per job, at least 1.
-            jobs: only these jobs; empty: all.
-            since: only events from this time on, in seconds since the epoch.
-        """
+        """Return the progress of many jobs as events, at most `most` per job: see `points`."""
         ids = select(PointRow.event, PointRow.job)
         if jobs:
             ids = ids.where(PointRow.job.in_(jobs))

@@ -71,14 +71,12 @@ class AttemptRecord:
     """Number of the membership; later ones began with an elastic resize."""
     nodes: tuple[str, ...]
     num_stages: int
-    """K of each replica."""
     created_at: float
     started_at: float | None
     first_step_at: float | None
     first_step: int | None
     restart_seconds: float | None
-    """Seconds from the stop request of the previous attempt to the first step of this one; None if
-    it did not directly follow the previous one."""
+    """Seconds from the previous attempt's stop to the first step of this one; None: unknown."""
     pause_seconds: float | None
     """Pause of the elastic resize, in seconds; None: the membership began with a start."""
     stopping_at: float | None

@@ -21,9 +21,7 @@ class Discovery(NamedTuple):
     """The registered replicas of an attempt."""
 
     num_replicas: int
-    """Number of replicas of the attempt."""
     addresses: dict[int, str]
-    """Addresses by replica, in order."""
 
     @property
     def complete(self) -> bool:
@@ -32,25 +30,14 @@ class Discovery(NamedTuple):
 
 
 class ReplicaAddresses:
-    """Stores the addresses, so that they survive the scheduler that received them.
-
-    Args:
-        database: database of the store.
-        clock: returns the time, in seconds since the epoch.
-    """
+    """Stores the addresses, so that they survive the scheduler that received them."""
 
     def __init__(self, database: Database, clock: Callable[[], float]) -> None:
         self._database = database
         self._clock = clock
 
     def register(self, job: str, attempt: int, replica: int, address: str) -> None:
-        """Store the address of a replica; an earlier one is replaced.
-
-        Raises:
-            UnknownJobError: the job does not exist.
-            StaleAttemptError: `attempt` is not the current one, or has ended.
-            UnknownReplicaError: the attempt has no such replica.
-        """
+        """Store the address of a replica of the present attempt; an earlier one is replaced."""
         with self._database.write() as session:
             row = journal.find_job(session, job)
             check_replica(job, row.attempt, num_ids(row), attempt, replica)
@@ -67,12 +54,7 @@ class ReplicaAddresses:
             )
 
     def find(self, job: str, attempt: int) -> Discovery:
-        """Return the registered replicas.
-
-        Raises:
-            UnknownJobError: the job does not exist.
-            StaleAttemptError: `attempt` is not the current one, or has ended.
-        """
+        """Return the registered replicas, or raise `UnknownJobError` or `StaleAttemptError`."""
         with self._database.read() as session:
             row: JobRow = journal.find_job(session, job)
             check_replica(job, row.attempt, num_ids(row), attempt)

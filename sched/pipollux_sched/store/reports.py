@@ -1,8 +1,4 @@
-"""Reports of training, stored in batches.
-
-A full cluster sends many reports per second. Nearly all of the cost of storing one is the
-transaction, so reports that arrive together share one, and rows are written without objects.
-"""
+"""Reports of training; those that arrive together share a transaction, the main cost."""
 
 from __future__ import annotations
 
@@ -38,8 +34,6 @@ class ReceivedReport(NamedTuple):
 
 
 class _Present(NamedTuple):
-    """The current attempt of a job."""
-
     attempt: int
     trains: bool
     """Whether its first step was reported."""
@@ -49,12 +43,7 @@ class _Present(NamedTuple):
 def keep(
     session: Session, received: Sequence[ReceivedReport], now: float
 ) -> list[bool | Exception]:
-    """Store reports: an event per point and timeline.
-
-    Returns:
-        For each whether it had the first step of its attempt; an error if it was refused:
-        `UnknownJobError`, `StaleAttemptError`.
-    """
+    """Store reports; return for each whether it had the first step of its attempt, or an error."""
     present = _present(session, {each.job for each in received})
     outcomes: list[bool | Exception] = []
     beginning: list[ReceivedReport] = []

@@ -5,9 +5,8 @@ last hour are kept, then the last of every minute; after a day the last of every
 30 days of every hour. Timelines and hints are large and soon out of date: after a week only the
 last timeline of a job is kept, after 30 days only the last hints. The last event is always kept.
 
-An event is superfluous if the next event of its job and type falls into the same interval. This is
-decided per event, so the log is scanned in small transactions, once per rule; the position is
-stored in the same transaction as the deletions.
+An event is superfluous if the next one of its job and type is in the same interval. This is decided
+per event, so the log is scanned in small transactions, once per rule, which store their position.
 """
 
 from __future__ import annotations
@@ -55,13 +54,7 @@ PATIENCE = 1.0
 
 
 def prune(database: Database, now: float, patience: float = PATIENCE) -> int:
-    """Delete superfluous events; return their number.
-
-    Args:
-        database: database of the store.
-        now: time against which ages are measured, in seconds since the epoch.
-        patience: time limit in seconds.
-    """
+    """Delete superfluous events for `patience` seconds at most; return their number."""
     deadline = time.monotonic() + patience
     deleted = 0
     for rule in RULES:

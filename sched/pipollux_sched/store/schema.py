@@ -1,8 +1,7 @@
 """Schema of a store, migrated when the store is opened.
 
-A new store gets all tables at once; a store of an earlier version goes through alembic's revisions
-in `migrations/`. Either is one writing transaction, so it happens completely and once, or not at
-all, even if several processes open the store.
+A new store gets all tables at once; an earlier version goes through alembic's revisions in
+`migrations/`. Either is one writing transaction, so it happens once, completely or not at all.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ def revision(connection: Connection) -> str | None:
 def bring_up_to_date(connection: Connection, location: Location) -> None:
     """Create the tables, or migrate them, within a writing transaction.
 
-    Raises:
-        StoreError: the tables have a schema that this version does not know.
+    `StoreError`: the tables have a schema that this version does not know.
     """
     found = revision(connection)  # again: another process may have migrated the store meanwhile
     if found is None:

@@ -88,10 +88,7 @@ class StateDir:
 
     @classmethod
     def choose(cls, path: Path | None = None) -> StateDir:
-        """Return `path`, else PIPOLLUX_STATE_DIR, else the user's default state directory.
-
-        The default is `pipollux` in XDG_STATE_HOME, else in ~/.local/state.
-        """
+        """Return `path`, else PIPOLLUX_STATE_DIR, else the user's: `pipollux` in XDG_STATE_HOME."""
         named = path or os.environ.get(ENVIRONMENT_VARIABLE)
         return cls(Path(named) if named else user_state_path("pipollux", appauthor=False))
 
@@ -107,11 +104,7 @@ class StateDir:
 
     @property
     def store(self) -> Path | str:
-        """Location to open `Store` with: a file, or the URL of a database.
-
-        Raises:
-            StateDirError: the file with the location cannot be read.
-        """
+        """Location to open `Store` with; raises `StateDirError` if its file cannot be read."""
         try:
             return self.store_url.read_text(encoding="utf-8").strip()
         except FileNotFoundError:
@@ -184,7 +177,6 @@ class StateDir:
             )
 
     def _holds_other_things(self) -> bool:
-        """Return whether the directory holds files, but none of a scheduler."""
         names = {path.name for path in self.path.iterdir()}
         return bool(names) and not names & {self.database.name, self.store_url.name, "lock"}
 
@@ -196,17 +188,9 @@ class StateDir:
             return []
 
     def check_known(self, store: Path | str, last_event: int) -> None:
-        """Refuse a store without events if jobs have files here.
+        """Raise `StateDirError` for a store without events if jobs have files here.
 
-        The database was lost or replaced: new jobs would use the files of old jobs with the same
-        names.
-
-        Args:
-            store: location of the store.
-            last_event: id of the last event in it.
-
-        Raises:
-            StateDirError: the store has no event, but there are files of jobs.
+        The database was replaced: new jobs would use the files of old jobs with the same names.
         """
         jobs = [] if last_event else self.job_names()
         if jobs:
@@ -219,11 +203,7 @@ class StateDir:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Lock the directory: at most one scheduler serves it at a time.
-
-        Raises:
-            StateDirError: another scheduler serves it, or the lock file belongs to another user.
-        """
+        """Lock the directory: at most one scheduler serves it; raise `StateDirError` otherwise."""
         with open_private(self.path / "lock") as file:
             if not _lock(file.fileno()):
                 info = self.read_server()
@@ -260,10 +240,7 @@ class StateDir:
         return self.path / "admin.token"
 
     def admin_token(self) -> str:
-        """Return the admin token, which all schedulers of the directory share.
-
-        To replace it, remove the file and restart the scheduler.
-        """
+        """Return the admin token; to replace it, remove its file and restart the scheduler."""
         path = self.admin_token_file
         try:
             if make_private(path, "remove it to have another"):

@@ -78,21 +78,14 @@ class Store:
         """Cache of the jobs that replicas read frequently."""
         self._database.on_jobs_changed = self.present.keep
         self.replicas = ReplicaAddresses(self._database, clock)
-        """Addresses of the replicas of running jobs."""
         self.heartbeats = HeartbeatRecords(self._database, clock)
-        """Last heartbeats of the replicas of running jobs."""
         self.launches = LaunchRecords(self._database)
-        """Launches of attempts, and their agreed stops."""
         self.overview = Overview(self._database)
-        """Figures of many jobs, and curves of one job."""
         self.families = Families(self._database)
         """Measurements that new jobs start with."""
         self.teams = TeamRecords(self._database, clock, self.families.forget)
-        """Teams, and notices to jobs."""
         self.tokens = TokenRecords(self._database, clock)
-        """Tokens of users."""
         self.deletions = Deletions(self._database, clock)
-        """Deletions of ended jobs."""
 
     def acquire_leader_lock(self) -> None:
         """Become the only scheduler that serves the store, until it is closed.
@@ -145,24 +138,14 @@ class Store:
         return self.submit_all([Submission(name, spec, token, max_restarts, deadline)])[0]
 
     def submit_all(self, submissions: Sequence[Submission]) -> list[Change]:
-        """Add jobs as in `submit`: all of them or, if one is refused, none.
-
-        Raises:
-            JobExistsError: a job with one of the names has not ended, or is complete.
-            TeamFullError: a team would exceed its limit of unfinished jobs.
-        """
+        """Add jobs as in `submit`: all of them or, if one is refused, none."""
         with self._database.write() as session:
             return take_in(session, submissions, self._clock())
 
     def rerun(self, name: str, *, from_scratch: bool) -> Change:
-        """Run an ended job again, with its original spec.
-
-        Args:
-            name: name of the job.
-            from_scratch: start from scratch instead of the last checkpoint.
+        """Run an ended job again, with its original spec, from its last checkpoint or from scratch.
 
         Raises:
-            UnknownJobError: the job does not exist.
             JobLivesError: it has not ended.
             JobEndedError: it is complete, and `from_scratch` is False.
             TeamFullError: its team has reached its limit of unfinished jobs.
@@ -171,20 +154,12 @@ class Store:
             return run_again(session, name, self._clock(), from_scratch=from_scratch)
 
     def job(self, name: str) -> JobRecord:
-        """Return a job.
-
-        Raises:
-            UnknownJobError: the job does not exist.
-        """
+        """Return a job, or raise `UnknownJobError`."""
         with self._database.read() as session:
             return job_record(journal.find_job(session, name))
 
     def jobs(self, *, live: bool = False) -> list[JobRecord]:
-        """Return all jobs in the order of their first submission.
-
-        Args:
-            live: only jobs that have not ended, which are few in an old store.
-        """
+        """Return all jobs, or those that have not ended, in the order of their first submission."""
         query = select(JobRow).order_by(JobRow.id)
         if live:
             query = query.where(JobRow.phase.not_in(attempts.ENDED))
@@ -199,11 +174,7 @@ class Store:
             return jobs, job_list.count(session, query)
 
     def transition(self, name: str, event: Event) -> Change:
-        """Apply an event to a job: see `pipollux_sched.lifecycle.advance`.
-
-        Raises:
-            UnknownJobError: the job does not exist.
-        """
+        """Apply an event to a job: see `pipollux_sched.lifecycle.advance`."""
         with self._database.write() as session:
             row = journal.find_job(session, name)
             return journal.advance_job(session, row, event, self._clock())
@@ -231,12 +202,7 @@ class Store:
     # Reports of jobs
 
     def put_hints(self, name: str, attempt: int, hints: Mapping[str, Any]) -> None:
-        """Store the hints of a job's current attempt, given as JSON.
-
-        Raises:
-            UnknownJobError: the job does not exist.
-            StaleAttemptError: `attempt` is not the current one.
-        """
+        """Store the hints of a job as JSON; `StaleAttemptError`: not of the current attempt."""
         (problem,) = self.put_all_hints([ReceivedHints(name, attempt, hints)])
         if problem is not None:
             raise problem
@@ -266,14 +232,9 @@ class Store:
         points: Sequence[Point],
         timeline: Timeline | None = None,
     ) -> bool:
-        """Store a training report of a job.
+        """Store a training report; return whether it had the first step of the attempt.
 
-        Returns:
-            Whether it had the first step of the attempt.
-
-        Raises:
-            UnknownJobError: the job does not exist.
-            StaleAttemptError: `attempt` is not the current one.
+        `StaleAttemptError`: `attempt` is not the current one.
         """
         received = reports.ReceivedReport(name, attempt, points, timeline)
         (outcome,) = self.add_all_reports([received])
@@ -287,11 +248,7 @@ class Store:
             return reports.keep(session, received, self._clock())
 
     def last_points(self, names: Collection[str] | None = None) -> dict[str, Point]:
-        """Return the latest progress by job; jobs without reports are left out.
-
-        Args:
-            names: names of the jobs; None: all.
-        """
+        """Return the latest progress by job (None: of all); jobs without reports are left out."""
         with self._database.read() as session:
             return journal.last_points(session, names)
 
@@ -305,12 +262,7 @@ class Store:
     def num_attempts(
         self, names: Collection[str] | None = None, *, live: bool = False
     ) -> dict[str, int]:
-        """Return the number of starts by job; jobs that never started are left out.
-
-        Args:
-            names: of the jobs; None: all.
-            live: only of jobs that have not ended.
-        """
+        """Return the number of starts by job (None: of all); jobs never started are left out."""
         with self._database.read() as session:
             return attempts.count(session, names, live=live)
 
@@ -361,14 +313,7 @@ class Store:
         types: Collection[str] | None = None,
         limit: int | None = None,
     ) -> list[dict[str, Any]]:
-        """Return events in chronological order, each as one flat object.
-
-        Args:
-            after: leave out events up to this id.
-            job: only events of this job.
-            types: only events of these types.
-            limit: largest number; the oldest are returned.
-        """
+        """Return the oldest events after an id, in chronological order, each as one flat object."""
         query = journal.events_of(job, types).where(EventRow.id > after)
         with self._database.read() as session:
             rows = session.execute(query.order_by(EventRow.id).limit(limit))
@@ -401,11 +346,7 @@ class Store:
     def set_node_condition(
         self, name: str, condition: NodeCondition, reason: str = ""
     ) -> NodeRecord:
-        """Set a node's condition; an event records a change.
-
-        Raises:
-            UnknownNodeError: the node does not exist.
-        """
+        """Set a node's condition, or raise `UnknownNodeError`; an event records a change."""
         with self._database.write() as session:
             return node_rows.set_condition(session, name, condition, reason, self._clock())
 

@@ -39,12 +39,7 @@ class Submission:
 
 
 def take_in(session: Session, submissions: Sequence[Submission], now: float) -> list[Change]:
-    """Store new jobs, and restart failed or cancelled ones.
-
-    Raises:
-        JobExistsError: a job with one of the names has not ended, or is complete.
-        TeamFullError: a team would exceed its limit of unfinished jobs.
-    """
+    """Store new jobs, and restart failed or cancelled ones: see `Store.submit_all`."""
     names = [entry.name for entry in submissions]
     found = session.scalars(select(JobRow).where(JobRow.name.in_(names)))
     rows = {row.name: row for row in found}
@@ -69,14 +64,7 @@ def take_in(session: Session, submissions: Sequence[Submission], now: float) -> 
 
 
 def run_again(session: Session, name: str, now: float, *, from_scratch: bool) -> Change:
-    """Run an ended job again, with its original spec.
-
-    Raises:
-        UnknownJobError: the job does not exist.
-        JobLivesError: it has not ended.
-        JobEndedError: it is complete, and `from_scratch` is False.
-        TeamFullError: its team has reached its limit of unfinished jobs.
-    """
+    """Run an ended job again, with its original spec: see `Store.rerun`."""
     row = journal.find_job(session, name)
     phase = Phase(row.phase)
     if not phase.ended:

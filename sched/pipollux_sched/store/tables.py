@@ -1,11 +1,8 @@
-"""The tables of the store.
+"""The tables of the store; times are seconds since the epoch.
 
-Times are seconds since the epoch. Progress points are by far the most numerous events, so they have
-a table with their own columns: the row in `points` has the values of the row in `events` with the
-same id.
-
-A change of a table needs a revision in `migrations/versions`, which migrates existing stores and is
-named in `schema.py`.
+Progress points are by far the most numerous events, so they have a table with their own columns:
+`points` has the values of the row in `events` with the same id. A change of a table needs a
+revision in `migrations/versions`, which is named in `schema.py`.
 """
 
 from __future__ import annotations
@@ -79,11 +76,7 @@ class HintsRow(Base):
 
 
 class AttemptRow(Base):
-    """One membership of an attempt of a job: where, when, and how it ended.
-
-    Most attempts have one, with the number 1. An elastic resize ends the row, and begins the next
-    one.
-    """
+    """One membership of an attempt of a job; an elastic resize ends it, and begins the next."""
 
     __tablename__ = "attempts"
     __table_args__ = (UniqueConstraint("job", "attempt", "membership"),)

@@ -1,8 +1,4 @@
-"""The stored teams, and the notices given to jobs.
-
-Both are single documents in the table of facts about the store. `check_submit_limits` enforces the
-teams' limits on unfinished jobs, in the transaction that adds a job.
-"""
+"""The stored teams, and the notices given to jobs: two documents in the table of facts."""
 
 from __future__ import annotations
 
@@ -31,13 +27,7 @@ _TEAMS, _NOTICES = "teams", "notices"
 
 
 class TeamRecords:
-    """The teams and notices of a store.
-
-    Args:
-        database: database of the store.
-        clock: returns the time, in seconds since the epoch.
-        moved: called when a job has moved to another team.
-    """
+    """The teams and notices of a store; `moved` is called when a job moves to another team."""
 
     def __init__(
         self, database: Database, clock: Callable[[], float], moved: Callable[[], None]
@@ -66,9 +56,7 @@ class TeamRecords:
     def move(self, job: str, team: str) -> JobRecord:
         """Move a job to another team; an event records a change.
 
-        Raises:
-            UnknownJobError: the job does not exist.
-            TeamFullError: it has not ended, and the team has reached its limit of unfinished jobs.
+        `TeamFullError`: it has not ended, and the team has reached its limit of unfinished jobs.
         """
         with self._database.write() as session:
             row = journal.find_job(session, job)
@@ -102,15 +90,7 @@ class TeamRecords:
 
 
 def check_submit_limits(session: Session, specs: Iterable[Mapping[str, Any]]) -> None:
-    """Refuse jobs with which a team would exceed its `max_submit_jobs`.
-
-    Args:
-        session: session of the store.
-        specs: specs of the jobs, as JSON.
-
-    Raises:
-        TeamFullError: with the team, its limit and its number of unfinished jobs.
-    """
+    """Raise `TeamFullError` for jobs with which a team would exceed its `max_submit_jobs`."""
     found = _get(session, _TEAMS)
     if found is None or all(team.get("max_submit_jobs") is None for team in found["teams"]):
         return

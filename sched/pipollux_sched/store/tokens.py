@@ -1,8 +1,4 @@
-"""The tokens of users; only their SHA-256 digests are stored.
-
-Tokens are long and random, so a fast digest without salt suffices. Each is an entry in the table of
-facts about the store.
-"""
+"""The tokens of users; only digests are stored, without salt, as tokens are long and random."""
 
 from __future__ import annotations
 
@@ -41,12 +37,7 @@ class TokenRecord:
 
 
 class TokenRecords:
-    """The tokens of a store.
-
-    Args:
-        database: database of the store.
-        clock: returns the time, in seconds since the epoch.
-    """
+    """The tokens of a store."""
 
     def __init__(self, database: Database, clock: Callable[[], float]) -> None:
         self._database = database
@@ -55,11 +46,7 @@ class TokenRecords:
         """Number of tokens that this object has created or revoked."""
 
     def create(self, new: NewToken) -> tuple[TokenRecord, str]:
-        """Create a token; return it as well, because it is not stored.
-
-        Raises:
-            TokenExistsError: the user has a token.
-        """
+        """Create a token and return it, because it is not stored; or raise `TokenExistsError`."""
         secret = PREFIX + secrets.token_urlsafe(32)
         now = self._clock()
         record = TokenRecord(new.name, new.role.value, new.team, now, digest_of(secret), new.run_as)
@@ -75,11 +62,7 @@ class TokenRecords:
         return record, secret
 
     def revoke(self, name: str) -> TokenRecord:
-        """Revoke a token.
-
-        Raises:
-            UnknownTokenError: the token does not exist.
-        """
+        """Revoke a token, or raise `UnknownTokenError`."""
         with self._database.write() as session:
             row = session.get(MetaRow, _MARK + name)
             if row is None:

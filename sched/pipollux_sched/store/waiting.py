@@ -14,16 +14,7 @@ LONGEST = 1.0
 
 
 def wait_until(store: Store, predicate: Callable[[], bool], timeout: float | None) -> bool:
-    """Wait until a predicate is true; it is called after every change of the store.
-
-    Args:
-        store: the store.
-        predicate: returns whether the wait is over.
-        timeout: seconds after which to give up; None: never.
-
-    Returns:
-        Whether the predicate became true.
-    """
+    """Return whether a predicate becomes true within `timeout` seconds (None: no limit)."""
     deadline = None if timeout is None else time.monotonic() + timeout
     while True:
         version = store.version

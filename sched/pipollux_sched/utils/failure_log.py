@@ -10,14 +10,7 @@ __all__ = ["FailureLog"]
 
 
 class FailureLog:
-    """Logs the failures of one task.
-
-    A disk that is full for an hour makes a task fail thousands of times for the same reason.
-
-    Args:
-        logger: the logger.
-        task: the task, as the subject of a sentence ("the executor").
-    """
+    """Logs the failures of one task, equal ones once: a full disk causes thousands."""
 
     def __init__(self, logger: logging.Logger, task: str) -> None:
         self._logger = logger
@@ -25,10 +18,7 @@ class FailureLog:
         self._last: str | None = None
 
     def failed(self, error: Exception) -> None:
-        """Log a failure, unless it is the same as the last one.
-
-        For an error that a user can act on, only its sentence is logged; for others, the traceback.
-        """
+        """Log a failure, unless it equals the last one; without traceback for users' errors."""
         said = f"{type(error).__name__}: {error}"
         if said == self._last:
             return

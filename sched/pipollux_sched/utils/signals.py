@@ -13,11 +13,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interruption:
-    """Context that counts termination signals, for which the main thread can wait.
+    """Context, for the main thread, that counts termination signals and can wait for them.
 
     The signals are SIGINT (Ctrl-C), SIGTERM, and SIGHUP unless it is ignored, as under nohup. The
     handler only counts and writes a byte into a pipe: it takes no lock, so it may run at any time.
-    Enter it in the main thread.
 
     Example:
         >>> with Interruption() as interruption:
@@ -27,7 +26,6 @@ class Interruption:
 
     def __init__(self) -> None:
         self.count = 0
-        """Number of signals received."""
         self._previous: dict[signal.Signals, Any] = {}
         self._pipe = (-1, -1)
 

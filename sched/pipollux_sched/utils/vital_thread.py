@@ -14,12 +14,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class VitalThread(threading.Thread):
-    """A daemon thread that keeps the error that ended it.
-
-    Args:
-        name: the thread's task; the thread's name is this after ``pipollux-``.
-        run: function that runs until the scheduler stops.
-    """
+    """A daemon thread that keeps the error that ended it; its name begins with ``pipollux-``."""
 
     def __init__(self, name: str, run: Callable[[], None]) -> None:
         super().__init__(name=f"pipollux-{name}", daemon=True)
@@ -47,11 +42,7 @@ class VitalThread(threading.Thread):
 
 
 class VitalThreads:
-    """The threads of one scheduler.
-
-    Args:
-        ending: set when the threads must end.
-    """
+    """The threads of one scheduler; `ending` is set when they must end."""
 
     def __init__(self, ending: threading.Event) -> None:
         self._ending = ending

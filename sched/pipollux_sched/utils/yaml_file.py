@@ -1,8 +1,4 @@
-"""Reading of YAML files, with the line of each value for error messages.
-
-Files are read by PyYAML's safe loader, except that a duplicate key in a mapping is an error, where
-PyYAML silently keeps the last value.
-"""
+"""Reading of YAML files, with the line of each value; a duplicate key is an error."""
 
 from __future__ import annotations
 
@@ -22,8 +18,6 @@ class SpecError(InputError):
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader, which refuses duplicate keys."""
-
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         lines: dict[str, int] = {}
         for key, _ in node.value:
@@ -47,10 +41,7 @@ class YamlFile:
     root: yaml.Node
 
     def line(self, place: Sequence[int | str]) -> int:
-        """Return the line (from 1) of a place such as ``("nodes", 1, "slots")``.
-
-        If the place does not exist, return the line of its nearest existing parent.
-        """
+        """Return the line (from 1) of a place, such as ``("nodes", 1)``, or its parent."""
         node, line = self.root, self.root.start_mark.line
         for step in place:
             if isinstance(node, yaml.MappingNode):
@@ -66,10 +57,7 @@ class YamlFile:
         return line + 1
 
     def written(self, place: Sequence[int | str]) -> str | None:
-        """Return the text of a scalar as the file has it: ``0755``, not 493.
-
-        None: the place does not exist, or has a list or a mapping.
-        """
+        """Return the text of a scalar as the file has it: ``0755``, not 493. Else None."""
         node = self.root
         for step in place:
             inside: list[yaml.Node] = []
@@ -84,14 +72,9 @@ class YamlFile:
 
 
 def read_yaml_file(path: str | Path, example: str) -> YamlFile:
-    """Return the contents of one YAML file.
+    """Return the contents of one YAML file; `example` is the required first line of such a file.
 
-    Args:
-        path: the file.
-        example: required first line of such a file, for the error about an empty one.
-
-    Raises:
-        SpecError: the file is missing, unreadable, empty, or not YAML.
+    `SpecError`: the file is missing, unreadable, empty, or not YAML.
     """
     path = Path(path)
     text = read_text_file(path, SpecError)

@@ -1,8 +1,4 @@
-"""Views of the cluster: nodes, overview, attempts, slot usage.
-
-The size of an answer does not depend on the number of jobs: the database counts, sorts and
-pages.
-"""
+"""Views of the cluster; the database counts, sorts and pages, so that answers stay small."""
 
 from __future__ import annotations
 
@@ -38,10 +34,7 @@ _POINT = (
 
 
 def list_nodes(store: Store) -> list[NodeDetails]:
-    """Return the nodes, and the jobs that hold their slots.
-
-    A replica holds its slots from its assignment until its process has ended.
-    """
+    """Return the nodes, and the jobs that hold their slots: from assignment to process end."""
     held = _held(store.overview.glance().holders)
     return [
         NodeDetails(**_node(node, held), spec=dict(node.spec)) for node in store.nodes().values()
@@ -49,13 +42,7 @@ def list_nodes(store: Store) -> list[NodeDetails]:
 
 
 def cluster_view(store: Store, query: JobQuery, num_events: int) -> ClusterView:
-    """Return an overview of the cluster, with a page of jobs.
-
-    Args:
-        store: the scheduler's store.
-        query: selects the jobs of the page.
-        num_events: number of newest events with a summary.
-    """
+    """Return an overview of the cluster, with a page of jobs and the newest events."""
     now, last_event = time.time(), store.last_event()  # first: clients continue from this event
     glance, page = store.overview.glance(), store.overview.jobs(query, now)
     held = _held(glance.holders)
@@ -116,7 +103,6 @@ def node_usage(store: Store, since: float, num_parts: int) -> UsageView:
 
 
 def _held(holders: Iterable[Holder]) -> dict[str, dict[str, int]]:
-    """Return the slots that each job holds, by node."""
     held: dict[str, dict[str, int]] = {}
     for holder in holders:
         for node in holder.nodes:

@@ -33,7 +33,6 @@ class SignOfLife(Protocol):
 
 
 IN_ORDER = JobQuery(order=JobOrder.SUBMITTED)
-"""All jobs in the order of first submission."""
 
 
 def list_jobs(store: Store, query: JobQuery = IN_ORDER) -> tuple[list[ListedJob], int]:
@@ -52,13 +51,7 @@ def list_jobs(store: Store, query: JobQuery = IN_ORDER) -> tuple[list[ListedJob]
 def job_details(
     store: Store, job: JobRecord, heard: Mapping[int, SignOfLife] | None = None
 ) -> JobDetails:
-    """Return the details of a job, without its curves.
-
-    Args:
-        store: the scheduler's store.
-        job: the job.
-        heard: last heartbeats of its replicas; None: the stored ones.
-    """
+    """Return the details of a job, with the stored heartbeats if `heard` is None."""
     attempts = store.attempts(job.name)
     hints = store.hints().get(job.name)
     planned_by = None
@@ -97,7 +90,6 @@ def job_curves(
 def _replicas(
     store: Store, heard: Mapping[int, SignOfLife] | None, job: JobRecord
 ) -> list[ReplicaView]:
-    """Return the replicas of the running attempt, if there is one."""
     attempt, nodes = job.state.attempt, job.state.running_on
     if not nodes:
         return []

@@ -24,8 +24,5 @@ def list_logs(state_dir: StateDir, job: str) -> list[LogTail]:
 
 
 def read_log(state_dir: StateDir, job: str, attempt: int, replica: int, offset: int) -> LogPart:
-    """Return a log from an offset on: at most `MOST_BYTES`, and nothing if there is no new output.
-
-    If the bytes after the offset are no longer kept, it begins with a line that says so.
-    """
+    """Return at most `MOST_BYTES` of a log from an offset on; see `read_part`."""
     return read_part(state_dir.log(job, attempt, replica), offset, MOST_BYTES)

@@ -54,11 +54,7 @@ class TeamsView(View):
 
 
 def stored_teams(store: Store) -> TeamsSpec | None:
-    """Return the teams that a store holds; None: there are none.
-
-    Raises:
-        SpecError: this version cannot read them.
-    """
+    """Return the teams that a store holds, or raise `SpecError`; None: there are none."""
     found = store.teams.spec()
     return None if found is None else parse_teams(found)
 
@@ -94,8 +90,6 @@ def list_teams(store: Store) -> TeamsView:
 
 @dataclass
 class _TeamJobs:
-    """The unfinished jobs of a team."""
-
     used: int = 0
     submitted: int = 0
     until: float | None = None
@@ -123,7 +117,6 @@ def _held(job: JobRecord) -> tuple[Sequence[str], int]:
 
 
 def _slots_given(store: Store) -> dict[str, int]:
-    """Return the slots of the nodes in service."""
     return {
         name: node.slots
         for name, node in store.nodes().items()

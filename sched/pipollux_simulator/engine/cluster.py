@@ -24,8 +24,8 @@ from pipollux_policies import (
     shape_of,
     violations,
 )
-from pipollux_policies.allocation import as_allocation
-from pipollux_policies.placing import place_in_order
+from pipollux_policies.allocations.allocation import as_allocation
+from pipollux_policies.placement.new_jobs import place_in_order
 from pipollux_policies.teams.membership import TeamMembership
 from pipollux_policies.teams.subcluster import without
 from pipollux_policies.teams.team_policy import TeamPolicy

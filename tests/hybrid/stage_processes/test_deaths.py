@@ -7,13 +7,16 @@ import re
 import signal
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from pipollux_hybrid import HybridParallel, PipolluxError, init_process_group, replica_rank
 from pipollux_hybrid.job.context import context
+from pipollux_hybrid.pipeline.process_stage import ProcessStage, Roots
 from tests.hybrid.models import make_data, make_model
 from tests.hybrid.stage_processes.training import run_stages
 
@@ -61,3 +64,33 @@ def check_that_others_end(
     for text, seconds in answers:
         assert re.match(r"rank \d of 4 lost its peers .*: .*rank.*", text), text
         assert seconds < 30.0
+
+
+def loses_the_flags_of_gradients() -> str:
+    """Over NCCL the gradients' receives are only queued, so the flags' is the first to fail."""
+
+    def fails(stage: ProcessStage, chunk: int, outputs: tuple[Tensor, ...]) -> Roots:
+        stage.row = Unreachable()
+        return received_roots(stage, chunk, outputs)
+
+    received_roots = ProcessStage._received_roots
+    ProcessStage._received_roots = fails  # type: ignore[method-assign]  # in this process alone
+    init_process_group("gloo", timeout=60.0)
+    module = make_model("mlp")
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model = HybridParallel(module, optimizer, num_stages=2, num_microbatches=4)
+    try:
+        model.train_step(*make_data("mlp", 24)[:], F.cross_entropy)
+    except PipolluxError as error:
+        return str(error)
+    return "nothing"
+
+
+class Unreachable:
+    def wait(self, _work: Any) -> None:
+        raise RuntimeError("Connection reset by peer")
+
+
+def test_a_stage_that_loses_the_flags_of_gradients_says_so() -> None:
+    ((first, _),) = run_stages(loses_the_flags_of_gradients, 1, 2)
+    assert re.match(r"rank 0 of 2 lost its peers while passing micro-batches", first), first

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pipollux_policies import JobInfo, NodeInfo, PolluxPolicy, usable_nodes
-from pipollux_policies.fitness import FLOOR
+from pipollux_policies.allocations.fitness import FLOOR
 from pipollux_policies.pollux import nsga2
 from pipollux_policies.pollux.arrays import ClusterArrays, build_cluster
 from pipollux_policies.pollux.problem import AllocationProblem

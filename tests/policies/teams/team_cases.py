@@ -11,7 +11,7 @@ import pytest
 from hypothesis import strategies as st
 
 from pipollux_policies import ExactPolicy, JobInfo, NodeInfo
-from pipollux_policies.rules import is_pinned
+from pipollux_policies.allocations.rules import is_pinned
 from pipollux_policies.teams.team import Team, Teams
 from pipollux_policies.teams.team_policy import TeamAnswer, TeamPolicy
 from tests.policies.policy_cases import POLICIES, TEMPLATE, Case, cases, scaling

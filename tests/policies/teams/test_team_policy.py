@@ -11,8 +11,8 @@ from typing import Any
 from hypothesis import given
 
 from pipollux_policies import NodeInfo, ReplicaShape
-from pipollux_policies.allocation import as_allocation
-from pipollux_policies.rules import is_pinned
+from pipollux_policies.allocations.allocation import as_allocation
+from pipollux_policies.allocations.rules import is_pinned
 from pipollux_policies.teams.restricted import within
 from pipollux_policies.teams.team import Team, Teams
 from pipollux_policies.teams.team_policy import TeamPolicy

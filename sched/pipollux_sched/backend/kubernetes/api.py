@@ -1,8 +1,4 @@
-"""Calls to the API server, through lightkube, with the scheduler's exceptions.
-
-Objects are the JSON of the API, so that all fields of a user's template are preserved. Importing
-this module imports lightkube.
-"""
+"""Calls to the API server, through lightkube. Objects are JSON, so that all fields are kept."""
 
 from __future__ import annotations
 
@@ -43,7 +39,6 @@ __all__ = [
 
 Object: TypeAlias = dict[str, Any]
 TIMEOUT = 10.0
-"""Timeout of one call in seconds."""
 FIELD_MANAGER = "pipollux"
 _VERBS = [
     "create",
@@ -113,11 +108,7 @@ class JobStatus(GenericNamespacedStatus):
 
 
 def load_config() -> SingleConfig:
-    """Return the client configuration: from within a pod, else from KUBECONFIG or ~/.kube/config.
-
-    Raises:
-        BackendError: no configuration was found.
-    """
+    """Return the configuration of the pod, KUBECONFIG or ~/.kube/config; or `BackendError`."""
     try:
         config, why = KubeConfig.from_env().get(), "no current context"
     except (ConfigError, OSError, ValueError, KeyError) as error:
@@ -167,12 +158,7 @@ def _translated() -> Iterator[None]:
 
 
 class Api:
-    """Calls in one namespace. All raise `ClusterUnavailableError` if they may succeed later.
-
-    Args:
-        config: the client configuration.
-        namespace: None: that of the configuration.
-    """
+    """Calls in one namespace. All raise `ClusterUnavailableError` if they may succeed later."""
 
     def __init__(self, config: SingleConfig, namespace: str | None) -> None:
         self._client = Client(
@@ -206,13 +192,7 @@ class Api:
     def delete(
         self, kind: type[GenericNamespacedResource], name: str, grace: int | None = None
     ) -> None:
-        """Delete an object, if it exists.
-
-        Args:
-            kind: its kind.
-            name: its name.
-            grace: seconds that a pod has to end; None: its own.
-        """
+        """Delete an object, if it exists; a pod has `grace` seconds to end (None: its own)."""
         with _translated():
             try:
                 self._client.delete(kind, name, namespace=self.namespace, grace_period=grace)
@@ -238,13 +218,7 @@ class Api:
             return dict(patched)
 
     def log(self, pod: str, container: str, since: int | None) -> list[str]:
-        """Return the lines of a container's log, each prefixed with its time.
-
-        Args:
-            pod: name of the pod.
-            container: name of the container.
-            since: only lines of the last seconds; None: all.
-        """
+        """Return the lines of a container's log of the last `since` seconds, with times."""
         with _translated():
             lines = self._client.log(
                 pod,

@@ -1,7 +1,7 @@
 """The CustomResourceDefinition of jobs, generated from the model of the job file (`JobSpec`).
 
-To write the file, run this in the root of the repository: `python -m
-pipollux_sched.backend.kubernetes.definition > deploy/kubernetes/crd.yaml`
+To write the file, run this in the root of the repository:
+`python -m pipollux_sched.backend.kubernetes.definition > deploy/kubernetes/crd.yaml`
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ _EITHER = "x-kubernetes-int-or-string"
 _OPAQUE = ("hints",)
 """Fields whose keys only the scheduler validates."""
 _NESTED: Mapping[str, type[BaseModel]] = {ResourceSpec.__name__: ResourceSpec}
-"""Models of fields that are objects."""
 MUTABLE: Mapping[str, Schema] = {
     "suspend": {
         "description": "true lets the job save and release its devices; false lets it go on.",
@@ -66,7 +65,6 @@ _DESCRIPTIONS = {
         "out: one on the scheduler's volume."
     ),
 }
-"""Descriptions that differ from those of `JobSpec` because of the container."""
 _NAME_RULES = (
     (
         "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
@@ -170,7 +168,6 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _spec() -> Schema:
-    """Return the schema of a resource's spec."""
     document = JobSpec.model_json_schema()
     properties = _properties(JobSpec, document, document["$defs"])
     required = ["script"]
@@ -187,12 +184,7 @@ def _spec() -> Schema:
 
 
 def _unchanged(field: str, *, always: bool) -> tuple[str, str]:
-    """Return the rule that a field is immutable: neither changed, added nor removed.
-
-    Args:
-        field: its name.
-        always: whether every resource has it.
-    """
+    """Return the rule that a field is neither changed, added nor removed; `always`: all have it."""
     same = f"self.{field} == oldSelf.{field}"
     if not always:
         same = f"has(self.{field}) == has(oldSelf.{field}) && (!has(self.{field}) || {same})"
@@ -204,7 +196,6 @@ def _validations(rules: Iterable[tuple[str, str]]) -> list[Schema]:
 
 
 def _properties(model: type[BaseModel], schema: Schema, known: Mapping[str, Schema]) -> Schema:
-    """Return the properties of a model, described by its fields' docstrings."""
     docs = _field_docs(model)
     made: Schema = {}
     for field, part in schema["properties"].items():
@@ -241,7 +232,6 @@ def _structural(part: Schema, known: Mapping[str, Schema]) -> Schema:
 
 
 def _field_docs(model: type[BaseModel]) -> dict[str, str]:
-    """Return the docstrings below the fields of a model, each on one line."""
     body = [
         statement
         for definition in ast.parse(textwrap.dedent(inspect.getsource(model))).body
@@ -271,7 +261,6 @@ _LEFT_OUT = {"": "Left out", ". ": "Left out", "; ": "left out"}
 
 
 def _status() -> Schema:
-    """Return the schema of a resource's status: see `job_status`."""
     text: Schema = {"type": "string"}
     number: Schema = {"type": "integer"}
     condition = {

@@ -56,8 +56,6 @@ class KubernetesEngine(Engine):
     """Runs replicas as pods.
 
     Args:
-        options: the administrator's options.
-        state_dir: where logs are kept.
         config: the client configuration; None: that of `kubectl`, or of the scheduler's own pod.
         has_resources: whether each job has a custom resource, which owns its objects.
     """
@@ -280,11 +278,9 @@ class KubernetesEngine(Engine):
     """Converts the last view of a deleted pod; not needed with our finalizer."""
 
     def _more_mirrors(self) -> list[Informer[Any]]:
-        """Return further mirrors of a subclass."""
         return []
 
     def _make_controller(self, informers: list[Informer[Any]]) -> ResourceController:
-        """Create the controller of custom resources, and add its mirror."""
         resources: Informer[JobResource] = Informer(
             Selection(Job, self.namespace), view_job, lambda *_: controller.wake()
         )
@@ -317,11 +313,9 @@ class KubernetesEngine(Engine):
         return self._pods.find((self._api.namespace, names.pod_name(key)))
 
     def _make_replicas(self) -> dict[ReplicaKey, ReplicaState]:
-        """Return the replicas for a listing."""
         return {pod.key: state for pod, state in self._states.all()}
 
     def _make_nodes(self) -> dict[str, Node]:
-        """Return the nodes that have devices."""
         views = self._nodes.values()
         by_object = {view.object_name: view.name for view in views}
         ours: dict[str, int] = {}

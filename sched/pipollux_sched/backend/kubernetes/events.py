@@ -22,14 +22,7 @@ _MESSAGE_LIMIT = 1000
 def phase_event(
     resource: JobResource, namespace: str, status: Mapping[str, Any], now: float
 ) -> Object:
-    """Return the event of a job that has entered another phase.
-
-    Args:
-        resource: its resource.
-        namespace: the namespace of the resource.
-        status: the new status.
-        now: seconds since the epoch.
-    """
+    """Return the event of a job that has entered another phase."""
     phase = status["phase"]
     return {
         "metadata": {"name": f"{resource.name}.{secrets.token_hex(8)}", "namespace": namespace},

@@ -13,14 +13,7 @@ __all__ = ["make"]
 
 
 def make(options: EngineOptions) -> Engine:
-    """Return the engine.
-
-    Args:
-        options: `own` is `KubernetesOptions`, or None for the defaults.
-
-    Raises:
-        BackendError: the client library is not installed, or no cluster is configured.
-    """
+    """Return the engine; `BackendError`: no client library, or no cluster is configured."""
     if options.cluster is not None:
         raise BackendError(
             "the kubernetes backend finds its nodes itself; leave the cluster file out"

@@ -1,7 +1,6 @@
 """Local mirrors of API objects, which watches keep up to date (`watches`).
 
-While the server does not answer, a mirror stays unchanged, and reading it raises
-`ClusterUnavailableError`.
+While the server does not answer, a mirror is unchanged; reads raise `ClusterUnavailableError`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ __all__ = ["Derived", "Informer", "Selection", "Source", "version_of"]
 
 V = TypeVar("V")
 Name = tuple[str, str]
-"""Namespace and name of an object."""
 
 
 @dataclass(frozen=True)
@@ -40,19 +38,17 @@ class _Entry(NamedTuple, Generic[V]):
 
 
 Listed: TypeAlias = tuple[Name, _Entry[V]]
-"""A listed object, as `Informer.read` returns it."""
 
 
 class Informer(Generic[V]):
     """The objects of one selection, converted by `view`.
 
     Args:
-        selection: which objects.
         view: converts each object from JSON; returns None to leave it out.
         on_change: called after every change with the new or changed views, and with the removed
             ones, in the thread of the watches.
-        last: converts the last view of a deleted object, which is kept until `drop`; None: it is
-            not kept.
+        last: converts the last view of a deleted object, which is kept until `drop`; None: not
+            kept.
         group: returns the key by which `group` finds a view.
     """
 
@@ -83,31 +79,19 @@ class Informer(Generic[V]):
         return self._changes
 
     def check(self) -> None:
-        """Check that the server answers.
-
-        Raises:
-            ClusterUnavailableError: it does not, so the objects may be out of date.
-        """
+        """Raise `ClusterUnavailableError` if the objects may be out of date."""
         self._answered.wait(TIMEOUT)
         if problem := self._problem:
             raise ClusterUnavailableError(problem)
 
     def values(self) -> list[V]:
-        """Return all objects.
-
-        Raises:
-            ClusterUnavailableError: see `check`.
-        """
+        """Return all objects, after `check`."""
         self.check()
         with self._lock:
             return [*(entry.value for entry in self._entries.values()), *self._kept.values()]
 
     def group(self, group: str) -> list[V]:
-        """Return the objects of a group.
-
-        Raises:
-            ClusterUnavailableError: see `check`.
-        """
+        """Return the objects of a group, after `check`."""
         self.check()
         with self._lock:
             there = [self._entries[name].value for name in self._groups.get(group, ())]
@@ -188,7 +172,6 @@ class Informer(Generic[V]):
                 self._on_change(new, gone)
 
     def _store(self, found: Object, *, replace: bool) -> tuple[list[V], list[V]]:
-        """Store an object; return new or changed views, and removed ones."""
         value, name = self._view(found), _name(found)
         with self._lock:
             known = self._entries.get(name)
@@ -212,7 +195,6 @@ class Informer(Generic[V]):
         return [value], []
 
     def _remove(self, name: Name) -> None:
-        """Remove an entry, with the lock held."""
         group = self._group(self._entries.pop(name).value)
         self._groups[group].pop(name)
         if not self._groups[group]:
@@ -231,12 +213,7 @@ class Source(Protocol):
 
 
 class Derived(Generic[V]):
-    """A value derived from mirrors or other sources, recomputed only when one has changed.
-
-    Args:
-        sources: the sources.
-        make: computes the value.
-    """
+    """A value derived from mirrors or other sources, recomputed only when one has changed."""
 
     def __init__(self, sources: Sequence[Source], make: Callable[[], V]) -> None:
         self._sources = sources
@@ -244,11 +221,7 @@ class Derived(Generic[V]):
         self._made: tuple[list[int], V] | None = None
 
     def get(self) -> V:
-        """Return the value.
-
-        Raises:
-            ClusterUnavailableError: see `Informer.check`.
-        """
+        """Return the value, after the sources' `check`."""
         for source in self._sources:
             source.check()
         # Read the counters first: a change during the computation may be missing in its result.
@@ -277,5 +250,4 @@ def version_of(found: Object) -> str:
 
 
 def _number(version: str) -> int:
-    """Return a version as a number: versions of one server are comparable."""
     return int(version) if version.isdecimal() else 0

@@ -43,7 +43,6 @@ SUCCEEDING = "EarlierJobEnds"
 _CHANGED_ELSEWHERE = ("allocation", "team", "priority", "user")
 """Fields of a job that change by a move to another team, or come from a token."""
 _KEPT_AS_THEY_ARE = ("environment", "hints")
-"""Fields whose keys belong to the user."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +84,7 @@ def view_job(resource: Object) -> JobResource:
 
 
 def job_spec(resource: JobResource) -> JobSpec:
-    """Return the job that a resource describes.
-
-    Raises:
-        SpecError: its spec is not valid.
-    """
+    """Return the job that a resource describes; raise `SpecError` if it is not valid."""
     fields = {
         _snake(name): _renamed(name, value, _snake)
         for name, value in resource.spec.items()
@@ -101,11 +96,7 @@ def job_spec(resource: JobResource) -> JobSpec:
 
 
 def resource_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the spec of the resource for a job that was submitted without one.
-
-    Args:
-        spec: the `JobSpec` as JSON.
-    """
+    """Return the spec of the resource for a job that was submitted without one."""
     default = JobSpec(name="x", script="x").model_dump(mode="json")
     return {
         camel_case(name): _renamed(name, value, camel_case)
@@ -117,14 +108,7 @@ def resource_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
 def job_status(
     job: JobRecord, resource: JobResource, scheduler: str, step: int | None
 ) -> dict[str, Any]:
-    """Return the status of a resource with a job.
-
-    Args:
-        job: its job.
-        resource: the resource.
-        scheduler: identity of the state directory.
-        step: optimizer steps so far; None: unknown.
-    """
+    """Return the status of a resource with a job, managed by the state directory `scheduler`."""
     state = job.state
     return {
         "phase": state.phase.value,
@@ -166,15 +150,7 @@ def refused_status(resource: JobResource, message: str, now: float) -> dict[str,
 def ignored_change(
     resource: JobResource, spec: Mapping[str, Any], now: float
 ) -> dict[str, Any] | None:
-    """Return a condition if a resource differs from its job; None if it does not.
-
-    An API server with the rules of the definition rejects such a change.
-
-    Args:
-        resource: the resource.
-        spec: the job's own, as JSON.
-        now: seconds since the epoch.
-    """
+    """Return a condition if a resource differs from its job, which our rules in CEL forbid."""
     try:
         wanted = job_spec(resource)
     except SpecError as error:
@@ -248,7 +224,6 @@ def _image(template: Mapping[str, Any]) -> str | None:
 
 
 def _renamed(field: str, value: Any, rename: Any) -> Any:
-    """Return a field's value with the keys of nested specs renamed."""
     if isinstance(value, Mapping) and field not in _KEPT_AS_THEY_ARE:
         return {rename(name): entry for name, entry in value.items()}
     if isinstance(value, float):  # a duration: the API has integers and strings only

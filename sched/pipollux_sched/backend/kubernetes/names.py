@@ -45,11 +45,7 @@ def pod_name(key: ReplicaKey) -> str:
 
 
 def secret_name(job: str, token: str) -> str:
-    """Return the name of the secret with the token of a job.
-
-    It is unique per job: the secret of a later job with the same name is created while the cluster
-    still collects the earlier one.
-    """
+    """Return the name of a job's secret, which a later job of the same name does not share."""
     return f"{SECRET_PREFIX}{job}-{sha256(token.encode()).hexdigest()[:10]}"
 
 

@@ -40,7 +40,6 @@ class ClusterNode(NamedTuple):
     taints: tuple[Mapping[str, Any], ...]
     ready: bool
     reason: str
-    """Why it is not ready."""
 
 
 class Usage(NamedTuple):
@@ -94,11 +93,7 @@ def make_nodes(
 ) -> dict[str, Node]:
     """Return the nodes that have devices, by name.
 
-    Args:
-        views: all nodes that the options select.
-        used: resources of other pods, by name of the node object.
-        ours: slots that our replicas hold, by name.
-        options: of the backend.
+    `used` are resources of other pods, by node object; `ours` are slots that our replicas hold.
     """
     nodes = {}
     for view in views:

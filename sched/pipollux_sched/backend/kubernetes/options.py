@@ -25,8 +25,7 @@ class KubernetesOptions:
     """
 
     namespace: str | None = None
-    """Namespace of jobs, pods, services and secrets; None: that of the context, or of our own pod.
-    """
+    """Namespace of all objects; None: that of the context, or of our own pod."""
     scheduler: str = "pipollux"
     """Label of the objects of this scheduler; two schedulers in a namespace need different ones."""
     device: str = "nvidia.com/gpu"
@@ -65,7 +64,6 @@ class KubernetesOptions:
     priority_class: str | None = None
     """PriorityClass of pods whose template has none; None: the cluster's default."""
     python: str = "python"
-    """The interpreter in images."""
     grace: float = 30.0
     """Seconds that a job has to save when it is stopped."""
 

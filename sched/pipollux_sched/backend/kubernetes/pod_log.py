@@ -1,9 +1,8 @@
 """Logs of replicas, copied from the cluster into the state directory.
 
-The time of the last line is stored beside each log, so that the next call, also of a later
-scheduler, copies only newer lines. A kubelet removes the log of a deleted pod as soon as its
-containers have ended; so the log of a pod that is being deleted, or soon will be, is followed to
-its end.
+The time of the last line is stored beside each log, so that later calls copy only newer lines. A
+kubelet removes the log of a deleted pod as soon as its containers have ended; so the log of a pod
+that is being deleted, or soon will be, is followed to its end.
 """
 
 from __future__ import annotations
@@ -48,11 +47,7 @@ _MARGIN = 5
 
 
 class PodLog:
-    """The log of one replica; several threads may write to it.
-
-    Args:
-        path: its file in the state directory.
-    """
+    """The log of one replica; several threads may write to it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -66,11 +61,7 @@ class PodLog:
         return max(ceil(time.time() - seconds) + _MARGIN, 1) if seconds else None
 
     def add(self, lines: Iterable[str]) -> None:
-        """Append the new ones of these lines; each begins with its time.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Append the new ones of these lines; each begins with its time."""
         with self._lock:
             known, newest, new = self._last, "", []
             for stamp, line in _stamped(lines):
@@ -83,11 +74,7 @@ class PodLog:
                 self._mark.write_text(newest, encoding="ascii")
 
     def fetch(self, api: Api, pod: str, container: str) -> None:
-        """Append new lines from the cluster; see `add`.
-
-        Raises:
-            ClusterUnavailableError: the cluster does not answer; also BackendError: there is none.
-        """
+        """Append new lines from the cluster; raise `ClusterUnavailableError`, or `BackendError`."""
         self.add(api.log(pod, container, self.since()))
 
     def _append(self, data: bytes) -> None:
@@ -105,21 +92,13 @@ class PodLog:
 
 
 class _Following:
-    """A log that is followed."""
-
     def __init__(self) -> None:
         self.begun = threading.Event()
-        """Set after its first line."""
         self.ended = threading.Event()
 
 
 class LogFollower:
-    """Follows the logs of pods that are being deleted, in the thread of the watches.
-
-    Args:
-        namespace: of the pods.
-        log_of: returns the log of a replica.
-    """
+    """Follows the logs of pods that are being deleted, in the thread of the watches."""
 
     def __init__(self, namespace: str, log_of: Callable[[ReplicaKey], PodLog]) -> None:
         self._namespace, self._log_of = namespace, log_of
@@ -140,12 +119,8 @@ class LogFollower:
     def expect_end(self, key: ReplicaKey, look: Callable[[], None]) -> None:
         """Follow the log of a replica that will be deleted; wait until that has begun.
 
-        The follower has begun when the last copied line arrives again. An empty log gives no such
-        sign, and is waited for only briefly.
-
-        Args:
-            key: the replica.
-            look: calls `look` with its pod in the thread of the watches.
+        That is when the last copied line arrives again; an empty log is waited for only briefly.
+        `look` is called in the thread of the watches.
         """
         if key in self._followed:
             return
@@ -211,7 +186,6 @@ def _stamped(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def _time(stamp: str) -> tuple[float, str]:
-    """Return a time as a sort key: whole seconds since the epoch, and nanoseconds."""
     match = _STAMP.match(stamp)
     if match is None:
         return 0.0, ""

@@ -1,8 +1,8 @@
 """Validation of pod templates: Kubernetes' Pod Security Standards, and further rules.
 
-Pods of a job are created with the rights of the scheduler. So a job's template is checked against
-the level that the administrator has chosen, like a pod that the user creates in a namespace with
-that level: https://kubernetes.io/docs/concepts/security/pod-security-standards/
+Pods of a job are created with the rights of the scheduler. So its template is checked against the
+administrator's level, like a pod that the user creates in a namespace with that level:
+https://kubernetes.io/docs/concepts/security/pod-security-standards/
 """
 
 from __future__ import annotations
@@ -70,15 +70,10 @@ class Problem(NamedTuple):
     path: str
     """Its path, such as ``spec.volumes[0].hostPath``."""
     text: str
-    """The reason, and the fix."""
 
 
 def check_template(job: str, template: Any, options: KubernetesOptions) -> None:
-    """Reject a job's template that has more rights than the administrator allows.
-
-    Raises:
-        SpecError: a sentence for each problem, with its path.
-    """
+    """Reject a job's template that has more rights than allowed, with a sentence per problem."""
     found = template_problems(template, options)
     if found:
         raise SpecError(*(f"job '{job}': template: {path}: {text}" for path, text in found))
@@ -159,7 +154,6 @@ def _own_secrets(value: Any, path: str = "") -> Iterator[Problem]:
 
 
 def _namespace_rules(spec: Mapping[str, Any], options: KubernetesOptions) -> Iterator[Problem]:
-    """Yield fields that would give a pod rights of others in its cluster."""
     for field in ("serviceAccountName", "serviceAccount"):
         account = spec.get(field)
         if account not in (None, "", "default", *options.service_accounts):

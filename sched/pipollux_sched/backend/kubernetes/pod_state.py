@@ -1,8 +1,7 @@
 """The state of a replica from its pod: waiting, running, or ended.
 
-Our finalizer keeps a deleted pod readable until its exit status was read, whoever deleted it. When
-the kubelet has confirmed that all containers of the pod have ended, its grace period becomes 0;
-without the finalizer the pod would disappear at that moment, with its exit status.
+When the kubelet has confirmed that all containers of a deleted pod have ended, its grace period
+becomes 0 and it would disappear, with its exit status. Our finalizer keeps it readable until then.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from .node_state import ClusterNode
 __all__ = ["PodView", "replica_state", "view_pod"]
 
 KILL_GRACE = 1
-"""Grace period of a killed pod: with 0 nobody would confirm its end."""
+"""Grace period of a killed pod: with 0, its end would not be confirmed."""
 MAIN_CONTAINER = "replica"
 """Name of the replica's container in a template; without it, the first container."""
 _CANNOT_START = frozenset(("ContainerCannotRun", "StartError", "RunContainerError"))
@@ -43,15 +42,12 @@ class PodView(NamedTuple):
     reason: str
     message: str
     main: str
-    """Name of the main container."""
     container: Mapping[str, Any]
-    """State of the main container."""
     conditions: Mapping[str, Mapping[str, Any]]
     deletion_grace: int | None
     """Seconds that it has to end, 0 once it has; None: it was not deleted."""
     finalizers: tuple[str, ...]
     requests: Mapping[str, Any]
-    """Resource requests of its main container."""
 
     def slots(self, device: str) -> int:
         """Return its amount of a resource."""
@@ -115,13 +111,9 @@ def main_container(containers: list[dict[str, Any]]) -> dict[str, Any]:
 def replica_state(
     pod: PodView, node: ClusterNode | None, *, gone: bool, ordered: bool
 ) -> ReplicaState:
-    """Return a replica's state.
+    """Return a replica's state, from its pod and the node that this is bound to, if known.
 
-    Args:
-        pod: its pod.
-        node: the node that it is bound to; None: unbound or unknown.
-        gone: whether that node is no longer part of the cluster.
-        ordered: whether this scheduler has signalled the replica to stop or end.
+    `gone`: the node has left the cluster; `ordered`: this scheduler has signalled the replica.
     """
     ended = _ended(pod, node, gone=gone, ordered=ordered)
     waiting = "" if ended or pod.is_running else _waiting(pod)
@@ -129,7 +121,6 @@ def replica_state(
 
 
 def _waiting(pod: PodView) -> str:
-    """Return why a pod's container does not run yet."""
     bound = pod.conditions.get("PodScheduled", {})
     state = pod.container.get("waiting") or {}
     if not pod.node:

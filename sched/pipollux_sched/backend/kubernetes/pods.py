@@ -56,15 +56,7 @@ def make_pod(
     owner: Owner,
     options: KubernetesOptions,
 ) -> Object:
-    """Return the pod of one replica.
-
-    Args:
-        program: the program of the replica.
-        launch: its attempt.
-        replica: its id.
-        owner: the custom resource of its job.
-        options: of the backend.
-    """
+    """Return the pod of one replica."""
     key = launch.key(replica)
     name = names.pod_name(key)
     template: dict[str, Any] = deepcopy(dict(owner.template))
@@ -91,11 +83,7 @@ def make_pod(
 
 
 def make_secret(program: ReplicaProgram, owner: Owner, options: KubernetesOptions) -> Object:
-    """Return the secret with the token by which the replicas of a job authenticate.
-
-    The cluster collects it when the job's resource, its owner, is deleted: the scheduler needs no
-    right to delete secrets.
-    """
+    """Return the secret with a job's token, which the cluster collects with its owner."""
     token = program.environment.get(_TOKEN, "")
     return {
         "metadata": {

@@ -19,25 +19,17 @@ ABSENCE = 15.0
 
 
 class _Judged(NamedTuple):
-    """The state of a replica, and its inputs."""
-
     pod: PodView
     node: ClusterNode | None
     ordered: bool
     state: ReplicaState
 
     def holds(self, pod: PodView, node: ClusterNode | None, *, ordered: bool) -> bool:
-        """Return whether the state is valid for these inputs."""
         return self.pod is pod and self.node is node and self.ordered == ordered
 
 
 class ReplicaStates:
-    """The states of replicas, recomputed after changes.
-
-    Args:
-        pods: the pods of our replicas.
-        nodes: all nodes.
-    """
+    """The states of replicas, recomputed after changes."""
 
     def __init__(self, pods: Informer[PodView], nodes: Informer[ClusterNode]) -> None:
         self._pods, self._nodes = pods, nodes
@@ -61,11 +53,7 @@ class ReplicaStates:
             self._changes += 1
 
     def all(self) -> list[tuple[PodView, ReplicaState]]:
-        """Return all our pods, each with the state of its replica.
-
-        Raises:
-            ClusterUnavailableError: see `Informer.check`.
-        """
+        """Return all our pods, each with the state of its replica."""
         return self._made.get()
 
     def of(self, pod: PodView) -> ReplicaState:
@@ -107,6 +95,5 @@ class ReplicaStates:
         return replica_state(pod, node, gone=gone, ordered=ordered)
 
     def _is_gone(self, node: str) -> bool:
-        """Return whether a node has been missing for a while."""
         now = time.monotonic()
         return now - self._absent.setdefault(node, now) >= ABSENCE

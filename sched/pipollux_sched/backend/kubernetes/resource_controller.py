@@ -1,10 +1,9 @@
 """Synchronisation of jobs and their custom resources.
 
-Users create, suspend and delete the resource of a job; the store has the job's state. Every job has
-a resource: for one submitted over REST it is created. Each side records its link to the other, so
-that either may be unavailable for a while: a job keeps the uid of its resource in a file of its
-folder (`ResourceLink`), and the status of a resource names the state directory that knows its job.
-Then
+Users create, suspend and delete the resource of a job; the store has the job's state. A job
+submitted over REST gets a resource. Each side records its link to the other, so that either may be
+unavailable for a while: a job keeps the uid of its resource in a file of its folder
+(`ResourceLink`), and a resource's status names the state directory that knows its job. Then
 
 * a resource without a job is submitted, or deleted if its job was known and was deleted;
 * a job without a resource is given one, or cancelled and deleted if it had one;
@@ -61,13 +60,11 @@ PAUSE = 0.5
 SHARE = 0.1
 """Largest share of a core for these passes: the store of thousands of jobs changes constantly."""
 LONGEST_REST = 5.0
-"""Longest pause in seconds for that limit."""
 MADE_BY = f"{names.GROUP}/made-by"
 """Annotation of a resource that was created for a job: the state directory that knows the job."""
 
 
 _Both: TypeAlias = tuple[JobResource, JobRecord, int | None]
-"""A resource, its job, and the job's steps so far."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +77,7 @@ class ResourceLink:
 
 
 class ResourceController:
-    """Keeps jobs and their custom resources in step.
-
-    Args:
-        api: calls to the API server.
-        resources: the resources of the namespace.
-        state_dir: of the scheduler.
-        options: which pod templates are allowed.
-    """
+    """Keeps jobs and their custom resources in step; `options` restrict pod templates."""
 
     def __init__(
         self,
@@ -107,12 +97,7 @@ class ResourceController:
         self._problems: dict[str, str] = {}
 
     def run(self, jobs: JobActions, ending: threading.Event) -> None:
-        """Synchronise until the end.
-
-        Args:
-            jobs: the jobs, and the commands on them.
-            ending: set when to return.
-        """
+        """Synchronise until the end."""
         seen: tuple[int, int] | None = None
         while not ending.is_set():
             begun = time.thread_time()
@@ -154,11 +139,7 @@ class ResourceController:
         return done
 
     def owner(self, job: str) -> Owner:
-        """Return the owner of a job's objects.
-
-        Raises:
-            ClusterUnavailableError: its resource does not exist yet, or no longer.
-        """
+        """Return a job's owner, or raise `ClusterUnavailableError` while there is no resource."""
         found = self._resources.find((self._api.namespace, job))
         link = self._link(job)
         if found is None or link is None or link.uid != found.uid:
@@ -219,7 +200,6 @@ class ResourceController:
             raise
 
     def _make_resource(self, job: JobRecord) -> None:
-        """Create a resource for a job that was submitted over REST."""
         spec = resource_spec(job.spec) | {"suspend": job.state.suspended}
         made = self._api.create(
             Job,
@@ -242,7 +222,6 @@ class ResourceController:
             self._write_status(resource, refused_status(resource, message, time.time()))
 
     def _remove_job(self, job: JobRecord) -> None:
-        """Cancel and delete a job whose resource was deleted."""
         if job.phase.ended:
             self._actions.delete(job.name)
         elif job.state.intent is None or job.state.intent.value != "cancel":
@@ -263,7 +242,6 @@ class ResourceController:
             self._keep_link(job.name, ResourceLink(link.uid, job.state.suspended))
 
     def _write_job_status(self, job: JobRecord, resource: JobResource, step: int | None) -> bool:
-        """Write the status of a job's resource; return whether it was up to date."""
         wanted = job_status(job, resource, self._identity, step)
         if not job.phase.ended:
             self._note_template(resource, wanted)
@@ -290,7 +268,6 @@ class ResourceController:
             status["conditions"].append(refused_template(resource, str(error), time.time()))
 
     def _write_status(self, resource: JobResource, status: Mapping[str, Any]) -> None:
-        """Replace the status of a resource, if it differs."""
         known = dict(resource.status)
         if known == dict(status):
             return
@@ -333,7 +310,6 @@ def rest_after(seconds: float) -> float:
 
 
 def _identity(state_dir: StateDir) -> str:
-    """Return the unique identity of a state directory; create it if necessary."""
     path = state_dir.path / "kubernetes.id"
     with suppress(OSError, ValueError):
         if kept := path.read_text(encoding="ascii").strip():

@@ -34,10 +34,9 @@ _LOG = logging.getLogger(__name__)
 class TrainJobEngine(KubernetesEngine):
     """Runs attempts as TrainJobs: for clusters with Kubeflow Trainer, its queues and its gangs.
 
-    The Trainer's controllers create all pods from one template: placements are even, and any change
-    of an allocation is another TrainJob. These pods cannot carry our finalizer, so the exit status
-    of a deleted pod is known only from the watch; pods that are deleted while no scheduler runs
-    count as lost.
+    All pods come from one template: placements are even, and any change of an allocation is another
+    TrainJob. They cannot carry our finalizer, so the exit status of a deleted pod is known only
+    from the watch; pods deleted while no scheduler runs count as lost.
     """
 
     name = "kubernetes"
@@ -53,7 +52,6 @@ class TrainJobEngine(KubernetesEngine):
 
     @staticmethod
     def _last_view(pod: PodView) -> PodView:
-        """Return the view of a deleted pod, all containers of which have ended."""
         return pod._replace(deletion_grace=0)
 
     def start(self, program: ReplicaProgram, launch: Launch, replica: int) -> None:  # noqa: ARG002  # one TrainJob for all replicas
@@ -99,14 +97,12 @@ class TrainJobEngine(KubernetesEngine):
                 self._api.delete(Pod, pod.name, KILL_GRACE)
 
     def _keep_log(self, pod: PodView) -> None:
-        """Copy the log of a pod that will be deleted, or follow it to its end."""
         self._expect_end(pod)
         if pod.terminated is not None:
             with suppress(BackendError):  # the outcome is known without its last lines
                 self.fetch_log(pod.key)
 
     def _make_replicas(self) -> dict[ReplicaKey, ReplicaState]:
-        """Return the replicas of all TrainJobs, including those whose pods do not exist yet."""
         states = {pod.name: state for pod, state in self._states.all()}
         pods = _by_key(pod for pod, _ in self._states.all())
         found: dict[ReplicaKey, ReplicaState] = {}

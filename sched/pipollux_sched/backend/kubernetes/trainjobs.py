@@ -46,7 +46,6 @@ class TrainJobView(NamedTuple):
     num_nodes: int
     suspended: bool
     failure: str
-    """Why it has failed; empty if it has not."""
 
 
 def trainjob_name(job: str, attempt: int) -> str:
@@ -78,11 +77,7 @@ def view_trainjob(trainjob: Object) -> TrainJobView | None:
 
 
 def check_even(launch: Launch) -> None:
-    """Reject an attempt whose nodes do not all have the same number of replicas.
-
-    Raises:
-        BackendError: a TrainJob cannot express it: all of its pods come from one template.
-    """
+    """Reject an attempt with uneven nodes: all pods of a TrainJob come from one template."""
     counts = Counter(launch.nodes)
     if len(set(counts.values())) > 1:
         placed = ", ".join(f"{number} on {node}" for node, number in sorted(counts.items()))
@@ -95,16 +90,7 @@ def check_even(launch: Launch) -> None:
 def make_trainjob(
     program: ReplicaProgram, launch: Launch, owner: Owner, options: KubernetesOptions
 ) -> Object:
-    """Return the TrainJob of an attempt.
-
-    Its pods are identical, so each gets its index from the Job controller.
-
-    Args:
-        program: the program of its replicas.
-        launch: the attempt.
-        owner: the custom resource of its job.
-        options: of the backend.
-    """
+    """Return the TrainJob of an attempt; its pods get their index from the Job controller."""
     labels = names.job_labels(options.scheduler, launch.job) | {
         names.ATTEMPT_LABEL: str(launch.attempt)
     }
@@ -139,7 +125,6 @@ def make_trainjob(
 
 
 def _patch(labels: Mapping[str, str], launch: Launch, options: KubernetesOptions) -> dict[str, Any]:
-    """Return the patch of the runtime's pod template."""
     mounted = mounts((), options)
     volumes: list[dict[str, Any]] = [{"name": SHARED_MEMORY, "emptyDir": {"medium": "Memory"}}]
     if any(mount["name"] == CHECKPOINTS for mount in mounted):
@@ -165,7 +150,6 @@ def _patch(labels: Mapping[str, str], launch: Launch, options: KubernetesOptions
 
 
 def _affinity(labels: Mapping[str, str], launch: Launch) -> dict[str, Any]:
-    """Return the affinity that places the pods evenly on the nodes of a launch."""
     nodes = sorted(set(launch.nodes))
     here = {"key": names.HOST_NAME_LABEL, "operator": "In", "values": nodes}
     apart = {

@@ -33,13 +33,7 @@ _GONE = 410
 
 
 class Mirrors:
-    """Keeps mirrors up to date, in a separate thread.
-
-    Args:
-        config: the client configuration.
-        mirrors: the mirrors.
-        beside: runs beside the watches, with their client, until it is cancelled.
-    """
+    """Keeps mirrors up to date, in a separate thread; `beside` runs there, too, until cancelled."""
 
     def __init__(
         self,
@@ -94,7 +88,6 @@ class Mirrors:
 
 
 async def _follow(client: AsyncClient, informer: Informer[Any]) -> None:
-    """Keep a mirror up to date until cancelled."""
     pause = FIRST_PAUSE
     while True:
         try:
@@ -114,7 +107,6 @@ async def _follow(client: AsyncClient, informer: Informer[Any]) -> None:
 
 
 async def _list(client: AsyncClient, informer: Informer[Any]) -> str:
-    """List a mirror's objects; return the version from which to follow changes."""
     chosen = informer.selection
     listed = client.list(
         chosen.kind,

@@ -1,8 +1,7 @@
 """The folder of an attempt on this machine: its devices, and the files of its processes.
 
-``attempt.json`` is written before the first process is started; beside it are, for replica R,
-``replica-R.json`` (the status of its runner) and ``replica-R.result.json`` (the result of its
-agent).
+``attempt.json`` is written before the first process starts; beside it are, for replica R,
+``replica-R.json`` (status of its runner) and ``replica-R.result.json`` (result of its agent).
 """
 
 from __future__ import annotations
@@ -30,19 +29,11 @@ class LocalPlacement:
     """The devices and port of an attempt on this machine."""
 
     devices: Mapping[int, Mapping[str, str]]
-    """The device variables of each replica, by its id."""
     port: int
-    """The rendezvous port of the replicas."""
 
 
 class AttemptFolder:
-    """The folder of one attempt.
-
-    Args:
-        state_dir: directory of the scheduler.
-        job: name of the job.
-        attempt: number of the attempt.
-    """
+    """The folder of one attempt."""
 
     def __init__(self, state_dir: StateDir, job: str, attempt: int) -> None:
         self.path = state_dir.attempt(job, attempt)
@@ -60,22 +51,14 @@ class AttemptFolder:
         return self.path / f"replica-{replica}.agent"
 
     def create(self) -> None:
-        """Create it; folders of earlier attempts of the job are removed.
-
-        Raises:
-            OSError: it cannot be created.
-        """
+        """Create it, or raise OSError; folders of earlier attempts of the job are removed."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         for other in self.path.parent.iterdir():
             if other != self.path:
                 remove(other)
 
     def write(self, placement: LocalPlacement) -> None:
-        """Write the placement durably.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write the placement durably, or raise OSError."""
         data = json.dumps(asdict(placement)) + "\n"
         write_aside(self.path / "attempt.json", data.encode(), PRIVATE)
 

@@ -22,14 +22,7 @@ class VirtualNodes:
     """The nodes of a cluster file, or of a fixed cluster.
 
     A file that becomes invalid, or would move the GPUs of a node to another one, is ignored: jobs
-    may run on them.
-
-    Args:
-        cluster: the nodes, or the path of their file.
-
-    Raises:
-        BackendError: the machine has fewer GPUs than the nodes.
-        SpecError: the file cannot be read, or is invalid.
+    may run on them. At first it is a `SpecError`, or `BackendError` if the machine has fewer GPUs.
     """
 
     def __init__(self, cluster: ClusterSpec | Path) -> None:
@@ -63,7 +56,6 @@ class VirtualNodes:
         self._nodes, self.devices = nodes, devices
 
     def _sign(self) -> tuple[int, int] | None:
-        """Return a signature that changes when the file is written; None without a file."""
         try:
             stat = os.stat(self._file) if self._file is not None else None
         except OSError:

@@ -4,8 +4,7 @@ A virtual node is a name and a number of slots. A slot of a CPU node is a CPU de
 a slot of a GPU node is one GPU, and the GPU nodes divide the machine's GPUs in the order in which
 they are listed. Each pipeline replica is one torchrun agent, which sees only its own GPUs.
 
-The processes do not depend on the scheduler that started them: if it is killed they continue, and
-the next scheduler of the state directory finds them by the files of their runners.
+If the scheduler is killed they continue, and the next one finds them by their runners' files.
 """
 
 from __future__ import annotations
@@ -45,11 +44,7 @@ __all__ = ["LocalEngine", "check_local"]
 
 
 def check_local(spec: JobSpec) -> None:
-    """Reject a job that cannot run as processes of this machine: one in a container.
-
-    Raises:
-        SpecError: it has an image.
-    """
+    """Reject a job in a container with `SpecError`: jobs run as processes of this machine."""
     if spec.image is not None:
         raise SpecError(
             f"job '{spec.name}': image: '{spec.image}' cannot be run by the local backend, which "
@@ -62,13 +57,8 @@ class LocalEngine(Engine):
     """Runs every pipeline replica as a torchrun agent on this machine.
 
     Args:
-        cluster: the virtual nodes, or the path of their file.
-        state_dir: where the jobs' logs and checkpoints go.
+        cluster: see `VirtualNodes`, also for errors.
         pass_environment: variables of this process passed to jobs, besides those of `.inherited`.
-
-    Raises:
-        BackendError: the machine has fewer GPUs than the nodes.
-        SpecError: the file cannot be read, or is invalid.
     """
 
     name = "local"

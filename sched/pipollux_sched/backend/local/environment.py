@@ -17,11 +17,7 @@ from .hardware import visible_gpus
 
 
 class Devices:
-    """The devices that a replica may use, as environment variables.
-
-    Args:
-        nodes: all nodes of the cluster; its GPU nodes divide the machine's GPUs in this order.
-    """
+    """The devices of replicas as environment variables; nodes divide the GPUs in their order."""
 
     def __init__(self, nodes: Mapping[str, Node]) -> None:
         self._nodes = dict(nodes)
@@ -70,13 +66,7 @@ def replica_environment(
 ) -> dict[str, str]:
     """Return the complete environment of one replica.
 
-    Args:
-        program: the program of the replica.
-        launch: its attempt.
-        replica: its id.
-        devices: the variables that show it its devices.
-        marks: the variables by which its processes are found.
-        pass_on: variables of the scheduler passed in addition to those of `inherited`.
+    `marks` identify its processes; `pass_on` names variables of the scheduler besides `inherited`.
     """
     return {
         **inherited(os.environ, pass_on),

@@ -23,7 +23,6 @@ TIMEOUT = 10.0
 TORCH_TIMEOUT = 120.0
 """Timeout in seconds of torch: its import alone is slow from a cold disk."""
 CGROUP = Path("/sys/fs/cgroup")
-"""The cgroup file system, with the resource limits of a container."""
 _DEVICE_FILES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 """At least one of these exists on machines with a GPU of NVIDIA or AMD."""
 
@@ -62,7 +61,6 @@ def count_cpus() -> int:
 
 
 def _memory() -> int:
-    """Return the bytes of main memory that child processes may use."""
     there, most = psutil.virtual_memory().total, _limit("memory.max")
     return min(there, int(most)) if most.isdecimal() else there
 
@@ -75,10 +73,10 @@ def _limit(name: str) -> str:
 
 
 def count_gpus() -> int:
-    """Return the number of GPUs that child processes may use.
+    """Return the number of GPUs that child processes may use; 0 if it is unknown.
 
     ``CUDA_VISIBLE_DEVICES`` is respected. NVIDIA's tools count them; if these are not installed
-    although there is a GPU, torch does, in a separate process. Without a result the count is 0.
+    although there is a GPU, torch does, in a separate process.
     """
     there = _installed_gpus()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -88,11 +86,8 @@ def count_gpus() -> int:
 def visible_gpus(value: str, installed: int | None = None) -> list[str]:
     """Return the GPUs that a value of ``CUDA_VISIBLE_DEVICES`` selects, by CUDA's rules.
 
-    The list ends at the first invalid entry, and a repeated entry makes it empty.
-
-    Args:
-        value: indices, or identifiers that begin with ``GPU-`` or ``MIG-``, separated by commas.
-        installed: number of GPUs of the machine; None: indices are not checked.
+    The list ends at the first invalid entry, and a repeated entry makes it empty. Entries are
+    indices (below `installed`), or identifiers that begin with ``GPU-`` or ``MIG-``.
 
     Example:
         >>> visible_gpus("2,0,-1,1"), visible_gpus("0,0"), visible_gpus("none")
@@ -143,11 +138,7 @@ def _run(
 
 
 def check_gpus(nodes: Mapping[str, Node]) -> None:
-    """Reject GPU nodes with more GPUs than this machine has: every job on them would fail.
-
-    Raises:
-        BackendError: with the number of GPUs needed and available.
-    """
+    """Reject GPU nodes with more GPUs than this machine has: every job on them would fail."""
     wanted = sum(node.slots for node in nodes.values() if node.spec.kind == "gpu")
     there = count_gpus() if wanted else 0
     if wanted > there:

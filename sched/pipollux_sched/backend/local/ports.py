@@ -15,10 +15,7 @@ def free_port(promised: Collection[int] = ()) -> int:
     """Return a port of the loopback interface that is free at the moment.
 
     It lies below the range of ephemeral ports, so that no outgoing connection can use it before
-    torchrun listens.
-
-    Args:
-        promised: ports that others will listen on.
+    torchrun listens, and is not one of the `promised`, on which others will listen.
     """
     for _ in range(100):
         port = secrets.choice(_PORTS)

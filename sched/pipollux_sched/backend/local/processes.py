@@ -62,15 +62,7 @@ def end(find: Callable[[], set[psutil.Process]], grace: float, limit: float = 10
     """Ask processes to end, and kill those that still run after `grace` seconds.
 
     Only the roots among them get the signal: an agent passes it on, and a worker that gets a second
-    one exits at once.
-
-    Args:
-        find: returns the processes to end; called repeatedly.
-        grace: seconds that they have to save.
-        limit: seconds after which to give up killing them.
-
-    Returns:
-        Whether all have ended.
+    one exits at once. Return whether all have ended within `limit` seconds more.
     """
     first = find()
     ids = {process.pid for process in first}

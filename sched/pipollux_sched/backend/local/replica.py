@@ -21,16 +21,7 @@ LINGER = 1.0
 
 
 class LocalReplica:
-    """The processes of one replica, started by this scheduler or an earlier one.
-
-    It has ended when its runner has ended and none of its processes is left.
-
-    Args:
-        process: its runner.
-        result: returns the result of its agent.
-        marks: the variables by which its processes are found.
-        clock: returns the time in seconds; must be monotonic.
-    """
+    """The processes of one replica; it has ended when none of them, found by `marks`, is left."""
 
     def __init__(
         self,

@@ -20,11 +20,8 @@ _FIRST_PROCESS = (
     "signal.signal(signal.SIGTERM, lambda *_: os._exit({status})); "
     "runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
 )
-"""The program of the first process of a container.
-
-The kernel drops signals to such a process unless it handles them, and the agent takes seconds to
-load.
-"""
+"""The program of a container's first process, to which signals must not be lost until the agent is
+loaded: the kernel drops them unless they are handled."""
 
 
 def agent_command(
@@ -32,12 +29,7 @@ def agent_command(
 ) -> list[str]:
     """Return the command of a replica on a machine with this Python and package at the same paths.
 
-    Args:
-        program: the program of the replica; it must have a script.
-        launch: its attempt.
-        replica: its id.
-        endpoint: HOST:PORT of the agents' rendezvous; None: they find each other through the
-            scheduler.
+    Without `endpoint` (HOST:PORT), the agents find each other through the scheduler.
     """
     endpoint = "127.0.0.1:0" if launch.joins(replica) else endpoint
     at = [f"--rdzv-endpoint={endpoint}"] if endpoint else []
@@ -47,14 +39,7 @@ def agent_command(
 def agent_in_container(
     program: ReplicaProgram, launch: Launch, replica: int, *, python: str = "python3"
 ) -> list[str]:
-    """Return the command of a replica in a container that has this package installed.
-
-    Args:
-        program: the program of the replica; it must have a script.
-        launch: its attempt.
-        replica: its id.
-        python: the Python of the container.
-    """
+    """Return the command of a replica in a container that has this package installed."""
     code = _FIRST_PROCESS.format(status=STOPPED, module="pipollux_agent.agent")
     return [python, "-P", "-c", code, *_options(program, launch, replica)]
 

@@ -1,8 +1,7 @@
 """The scheduler's environment variables that jobs inherit: necessary ones, without secrets.
 
-A scheduler's environment may contain the password of its database or tokens of other services. So
-jobs get only the variables listed here and those that its operator names (``pipollux serve
---pass-environment NAME``).
+Its environment may contain passwords and tokens. So jobs get only the variables listed here, and
+those that its operator names (``pipollux serve --pass-environment NAME``).
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ NAMES = frozenset(
         *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
     )
 )
-"""Variables that are passed on."""
 FAMILIES = (
     *("LC_", "XDG_", "PYTHON", "PYTORCH_", "TORCH_", "TORCHINDUCTOR_", "TRITON_"),
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "NUMEXPR_"),
@@ -37,10 +35,6 @@ _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|PRIVATE", re.IGNOR
 
 def inherited(environment: Mapping[str, str], more: Collection[str] = ()) -> dict[str, str]:
     """Return the part of an environment that jobs inherit.
-
-    Args:
-        environment: the scheduler's.
-        more: names of further variables to pass on.
 
     Example:
         >>> inherited({"PATH": "/bin", "PGPASSWORD": "x", "WANDB_MODE": "offline"}, ["WANDB_MODE"])

@@ -1,7 +1,4 @@
-"""The lines of a replica's log that show why it failed.
-
-torchrun appends its own report to the script's output; the script's last lines precede it.
-"""
+"""The lines of a replica's log that show why it failed, before torchrun's own report."""
 
 from __future__ import annotations
 
@@ -29,7 +26,6 @@ class LastWords(NamedTuple):
     status: int | None
     """Exit status, negative for a signal; None if torchrun reported none."""
     lines: list[str]
-    """The last lines that it printed."""
 
     def describe(self) -> str:
         """Describe how it ended, as a predicate for "replica 0 …"."""
@@ -53,12 +49,7 @@ def last_lines(path: Path, count: int) -> list[str]:
 def last_words(path: Path, status: int | None, count: int = 20) -> LastWords:
     """Read how a script ended, and its last lines before torchrun's report.
 
-    If the script printed nothing and torchrun does not know how it ended, the lines are torchrun's.
-
-    Args:
-        path: the log.
-        status: the exit status, if torchrun's report has none.
-        count: most lines.
+    If it printed nothing and its end is unknown, they are torchrun's; `status` is the default.
     """
     lines = [line for line in last_lines(path, 100_000) if not _SRUN_LINE.match(line)]
     reports = [index for index, line in enumerate(lines) if _REPORT.match(line)]

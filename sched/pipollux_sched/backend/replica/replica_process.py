@@ -14,19 +14,14 @@ from typing import Any
 
 import psutil
 
-from pipollux_agent import runner
+from pipollux_agent import supervisor
 
 LOG_LIMIT = 64 * 2**20
 """Bytes at which a replica's log is rotated; one earlier file is kept."""
 
 
 class ReplicaProcess:
-    """A replica's runner (`runner`), which runs its command: a torchrun agent, or an srun.
-
-    Args:
-        status: file in which the runner records its identity and how its command ended.
-        started: the runner's process, if this scheduler started it.
-    """
+    """A replica's supervisor, which writes its identity and its command's end to `status`."""
 
     def __init__(self, status: Path, started: subprocess.Popen[bytes] | None = None) -> None:
         self._status = status
@@ -48,8 +43,9 @@ class ReplicaProcess:
         Raises:
             OSError: it cannot be started.
         """
-        own = [sys.executable, "-I", "-S", runner.__file__, str(status), str(log), str(LOG_LIMIT)]
-        with open(log, "ab", opener=runner.private) as file:
+        own = [sys.executable, "-I", "-S", supervisor.__file__]
+        own += [str(status), str(log), str(LOG_LIMIT)]
+        with open(log, "ab", opener=supervisor.private) as file:
             started = subprocess.Popen(
                 [*own, *command],
                 env=dict(environment),
@@ -105,7 +101,7 @@ class ReplicaProcess:
 
     def _is_there(self) -> bool:
         mark = self._known.get("birth")
-        return mark is not None and runner.birth(self.pid) == mark
+        return mark is not None and supervisor.birth(self.pid) == mark
 
 
 def read_status(path: Path) -> dict[str, Any]:

@@ -11,13 +11,7 @@ __all__ = ["cpu_variables", "gpu_variables", "processes_of_replica", "replica_va
 
 
 def replica_variables(program: ReplicaProgram, launch: Launch, replica: int) -> dict[str, str]:
-    """Return the variables about a replica; engines add its devices and result file.
-
-    Args:
-        program: the program of the replica.
-        launch: its attempt.
-        replica: its id.
-    """
+    """Return the variables about a replica; engines add its devices and result file."""
     return {
         "PYTHONUNBUFFERED": "1",
         **program.environment,

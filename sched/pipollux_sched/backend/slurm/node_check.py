@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from pipollux_agent import step_main
+from pipollux_agent import supervisor
 from pipollux_sched.backend.base import BackendError
 from pipollux_sched.store import StateDir
 
@@ -114,7 +114,7 @@ class NodeChecks:
             return self._there - self._broken.keys()
 
     def _check(self, pool: int, node: str) -> None:
-        paths = (str(self._mark), sys.executable, str(step_main.__file__))
+        paths = (str(self._mark), sys.executable, str(supervisor.__file__))
         why: str | None = ""
         try:
             done = subprocess.run(

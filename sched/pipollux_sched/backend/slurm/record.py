@@ -1,7 +1,7 @@
 """Files of a replica on disk, by which the next scheduler finds its step.
 
 jobs/NAME/attempts/attempt-N/replica-R.json      the allocation and node that it was started in
-jobs/NAME/attempts/attempt-N/replica-R.srun      state of its srun (`pipollux_agent.runner`)
+jobs/NAME/attempts/attempt-N/replica-R.srun      state of its srun (`pipollux_agent.supervisor`)
 jobs/NAME/attempts/attempt-N/replica-R.signal    the last signal to the step
 jobs/NAME/attempts/attempt-N/replica-R.exit      exit status of its agent, written on its node
 jobs/NAME/attempts/attempt-N/replica-R.result    the result of its agent

@@ -211,7 +211,7 @@ class ReplicaStep:
 
 
 def signal_command(step: str, what: Signal, *, insist: bool = False) -> list[str]:
-    """Return the command that signals the first process of a step: see `pipollux_agent.step_main`.
+    """Return the command that signals the first process of a step: see `pipollux_agent.supervisor`.
 
     Args:
         step: id, such as 12.3.

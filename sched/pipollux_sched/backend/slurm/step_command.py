@@ -7,7 +7,7 @@ import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from pipollux_agent import step_main
+from pipollux_agent import supervisor
 from pipollux_protocol import environment as variables
 from pipollux_sched.backend.base import Launch, ReplicaProgram
 from pipollux_sched.backend.replica.inherited import inherited
@@ -77,7 +77,8 @@ def srun_command(
         sys.executable,
         "-I",
         "-S",
-        str(step_main.__file__),
+        str(supervisor.__file__),
+        "--step",
         str(base),
         *command,
     ]

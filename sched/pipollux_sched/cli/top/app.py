@@ -46,12 +46,7 @@ REREAD = 5.0
 
 
 class TopApp(App[None]):
-    """Watches a scheduler until the user quits.
-
-    Args:
-        reader: reads what is shown.
-        interval: seconds between two updates.
-    """
+    """Watches a scheduler until the user quits, with an update every `interval` seconds."""
 
     TITLE = "pipollux top"
     ENABLE_COMMAND_PALETTE = False
@@ -93,7 +88,6 @@ class TopApp(App[None]):
         self._read_at = 0.0
         self._is_looking = self._look_again = False
         self.view: Look | None = None
-        """The shown state; None before the first update."""
 
     def compose(self) -> ComposeResult:
         """Lay the screen out."""
@@ -223,7 +217,6 @@ class TopApp(App[None]):
         self.look()
 
     def _choose(self, **changes: Any) -> None:
-        """Show other jobs, from the top."""
         self._want(replace(self._wanted, limit=FIRST_JOBS, **changes))
         self._main.query_one("#jobs", LiveTable).move_cursor(row=0)
 

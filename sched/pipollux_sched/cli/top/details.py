@@ -27,12 +27,9 @@ if TYPE_CHECKING:
     from pipollux_sched.cli.reader import Reader
 
 HISTORY = 60
-"""Width of a job's history, in characters."""
 
 
 class _Details(Screen[None]):
-    """A scrolling text above a line of help."""
-
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "app.pop_screen", "back"),
         Binding("backspace", "app.pop_screen", show=False),
@@ -50,13 +47,7 @@ class _Details(Screen[None]):
 
 
 class JobScreen(_Details):
-    """The details of a job as `pipollux describe` prints them, kept up to date.
-
-    Args:
-        reader: reads the job.
-        name: of the job.
-        interval: seconds between two updates.
-    """
+    """The details of a job as `pipollux describe` prints them, updated periodically."""
 
     def __init__(self, reader: Reader, name: str, interval: float) -> None:
         super().__init__()
@@ -92,11 +83,7 @@ class JobScreen(_Details):
 
 
 class NodeScreen(_Details):
-    """The jobs that hold the slots of a node.
-
-    Args:
-        node: its state when the screen was opened.
-    """
+    """The jobs that hold the slots of a node when the screen was opened."""
 
     def __init__(self, node: NodeView) -> None:
         super().__init__()

@@ -11,7 +11,6 @@ WAITS = "·"
 """Drawn while a job exists and holds no slots."""
 
 WINDOWS = (60.0, 300.0, 900.0, 3600.0, 6 * 3600.0, 24 * 3600.0, 7 * 24 * 3600.0)
-"""Lengths of the window, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +48,8 @@ def sparkline(
 ) -> str:
     """Draw the slots held between two times, as the mean of each of `width` equal intervals.
 
-    Args:
-        spans: the slots held over time.
-        alive: when the job was submitted and when it ended; nothing is drawn outside of it.
-        begin: time of the left end.
-        end: time of the right end.
-        width: number of characters.
-        top: slots of the highest bar.
+    Nothing is drawn before the job was submitted and after its end (`alive`); `top` slots are the
+    highest bar.
 
     Example:
         >>> sparkline([Span(1, 2, 1), Span(2, 3, 4)], (0, 3), -1, 3, 4, 4)

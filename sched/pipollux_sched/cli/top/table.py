@@ -58,7 +58,6 @@ class TableColumn(NamedTuple):
     title: str
     right: bool = False
     order: JobOrder | None = None
-    """The sort key when the header is clicked."""
     descending: bool = False
     """Whether the first click sorts in descending order."""
 
@@ -107,12 +106,7 @@ class TableRow(NamedTuple):
 
 
 class LiveTable(DataTable[Cell]):
-    """A table that updates in place; the cursor stays with its job or node.
-
-    Args:
-        columns: its columns.
-        id: of the widget.
-    """
+    """A table that updates in place; the cursor stays with its job or node."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "select_cursor", "open"),
@@ -133,11 +127,7 @@ class LiveTable(DataTable[Cell]):
             self.add_column(_head(column, ""), key=column.title)
 
     def show(self, rows: Iterable[TableRow]) -> None:
-        """Show these rows, in this order, and redraw only what has changed.
-
-        Lines are reused with new content, because adding a line is much slower: the library
-        measures each new line.
-        """
+        """Show these rows, in this order; lines are reused, because adding one is much slower."""
         wanted = list(rows)
         at = self._told[self.cursor_row].key if 0 < self.cursor_row < len(self._told) else None
         if 2 * len(wanted) < len(self._told):

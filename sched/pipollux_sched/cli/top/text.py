@@ -50,12 +50,7 @@ def print_once(reader: Reader) -> None:
 
 
 def headline(view: Look, now: float | None = None) -> str:
-    """Return the policy, the total goodput, and whether a scheduler runs.
-
-    Args:
-        view: the state to print.
-        now: the time to print; None: the time of the state.
-    """
+    """Return the policy, the total goodput, and whether a scheduler runs."""
     cluster = view.cluster
     parts = ["Pipollux"]
     if cluster.policy:

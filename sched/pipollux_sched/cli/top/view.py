@@ -24,9 +24,7 @@ class Look(NamedTuple):
     """A snapshot of a scheduler."""
 
     cluster: ClusterView
-    """The overview, with the jobs of the query."""
     query: JobQuery
-    """The query that selected the jobs."""
     served: bool
     """Whether a scheduler runs."""
     usage: Mapping[str, Sequence[float]]
@@ -36,12 +34,7 @@ class Look(NamedTuple):
 
 
 def look(reader: Reader, query: JobQuery | None = None) -> Look:
-    """Read a snapshot of a scheduler.
-
-    Args:
-        reader: reads the scheduler's state.
-        query: selects the jobs; None: the first ones, in the default order.
-    """
+    """Read a snapshot of a scheduler, with the first jobs unless a query selects others."""
     query = query or JobQuery(limit=FIRST_JOBS)
     cluster = reader.cluster(query, MOST_EVENTS)
     usage = reader.usage(cluster.time - USAGE_SECONDS, USAGE_PARTS)

@@ -1,8 +1,8 @@
 """The pipeline bubble: one measured step above its schedule's ideal with the same stage times.
 
 In the ideal step, a stage works as soon as it has its input, in the order of the job's schedule:
-GPipe, 1F1B or interleaved 1F1B. The stage times are the means of the measured step, so both steps
-do the same work, and only their idle times differ.
+GPipe, 1F1B or interleaved 1F1B. The stage times are the means of the measured step, so only the
+idle times differ.
 """
 
 from __future__ import annotations
@@ -42,10 +42,7 @@ class Bubble(NamedTuple):
 
 
 def bubble(job: JobRun) -> Bubble | None:
-    """Compare a job's step of median length with the ideal one.
-
-    None if no timeline with several stages was recorded, or if a stage lacks a direction.
-    """
+    """Compare a job's step of median length with the ideal one; None without a full timeline."""
     pairs = [
         (timeline, ideal)
         for timeline in job.timelines
@@ -65,7 +62,6 @@ def bubble(job: JobRun) -> Bubble | None:
 
 
 def _overlap(events: Sequence[StageEvent]) -> float:
-    """Return the share of all work that overlapped with other work."""
     work = sum(e.end - e.start for e in events)
     edges = sorted([(e.start, 1) for e in events] + [(e.end, -1) for e in events])
     shared, running, since = 0.0, 0, 0.0

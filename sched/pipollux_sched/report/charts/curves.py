@@ -30,7 +30,6 @@ def _pieces(
     at: Callable[[RunPoint], float],
     value: Callable[[RunPoint], float | None],
 ) -> list[list[Point]]:
-    """Return a curve of a job's reports, split at restarts."""
     known = [point for point in points if value(point) is not None]
     parts = groupby(known, key=lambda point: point.attempt)
     return [moments((at(p), value(p)) for p in part) for _, part in parts]
@@ -67,13 +66,7 @@ def _pauses(job: JobRun, start: float) -> list[tuple[float, float]]:
 
 
 def loss_charts(job: JobRun, colour: int, start: float) -> tuple[CurveChart, ...]:
-    """Return a job's loss by step and by time; empty if it reported fewer than two losses.
-
-    Args:
-        job: the job with its reports.
-        colour: the job's number on the page.
-        start: start of the run, unix time.
-    """
+    """Return a job's loss by step and by time; empty if it reported fewer than two losses."""
     points = [p for p in job.points if p.loss is not None]
     if len(points) < 2:
         return ()
@@ -111,10 +104,7 @@ def _axis(
 
 
 def goodput_chart(job: JobRun, colour: int, start: float) -> CurveChart | None:
-    """Return goodput, batch size and efficiency over time, and the job's replicas as steps below.
-
-    None when the job reported none of them at two times or more.
-    """
+    """Return goodput, batch size and efficiency over time, above replicas; None without reports."""
     points = thinned(job.points)
 
     def pieces(value: Callable[[RunPoint], float | None]) -> list[list[Point]]:

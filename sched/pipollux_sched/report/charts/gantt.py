@@ -53,10 +53,7 @@ def holds(run: Run) -> list[Hold]:
 
 
 def _starts(attempt: Attempt) -> list[tuple[str, float]]:
-    """Return the node of each replica, and the time from which it held its slots there.
-
-    A replica that joined in an elastic resize held its slots from its own start.
-    """
+    """Return the node of each replica, and the time from which it held its slots there."""
     begin = attempt.started or 0.0
     if len(attempt.replicas) != len(attempt.nodes):
         return [(node, begin) for node in attempt.nodes]
@@ -127,7 +124,6 @@ def _training(hold: Hold) -> tuple[float, float]:
 
 
 def _flags(run: Run, colours: Mapping[str, int], begin: float) -> list[Flag]:
-    """Return flags at the submission and the end of jobs, within the axis."""
     flags = []
     last = round((run.end or begin) - begin, 3)
     for job in run.jobs.values():
@@ -168,7 +164,6 @@ def gantt(run: Run, colours: Mapping[str, int]) -> TimelineChart | None:
 
 
 def _longest(placed: Sequence[Hold]) -> list[Hold]:
-    """Return the longest holds, in their original order."""
     if len(placed) <= MAX_HOLDS:
         return list(placed)
     least = sorted((hold.end - hold.start for hold in placed), reverse=True)[MAX_HOLDS - 1]

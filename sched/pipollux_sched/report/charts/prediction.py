@@ -1,8 +1,8 @@
 """Predicted against measured step time, one mark per job and configuration it ran with.
 
-The predictions come from the job's own model of its step time, which is fitted to its measurements,
-so most of them were made after the configuration had been measured. The first prediction in a
-configuration is kept separately: it shows the accuracy for a new configuration.
+The predictions come from the job's own model, which is fitted to its measurements, so most of them
+were made after the configuration had been measured. The first one in a configuration is kept
+separately: it shows the accuracy for a new configuration.
 """
 
 from __future__ import annotations

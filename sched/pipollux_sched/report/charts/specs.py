@@ -1,7 +1,4 @@
-"""Specs of charts: plain data, which `curves.js`, `timeline.js` and `scatter.js` draw.
-
-Times are seconds since the run began. A field that is None is not sent.
-"""
+"""Specs of charts, which `curves.js`, `timeline.js` and `scatter.js` draw; None is not sent."""
 
 from __future__ import annotations
 

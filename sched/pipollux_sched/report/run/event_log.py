@@ -31,14 +31,7 @@ class EventLog(NamedTuple):
 
 
 def read_events(source: str | Path | Sequence[Event]) -> EventLog:
-    """Read events from a file of JSON lines, or check a list of them.
-
-    Args:
-        source: path of an `events.jsonl`, or the events themselves.
-
-    Raises:
-        EventLogError: the file cannot be read or holds no event.
-    """
+    """Read events from a file of JSON lines, or check a list of them; raise `EventLogError`."""
     if not isinstance(source, str | Path):
         return _checked(list(source))
     path = Path(source)

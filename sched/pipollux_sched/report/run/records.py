@@ -6,8 +6,8 @@ An attempt (one start of a job) passes through these times; each is None until i
                   |  starting  |  training   | stopping |
                   '------------- holds its slots -------'
 
-In an elastic resize, the record of the current membership ends, and at the same time the record of
-the next membership starts, with its first step.
+In an elastic resize, the record of the current membership ends, and the next one begins, with its
+first step.
 """
 
 from __future__ import annotations
@@ -59,7 +59,6 @@ class StepTimeline(NamedTuple):
     num_microbatches: int
     events: tuple[StageEvent, ...]
     schedule: ScheduleKind = "gpipe"
-    """The pipeline schedule."""
 
     @property
     def makespan(self) -> float:
@@ -80,7 +79,6 @@ class AllocationRecord(NamedTuple):
     speedup: float | None
     why: str
     live: bool
-    """Whether the decision is an elastic resize."""
     why_restart: str
     """The reason of a restart; empty: it is not a restart, or nothing ran."""
 
@@ -94,7 +92,6 @@ class Attempt:
     num_stages: int
     membership: int = 1
     live: bool = False
-    """Whether the membership began with an elastic resize."""
     pause_seconds: float | None = None
     """The pause of that resize, in seconds."""
     replicas: tuple[int, ...] = ()

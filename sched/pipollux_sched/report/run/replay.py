@@ -1,8 +1,7 @@
 """Replay: build the records of a run from the events of a log.
 
-`Recorder` reads events one at a time, so that it serves both the report, which reads a whole log,
-and the live view, which reads a log while it is written. It relies on the order of the events, but
-no event is required: missing values stay None.
+`Recorder` reads events one at a time, so that it also serves the live view. It relies on the order
+of the events, but no event is required: missing values stay None.
 """
 
 from __future__ import annotations
@@ -207,10 +206,7 @@ def _attempt(job: JobRun, number: int) -> Attempt:
 
 
 def _of_event(job: JobRun, event: Event) -> Attempt | None:
-    """Return the attempt of an event: by its number, else the running one.
-
-    With several memberships it is the last one.
-    """
+    """Return the last membership of an event's attempt: by its number, else the running one."""
     number = whole(event, "attempt")
     for attempt in reversed(job.attempts):
         if attempt.number == number:

@@ -40,11 +40,7 @@ def jobs_unfinished(outcome: SimulationOutcome) -> list[Step]:
 
 
 def completion_chart(outcomes: Sequence[SimulationOutcome]) -> CurveChart:
-    """Return the share of jobs completed within a time, with a curve per policy.
-
-    Args:
-        outcomes: the outcomes of one workload.
-    """
+    """Return the share of jobs completed within a time, with a curve per policy."""
     curves = [completion_curve(outcome) for outcome in outcomes]
     low = min(curve[0][0] for curve in curves)
     high = max(curve[-1][0] for curve in curves)
@@ -56,11 +52,7 @@ def completion_chart(outcomes: Sequence[SimulationOutcome]) -> CurveChart:
 
 
 def use_chart(outcomes: Sequence[SimulationOutcome]) -> CurveChart:
-    """Return slots held, and below unfinished jobs, over time, with a curve per policy.
-
-    Args:
-        outcomes: the outcomes of one workload.
-    """
+    """Return slots held, and below unfinished jobs, over time, with a curve per policy."""
     begin = min(outcome.begin for outcome in outcomes)
     end = max(outcome.end for outcome in outcomes)
     slots = max(sum(outcome.slots.values()) for outcome in outcomes)
@@ -84,7 +76,6 @@ def _lines(
 
 
 def _totals(changes: Iterable[tuple[float, int]]) -> list[Step]:
-    """Return cumulative sums; changes at the same time are merged."""
     net: Counter[float] = Counter()
     for moment, change in changes:
         net[moment] += change

@@ -70,13 +70,7 @@ def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def gantt(outcome: SimulationOutcome, colours: Mapping[str, int], until: float) -> TimelineChart:
-    """Return the chart of one simulation.
-
-    Args:
-        outcome: one workload under one policy.
-        colours: by application.
-        until: end of the time axis, which makes charts comparable.
-    """
+    """Return the chart of one simulation; `until` makes the time axes of charts comparable."""
     begin = outcome.begin
     numbers = {node: number for number, node in enumerate(outcome.slots)}
     tips: dict[tuple[str, int], int] = {}

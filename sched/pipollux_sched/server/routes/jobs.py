@@ -97,10 +97,7 @@ def submit_all(services: ServicesDep, caller: CallerDep, batch: JobBatch) -> lis
 
 
 def _signed(services: Services, caller: Caller, job: JobSpec) -> JobSpec:
-    """Return a job as its sender may submit it: in the sender's name, under an unused name.
-
-    A user's job runs as the system user of the user's token, whoever submits it.
-    """
+    """Return a job in the sender's name, under an unused name, for its user's system user."""
     signed = caller.signed(job)
     if caller.role is Role.ADMIN:  # admins may submit thousands at once
         if signed.user is None or signed.run_as is not None:
@@ -186,8 +183,8 @@ def move(name: str, control: ControlDep, caller: CallerDep, change: TeamChange) 
 
 @router.post("/{name}/delete", response_model=DeletedJobView, summary="Delete an ended job")
 def delete(name: str, control: ControlDep) -> DeletedJobView:
-    """Delete a job, its logs, events and checkpoints, except its own `checkpoint_dir`; 409 if
-    it has not ended.
+    """Delete a job, its logs, events and checkpoints, except its own `checkpoint_dir`; 409 if it
+    has not ended.
     """
     deleted = control.delete(name)
     state = deleted.job.state

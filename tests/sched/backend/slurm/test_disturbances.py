@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pipollux_agent.step_main import step_processes
+from pipollux_agent.supervisor import step_processes
 from pipollux_sched.backend.base import ClusterUnavailableError, ReplicaKey, Signal
 from pipollux_sched.backend.slurm.engine import SlurmEngine
 from pipollux_sched.backend.slurm.record import ReplicaFiles

@@ -1,7 +1,4 @@
-"""The tables of the first release; a new store is created with the current tables.
-
-Earlier numbers belonged to schemas that were never released.
-"""
+"""The first release's tables, created with the store; earlier numbers were never released."""
 
 from __future__ import annotations
 

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from pipollux_policies.jobs.job_info import JobInfo, NodeInfo
+
 from .allocation import shape_of
-from .job_info import JobInfo, NodeInfo
 
 Jobs: TypeAlias = Mapping[Any, JobInfo]
 Nodes: TypeAlias = Mapping[Any, NodeInfo]

@@ -17,8 +17,9 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
+from pipollux_policies.jobs.job_info import JobInfo, NodeInfo
+
 from .allocation import Allocation, runs_as, shape_of
-from .job_info import JobInfo, NodeInfo
 from .rules import usable_nodes
 
 DEFAULT_RESCALE_SECONDS = 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .job_info import JobInfo, NodeInfo
+from pipollux_policies.jobs.job_info import JobInfo, NodeInfo
 
 
 def name_order(name: Any) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pipollux_agent import runner
+from pipollux_agent import supervisor
 from pipollux_sched.backend.replica.replica_process import ReplicaProcess, read_status
 from pipollux_sched.store.log_files import read_part, read_tail
 from tests.small_disk import fill, small_disk
@@ -88,10 +88,10 @@ def test_a_second_sigterm_is_not_passed_on(case: Case) -> None:
     assert case.ended() == 41
 
 
-def test_a_runner_that_was_killed_has_ended(case: Case) -> None:
+def test_a_supervisor_that_was_killed_has_ended(case: Case) -> None:
     """Nobody can say how its agent ended; what is left of it is found by its environment."""
-    waits = "while os.getppid() == runner: time.sleep(0.01)"
-    code = f"import os, time; runner = os.getppid(); print('ready', flush=True)\n{waits}"
+    waits = "while os.getppid() == parent: time.sleep(0.01)"
+    code = f"import os, time; parent = os.getppid(); print('ready', flush=True)\n{waits}"
     started = case.start(code)
     until(lambda: "ready" in (case.log.read_text() if case.log.exists() else ""))
     again = ReplicaProcess(case.status)
@@ -110,26 +110,26 @@ def test_another_process_of_the_same_id_is_not_taken_for_it(case: Case) -> None:
         assert stranger.poll() == -signal.SIGKILL
         stranger.signal(signal.SIGKILL)
         assert sleeper.poll() is None
-        status["birth"] = str(runner.birth(sleeper.pid))
+        status["birth"] = str(supervisor.birth(sleeper.pid))
         case.status.write_text(json.dumps(status))
         assert ReplicaProcess(case.status).poll() is None
     finally:
         sleeper.kill()
         sleeper.wait(240)
-    assert runner.birth(sleeper.pid) is None
+    assert supervisor.birth(sleeper.pid) is None
 
 
 def test_without_a_status_nothing_is_started(case: Case, tmp_path: Path) -> None:
     case.status = tmp_path / "missing" / "replica-0.json"
     case.start("print('started')")
-    assert case.ended() == runner.NO_STATUS
+    assert case.ended() == supervisor.NO_STATUS
     assert "nothing was started" in case.log.read_text()
 
 
 def test_a_log_is_moved_aside_and_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"old\n" * 5)
-    log = runner.RotatingLog(path, limit=40)
+    log = supervisor.RotatingLog(path, limit=40)
     log.write(b"old\n" * 4)
     log.write(b"old\n")
     assert path.stat().st_size == 40
@@ -140,11 +140,11 @@ def test_a_log_is_moved_aside_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_of_a_long_log_the_end_is_kept(tmp_path: Path) -> None:
-    """Whole lines of it, also after a restart of the runner; and it is known what is missing."""
+    """Whole lines of it, also after a restart of the supervisor; what is missing is known."""
     path = tmp_path / "log"
     written = [f"{number:05d}\n".encode() for number in range(1000)]
     for half in (written[:500], written[500:]):
-        log = runner.RotatingLog(path, limit=1000)
+        log = supervisor.RotatingLog(path, limit=1000)
         for start in range(0, 500, 3):
             log.write(b"".join(half[start : start + 3]))
         log.close()
@@ -165,7 +165,7 @@ def test_output_that_a_full_disk_does_not_take_is_marked(tmp_path: Path) -> None
     """And the pipe is read on, so that the script does not wait; also where a file is full."""
     with small_disk(tmp_path):
         path, others = tmp_path / "log", tmp_path / "others"
-        log = runner.RotatingLog(path, limit=2**12)
+        log = supervisor.RotatingLog(path, limit=2**12)
         log.write(b"one\n" * 2**10)
         fill(others)
         log.write(b"two\n")
@@ -179,7 +179,7 @@ def test_output_that_a_full_disk_does_not_take_is_marked(tmp_path: Path) -> None
 
 
 def test_how_a_script_ended_is_stored_on_a_full_disk(tmp_path: Path) -> None:
-    """With status 0 it is complete, not failed with one that the runner ends with itself."""
+    """With status 0 it is complete, not failed with one that the supervisor ends with itself."""
     disk = tmp_path / "disk"
     disk.mkdir()
     with small_disk(disk):
@@ -206,7 +206,7 @@ def test_no_line_is_lost_while_a_log_is_moved_aside(tmp_path: Path) -> None:
     lines = "".join(f"{number:06d}\n" for number in range(60_000)).encode()
     code = "for number in range(60_000): print(f'{number:06d}')"
     arguments = (str(tmp_path / "status.json"), str(log), str(len(lines) * 2 // 3))
-    own = [sys.executable, "-I", "-S", runner.__file__, *arguments]
+    own = [sys.executable, "-I", "-S", supervisor.__file__, *arguments]
     subprocess.run([*own, sys.executable, "-c", code], check=True, timeout=240)
     before = (tmp_path / "log.from-0").read_bytes()
     assert len(lines) * 2 // 3 <= len(before) < len(lines)

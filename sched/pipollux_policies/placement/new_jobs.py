@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from .allocation import Allocation
-from .job_info import NodeInfo
+from pipollux_policies.allocations.allocation import Allocation
+from pipollux_policies.jobs.job_info import NodeInfo
 
 Place: TypeAlias = Callable[[str, Mapping[Any, NodeInfo]], Allocation]
 

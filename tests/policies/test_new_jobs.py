@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipollux_policies import Allocation, ExactPolicy, FifoPolicy, JobInfo, NodeInfo, Policy
-from pipollux_policies.allocation import as_allocation
-from pipollux_policies.placing import place_in_order
+from pipollux_policies.allocations.allocation import as_allocation
+from pipollux_policies.placement.new_jobs import place_in_order
 
 NODES = {"a": NodeInfo({"slots": 4}), "b": NodeInfo({"slots": 2})}
 TWO_ARE_HELD = {"a": NodeInfo({"slots": 2}), "b": NodeInfo({"slots": 2})}

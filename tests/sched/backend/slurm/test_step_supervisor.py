@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipollux_agent import step_main
+from pipollux_agent import supervisor
 from pipollux_sched.backend.slurm.record import ReplicaFiles
 from tests.small_disk import fill, small_disk
 from tests.waiting import until
@@ -40,7 +40,10 @@ print("up", flush=True)
 def step(base: Path, script: str) -> Iterator[subprocess.Popen[str]]:
     base.parent.mkdir(exist_ok=True)
     process = subprocess.Popen(
-        [sys.executable, "-I", "-S", step_main.__file__, str(base), sys.executable, "-c", script],
+        [
+            *(sys.executable, "-I", "-S", supervisor.__file__, "--step", str(base)),
+            *(sys.executable, "-c", script),
+        ],
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -120,7 +123,7 @@ def test_a_step_told_to_stop_before_it_begins_runs_nothing(tmp_path: Path) -> No
 def test_a_folder_that_is_not_shared_is_named(tmp_path: Path) -> None:
     base = tmp_path / "missing" / "replica-0"
     process = subprocess.run(
-        [sys.executable, "-I", "-S", step_main.__file__, str(base), "true"],
+        [sys.executable, "-I", "-S", supervisor.__file__, "--step", str(base), "true"],
         capture_output=True,
         text=True,
     )

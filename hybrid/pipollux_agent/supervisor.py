@@ -1,13 +1,25 @@
-"""The parent of one replica's torchrun agent, which survives the scheduler that started it.
+"""Runs one command for a scheduler that may end before it, and records how it ended.
 
-    python -I -S runner.py STATUS LOG LIMIT COMMAND...
+    python -I -S supervisor.py STATUS LOG LIMIT COMMAND...     the parent of an agent, or of an srun
+    python -I -S supervisor.py --step BASE COMMAND...          the first process of a Slurm step
 
 Only the parent of a process receives its exit status. To keep it when a scheduler is killed, each
-agent has this small parent: it writes its identity to STATUS, runs COMMAND, forwards SIGTERM,
-writes the output of COMMAND to LOG (renamed to LOG.from-START when it reaches LIMIT bytes), and
-finally writes to STATUS the exit status of COMMAND and whether it was asked to stop. STATUS
-reserves the space for that, for a full disk. The module is run as a file, without its package,
-which costs a few milliseconds and megabytes; it must import only the standard library.
+agent has this small parent, which forwards a stop signal to COMMAND, once, and writes to STATUS
+whether it was asked to stop and the exit status of COMMAND. STATUS is written at the start, with
+space reserved for that on a full disk. The output of COMMAND goes to LOG (renamed to LOG.from-START
+when it reaches LIMIT bytes).
+
+srun exits with status 0 when a node fails, and is lost with its own machine. So a step's exit
+status is recorded on its node, in BASE.exit, in a folder that all nodes share. If Slurm tracks
+processes by their parents or groups, a signal to a step reaches all of them: SIGTERM would end the
+workers of a data loader whose script is about to save. So a step is stopped with SIGURG, which all
+others ignore, and COMMAND alone gets SIGTERM. A step is killed with SIGWINCH, so that orphans,
+which Slurm may not find, are killed before this process ends. Signals do not reach a node whose
+slurmd is dead: the file BASE.signal, with "stop", "kill", or "gone" (kill it, as another step
+replaces it), has the same effect.
+
+The module is run as a file, without its package, which costs a few milliseconds and megabytes; it
+must import only the standard library.
 """
 
 from __future__ import annotations
@@ -20,7 +32,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -28,6 +40,10 @@ from typing import Any
 
 LAST_WORDS = 1.0
 """Seconds for which output of COMMAND is still written after it has ended."""
+LINGER = 1.0
+"""Seconds for remaining processes of a step to end before they are killed."""
+POLL_INTERVAL = 2.0
+"""Polling interval of BASE.signal in seconds."""
 WRITE_PATIENCE = 60.0
 """Seconds for which writing the exit status is retried."""
 FULL_PATIENCE = 600.0
@@ -38,6 +54,10 @@ RENAMED = ".from-"
 """Infix of the names of renamed parts of a log; see `store.log_files`."""
 NO_STATUS = 74
 """Exit status if STATUS cannot be written, so that COMMAND was not started."""
+STOPPED = 128 + signal.SIGTERM
+"""Exit status of a step that was stopped before it began."""
+MARK = "PIPOLLUX_STEP"
+"""Environment variable that identifies the processes of a step; its value is BASE."""
 
 
 def birth(pid: int) -> str | None:
@@ -197,38 +217,94 @@ class RotatingLog:
         return [(int(path.name.rpartition("-")[2]), path.stat().st_size) for path in found]
 
 
-def run(status: Path, log: Path, limit: int, command: list[str]) -> int:
-    """Run a command to its end; see the module's docstring."""
-    asked: list[int] = []
-    child: subprocess.Popen[bytes] | None = None
+class Command:
+    """The command, which gets SIGTERM once.
 
-    def pass_on(number: int, _frame: object) -> None:
-        # Once: a scheduler that adopts a replica cannot know whether its predecessor has sent the
-        # signal already, and a second SIGTERM makes a script exit at once.
-        if not asked and child is not None:
-            child.send_signal(number)
-        asked.append(number)
+    Whoever sends a stop signal may repeat it, and a second SIGTERM makes a script exit at once.
 
-    signal.signal(signal.SIGTERM, pass_on)
+    Args:
+        signals: Numbers of the signals that stop it.
+    """
+
+    def __init__(self, *signals: int) -> None:
+        self.asked = False
+        """Whether it was asked to stop, maybe before it was started."""
+        self._process: subprocess.Popen[bytes] | None = None
+        for number in signals:
+            signal.signal(number, lambda *_: self.stop())
+
+    def stop(self) -> None:
+        """Ask it to stop."""
+        if not self.asked and self._process is not None:
+            self._process.terminate()
+        self.asked = True
+
+    def start(self, words: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        """Start it."""
+        self._process = subprocess.Popen(words, **options)
+        if self.asked:
+            self._process.terminate()
+        return self._process
+
+
+def run(status: Path, log: Path, limit: int, words: list[str]) -> int:
+    """Run a command to its end; return the exit status of a shell."""
+    command = Command(signal.SIGTERM)
     known: dict[str, Any] = {"pid": os.getpid(), "birth": birth(os.getpid())}
-    error = _write_patiently(lambda: write_status(status, known), 0.0, give_up=asked)
+    error = _write_patiently(lambda: write_status(status, known), 0.0, lambda: command.asked)
     if error is not None:
         say(f"{status} cannot be written ({error}); nothing was started")
         return NO_STATUS
     printed, printing = os.pipe()
-    child = subprocess.Popen(command, stdout=printing, stderr=printing)
+    process = command.start(words, stdout=printing, stderr=printing)
     os.close(printing)
-    if asked:
-        child.send_signal(asked[0])
     copy = RotatingLog(log, limit).copy_from
     copying = threading.Thread(target=copy, args=(printed,), daemon=True)
     copying.start()
-    code = child.wait()
+    code = process.wait()
     copying.join(LAST_WORDS)  # remaining children of COMMAND may hold the pipe open
-    ended = {**known, "code": code, "asked": bool(asked)}
-    error = _write_patiently(lambda: _write_end(status, ended), WRITE_PATIENCE)
+    return record_end(status, {**known, "code": code, "asked": command.asked})
+
+
+def run_step(base: Path, words: list[str]) -> int:
+    """Run the command of a Slurm step to its end; return the exit status of a shell."""
+    command = Command(signal.SIGURG, signal.SIGTERM)
+    signal.signal(signal.SIGWINCH, lambda *_: kill_step(base))
+    status = base.with_name(f"{base.name}.exit")
+    if not os.access(base.parent, os.W_OK):
+        host = os.uname().nodename
+        say(f"{host} cannot write to {base.parent}, which all nodes must share")
+        return NO_STATUS
+    if command.asked or read_signal(base):
+        return record_end(status, {"code": STOPPED, "asked": True})
+    with suppress(OSError):  # a full disk may have space again at the end
+        write_status(status, {})
+    process = command.start(words, env={**os.environ, MARK: str(base)})
+    while (code := _wait(process)) is None:
+        wanted = read_signal(base)
+        if wanted in ("kill", "gone"):
+            kill_step(base)
+        elif wanted:
+            command.stop()
+    deadline = time.monotonic() + LINGER
+    while step_processes(base) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    kill_step(base)
+    return record_end(status, {"code": code, "asked": command.asked})
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int | None:
+    with suppress(subprocess.TimeoutExpired):
+        return process.wait(POLL_INTERVAL)
+    return None
+
+
+def record_end(path: Path, status: dict[str, Any]) -> int:
+    """Write how a command ended; return its exit status as that of a shell."""
+    error = _write_patiently(lambda: _write_end(path, status), WRITE_PATIENCE)
     if error is not None:
-        say(f"{status} cannot be written: {error}")
+        say(f"{path} cannot be written: {error}")
+    code: int = status["code"]
     return code if code >= 0 else 128 - code
 
 
@@ -240,14 +316,14 @@ def _write_end(path: Path, status: dict[str, Any]) -> None:
 
 
 def _write_patiently(
-    write: Callable[[], None], patience: float, give_up: Sequence[int] = ()
+    write: Callable[[], None], patience: float, give_up: Callable[[], bool] = lambda: False
 ) -> OSError | None:
     """Call a function with retries after errors; return the last error.
 
     Args:
         write: The function.
         patience: Seconds for which it is retried; longer on a full disk.
-        give_up: It is not retried if this is not empty.
+        give_up: It is not retried if this returns True.
     """
     began = time.monotonic()
     while True:
@@ -256,12 +332,43 @@ def _write_patiently(
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             over = time.monotonic() >= began + (FULL_PATIENCE if full else patience)
-            if over or give_up:
+            if over or give_up():
                 return error
             time.sleep(0.5)
         else:
             return None
 
 
+def read_signal(base: Path) -> str:
+    """Return the content of BASE.signal: "stop", "kill", "gone", or nothing."""
+    try:
+        return base.with_name(base.name + ".signal").read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return ""
+
+
+def step_processes(base: Path) -> list[int]:
+    """Return all processes of this step except this one, identified by their environment."""
+    mark = f"{MARK}={base}".encode()
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal():
+            with suppress(OSError):  # it has ended, or belongs to another user
+                if mark in Path("/proc", entry, "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry))
+    return found
+
+
+def kill_step(base: Path) -> None:
+    """Kill all processes of this step except this one, until there are none."""
+    deadline = time.monotonic() + LINGER
+    while (left := step_processes(base)) and time.monotonic() < deadline:
+        for process in left:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "--step":
+        sys.exit(run_step(Path(sys.argv[2]), sys.argv[3:]))
     sys.exit(run(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]))

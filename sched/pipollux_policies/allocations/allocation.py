@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pipollux_perfmodel import Configuration, SpeedupFunction
-
-from .job_info import JobInfo, NodeInfo, ReplicaShape
+from pipollux_policies.jobs.job_info import JobInfo, NodeInfo, ReplicaShape
 
 
 class Allocation(list[Any]):

@@ -1,0 +1,1 @@
+"""Allocations: their form, the rules that all of them keep, and their value."""
