@@ -1,7 +1,8 @@
 """Formatting of numbers, times and names for pages and terminals.
 
-Names and messages come from users, so `clean` protects terminals and XML parsers. Pages group the
-thousands of a number (`grouped`, `amount`), terminals do not (`number`).
+Names and messages come from users, so `clean` protects terminals and XML parsers: it removes
+control characters, lone surrogates and characters that reverse the direction of text. Pages group
+the thousands of a number (`grouped`, `amount`), terminals do not (`number`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Pydantic errors as sentences with location (``nodes[1].slots``), value and allowed values."""
+"""Pydantic errors as sentences with location (``nodes[1].slots``), value, and allowed values.
+
+For an unknown field they have the closest known name.
+"""
 
 from __future__ import annotations
 

@@ -32,7 +32,8 @@ class GoodputFunction:
 
     All methods take scalars or arrays, which broadcast; scalars give a float. `perf_params` may be
     seven numbers, which mean one stage; `grad_params` is (sqr, var) of the gradient at the initial
-    batch size, the minimum batch size, which efficiency is relative to.
+    batch size, the minimum batch size, which efficiency is relative to. Raises ValueError if they
+    are out of range.
 
     >>> goodput_fn = GoodputFunction((0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5), (1.0, 8.0), 32)
     >>> goodput, atomic_bsz, accum_steps = goodput_fn.optimize(
@@ -103,7 +104,8 @@ class GoodputFunction:
         return _plain(_batch_size(*sizes) / total)
 
     def efficiency(self, batch_size: Numbers) -> Numbers:
-        """Return progress per sample relative to the initial batch size, in (0, 1] from there."""
+        """Return progress per sample relative to the initial batch size, below which it is above 1.
+        """
         sqr, var = self._grad_params
         scale = np.asarray(batch_size) / self._init_batch_size
         noise = var / scale + sqr

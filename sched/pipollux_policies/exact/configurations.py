@@ -142,7 +142,8 @@ class Instance:
     def least_replicas(self) -> Ints:
         """(S,): the fewest replicas of each shape with a speedup above 0; 0 if there are none.
 
-        Of a shape that does not fit at present, whose speedup is unknown, the fewest allowed.
+        Of a shape that does not fit at present, whose speedup is unknown, the fewest that the job
+        allows, or 0 if the shape allows fewer.
         """
         table = self.table
         most = np.iinfo(np.int64).max

@@ -30,7 +30,7 @@ from pipollux_policies.placement.node_choice import Floats, Ints
 from .configurations import Instance, JobConfigurations
 
 LONG = 2.0
-"""A job is long from this multiple of the mean remaining work."""
+"""A job is long from this multiple of the mean work left; jobs of similar lengths are not."""
 
 
 class Units(NamedTuple):
