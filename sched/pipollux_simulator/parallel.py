@@ -23,6 +23,7 @@ from .experiment import Experiment, Workload
 Pair = tuple[Workload, str]
 """A workload, and the name of a policy."""
 WatchPair = Callable[[int, float, int], None]
+"""Called with the pair's index, the simulated time, and the number of completed jobs."""
 
 
 class _Child(NamedTuple):

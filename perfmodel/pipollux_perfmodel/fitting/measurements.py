@@ -24,6 +24,7 @@ class Profile(NamedTuple):
     compute_time: Floats
     """Nan if not measured."""
     weight: Floats
+    """Number of measurements of each configuration."""
 
 
 def merge(profile: Profile) -> Profile:

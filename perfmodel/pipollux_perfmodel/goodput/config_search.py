@@ -87,11 +87,13 @@ class ConfigSearch(NamedTuple):
     perf_params: PerfParams
     grad_params: GradParams
     num_nodes: Integers
+    """n of every allocation, any shape; R has the same shape."""
     num_replicas: Integers
     bounds: BatchBounds
     num_microbatches: tuple[int, ...]
     plans: Sequence[PricedCut | None] = (None,)
     memory_limit: float | None = None
+    """Bytes of a stage's device; None: unbounded."""
     sizes: SizeCorrections | None = None
     """Corrections of the model by measurements, for a single allocation."""
 

@@ -104,7 +104,7 @@ class GoodputFunction:
         return _plain(_batch_size(*sizes) / total)
 
     def efficiency(self, batch_size: Numbers) -> Numbers:
-        """Return progress per sample relative to the initial batch size, below which it is above 1.
+        """Return progress per sample relative to the initial batch size, below which it exceeds 1.
         """
         sqr, var = self._grad_params
         scale = np.asarray(batch_size) / self._init_batch_size

@@ -30,7 +30,9 @@ __all__ = [
 
 MAX_ROWS = 64
 MAX_PASSED_ON = 3
+"""How often a row is passed on, starting from the job that measured it."""
 MAX_RELATIVES = 16
+"""Most jobs whose rows a new job starts with: the last completed ones and the latest others."""
 RENEWED = 300.0
 """Seconds between reads of the reports of a running predecessor."""
 MAX_INHERITED = 256

@@ -24,7 +24,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def parse_numbers(text: str, option: str) -> tuple[int, ...]:
-    """Read numbers ``7``, and ranges ``low:high`` and ``low:high:step``, without duplicates.
+    """Read numbers ``7`` from 1 on, and inclusive ranges ``low:high`` and ``low:high:step``.
 
     >>> parse_numbers("1:7:2,16", "--replicas")
     (1, 3, 5, 7, 16)

@@ -35,7 +35,9 @@ class Layers:
     name: str
     profile: LayerProfile
     link: Link | None = None
+    """None: copies are free."""
     memory_limit: int | None = None
+    """Bytes of a stage's device; None: unlimited."""
 
 
 class ScheduleWish(NamedTuple):
@@ -54,6 +56,7 @@ class Cut(NamedTuple):
     """The cut for a number of stages, or the memory that it would need."""
 
     plan: StagePlan | None
+    """None: no cut fits into memory."""
     least_memory: float
     """Bytes of the fullest device with the smallest allowed micro-batches; 0.0: not computed."""
 

@@ -86,7 +86,7 @@ class ModelFile:
 
 
 class FitSummary(NamedTuple):
-    """The fits of a file of measurements."""
+    """The fits of a file of measurements, its name, and the number of skipped invalid rows."""
 
     source: str
     fits: tuple[StageFit, ...]

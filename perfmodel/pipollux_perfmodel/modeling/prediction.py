@@ -57,6 +57,7 @@ class Question:
 
     replicas: tuple[int, ...]
     stages: tuple[int, ...] | None = None
+    """None: the measured numbers of stages."""
     bounds: Bounds = NO_BOUNDS
     """Omitted bounds are the model's, or else those of `DEFAULT_BOUNDS`."""
     placement: Placement

@@ -48,6 +48,7 @@ class Prediction:
     step_time: float | None
     """Seconds of an iteration: all accumulation steps and the optimizer step."""
     throughput: float
+    """Samples per second."""
     efficiency: float | None
     """Progress per sample, relative to the initial batch size; None: unknown."""
     goodput: float | None
@@ -65,8 +66,8 @@ class Prediction:
 class StageModel:
     """A job with K stages; unmeasured stages are cut from `layers`, if given.
 
-    Without a schedule, that of the nearest measured number of stages. Raises ModelingError if the
-    layers cannot be cut into K stages.
+    Without a schedule, that of the nearest measured K. ModelingError if the layers cannot be cut
+    into K.
     """
 
     def __init__(

@@ -30,7 +30,9 @@ class ScheduleOption(NamedTuple):
 
     schedule: ScheduleKind
     plan: StagePlan | None
+    """The best cut that fits, if any."""
     seconds: float
+    """T_pipe of one replica; infinite if no cut fits."""
     memory: float
     """Bytes of the fullest device; if no cut fits, the minimum limit for a cut."""
 

@@ -52,6 +52,7 @@ class CutCosts:
     overlapping: bool
     num_microbatches: int
     one_shorter: bool
+    """Whether only the last micro-batch is not recomputed."""
 
 
 class _Labels(NamedTuple):

@@ -210,7 +210,9 @@ class _Asked(NamedTuple):
     job: JobInfo
     shapes: tuple[ReplicaShape, ...]
     sizes: list[tuple[int, Ints, Ints]]
+    """Shapes with numbers of nodes and of replicas."""
     stay: tuple[int, int, int] | None
+    """Shape, nodes and replicas of the configuration to stay."""
     base: NodeCounts
     runs: bool
     live_shape: int | None

@@ -106,6 +106,7 @@ class FairClaim(NamedTuple):
     moved: float
     """The speedup with which it is in time, or no later, after a change."""
     urgency: float
+    """The greatest is served first."""
     left: float
     """Remaining work that a change would speed up."""
     least_saved: float

@@ -127,6 +127,7 @@ class JobInfo:
     shapes: tuple[ReplicaShape, ...] = ()
     """Further shapes beside the job's own (`resources`, `num_stages`, `speedup_fn`)."""
     attained_service: float = 0.0
+    """Slot-seconds that the job has held so far."""
     remaining_work: float | None = None
     """Seconds that one replica of the job's own shape still trains; None: unknown."""
     work_left: tuple[float, ...] = ()

@@ -63,6 +63,7 @@ class CompletedJob:
     samples: float
     """Number of trained samples, in units of the initial batch size's samples."""
     work: float
+    """Work done, in seconds of one replica."""
     declared: float | None = None
     """Declared total number of samples; None: not declared."""
 

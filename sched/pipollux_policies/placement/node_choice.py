@@ -21,6 +21,7 @@ Floats: TypeAlias = NDArray[np.float64]
 Bools: TypeAlias = NDArray[np.bool_]
 A = TypeVar("A", bound=np.generic)
 NodeCounts: TypeAlias = tuple[tuple[int, int], ...]
+"""(node, number of replicas) for every node of a job."""
 
 
 def amounts(infos: Iterable[ReplicaShape | NodeInfo], kinds: Sequence[str]) -> Ints:

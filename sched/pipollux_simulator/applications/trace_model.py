@@ -31,6 +31,7 @@ from .base import JobModel, RunningJob, TrueStepTimes
 
 _SLOT = {"slots": 1}
 _Row: TypeAlias = tuple[int, int, int]
+"""Nodes, replicas and atomic batch size."""
 
 
 Fit: TypeAlias = Callable[..., PerfParams]

@@ -54,6 +54,7 @@ class Options:
     """Behaviour of the cluster; the defaults are those of the Pollux artifact."""
 
     interval: float = 60.0
+    """Seconds between rounds of the policy."""
     restart_seconds: float = 30.0
     """Start time of a replica; a job does not train during a start or restart."""
     rescale_seconds: float | None = None

@@ -77,6 +77,7 @@ class SimulatedJob:
     """Restarts directly from one allocation to another, which determine the measured cost."""
     num_rescales: int = 0
     attained_service: float = 0.0
+    """Slot-seconds."""
     slots_per_replica: int = 1
     history: list[Interval] = field(default_factory=list)
     lost_progress: float = 0.0
