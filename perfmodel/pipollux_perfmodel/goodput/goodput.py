@@ -104,8 +104,7 @@ class GoodputFunction:
         return _plain(_batch_size(*sizes) / total)
 
     def efficiency(self, batch_size: Numbers) -> Numbers:
-        """Return progress per sample relative to the initial batch size, below which it exceeds 1.
-        """
+        """Return progress per sample relative to the initial batch size; at most 1 above it."""
         sqr, var = self._grad_params
         scale = np.asarray(batch_size) / self._init_batch_size
         noise = var / scale + sqr

@@ -192,6 +192,7 @@ class NodePlan:
     """Nodes to mark as draining, so that the next round moves the jobs off them. Nodes of the
     previous plan that are not listed any more are needed again."""
     release: tuple[Any, ...]
+    """Nodes of `drain` that are empty and can be released."""
     num_nodes: int
     """Desired number of nodes without `drain`, but with nodes that still drain or are unhealthy."""
 

@@ -111,9 +111,11 @@ class Instance:
 
     nodes: Nodes
     jobs: Sequence[JobConfigurations]
+    """The jobs that are not pinned, oldest first."""
     table: Table
     pinned: Mapping[Any, Sequence[Any]]
     num_jobs: int
+    """Number of jobs, pinned ones included."""
 
     @cached_property
     def need(self) -> Ints:

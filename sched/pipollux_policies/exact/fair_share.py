@@ -63,6 +63,7 @@ class EqualShare(NamedTuple):
 
     speedup: float
     replicas: int
+    """The most replicas at a time."""
     slots: float
 
 

@@ -23,7 +23,9 @@ class Nodes:
     names: Sequence[Any]
     gpu_types: NDArray[np.str_]
     kinds: Sequence[str]
+    """Names of the T resources."""
     capacity: Ints
+    """(N, T): all resources of the nodes."""
     free: Ints
     """(N, T): the resources that pinned jobs leave."""
     template: NodeInfo

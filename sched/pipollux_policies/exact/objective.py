@@ -51,7 +51,10 @@ class Objective(Protocol):
 
 
 class FairSpeedup:
-    """Pollux's objective: the power mean (p = −1) of speedups over the fair share; no p of 0."""
+    """Pollux's objective: the power mean of speedups over the fair share, less costs of changes.
+
+    p is −1 in the paper; ValueError if it is 0 or not finite.
+    """
 
     def __init__(self, power: float = -1.0) -> None:
         self._power = check_power(power)
