@@ -1,12 +1,12 @@
 """Step time of per-stage gradient synchronisation, of DDP over GPipe, and of no overlap.
 
-Two pipeline replicas, each a process of one thread that drives four stages on the CPU. All
-contestants live in the same two processes and take turns, so that whatever else the machine does
-falls on all alike. The fastest step of each is the one that was disturbed least.
+Two pipeline replicas, each a process of one thread that drives four stages on the CPU. All variants
+run in the same two processes and take turns, so that other load affects all alike. The fastest step
+of each is the least disturbed one.
 
-A link slower than loopback needs root: the script then makes two network namespaces joined by a
-veth pair, whose ends pass no more than ``--rate`` megabits a second (tc, token bucket filter), and
-removes them when it is done.
+A link slower than loopback needs root: the script creates two network namespaces joined by a veth
+pair, limited to ``--rate`` megabits a second (tc, token bucket filter), and removes them at the
+end.
 
     sudo .venv/bin/python benchmarks/allreduce-overlap/allreduce_overlap.py --rate 1000
 """
@@ -79,9 +79,7 @@ def ours(batch: Tensor, checkpoint: str, *, overlap: bool = True, **options: Any
     """HybridParallel; without overlap nothing is sent before the backward has ended."""
     module = layers()
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
-    context().component(
-        States
-    ).clear()  # a job has one model; here each contestant is a job of its own
+    context().component(States).clear()  # a job has one model; here each variant is a separate job
     model = pipollux.HybridParallel(
         module,
         optimizer,
@@ -96,7 +94,7 @@ def ours(batch: Tensor, checkpoint: str, *, overlap: bool = True, **options: Any
 
 
 def ddp(batch: Tensor, bucket_cap_mb: int) -> Step:
-    """DistributedDataParallel over torchgpipe, which works without recomputation only."""
+    """DistributedDataParallel over torchgpipe, which only works without recomputation."""
     module = layers()
     gpipe = GPipe(module, [1] * STAGES, devices=DEVICES, chunks=MICROBATCHES, checkpoint="never")
     model = DistributedDataParallel(gpipe, bucket_cap_mb=bucket_cap_mb)
@@ -104,7 +102,7 @@ def ddp(batch: Tensor, bucket_cap_mb: int) -> Step:
 
 
 def alone(batch: Tensor, checkpoint: str) -> Step:
-    """The pipeline without data parallelism: what is left if nothing of it is exposed."""
+    """The pipeline without data parallelism: the step time if all communication is hidden."""
     module = layers()
     model = GPipe(module, [1] * STAGES, devices=DEVICES, chunks=MICROBATCHES, checkpoint=checkpoint)
     return step_of(model, torch.optim.SGD(module.parameters(), lr=1e-3), batch)
@@ -158,7 +156,7 @@ def report(times: dict[str, list[float]]) -> None:
 
 @contextmanager
 def slow_link(megabits: float) -> Iterator[None]:
-    """Two namespaces, a veth pair between them, a token bucket at either end."""
+    """Two namespaces joined by a veth pair with a token bucket at either end."""
 
     def run(*words: str) -> None:
         subprocess.run(words, check=True)
@@ -218,7 +216,7 @@ def main() -> None:
     if args.worker:
         worker(args.checkpoint, args.turns)
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was made is removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # removes the namespaces
     if args.rate:
         if os.geteuid() != 0:
             parser.error("--rate needs root, to make network namespaces; leave it out for loopback")

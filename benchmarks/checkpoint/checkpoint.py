@@ -1,8 +1,8 @@
-"""Saving and restoring a large model: at a step boundary, in the background, against the disk.
+"""Saving and restoring a large model: at a step boundary, in the background, and on the bare disk.
 
     OMP_NUM_THREADS=1 .venv/bin/python benchmarks/checkpoint/checkpoint.py
 
-Everything is done in turn in each round, so that whatever else the machine does falls on all alike.
+All variants take turns in each round, so that other load affects all alike.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ WIDTH = 4096
 
 
 def layers(gib: float) -> nn.Sequential:
-    """Square layers of 64 MiB each, so many GiB of float32 parameters."""
+    """Square layers of 64 MiB each, `gib` GiB of float32 parameters in total."""
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(round(16 * gib))))
 
 
 def job(gib: float) -> tuple[nn.Sequential, torch.optim.Adam]:
-    """A model and its optimizer, as a job that has taken a step; restores what there is."""
+    """A new model and its optimizer; restores an existing checkpoint."""
     contexts.reset()
     module = layers(gib)
     optimizer = torch.optim.Adam(module.parameters())
@@ -43,7 +43,6 @@ def job(gib: float) -> tuple[nn.Sequential, torch.optim.Adam]:
 
 
 def fill(module: nn.Module, optimizer: torch.optim.Adam) -> None:
-    """Adam's moments, as after a step."""
     for parameter in module.parameters():
         moments = {name: torch.randn_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = {"step": torch.ones(()), **moments}
@@ -56,14 +55,14 @@ def seconds(action: Callable[[], object]) -> float:
 
 
 def forget(path: Path) -> None:
-    """Have the kernel drop a file from its cache, so that reading it means the disk."""
+    """Drop a file from the kernel's cache, so that reading it reads from the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(descriptor)
 
 
 def write_bytes(path: Path, size: int) -> None:
-    """What dd does: a block again and again, and one flush."""
+    """Write one block repeatedly, then flush once, like dd."""
     block = os.urandom(1 << 24)
     with path.open("wb", buffering=0) as file:
         for _ in range(size // len(block)):

@@ -1,11 +1,10 @@
-"""Runs a training script as it stands, and accounts for every sample that it is trained on.
+"""Runs an unchanged training script, and counts how often it trains on each sample.
 
     python benchmarks/clusters/counted.py examples/digits.py --epochs 2
 
-How often each sample was trained on in each epoch stands in an `Accumulator`, so it is saved and
-rolled back together with the model and the position in the epoch. In the end it is written to
-`counted.json` beside the checkpoints. Loaders that do not shuffle, such as those of held-out data,
-are left alone.
+The counts by epoch are in an `Accumulator`, so they are saved and rolled back together with the
+model and the position in the epoch. At the end they are written to `counted.json` beside the
+checkpoints. Loaders that do not shuffle, such as those of held-out data, are not counted.
 """
 
 from __future__ import annotations
@@ -28,11 +27,7 @@ _loaders: list[CountingLoader] = []
 
 
 class Numbered(Dataset[tuple[Any, int]]):
-    """The samples of a data set with their numbers.
-
-    Args:
-        samples: the data set.
-    """
+    """The samples of a data set with their numbers."""
 
     def __init__(self, samples: Any) -> None:
         self._samples = samples
@@ -45,13 +40,9 @@ class Numbered(Dataset[tuple[Any, int]]):
 
 
 class CountingLoader(pipollux.AdaptiveDataLoader[Any]):
-    """The library's loader, which counts a batch once the loop is through with it.
+    """The library's loader, which counts a batch after the loop has processed it.
 
-    Args:
-        dataset: with a length.
-        batch_size: as for the library's loader.
-        shuffle: whether this is the training data, which is counted.
-        options: as for the library's loader.
+    With `shuffle`, its samples are training data, which are counted.
     """
 
     def __init__(
@@ -80,12 +71,7 @@ class CountingLoader(pipollux.AdaptiveDataLoader[Any]):
 
 
 def fault(folder: Path, num_epochs: int) -> str | None:
-    """Say what is wrong with the account that a complete job left; None if nothing is.
-
-    Args:
-        folder: where the job saved.
-        num_epochs: that it was to train.
-    """
+    """Return the error in the counts of a complete job of `num_epochs`; None: there is none."""
     counted = json.loads((folder / COUNTED).read_text())
     if sorted(counted) != sorted(f"epoch {epoch}" for epoch in range(num_epochs)):
         return f"{num_epochs} epochs were to be trained, counted are {sorted(counted)}"
@@ -98,7 +84,7 @@ def fault(folder: Path, num_epochs: int) -> str | None:
 
 
 def main() -> None:
-    """Run the script; write the account from replica 0."""
+    """Run the script; replica 0 writes the counts."""
     script = sys.argv[1]
     pipollux.AdaptiveDataLoader = CountingLoader  # type: ignore[misc]  # what the script uses
     sys.argv = sys.argv[1:]

@@ -1,14 +1,14 @@
-"""What the Kubernetes backend costs: CPU and requests of a scheduler, time to a first process.
+"""Cost of the Kubernetes backend: CPU and requests of a scheduler, time to a first process.
 
     python benchmarks/clusters/kubernetes_cost.py requests [--replicas 200] [--seconds 60]
     python benchmarks/clusters/kubernetes_cost.py listings [--jobs 4000] [--seconds 60] [--real]
     sudo PIPOLLUX_KUBERNETES=… python benchmarks/clusters/kubernetes_cost.py latency [--turns 8]
 
-`requests` serves the cluster in memory, whose containers are idle shells, and looks at the process
-of the scheduler alone: without jobs, while all replicas start, and when they run. `listings` looks
-at the engine alone, beside an API server in another process that has as many pods as a large
-cluster: that of the tests, or with --real Kubernetes' own, with etcd. `latency` takes turns on a
-real kubelet: `kubectl run`, and a replica of the engine.
+`requests` serves the cluster in memory, whose containers are idle shells, and measures the
+scheduler's process: without jobs, while all replicas start, and when they run. `listings` measures
+the engine beside an API server in another process with as many pods as a large cluster: that of the
+tests, or with --real Kubernetes' own, with etcd. `latency` starts `kubectl run` and a replica of
+the engine in turn on a real kubelet.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from kubernetes_full_memory import FullInMemory  # lies beside
-from kubernetes_full_real import FullControlPlane  # lies beside
-from kubernetes_listings import listings  # lies beside
-from kubernetes_site import NAMESPACE, Site, end_in_order  # lies beside
+from kubernetes_full_memory import FullInMemory  # same folder
+from kubernetes_full_real import FullControlPlane  # same folder
+from kubernetes_listings import listings  # same folder
+from kubernetes_site import NAMESPACE, Site, end_in_order  # same folder
 
 from pipollux_sched.backend.base import Signal
 from tests.kubernetes.cluster import IMAGE, until
@@ -38,11 +38,10 @@ from tests.kubernetes.memory.resources import PODS
 REPLICAS_OF_A_JOB = 8
 GPUS = 4
 TELL = "date +%s.%N; exec sleep 1000"
-"""What a first process does: it says when it is there."""
+"""The first process prints the time of its start."""
 
 
 def main() -> None:
-    """Measure, and print Markdown."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["requests", "listings", "latency"])
     parser.add_argument("--replicas", type=int, default=200)
@@ -62,7 +61,7 @@ def main() -> None:
 
 
 def requests(num_replicas: int, seconds: float) -> None:
-    """Print what a scheduler uses with so many idle replicas, and without any."""
+    """Print the usage of a scheduler with `--replicas` idle replicas, and without any."""
     nodes = [f"n{number}" for number in range(1, -(-num_replicas // GPUS) + 1)]
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -95,12 +94,7 @@ def _running(cluster: MemoryCluster) -> int:
 
 
 class Usage:
-    """What the scheduler has used between two moments.
-
-    Args:
-        site: whose scheduler.
-        cluster: which counts requests; this benchmark makes one for each job.
-    """
+    """Resources that the scheduler has used between two moments; one request per job is our own."""
 
     def __init__(self, site: Site, cluster: MemoryCluster) -> None:
         self._process, self._front = site.process, cluster.front
@@ -113,13 +107,13 @@ class Usage:
         return time.monotonic(), times.user + times.system, Counter(self._front.requests)
 
     def take(self, what: str, seconds: float) -> None:
-        """Look for a while, and print it; this process asks for nothing meanwhile."""
+        """Wait for an interval without own requests, then print the usage."""
         begun = self.now()
         time.sleep(seconds)
         self.show(what, begun)
 
     def show(self, what: str, begun: tuple[float, float, Counter[tuple[str, str]]]) -> None:
-        """Print what was used since."""
+        """Print the usage since the start."""
         ended = self.now()
         minutes = (ended[0] - begun[0]) / 60.0
         made = ended[2] - begun[2]
@@ -132,7 +126,7 @@ class Usage:
 
 
 def latency(turns: int) -> None:
-    """Print the seconds to the first process, `kubectl run` and the engine in turn."""
+    """Print the seconds to the first process, of `kubectl run` and the engine in turn."""
     with ControlPlane(nodes=1) as cluster:
         cluster.create_namespace(NAMESPACE)
         cluster.shared.chmod(0o777)

@@ -2,8 +2,8 @@
 
     sudo PIPOLLUX_KUBERNETES=… python benchmarks/clusters/kubernetes_demo.py [--share 1.0]
 
-Prints the story, by time; ends with status 1 if it is not as it must be. Each node has as many
-slots as this machine has cores: two are what the demo is made for.
+Prints the events by time; exits with status 1 if one is wrong. Each node has as many slots as this
+machine has cores; the demo is designed for two.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import yaml
-from counted import fault  # lies beside
-from kubernetes_site import ROOT, Site, end_in_order  # lies beside
+from counted import fault  # same folder
+from kubernetes_site import ROOT, Site, end_in_order  # same folder
 
 from pipollux_sched.lifecycle import Phase
 from pipollux_sched.store import AttemptRecord
@@ -35,7 +35,6 @@ LAST = 1200.0
 
 
 def main() -> None:
-    """Run it, print the story."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--share", type=float, default=1.0, help="of the demo's work")
     options = parser.parse_args()
@@ -48,7 +47,7 @@ def main() -> None:
         )
         try:
             wrong = Demo(site, options.share).run()
-        except BaseException:  # also Ctrl-C: what explains it is kept
+        except BaseException:  # also Ctrl-C: keep the logs
             kept = Path(tempfile.mkdtemp(prefix="pipollux-kubernetes-demo-"))
             shutil.copytree(site.directory.path, kept / "state")
             shutil.copy(site.log, kept)
@@ -61,12 +60,7 @@ def main() -> None:
 
 
 class Demo:
-    """One run of the two jobs.
-
-    Args:
-        site: where.
-        share: how much of the demo's work they are to do.
-    """
+    """One run of the two jobs, with `share` of the demo's work."""
 
     def __init__(self, site: Site, share: float) -> None:
         self._site, self._share = site, share
@@ -75,7 +69,7 @@ class Demo:
         self._begun = time.monotonic()
 
     def run(self) -> list[str]:
-        """Run both jobs to their end; return what is not as it must be."""
+        """Run both jobs to their end; return errors."""
         first, second = yaml.safe_load((EXAMPLES / "demo-jobs.yaml").read_text())["jobs"]
         self._submit(first)
         self._watch("the first job trains on both nodes", lambda: self._alone(first["name"]))
@@ -131,7 +125,7 @@ class Demo:
         print(f"{time.monotonic() - self._begun:6.1f} s  {sentence}", flush=True)
 
     def _wrong(self) -> list[str]:
-        """What must be true of each job, whatever was decided."""
+        """Return violations of what must hold for each job after any decision."""
         wrong = []
         for name, job in self._site.jobs().items():
             if job.phase is not Phase.COMPLETE:
@@ -143,7 +137,7 @@ class Demo:
         return wrong
 
     def _rising(self, name: str) -> list[str]:
-        """The loss falls, over restarts too: no attempt begins where the first did."""
+        """Return errors unless the loss falls, and no attempt begins at the initial loss."""
         points = [p for p in self._site.store.overview.points(name, 10_000) if p.loss is not None]
         attempts = self._site.store.attempts(name)
         starts = [g.first_step for g in attempts if g.first_step is not None]
@@ -165,7 +159,7 @@ class Demo:
         return wrong if steps == sorted(steps) else [*wrong, f"{name}: steps out of order"]
 
     def _wrong_story(self, first: str, second: str) -> list[str]:
-        """Two nodes, one for a joining replica, two again."""
+        """Return errors unless the first job had two nodes, one, then two, and the second ran."""
         sizes = [_size(g) for g in self._site.store.attempts(first) if g.first_step is not None]
         wanted = [2, 1, 2]
         rest = iter(sizes)

@@ -1,12 +1,12 @@
-"""Random faults of a Kubernetes cluster over one long workload, and what became of the jobs.
+"""Random faults of a Kubernetes cluster during one long workload, and their effect on the jobs.
 
     sudo PIPOLLUX_KUBERNETES=… python benchmarks/clusters/kubernetes_faults.py [--faults 50]
     python benchmarks/clusters/kubernetes_faults.py --memory [--seed 0] [--only-counting]
 
-On real kubelets, or with `--memory` on the cluster in memory of the tests. The jobs, and what must
-be true after every fault and in the end, are those of benchmarks/faults; after every fifth fault
-the scheduler is killed as well. Prints Markdown; ends with status 1, and keeps the scheduler's
-state, as soon as something is not as it must be.
+On real kubelets, or with `--memory` on the cluster in memory of the tests. The jobs and the
+invariants after every fault and at the end are those of benchmarks/faults; after every fifth fault
+the scheduler is killed as well. Prints Markdown; at the first violation exits with status 1, and
+keeps the scheduler's state.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "faults"), str(Path(__file__).pa
 from faults import Run  # of benchmarks/faults
 from injections import Injection
 from invariants import Invariants
-from kubernetes_site import CRD, NAMESPACE, PROGRAM, end_in_order, free_port  # lies beside
+from kubernetes_site import CRD, NAMESPACE, PROGRAM, end_in_order, free_port  # same folder
 from lightkube.resources.core_v1 import Pod
 from process_faults import agents, noticed, workers
 from workload import COUNTING, Work
@@ -42,21 +42,15 @@ from tests.kubernetes.memory.cluster import MemoryCluster
 
 NODES = ("n1", "n2")
 AWAY_SECONDS = 30.0
-"""How long the API server does not answer."""
+"""Seconds without an API server."""
 KILL_EVERY = 5
-"""After every so many faults the scheduler is killed as well."""
+"""The scheduler is killed as well after each multiple of this number of faults."""
 
 KubernetesFault = Callable[["KubernetesWorld", random.Random], str | None]
 
 
 class KubernetesWorld(World):
-    """A cluster, and a scheduler of one namespace.
-
-    Args:
-        cluster: it has started.
-        slots: of each node.
-        device: the resource that they are.
-    """
+    """A started cluster, and a scheduler of one namespace; slots are the resource `device`."""
 
     def __init__(self, cluster: Cluster, slots: int, device: str) -> None:
         self.kubernetes, self._device = cluster, device
@@ -99,16 +93,16 @@ class KubernetesWorld(World):
         super().submit(name, work, image=IMAGE, **fields)
 
     def checkpoints(self, job: JobRecord) -> Path:
-        """Where a job saves."""
+        """Return the checkpoint folder of a job."""
         (folder,) = (self.saves / job.name).iterdir()
         return folder
 
     def pods(self) -> list[str]:
-        """Names of the pods that are there."""
+        """Return the names of existing pods."""
         return sorted(self.kubernetes.pods(NAMESPACE))
 
     def running_pod(self, rng: random.Random) -> str | None:
-        """Name of a pod that runs, drawn at random."""
+        """Return the name of a random running pod."""
         pods = self.kubernetes.pods(NAMESPACE).values()
         names = sorted(
             pod.metadata.name
@@ -118,17 +112,17 @@ class KubernetesWorld(World):
         return rng.choice(names) if names else None
 
     def job_of(self, pod: str) -> JobRecord:
-        """Return the job that a pod belongs to, as it is now."""
+        """Return the current state of a pod's job."""
         return self.jobs()[pod.rsplit("-a", 1)[0]]
 
 
 class KubernetesInvariants(Invariants):
-    """All nodes are to be there again, besides what must be true on one machine."""
+    """Requires all nodes to be back, besides the invariants of one machine."""
 
     world: KubernetesWorld
 
     def settled(self) -> bool:
-        """Whether all nodes take jobs, and nothing is under way between decided and running."""
+        """Whether all nodes take jobs, and no decision is still being carried out."""
         nodes = self.world.store.nodes().values()
         ready = {node.name for node in nodes if node.condition is NodeCondition.READY}
         return ready >= set(self.world.nodes) and super().settled()
@@ -138,7 +132,7 @@ class KubernetesInvariants(Invariants):
 
 
 def take_api_server_away(world: KubernetesWorld, _: random.Random) -> str | None:
-    """The API server does not answer for half a minute; jobs go on."""
+    """The API server does not answer for half a minute; jobs continue."""
     world.strike()
     world.kubernetes.stop_api_server()
     time.sleep(AWAY_SECONDS)
@@ -147,14 +141,14 @@ def take_api_server_away(world: KubernetesWorld, _: random.Random) -> str | None
 
 
 def expire_watches(world: KubernetesWorld, _: random.Random) -> str | None:
-    """Every watch ends, and cannot go on where it was: 410 Gone."""
+    """Every watch ends, and cannot resume: 410 Gone."""
     world.strike()
     world.kubernetes.expire_watches()
     return "all watches"
 
 
 def delete_pod(world: KubernetesWorld, rng: random.Random) -> str | None:
-    """Somebody deletes a pod, with its grace period or without."""
+    """A pod is deleted from outside, with its grace period or without."""
     if (name := world.running_pod(rng)) is None:
         return None
     world.strike()
@@ -167,7 +161,7 @@ def delete_pod(world: KubernetesWorld, rng: random.Random) -> str | None:
 
 
 def evict_pod(world: KubernetesWorld, rng: random.Random) -> str | None:
-    """A pod is evicted, as a drain does."""
+    """A pod is evicted, as by a drain."""
     if (name := world.running_pod(rng)) is None:
         return None
     world.strike()
@@ -188,7 +182,7 @@ def cordon_node(world: KubernetesWorld, rng: random.Random) -> str | None:
 
 
 def delete_node(world: KubernetesWorld, rng: random.Random) -> str | None:
-    """A node's machine ends and the node is deleted; then one of its name comes."""
+    """A node's machine ends and the node is deleted; then one with the same name joins."""
     node = rng.choice(NODES)
     world.strike()
     world.kubernetes.delete_node(node)
@@ -198,7 +192,7 @@ def delete_node(world: KubernetesWorld, rng: random.Random) -> str | None:
 
 
 def kill_worker(world: KubernetesWorld, rng: random.Random) -> str | None:
-    """SIGKILL of a process that trains."""
+    """SIGKILL of a training process."""
     return _kill_one(world, rng, workers)
 
 
@@ -218,7 +212,7 @@ def _kill_one(
 
 
 def kill_scheduler(world: KubernetesWorld, rng: random.Random) -> str | None:
-    """SIGKILL of the scheduler, and a pod that is deleted before the next one comes."""
+    """SIGKILL of the scheduler, and deletion of a pod before the next scheduler starts."""
     name = world.running_pod(rng)
     if name is None:
         return None
@@ -242,11 +236,11 @@ FAULTS: Mapping[str, tuple[int, KubernetesFault]] = {
     "agent killed": (2, kill_agent),
     "scheduler killed, pod deleted meanwhile": (1, kill_scheduler),
 }
-"""Every kind of fault, and how often it comes relative to the others."""
+"""Every kind of fault, and its relative frequency."""
 
 
 def with_a_kill(world: World, rng: random.Random, fault: KubernetesFault) -> str | None:
-    """Do a fault; kill the scheduler in the middle of every fifth one."""
+    """Inject a fault; kill the scheduler in the middle of every fifth one."""
     assert isinstance(world, KubernetesWorld)
     hit = fault(world, rng)
     if hit is None:
@@ -262,7 +256,6 @@ def with_a_kill(world: World, rng: random.Random, fault: KubernetesFault) -> str
 
 
 def main() -> None:
-    """Run it all."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--faults", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
@@ -291,7 +284,7 @@ def main() -> None:
 
 
 def run_on(cluster: Cluster, slots: int, device: str, options: argparse.Namespace) -> None:
-    """Do the faults on a cluster, and print what became of the jobs."""
+    """Inject the faults on a cluster, and print their effect on the jobs."""
     injections: dict[str, tuple[int, Injection]] = {
         name: (weight, partial(with_a_kill, fault=fault))
         for name, (weight, fault) in FAULTS.items()

@@ -1,7 +1,7 @@
-"""A cluster with as many objects as a large one has, in a process of its own.
+"""A cluster with as many objects as a large one, in a separate process.
 
-Its nodes, pods and custom resources are there when it begins to serve; no kubelet runs them. What
-serves them is either the API server of the tests (`kubernetes_full_memory`) or a real control plane
+Its nodes, pods and custom resources exist when it begins to serve; no kubelet runs them. They are
+served by the API server of the tests (`kubernetes_full_memory`) or by a real control plane
 (`kubernetes_full_real`).
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple, Self
 
-from kubernetes_site import CRD, NAMESPACE  # lies beside
+from kubernetes_site import CRD, NAMESPACE  # same folder
 from lightkube import KubeConfig
 from lightkube.config.kubeconfig import SingleConfig
 
@@ -33,13 +33,13 @@ from tests.kubernetes.memory.conditions import set_condition
 
 GPUS = 8
 WIDTHS = (1, 1, 2, 6)
-"""Replicas of four jobs: of 4000 together 10 000."""
+"""Replicas of four jobs: 10 000 for 4000 jobs."""
 OPTIONS = KubernetesOptions(namespace=NAMESPACE, python="python", checkpoint_claim="checkpoints")
 Object = dict[str, Any]
 
 
 class Size(NamedTuple):
-    """How much there is."""
+    """The jobs, their replicas, and the nodes that these fill."""
 
     num_jobs: int
 
@@ -55,18 +55,12 @@ class Size(NamedTuple):
 
     @property
     def nodes(self) -> list[str]:
-        """Names of the nodes, which they fill."""
+        """Names of the nodes, which the replicas fill."""
         return [f"node-{n:04d}" for n in range(-(-self.num_replicas // GPUS))]
 
 
 class Full(ABC):
-    """What serves the objects.
-
-    Args:
-        folder: an empty one, for what it keeps.
-        size: how much there is.
-        identity: of the state directory that knows the jobs.
-    """
+    """The server of the objects; `identity` is that of the state directory that knows the jobs."""
 
     def __init__(self, folder: Path, size: Size, identity: str) -> None:
         self.size, self.identity = size, identity
@@ -78,19 +72,19 @@ class Full(ABC):
 
     @abstractmethod
     def fill(self) -> list[str]:
-        """Add nodes, jobs and their pods, all of which run; return the names of these."""
+        """Add nodes, jobs and their running pods; return the names of the pods."""
 
     @abstractmethod
     def turn_readiness(self, pod: str) -> None:
-        """Let a pod become ready, or no more."""
+        """Toggle the readiness of a pod."""
 
     @abstractmethod
     def length(self, pod: str) -> int:
-        """Return how long a pod is as JSON."""
+        """Return the length of a pod as JSON."""
 
     @abstractmethod
     def used(self) -> str:
-        """Return in words what the servers have used so far."""
+        """Return the servers' usage so far as text."""
 
     def jobs(self) -> dict[str, Object]:
         """Return the custom resources of all jobs, by name."""
@@ -107,11 +101,7 @@ class Full(ABC):
         }
 
     def pods(self, uids: Mapping[str, str]) -> Iterator[Object]:
-        """Yield the pods of all jobs, without a status.
-
-        Args:
-            uids: of their custom resources.
-        """
+        """Yield the pods of all jobs, without a status; `uids` are those of custom resources."""
         places = (node for node in self.size.nodes for _ in range(GPUS))
         for job, width in self.size.widths.items():
             owner = Owner(job, uids[job])
@@ -137,14 +127,7 @@ class Full(ABC):
 
 
 class FullCluster:
-    """That process; a context manager.
-
-    Args:
-        serves: what serves the objects there.
-        folder: an empty one.
-        size: how much there is.
-        identity: of the state directory that knows the jobs.
-    """
+    """The separate process, a context manager; `serves` is the server of the objects there."""
 
     def __init__(self, serves: type[Full], folder: Path, size: Size, identity: str) -> None:
         context = multiprocessing.get_context("spawn")
@@ -152,25 +135,25 @@ class FullCluster:
         arguments = theirs, serves, folder, size, identity
         self._process = context.Process(target=_serve, args=arguments)
         self._process.start()
-        theirs.close()  # so that its end is seen here
+        theirs.close()  # so that EOF is received here
         config = KubeConfig.from_file(self._ours.recv()).get()
         assert config is not None
         self.config: SingleConfig = config
 
     def change_pods(self, number: int, pause: float = 0.0) -> None:
-        """Let pods drawn at random become ready, or no more, one after the other."""
+        """Toggle the readiness of random pods, one after another."""
         self._ask("change", number, pause)
 
     def expire_watches(self) -> None:
-        """End all watches; none can go on from where it was."""
+        """End all watches, none of which can resume."""
         self._ask("expire")
 
     def pod_bytes(self) -> int:
-        """Return how long a pod is as JSON."""
+        """Return the length of a pod as JSON."""
         return int(self._ask("bytes"))
 
     def used(self) -> str:
-        """Return in words what the servers have used so far."""
+        """Return the servers' usage so far as text."""
         return str(self._ask("used"))
 
     def _ask(self, *command: object) -> Any:
@@ -181,13 +164,13 @@ class FullCluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(OSError):  # it has failed, and said how
+        with suppress(OSError):  # it has failed, and printed why
             self._ours.send(("end",))
         self._process.join()
 
 
 def let_run(pod: Object) -> Object:
-    """Give a pod the status of one that runs, and return that."""
+    """Give a pod the status of a running one, and return it."""
     status: Object = pod.setdefault("status", {})
     status |= {"phase": "Running", "podIP": "10.0.0.1"}
     for condition in ("Initialized", "Ready", "ContainersReady", "PodScheduled"):
@@ -210,7 +193,6 @@ def let_run(pod: Object) -> Object:
 
 
 def turn_readiness(pod: Object) -> None:
-    """Let a pod be ready if it is not, and not if it is."""
     (ready,) = [entry for entry in pod["status"]["conditions"] if entry["type"] == "Ready"]
     ready["status"] = "False" if ready["status"] == "True" else "True"
 

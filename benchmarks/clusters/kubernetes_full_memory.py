@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import psutil
-from kubernetes_full import GPUS, Full, Object, let_run, turn_readiness  # lies beside
-from kubernetes_site import NAMESPACE  # lies beside
+from kubernetes_full import GPUS, Full, Object, let_run, turn_readiness  # same folder
+from kubernetes_site import NAMESPACE  # same folder
 
 from pipollux_sched.backend.kubernetes import names
 from tests.kubernetes.memory import defaults, kinds
@@ -16,7 +16,7 @@ from tests.kubernetes.memory.resources import PODS
 
 
 class FullInMemory(Full):
-    """All objects are put into its store."""
+    """All objects are put into the server's store."""
 
     cluster: MemoryCluster
 
@@ -41,15 +41,15 @@ class FullInMemory(Full):
         return created
 
     def turn_readiness(self, pod: str) -> None:
-        """Change it in the store."""
+        """Change the pod in the store."""
         self.cluster.registry.store.change(PODS, NAMESPACE, pod, turn_readiness)
 
     def length(self, pod: str) -> int:
-        """Return how long it is in the store."""
+        """Return the length in the store."""
         return len(json.dumps(self.cluster.registry.store.get(PODS, NAMESPACE, pod)))
 
     def used(self) -> str:
-        """Return what this process has used."""
+        """Return the usage of this process."""
         process = psutil.Process()
         times = process.cpu_times()
         memory = process.memory_info().rss / 2**20
@@ -57,7 +57,7 @@ class FullInMemory(Full):
 
 
 def _note_writers(pod: Object) -> None:
-    """Add what servers note about who wrote what."""
+    """Add the managed fields that servers record."""
     (container,) = pod["spec"]["containers"]
     written: Object = {f"f:{key}": {} for key in pod["spec"]}
     written |= {f'k:{{"name":"{entry["name"]}"}}': {".": {}} for entry in container["env"]}

@@ -1,7 +1,7 @@
 """A large cluster served by a real control plane (`kubernetes_full`): etcd and the API server.
 
-The controller manager and its scheduler run, too. Nodes and the status of pods are only written
-there: no kubelet runs.
+The controller manager and its scheduler run, too. No kubelet runs: nodes and statuses of pods are
+only written.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from kubernetes_full import GPUS, Full, Object, let_run, turn_readiness  # lies beside
-from kubernetes_site import NAMESPACE  # lies beside
+from kubernetes_full import GPUS, Full, Object, let_run, turn_readiness  # same folder
+from kubernetes_site import NAMESPACE  # same folder
 
 from pipollux_sched.backend.kubernetes import names
 from tests.kubernetes.harness.control_plane import ControlPlane
 
 AT_ONCE = 8
-"""Requests under way while the cluster is filled."""
+"""Concurrent requests while the cluster is filled."""
 MERGE = "application/merge-patch+json"
 PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
 JOBS = f"/apis/{names.GROUP}/{names.VERSION}/namespaces/{NAMESPACE}/{names.PLURAL}"
@@ -36,7 +36,7 @@ class FullControlPlane(Full):
         return ControlPlane()
 
     def fill(self) -> list[str]:
-        """Create nodes, jobs and their pods, and let these run."""
+        """Create nodes, jobs and their pods, and set these running."""
         with ThreadPoolExecutor(AT_ONCE) as pool:
             list(pool.map(lambda node: self.cluster.add_node(node, GPUS), self.size.nodes))
             jobs = pool.map(lambda job: self._ask("POST", JOBS, job), self.jobs().values())
@@ -44,17 +44,17 @@ class FullControlPlane(Full):
             return list(pool.map(self._run, self.pods(uids)))
 
     def turn_readiness(self, pod: str) -> None:
-        """Write its status as a kubelet does."""
+        """Write the pod's status as a kubelet does."""
         found = self._ask("GET", f"{PODS}/{pod}")
         turn_readiness(found)
         self._write_status(pod, {"conditions": found["status"]["conditions"]})
 
     def length(self, pod: str) -> int:
-        """Return how long it is as it is sent."""
+        """Return the length as sent."""
         return len(json.dumps(self._ask("GET", f"{PODS}/{pod}"), separators=(",", ":")))
 
     def used(self) -> str:
-        """Return what the API server and etcd have used."""
+        """Return the usage of the API server and etcd."""
         return ", ".join(
             f"{process.name()} {sum(process.cpu_times()[:2]):.0f} s, "
             f"{process.memory_info().rss / 2**20:.0f} MiB"

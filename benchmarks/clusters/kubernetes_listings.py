@@ -1,4 +1,4 @@
-"""What listing many replicas costs the Kubernetes backend: see `kubernetes_cost.py listings`."""
+"""Cost of listing many replicas for the Kubernetes backend: see `kubernetes_cost.py listings`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import psutil
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "service-load"))
 
-from kubernetes_full import GPUS, OPTIONS, Full, FullCluster, Size  # lies beside
+from kubernetes_full import GPUS, OPTIONS, Full, FullCluster, Size  # same folder
 from store import point, spec  # of benchmarks/service-load
 
 from pipollux_sched.backend.base import ClusterUnavailableError
@@ -27,22 +27,19 @@ from pipollux_sched.lifecycle import Allocate, Started
 from pipollux_sched.store import ReceivedReport, StateDir, Store, Submission
 
 LOOK = 1.0
-"""Seconds between two listings where 4000 jobs run, and between two looks at the nodes."""
+"""Seconds between two listings with 4000 jobs, and between two readings of the nodes."""
 CALLS = 20
 CHANGES = 500
-"""Pods that change, in a burst and each by itself."""
+"""Pods that change, in a burst and one at a time."""
 APART = 0.02
-"""Seconds between two that change each by itself."""
+"""Seconds between changes one at a time."""
 PATIENCE = 300.0
 
 
 def listings(serves: type[Full], num_jobs: int, seconds: float) -> None:
-    """Print what the engine, in this process, uses where so many jobs run.
+    """Print the usage of the engine, in this process, with `num_jobs` running jobs.
 
-    Args:
-        serves: the API server, in another process.
-        num_jobs: how many.
-        seconds: how long to look at a cluster in which nothing changes.
+    `serves` is the API server, in another process; nothing changes for the first `seconds`.
     """
     size = Size(num_jobs)
     with tempfile.TemporaryDirectory() as name:
@@ -69,7 +66,7 @@ def listings(serves: type[Full], num_jobs: int, seconds: float) -> None:
 
 
 def _engine(engine: KubernetesEngine, cluster: FullCluster, size: Size, seconds: float) -> None:
-    """Measure listings and looks at nodes."""
+    """Measure listings and readings of nodes."""
     calls = (("listing()", engine.listing), ("nodes()", engine.nodes))
     for what, call in calls:
         call()
@@ -89,21 +86,21 @@ def _engine(engine: KubernetesEngine, cluster: FullCluster, size: Size, seconds:
             time.sleep(LOOK)
             engine.listing()
             engine.nodes()
-    # A real API server restarts for that, so by then all may have been listed again.
+    # A real API server restarts for that; meanwhile all may have been listed again.
     with took("all watches end, and all is listed again"):
         cluster.expire_watches()
         _await_all(engine, size)
 
 
 def _controller(engine: KubernetesEngine, store: Store) -> None:
-    """Measure what keeps jobs and their resources in step."""
+    """Measure the controller of jobs and their resources."""
     controller = engine._controller
     assert isinstance(controller, ResourceController)
     jobs = StoredJobs(store, None)  # type: ignore[arg-type]  # no command is given
     with took("statuses of all jobs are written"):
         while not (controller.step(jobs) and controller.step(jobs)):
             time.sleep(0.1)
-    time.sleep(2.0)  # until the watch has shown them
+    time.sleep(2.0)  # until the watch has delivered them
     show(
         "jobs and resources compared, nothing has changed",
         median(_cost(lambda: controller.step(jobs)) for _ in range(5)),
@@ -116,7 +113,7 @@ def _controller(engine: KubernetesEngine, store: Store) -> None:
 
 
 def _run_jobs(store: Store, size: Size) -> None:
-    """Let the store know the jobs as running, each with a report."""
+    """Store the jobs as running, each with a report."""
     places = (node for node in size.nodes for _ in range(GPUS))
     held = {job: tuple(islice(places, width)) for job, width in size.widths.items()}
     store.submit_all([Submission(job, spec(job), "token", max_restarts=3) for job in held])
@@ -126,7 +123,6 @@ def _run_jobs(store: Store, size: Size) -> None:
 
 
 def _await_all(engine: KubernetesEngine, size: Size) -> None:
-    """Wait until everything is listed."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         with suppress(ClusterUnavailableError):
@@ -138,7 +134,7 @@ def _await_all(engine: KubernetesEngine, size: Size) -> None:
 
 
 def _change(engine: KubernetesEngine, cluster: FullCluster, number: int, pause: float = 0) -> None:
-    """Let pods change; return when the watch has shown it."""
+    """Change pods; return when the watch has delivered the changes."""
     before = engine._pods.changes
     cluster.change_pods(number, pause)
     while engine._pods.changes < before + number:
@@ -154,7 +150,7 @@ def _cost(call: Callable[[], object]) -> float:
 
 @contextmanager
 def took(what: str) -> Iterator[None]:
-    """Print what something has taken, and this process's memory after it."""
+    """Print the usage of a step, and this process's memory after it."""
     wall, cpu = time.monotonic(), time.process_time()
     yield
     seconds, used = time.monotonic() - wall, time.process_time() - cpu
@@ -164,6 +160,5 @@ def took(what: str) -> Iterator[None]:
 
 
 def show(what: str, seconds: float, more: str = "") -> None:
-    """Print a line."""
     amount = f"{seconds:.2f} s" if seconds >= 1.0 else f"{1000 * seconds:.2f} ms"
     print(f"| {what} | {amount} | {more} |", flush=True)

@@ -1,4 +1,4 @@
-"""A cluster of Kubernetes, and `pipollux serve` on it as a process that its pods reach."""
+"""A cluster of Kubernetes, and `pipollux serve` on it as a process that its pods can reach."""
 
 from __future__ import annotations
 
@@ -28,21 +28,16 @@ CRD = ROOT / "deploy/kubernetes/crd.yaml"
 NAMESPACE = "training"
 PROGRAM = (sys.executable, "-c", "from pipollux_sched.cli import main; main()")
 PATIENCE = 240.0
-"""Seconds in which everything must be as it should again."""
+"""Seconds within which the cluster must recover."""
 
 
 def end_in_order() -> None:
-    """Let SIGTERM end this process as Ctrl-C does: nothing that it started stays behind."""
+    """Make SIGTERM end this process like Ctrl-C, so that no child process stays behind."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 class Site:
-    """A namespace of a cluster with a scheduler of its own.
-
-    Args:
-        cluster: a real one, or the one in memory; it has started.
-        options: of `pipollux serve`, besides those that say where things are.
-    """
+    """A namespace of a started cluster with its own scheduler, with `options` of its command."""
 
     def __init__(self, cluster: Cluster, *options: str) -> None:
         self.cluster = cluster
@@ -58,7 +53,7 @@ class Site:
         self.folder.chmod(0o777)
         self.serve()
         self.store = Store(self.directory.database)
-        """Read beside the scheduler, whether it lives or not."""
+        """Read independently of the scheduler, whether it runs or not."""
 
     # The scheduler
 
@@ -98,13 +93,13 @@ class Site:
         return psutil.Process(self._server.pid)
 
     def kill(self) -> None:
-        """Kill the scheduler, as a machine that runs out of memory does."""
+        """Kill the scheduler, as the kernel does when memory runs out."""
         assert self._server is not None
         self._server.kill()
         self._server.wait(10)
 
     def close(self) -> None:
-        """Let the scheduler end as an admin does, with whatever it runs."""
+        """End the scheduler as an admin does, with everything it runs."""
         self.store.close()
         self.api.close()
         if self._server is not None and self._server.poll() is None:
@@ -122,7 +117,7 @@ class Site:
         self.api.create(Job(metadata={"name": name}, spec=fields))
 
     def jobs(self) -> dict[str, JobRecord]:
-        """What the store knows."""
+        """Jobs in the store."""
         return {job.name: job for job in self.store.jobs()}
 
     def under_way(self) -> list[JobRecord]:
@@ -130,16 +125,16 @@ class Site:
         return [job for job in self.jobs().values() if not job.phase.ended]
 
     def checkpoints(self, job: str) -> Path:
-        """Where a job saves."""
+        """Return the checkpoint folder of a job."""
         (folder,) = (self.folder / job).iterdir()
         return folder
 
     def pods(self) -> list[str]:
-        """Names of the pods that are there."""
+        """Return the names of existing pods."""
         return sorted(self.cluster.pods(NAMESPACE))
 
     def until(self, what: str, true: Callable[[], object], seconds: float = PATIENCE) -> float:
-        """Wait until something is true; return the seconds that it took."""
+        """Wait for a condition; return the seconds waited."""
         begun = time.monotonic()
         while not true():
             if time.monotonic() - begun > seconds:
@@ -149,7 +144,7 @@ class Site:
 
 
 def free_port(address: str) -> int:
-    """Return a port of an address that nobody uses."""
+    """Return an unused port of an address."""
     with socket.socket() as probe:
         probe.bind((address, 0))
         return int(probe.getsockname()[1])

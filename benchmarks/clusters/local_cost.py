@@ -2,9 +2,8 @@
 
     python benchmarks/clusters/local_cost.py [--starts 8]
 
-A job is submitted to a scheduler of the local backend; its decision is when its attempt was
-stored, its first process is torchrun's agent. Beside it, in turn, `true` as a process of its own.
-Prints Markdown.
+A job is submitted to a scheduler of the local backend; the decision is when its attempt was stored,
+the first process is torchrun's agent. In turn with it, `true` is started directly. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -40,20 +39,19 @@ def start(world: World, name: str) -> float:
 
 
 def _age(pid: int) -> float:
-    """Return the seconds since a process was started, by the clock of the kernel that knows it."""
+    """Return the seconds since a process was started, by the kernel's clock."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def bare() -> float:
-    """Return the seconds that `true` takes as a process of its own."""
+    """Return the seconds that `true` takes."""
     begun = time.monotonic()
     subprocess.run(["true"], check=True)
     return time.monotonic() - begun
 
 
 def main() -> None:
-    """Print the medians."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--starts", type=int, default=8)
     options = parser.parse_args()

@@ -1,10 +1,10 @@
-"""What the scheduler costs on Slurm with many replicas, and how long a replica takes to start.
+"""The cost of a scheduler on Slurm with many replicas, and the start time of a replica.
 
     python benchmarks/clusters/slurm_cost.py [--replicas 200] [--seconds 60] [--starts 8]
     python benchmarks/clusters/slurm_cost.py --read 10000
 
-Replicas are steps of a real Slurm that beat and sleep. With `--read` there is no Slurm: the engine
-reads what it would print of so many steps. Prints Markdown.
+Replicas are steps of a real Slurm that send heartbeats and sleep. With `--read` there is no Slurm:
+the engine reads the output that Slurm would print for that many steps. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pathlib import Path
 from statistics import median
 
 import psutil
-from slurm_listings import listings  # lies beside
-from slurm_world import HERE, SlurmWorld  # lies beside
+from slurm_listings import listings  # same folder
+from slurm_world import HERE, SlurmWorld  # same folder
 
 from pipollux_sched.backend.slurm.output import STEP_FORMAT
 from pipollux_sched.spec.job import JobSpec
@@ -30,19 +30,14 @@ from pipollux_sched.spec.job import JobSpec
 PROGRAMS = ("squeue", "scontrol", "srun", "scancel", "sbatch")
 OPTIONS = ("--nodes=3", "--interval=5", "--grace=5", "--heartbeat-timeout=120")
 SETTINGS = {"SrunPortRange": "20000-29999"}
-"""An srun listens on three ports, and the usual range of the tests has 800."""
+"""An srun listens on three ports, and the tests' range has only 800."""
 JOB_REPLICAS = 10
 PATIENCE = 300.0
 CALLS = 10
 
 
 class SleeperWorld(SlurmWorld):
-    """A scheduler whose replicas sleep, and whose calls to Slurm are counted.
-
-    Args:
-        folder: see `SlurmWorld`.
-        slots: of each of the three hosts.
-    """
+    """A scheduler whose replicas sleep, and whose calls to Slurm are counted."""
 
     def __init__(self, folder: Path, slots: int) -> None:
         self.calls = folder / "calls"
@@ -67,11 +62,11 @@ class SleeperWorld(SlurmWorld):
         return {**super().environment(), "PATH": path}
 
     def counted(self) -> Counter[str]:
-        """Return how often each of Slurm's commands has been called."""
+        """Return the number of calls of each Slurm command."""
         return Counter(self.calls.read_text().split())
 
     def cpu_seconds(self) -> tuple[float, float]:
-        """Return CPU time of the scheduler, and of the commands that it has run to their end."""
+        """Return CPU time of the scheduler and of the commands that it has completed."""
         assert self._server is not None
         times = psutil.Process(self._server.pid).cpu_times()
         return times.user + times.system, times.children_user + times.children_system
@@ -91,9 +86,8 @@ class SleeperWorld(SlurmWorld):
         return time.monotonic() - begun, cpu
 
     def replica_mib(self, replicas: int) -> float:
-        """Return the memory on the scheduler's machine of a replica: its srun's and its runner's.
-
-        What processes share is divided among them.
+        """Return the memory of a replica on the scheduler's machine: its srun and its runner.
+        Memory shared by processes is divided among them.
         """
         assert self._server is not None
         processes = psutil.Process(self._server.pid).children(recursive=True)
@@ -108,13 +102,13 @@ class SleeperWorld(SlurmWorld):
             client.submit(JobSpec.model_validate(spec))
 
     def began(self, name: str) -> list[float]:
-        """Return when the replicas of a job began that have."""
+        """Return the start times of a job's replicas that have started."""
         files = self.directory.checkpoints(name).glob("began-*")
         return [float(file.read_text() or 0) for file in files]
 
 
 def starts(world: SleeperWorld, number: int) -> tuple[list[float], list[float]]:
-    """Return seconds from decision to first process, and of `srun true`, taken in turn."""
+    """Return seconds from decision to first process, and of `srun true`, in turn."""
     ours, plain = [], []
     for index in range(number):
         name = f"single-{index}"
@@ -130,7 +124,7 @@ def starts(world: SleeperWorld, number: int) -> tuple[list[float], list[float]]:
 
 
 def cost(world: SleeperWorld, replicas: int, seconds: float) -> list[str]:
-    """Start many replicas, and return lines of what they cost."""
+    """Start many replicas, and return lines with their cost."""
     before, begun = sum(world.cpu_seconds()), time.monotonic()
     names = [f"many-{index}" for index in range(replicas // JOB_REPLICAS)]
     for name in names:
@@ -140,7 +134,7 @@ def cost(world: SleeperWorld, replicas: int, seconds: float) -> list[str]:
         f"{total} replicas run", lambda: sum(len(world.began(x)) for x in names) >= total, PATIENCE
     )
     took, used = time.monotonic() - begun, sum(world.cpu_seconds()) - before
-    time.sleep(15.0)  # until nothing is starting any more, and a look has shown it
+    time.sleep(15.0)  # until all starts are complete and listed
     own, of_commands = world.cpu_seconds()
     counted, begun, of_slurm = world.counted(), time.monotonic(), world.controller_seconds()
     time.sleep(seconds)
@@ -175,7 +169,6 @@ def _own_share(process: psutil.Process) -> int:
 
 
 def ratios(ours: Sequence[float], plain: Sequence[float]) -> str:
-    """Return a line that compares starts."""
     several = [a / b for a, b in zip(ours, plain, strict=True)]
     return (
         f"| decision to first process | {median(ours):.2f} s; `srun true` {median(plain):.2f} s; "
@@ -184,7 +177,6 @@ def ratios(ours: Sequence[float], plain: Sequence[float]) -> str:
 
 
 def main() -> None:
-    """Run it all."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--replicas", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=60.0)

@@ -1,11 +1,11 @@
-"""The two jobs of `pipollux demo` on three Slurm hosts, and whether all was as it must be.
+"""The two jobs of `pipollux demo` on three Slurm hosts, with checks of the result.
 
     python benchmarks/clusters/slurm_demo.py [--folder DIR]
 
-The pool has nodes of two slots. Somebody else's job holds the third host at first, so that the two
-jobs have as much room as the demo has on one machine; it ends with the second job, and the third
-host joins the pool. The scripts run under `counted.py`, which keeps account of each sample. Prints
-Markdown; status 1 if something is wrong.
+The pool has nodes of two slots. A foreign job holds the third host at first, so that the two jobs
+have as much room as the demo has on one machine; it ends with the second job, and the third host
+joins the pool. The scripts run under `counted.py`, which counts each sample. Prints Markdown; exits
+with status 1 if something is wrong.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from counted import fault  # lies beside
+from counted import fault  # same folder
 from slurm_world import HERE, REPOSITORY, SlurmWorld
 
 from pipollux_sched.lifecycle import Phase
@@ -31,7 +31,7 @@ OPTIONS = (
     *("--nodes=3", "--interval=15", "--hints-interval=5", "--checkpoint-interval=20"),
     *("--grace=20",),
 )
-"""Those of `pipollux demo`."""
+"""As in `pipollux demo`."""
 STEPS_ALONE = 60
 EPOCHS = {"digits": 120, "char-lm": 3}
 SAMPLES = {"digits": 1437 * 120, "char-lm": 11875 * 3}
@@ -39,11 +39,7 @@ PATIENCE = 1200.0
 
 
 class Story:
-    """What happens to the jobs, as the scheduler's store and Slurm have it.
-
-    Args:
-        world: the scheduler.
-    """
+    """The events of the jobs, from the scheduler's store and Slurm."""
 
     def __init__(self, world: SlurmWorld) -> None:
         self._world = world
@@ -53,7 +49,7 @@ class Story:
         self.sizes: dict[str, list[int]] = {}
 
     def look(self) -> None:
-        """Take note of allocations that have changed."""
+        """Record allocations that have changed."""
         for name, job in self._world.jobs().items():
             nodes = tuple(job.state.running_on) if job.state.reason == "Training" else ()
             if job.phase is Phase.COMPLETE:
@@ -62,7 +58,7 @@ class Story:
                 self._tell(name, nodes)
 
     def say(self, text: str) -> None:
-        """Take note of something else."""
+        """Record another event."""
         line = f"| {time.time() - self._begun:.0f} s | {text} |"
         self.lines.append(line)
         print(line, file=sys.stderr, flush=True)
@@ -79,7 +75,7 @@ class Story:
 
 
 def tell(world: SlurmWorld, story: Story) -> None:
-    """Let the two jobs arrive, and go on until both have ended."""
+    """Submit the two jobs, and return when both have ended."""
     file = REPOSITORY / "examples" / "demo-jobs.yaml"
     first, second = (_counted(with_script_found(job, file)) for job in load_jobs(file))
 
@@ -115,7 +111,7 @@ def _counted(job: JobSpec) -> JobSpec:
 
 
 def wrong(world: SlurmWorld, story: Story) -> Iterator[str]:
-    """Say what is not as it must be."""
+    """Return errors."""
     for name, job in world.jobs().items():
         if job.phase is not Phase.COMPLETE or job.state.failures:
             yield f"{name} is {job.phase.value} after {job.state.failures} failures"
@@ -127,7 +123,7 @@ def wrong(world: SlurmWorld, story: Story) -> Iterator[str]:
 
 
 def _account(world: SlurmWorld, name: str, points: list[Any]) -> Iterator[str]:
-    """Each epoch is trained to its end once, with all samples, and the loss falls."""
+    """Return errors unless each epoch was completed once, with all samples, and the loss fell."""
     logs = [path for _, _, path in world.directory.logs(name)]
     text = "\n".join(log.read_text(errors="replace") for log in logs)
     epochs = [int(number) for number in re.findall(r"^.*epoch (\d+): ", text, re.MULTILINE)]
@@ -155,7 +151,7 @@ def _step(world: SlurmWorld, job: str) -> int:
 
 
 def report(world: SlurmWorld, story: Story) -> str:
-    """Return the story as Markdown."""
+    """Return the events as Markdown."""
     lines = ["| after | |", "|---|---|", *story.lines, ""]
     for name, job in world.jobs().items():
         points = world.store.overview.points(name, 5000)
@@ -178,7 +174,6 @@ def _starts(attempts: list[Any], points: list[Any]) -> Iterator[Any]:
 
 
 def main() -> None:
-    """Run it all."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--folder", type=Path)
     options = parser.parse_args()

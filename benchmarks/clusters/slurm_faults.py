@@ -1,10 +1,10 @@
-"""Random faults of a Slurm cluster over one long workload, and what became of the jobs.
+"""Random faults of a Slurm cluster during one long workload, and their effect on the jobs.
 
     python benchmarks/clusters/slurm_faults.py [--faults 100] [--seed 0] [--jobs 3] [--out FILE]
 
-The jobs, and what must be true after every fault and in the end, are those of benchmarks/faults;
-in a fifth of the faults the scheduler is killed as well. Prints Markdown; ends with status 1, and
-keeps the folder, as soon as something is not as it must be.
+The jobs and the invariants after every fault and at the end are those of benchmarks/faults; in a
+fifth of the faults the scheduler is killed as well. Prints Markdown; at the first violation exits
+with status 1, and keeps the folder.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ import scheduler_faults as scheduler
 from faults import Run
 from injections import Injection
 from invariants import Invariants
-from slurm_world import INTERVALS, SlurmWorld  # lies beside
+from slurm_world import INTERVALS, SlurmWorld  # same folder
 from world import World
 
 from pipollux_sched.store import NodeCondition
 
 LINK_SECONDS = 60.0
 KILLED_TOO = 0.2
-"""Share of the faults in whose middle the scheduler is killed."""
+"""Share of the faults during which the scheduler is killed."""
 
 SlurmFault = Callable[[SlurmWorld, random.Random], str | None]
 
 
 class SlurmInvariants(Invariants):
-    """All nodes are to be there again, besides what must be true on one machine."""
+    """Requires all nodes to be back, besides the invariants of one machine."""
 
     world: SlurmWorld
 
     def settled(self) -> bool:
-        """Whether all hosts take jobs, and nothing is under way between decided and running."""
+        """Whether all hosts take jobs, and no decision is still being carried out."""
         nodes = self.world.store.nodes().values()
         ready = {node.name for node in nodes if node.condition is NodeCondition.READY}
         return ready >= set(self.world.nodes) and super().settled()
 
 
 def kill_slurmd(world: SlurmWorld, rng: random.Random) -> str | None:
-    """SIGKILL of a slurmd, and another one after a while."""
+    """SIGKILL of a slurmd, and a new one after a while."""
     node = rng.choice(world.slurm.nodes)
     world.strike()
     world.slurm.kill_node(node)
@@ -64,7 +64,7 @@ def kill_slurmd(world: SlurmWorld, rng: random.Random) -> str | None:
 
 
 def pull_cable(world: SlurmWorld, rng: random.Random) -> str | None:
-    """A host is out of reach for a minute; then it is back, with what it still runs."""
+    """A host is unreachable for a minute; then it is back, with what it still runs."""
     host = rng.choice(world.hosts.names)
     world.strike()
     world.hosts.link_down(host)
@@ -77,7 +77,6 @@ def pull_cable(world: SlurmWorld, rng: random.Random) -> str | None:
 
 
 def revoke_pool(world: SlurmWorld, rng: random.Random) -> str | None:
-    """An admin cancels an allocation."""
     pools = world.pools()
     if not pools:
         return None
@@ -107,7 +106,6 @@ def restart_slurmctld(world: SlurmWorld, rng: random.Random) -> str | None:
 
 
 def drain_node(world: SlurmWorld, rng: random.Random) -> str | None:
-    """Slurm drains a node, and resumes it."""
     node = rng.choice(world.slurm.nodes)
     world.strike()
     world.slurm.drain(node)
@@ -118,7 +116,6 @@ def drain_node(world: SlurmWorld, rng: random.Random) -> str | None:
 
 
 def cancel_step(world: SlurmWorld, rng: random.Random) -> str | None:
-    """An admin cancels a step."""
     lines = world.slurm.call("squeue", "--noheader", "--steps", "--format=%i %j")
     steps = re.findall(r"^(\S+) (\S+\.a\d+\.r\d+)$", lines, re.MULTILINE)
     if not steps:
@@ -133,7 +130,7 @@ def cancel_step(world: SlurmWorld, rng: random.Random) -> str | None:
 
 
 def with_a_kill(fault: Injection) -> SlurmFault:
-    """Return a fault after which the scheduler is killed in a fifth of the cases."""
+    """Return a fault during which the scheduler is killed in a fifth of the cases."""
 
     def strike(world: SlurmWorld, rng: random.Random) -> str | None:
         hit = fault(world, rng)
@@ -145,13 +142,7 @@ def with_a_kill(fault: Injection) -> SlurmFault:
 
 
 def kill_perhaps(world: SlurmWorld, rng: random.Random, start: bool = True) -> None:
-    """Kill the scheduler in a fifth of all cases.
-
-    Args:
-        world: whose.
-        rng: random numbers.
-        start: whether to start another one at once.
-    """
+    """Kill the scheduler in a fifth of all cases; `start`: whether to start another one at once."""
     if rng.random() >= KILLED_TOO:
         return
     time.sleep(rng.uniform(0.0, 2.0))
@@ -174,17 +165,16 @@ FAULTS: Mapping[str, tuple[int, SlurmFault]] = {
     "worker frozen": (2, with_a_kill(processes.freeze_worker)),
     "scheduler killed": (2, scheduler.kill_scheduler),
 }
-"""Every kind of fault, and how often it comes relative to the others."""
+"""Every kind of fault, and its relative frequency."""
 
 
 def on_slurm(world: World, rng: random.Random, fault: SlurmFault) -> str | None:
-    """Do a fault in a world that is one of Slurm."""
+    """Adapt a fault to a `World`."""
     assert isinstance(world, SlurmWorld)
     return fault(world, rng)
 
 
 def main() -> None:
-    """Run it all."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)

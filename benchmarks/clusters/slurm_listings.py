@@ -1,7 +1,7 @@
-"""What listing many steps costs the Slurm backend: see `slurm_cost.py --read`.
+"""The cost of listing many steps for the Slurm backend: see `slurm_cost.py --read`.
 
-The engine is the real one. What Slurm would print are lines of Slurm 22.05, repeated with other
-numbers and names, and its commands are scripts that print them at once.
+The engine is the real one. The output is lines of Slurm 22.05, repeated with other numbers and
+names; scripts in place of Slurm's commands print it at once.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ CALLS = 10
 
 
 def listings(num_steps: int) -> None:
-    """Print what a scheduler uses for a look at so many steps."""
+    """Print the usage of a scheduler for one listing of that many steps."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         state_dir = StateDir(folder / "state")
@@ -77,7 +77,7 @@ def listings(num_steps: int) -> None:
         (there,) = engine
         try:
             there.recover({key[:2] for key in keys}, 0.0)
-            there._slurm.stop()  # no snapshot comes between
+            there._slurm.stop()  # no other snapshots
             listed = there.listing().replicas
             assert len(listed) == num_steps
             assert not any(state.waiting or state.ended for state in listed.values())
@@ -100,7 +100,7 @@ def _look_anew(engine: SlurmEngine) -> None:
 
 
 def _print_steps(folder: Path, num_steps: int) -> list[ReplicaKey]:
-    """Write what the commands print, and the commands; return the replicas."""
+    """Write the output and the scripts of the commands; return the replicas."""
     keys = [
         ReplicaKey(f"job-{n // REPLICAS_OF_A_JOB:04d}", 1, n % REPLICAS_OF_A_JOB)
         for n in range(num_steps)
@@ -126,7 +126,7 @@ def _print_steps(folder: Path, num_steps: int) -> list[ReplicaKey]:
 
 
 def _record(state_dir: StateDir, key: ReplicaKey, place: int) -> None:
-    """Keep a replica as the scheduler does; its srun is this process."""
+    """Store a replica as the scheduler does; its srun is this process."""
     files = ReplicaFiles.of(state_dir, key)
     files.base.parent.mkdir(parents=True, exist_ok=True)
     ReplicaRecord(pool=place // SLOTS, node=f"node-{place // SLOTS:04d}").write(files)
@@ -135,7 +135,7 @@ def _record(state_dir: StateDir, key: ReplicaKey, place: int) -> None:
 
 
 def show(what: str, call: Callable[[], object], calls: int = CALLS) -> None:
-    """Print what a call costs, the median of several."""
+    """Print the cost of a call, the median of several."""
     own, commands = [], []
     for _ in range(calls):
         begun, before = time.process_time(), _of_commands()

@@ -1,4 +1,4 @@
-"""`pipollux serve` whose replicas are those of `slurm_sleeper.py`; all else is the real one."""
+"""`pipollux serve` whose replicas are those of `slurm_sleeper.py`; everything else is real."""
 
 from __future__ import annotations
 

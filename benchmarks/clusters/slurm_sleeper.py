@@ -1,6 +1,6 @@
-"""A replica that only says when it began, tells the scheduler that it lives, and sleeps.
+"""A replica that prints its start time, sends heartbeats to the scheduler, and sleeps.
 
-It takes the place of torchrun's agent, which needs seconds and 150 MB: hundreds fit on a machine.
+It replaces torchrun's agent, which needs seconds and 150 MB: hundreds fit on a machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BEAT_SECONDS = 10.0
 
 
 def main() -> None:
-    """Beat until SIGTERM."""
+    """Send heartbeats until SIGTERM."""
     begun = time.time()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     replica = int(os.environ["PIPOLLUX_REPLICA"])
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def point(step: int) -> dict[str, object]:
-    """Return the progress of a job that trains."""
+    """Return the progress of a training job."""
     unknown = dict.fromkeys(("predictedStepTime", "goodput", "efficiency"))
     sizes = {"batchSize": 1, "atomicBsz": 1, "accumSteps": 0, "numReplicas": 1}
     done = {"time": time.time(), "step": step, "epoch": 0, "samples": step}
@@ -43,7 +43,7 @@ def point(step: int) -> dict[str, object]:
 
 
 def beat(path: str, body: dict[str, object]) -> None:
-    """Tell the scheduler something; it may be away."""
+    """Send a request to the scheduler, which may be unreachable."""
     where = urlsplit(os.environ["PIPOLLUX_SCHEDULER_URL"])
     connection = http.client.HTTPConnection(where.netloc, timeout=20)
     content = {"attempt": int(os.environ["PIPOLLUX_ATTEMPT"]), **body}

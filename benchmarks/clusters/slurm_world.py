@@ -1,7 +1,7 @@
-"""A real scheduler beside a real Slurm on hosts of their own.
+"""A real scheduler with a real Slurm on separate hosts.
 
 `pipollux serve --backend slurm` runs on the machine itself, as on a login node; a slurmd runs on
-each host. It asks Slurm for the nodes, whose CPUs are slots.
+each host. It allocates nodes from Slurm, whose CPUs are slots.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ INTERVALS = (
     *("--interval=2", "--hints-interval=5", "--checkpoint-interval=3"),
     *("--grace=20", "--heartbeat-timeout=12"),
 )
-"""What the scheduler of benchmarks/faults has."""
+"""As for the scheduler of benchmarks/faults."""
 
 
 class SlurmWorld(World):
-    """A Slurm cluster, and a scheduler that has nodes of it; a context manager.
+    """A Slurm cluster, and a scheduler that allocates nodes from it; a context manager.
 
     Args:
         folder: an empty folder for the scheduler; all hosts see it.
         num_hosts: how many hosts there are.
-        slots: CPUs of each, as Slurm is told.
+        slots: CPUs of each host in Slurm's configuration.
         options: of `pipollux serve`, besides the backend, the state directory and the address.
         settings: further lines of slurm.conf.
-        preparation: options of `sbatch` for a job of somebody else's that is there before.
+        preparation: options of `sbatch` for a foreign job that runs before.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class SlurmWorld(World):
             if preparation:
                 self.slurm.call("sbatch", "--wrap=sleep inf", *preparation.split())
             super().__init__(folder, dict.fromkeys(self.hosts.names, slots))
-        except BaseException:  # also Ctrl-C: nothing stays behind
+        except BaseException:  # also Ctrl-C: end everything
             self.close()
             raise
 
@@ -87,7 +87,7 @@ class SlurmWorld(World):
         return where.startswith(str(self.directory.path))
 
     def steps(self) -> dict[str, str]:
-        """Return the node of each step that Slurm has, by its name."""
+        """Return the node of each Slurm step, by its name."""
         lines = self.slurm.call("squeue", "--noheader", "--steps", "--format=%j %N").splitlines()
         return dict(line.split() for line in lines)
 
@@ -105,7 +105,7 @@ class SlurmWorld(World):
         return Client.of(self.directory)
 
     def close(self) -> None:
-        """End all there is, the scheduler included."""
+        """End everything, including the scheduler."""
         if getattr(self, "_server", None) is not None:
             self.kill()
         for pid in self.processes() if hasattr(self, "directory") else ():

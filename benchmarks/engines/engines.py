@@ -2,17 +2,17 @@
 
     .venv/bin/torchrun --standalone --nproc-per-node 2 benchmarks/engines/engines.py
 
-Two processes of one thread each, and two stages. All contestants live in the same two processes and
-take turns, so that whatever else the machine does falls on all alike; where one process works
-alone, the other one waits in a collective. What counts are ratios of neighbouring blocks of steps.
+Two processes of one thread each, and two stages. All variants run in the same two processes and
+take turns, so that other load affects all alike; while one process works alone, the other waits in
+a collective. The results are ratios of neighbouring blocks of steps.
 
-* ``plain``: the whole model and the whole batch, in one process: what a user has without pipelines.
-* ``halves``: each process trains a plain model on half of the batch, and nothing is sent: what two
-  processes can gain on this machine at the most.
+* ``plain``: the whole model and batch in one process: the baseline without pipelines.
+* ``halves``: each process trains a plain model on half of the batch, and nothing is sent: the
+  maximum gain of two processes on this machine.
 * ``torch``: torch.distributed.pipelining by hand, Schedule1F1B.
-* ``1f1b``, ``interleaved`` (two chunks to a stage) and ``gpipe``: HybridParallel with these
-  schedules, in a loop over its loader; a block of steps is an epoch, so that the beginning of a
-  loop is in it.
+* ``1f1b``, ``interleaved`` (two chunks per stage) and ``gpipe``: HybridParallel with these
+  schedules, in a loop over its loader; a block of steps is an epoch, so it includes the beginning
+  of a loop.
 * ``torchgpipe``: GPipe in one process, on two CPU devices.
 """
 
@@ -39,7 +39,7 @@ from pipollux_hybrid.job.context import context
 
 CLASSES = 64
 Steps = Callable[[int], None]
-"""Makes so many steps."""
+"""Makes that many steps."""
 
 
 class FeedForward(nn.Module):
@@ -72,7 +72,7 @@ class Block(nn.Module):
 
 
 class Classify(nn.Module):
-    """Classes of each sample, of a text by the mean over its tokens."""
+    """Classes of each sample; of a text by the mean over its tokens."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -97,13 +97,13 @@ def transformer() -> tuple[list[nn.Module], TensorDataset]:
 
 
 CHUNKS = {"mlp": [2, 1, 1, 3], "mlp-2048": [2, 1, 1, 3], "transformer": [2, 1, 1, 2]}
-"""Layers of each of four chunks, of which each stage has two."""
+"""Layers of each of four chunks, two per stage."""
 MODELS = {
     "mlp": (mlp, [3, 4]),
     "mlp-2048": (functools.partial(mlp, 2048), [3, 4]),
     "transformer": (transformer, [3, 3]),
 }
-"""What makes each, and how many of its layers each stage has."""
+"""The factory of each, and the number of layers of each stage."""
 
 
 def make(name: str) -> tuple[nn.Sequential, torch.optim.Optimizer, TensorDataset]:
@@ -129,7 +129,7 @@ def whole(name: str, share: int, alone: bool, cut: Callable[[nn.Sequential], nn.
 
 
 def by_hand(name: str, num_microbatches: int) -> Steps:
-    """Torch's own, as its tutorial has it: each process makes its half of the model."""
+    """Torch's own, as in its tutorial: each process creates its half of the model."""
     module, _, data = make(name)
     rank, balance = dist.get_rank(), MODELS[name][1]
     mine = module[: balance[0]] if rank == 0 else module[balance[0] :]

@@ -3,9 +3,9 @@
     .venv/bin/torchrun --standalone --nproc-per-node 2 benchmarks/engines/predictions.py
 
 Two processes of one thread each, and two stages. A job trains with all combinations of some batch
-sizes and numbers of micro-batches, in turn and several times over; its own profile has the medians.
-The performance model is fitted as the job does it, to the corners only: the smallest and the
-largest batch, with the fewest and the most micro-batches. It then predicts all others.
+sizes and numbers of micro-batches, in turn and repeatedly; its profile has the medians. The
+performance model is fitted as in a job, but only to the corners: the smallest and the largest
+batch, with the fewest and the most micro-batches. It then predicts all others.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Times = dict[tuple[int, int], float]
 
 
 def measure(name: str, schedule: str, rounds: int, count: int) -> StepProfile:
-    """Train with every configuration; return what the job has measured."""
+    """Train with every configuration; return the job's measurements."""
     module, optimizer, data = make(name)
     chunked = schedule == "interleaved"
     model = pipollux.HybridParallel(
@@ -71,7 +71,7 @@ def medians(profile: StepProfile) -> Times:
 
 
 def fit(profile: StepProfile, corners: set[tuple[int, int]]) -> PerfParams:
-    """Fit as the job does, to the corners alone."""
+    """Fit as in a job, to the corners only."""
     metrics = context().component(Metrics)
     rows = [
         row for row in profile.to_json() if (row["atomic_bsz"], row["num_microbatches"]) in corners

@@ -1,17 +1,16 @@
-"""What a promise of fairness costs: completion times and fairness over F.
+"""The cost of a promise of fairness: completion times and fairness over F.
 
     python benchmarks/fairness/fairness.py DATA --results DIR [--only first|curve|others|live]
         [--found]
 
 DATA holds `traces` and `workloads` of Pollux's public artifact. 16 nodes of 4 GPUs, a start takes
-30 s; a round every 60 s and at every arrival, and jobs begin with what others of their family have
-measured, both as under the scheduler. "live" is with elastic resizes at 1 s. What was
-simulated is kept in DIR, a file each, and not simulated again; with --found nothing is simulated.
-Prints Markdown.
+30 s; a round every 60 s and at every arrival, and jobs start with the measurements of their family,
+both as under the scheduler. "live" is with elastic resizes at 1 s. Results are kept in DIR, one
+file each, and not simulated again; with --found nothing is simulated. Prints Markdown.
 
-Beside the worst job and the 99th percentile of all, those of the jobs that could be in time at all:
-a job could not whose completion time alone on the empty cluster is above 1.25 times what `isolated`
-says of its equal share, because a start, measuring on one GPU first, or doubling takes too long.
+Beside the worst job and the 99th percentile of all, the table has those of jobs that could be in
+time at all. Others have a completion time alone on the empty cluster above 1.25 times that on their
+equal share (`isolated`), because a start, measuring on one GPU first, or doubling takes too long.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ from pipollux_simulator.engine.experience import Experience
 
 WORKLOADS = (1, 2, 3, 6)
 CURVE = (2.0, 1.5, 1.1)
-"""Beside none and 1.25, on the first and the last workload."""
+"""Values of F on the first and the last workload, beside none and 1.25."""
 LIVE = 1.0
 """Seconds of an elastic resize."""
 PROMISE = 1.25
-"""By which the table of all policies judges jobs."""
+"""F by which the table of all policies judges jobs."""
 
 
 class Case(NamedTuple):
@@ -58,7 +57,7 @@ class Case(NamedTuple):
 
     @property
     def file(self) -> str:
-        """Name of the file that its result is kept in."""
+        """Name of the file with its result."""
         live = "" if self.rescale_seconds is None else f"-live-{self.rescale_seconds:g}"
         return f"{self.policy}-{self.told}-{self.fairness or 'off'}-{self.number}{live}.json"
 
@@ -79,7 +78,6 @@ def cases(only: str) -> Iterator[Case]:
 
 
 def main() -> None:
-    """Simulate what is missing, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("data", type=Path)
     parser.add_argument("--results", type=Path, required=True)
@@ -100,14 +98,14 @@ def main() -> None:
 
 
 def save(target: Path, row: dict[str, Any]) -> None:
-    """Keep a result, whole or not at all."""
+    """Write a result atomically."""
     beside = target.with_suffix(".part")
     beside.write_text(json.dumps(row))
     beside.replace(target)
 
 
 def setting(data: Path, case: Case) -> tuple[Experiment, Workload]:
-    """Return what a case is simulated in."""
+    """Return the experiment and the workload of a case."""
     options = Options(
         known_length=KnownLength.parse(case.told),
         decides_at="arrivals",
@@ -121,7 +119,7 @@ def setting(data: Path, case: Case) -> tuple[Experiment, Workload]:
 
 
 def simulate(data: Path, case: Case) -> dict[str, Any]:
-    """Return the metrics of one simulation, and of every job its fairness."""
+    """Return the metrics of one simulation, and the fairness of every job."""
     experiment, workload = setting(data, case)
     outcome = experiment.run(workload, case.policy)
     alone = floors(experiment, workload, outcome)
@@ -134,9 +132,9 @@ def simulate(data: Path, case: Case) -> dict[str, Any]:
 def floors(
     experiment: Experiment, workload: Workload, outcome: SimulationOutcome
 ) -> dict[str, float]:
-    """Return how long each job takes alone on the empty cluster, by the policy without a promise.
+    """Return each job's time alone on the empty cluster, under the policy without a promise.
 
-    It begins with what another of its application measured if one had completed when it arrived.
+    It starts with the measurements of its application if one had completed when it arrived.
     """
     unfair = replace(experiment, fairness=None)
     known: dict[tuple[str, bool], float] = {}
@@ -174,7 +172,7 @@ HEAD = (
 
 
 def table(found: dict[Case, dict[str, Any]]) -> str:
-    """Return a line for every simulation; F is 1.25 where nothing is promised."""
+    """Return a line per simulation; F is 1.25 where nothing is promised."""
     lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
     told = {"exact": "exactly", "learned": "learned", "none": "–"}
     order = sorted(found, key=_place)
@@ -200,7 +198,7 @@ def table(found: dict[Case, dict[str, Any]]) -> str:
 
 
 def _place(case: Case) -> tuple[object, ...]:
-    """Return what a case comes after in the table."""
+    """Return the sort key of a case."""
     promise = -(case.fairness or 99)
     return case.rescale_seconds or 0, case.number, case.policy, case.told, promise
 

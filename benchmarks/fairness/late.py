@@ -1,12 +1,12 @@
-"""Why jobs are late: what each waited for, and what a promise did for and against it.
+"""Why jobs are late: the causes of their waiting, and the effects of a promise on them.
 
     python benchmarks/fairness/late.py DATA [--workload 6] [--told exact|learned] [--fairness 1.25]
 
-DATA is as for `fairness.py`, and the simulation the same. In every decision in which something is
-promised the policy is asked again without a promise. A job that the promise gives a greater speedup
-was helped, one that it gives less was hurt, and one that changes with it and would have stayed
-without it was moved by it. Prints a line for all jobs, and some lines for each that is later than
-F times, or 1.25 times where nothing is promised.
+DATA and the simulation are as for `fairness.py`; --told selects known or estimated job lengths. In
+every decision with promises, the policy also decides without them. A job with a greater speedup due
+to promises was helped, one with less was hurt, and one that changes and would have stayed without
+them was moved. Prints a line for all jobs, and some lines per job that is later than F times, or
+1.25 times where nothing is promised.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-from fairness import Case, setting  # lies beside
+from fairness import Case, setting  # same folder
 
 from pipollux_policies import (
     CompletionTime,
@@ -40,7 +40,7 @@ from pipollux_simulator import (
 )
 
 BOUND = 1.25
-"""Where nothing is promised."""
+"""Without promises."""
 
 
 class Moment(NamedTuple):
@@ -48,26 +48,25 @@ class Moment(NamedTuple):
 
     age: float
     slots: int
-    """That it gets."""
     changes: bool
     """Whether it held something, and gets something else."""
     first: bool
-    """Whether it is promised something."""
+    """Whether it has a promise."""
     helped: float
-    """Speedup with the promise less without it."""
+    """Speedup with the promise minus that without it."""
     moved: bool
     """Whether it would have stayed without the promise."""
     alone: float
     """T, as predicted."""
     rho: float
-    """As predicted if it has its equal share from now on."""
+    """As predicted with its equal share from now on."""
     most: int
-    """Replicas that it may have."""
+    """Its maximum replicas."""
 
 
 @dataclass
 class Watched:
-    """The exact policy, with a record of what its promise did."""
+    """The exact policy, which records the effects of its promises."""
 
     fairness: float | None
     bound: float
@@ -129,7 +128,6 @@ def _speedup(job: JobInfo, held: Allocation, nodes: Mapping[Any, NodeInfo]) -> f
 
 
 def main() -> None:
-    """Simulate, and print why jobs were late."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("data", type=Path)
     parser.add_argument("--workload", type=int, default=6)
@@ -154,7 +152,7 @@ def simulate(data: Path, number: int, told: str, policy: Watched) -> SimulationO
 
 
 def summary(result: SimulationOutcome, watched: Watched, options: argparse.Namespace) -> str:
-    """Return what all jobs come to."""
+    """Return the totals of all jobs."""
     rho = np.array([job.finish_time_fairness for job in result.jobs])
     jct = np.array([job.jct for job in result.jobs])
     restarts = np.mean([job.num_restarts for job in result.jobs])

@@ -8,16 +8,10 @@ from typing import IO
 
 
 def hold_alone(folder: Path, rank: int, attempt: int) -> IO[str] | None:
-    """Lock a replica's file for the life of this process.
+    """Lock a replica's file in the job's folder for the life of this process; return it, to keep
+    open.
 
-    Args:
-        folder: where the job saves.
-        rank: which replica this is.
-        attempt: of which attempt.
-
-    Returns:
-        The file, to be kept open; None where another process holds it. Then the file `violations`
-        says so for good.
+    None if another process holds it, which is then recorded in the file `violations`.
     """
     file = (folder / f"replica-{rank}.lock").open("a")
     try:

@@ -1,8 +1,8 @@
-"""A job whose every sample can be accounted for.
+"""A job that accounts for every sample.
 
 It counts steps of 32 samples and saves every few of them, slowly, so that it can be killed in the
-middle of a save. A checkpoint says which attempt counted which steps; two processes that ever
-work on the same job as the same replica at the same time leave a file `violations` behind.
+middle of a save. A checkpoint records which attempt counted which steps; two processes that work as
+the same replica of a job at the same time leave a file `violations` behind.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from alone import hold_alone  # lies beside
+from alone import hold_alone  # same folder
 
 SAMPLES = 32
 SAVE_EVERY = 10
@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """Return what was saved last."""
+    """Return the last checkpoint."""
     try:
         saved: dict[str, Any] = json.loads((folder / "checkpoint.json").read_text())
     except FileNotFoundError:
@@ -66,7 +66,7 @@ def load(folder: Path) -> dict[str, Any]:
 
 
 def save(folder: Path, saved: dict[str, Any], attempt: int, begin: int, step: int) -> None:
-    """Save aside and rename, slowly; a file `saving` is there meanwhile."""
+    """Save aside and rename, slowly; a file `saving` exists meanwhile."""
     counted = [entry for entry in saved["counted"] if entry[0] != attempt]
     content = {
         "step": step,
@@ -88,14 +88,14 @@ def save(folder: Path, saved: dict[str, Any], attempt: int, begin: int, step: in
 
 
 def write(path: Path, content: object) -> None:
-    """Write a small file at one go."""
+    """Write a small file with one call."""
     aside = path.with_suffix(".new")
     aside.write_text(json.dumps(content))
     aside.replace(path)
 
 
 class Supervisor:
-    """Tells the scheduler how the job does; that nobody answers does not matter."""
+    """Reports to the scheduler, which may be unreachable."""
 
     def __init__(self, rank: int, attempt: int) -> None:
         self._rank, self._attempt = rank, attempt

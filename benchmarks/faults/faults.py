@@ -1,9 +1,9 @@
-"""Random faults over one long workload with real processes, and what became of the jobs.
+"""Random faults during one long workload with real processes, and their effect on the jobs.
 
     python benchmarks/faults/faults.py [--faults 200] [--seed 0] [--jobs 4] [--out FILE]
 
-Prints Markdown; `--out` keeps a line of JSON for each fault. As soon as something is not as it must
-be it ends with status 1, and keeps the folder.
+Prints Markdown; `--out` writes a line of JSON for each fault. At the first violation it exits with
+status 1, and keeps the folder.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from injections import INJECTIONS, Injection  # lies beside
+from injections import INJECTIONS, Injection  # same folder
 from invariants import Invariants
 from outer_faults import mount_small_disk, unmount
 from scheduler_faults import MOST_UNDER_WAY
@@ -31,15 +31,15 @@ from world import World, backs_off
 
 
 class Run:
-    """One workload, and what was done to it.
+    """One workload, and its faults.
 
     Args:
-        folder: an empty folder for all of it.
+        folder: an empty folder for everything.
         seed: of the faults, and of the jobs.
-        num_jobs: jobs that are kept going.
-        out: takes a line of JSON for each fault; None: nowhere.
-        invariants: of the world that it happens in; None: a new world.
-        injections: the faults, and how often each comes.
+        num_jobs: how many jobs to keep under way.
+        out: for a line of JSON per fault.
+        invariants: of an existing world; None: of a new one.
+        injections: the faults, and their relative frequency.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class Run:
         self.done: dict[str, list[float]] = defaultdict(list)
 
     def keep_busy(self) -> None:
-        """Let as many jobs be under way as shall be, one of them saving on the small disk.
+        """Submit jobs until enough are under way, one of them saving on the small disk.
 
-        Those that wait after a failure do not count, up to a number.
+        Up to a number, jobs that wait after a failure do not count.
         """
         while True:
             under_way = self.world.under_way()
@@ -86,13 +86,13 @@ class Run:
             self.world.submit(name, Work.drawn(script, self.rng), **fields)
 
     def inject(self) -> None:
-        """Let one thing go wrong, wait until all is well again, and look whether it is."""
+        """Inject a fault, wait for recovery, and check the invariants."""
         kinds, weights = list(self.injections), [weight for weight, _ in self.injections.values()]
         kind = self.rng.choices(kinds, weights)[0]
         self.world.struck, begun = None, time.monotonic()
         hit = self.injections[kind][1](self.world, self.rng)
         if hit is None:
-            time.sleep(0.2)  # nothing was there to be hit; soon there may be
+            time.sleep(0.2)  # there was no target; try again
             return
         self.world.until("every job trains, waits or has ended", self.invariants.settled)
         seconds = time.monotonic() - (self.world.struck or begun)
@@ -106,7 +106,7 @@ class Run:
                 file.write(json.dumps(line) + "\n")
 
     def finish(self) -> None:
-        """Let all jobs end, and the scheduler after them."""
+        """End all jobs, then the scheduler."""
         world = self.world
         world.until("all jobs have ended", lambda: not world.under_way(), 900.0)
         jobs = world.jobs()
@@ -124,7 +124,7 @@ class Run:
         world.end()
 
     def report(self) -> str:
-        """Say what was done, and how long it took until all was well again."""
+        """Return the faults, and the time until recovery from each."""
         lines = ["| fault | times | well again after: median | worst |", "|---|---|---|---|"]
         for kind in self.injections:
             times = self.done.get(kind, [])
@@ -151,12 +151,11 @@ class Run:
 
     @property
     def total(self) -> int:
-        """Faults so far."""
+        """Number of faults so far."""
         return sum(map(len, self.done.values()))
 
 
 def main() -> None:
-    """Run it all."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
@@ -174,7 +173,7 @@ def main() -> None:
             run.inject()
         run.finish()
         print(run.report())
-    except BaseException:  # also Ctrl-C: no job stays behind
+    except BaseException:  # also Ctrl-C: end all jobs
         print(f"what is left of it lies in {folder}", file=sys.stderr)
         run.world.kill()
         for pid in run.world.processes():

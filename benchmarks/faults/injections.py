@@ -1,4 +1,4 @@
-"""Every kind of fault by name; each returns when it has been done, not when it is over."""
+"""Every kind of fault by name; each returns after the injection, not after the recovery."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
-import outer_faults as outer  # lies beside
+import outer_faults as outer  # same folder
 import process_faults as processes
 import scheduler_faults as scheduler
 from world import World
@@ -41,4 +41,4 @@ INJECTIONS: Mapping[str, tuple[int, Injection]] = {
     "wrong token": (1, outer.send_with_a_wrong_token),
     "clock set": (1, outer.set_clock),
 }
-"""Every kind of fault, and how often it comes relative to the others."""
+"""Every kind of fault, and its relative frequency."""

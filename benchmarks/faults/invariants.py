@@ -1,4 +1,4 @@
-"""What must be true of the store and of the processes after every fault."""
+"""Invariants of the store and of the processes after every fault."""
 
 from __future__ import annotations
 
@@ -7,30 +7,26 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 
-from world import World, backs_off  # lies beside
+from world import World, backs_off  # same folder
 
 from pipollux_sched.lifecycle import Phase
 from pipollux_sched.store import JobRecord, NodeCondition
 
 NOTICE = 30.0
-"""Seconds in which the scheduler must have noticed that a replica is gone."""
+"""Seconds within which the scheduler must notice the loss of a replica."""
 
 
 class Invariants:
-    """Looks at a world again and again.
-
-    Args:
-        world: the scheduler and its jobs.
-    """
+    """Checks a world repeatedly."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self._attempts: dict[str, int] = {}
 
     def settled(self) -> bool:
-        """Whether nothing is under way between what is decided and what runs.
+        """Whether no decision is still being carried out.
 
-        Each job trains, or waits: for room that is not there, or until its back-off is over.
+        Each job trains, or waits for room that is not free, or for the end of its back-off.
         """
         jobs = self.world.under_way()
         if any(job.state.intent is not None for job in jobs):
@@ -42,7 +38,7 @@ class Invariants:
         return not any(_fits(job, free) for job in waiting if not job.state.suspended)
 
     def violations(self) -> list[str]:
-        """Say what is not as it must be, at any moment; nothing if all is well."""
+        """Return all violations of what must hold at any moment."""
         jobs = self.world.jobs()
         return [
             *(f"{name} is gone" for name in self.world.acknowledged.keys() - jobs.keys()),
@@ -57,7 +53,7 @@ class Invariants:
         ]
 
     def _conditions(self, jobs: Iterable[JobRecord]) -> Iterator[str]:
-        """Of the conditions of a job, one per type, that of its phase alone is true."""
+        """Of the conditions of a job, one per type, only that of its phase is true."""
         for job in jobs:
             true = [entry.type for entry in job.state.conditions if entry.status]
             kinds = {entry.type for entry in job.state.conditions}
@@ -65,7 +61,6 @@ class Invariants:
                 yield f"{job.name}: conditions {job.state.conditions}"
 
     def _slots(self, jobs: Iterable[JobRecord]) -> Iterator[str]:
-        """No node holds more than it has."""
         held = dict.fromkeys(self.world.nodes, 0)
         for job in jobs:
             for node in job.state.nodes_in_use:
@@ -75,7 +70,7 @@ class Invariants:
                 yield f"{node} holds {held[node]} of {slots}"
 
     def _order(self, jobs: Iterable[JobRecord]) -> Iterator[str]:
-        """Attempts only grow, and of each job at most the last one is open."""
+        """Attempt numbers only grow, and at most the last attempt of each job is open."""
         attempts = {job.name: self.world.store.attempts(job.name) for job in jobs}
         for job in jobs:
             attempt, before = job.state.attempt, self._attempts.get(job.name, 0)
@@ -90,14 +85,13 @@ class Invariants:
                 yield f"{job.name} is {job.phase}, and attempts {open_ones} have no end"
 
     def _left_running(self, jobs: Mapping[str, JobRecord]) -> Iterator[str]:
-        """Nothing runs of a job that has ended."""
         for pid, environment in self.world.processes().items():
             job = jobs.get(environment.get("PIPOLLUX_JOB_ID", ""))
             if job is not None and job.phase.ended:
                 yield f"{job.name} is {job.phase}, and process {pid} of it runs"
 
     def _missing(self, jobs: Iterable[JobRecord]) -> Iterator[str]:
-        """Each replica of a job that trains has a process, or the scheduler soon knows better."""
+        """Each replica of a training job has a process, or the scheduler notices its loss soon."""
         for job in jobs:
             if job.phase is Phase.RUNNING and job.state.reason == "Training":
                 try:
@@ -119,7 +113,7 @@ class Invariants:
         return (now.attempt, now.live.number, now.reason, now.intent) != before
 
     def _damage(self) -> Iterator[str]:
-        """The file of the store is whole, and no row refers to one that is not there."""
+        """The store's file is intact, and no row refers to a missing one."""
         where = f"{self.world.directory.database.as_uri()}?mode=ro"
         with closing(sqlite3.connect(where, uri=True, timeout=30.0)) as database:
             rows = database.execute("PRAGMA integrity_check").fetchall()
@@ -128,7 +122,7 @@ class Invariants:
             yield f"the store: {rows}, {broken}"
 
     def _log(self) -> Iterator[str]:
-        """Nothing has failed in the scheduler that it did not expect to."""
+        """The scheduler had no unexpected errors."""
         log = self.world.folder / "serve.log"
         if "Traceback" in log.read_text(errors="replace"):
             yield f"{log} tells of an exception"
@@ -138,7 +132,7 @@ class Invariants:
         return [*kept, *(self.world.folder / "small").glob("*/violations")]
 
     def _free(self, jobs: Iterable[JobRecord]) -> dict[str, int]:
-        """Slots that nobody holds, by node that takes jobs."""
+        """Free slots of each node that takes jobs."""
         nodes = self.world.store.nodes().values()
         free = {node.name: node.slots for node in nodes if node.condition is NodeCondition.READY}
         for job in jobs:

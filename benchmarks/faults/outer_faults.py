@@ -1,7 +1,7 @@
-"""What happens around the scheduler: disks, nodes, clocks, and what people and jobs send it.
+"""Faults outside of the scheduler: disks, nodes, clocks, and requests of users and jobs.
 
-As all faults: a function is given the world and a generator of random numbers, and returns whom or
-what it hit, or None where there was nothing to hit.
+Like all faults, each is a function of the world and a random generator that returns its target, or
+None if there was none.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from scheduler_faults import being_moved  # lies beside
+from scheduler_faults import being_moved  # same folder
 from world import World
 
 from pipollux_sched.store import JobRecord
 
 
 def fill_disk(world: World, rng: random.Random) -> str | None:
-    """No space left where a job saves, for a while."""
+    """The disk of a job's checkpoints is full for a while."""
     job = _on_small_disk(world, rng)
     if job is None:
         return None
@@ -32,7 +32,7 @@ def fill_disk(world: World, rng: random.Random) -> str | None:
 
 
 def fill_disk_in_a_move(world: World, rng: random.Random) -> str | None:
-    """No space left for a job that is asked to save, to be started elsewhere."""
+    """The disk is full for a job that has to save, to be started elsewhere."""
     job = _on_small_disk(world, rng)
     if job is None or not job.spec["preemptible"]:
         return None
@@ -69,7 +69,6 @@ def suspend_and_resume(world: World, rng: random.Random) -> str | None:
 
 
 def send_a_large_hint(world: World, rng: random.Random) -> str | None:
-    """Hints of 10 MB."""
     return _send(world, rng, b'{"padding": "' + b"x" * 10_000_000 + b'"}', 413)
 
 
@@ -80,7 +79,6 @@ def send_a_nan_hint(world: World, rng: random.Random) -> str | None:
 
 
 def send_a_large_submission(world: World, _: random.Random) -> str | None:
-    """A submission of 10 MB."""
     spec = {"name": "large", "script": "job.py", "environment": {"PADDING": "x" * 10_000_000}}
     with world.client() as client:
         answer = client.post("/jobs", json=spec)
@@ -90,7 +88,7 @@ def send_a_large_submission(world: World, _: random.Random) -> str | None:
 
 
 def send_with_a_wrong_token(world: World, rng: random.Random) -> str | None:
-    """Hints, and a cancellation, by somebody who has another job's token, or none."""
+    """Hints, and a cancellation, with another job's token, or none."""
     jobs = world.under_way()
     if len(jobs) < 2:
         return None
@@ -110,7 +108,7 @@ def set_clock(world: World, rng: random.Random) -> str | None:
 
 
 def mount_small_disk(folder: Path) -> bool:
-    """Make a folder a disk of eight megabytes; False where this user may not."""
+    """Mount a disk of eight megabytes on a folder; False if this user may not."""
     folder.mkdir(parents=True)
     if os.geteuid() != 0:
         return False
@@ -119,7 +117,6 @@ def mount_small_disk(folder: Path) -> bool:
 
 
 def unmount(folder: Path) -> None:
-    """Undo `mount_small_disk`."""
     subprocess.run(["umount", str(folder)], capture_output=True, check=False)
 
 
@@ -130,7 +127,7 @@ def _on_small_disk(world: World, rng: random.Random) -> JobRecord | None:
 
 @contextmanager
 def _full(folder: Path) -> Iterator[None]:
-    """Let there be no space left on a folder's disk."""
+    """Fill the disk of a folder."""
     filler = folder / "filler"
     try:
         with filler.open("wb", buffering=0) as file:

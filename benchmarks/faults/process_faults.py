@@ -1,7 +1,7 @@
-"""What happens to the processes of jobs: they are killed, frozen, or asked to stop by others.
+"""Faults of the processes of jobs: they are killed, frozen, or stopped from outside.
 
-As all faults: a function is given the world and a generator of random numbers, and returns whom or
-what it hit, or None where there was nothing to hit.
+Like all faults, each is a function of the world and a random generator that returns its target, or
+None if there was none.
 """
 
 from __future__ import annotations
@@ -13,37 +13,36 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from world import World  # lies beside
+from world import World  # same folder
 
 from pipollux_sched.lifecycle import Phase
 from pipollux_sched.store import JobRecord
 
 _AGENT = re.compile(r"\S*python\S* -P \S*/agent\.py ")
-"""The command of an agent, and of none of those who start it."""
+"""Occurs in the command of an agent, and of none of its ancestors."""
 
 
 def kill_runner(world: World, rng: random.Random) -> str | None:
-    """SIGKILL of the process that watches over an agent."""
+    """SIGKILL of the parent that supervises an agent."""
     return _hit_one(world, rng, runners, signal.SIGKILL)
 
 
 def kill_agent(world: World, rng: random.Random) -> str | None:
-    """SIGKILL of a torchrun agent."""
     return _hit_one(world, rng, agents, signal.SIGKILL)
 
 
 def kill_worker(world: World, rng: random.Random) -> str | None:
-    """SIGKILL of the process that trains."""
+    """SIGKILL of the training process."""
     return _hit_one(world, rng, workers, signal.SIGKILL)
 
 
 def freeze_worker(world: World, rng: random.Random) -> str | None:
-    """SIGSTOP of a process that trains: it is there, and says nothing any more."""
+    """SIGSTOP of a training process: it exists, but sends nothing."""
     return _hit_one(world, rng, workers, signal.SIGSTOP)
 
 
 def stop_from_outside(world: World, rng: random.Random) -> str | None:
-    """SIGTERM of a job's agent by somebody who is not the scheduler."""
+    """SIGTERM of a job's agent, not by the scheduler."""
     return _hit_one(world, rng, runners, signal.SIGTERM)
 
 
@@ -59,7 +58,7 @@ def kill_attempt(world: World, rng: random.Random) -> str | None:
 
 
 def kill_worker_in_a_save(world: World, _: random.Random) -> str | None:
-    """SIGKILL of the process that trains while it writes a checkpoint."""
+    """SIGKILL of the training process while it writes a checkpoint."""
     jobs = world.training()
     deadline = time.monotonic() + 10.0
     while time.monotonic() < deadline:
@@ -78,7 +77,7 @@ def _saves(folder: Path) -> bool:
 
 
 def noticed(world: World, job: JobRecord) -> str:
-    """Wait until the scheduler has noticed what happened to a job's attempt."""
+    """Wait until the scheduler has noticed the fault of a job's attempt."""
 
     def has() -> bool:
         state = world.jobs()[job.name].state
@@ -90,21 +89,20 @@ def noticed(world: World, job: JobRecord) -> str:
 
 
 def runners(world: World, job: str) -> list[int]:
-    """Processes that watch over an agent of a job."""
+    """Processes that supervise an agent of a job."""
     return [pid for pid in world.processes(job) if "supervisor.py" in _command(pid)]
 
 
 def agents(world: World, job: str) -> list[int]:
-    """The torchrun agents of a job."""
     return [pid for pid in world.processes(job) if _AGENT.match(_command(pid))]
 
 
 def workers(world: World, job: str, rank: str | None = None) -> list[int]:
-    """Processes of a job that train; all, or replica `rank` alone."""
+    """Training processes of a job; all, or replica `rank` only."""
     return [
         pid
         for pid, environment in world.processes(job).items()
-        # Only the agents set it.
+        # Only agents set it.
         if "RANK" in environment and rank in (None, environment["RANK"])
     ]
 

@@ -1,7 +1,7 @@
-"""What happens to the scheduler itself: it is killed, at moments of every kind, or started twice.
+"""Faults of the scheduler: it is killed, at moments of every kind, or started twice.
 
-As all faults: a function is given the world and a generator of random numbers, and returns whom or
-what it hit, or None where there was nothing to hit.
+Like all faults, each is a function of the world and a random generator that returns its target, or
+None if there was none.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 
 import httpx
-from process_faults import agents, noticed, workers  # lies beside
+from process_faults import agents, noticed, workers  # same folder
 from workload import COUNTING, Work
 from world import World
 
@@ -23,14 +23,13 @@ from pipollux_sched.lifecycle import Intent
 from pipollux_sched.store import JobRecord
 
 MOST_UNDER_WAY = 10
-"""Jobs that may be under way, those that wait after a failure included."""
+"""Maximum jobs under way, including those that wait after a failure."""
 
 HEARD_WITHIN = 3.0
-"""Seconds in which a replica that trains has given a sign of life at least once."""
+"""Seconds within which each training replica has sent a heartbeat."""
 
 
 def kill_scheduler(world: World, _: random.Random) -> str | None:
-    """SIGKILL of the scheduler at any moment."""
     world.kill()
     world.serve()
     return "the scheduler"
@@ -39,7 +38,7 @@ def kill_scheduler(world: World, _: random.Random) -> str | None:
 def kill_scheduler_as_it_starts(world: World, rng: random.Random) -> str | None:
     """SIGKILL of the scheduler, then of the next while it starts, and of the one after that.
 
-    The second one is hit soon after it has said where it listens, which is when it adopts.
+    The second one is killed shortly after it has printed its address, while it adopts replicas.
     """
     world.kill()
     world.launch()
@@ -54,7 +53,7 @@ def kill_scheduler_as_it_starts(world: World, rng: random.Random) -> str | None:
 
 
 def kill_scheduler_in_a_move(world: World, rng: random.Random) -> str | None:
-    """SIGKILL of the scheduler while a job is asked to save, to be started elsewhere."""
+    """SIGKILL of the scheduler while a job saves, to be started elsewhere."""
     jobs = [job for job in world.training() if job.spec["preemptible"]]
     if not jobs:
         return None
@@ -82,7 +81,6 @@ def kill_scheduler_in_a_resize(world: World, _: random.Random) -> str | None:
 
 
 def kill_joining_replica(world: World, rng: random.Random) -> str | None:
-    """SIGKILL of a replica that is about to join others."""
     deadline = time.monotonic() + 5.0
     while time.monotonic() < deadline:
         job = _changing(world)
@@ -95,7 +93,7 @@ def kill_joining_replica(world: World, rng: random.Random) -> str | None:
         if job is not None and found:
             world.signal(rng.choice(found), signal.SIGKILL)
             return job.name
-        time.sleep(0.05)  # its process is about to be started
+        time.sleep(0.05)  # its process starts soon
     return None
 
 
@@ -144,13 +142,13 @@ def kill_scheduler_in_a_submission(world: World, rng: random.Random) -> str | No
     thread.join(30)
     world.serve()
     known = name in world.jobs()
-    if known:  # taken in, though perhaps nobody was told: it must run
+    if known:  # accepted, perhaps without an answer: it must run
         world.acknowledged[name] = work
     return f"{name}, {'taken in' if known else 'not taken in'}"
 
 
 def kill_scheduler_and_agent(world: World, rng: random.Random) -> str | None:
-    """SIGKILL of the scheduler and of a torchrun agent, so that nobody sees how that ended."""
+    """SIGKILL of the scheduler and of a torchrun agent, whose exit status is then unknown."""
     jobs = world.training()
     if not jobs:
         return None
@@ -165,7 +163,7 @@ def kill_scheduler_and_agent(world: World, rng: random.Random) -> str | None:
 
 
 def kill_scheduler_and_freeze_worker(world: World, rng: random.Random) -> str | None:
-    """SIGSTOP of a process that trains, and SIGKILL of the scheduler that would have missed it."""
+    """SIGSTOP of a training process, and SIGKILL of the scheduler that would have noticed."""
     jobs = world.training()
     if not jobs:
         return None
@@ -181,7 +179,7 @@ def kill_scheduler_and_freeze_worker(world: World, rng: random.Random) -> str | 
 
 
 def serve_twice(world: World, _: random.Random) -> str | None:
-    """A second `pipollux serve` on the same state directory: it refuses, in a sentence."""
+    """A second `pipollux serve` on the same state directory, which must exit with an error."""
     directory = str(world.directory.path)
     program = [sys.executable, "-c", "from pipollux_sched.cli import main; main()", "serve"]
     ended = subprocess.run(

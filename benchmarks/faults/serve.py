@@ -1,4 +1,4 @@
-"""`pipollux serve` on a clock that can be set: it shows the real time plus what a file says."""
+"""`pipollux serve` on a clock that can be set: the real time plus an offset in a file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _shown_time() -> float:
 # Before anything is imported that remembers the function.
 time.time = _shown_time
 
-from pipollux_policies import make_policy  # after the clock was changed
+from pipollux_policies import make_policy  # after the change of the clock
 from pipollux_sched.cli.serving import run  # the same
 from pipollux_sched.scheduler import Scheduler  # the same
 from pipollux_sched.spec.job import load_cluster  # the same

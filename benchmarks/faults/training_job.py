@@ -1,9 +1,9 @@
-"""A real training job, small, whose every sample can be accounted for.
+"""A small, real training job that accounts for every sample.
 
-It trains by the library's own means alone: `AdaptiveDataLoader` with a batch size that follows the
-goodput, a pipeline of as many stages as the scheduler says, the library's checkpoints. How often
-each sample was trained on in each epoch stands in an `Accumulator`, so it is saved and rolled back
-together with the model and the position in the epoch. In the end it is written to `counted.json`.
+It uses only the library: `AdaptiveDataLoader` with a batch size that follows the goodput, a
+pipeline of as many stages as the scheduler decides, checkpoints. The counts of each sample by epoch
+are in an `Accumulator`, so they are saved and rolled back together with the model and the position
+in the epoch. At the end they are written to `counted.json`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from alone import hold_alone  # lies beside
+from alone import hold_alone  # same folder
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -26,11 +26,11 @@ import pipollux
 NUM_SAMPLES = 256
 WIDTH = 16
 SAMPLE_SECONDS = 0.004
-"""What a sample is made to cost, so that training takes longer than starting."""
+"""Artificial duration of a sample, so that training takes longer than starting."""
 
 
 class Numbered(Dataset[tuple[Tensor, Tensor, int]]):
-    """Points, what they are to be mapped to, and their numbers."""
+    """Points, their targets, and their numbers."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def train(num_epochs: int) -> dict[str, list[int]]:
-    """Train for so many epochs; how often each sample was trained on, by epoch."""
+    """Train for some epochs; return how often each sample was trained on, by epoch."""
     module = nn.Sequential(
         *(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, 32)),
         *(nn.Tanh(), nn.Linear(32, WIDTH)),

@@ -1,4 +1,4 @@
-"""The jobs that run while things go wrong, and the account that each gives of its samples."""
+"""The jobs that run during the faults, and their account of samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEP_SAMPLES = 32
 EPOCH_SAMPLES = 256
 """Samples of an epoch of the training job."""
 MOST_TRAINING = 2
-"""How many training jobs are under way at a time: importing torch keeps a core busy for seconds."""
+"""Maximum training jobs under way: importing torch keeps a core busy for seconds."""
 
 KINDS: tuple[Mapping[str, Any], ...] = (
     {"script": COUNTING, "num_stages": 1},
@@ -25,11 +25,11 @@ KINDS: tuple[Mapping[str, Any], ...] = (
     {"script": TRAINING, "num_stages": 2, "stage_choices": [1, 2]},
     {"script": COUNTING, "num_stages": 1, "preemptible": False, "max_replicas": 1},
 )
-"""What jobs are submitted, in turn."""
+"""Kinds of jobs, submitted in turn."""
 
 
 class Work(NamedTuple):
-    """What a job has to do."""
+    """The work of a job."""
 
     script: Path
     amount: int
@@ -37,12 +37,12 @@ class Work(NamedTuple):
 
     @classmethod
     def drawn(cls, script: Path, rng: random.Random) -> Work:
-        """A minute of work, more or less."""
+        """About a minute of work."""
         return cls(script, rng.randrange(300, 800) if script == COUNTING else rng.randrange(20, 50))
 
     @property
     def arguments(self) -> list[str]:
-        """What the script is called with."""
+        """Arguments of the script."""
         name = "--steps" if self.script == COUNTING else "--epochs"
         return [name, str(self.amount)]
 
@@ -52,7 +52,7 @@ class Work(NamedTuple):
         return self.amount * (STEP_SAMPLES if self.script == COUNTING else EPOCH_SAMPLES)
 
     def fault(self, folder: Path) -> str | None:
-        """Say what is wrong with the account that the complete job left; None if nothing is."""
+        """Return the error in the account of the complete job; None: there is none."""
         return self._counting(folder) if self.script == COUNTING else self._training(folder)
 
     def _counting(self, folder: Path) -> str | None:

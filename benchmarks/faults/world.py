@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 import psutil
-from workload import Work  # lies beside
+from workload import Work  # same folder
 
 from pipollux_sched.lifecycle import Phase
 from pipollux_sched.store import JobRecord, StateDir, Store
@@ -23,16 +23,11 @@ from pipollux_sched.store import JobRecord, StateDir, Store
 SERVE = Path(__file__).with_name("serve.py")
 NODES = {"node-a": 4, "node-b": 4}
 PATIENCE = 240.0
-"""Seconds in which everything must be as it should again."""
+"""Seconds within which the scheduler and its jobs must recover."""
 
 
 class World:
-    """One scheduler, its state directory, and the jobs that were acknowledged.
-
-    Args:
-        folder: an empty folder for all of it.
-        nodes: slots of each node by name.
-    """
+    """One scheduler, its state directory, and the jobs that were acknowledged; slots by node."""
 
     def __init__(self, folder: Path, nodes: Mapping[str, int] = NODES) -> None:
         self.folder = folder
@@ -42,17 +37,17 @@ class World:
         self.clock = folder / "clock"
         self.clock.write_text("0")
         self.acknowledged: dict[str, Work] = {}
-        """What every job whose submission was answered has to do, by name."""
+        """Work of every job whose submission was answered, by name."""
         nodes = [{"name": name, "slots": slots, "kind": "cpu"} for name, slots in nodes.items()]
         self.cluster.write_text(json.dumps({"nodes": nodes}))
         self.submission_seconds = 0.1
-        """What the last submission took."""
+        """Duration of the last submission."""
         self.struck: float | None = None
-        """When the present fault struck, by the monotonic clock; None before it has."""
+        """Monotonic time of the present fault; None before it."""
         self._server: subprocess.Popen[bytes] | None = None
         self.serve()
         self.store = Store(self.directory.database)
-        """Read beside the scheduler, whether it lives or not."""
+        """Read independently of the scheduler, whether it runs or not."""
 
     # The scheduler
 
@@ -72,7 +67,7 @@ class World:
         return [sys.executable, str(SERVE), str(self.folder)]
 
     def environment(self) -> Mapping[str, str]:
-        """Return variables of the scheduler besides this process's own."""
+        """Return additional variables of the scheduler."""
         return {}
 
     def serve(self) -> None:
@@ -81,39 +76,39 @@ class World:
         self.until("the scheduler answers", self._answers)
 
     def listens(self) -> bool:
-        """Whether the scheduler that was started last has said where it listens."""
+        """Whether the last scheduler has printed its address."""
         assert self._server is not None
         assert self._server.poll() is None, "the scheduler has ended by itself; see serve.log"
         info = self.directory.read_server()
         return info is not None and info.pid == self._server.pid
 
     def strike(self) -> None:
-        """Take note that the present fault strikes now, if it has not yet."""
+        """Record that the present fault strikes now, if not recorded yet."""
         if self.struck is None:
             self.struck = time.monotonic()
 
     def kill(self) -> None:
-        """Kill the scheduler, as a machine that runs out of memory does."""
+        """Kill the scheduler, as the kernel does when memory runs out."""
         assert self._server is not None
         self.strike()
         self._server.kill()
         self._server.wait(10)
 
     def end(self) -> None:
-        """Let the scheduler end as an admin does."""
+        """End the scheduler as an admin does."""
         assert self._server is not None
         self._server.terminate()
         self._server.wait(90)
 
     def client(self, token: str | None = None) -> httpx.Client:
-        """Ask the scheduler as its admin, or with another token."""
+        """Return a client with the admin's, or another token."""
         info = self.directory.read_server()
         assert info is not None
         headers = {"Authorization": f"Bearer {token or info.token}"}
         return httpx.Client(base_url=info.url, headers=headers, timeout=20, trust_env=False)
 
     def set_node(self, node: str, condition: str) -> None:
-        """Let a node be ready, draining or dead."""
+        """Set a node ready, draining or dead."""
         self.strike()
         with self.client() as client:
             body = {"condition": condition, "reason": "a fault"}
@@ -131,7 +126,7 @@ class World:
     # Jobs
 
     def submit(self, name: str, work: Work, **fields: Any) -> None:
-        """Submit a job; it counts as acknowledged once this has returned."""
+        """Submit a job; it counts as acknowledged after this has returned."""
         spec = {
             "name": name,
             "script": str(work.script),
@@ -147,7 +142,7 @@ class World:
         self.submission_seconds = time.monotonic() - begun
 
     def jobs(self) -> dict[str, JobRecord]:
-        """What the store knows."""
+        """Jobs in the store."""
         return {job.name: job for job in self.store.jobs()}
 
     def under_way(self) -> list[JobRecord]:
@@ -159,12 +154,12 @@ class World:
         return [job for job in self.under_way() if job.state.reason == "Training"]
 
     def checkpoints(self, job: JobRecord) -> Path:
-        """Where a job saves."""
+        """Return the checkpoint folder of a job."""
         own = job.spec.get("checkpoint_dir")
         return Path(own) if own else self.directory.checkpoints(job.name)
 
     def processes(self, job: str | None = None) -> dict[int, Mapping[str, str]]:
-        """Every living process of a job, or of all: its environment by its id."""
+        """Environment of every living process of a job, or of all, by process id."""
         found = {}
         for process in psutil.process_iter():
             try:
@@ -185,7 +180,7 @@ class World:
         return environment.get("PIPOLLUX_STATE_DIR") == str(self.directory.path)
 
     def until(self, what: str, true: Callable[[], object], seconds: float = PATIENCE) -> float:
-        """Wait until something is true; return the seconds that it took."""
+        """Wait for a condition; return the seconds waited."""
         begun = time.monotonic()
         while not true():
             if time.monotonic() - begun > seconds:
@@ -201,5 +196,5 @@ class World:
 
 
 def backs_off(job: JobRecord) -> bool:
-    """Whether nothing of a job runs, as it waits for its next try after a failure."""
+    """Whether a job has no processes, as it waits for its next try after a failure."""
     return job.phase is Phase.RESTARTING and not job.state.running_on and job.state.intent is None

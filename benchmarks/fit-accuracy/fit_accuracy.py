@@ -1,11 +1,11 @@
-"""How well fitted models predict the step times of Pollux's traces, beside AdaptDL's own fit.
+"""Accuracy of fitted models on the step times of Pollux's traces, beside AdaptDL's own fit.
 
     python benchmarks/fit-accuracy/fit_accuracy.py TRACES
 
 TRACES is the folder `traces` of the public artifact of Pollux (petuum/adaptdl, branch
 osdi21-artifact): per application `placements.csv`, step times on up to 4 nodes of 4 GPUs, and
-`scalability.csv`, on up to 16 nodes. Prints a Markdown table of the mean of |predicted / measured
-- 1| over step times.
+`scalability.csv`, on up to 16 nodes. Prints a Markdown table of the mean of |predicted / measured -
+1| over step times.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Trace(NamedTuple):
     local_bsz: Floats
     step_time: Floats
     accum_time: Floats
-    """Step time less the time in synchronisation."""
+    """Step time minus the time in synchronisation."""
     at_scale: Floats
     """Whether it is from scalability.csv."""
 
@@ -102,14 +102,13 @@ def errors_of(fitted: Trace, predicted: Trace) -> tuple[float, float]:
 
 def error(params: PerfParams, trace: Trace) -> float:
     """Return the mean of |predicted / measured - 1| of step times."""
-    # AdaptDL's seven numbers give AdaptDL's predictions; the tests hold it to 1e-9.
+    # AdaptDL's seven numbers give AdaptDL's predictions; tests compare to 1e-9.
     model = GoodputFunction(params, (1.0, 1.0), 1)
     times = model.step_time(trace.num_nodes, trace.num_replicas, trace.local_bsz, 0)
     return float(np.mean(np.abs(times.optim_time / trace.step_time - 1)))
 
 
 def read(folder: Path) -> Trace:
-    """Return the measurements of an application."""
     rows = [*placements(folder / "placements.csv"), *scalability(folder / "scalability.csv")]
     nodes, replicas, size, step, sync, at_scale = np.array(rows).T
     return Trace(nodes, replicas, size, step, step - sync, at_scale)
@@ -131,7 +130,6 @@ def scalability(path: Path) -> Iterator[tuple[float, ...]]:
 
 
 def measured(row: dict[str, str]) -> tuple[float, float, float]:
-    """Return batch size, step time and synchronisation time."""
     return float(row["local_bsz"]), float(row["step_time"]), float(row["sync_time"])
 
 

@@ -1,8 +1,8 @@
-"""How long a fit takes, beside AdaptDL's on the same measurements.
+"""Duration of a fit, beside AdaptDL's on the same measurements.
 
     python benchmarks/fit-speed/fit_speed.py [--rounds 15]
 
-100 distinct configurations of a made-up job on 1 to 4 nodes, with 5 % of noise. Fits run in turn;
+100 distinct configurations of a synthetic job on 1 to 4 nodes, with 5 % of noise. Fits run in turn;
 prints the median of each and the median and quartiles of the ratio of neighbours.
 """
 
@@ -25,7 +25,6 @@ NOISE = 0.05
 
 
 def main() -> None:
-    """Time both in turn."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
     rounds = parser.parse_args().rounds

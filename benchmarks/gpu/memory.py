@@ -1,12 +1,12 @@
-"""Bytes that stages need on a GPU: what the layers' profile predicts, and what was allocated.
+"""Memory of stages on a GPU: predicted from the layers' profile, and allocated.
 
     .venv/bin/python benchmarks/gpu/memory.py
     .venv/bin/torchrun --standalone --nproc-per-node 2 benchmarks/gpu/memory.py --processes
 
-The prediction is `stage_memory`, by which cuts are chosen and batches bounded; what was allocated
-is the peak of torch's allocator over steps after the optimizer has made its state. Without
---processes one process drives all stages, which are all on one GPU: what counts is their sum. With
-it each stage has a process, whose own peak it is.
+The prediction is `stage_memory`, which limits cuts and batches; the measurement is the peak of
+torch's allocator over steps after the optimizer has created its state. Without --processes one
+process drives all stages on one GPU, and the sum counts. With it each stage has its own process and
+peak.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STEPS = 4
 
 
 def train(size: Size, stages: int, microbatches: int, mode: str, schedule: str | None) -> list[str]:
-    """Return what was predicted and what was needed, in MiB, and their ratio."""
+    """Return predicted and allocated MiB, and their ratio."""
     contexts.reset()
     gc.collect()
     torch.cuda.empty_cache()

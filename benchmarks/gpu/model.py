@@ -1,4 +1,4 @@
-"""The character transformer of `examples/char_lm.py` in sizes that fill a GPU more or less."""
+"""The character transformer of `examples/char_lm.py` in several sizes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,6 @@ def data(size: Size, num_batches: int) -> TensorDataset:
 
 
 def loss_of(output: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean loss of the next characters."""
     return F.cross_entropy(
         output.flatten(0, 1), targets.to(output.device, non_blocking=True).flatten()
     )

@@ -1,9 +1,9 @@
-"""What a training step in HybridParallel costs on a GPU over the plain loop, and over torchgpipe.
+"""Cost of a training step in HybridParallel on a GPU over the plain loop, and over torchgpipe.
 
     .venv/bin/python benchmarks/gpu/overhead.py
 
-One process, one replica, one GPU, on which both stages are where there are two. Blocks of steps
-take turns, as in benchmarks/overhead, and end when the GPU is done with them.
+One process, one replica, one GPU for all stages. Blocks of steps take turns, as in
+benchmarks/overhead, and end when the GPU has completed them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Loop = Iterator[Tensor]
 def steps(
     batches: Iterator[list[Tensor]], model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Loop:
-    """The loop of a training script; gives the loss of each step."""
+    """The loop of a training script; yields the loss of each step."""
     for codes, targets in batches:
         optimizer.zero_grad()
         loss = loss_of(model(codes), targets)
@@ -41,7 +41,7 @@ def steps(
 
 
 def reference(size: Size, device: str, wrap: Callable[[nn.Module], nn.Module]) -> Loop:
-    """The loop without Pipollux, batches moved to the device as they come."""
+    """The loop without Pipollux; batches are moved to the device on arrival."""
     model = wrap(layers(size).to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     loader = DataLoader(data(size, BATCHES), batch_size=size.batch, pin_memory=device != "cpu")
@@ -55,7 +55,7 @@ def reference(size: Size, device: str, wrap: Callable[[nn.Module], nn.Module]) -
 
 
 def ours(size: Size, device: str, stages: int, microbatches: int) -> Loop:
-    """The loop with it."""
+    """The loop with Pipollux."""
     pipollux.destroy_process_group()
     pipollux.init_process_group()
     module = layers(size)

@@ -2,12 +2,12 @@
 
     .venv/bin/python benchmarks/gpu/sizes.py [--size medium]
 
-A job with one replica trains, fits its performance model every second and changes its batch size as
-it finds it better: as the library does, by what each size was measured to take and by trials; and
-by its model alone, from 5 % more goodput on, as AdaptDL does. Then steps of a grid of sizes, and of
-those that were chosen, are timed, from which follows what goodput the choices had. The gradient's
-noise is given, so that the best size is neither the smallest nor the largest. There are two
-micro-batches: with one, a replica alone would keep its initial size, as its noise is not measured.
+A job with one replica trains, fits its performance model every second and changes its batch size to
+improve goodput: as the library does, by measurements of each size and by trials; and by its model
+alone, from 5 % more goodput on, as AdaptDL does. Then steps of a grid of sizes, and of the chosen
+ones, are timed, which gives the goodput of the choices. The gradient's noise is given, so that the
+best size is neither the smallest nor the largest. There are two micro-batches: with one, a single
+replica would keep its initial size, as its noise is not measured.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ARMS = ("by measurements", "by the model alone")
 
 
 class Given(GradientNoiseScale):
-    """A noise scale of so many samples, whatever is measured."""
+    """A given noise scale in samples."""
 
     def __init__(self, init_batch_size: int, samples: float) -> None:
         super().__init__(init_batch_size)
@@ -52,11 +52,11 @@ class Given(GradientNoiseScale):
         self._var = RunningAverage(samples / init_batch_size, 1.0)
 
     def update(self, **_: Any) -> None:
-        """Leave it as it is."""
+        """Leave it unchanged."""
 
 
 def job(size: Size, batch: int, options: argparse.Namespace, *, scales: bool) -> Any:
-    """Make a job anew; return its loader and a function that trains a batch."""
+    """Create a job; return its loader and a function that trains a batch."""
     contexts.reset()
     gc.collect()
     pipollux.init_process_group()
@@ -149,7 +149,7 @@ def main() -> None:
         b: b * (noise + size.batch) / (noise + b)
         for b in {*sizes, *itertools.chain(*chosen.values())}
     }
-    # Of sizes between those that were timed steps are taken to lie on a line.
+    # Linear between timed sizes.
     times = dict(zip(gain, np.interp([*gain], sizes, [*seconds.values()]), strict=True))
     goodput = {b: gain[b] / times[b] for b in gain}
     for b, t in seconds.items():

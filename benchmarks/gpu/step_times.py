@@ -1,11 +1,11 @@
-"""Step times on a GPU: what a job measures of itself, what it predicts, and what a clock says.
+"""Step times on a GPU: measured by a job itself, predicted, and by a clock.
 
     .venv/bin/python benchmarks/gpu/step_times.py [--stages 2]
 
 A job trains with all combinations of some batch sizes and numbers of micro-batches, in turn and
-several times over, with all stages on one GPU. The clock is read around blocks of steps, before and
-after which the GPU is idle. As in benchmarks/engines the performance model is fitted to the corners
-alone: the smallest and the largest batch, with the fewest and the most micro-batches.
+repeatedly, with all stages on one GPU. The clock is read around blocks of steps, before and after
+which the GPU is idle. As in benchmarks/engines the performance model is fitted to the corners only:
+the smallest and the largest batch, with the fewest and the most micro-batches.
 """
 
 from __future__ import annotations

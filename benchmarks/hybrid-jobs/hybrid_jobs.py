@@ -1,18 +1,18 @@
-"""Pipeline jobs whose stages are chosen with their replicas, against fixed stages and Sia's model.
+"""Pipeline jobs with a free choice of stages, against fixed stages and Sia's model.
 
     OPENBLAS_NUM_THREADS=1 python benchmarks/hybrid-jobs/hybrid_jobs.py \
         [--seed 0] [--jobs 80] [--hours 24] [--clusters one,two] [--only NAME,…] \
         [--interval 60] [--scarcity 0.7] [--tail 0] [--rank-power 0.5] [--processes 1]
 
-GPT-like models of 1.3 to 13 billion parameters arrive as in the Philly trace. All contenders see
-the same jobs, which train as `PipelineTruth` says; they differ in the policy and in what jobs know
-and may choose:
+GPT-like models of 1.3 to 13 billion parameters arrive as in the Philly trace. All contenders have
+the same jobs, which train by `PipelineTruth`; they differ in the policy, the jobs' models and their
+choices:
 
     K with R       `ExactPolicy`, every K that fits
     fixed K        `ExactPolicy`, one K per model and type of GPU: the least that fits; the best on
                    8 and on 32 GPUs by true step times and noise midway; 8
-    Sia            `SiaPolicy` and Sia's model: its fixed K, 48 samples a replica
-    Sia's model    `ExactPolicy` with jobs as Sia knows them
+    Sia            `SiaPolicy` and Sia's model: its fixed K, 48 samples per replica
+    Sia's model    `ExactPolicy` with Sia's model
     Sia's policy   `SiaPolicy` with every K that fits
 
 `--scarcity`, `--tail` and `--rank-power` are those of `CompletionTime`, for all rows of
@@ -60,7 +60,7 @@ Stages = Mapping[tuple[str, str], int]
 
 @dataclass(frozen=True)
 class Contender:
-    """What takes part."""
+    """A combination of policy, job model and stages."""
 
     name: str
     stages: Stages | None = None
@@ -69,7 +69,7 @@ class Contender:
     sia_policy: bool = False
 
     def application(self, model: str, devices: tuple[Device, ...]) -> PipelineApplication:
-        """Return a model's jobs, as they know themselves here; they train the same everywhere."""
+        """Return a model's jobs with this contender's knowledge; they train the same everywhere."""
         if self.sia_model:
             return PipelineApplication(model, devices, new_model=SiaPipelineModel)
         if self.stages is None:
@@ -96,7 +96,7 @@ class FixedModel(PipelineJobModel):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of it."""
+    """The result of a contender."""
 
     name: str
     row: str
@@ -154,12 +154,12 @@ def _said(value: float | None) -> str:
 
 
 def devices_of(cluster: str) -> tuple[Device, ...]:
-    """Return the types of GPU that a cluster has, in the order of all."""
+    """Return the types of GPU of a cluster, in the order of all."""
     return tuple(device for device in DEVICES if device in CLUSTERS[cluster].values())
 
 
 def contenders(devices: tuple[Device, ...]) -> list[Contender]:
-    """Return who takes part; of fixed choices that are the same, the first."""
+    """Return the contenders; of equal fixed choices, the first."""
     fits = {
         (name, device.name): [*_rates(name, device, GPUS)]
         for name in GPT_MODELS
@@ -223,7 +223,7 @@ def simulate(
     interval: float,
     objective: CompletionTime,
 ) -> Outcome:
-    """Let one contender run all jobs."""
+    """Simulate all jobs under one contender."""
     devices = devices_of(cluster)
     requests = {name: PipelineApplication(name, devices).requests for name in GPT_MODELS}
     workload = generate(num_jobs, hours, seed, "pipelines", requests)

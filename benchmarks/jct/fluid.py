@@ -4,13 +4,13 @@
 
 ARTIFACT is the folder `simulator` of petuum/adaptdl, branch osdi21-artifact. Jobs train at the true
 rates of its traces, with the best batch size of each epoch. A job starts once, which takes
-`--start` seconds; after that it has any number of GPUs, any fraction of one too, anywhere, and a
-change costs nothing. Every policy knows all rates and lengths of the jobs that are there, and
-nothing of those to come. It is asked at every arrival and completion, and every 60 s.
+`--start` seconds; after that it has any number of GPUs, also fractional, anywhere, and a change
+costs nothing. Every policy knows all rates and lengths of the present jobs, and nothing of future
+ones. It decides at every arrival and completion, and every 60 s.
 
     weights a    `CompletionTime`'s: w = u · rank^a, the greatest sum of w · speedup
     improved a   one step of policy iteration from that: w is by how much a second of the job's work
-                 less would shorten the sum of all jobs' times, if weights a went on from here
+                 less would shorten the sum of all jobs' times, with weights a from here on
 
 Prints Markdown: averages against the artifact's Pollux, and makespans.
 """
@@ -40,9 +40,9 @@ class Rates:
 
     Attributes:
         ends: progress at the end of each epoch, (E,).
-        base: progress a second on one GPU in each epoch, (E,).
+        base: progress per second on one GPU in each epoch, (E,).
         steps: per epoch, the concave hull of speedup over GPUs as (slope, GPUs, speedup), the
-            steepest first: what lies below the hull is reached by sharing time.
+        steepest first; values below the hull are reached by sharing time.
     """
 
     def __init__(self, app: Application, times: IsolatedTimes) -> None:
@@ -53,12 +53,12 @@ class Rates:
         self.steps = [_hull(column / column[0]) for column in rates.T]
 
     def epoch(self, progress: float) -> int:
-        """Return the epoch of a job that has come so far."""
+        """Return the epoch at some progress."""
         return min(int(np.searchsorted(self.ends, progress, side="right")), len(self.ends) - 1)
 
 
 def _hull(speedups: Floats) -> Floats:
-    """Return the concave hull, from nothing on: (segments, 3)."""
+    """Return the concave hull, from 0 on: (segments, 3)."""
     hull = [(0, 0.0)]
     for point in enumerate(speedups.tolist(), 1):
         while len(hull) > 1 and _slope(hull[-2], hull[-1]) <= _slope(hull[-2], point):
@@ -75,7 +75,7 @@ def _slope(a: tuple[int, float], b: tuple[int, float]) -> float:
 Curves = Sequence[Floats]
 """The steps of every job in its present epoch."""
 Policy = Callable[[Curves, Floats], Floats]
-"""Weights of jobs, by their curves and the seconds of work on one GPU that they have left."""
+"""Weights of jobs, by their curves and remaining seconds of work on one GPU."""
 
 
 def share(curves: Curves, weights: Floats) -> Floats:
@@ -121,7 +121,7 @@ def improved(power: float) -> Policy:
 
 
 def _total(curves: Curves, work: Floats, policy: Policy) -> float:
-    """Return the sum of the jobs' times from now on if no other comes."""
+    """Return the sum of the jobs' times from now on without further arrivals."""
     now = total = 0.0
     while work.size:
         speedup = share(curves, policy(curves, work))
@@ -169,7 +169,6 @@ def simulate(
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("artifact", type=Path)
     parser.add_argument("--workloads", default=",".join(map(str, jct.WORKLOADS)))

@@ -2,10 +2,10 @@
 
     python benchmarks/jct/in_artifact.py ARTIFACT --workload 6 --known-length none
 
-ARTIFACT is the folder `simulator` of petuum/adaptdl, branch osdi21-artifact. Nothing in it is
-changed: jobs, their models, their speedup functions and the passing of time are its own. What this
-adds is an adapter from its interface to ours, and names that newer releases of its libraries no
-longer have. Needs pandas, which Pipollux does not. Prints JSON.
+ARTIFACT is the folder `simulator` of petuum/adaptdl, branch osdi21-artifact. It stays unchanged:
+jobs, their models, their speedup functions and the passing of time are its own. This script adds an
+adapter from its interface to ours, and names that newer releases of its libraries have dropped.
+Needs pandas, which Pipollux does not. Prints JSON.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Adapter:
 
     Args:
         policy: name of one of `POLICIES`.
-        known_length: what the policy is told of how long jobs will still train.
-        inherit_models: whether a job begins with what others of its family have measured, those at
-            work too, and with the fit of the last one that completed, or else of the latest at
-            work, and the gradients that this one began with.
+        known_length: the policy's knowledge of job lengths.
+        inherit_models: whether a job starts with the measurements of its family, also of running
+        jobs, with the fit of the last completed job, or else of the latest running one, and with
+        the gradients that this one started with.
     """
 
     cluster: Any
-    """The artifact's `Cluster`, which alone knows how far its jobs have come."""
+    """The artifact's `Cluster`, which alone knows the progress of its jobs."""
 
     def __init__(
         self, policy: str, known_length: KnownLength, *, inherit_models: bool = False
@@ -85,7 +85,7 @@ class Adapter:
         return {name: sorted(given) for name, given in answer.items()}, len(nodes)
 
     def _learn(self) -> None:
-        """Take in the jobs that have completed, the first to end first."""
+        """Add the jobs that have completed, in the order of completion."""
         for job in self.cluster.jobs:
             if job.grad_params is not None:
                 self._first_gradients.setdefault(job.name, job.grad_params)
@@ -98,7 +98,7 @@ class Adapter:
                 self._completed[family].append(job)
 
     def _inherit(self, job: Any) -> bool:
-        """Let a job that has not measured anything begin with what its relatives have."""
+        """Give a job without measurements those of its relatives."""
         relatives = self._relatives(family_of(job.name))
         if job.profile or not relatives:
             return False
@@ -108,7 +108,7 @@ class Adapter:
         return True
 
     def _relatives(self, family: str) -> list[Any]:
-        """Return who hands down what it measured, as a scheduler's store does (`Families`)."""
+        """Return the jobs that pass on measurements, as a scheduler's store does (`Families`)."""
         completed = self._completed[family]
         at_work = [
             job
@@ -122,7 +122,7 @@ class Adapter:
         return [*completed[-1:], *latest][:MAX_RELATIVES]
 
     def _length(self, job: Any) -> dict[str, Any]:
-        """Return what the policy is told of a job's length, as fields of `JobInfo`."""
+        """Return the policy's knowledge of a job's length, as fields of `JobInfo`."""
         if not self._known_length.learned:
             return {"remaining_work": self._known_length.estimate(job.name, _remaining_work(job))}
         if job.perf_params is None:
@@ -147,7 +147,7 @@ class Adapter:
 
 
 def _remaining_work(job: Any) -> float | None:
-    """Return the seconds that one replica would still train; None before anything is known."""
+    """Return the remaining seconds of one replica; None: unknown."""
     if job.perf_params is None:
         return None
     left = job.application.get_progress(job.application.max_epochs) - job.progress
@@ -155,7 +155,7 @@ def _remaining_work(job: Any) -> float | None:
 
 
 def _samples(job: Any) -> float:
-    """Return the samples that a job has trained, each worth one of the initial batch size."""
+    """Return the trained samples of a job, in units of the initial batch size's."""
     return float(job.progress * job.application.init_batch_size)
 
 
@@ -170,7 +170,7 @@ def _base_goodput(job: Any) -> float:
 
 
 def load_simulator(artifact: Path) -> Any:
-    """Import the artifact's simulator as it is, beside releases of libraries that came later."""
+    """Import the unchanged artifact's simulator with later releases of its libraries."""
     np.int = int  # type: ignore[attr-defined]  # gone since NumPy 1.24
     pandas.DataFrame.append = _append  # type: ignore[attr-defined]  # gone since pandas 2
     for name in (
@@ -191,7 +191,7 @@ def load_simulator(artifact: Path) -> Any:
 
 
 def _remembered(fit: Any) -> Any:
-    """Fit the same measurements once only: fits are nearly all of the time a simulation takes."""
+    """Cache fits of the same measurements, which take nearly all of a simulation's time."""
     if hasattr(fit, "known"):
         return fit
     known: dict[tuple[bytes, ...], Any] = {}
@@ -211,7 +211,7 @@ def _append(frame: Any, other: Any, ignore_index: bool = False) -> Any:
 
 
 def _stand_in(name: str) -> None:
-    """Let the artifact's genetic algorithm be imported, which is not run here."""
+    """Make the artifact's genetic algorithm importable; it does not run here."""
     parts = name.split(".")
     for number in range(1, len(parts) + 1):
         path = ".".join(parts[:number])
@@ -239,7 +239,7 @@ def run(
     """Simulate a workload on 16 nodes of 4 GPUs, in rounds of 60 s."""
     simulator = load_simulator(artifact)
     adapter = Adapter(policy, known_length, inherit_models=inherit_models)
-    simulator.PolluxPolicy = Adapter  # by its class the simulator knows what jobs tell
+    simulator.PolluxPolicy = Adapter  # its class selects adaptive jobs
     cluster = simulator.Cluster(pandas.read_csv(workload), adapter, 16)
     adapter.cluster = cluster
     while not cluster.all_complete():
@@ -251,7 +251,7 @@ def run(
 
 
 def outcome(cluster: Any, policy_seconds: Sequence[float]) -> dict[str, Any]:
-    """Return the metrics of a simulation that is done."""
+    """Return the metrics of a completed simulation."""
     jcts = np.array(list(cluster.get_jcts().values()), dtype=float)
     return {
         "avg_jct_s": float(jcts.mean()),

@@ -5,8 +5,8 @@
 
 ARTIFACT is the folder `simulator` of petuum/adaptdl, branch osdi21-artifact: `traces`, `workloads`,
 `workloads-0.5` and so on, and the job completion times in `results-jobload`. 16 nodes of 4 GPUs.
-What was simulated is kept in DIR, a file each, and not simulated again; with --found nothing is
-simulated, and what is not in DIR is a dash. Prints Markdown.
+Results are kept in DIR, one file each, and not simulated again; with --found nothing is simulated,
+and missing results are dashes. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ from pipollux_simulator import (
 WORKLOADS = (1, 2, 3, 6)
 LOADS = (0.5, 1.0, 1.5, 2.0)
 LOADED = 6
-"""The workload that other loads are tried on."""
+"""The workload for other loads."""
 PUBLISHED = ("pollux", "tiresias", "optimus")
 
 Case = tuple[float, int]
-"""A load and a workload."""
 
 
 def main() -> None:
-    """Simulate what is missing, and print both tables."""
+    """Simulate missing results, and print both tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("artifact", type=Path)
     parser.add_argument("--results", type=Path)
@@ -76,7 +75,7 @@ def main() -> None:
 def simulate(
     artifact: Path, cases: Sequence[Case], policies: Sequence[str], results: Path, processes: int
 ) -> None:
-    """Run every policy on every case that has no file yet, a few at a time."""
+    """Run every policy on every case that has no file yet, several at a time."""
     experiment = Experiment(make_nodes({"": (16, 4)}), traces=artifact / "traces")
     missing = [
         (case, policy)
@@ -93,7 +92,7 @@ def simulate(
 
 
 def save(target: Path, row: Any) -> None:
-    """Keep a result, whole or not at all."""
+    """Write a result atomically."""
     beside = target.with_suffix(".part")
     beside.write_text(json.dumps(row))
     beside.replace(target)
@@ -111,7 +110,7 @@ def _file(results: Path, policy: str, case: Case) -> Path:
 
 
 def published_jct(artifact: Path, policy: str, case: Case) -> dict[str, float]:
-    """Return what the artifact's own simulations came to."""
+    """Return the results of the artifact's own simulations."""
     load, number = case
     path = artifact / "results-jobload" / f"{policy}-{load}" / "summary.json"
     jcts = np.array(list(json.loads(path.read_text())["jcts"][f"workload-{number}"].values()))
@@ -161,7 +160,7 @@ def _compare(
 
 
 def _detail_table(policies: Sequence[str], found: Any) -> str:
-    """Return what else there is to know, on average over the workloads at load 1."""
+    """Return further metrics, on average over the workloads at load 1."""
     lines = head(["mean of workloads 1, 2, 3, 6", *(title for _, title, _ in _DETAILS)])
     for name in policies:
         rows = [found[name, 1.0, n] for n in WORKLOADS if (name, 1.0, n) in found]

@@ -1,14 +1,14 @@
-"""Pipollux as a whole in the simulator of Pollux's own artifact: its policy, its jobs' agents.
+"""Pipollux as a whole in the simulator of Pollux's own artifact: its policy, and its jobs' models.
 
     python benchmarks/jct/told.py ARTIFACT --results DIR --where artifact-pipollux
 
 `in_artifact` puts `ExactPolicy` in Pollux's place and leaves jobs to AdaptDL's agent. Here jobs
-have ours, too: they model their step times and choose their batch sizes as in `trace_model`, begin
-with what others of their family have measured, and the policy is asked when a job arrives or
-completes, which is noticed within `LOOK` seconds, or a minute later. How long steps take, how noisy
-gradients are, how far jobs have to train and how time passes is the artifact's. An elastic
-resize is what it is in `pipollux_simulator.engine.job`: replicas that come take a start's time, in
-which the others train on, and then all pause.
+have ours, too: they model their step times and choose their batch sizes as in `trace_model`, and
+start with the measurements of their family; the policy decides when a job arrives or completes,
+which is noticed within `LOOK` seconds, or a minute later. Step times, gradient noise, job lengths
+and the passing of time are the artifact's. An elastic resize is as in
+`pipollux_simulator.engine.job`: joining replicas take the time of a start, in which the others
+continue to train, and then all pause.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ from pipollux_simulator.engine.job_infos import simulated_info
 from pipollux_simulator.workload.arrivals import JobArrival, read_workload
 
 LOOK = 5
-"""Whole seconds between two looks at whether a job has completed."""
+"""Whole seconds between two checks whether a job has completed."""
 INTERVAL = 60
-"""Seconds after which the policy is asked though nothing has arrived or completed."""
+"""Seconds after which the policy decides without an arrival or a completion."""
 
 
 @dataclass(frozen=True)
 class Prices:
-    """What changes cost."""
+    """Costs of changes."""
 
     start_seconds: float = 30.0
-    """A start or restart; by default as in the artifact."""
+    """Of a start or restart; by default as in the artifact."""
     rescale_seconds: float | None = None
-    """An elastic resize, to the surviving replicas; None: every change is a restart."""
+    """Of an elastic resize, for the surviving replicas; None: every change is a restart."""
 
 
 @dataclass
 class Agent:
-    """A job of the artifact as our scheduler and our simulator's `SimulatedJob` know it."""
+    """A job of the artifact with the interface of our simulator's `SimulatedJob`."""
 
     theirs: Any
     """The artifact's `Job`."""
@@ -75,9 +75,8 @@ class Agent:
     model: JobModel
     prices: Prices
     nodes: tuple[Any, ...] = ()
-    """What it holds."""
     members: tuple[Any, ...] = ()
-    """Nodes of the replicas that train together; the others of `nodes` are starting."""
+    """Nodes of the training replicas; the others of `nodes` are starting."""
     shape: ReplicaShape | None = None
     num_moves: int = 0
     num_rescales: int = 0
@@ -89,12 +88,12 @@ class Agent:
 
     @property
     def restart_seconds(self) -> float:
-        """What a restart costs, as a start does."""
+        """Cost of a restart."""
         return self.prices.start_seconds
 
     @property
     def rescale_seconds(self) -> float | None:
-        """What an elastic resize costs."""
+        """Cost of an elastic resize."""
         return self.prices.rescale_seconds
 
     @property
@@ -109,7 +108,7 @@ class Agent:
 
     @property
     def attained_service(self) -> float:
-        """Slot-seconds, without those of replicas that were to join others."""
+        """Slot-seconds, without those of joining replicas."""
         return float(self.theirs.attained_service)
 
     @property
@@ -124,16 +123,16 @@ class Agent:
 
     @property
     def starting(self) -> bool:
-        """Whether it holds slots and does not train yet, or replicas are to join it."""
+        """Whether it holds slots and does not train yet, or replicas are joining."""
         return bool(self.nodes) and (self.theirs.rescale_time > 0 or self.members != self.nodes)
 
     @property
     def last_epoch(self) -> int:
-        """Number of epochs after which it is done."""
+        """Number of epochs of the whole job."""
         return self.app.max_epochs
 
     def change(self, info: JobInfo, nodes: Sequence[Any], allocation: Allocation | None) -> None:
-        """Note what it is to hold, and tell the artifact's job whether it resizes."""
+        """Record the next allocation, and set whether the artifact's job resizes."""
         shape = allocation.shape if allocation else None
         kind = change_kind(info, Allocation(self.members, self.shape), Allocation(nodes, shape))
         moves = bool(self.nodes and nodes)
@@ -150,7 +149,7 @@ class Agent:
         self.theirs.live = tuple(Counter(stay).values()), pauses
 
     def join(self) -> tuple[int, ...]:
-        """Let the replicas that were starting train with the others; return the placement."""
+        """Add the starting replicas to the training ones; return the placement."""
         self.members = self.nodes
         return tuple(Counter(self.nodes).values())
 
@@ -161,12 +160,12 @@ def job_class(base: type[Any]) -> type[Any]:
     class Job(base):
         agent: Agent
         live: tuple[tuple[int, ...], bool] | None = None
-        """Of a change that is about to come: the surviving replicas, and whether they pause."""
+        """Of an upcoming change: the surviving replicas, and whether they pause."""
         join_at: float = float("inf")
 
         @property
         def max_profiled_replicas(self) -> int:
-            # The artifact lets a job have twice as many.
+            # The artifact allows twice as many.
             return self.agent.model.max_profiled_replicas * MEASURED_REACH // 2
 
         def get_speedup_fn(self) -> Any:
@@ -221,12 +220,9 @@ def job_class(base: type[Any]) -> type[Any]:
 
 @dataclass
 class Scheduler:
-    """Answers the artifact's simulator as our scheduler would.
+    """Answers the artifact's simulator as our scheduler would; `agents` are in order of arrival.
 
-    Args:
-        policy: asked when a job arrives or completes, or a minute later.
-        known_length: what the policy is told of how long jobs will still train.
-        agents: of all jobs, by name, in the order of their arrivals.
+    The policy decides when a job arrives or completes, or a minute later.
     """
 
     policy: Policy
@@ -243,7 +239,7 @@ class Scheduler:
         self._asked = -float("inf")
 
     def optimize(self, jobs: Any, nodes: Any, base_allocations: Any, _template: Any) -> Any:
-        """Decide, if anything calls for it, in the artifact's terms."""
+        """Decide, if necessary, in the artifact's terms."""
         now = float(self.cluster.current_time)
         self._learn()
         due = self._present != set(jobs) or now >= self._asked + INTERVAL
@@ -257,7 +253,7 @@ class Scheduler:
         return base_allocations, len(nodes)
 
     def _learn(self) -> None:
-        """Take in the jobs that have completed, the first to end first."""
+        """Add the jobs that have completed, in the order of completion."""
         ended = [
             agent
             for agent in self.agents.values()
@@ -265,7 +261,7 @@ class Scheduler:
         ]
         for agent in sorted(ended, key=lambda agent: agent.theirs.completion_time):
             self._completed.add(agent.name)
-            self._experience.add(agent)  # it stands for a `SimulatedJob`
+            self._experience.add(agent)  # in place of a `SimulatedJob`
 
     def _decide(
         self, now: float, names: Sequence[str], nodes: Mapping[str, NodeInfo]
@@ -308,18 +304,10 @@ def run(
     known_length: KnownLength,
     prices: Prices,
 ) -> dict[str, Any]:
-    """Simulate a workload on 16 nodes of 4 GPUs.
-
-    Args:
-        artifact: folder.
-        workload: a CSV file in it.
-        policy: name of one of `POLICIES`.
-        known_length: what it is told.
-        prices: of changes.
-    """
+    """Simulate a workload, a CSV file of the artifact, on 16 nodes of 4 GPUs."""
     simulator = in_artifact.load_simulator(artifact)
     with (
-        # By this class the simulator knows what jobs tell.
+        # This class selects adaptive jobs.
         mock.patch.object(simulator, "PolluxPolicy", Scheduler),
         mock.patch.object(simulator, "Job", job_class(simulator.Job)),
     ):

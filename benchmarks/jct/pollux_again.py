@@ -1,11 +1,11 @@
-"""Run Pollux's own simulation of a workload again, with another seed of its search.
+"""Run Pollux's own simulation of a workload with another seed of its search.
 
     PYTHONPATH=PYMOO python benchmarks/jct/pollux_again.py ARTIFACT 1 2 --results DIR
 
 ARTIFACT is the folder `simulator` of petuum/adaptdl, branch osdi21-artifact, which runs unchanged;
-then come the workload and the seed. It needs pandas and pymoo 0.4.2.2, of which the folder will do:
-what numpy and pandas have dropped since is put back. Half an hour to an hour of CPU time. Keeps the
-completion times of all jobs in DIR, for `spread.py`.
+then come the workload and the seed. It needs pandas and the folder of pymoo 0.4.2.2; functions that
+numpy and pandas have dropped since are restored. Takes half an hour to an hour of CPU time. Keeps
+the completion times of all jobs in DIR, for `spread.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import pandas as pd  # type: ignore[import-untyped]  # not in the project's envi
 
 
 def main() -> None:
-    """Simulate, and keep the completion times."""
+    """Simulate, and save the completion times."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("artifact", type=Path)
     parser.add_argument("workload", type=int)
@@ -38,7 +38,7 @@ def main() -> None:
     options.results.mkdir(parents=True, exist_ok=True)
     target = options.results.resolve() / f"{options.workload}-{options.seed}.json"
     put_back()
-    np.random.seed(options.seed)  # what pymoo draws from
+    np.random.seed(options.seed)  # pymoo's generator
     random.seed(options.seed)
     os.chdir(options.artifact)
     sys.path.insert(0, ".")
@@ -49,7 +49,7 @@ def main() -> None:
         sys.argv = ["simulator.py", workload, "--policy", "pollux", "--output", output]
         with said.open("w") as file, redirect_stdout(file):
             runpy.run_path("simulator.py", run_name="__main__")
-        # It ends with the completion times of all jobs.
+        # The end of its output has the completion times of all jobs.
         jcts = ast.literal_eval([x for x in said.read_text().splitlines() if x[:1] == "{"][-1])
     beside = target.with_suffix(".part")
     beside.write_text(json.dumps({"jcts": jcts}))
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def put_back() -> None:
-    """Give numpy and pandas what the artifact calls and they no longer have."""
+    """Restore functions of numpy and pandas that the artifact calls and they have dropped."""
     warnings.filterwarnings("ignore")
     for kind in (int, float, bool, object):
         if kind.__name__ not in np.__dict__:

@@ -1,15 +1,15 @@
-"""Average completion times with one price of a change, and with two: a restart, an elastic resize.
+"""Average completion times with one cost of changes, and with two: a restart, an elastic resize.
 
     python benchmarks/jct/prices.py ARTIFACT --results DIR [--workloads 1] [--loads 1]
         [--as-scheduler] [--restart-seconds 30] [--found]
 
 ARTIFACT is the folder `simulator` of petuum/adaptdl, branch osdi21-artifact. Every workload is
 simulated with every change at `--restart-seconds`, and with elastic resizes at `--rescale-seconds`
-where a replica stays in place; with the policy told exactly how long jobs still train, not told,
-and learning it from the jobs that complete; with `--told 2` within a factor of two. With
---as-scheduler the policy is asked as a scheduler asks it, when a job arrives or completes too, and
-jobs begin with what others of their family have measured. What was simulated is kept in DIR, a file
-each, and not simulated again; with --found nothing is simulated. Prints Markdown.
+where a replica survives; with known, unknown and estimated job lengths, and with `--told 2` with
+lengths known within a factor of two. With --as-scheduler the policy also decides when a job arrives
+or completes, and jobs start with the measurements of their family, as under a scheduler. Results
+are kept in DIR, one file each, and not simulated again; with --found nothing is simulated. Prints
+Markdown.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COLUMNS = (
 
 
 def main() -> None:
-    """Simulate what is missing, and print the table."""
+    """Simulate missing results, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("artifact", type=Path)
     parser.add_argument("--results", type=Path, required=True)
@@ -82,7 +82,7 @@ def main() -> None:
 def case(
     options: argparse.Namespace, which: jct.Case, policy: str, told: str, price: float | None
 ) -> dict[str, Any] | None:
-    """Return the metrics of one case, simulated unless it was before; None: it is not to be."""
+    """Return the metrics of one case, simulated or found; None: missing with --found."""
     cost = "restart" if price is None else f"{price:g}"
     kind = "scheduler" if options.as_scheduler else "prices"
     load, number = which
@@ -106,7 +106,6 @@ def case(
 
 
 def simulate(artifact: Path, which: jct.Case, policy: str, settings: Options) -> dict[str, Any]:
-    """Simulate one case."""
     experiment = Experiment(make_nodes({"": (16, 4)}), settings, artifact / "traces")
     return measure(experiment.run(jct.workload(artifact, which), policy)).to_dict()
 

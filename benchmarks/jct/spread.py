@@ -1,15 +1,15 @@
-"""How far averages, p99 and makespans differ from Pollux's own, over several runs of both.
+"""Differences of averages, p99 and makespans from Pollux's own, over several runs of both.
 
     python benchmarks/jct/spread.py ARTIFACT --results DIR [--pollux DIR] [--runs 5]
         [--told exact] [--restart-seconds 30] [--rescale-seconds 1] [--rank-power 0.35]
 
-ARTIFACT is the folder `simulator` of petuum/adaptdl, branch osdi21-artifact. One simulation says
-little: a job that comes a second later changes all that follows. So every workload is simulated
-several times, first as it is, then with each arrival up to a second later, as the scheduler decides
-(`prices.py --as-scheduler`). Pollux's own are the two runs that the artifact has without slowdowns
-by neighbours, where jobs avoid to share nodes and where not, and those of `pollux_again.py` in the
-folder --pollux, if given. Prints Markdown: the mean over runs, the least and the greatest, and how
-far the means are apart with the standard error of that. What was simulated is kept in DIR.
+ARTIFACT is the folder `simulator` of petuum/adaptdl, branch osdi21-artifact. A single simulation is
+not significant: a job that arrives a second later changes all that follows. So every workload is
+simulated several times, first unchanged, then with each arrival up to a second later, as the
+scheduler decides (`prices.py --as-scheduler`). Pollux's own are the two runs of the artifact
+without slowdowns by neighbours, with and without jobs that avoid sharing nodes, and those of
+`pollux_again.py` in the folder --pollux, if given. Prints Markdown: the mean, least and greatest
+over runs, and the difference of the means with its standard error. Results are kept in DIR.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Run = Mapping[str, float]
 
 
 def main() -> None:
-    """Simulate what is missing, and print the table."""
+    """Simulate missing results, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("artifact", type=Path)
     parser.add_argument("--results", type=Path, required=True)
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def ours(options: argparse.Namespace, case: tuple[int, int]) -> Run:
-    """Return the metrics of one run of a workload, simulated unless it was before."""
+    """Return the metrics of one run of a workload, simulated or found."""
     number, run = case
     price = options.rescale_seconds
     names = [options.told, options.restart_seconds, price, options.rank_power, number, run]
@@ -99,7 +99,7 @@ def ours(options: argparse.Namespace, case: tuple[int, int]) -> Run:
 
 
 def pollux(artifact: Path, again: Path | None, number: int) -> list[Run]:
-    """Return the metrics of the published runs of Pollux's own, and of those run again."""
+    """Return the metrics of Pollux's own runs, published and repeated."""
     came = {job.name: job.time for job in jct.workload(artifact, (1.0, number)).jobs}
     found = [json.loads((artifact / folder / "summary.json").read_text()) for folder in PUBLISHED]
     runs = [summary["jcts"][f"workload-{number}"] for summary in found]
@@ -125,7 +125,7 @@ def _row(number: int, whose: str, runs: Sequence[Run]) -> str:
 
 
 def _apart(here: Sequence[Run], theirs: Sequence[Run], name: str) -> tuple[float, float]:
-    """Return how far the mean is from theirs, and the standard error, both as a part of theirs."""
+    """Return the difference of the means and its standard error, both relative to theirs."""
     mine, other = ([run[name] for run in runs] for runs in (here, theirs))
     base = statistics.fmean(other)
     squares = [statistics.variance(x) / len(x) if len(x) > 1 else math.nan for x in (mine, other)]

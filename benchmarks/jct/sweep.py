@@ -1,11 +1,11 @@
-"""Forty jobs of one family, as a user submits who tries forty settings of a script.
+"""Forty jobs of one family, as from a user who tries forty settings of a script.
 
     python benchmarks/jct/sweep.py ARTIFACT
 
-ARTIFACT is the folder `simulator` of petuum/adaptdl, branch osdi21-artifact. The jobs come all at
-once, or one every 20 s, to 4 nodes of 4 GPUs; a start takes 30 s, and the policy is asked as a
-scheduler asks it. It is told exactly how long jobs still train; by the jobs themselves, once they
-have trained; only what has completed; or nothing. Prints Markdown.
+ARTIFACT is the folder `simulator` of petuum/adaptdl, branch osdi21-artifact. The jobs arrive all at
+once, or one every 20 s, on 4 nodes of 4 GPUs; a start takes 30 s, and the policy decides as in a
+scheduler. Job lengths are known; declared by the jobs once they have trained; estimated from
+completed jobs; or unknown. Prints Markdown.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""What `ExactPolicy` is worth by what it is told of jobs' lengths, here and in the artifact.
+"""The value of known job lengths for `ExactPolicy`, here and in the artifact.
 
     python benchmarks/jct/told.py ARTIFACT --results DIR [--found]
 
 ARTIFACT is the folder `simulator` of petuum/adaptdl, branch osdi21-artifact. Every workload is
-simulated with the policy told exactly how long jobs still train, told wrong by a factor of up to
-two, not told, and learning it from the jobs that complete; in the simulator of Pipollux, with its
-own fit of step times and with AdaptDL's, and in the artifact's own, unchanged (`in_artifact`, which
-needs pandas), there also with jobs that begin with what others of their family have measured, and
-with jobs and decisions as ours (`pipollux_in_artifact`). What was simulated is kept in DIR, a file
-each, and not simulated again; with --found nothing is simulated. Prints Markdown, without the rows
-of which nothing is known.
+simulated with job lengths that are known, known within a factor of two, unknown, and estimated from
+completed jobs; in the simulator of Pipollux, with its own fit of step times and with AdaptDL's, and
+in the artifact's own, unchanged (`in_artifact`, which needs pandas), there also with jobs that
+start with the measurements of their family, and with jobs and decisions as ours
+(`pipollux_in_artifact`). Results are kept in DIR, one file each, and not simulated again; with
+--found nothing is simulated. Prints Markdown, without rows that have no result.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ Run = Callable[[Path, int, KnownLength], Row]
 
 
 def ours(fit: Any) -> Run:
-    """Return what simulates a workload here, with jobs that fit their model so."""
+    """Return a function that simulates a workload here, with this fit."""
 
     def run(artifact: Path, number: int, known_length: KnownLength) -> Row:
         options = Options(known_length=known_length)
@@ -53,7 +52,7 @@ def ours(fit: Any) -> Run:
 
 
 def theirs(*, inherit_models: bool) -> Run:
-    """Return what simulates a workload in the artifact."""
+    """Return a function that simulates a workload in the artifact."""
 
     def run(artifact: Path, number: int, known_length: KnownLength) -> Row:
         path = artifact / "workloads" / f"workload-{number}.csv"
@@ -63,7 +62,7 @@ def theirs(*, inherit_models: bool) -> Run:
 
 
 def whole(prices: Prices) -> Run:
-    """Return what simulates a workload in the artifact, with jobs' agents of ours."""
+    """Return a function that simulates a workload in the artifact, with our models of jobs."""
 
     def run(artifact: Path, number: int, known_length: KnownLength) -> Row:
         path = artifact / "workloads" / f"workload-{number}.csv"
@@ -96,7 +95,7 @@ WHERE: dict[str, tuple[str, Run]] = {
 
 
 def main() -> None:
-    """Simulate what is missing, and print the table."""
+    """Simulate missing results, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("artifact", type=Path)
     parser.add_argument("--results", type=Path, required=True)
@@ -115,19 +114,18 @@ def main() -> None:
 
 
 def simulate(artifact: Path, results: Path, where: str, told: str, number: int) -> None:
-    """Simulate one case, unless it was before."""
+    """Simulate one case, unless its file exists."""
     target = file(results, where, told, number)
     if not target.exists():
         jct.save(target, WHERE[where][1](artifact, number, KnownLength.parse(told)))
 
 
 def file(results: Path, where: str, told: str, number: int) -> Path:
-    """Return where the result of a case is kept."""
     return results / f"told-{where}-{told}-{number}.json"
 
 
 def table(artifact: Path, results: Path) -> str:
-    """Return average completion times, and how far they are from Pollux's own."""
+    """Return average completion times, and their ratios to Pollux's own."""
     base = [jct.published_jct(artifact, "pollux", (1.0, n))["avg_jct_s"] for n in jct.WORKLOADS]
     lines = jct.head(["told", "where", *(f"workload {n}" for n in jct.WORKLOADS), "mean"])
     for told, words in TOLD.items():

@@ -1,7 +1,7 @@
-"""How far one step's noise estimate is off at a single replica: micro-batches or successive steps.
+"""Error of one step's noise estimate with a single replica: micro-batches or successive steps.
 
 `synthetic`: linear regression whose |g|² and tr Σ are known in closed form. `digits`: a small
-network in training on scikit-learn's digits, against all samples' gradients at the same parameters.
+network on scikit-learn's digits, against the gradients of all samples at the same parameters.
 """
 
 from __future__ import annotations
@@ -123,7 +123,6 @@ def measure(
 
 
 def show(errors: dict[str, list[tuple[float, float]]]) -> None:
-    """Print a row for each way."""
     print("| estimates of a step | tr Σ: bias | spread | |g|²: bias | spread |")
     for name, values in errors.items():
         table = torch.tensor(values, dtype=torch.float64)
@@ -135,7 +134,6 @@ def show(errors: dict[str, list[tuple[float, float]]]) -> None:
 
 
 def main() -> None:
-    """Both problems, or one of them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=2000)
     steps = parser.parse_args().steps

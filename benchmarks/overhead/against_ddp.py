@@ -1,4 +1,4 @@
-"""What a training step in HybridParallel costs over the same step in DistributedDataParallel.
+"""Cost of a training step in HybridParallel over the same step in DistributedDataParallel.
 
 Two replicas of one stage and one thread each over gloo; the same batches, from torch's DataLoader
 and from an AdaptiveDataLoader.
@@ -39,7 +39,7 @@ def ddp(size: Size, optimizer: str) -> Iterator[Tensor]:
 
 
 def ours(size: Size, optimizer: str) -> Iterator[Tensor]:
-    """The loop with it."""
+    """The loop with Pipollux."""
     module = mlp(size)
     stepper = OPTIMIZERS[optimizer](module.parameters())
     batch_size = dist.get_world_size() * size.batch
@@ -54,7 +54,7 @@ def ours(size: Size, optimizer: str) -> Iterator[Tensor]:
 
 
 def both(size: Size, optimizer: str) -> tuple[Iterator[Tensor], Iterator[Tensor]]:
-    """Both loops, in a job of their own among the same replicas."""
+    """Both loops, in a new job of the same replicas."""
     contexts.reset()
     return ddp(size, optimizer), ours(size, optimizer)
 

@@ -1,4 +1,4 @@
-"""What a training step in HybridParallel costs over the same step in the plain PyTorch loop.
+"""Cost of a training step in HybridParallel over the same step in the plain PyTorch loop.
 
 One process, one stage, one replica, one thread; the same batches, from torch's DataLoader and from
 an AdaptiveDataLoader.
@@ -34,7 +34,7 @@ def plain(size: Size, optimizer: str) -> Iterator[Tensor]:
 
 
 def ours(size: Size, optimizer: str) -> Iterator[Tensor]:
-    """The loop with it: a job of its own."""
+    """The loop with Pipollux, in a new job."""
     pipollux.destroy_process_group()
     pipollux.init_process_group()
     module = mlp(size)

@@ -2,7 +2,7 @@
 
 One process, one pipeline replica, the character transformer of `examples/char_lm.py` as two stages
 on the CPU. Both train on the same batches with the same balance, micro-batches and checkpoint mode;
-epochs are run in turn, so that whatever else the machine does falls on both alike.
+epochs run in turn, so that other load affects both alike.
 
     OMP_NUM_THREADS=1 .venv/bin/python benchmarks/overhead/overhead.py
 """
@@ -94,7 +94,7 @@ def main() -> None:
         for first in range(0, len(data), BATCH)
     ]
     one, other = bare(args.optimizer, batches), wrapped(args.optimizer, data)
-    for _ in range(8):  # beyond the iterations that measure the noise at every step
+    for _ in range(8):  # after the iterations that measure the noise at every step
         one(), other()
     pairs = [(seconds(one), seconds(other)) for _ in range(args.epochs)]
     ratios = sorted(b / a for a, b in pairs)

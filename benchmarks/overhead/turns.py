@@ -1,8 +1,8 @@
-"""Two training loops that take turns, and what a step of one costs over a step of the other.
+"""Two training loops that take turns, and the cost of a step of one over a step of the other.
 
-Blocks of a few steps run in turn, so that whatever else the machine does falls on both alike; what
-counts are the ratios of neighbouring blocks. Next to the wall clock the CPU time of the process is
-taken, all threads included, which others on the machine disturb less.
+Blocks of a few steps run in turn, so that other load affects both alike; the results are ratios of
+neighbouring blocks. Besides wall time, the CPU time of all threads of the process is measured,
+which other processes disturb less.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
 
 @dataclass(frozen=True)
 class Size:
-    """A model and a batch (of a replica) whose step takes about so long on one core."""
+    """A model and a batch per replica, named by the time of a step on one core."""
 
     width: int
     batch: int
@@ -44,7 +44,7 @@ SIZES = {
     "30 ms": Size(width=1024, batch=128),
     "100 ms": Size(width=1024, batch=384),
 }
-"""1024 wide it is the model of 3 million parameters."""
+"""With width 1024 it is the model of 3 million parameters."""
 
 
 def mlp(size: Size) -> nn.Sequential:
@@ -69,7 +69,7 @@ def dataset() -> TensorDataset:
 
 
 class Shares(Sampler[list[int]]):
-    """The batches that an AdaptiveDataLoader gives to a replica, for torch's own DataLoader."""
+    """The batches of an AdaptiveDataLoader for a replica, for torch's own DataLoader."""
 
     def __init__(self, batch_size: int, num_replicas: int, rank: int) -> None:
         self._sampler = ElasticSampler(SAMPLES, shuffle=True, seed=0)
@@ -87,7 +87,7 @@ class Shares(Sampler[list[int]]):
 def steps(
     batches: Iterator[tuple[Tensor, Tensor]], model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[Tensor]:
-    """The loop of a training script; gives the loss of each step."""
+    """The loop of a training script; yields the loss of each step."""
     for inputs, targets in batches:
         optimizer.zero_grad()
         loss = F.cross_entropy(model(inputs), targets)
@@ -98,28 +98,24 @@ def steps(
 
 @dataclass
 class Comparison:
-    """Steps of two loops, block by block.
-
-    Args:
-        agree: Makes a number the same on all replicas.
-    """
+    """Steps of two loops, block by block; `agree` makes a number equal on all replicas."""
 
     agree: Callable[[int], int] = lambda length: length
     lengths: list[int] = field(default_factory=list)
     wall: list[tuple[float, float]] = field(default_factory=list)
-    """Seconds of a step in each block: of the reference, and of HybridParallel."""
+    """Seconds per step in each block: of the reference, and of HybridParallel."""
     cpu: list[tuple[float, float]] = field(default_factory=list)
 
     def run(self, reference: Iterator[Tensor], ours: Iterator[Tensor], num_steps: int) -> None:
-        """Take so many steps of both."""
-        losses = (next(reference), next(ours))  # what comes once: a first batch, lazy imports
+        """Run a number of steps of both."""
+        losses = (next(reference), next(ours))  # one-time work: a first batch, lazy imports
         torch.testing.assert_close(*losses)
         length = 1
         while (done := sum(self.lengths)) < num_steps:
             length = min(length, num_steps - done)
             loops = [reference, ours] if len(self.wall) % 2 == 0 else [ours, reference]
             walls, cpus, losses = zip(*(_timed(loop, length) for loop in loops), strict=True)
-            torch.testing.assert_close(*losses, rtol=1e-2, atol=1e-2)  # they train alike
+            torch.testing.assert_close(*losses, rtol=1e-2, atol=1e-2)  # equal losses
             turn = slice(None) if loops[0] is reference else slice(None, None, -1)
             self.lengths.append(length)
             self.wall.append(walls[turn])
@@ -127,7 +123,7 @@ class Comparison:
             length = self.agree(max(1, round(BLOCK_SECONDS / max(min(walls), 1e-4))))
 
     def rows(self) -> list[list[str]]:
-        """By the wall clock and by CPU time: what a step takes, and what ours adds."""
+        """Step times by wall clock and by CPU time, and what ours adds."""
         half = len(self.lengths) // 2
         return [
             [kind, *self._steady(times[half:]), self._average(times)]
@@ -169,7 +165,7 @@ def run_all(
     say: Callable[[str], None],
     comparison: Callable[[], Comparison] = Comparison,
 ) -> None:
-    """Compare at each size with each optimizer, and say it in a Markdown table."""
+    """Compare all sizes and optimizers, and print a Markdown table."""
     say(HEADER)
     for name in names:
         for optimizer in OPTIMIZERS:

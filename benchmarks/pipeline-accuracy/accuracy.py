@@ -1,10 +1,10 @@
-"""How far predicted step times are from measured ones, on configurations that were not fitted.
+"""Errors of predicted step times on configurations that were not fitted.
 
     .venv/bin/python benchmarks/pipeline-accuracy/accuracy.py rows.jsonl
 
-The rows are those of `measure.py`. As inside a job, there is one fit for each number of stages K.
-A split names which configurations are fitted, and which are predicted; the error of a prediction is
-|predicted / measured - 1|. The last ones predict a K that has never run from the times of layers.
+The rows are those of `measure.py`. As inside a job, there is one fit for each number of stages K. A
+split defines the fitted and the predicted configurations; the error of a prediction is |predicted /
+measured - 1|. The last splits predict a K that has never run from the times of layers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Errors(NamedTuple):
 
 
 class Split(NamedTuple):
-    """One way to choose what is fitted; everything else is predicted."""
+    """One selection of fitted rows; all others are predicted."""
 
     name: str
     fitted: Callable[[Row, random.Random], bool]
@@ -68,7 +68,7 @@ def micro_bsz(row: Row) -> int:
 
 
 def backward_with_recomputation(row: Row) -> list[float]:
-    """The backward of a micro-batch that is recomputed, by stage.
+    """The backward of a recomputed micro-batch, by stage.
 
     The timers give means over the micro-batches of a step, of which `except_last` leaves the last
     one shorter by its forward.
@@ -104,7 +104,7 @@ def errors(params: PerfParams, rows: Sequence[Row]) -> Errors:
 
 
 def errors_of(split: Split, rows: Sequence[Row]) -> Errors:
-    """Errors on what was not fitted (on everything where everything was), over all draws."""
+    """Errors on rows that were not fitted (on all if all were fitted), over all draws."""
     total = Errors([], [])
     for seed in range(split.num_draws):
         chance = random.Random(seed)  # noqa: S311  # a draw that can be repeated, not a secret
@@ -148,15 +148,15 @@ class Correction(NamedTuple):
     """What a job adds to the times of its layers."""
 
     scale: float = 1.0
-    """On the time of the layers."""
+    """Of the times of the layers."""
     overhead: float = 0.0
-    """Seconds for each micro-batch in each stage."""
+    """Seconds per micro-batch in each stage."""
 
     def apply(self, params: PerfParams) -> PerfParams:
-        """Add it to parameters that were made from layers."""
+        """Add it to parameters from layers."""
         added = self.overhead * params.num_stages
         whole = max(self.scale * params.alpha_c + added, 1e-12)
-        # Like the layers' own, a third of it in the forward.
+        # As of layers, a third is in the forward.
         return params._replace(
             alpha_c=whole,
             beta_c=self.scale * params.beta_c,
@@ -181,7 +181,7 @@ def price(profile: LayerProfile, row: Row, base: PerfParams) -> PerfParams:
 
 
 def correction(profile: LayerProfile, rows: Sequence[Row], base: PerfParams) -> Correction:
-    """What accumulation steps of one replica took longer than their layers, by least squares."""
+    """Excess of accumulation steps of one replica over their layers, by least squares."""
     lines = []
     for row in rows:
         if row["num_replicas"] > 1:
@@ -194,7 +194,7 @@ def correction(profile: LayerProfile, rows: Sequence[Row], base: PerfParams) -> 
 
 
 def unseen_stages(rows: Sequence[Row], layers: Sequence[Row]) -> Iterator[tuple[str, int, Errors]]:
-    """Predict each K from the layers, without and with what jobs of fewer stages have shown."""
+    """Predict each K from the layers, without and with corrections from jobs with fewer stages."""
     counts = sorted({row["num_stages"] for row in rows})
     if not layers or counts[0] != 1:
         return
@@ -252,9 +252,9 @@ def parameters(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def separate(rows: Sequence[Row]) -> list[Row]:
-    """The rows with accumulation steps alone for `accum_step_time`.
+    """The rows with accumulation steps only in `accum_step_time`.
 
-    The library counts optimizer steps, less the wait for other replicas, among them.
+    The library counts optimizer steps, without the wait for other replicas, among them.
     """
     result = []
     for row in rows:

@@ -1,15 +1,15 @@
 """Step times of real HybridParallel runs over K stages, R replicas, M micro-batches of b samples.
 
-Each (K, R) is a job of R processes, told their ranks as torchrun tells them. All jobs are started
-at once and then work in turns, a round of all (M, b) each, so that whatever else the machine does
-falls on all alike. What is written are the library's own measurements: medians of what
-`StepProfile` holds, the numbers that the performance model is fitted to inside a job.
+Each (K, R) is a job of R processes with torchrun's variables. All jobs are started at once and then
+take turns, a round of all (M, b) each, so that other load affects all alike. The output is the
+library's own measurements: medians in `StepProfile`, to which the performance model is fitted
+inside a job.
 
     OMP_NUM_THREADS=1 .venv/bin/python benchmarks/pipeline-accuracy/measure.py --output rows.jsonl
 
-`accuracy.py` reads the file. A line is a configuration or, with `"kind": "layer"`, a layer's times
-measured on its own. Seconds throughout; `forward` and `backward` are per stage and micro-batch,
-means over the micro-batches of a step, as the stage timers give them.
+`accuracy.py` reads the file. A line is a configuration or, with `"kind": "layer"`, the separately
+measured times of a layer. Seconds throughout; `forward` and `backward` are per stage and
+micro-batch, means over the micro-batches of a step, as by the stage timers.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from pipollux_hybrid.telemetry import stage_profiler
 from pipollux_hybrid.telemetry.metrics import Metrics
 
 TOKENS, WIDTH, CLASSES = 12, 128, 32
-HIDDEN = (2, 4, 4, 2, 3, 3, 2, 4)  # of WIDTH, one per block: layers are not alike
+HIDDEN = (2, 4, 4, 2, 3, 3, 2, 4)  # of WIDTH, one per block: layers differ
 ITERATIONS = ((0, 4), (1, 2), (2, 1))  # (accumulation steps, iterations) of a configuration's turn
-SETTLED = noise_meter.MEASURED_AT_FIRST + 2  # iterations before the noise is measured now and then
+SETTLED = noise_meter.MEASURED_AT_FIRST + 2  # iterations until the noise is measured rarely
 TIMED_EVERY = 5  # iterations from one timing of stages to the next; 10 in a job
 # Seconds of an iteration, loader included, by (M, atomic batch size) and accumulation steps.
 Walls = dict[tuple[int, int], dict[int, list[float]]]
@@ -62,13 +62,13 @@ class Block(nn.Module):
         self.down = nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add what the two layers make of x."""
+        """Add the output of the two layers to x."""
         output: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
         return output
 
 
 class Repeated(Dataset[tuple[Tensor, Tensor]]):
-    """A few random samples again and again, so that a data set can have any length."""
+    """A few random samples, repeated to any length."""
 
     def __init__(self, length: int) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -96,7 +96,7 @@ def layers() -> nn.Sequential:
 
 
 class Steps:
-    """Every step that the library hands to its profile, with what the profile does not keep."""
+    """Every step in the library's profile, with additional data."""
 
     def __init__(self, model: parallel.HybridParallel) -> None:
         self.steps: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
@@ -106,7 +106,7 @@ class Steps:
         profile = context().component(Metrics).profile
         self._add_step, self._add_stages = profile.add_step, profile.add_stages
         self._timed = False
-        profile.add_step = self._step  # the measurement goes on
+        profile.add_step = self._step  # continue the measurement
         profile.add_stages = self._stages
 
     def _stages(self, *arguments: Any) -> None:
@@ -118,7 +118,7 @@ class Steps:
     ) -> None:
         self._add_step(configuration, step, sync, exchange, **how)
         optimizer = how["optimizer"]
-        # The model counts an optimizer step before it is handed over here.
+        # The model has already counted an optimizer step.
         number = self._model._noise._steps - optimizer
         self.steps[configuration.num_microbatches, configuration.atomic_bsz].append(
             {
@@ -134,7 +134,7 @@ class Steps:
 
 
 class Replica:
-    """One process of a job: trains through all (M, b) of a round whenever it is told to."""
+    """One process of a job: trains through all (M, b) of a round on request."""
 
     def __init__(self, num_stages: int, grid: Sequence[tuple[int, int]], checkpoint: str) -> None:
         pipollux.init_process_group(timeout=300)
@@ -149,7 +149,7 @@ class Replica:
         self._layers: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
 
     def settle(self) -> None:
-        """Train until the library measures no more than it does later on."""
+        """Train until the library measures as rarely as later on."""
         for num_microbatches, micro_bsz in self._grid:
             self._train(num_microbatches, micro_bsz, accum_steps=0, iterations=1)
         self._train(*self._grid[0], accum_steps=0, iterations=SETTLED)
@@ -158,14 +158,14 @@ class Replica:
         context().component(Metrics).profile._measurements.clear()
 
     def round(self, seed: int) -> None:
-        """Train in every configuration, in an order of the round's own."""
+        """Train in every configuration, in a random order per round."""
         order = random.Random(seed).sample(self._grid, len(self._grid))  # noqa: S311  # an order that can be repeated, not a secret
         for num_microbatches, micro_bsz in order:
             for accum_steps, iterations in ITERATIONS:
                 self._train(num_microbatches, micro_bsz, accum_steps, iterations)
 
     def time_layers(self) -> None:
-        """Time each layer on its own, in this process, on one micro-batch of each size."""
+        """Time each layer separately, in this process, on one micro-batch of each size."""
         for micro_bsz in sorted({b for _, b in self._grid}):
             batch = torch.randn(micro_bsz, TOKENS, WIDTH)
             for index, layer in enumerate(layers()):
@@ -175,7 +175,7 @@ class Replica:
                 batch = output
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """What was measured, one row per configuration and per layer."""
+        """Measurements, one row per configuration and per layer."""
         profile = context().component(Metrics).profile
         for entry, summary in zip(profile.to_json(), profile.summaries().values(), strict=True):
             num_microbatches, atomic_bsz = entry["num_microbatches"], entry["atomic_bsz"]
@@ -216,9 +216,9 @@ class Replica:
     ) -> None:
         atomic_bsz = num_microbatches * micro_bsz
         batch_size = atomic_bsz * pipollux.num_replicas() * (accum_steps + 1)
-        # The only batch shape within these bounds is the one that is wanted.
+        # Only one batch shape is within these bounds.
         loader = pipollux.AdaptiveDataLoader(Repeated(iterations * batch_size), batch_size)
-        context().batch.limits = None  # those of the loader before: a job has one that grows
+        context().batch.limits = None  # the previous loader's: a job has one that grows
         loader.autoscale_batch_size(batch_size, (atomic_bsz, atomic_bsz), accum_steps > 0)
         self._model.num_microbatches = num_microbatches
         self._recorder.accum_steps = accum_steps
@@ -246,7 +246,7 @@ def _medians(samples: Sequence[Sequence[float]]) -> list[float]:
 
 
 def run_replica(args: argparse.Namespace) -> None:
-    """Answer to the lines that come in; rank 0 says when it is done."""
+    """Carry out the commands on standard input; rank 0 confirms each."""
     replica = Replica(args.stages[0], grid(args), args.checkpoint)
     rank = pipollux.replica_rank()
     for line in sys.stdin:
@@ -290,7 +290,7 @@ class Job:
         ]
 
     def tell(self, line: str) -> list[str]:
-        """Have all replicas do something and return what rank 0 says to it."""
+        """Send a command to all replicas; return the answer of rank 0."""
         try:
             for process in self._processes:
                 assert process.stdin is not None  # noqa: S101  # a pipe
@@ -313,7 +313,7 @@ class Job:
         sys.exit(f"{name} ended in {line!r} (an error, or --timeout):\n{log}")
 
     def end(self) -> None:
-        """Close the pipes, upon which the processes leave."""
+        """Close the pipes, which ends the processes."""
         for process in self._processes:
             if process.stdin is not None and process.poll() is None:
                 process.stdin.close()
@@ -338,8 +338,8 @@ def _environment(rank: int, num_replicas: int, port: int) -> dict[str, str]:
         "WORLD_SIZE": str(num_replicas),
         "LOCAL_WORLD_SIZE": str(num_replicas),
         "OMP_NUM_THREADS": "1",
-        "PIPOLLUX_HINTS_INTERVAL": "86400",  # no fits beside the measurement
-        # glibc keeps the memory of a step, as PyTorch does on GPUs, and does not fault it in anew.
+        "PIPOLLUX_HINTS_INTERVAL": "86400",  # no fits during the measurement
+        # glibc keeps the memory of a step, as PyTorch does on GPUs, without new page faults.
         "MALLOC_TRIM_THRESHOLD_": "2000000000",
         "MALLOC_MMAP_THRESHOLD_": "2000000000",
     }

@@ -1,7 +1,7 @@
-"""AdaptDL's published policy, asked by `policy_latency.py` through a pipe.
+"""AdaptDL's published policy, called by `policy_latency.py` through a pipe.
 
-Runs in an interpreter that has `adaptdl-sched`, and needs nothing else: jobs come as JSON lines,
-their speedups as tables of (nodes 1 or more, replicas).
+Runs in an interpreter that only needs `adaptdl-sched`: jobs are JSON lines, their speedups tables
+of (nodes 1 or more, replicas).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from adaptdl_sched.policy.utils import JobInfo, NodeInfo
 
 
 def main() -> None:
-    """Answer one question a line; "fresh" makes a new policy first."""
+    """Answer one question per line; "fresh" creates a new policy first."""
     policy = PolluxPolicy()
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
@@ -35,7 +35,6 @@ def main() -> None:
 
 
 def make_job(number: int, job: dict[str, Any]) -> JobInfo:
-    """Return a job whose speedups are looked up in its table."""
     table = np.array(job["speedups"])
 
     def speedup(num_nodes: Any, num_replicas: Any) -> Any:

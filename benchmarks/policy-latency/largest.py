@@ -1,10 +1,10 @@
-"""One decision of `ExactPolicy` for 10 000 GPUs and 4000 jobs, by how much is new.
+"""One decision of `ExactPolicy` for 10 000 GPUs and 4000 jobs, by the number of new jobs.
 
     OPENBLAS_NUM_THREADS=1 python benchmarks/policy-latency/largest.py [--stages 1,2,4] [--pollux]
 
-Prints how many seconds each decision takes, and its CPU time in all threads: no speedup is known,
-once as the first decision of the process and once as a later one; all are, and nothing is held; the
-cluster runs and a twentieth of the jobs is new; nothing is. Then the peak of the memory.
+Prints seconds and CPU time in all threads of each decision: without known speedups, first in the
+process and later; with all speedups known, and nothing allocated; with the cluster running and a
+twentieth of the jobs new; with no new jobs. Then the peak of the memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ SIZE = Size(1250, 8, 4000)
 
 
 def main() -> None:
-    """Ask for the decisions, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stages", default="1", help="numbers of stages of every job, by commas")
     parser.add_argument("--pollux", action="store_true", help="by Pollux's objective")
@@ -41,7 +40,7 @@ def main() -> None:
 
 
 def ask(label: str, policy: ExactPolicy, question: Question) -> Allocations:
-    """Print how long a decision takes; return it."""
+    """Print and return the duration of a decision."""
     begin, computed = time.perf_counter(), time.process_time()
     answer = question.ask(policy)
     took, computed = time.perf_counter() - begin, time.process_time() - computed

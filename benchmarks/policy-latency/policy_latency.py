@@ -1,17 +1,17 @@
-"""How long policies take to allocate a cluster, and how good what they find is.
+"""Time of policies for one decision, and the quality of their answers.
 
     OPENBLAS_NUM_THREADS=1 python benchmarks/policy-latency/policy_latency.py \
         [--rounds 5] [--limit 30] [--adaptdl-python PATH]
 
-Every round draws a cluster's jobs anew and asks every policy in turn, each with jobs of its own
-whose speedups nobody has asked for yet:
+Every round draws a cluster's jobs and asks every policy in turn, each with its own copy of the
+jobs, whose speedups are not computed yet:
 
-    new      nothing is allocated, and every speedup has to be computed from the job's model
-    cold     the same once more, by a new policy: speedups are known
+    new      nothing is allocated, and every speedup is computed from the job's model
+    cold     the same again, by a new policy: speedups are known
     steady   the answer of the first policy that searches, with a twentieth of the jobs replaced
 
-Fitness is Pollux's (`FairSpeedup`, p = -1) of the answer, for all of them. A policy that took
-longer than `--limit` CPU seconds for a call is not asked any more, nor about anything larger.
+Fitness is Pollux's (`FairSpeedup`, p = -1), for all policies. A policy that took longer than
+`--limit` CPU seconds for a call is not asked again, at this or any larger size.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Ours:
 
 
 class Published:
-    """`adaptdl-sched`'s policy in a process of its own."""
+    """`adaptdl-sched`'s policy in a separate process."""
 
     def __init__(self, python: str) -> None:
         script = Path(__file__).with_name("adaptdl_policy.py")
@@ -76,7 +76,7 @@ class Published:
         self._seed = 0
 
     def __call__(self, question: Question, *, fresh: bool) -> tuple[Allocations, float, float]:
-        """Ask it; speedups are handed over as tables, so they are never part of the time."""
+        """Ask it; speedups are passed as tables, so they are never part of the time."""
         assert self._process.stdin  # noqa: S101  # for the type
         assert self._process.stdout  # noqa: S101  # for the type
         self._seed += 1
@@ -91,19 +91,18 @@ class Published:
 
 @dataclass
 class Results:
-    """What was measured of one policy on one size and case, a value a round."""
+    """Measurements of one policy on one size and case, a value per round."""
 
     cpu: list[float] = field(default_factory=list)
     wall: list[float] = field(default_factory=list)
     fitness: list[float] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
-    """Used."""
+    """Used slots."""
     changed: list[int] = field(default_factory=list)
-    """Jobs that run and get something else."""
+    """Running jobs with a changed allocation."""
 
 
 def main() -> None:
-    """Ask all of them about all sizes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--limit", type=float, default=30.0, help="CPU seconds of a call")
@@ -159,7 +158,7 @@ def measure(
 def _note(
     to: Results, policy: Asked, question: Question, limit: float, *, fresh: bool
 ) -> tuple[Allocations, bool]:
-    """Measure one call; returns the answer, and whether it took too long."""
+    """Measure one call; return the answer, and whether it took too long."""
     answer, cpu, wall = policy(question, fresh=fresh)
     to.cpu.append(cpu)
     to.wall.append(wall)
@@ -223,7 +222,7 @@ def _as_json(question: Question, fresh: bool, seed: int) -> dict[str, Any]:
 
 
 def _speedups(job: JobInfo, num_nodes: int) -> list[float]:
-    """Return a job's speedups on so many nodes, which from two on make no difference, by R."""
+    """Return a job's speedups by R on some nodes, equal from two nodes on."""
     replicas = np.arange(job.max_replicas + 1)
     possible = (replicas >= num_nodes) & (num_nodes > 0)
     found = job.speedup_fn(np.maximum(num_nodes, 1), np.maximum(replicas, max(num_nodes, 1)))

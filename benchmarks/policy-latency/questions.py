@@ -1,4 +1,4 @@
-"""Made-up clusters and jobs, the same for every policy, and Pollux's fitness of an answer."""
+"""Synthetic clusters and jobs, the same for every policy, and Pollux's fitness of an answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Size:
 
     num_nodes: int
     gpus: int
-    """Of a node."""
+    """GPUs per node."""
     num_jobs: int
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Question:
-    """What a policy is asked."""
+    """The input of a policy."""
 
     jobs: dict[str, JobInfo]
     nodes: dict[str, NodeInfo]
@@ -68,13 +68,9 @@ class Question:
 
 
 def make_jobs(size: Size, stages: Sequence[int], seed: int, first: int = 0) -> dict[str, JobInfo]:
-    """Draw jobs; the same for the same arguments, with speedups that nobody has asked for yet.
+    """Draw jobs, deterministic for given arguments, whose speedups are not computed yet.
 
-    Args:
-        size: gives the number of jobs.
-        stages: every K that a job may be cut into.
-        seed: of the draw.
-        first: number of the first job.
+    `stages` are all K of a job, `first` the number of the first job.
     """
     numbers = range(first, first + size.num_jobs)
     return {f"j{n:05}": _make_job(n, stages, np.random.default_rng([seed, n])) for n in numbers}
@@ -87,7 +83,7 @@ def replace_some(
     stages: Sequence[int],
     seed: int,
 ) -> tuple[dict[str, JobInfo], dict[str, Sequence[str]]]:
-    """Let a twentieth of the jobs be done and as many come; the others hold what they got."""
+    """Replace a twentieth of the jobs by new ones; the others hold what they got."""
     gone = size.num_jobs // 20
     names = list(jobs)
     new = list(make_jobs(size, stages, seed, size.num_jobs).items())[:gone]

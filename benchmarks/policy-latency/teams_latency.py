@@ -1,17 +1,17 @@
-"""What quotas of two teams around a policy cost of a decision's time.
+"""Cost of quotas of two teams around a policy, in time of a decision.
 
     OPENBLAS_NUM_THREADS=1 python benchmarks/policy-latency/teams_latency.py [--rounds 5]
 
-Every round draws a cluster's jobs anew, every second one of each team, each team with half of the
-slots as its quota, and asks `ExactPolicy` alone and within quotas in turn; speedups are known:
+Every round draws a cluster's jobs, every second one of each team, each team with half of the slots
+as its quota, and asks `ExactPolicy` alone and within quotas in turn; speedups are known:
 
     cold     nothing is allocated
-    steady   the answer of the same way to ask, with a twentieth of the jobs replaced
-    notice   one team's jobs hold all, the other's come: who is to give back is told
+    steady   the answer of the same policy, with a twentieth of the jobs replaced
+    notice   one team's jobs hold all, the other's arrive: jobs get notice
     given    the same when the notice is over
 
 Prints medians of CPU time, and of the ratio to the policy alone in the same round. Alone, the last
-two are asked about the same jobs and what these hold.
+two have the same jobs and allocations.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ NAMES = ("text", "vision")
 
 
 def main() -> None:
-    """Print a row for every size and case."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
@@ -97,7 +96,7 @@ def measure(size: Size, seed: int) -> dict[str, tuple[float, float]]:
 
 
 def of_teams(jobs: Mapping[str, JobInfo]) -> dict[str, JobInfo]:
-    """Return the jobs, every second one of each team by its number."""
+    """Return the jobs, every second one of each team."""
     return {name: replace(job, team=NAMES[int(name[1:]) % 2]) for name, job in jobs.items()}
 
 

@@ -1,4 +1,4 @@
-"""The job of the benchmark: it writes down when each of its steps ends."""
+"""The job of the benchmark: it records when each of its steps ends."""
 
 from __future__ import annotations
 

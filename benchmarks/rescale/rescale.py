@@ -1,13 +1,13 @@
-"""How long replicas stand still while others join and leave, and how long a restart takes.
+"""How long replicas pause while others join and leave, and how long a restart takes.
 
     .venv/bin/python benchmarks/rescale/rescale.py
 
-A job grows from one replica to three and shrinks again, a number of times; then, as often, two
-replicas are stopped and started again from their checkpoint. A pause is the time from the last step
-before a change to the first one after it, on a replica that stays, less a usual step. Then, as
-often, one of three is killed, at any moment of its step, and another one joins: from the kill to
-the end of the first step of those that are left. With `--processes K` only that, where each of K
-stages has a process, and one of a replica's is killed.
+A job grows from one replica to three and shrinks again, several times; then, as often, two replicas
+are stopped and started again from their checkpoint. A pause is the time from the last step before a
+change to the first one after it, on a surviving replica, minus a usual step. Then, as often, one of
+three is killed, at any moment of its step, and another one joins: measured is the time from the
+kill to the end of the first step of the surviving replicas. With `--processes K` only that is
+measured, where each of K stages has a process, and one of a replica's is killed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pipollux_hybrid.resize.rendezvous_folder import RendezvousFolder
 JOB = Path(__file__).with_name("job.py")
 LIMIT = 300.0
 LARGE = 40
-"""Layers from which steps take so long that fewer of them are waited for."""
+"""Number of layers from which on fewer of the slow steps are awaited."""
 TOLD = re.compile(r"(\d+) replicas? trains? from step \d+ on, after a pause of ([\d.]+) s")
 CHANGES = {(1, 2): "1 to 2", (2, 3): "2 to 3", (3, 2): "3 to 2", (2, 1): "2 to 1"}
 
@@ -48,7 +48,7 @@ class DiedError(Exception):
 class Step(NamedTuple):
     """A step of a replica: when it ended, and among how many.
 
-    In a step of torchft's there may be more in the group than `replicas` whose gradients count.
+    With torchft the group may have more than the `replicas` whose gradients count.
     """
 
     time: float
@@ -85,7 +85,7 @@ def steps_of(path: Path) -> list[Step]:
 
 
 def pauses(folder: Path) -> dict[str, list[float]]:
-    """Return the longest pause of a replica that stayed, for each change."""
+    """Return the longest pause of a surviving replica, for each change."""
     longest: dict[tuple[int, str], float] = {}
     for path in folder.iterdir():
         steps = steps_of(path)
@@ -93,9 +93,9 @@ def pauses(folder: Path) -> dict[str, list[float]]:
             name = CHANGES.get((before.group, first.group))
             if name is None:
                 continue
-            # While torchft gives a new one its state, the others do a step that it has no part in.
+            # While torchft sends a new replica its state, the others make a step without it.
             after = next(s for s in steps[i:] if s.replicas == first.group)
-            # What a step takes with the new number of replicas, and not with that before.
+            # The duration of a step with the new number of replicas.
             later = itertools.takewhile(lambda s, now=first.group: s.group == now, steps[i:])
             usual = statistics.median(b.time - a.time for a, b in itertools.pairwise(later))
             usual *= after.number - before.number
@@ -108,12 +108,12 @@ def pauses(folder: Path) -> dict[str, list[float]]:
 
 
 def stumbles(folder: Path) -> dict[str, list[float]]:
-    """Return what `pauses` would say of steps at which nothing changed, by number of replicas."""
+    """Return the result of `pauses` for steps without a change, by number of replicas."""
     longest: dict[tuple[int, int], float] = {}
     for path in folder.iterdir():
         for replicas, same in itertools.groupby(steps_of(path), lambda step: step.group):
             steps = list(same)
-            # The first one's beginning is the change's end.
+            # The first one begins when the change ends.
             took = [(b.number, b.time - a.time) for a, b in itertools.pairwise(steps[1:])]
             if not took:
                 continue
@@ -128,7 +128,7 @@ def stumbles(folder: Path) -> dict[str, list[float]]:
 
 
 def told(log: Path) -> dict[str, list[float]]:
-    """Return the pauses as the job tells them: of replica 0, from the end of its step on."""
+    """Return the pauses that the job reports: of replica 0, from the end of its step on."""
     found, before = defaultdict(list), 1
     for replicas, seconds in TOLD.findall(log.read_text()):
         name = CHANGES.get((before, int(replicas)))
@@ -139,14 +139,9 @@ def told(log: Path) -> dict[str, list[float]]:
 
 
 class LiveJob:
-    """A job whose replicas are started one by one.
+    """A job whose replicas are started one by one, in an empty folder.
 
-    Args:
-        folder: an empty one.
-        layers: of the model.
-        tree: of Pipollux's sources; None: what is installed.
-        stages: of the pipeline.
-        processes: of each replica.
+    `tree` contains Pipollux's sources (None: the installed ones); `processes` is per replica.
     """
 
     def __init__(
@@ -180,7 +175,7 @@ class LiveJob:
                 self.running.append(subprocess.Popen(command, env=env, stderr=log))
 
     def settle(self, replicas: int) -> None:
-        """Return when so many have trained for a while."""
+        """Return after a number of replicas has trained for a while."""
 
         def count() -> int:
             running = sum(process.poll() is None for process in self.running)
@@ -194,7 +189,7 @@ class LiveJob:
         until(lambda: count() > counted + steps * replicas * self._processes)
 
     def replicas(self) -> list[str]:
-        """Return the ids of those that train, as any version of the sources tells them."""
+        """Return the ids of the training replicas, as any version of the sources reports them."""
         with suppress(OSError, ValueError):
             found: list[str] = json.loads((self.rendezvous.folder / "job.json").read_text())[
                 "replicas"
@@ -207,11 +202,9 @@ class LiveJob:
         self.rendezvous.ask_to_leave(self.replicas()[-1])
 
     def kill(self, rank: int, stage: int = 0) -> float:
-        """Return the seconds from the kill to the end of a step of all that are left.
+        """Return the seconds from the kill to the end of a step of all surviving replicas.
 
-        Args:
-            rank: of the replica.
-            stage: of its process that is killed; the others are to end by themselves.
+        The process of one stage of replica `rank` is killed; its others must end by themselves.
         """
         lost = [x for x in self.running if steps_of(self.times / str(x.pid))[-1].rank == rank]
         time.sleep(random.random() / 10)  # noqa: S311  # at any moment of a step
@@ -242,7 +235,7 @@ class LiveJob:
 
 
 def measure_deaths(layers: int, rounds: int, processes: int = 1) -> dict[str, list[float]]:
-    """Return the seconds from a kill to the end of a step of all that are left."""
+    """Return the seconds from a kill to the end of a step of all surviving replicas."""
     found = defaultdict(list)
     folder = tempfile.TemporaryDirectory()
     stages = max(processes, 2)
@@ -259,7 +252,7 @@ def measure_deaths(layers: int, rounds: int, processes: int = 1) -> dict[str, li
 
 
 def measure_live(layers: int, rounds: int, tree: Path | None = None) -> dict[str, list[float]]:
-    """Return the pauses of changes, and what a step without one looks like by the same measure."""
+    """Return the pauses of changes, and the same measure of steps without a change."""
     with tempfile.TemporaryDirectory() as name, LiveJob(Path(name), layers, tree) as job:
         job.start()
         job.settle(1)
@@ -274,7 +267,7 @@ def measure_live(layers: int, rounds: int, tree: Path | None = None) -> dict[str
 
 
 def measure_in_turn(layers: int, rounds: int, tree: Path) -> None:
-    """Show the pauses of what is installed beside those of other sources, a round at a time."""
+    """Print the pauses of the installed version and of other sources, one round at a time."""
     found: dict[str, list[float]] = defaultdict(list)
     for _ in range(rounds):
         for name, sources in (("beside", tree), ("here", None)):

@@ -1,10 +1,10 @@
-"""How long replicas stand still with torchft, beside Pipollux with one stage, in turn.
+"""How long replicas pause with torchft, beside Pipollux with one stage, in turn.
 
     .venv/bin/python benchmarks/rescale/torchft_beside.py TORCHFT_PYTHON
 
 TORCHFT_PYTHON is an interpreter which has torchft 0.2.0. In each round each of the jobs grows from
-one replica to three, shrinks to one, grows again, and one of the three is killed. `rescale.py` says
-what a pause is. What is printed at last is a table for the README.
+one replica to three, shrinks to one, grows again, and one of the three is killed. `rescale.py`
+defines a pause. Prints a table for the README at the end.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TextIO
 
-from rescale import CHANGES, DiedError, LiveJob, environment, pauses, steps_of  # lies beside
+from rescale import CHANGES, DiedError, LiveJob, environment, pauses, steps_of  # same folder
 
 JOB = Path(__file__).with_name("torchft_job.py")
 KILL = "kill -9 of one of 3"
 KILL_MANAGED = "the same without torchft's DDP"
 FAST = ("--heartbeat_timeout_ms=1000", "--join_timeout_ms=1000", "--quorum_tick_ms=10")
-"""Ten of its heartbeats, which come every 100 ms: a replica that is slower for a moment stays."""
+"""Ten of its heartbeats, one per 100 ms: a replica that is briefly slower stays."""
 DEFAULT_TIMEOUTS, FAST_TIMEOUTS = "60 60", "5 10"
 """Seconds, of its process group and of its manager; the shorter ones are those of its example."""
 
@@ -40,7 +40,7 @@ class TorchftJob(LiveJob):
         folder: an empty one.
         layers: of the model.
         python: the interpreter which has torchft.
-        settings: of the lighthouse, beside those that it must be given; () for all the defaults.
+        settings: of the lighthouse, besides necessary ones; (): the defaults.
         gradients: "ddp" for torchft's DistributedDataParallel, "managed" for its all-reduce.
     """
 
@@ -77,7 +77,7 @@ class TorchftJob(LiveJob):
         self._started += 1
 
     def replicas(self) -> list[str]:
-        """Return the processes that train, once they are agreed on how many they are."""
+        """Return the training processes, once they agree on their number."""
         living = [str(process.pid) for process in self.running if process.poll() is None]
         paths = [self.times / name for name in living]
         lasts = [steps_of(path)[-1:] for path in paths if path.exists()]
@@ -85,13 +85,13 @@ class TorchftJob(LiveJob):
         return living if len(agreed) == len(living) else []
 
     def leave(self) -> None:
-        """Have the last replica leave, which shuts torchft's manager down."""
+        """End the last replica, which shuts torchft's manager down."""
         leaver = self.running.pop()
         leaver.send_signal(signal.SIGTERM)
         leaver.wait()
 
     def tracebacks(self) -> list[str]:
-        """Return the ends of the logs of those that have failed."""
+        """Return the ends of the logs of failed replicas."""
         texts = [path.read_text(errors="replace") for path in self.log.parent.glob("log-*")]
         ends = [text.rstrip().splitlines()[-10:] for text in texts]
         return [
@@ -105,14 +105,14 @@ class TorchftJob(LiveJob):
 
 
 class Column:
-    """What was measured of one kind of job: seconds, and how often a kill took others with it."""
+    """Measurements of one kind of job: seconds, and how often a kill ended others, too."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self.deaths: dict[str, int] = defaultdict(int)
 
     def measure(self, job: LiveJob, sizes: tuple[int, ...], kill: str, rank: int) -> None:
-        """Take a job to these numbers of replicas, one after the other, then kill one."""
+        """Bring a job to these numbers of replicas, one after another, then kill one."""
         with job:
             job.start()
             job.settle(1)
@@ -134,7 +134,7 @@ class Column:
                     print(*job.tracebacks()[:1], file=sys.stderr)
 
     def cell(self, row: str) -> str:
-        """Return the median and the spread, or that nobody was left to measure."""
+        """Return the median and the spread, or that no replica survived."""
         seconds, deaths = self.seconds[row], self.deaths[row]
         died = f"the others die ({deaths} of {deaths + len(seconds)})"
         if not seconds:
@@ -143,7 +143,7 @@ class Column:
         return f"{spread}, {died}" if deaths else spread
 
     def times(self, row: str) -> int:
-        """Return how often it was tried."""
+        """Return the number of tries."""
         return len(self.seconds[row]) + self.deaths[row]
 
 

@@ -1,8 +1,8 @@
-"""The job of the benchmark as users of torchft write it: it writes down when its steps end.
+"""The benchmark's job as users of torchft write it: it records when its steps end.
 
-It follows torchft's own example, `train_ddp.py`, but for the model and the batches, which are those
-of `job.py`. On SIGTERM it ends after its step and shuts torchft's manager down. The interpreter
-that runs it has torchft, and not Pipollux.
+It follows torchft's own example, `train_ddp.py`, except for the model and the batches, which are
+those of `job.py`. On SIGTERM it ends after its step and shuts torchft's manager down. Its
+interpreter has torchft, and not Pipollux.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
         module.load_state_dict(state["model"])
         plain.load_state_dict(state["optim"])
 
-    # What torchrun would have started for each replica.
+    # torchrun would start this for each replica.
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     group_timeout, timeout = (
         timedelta(seconds=int(seconds)) for seconds in os.environ["TORCHFT_TIMEOUTS"].split()
@@ -65,15 +65,15 @@ def main() -> None:
     log = Path(os.environ["TIMES"], str(os.getpid())).open("a")  # noqa: SIM115  # to the end
 
     def write_down(*_: object) -> None:
-        """Write a step that was done; those that torchft leaves out do not come here."""
+        """Write a completed step; torchft's discarded steps are not passed here."""
         rank = manager.participating_rank()
-        rank = -1 if rank is None else rank  # one that was given its state in this step
+        rank = -1 if rank is None else rank  # its state arrived in this step
         row = (manager.current_step(), rank, manager.num_participants(), group.size())
         print(time.time(), *row, file=log, flush=True)
 
     plain.register_step_post_hook(write_down)
     while not stopped:
-        rows = BATCH // max(manager.num_participants(), 1)  # of the last step: it waits for nothing
+        rows = BATCH // max(manager.num_participants(), 1)  # of the last step, without waiting
         optimizer.zero_grad()
         model(samples[:rows]).square().mean().backward()
         if not through_ddp:

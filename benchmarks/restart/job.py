@@ -1,4 +1,4 @@
-"""The job of the restart benchmark: it writes down when it passes each point of its life."""
+"""The job of the restart benchmark: it records when it passes each point of its life."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def main() -> None:
         mark("saved")
         return path
 
-    step_boundary.save_all_states = save  # the time is taken, nothing else
+    step_boundary.save_all_states = save  # only records the time
     for _ in pipollux.remaining_epochs_until(1):
         for (inputs,) in loader:
             optimizer.zero_grad()

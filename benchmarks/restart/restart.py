@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/restart/restart.py
 
-A job is started, stopped in the middle of its epoch, and started again at once; the floor, taken in
+A job is started, stopped in the middle of its epoch, and started again at once; the lower bound, in
 turn with it, is a process that imports torch and ends.
 """
 
@@ -40,7 +40,7 @@ def start(directory: Path, attempt: int, args: argparse.Namespace) -> subprocess
     }
     torchrun = ["-m", "torch.distributed.run", "--nnodes=1", "--master-addr=127.0.0.1"]
     torchrun += [f"--nproc-per-node={args.replicas}", f"--master-port={port}"]
-    # torchrun says at length that it was signalled.
+    # torchrun prints much about the signal.
     return subprocess.Popen(
         [sys.executable, *torchrun, str(JOB)], env=env, stderr=subprocess.DEVNULL
     )
@@ -73,7 +73,7 @@ def wait_for_steps(
 
 
 def stop(process: subprocess.Popen[bytes]) -> float:
-    """Ask torchrun to stop the job; when it was asked."""
+    """Ask torchrun to stop the job; return the time."""
     asked = time.time()
     process.send_signal(signal.SIGTERM)
     process.wait(LIMIT)
@@ -85,7 +85,7 @@ def one_restart(args: argparse.Namespace, parts: dict[str, list[float]]) -> None
         directory = Path(name)
         process = start(directory, 1, args)
         wait_for_steps(process, directory, 1, args.replicas)
-        time.sleep(2.0)  # in the middle of steps, beyond what warms up
+        time.sleep(2.0)  # in the middle of steps, after the warm-up
         asked = stop(process)
         ended = time.time()
         before = marks(directory, 1, args.replicas)

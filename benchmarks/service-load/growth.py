@@ -1,12 +1,12 @@
-"""A scheduler whose thousands of jobs all grow live at once.
+"""A scheduler whose thousands of jobs all are resized to more replicas at once.
 
     python benchmarks/service-load/growth.py [--jobs 4000] [--width 1] [--seconds 240]
 
 A real `pipollux serve` with 1250 nodes of 8 slots, and jobs of `--width` replicas that may have
-twice as many, which are only listed (`listed.py`). Another process sends what their replicas send
-(`live_load.py`). As soon as they have sent hints a decision gives each its others. Of 4000 jobs of
-one half have room where they are, and are joined live; the others are moved, and of those only the
-starts are measured: their new replicas send nothing. Prints a table in Markdown.
+twice as many, which are only listed (`listed.py`). Another process sends their requests
+(`live_load.py`). After their hints a decision doubles each. Half of 4000 jobs have room where they
+are, and are resized; the others are moved, and of those only the starts are measured: their new
+replicas send nothing. Prints a table in Markdown.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from sqlalchemy import create_engine, text
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import listed  # lies beside
-from heartbeats import (  # lies beside
+import listed  # same folder
+from heartbeats import (  # same folder
     Served,
     begin_training,
     load,
@@ -42,11 +42,10 @@ EVENTS = (
     ("… that have started again", "started"),
 )
 START_SECONDS = 8.0
-"""After which a joining replica is there, on average."""
+"""Mean duration until a joining replica runs."""
 
 
 def main() -> None:
-    """Serve, submit, let them grow."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--jobs", type=int, default=4000)
     parser.add_argument("--width", type=int, default=1)
@@ -86,12 +85,12 @@ def main() -> None:
             for words, kind in EVENTS:
                 print(f"| {words}, in the store | {spread(times_of(served, kind))} |")
         finally:
-            served.process.kill()  # jobs that are only listed have nothing to save
+            served.process.kill()  # listed jobs have nothing to save
             served.process.wait(60)
 
 
 def widened(hints: dict[str, Any], width: int) -> dict[str, Any]:
-    """Return hints of a job that trains well on so many times as many replicas."""
+    """Return hints of a job that trains well on a multiple of its replicas."""
     gradients = {"norm": hints["gradParams"]["norm"], "var": width * hints["gradParams"]["var"]}
     sizes = {name: width * hints[name] for name in ("initBatchSize", "maxBatchSize")}
     most = max(width, hints["maxProfiledReplicas"])
@@ -99,7 +98,7 @@ def widened(hints: dict[str, Any], width: int) -> dict[str, Any]:
 
 
 def times_of(served: Served, kind: str) -> list[float]:
-    """Return when events of a kind came, after the decision; those before it are left out."""
+    """Return when events of a kind arrived, counted from the decision, without earlier ones."""
     query = text("SELECT time FROM events WHERE type = :kind")
     with create_engine(f"sqlite:///{served.directory.store}").connect() as connection:
         decided = connection.scalar(text("SELECT min(time) FROM events WHERE type = 'changing'"))
@@ -108,7 +107,7 @@ def times_of(served: Served, kind: str) -> list[float]:
 
 
 def spread(seconds: Sequence[float]) -> str:
-    """Return how many there are, and when the first, the middle one and the last came."""
+    """Return their number, and when the first, the middle and the last one arrived."""
     if not seconds:
         return "none"
     first, middle, last = min(seconds), statistics.median(seconds), max(seconds)

@@ -1,4 +1,4 @@
-"""A scheduler under the heartbeats, hints and reports of 10 000 replicas, and its page then.
+"""A scheduler under the heartbeats, hints and reports of 10 000 replicas, and its page meanwhile.
 
     python benchmarks/service-load/heartbeats.py [--jobs 4000] [--seconds 60] [--shares 8,4,2,1]
     python benchmarks/service-load/heartbeats.py --parts each --shares= --serve "--interval 3600"
@@ -6,11 +6,11 @@
         --heartbeat-interval 50 --hints-interval 120
 
 A real `pipollux serve` with 1250 nodes of 8 slots and 4000 jobs of 1, 2 or 6 replicas, 10 000 in
-all, which are only listed (`listed.py`). Another process sends what they would send
-(`replica_load.py`): first of one kind, as fast as it is answered, then all of an eighth, a quarter,
-a half and all of the jobs, by their own timing. Replicas of a scheduler with `--heartbeat-timeout
-300` send a heartbeat each 50 s. With `--serve "--store postgresql://USER@HOST/EMPTY_DATABASE"` the
-store is that database. Prints tables in Markdown.
+all, which are only listed (`listed.py`). Another process sends their requests (`replica_load.py`):
+first of one kind, as fast as they are answered, then all of an eighth, a quarter, a half and all of
+the jobs, at their usual times. Replicas of a scheduler with `--heartbeat-timeout 300` send a
+heartbeat every 50 s. With `--serve "--store postgresql://USER@HOST/EMPTY_DATABASE"` the store is
+that database. Prints tables in Markdown.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from sqlalchemy import create_engine, text
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from load import JOB, cpu_seconds, wait_until  # lies beside
-from store import HINT  # lies beside
+from load import JOB, cpu_seconds, wait_until  # same folder
+from store import HINT  # same folder
 
 from pipollux_perfmodel import Layer, LayerProfile, SchedHints
 from pipollux_perfmodel.hints.step_rows import StepRow, StepRows
@@ -45,17 +45,17 @@ from pipollux_sched.store import StateDir, Store
 NODES, SLOTS = 1250, 8
 KINDS = (("report", "a report of one point"), ("hints", "hints"), ("heartbeat", "a heartbeat"))
 WIDTHS = (1, 1, 2, 6)
-"""Replicas of four jobs: of 4000 together 10 000."""
+"""Replicas of four jobs: 10 000 for 4000 jobs."""
 SETTLED = 20.0
 CLIENTS, FLOODING = 32, 200
 """Clients that send as fast as they are answered, and the jobs that they send for."""
 ASKED = 2
-"""How many times each page is asked for."""
+"""Requests for each page."""
 PATIENCE = 600.0
 
 
 class Served(NamedTuple):
-    """A scheduler that serves."""
+    """A running scheduler."""
 
     directory: StateDir
     process: subprocess.Popen[bytes]
@@ -63,7 +63,7 @@ class Served(NamedTuple):
 
     @property
     def cpu(self) -> float:
-        """Seconds that it has computed for."""
+        """Its CPU seconds so far."""
         return cpu_seconds(self.process.pid)
 
     @property
@@ -82,7 +82,6 @@ class Served(NamedTuple):
 
 
 def main() -> None:
-    """Serve, submit, measure."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--jobs", type=int, default=4000)
     parser.add_argument("--seconds", type=float, default=60.0)
@@ -112,7 +111,7 @@ def main() -> None:
             for share in map(int, options.shares.split(",") if options.shares else ()):
                 measure_live(served, jobs[::share], hints, options.seconds, intervals)
         finally:
-            served.process.kill()  # jobs that are only listed have nothing to save
+            served.process.kill()  # listed jobs have nothing to save
             served.process.wait(60)
 
 
@@ -121,7 +120,7 @@ def serve(folder: Path, options: Sequence[str]) -> Served:
     rows = (f"  - {{name: node-{n:04}, slots: {SLOTS}, kind: cpu}}" for n in range(NODES))
     (folder / "cluster.yaml").write_text("\n".join(["nodes:", *rows]) + "\n")
     directory = StateDir(folder / "state")
-    # Nobody beats between two measurements, which must not be taken for a loss.
+    # Without heartbeats between two measurements no replica may count as lost.
     place = ["--cluster", "cluster.yaml", "--state-dir", str(directory.path)]
     place += ["--heartbeat-timeout", "3600"]
     command = [sys.executable, str(Path(__file__).with_name("listed.py")), "serve", *place]
@@ -139,14 +138,9 @@ def serve(folder: Path, options: Sequence[str]) -> Served:
 def submit(
     folder: Path, served: Served, number: int, widths: Sequence[int] = WIDTHS, growth: int = 1
 ) -> list[list[Any]]:
-    """Submit the jobs at once, and wait until all run; return what their replicas know.
+    """Submit the jobs at once, and wait until all run; return their replicas' data.
 
-    Args:
-        folder: for the script.
-        served: the scheduler.
-        number: of jobs.
-        widths: how many replicas they begin with, in turn.
-        growth: how many times as many they may have.
+    `widths` are their initial replicas, in turn; `growth` is the factor to their maximum.
     """
     (folder / "job.py").write_text(JOB)
     script = str(folder / "job.py")
@@ -178,7 +172,7 @@ def submit(
 
 
 def begin_training(served: Served, jobs: list[list[Any]]) -> None:
-    """Let every job report its first step, so that none is pinned as one that starts."""
+    """Report the first step of every job, so that none is pinned as a starting one."""
     begin = served.cpu
     found = load(served, jobs, PATIENCE, flat_out="report", clients=CLIENTS, times=1)
     show_statuses("first reports", found["report"])
@@ -186,7 +180,7 @@ def begin_training(served: Served, jobs: list[list[Any]]) -> None:
 
 
 def measure_idle(served: Served) -> None:
-    """Say what the scheduler computes while nobody asks, its decisions included: of a core."""
+    """Print the scheduler's share of a core without requests, including its decisions."""
     time.sleep(SETTLED)
     before, began = served.cpu, time.perf_counter()
     time.sleep(2 * SETTLED)
@@ -217,7 +211,7 @@ def measure_live(
     seconds: float,
     intervals: Mapping[str, float],
 ) -> None:
-    """Let some jobs send all that they send, by their own timing."""
+    """Send all requests of some jobs at their usual times."""
     replicas = sum(job[3] for job in jobs)
     before, stored = served.cpu, served.store_bytes
     began = time.perf_counter()
@@ -241,7 +235,7 @@ def measure_live(
 
 
 def measure_page(served: Served) -> None:
-    """Say what the page and other readers ask for at that size."""
+    """Measure requests of the page and of other readers at that size."""
     now = time.time()
     asked = (
         ("`/overview`, a page of 50 jobs", "/overview?limit=50"),
@@ -274,7 +268,7 @@ def load(
     script: str = "replica_load.py",
     **plan: Any,
 ) -> Any:
-    """Let another process send, for so many seconds at most; return what it measured."""
+    """Send from another process, for at most some seconds; return its measurements."""
     told = {
         "url": str(served.admin.base_url),
         "seconds": seconds,
@@ -293,13 +287,11 @@ def load(
 
 
 def show_statuses(words: str, found: dict[str, Any]) -> None:
-    """Say what was answered."""
     told = ", ".join(f"{count} times {status}" for status, count in found["statuses"].items())
     print(f"| {words} | {told} |", flush=True)
 
 
 def show_refused(found: dict[str, Any]) -> None:
-    """Say what was not accepted."""
     refused = {status: n for status, n in found["statuses"].items() if not status.startswith("2")}
     if refused:
         told = ", ".join(f"{count} times {status}" for status, count in refused.items())

@@ -3,7 +3,7 @@
     python benchmarks/service-load/listed.py serve --cluster cluster.yaml
 
 Everything else is the scheduler's own: store, REST, life cycle, allocator, watchdog. Every listing
-is new, as those of all engines are. What `heartbeats.py` measures.
+is a new object, as those of all engines are. Used by `heartbeats.py`.
 """
 
 from __future__ import annotations
@@ -31,16 +31,11 @@ from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import StateDir
 
 STARTED = "started"
-"""File in the state directory with a line for each replica that was to be started."""
+"""File in the state directory with a line for each replica to start."""
 
 
 class ListedEngine(Engine):
-    """Lists the replicas that it was told to start as running, until they are told to end.
-
-    Args:
-        nodes: the nodes of a cluster file.
-        state_dir: where jobs would save.
-    """
+    """Lists the replicas of its nodes as running from their start until their signal to end."""
 
     name = "listed"
     grows = True
@@ -60,7 +55,7 @@ class ListedEngine(Engine):
         return self._nodes.nodes()
 
     def checkpoints(self, program: ReplicaProgram) -> str:
-        """Return the folder that nobody saves in."""
+        """Return the unused checkpoint folder."""
         return program.checkpoints_in(self._state_dir)
 
     def start(self, program: ReplicaProgram, launch: Launch, replica: int) -> None:  # noqa: ARG002  # nothing is run
@@ -69,7 +64,7 @@ class ListedEngine(Engine):
         self._replicas[launch.key(replica)] = ReplicaState(f"listed-{len(self._replicas)}")
 
     def signal(self, key: ReplicaKey, signal: Signal) -> None:  # noqa: ARG002  # any ends it
-        """List a replica as killed: nobody is there who could save."""
+        """List a replica as killed: no process could save."""
         if key in self._replicas:
             self._replicas[key] = self._replicas[key]._replace(ended=Ended(status=-9))
 
@@ -79,7 +74,7 @@ class ListedEngine(Engine):
         return Listing(self._version, dict(self._replicas))
 
     def forget(self, job: str, attempt: int) -> None:
-        """List an attempt no more."""
+        """Remove an attempt from the list."""
         for key in [key for key in self._replicas if key[:2] == (job, attempt)]:
             del self._replicas[key]
 

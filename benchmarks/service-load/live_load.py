@@ -1,9 +1,9 @@
-"""What the replicas of many jobs and their joining replicas send while the jobs are resized.
+"""Requests of the replicas and joining replicas of many jobs during elastic resizes.
 
-Run by `growth.py`. They say and do what `pipollux_hybrid.resize` does with the scheduler: replica 0
-tells that the job can be changed; a joining replica waits to join; when all are told which
-membership is to be formed, replica 0 names a place where they find each other, and when all have
-found it they train together, and say so at once. What they do among themselves takes no time here.
+Run by `growth.py`. They act like `pipollux_hybrid.resize`: replica 0 reports that the job can be
+resized; a joining replica waits to join; when all know the pending membership, replica 0 announces
+a rendezvous, and when all have met there they train together, and report so at once. What they do
+among themselves takes no time here.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from replica_load import Connection, Job, Load, summary  # lies beside
+from replica_load import Connection, Job, Load, summary  # same folder
 
 LOOK = 0.2
-"""Seconds between two looks at which joining replicas were started."""
+"""Seconds between two checks for started joining replicas."""
 
 
 @dataclass
@@ -30,23 +30,22 @@ class Life:
 
     replicas: list[int]
     number: int = 1
-    """Of the membership that trains."""
+    """Of the training membership."""
     store: int = 0
-    """For which membership replica 0 has named a place."""
+    """The membership for which replica 0 has announced a rendezvous."""
     formed: set[int] = field(default_factory=set)
-    """Who is ready for the next one."""
+    """Replicas that are ready for the next membership."""
     entered: bool = False
-    """Whether the present one came about by a change."""
+    """Whether the present membership came from a resize."""
     told: bool = False
-    """Whether the scheduler has taken it in that it did."""
+    """Whether the scheduler has acknowledged the resize."""
 
 
 class LiveLoad(Load):
-    """The replicas of some jobs, those that come among them.
+    """The replicas of some jobs, and their joining replicas.
 
-    Args:
-        plan: of `Load`; besides `started`, the file in which the engine notes what it starts, and
-            `start_seconds`, after which a joining replica is there.
+    `plan` is that of `Load`, with `started`, the file in which the engine records its starts, and
+    `start_seconds`, the duration of a start.
     """
 
     def __init__(self, plan: dict[str, Any]) -> None:
@@ -56,10 +55,10 @@ class LiveLoad(Load):
         self.started: list[float] = []
         """When joining replicas were started."""
         self.changed: list[float] = []
-        """When the scheduler was told of changes that have come about."""
+        """When the scheduler received reports of completed resizes."""
 
     async def live(self) -> None:
-        """Be all replicas of all jobs for a time, and those that come."""
+        """Act as all replicas of all jobs for a time, including joining ones."""
         joining = asyncio.ensure_future(self._be_joining())
         await super().live()
         await joining
@@ -83,9 +82,9 @@ class LiveLoad(Load):
         await self._beat(job, replica, within=0.0)
 
     async def _until(self, job: Job, replica: int, due: float) -> None:
-        """Wait until a heartbeat is due, or one is to be sent at once."""
+        """Wait until a heartbeat is due, or must be sent at once."""
         woken = self._woken[job.name, replica]
-        with suppress(TimeoutError):  # nobody woke it: it is due
+        with suppress(TimeoutError):  # the heartbeat is due
             await asyncio.wait_for(woken.wait(), max(due - time.monotonic(), 0.0))
         woken.clear()
 

@@ -1,10 +1,10 @@
-"""Hints at 200 a second to a real scheduler, and its memory over an hour's worth of events.
+"""Hints at 200 per second to a real scheduler, and its memory over an hour's worth of events.
 
     python benchmarks/service-load/load.py [--seconds 60] [--events 72000]
 
-A store of 1000 jobs and 10 000 hints is filled, a scheduler serves it and runs four jobs for real.
-Hints and reports then come from as many clients as there are jobs, over HTTP with the jobs' own
-tokens. Prints a table in Markdown.
+A store is filled with 1000 jobs and 10 000 hints; a scheduler serves it and runs four real jobs.
+Hints and reports then come from one client per job, over HTTP with the jobs' own tokens. Prints a
+table in Markdown.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from store import HINT, fill, point  # lies beside
+from store import HINT, fill, point  # same folder
 
 from pipollux_sched.lifecycle import Exited, Outcome
 from pipollux_sched.store import JobRecord, StateDir, Store
@@ -38,12 +38,11 @@ signal.signal(signal.SIGTERM, lambda *_: exit(0))
 pathlib.Path(os.environ["PIPOLLUX_JOB_ID"]).touch()
 time.sleep(86400)
 """
-"""Says that it runs, and does nothing."""
+"""A script that prints that it runs, and sleeps."""
 CLUSTER = "nodes:\n  - {name: node-a, slots: 4, kind: cpu}\n"
 
 
 def main() -> None:
-    """Fill, serve, load, measure."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--events", type=int, default=72_000)
@@ -67,7 +66,7 @@ def main() -> None:
 
 
 def complete_all(directory: StateDir) -> None:
-    """Let the jobs that fill the store have ended."""
+    """Mark the jobs that fill the store as ended."""
     with Store(directory.store) as store:
         for job in store.jobs():
             store.transition(job.name, Exited(job.state.attempt, Outcome.COMPLETE))
@@ -84,7 +83,7 @@ def serve(folder: Path, directory: StateDir) -> subprocess.Popen[bytes]:
 
 
 def submit(folder: Path, directory: StateDir) -> list[JobRecord]:
-    """Start jobs that do nothing; return them once they are there."""
+    """Submit idle jobs; return them when they run."""
     (folder / "job.py").write_text(JOB)
     info = directory.read_server()
     assert info is not None  # noqa: S101  # `serve` has waited for it
@@ -100,13 +99,13 @@ def submit(folder: Path, directory: StateDir) -> list[JobRecord]:
             jobs = [store.job(name) for name in names]
         return [job for job in jobs if job.state.running_on]
 
-    # Not before their agents are there: these load torch, which takes both cores for seconds.
+    # Wait for their agents: these import torch, which takes both cores for seconds.
     wait_until(lambda: all((folder / name).exists() for name in names), "the jobs run")
     return found()
 
 
 def send_hints(directory: StateDir, jobs: list[JobRecord], seconds: float) -> list[float]:
-    """Send hints at `RATE` a second, from a client for each job; return how long each took."""
+    """Send hints at `RATE` per second, from a client per job; return the duration of each."""
     taken: list[list[float]] = [[] for _ in jobs]
     threads = [
         threading.Thread(target=_send_hints, args=(directory, job, seconds, times))
@@ -126,14 +125,14 @@ def _send_hints(directory: StateDir, job: JobRecord, seconds: float, times: list
         begun = due = time.perf_counter()
         while due < begun + seconds:
             time.sleep(max(due - time.perf_counter(), 0.0))
-            # From when it was due: a late answer must not hide that the next one was held up.
+            # From its due time: a late answer must not hide the delay of the next request.
             session.put(path, json=HINT).raise_for_status()
             times.append(time.perf_counter() - due)
             due += pause
 
 
 def replay(directory: StateDir, jobs: list[JobRecord], events: int, pid: int) -> list[float]:
-    """Report progress as fast as it is taken; return the scheduler's memory, MiB, at each tenth."""
+    """Report progress as fast as it is answered; return the scheduler's MiB at each tenth."""
     server, memory, step = psutil.Process(pid), [], 0
     sessions = [client(directory, job) for job in jobs]
     for _ in range(10):
@@ -152,7 +151,7 @@ def replay(directory: StateDir, jobs: list[JobRecord], events: int, pid: int) ->
 
 
 def client(directory: StateDir, job: JobRecord) -> httpx.Client:
-    """Speak as a job does."""
+    """Return a client with a job's token."""
     info = directory.read_server()
     assert info is not None  # noqa: S101  # it serves
     headers = {"Authorization": f"Bearer {job.token}"}
@@ -169,13 +168,13 @@ def _wire(step: int) -> dict[str, Any]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the time that a process has computed for."""
+    """Return the CPU seconds of a process."""
     spent = psutil.Process(pid).cpu_times()
     return spent.user + spent.system
 
 
 def show_hints(times: list[float], cpu: float) -> None:
-    """Say how long hints took, and what they cost the scheduler."""
+    """Print the duration of hints, and their cost for the scheduler."""
     ordered = sorted(1000 * seconds for seconds in times)
     p99 = ordered[int(0.99 * len(ordered))]
     print(f"| {len(ordered)} hints at {RATE}/s: median | {statistics.median(ordered):.1f} ms |")
@@ -185,13 +184,11 @@ def show_hints(times: list[float], cpu: float) -> None:
 
 
 def show_memory(memory: list[float], events: int) -> None:
-    """Say how much memory the scheduler had."""
     shown = ", ".join(f"{mib:.0f}" for mib in memory)
     print(f"| memory at each tenth of {events} events | {shown} MiB |")
 
 
 def wait_until(true: Any, what: str) -> None:
-    """Wait, for a while."""
     deadline = time.monotonic() + PATIENCE
     while not true():
         if time.monotonic() > deadline:

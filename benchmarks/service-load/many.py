@@ -1,10 +1,10 @@
-"""A thousand jobs submitted at once to a real scheduler, and what it computes while they wait.
+"""A thousand jobs submitted at once to a real scheduler, and its CPU time while they wait.
 
     python benchmarks/service-load/many.py [--jobs 1000] [--seconds 120]
 
-One job holds all slots, so that all others wait. They are of one to four stages and come in one
-file. Prints a table in Markdown: how long `pipollux submit` takes, of that the answer to its
-request, what both cost the scheduler, and what it computes afterwards, when nothing happens.
+One job holds all slots, so that all others wait. They have one to four stages and come in one file.
+Prints a table in Markdown: the duration of `pipollux submit` and of its request, the cost of both
+for the scheduler, and its CPU time afterwards, when nothing happens.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from load import CLUSTER, JOB, cpu_seconds, serve, wait_until  # lies beside
+from load import CLUSTER, JOB, cpu_seconds, serve, wait_until  # same folder
 
 from pipollux_sched.lifecycle import Phase
 from pipollux_sched.store import StateDir, Store
 
 SETTLED = 15.0
-"""Seconds until what the submission has set off is over."""
+"""Seconds until the effects of the submission are over."""
 
 
 def main() -> None:
-    """Serve, submit, wait, measure."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--jobs", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=120.0)
@@ -54,7 +53,7 @@ def main() -> None:
 
 
 def write_files(folder: Path, jobs: int) -> None:
-    """Write the script, the job that holds everything, and the jobs that wait."""
+    """Write the script, the job that holds everything, and the waiting jobs."""
     (folder / "job.py").write_text(JOB)
     script = folder / "job.py"
     (folder / "holder.yaml").write_text(
@@ -67,7 +66,7 @@ def write_files(folder: Path, jobs: int) -> None:
 
 
 def submit(folder: Path, directory: StateDir, file: str) -> float:
-    """Submit a file as a user does; return the CPU seconds of the command."""
+    """Submit a file with the command; return its CPU seconds."""
     pipollux = Path(sys.executable).with_name("pipollux")
     command = [pipollux, "submit", file, "--state-dir", str(directory.path)]
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE) as process:
@@ -80,7 +79,7 @@ def submit(folder: Path, directory: StateDir, file: str) -> float:
 
 
 def measure_submission(folder: Path, directory: StateDir, pid: int, jobs: int) -> None:
-    """Say how long a submission takes, and what it costs until everybody knows why they wait."""
+    """Measure a submission until every job has its reason for waiting."""
     before, began = cpu_seconds(pid), time.perf_counter()
     command = submit(folder, directory, "jobs.yaml")
     print(f"| `pipollux submit` | {time.perf_counter() - began:.1f} s |")
@@ -97,7 +96,7 @@ def measure_submission(folder: Path, directory: StateDir, pid: int, jobs: int) -
 
 
 def measure_waiting(pid: int, seconds: float) -> None:
-    """Say what the scheduler computes while nothing happens."""
+    """Measure the scheduler's CPU time while nothing happens."""
     before, began = cpu_seconds(pid), time.perf_counter()
     time.sleep(seconds)
     share = (cpu_seconds(pid) - before) / (time.perf_counter() - began)

@@ -1,8 +1,8 @@
-"""What the replicas of many jobs send, by their own timing: run by `heartbeats.py`.
+"""Requests of the replicas of many jobs, at their usual times: run by `heartbeats.py`.
 
-Reads a plan as JSON from its standard input, and writes what it measured to its standard output.
-The requests are, byte by byte, those that httpx makes of what `pipollux_hybrid` sends; the rules of
-when, and of what is done where one fails, are those of its `Heartbeat` and `Reporter`.
+Reads a plan as JSON from its standard input, and writes its measurements to its standard output.
+The requests are, byte by byte, those of `pipollux_hybrid` through httpx; the rules for times and
+failures are those of its `Heartbeat` and `Reporter`.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ KEPT = 5.0
 
 @dataclass
 class Measured:
-    """What came of the requests of one kind."""
+    """Results of the requests of one kind."""
 
     times: list[float] = field(default_factory=list)
-    """Seconds of each that was accepted, from when it was due."""
+    """Seconds of each accepted request, from its due time."""
     statuses: Counter[str] = field(default_factory=Counter)
     """Answers by status, and failures by name."""
 
@@ -54,13 +54,7 @@ class Job(NamedTuple):
 
 
 class Connection:
-    """Where one client sends its requests; kept open for a while, or not.
-
-    Args:
-        base: URL of the scheduler.
-        token: the job's.
-        keeps: whether it is used again.
-    """
+    """The connection of one client with a job's token, kept open for a while if `keeps`."""
 
     def __init__(self, base: str, token: str, *, keeps: bool) -> None:
         self._url, self._keeps = urlsplit(base), keeps
@@ -68,15 +62,14 @@ class Connection:
         self._open: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._used = 0.0
         self.over = False
-        """Whether the scheduler has said that the job's attempt is: its replicas end."""
+        """Whether the scheduler has answered that the job's attempt is over: its replicas end."""
         self.later: float | None = None
-        """Seconds after which the scheduler wants to be asked again; None: it did not say."""
+        """Seconds after which the scheduler requests a retry; None: not given."""
 
     async def send(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
         """Send a request; return its status and the body of the answer.
 
-        Raises:
-            OSError: it was not answered; also TimeoutError, EOFError.
+        Raises OSError if it was not answered; also TimeoutError, EOFError.
         """
         length = b"Content-Length: %d\r\n\r\n" % len(body)
         head = f"{method} {path} HTTP/1.1\r\n".encode() + self._lines + length
@@ -105,7 +98,7 @@ class Connection:
             self._open = await asyncio.open_connection(self._url.hostname, self._url.port)
         try:
             yield self._open
-        except BaseException:  # goes on; what was half sent must not be read on
+        except BaseException:  # raised again; a half-sent request must not be continued
             self.close()
             raise
         self._used = time.monotonic()
@@ -121,7 +114,7 @@ class Connection:
 
 @cache
 def _header_lines(base: str) -> bytes:
-    """Return the header of a request with a body as httpx makes it, without token and length."""
+    """Return httpx's header of a request with a body, without token and length."""
     with httpx.Client(base_url=base, trust_env=False) as client:
         raw = client.build_request("POST", "/", json={}).headers.raw
     lines = (b"%s: %s\r\n" % pair for pair in raw if pair[0].lower() != b"content-length")
@@ -133,7 +126,7 @@ class Load:
 
     Args:
         plan: `url`, `seconds`, `jobs`; `heartbeat_interval`, `hints_interval`, `step_time`, all in
-            seconds; `hints`.
+        seconds; `hints`.
     """
 
     def __init__(self, plan: dict[str, Any]) -> None:
@@ -141,12 +134,12 @@ class Load:
         self.jobs = [Job(*entry) for entry in plan["jobs"]]
         self.measured = {kind: Measured() for kind in ("heartbeat", "report", "hints")}
         self.gaps: dict[tuple[str, int], float] = {}
-        """The longest time between two heartbeats of a replica that were taken."""
+        """The longest time between two accepted heartbeats of a replica."""
         self._end = 0.0
         self._chance = random.Random(1)  # noqa: S311  # the same each time
 
     async def live(self) -> None:
-        """Be all replicas of all jobs for a time."""
+        """Act as all replicas of all jobs for a time."""
         self._end = time.monotonic() + self._plan["seconds"]
         tasks = [
             asyncio.ensure_future(self._beat(job, replica, self._plan["heartbeat_interval"]))
@@ -157,7 +150,7 @@ class Load:
         await asyncio.gather(*tasks)
 
     async def flat_out(self, kind: str, clients: int) -> None:
-        """Send requests of one kind, as many clients each as soon as it has its answer."""
+        """Send requests of one kind from several clients, each as soon as it has its answer."""
         self._end = time.monotonic() + self._plan["seconds"]
         await asyncio.gather(*(self._flood(kind, number, clients) for number in range(clients)))
 
@@ -175,7 +168,7 @@ class Load:
                     await sends[kind](connection, job, step % job.replicas, time.monotonic())
 
     async def _beat(self, job: Job, replica: int, within: float) -> None:
-        """Send a replica's heartbeats, the first one within so many seconds."""
+        """Send a replica's heartbeats, the first one within some seconds."""
         interval = self._plan["heartbeat_interval"]
         due = time.monotonic() + self._chance.uniform(0.0, within)
         connection = Connection(self._url, job.token, keeps=False)
@@ -214,7 +207,7 @@ class Load:
         return await self._send("heartbeat", connection, "POST", path, {**body, "live": live}, due)
 
     async def _report(self, job: Job) -> None:
-        """Be the reporting thread of replica 0."""
+        """Act as the reporting thread of replica 0."""
         connection = Connection(self._url, job.token, keeps=True)
         step_time, hints_interval = self._plan["step_time"], self._plan["hints_interval"]
         due = time.monotonic() + self._chance.uniform(0.0, REPORT_INTERVAL)
@@ -267,7 +260,7 @@ class Load:
         body: dict[str, Any],
         due: float,
     ) -> Any:
-        """Send a request; return what was answered, None where it was not accepted."""
+        """Send a request; return the answer, None if it was not accepted."""
         measured = self.measured[kind]
         try:
             encoded = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
@@ -289,12 +282,11 @@ class Load:
 
 
 def _steps(since: float, until: float, step_time: float) -> range:
-    """Return the optimizer steps that ended in a span of time."""
     return range(int(since / step_time) + 1, int(until / step_time) + 1)
 
 
 def summary(load: Load) -> dict[str, Any]:
-    """Return what was measured, as JSON can hold it."""
+    """Return the measurements for JSON."""
     kinds = {
         kind: {"milliseconds": [1000 * s for s in found.times], "statuses": dict(found.statuses)}
         for kind, found in load.measured.items()

@@ -1,10 +1,9 @@
-"""How fast the store answers when it is full: 1000 jobs, 10 000 hints, a million points.
+"""Speed of a full store: 1000 jobs, 10 000 hints, a million points.
 
     python benchmarks/service-load/store.py [--url postgresql://USER@HOST/EMPTY_DATABASE]
 
-Fills a new store, asks each question of it many times, times `pipollux jobs` as a user runs it, and
-lets the store forget while a writer puts hints: how long it takes, and how long the writer waits.
-Prints a table in Markdown.
+Fills a new store, times each query of it many times and `pipollux jobs` as a user runs it, and
+deletes old events while a writer puts hints: the duration of both. Prints a table in Markdown.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from pipollux_sched.store.tables import EventRow, PointRow
 JOBS, HINTS, POINTS = 1000, 10_000, 1_000_000
 ATTEMPTS = 5
 SPAN = 3000.0
-"""Seconds over which all was told, until now: nothing is old enough to be forgotten yet."""
+"""Seconds over which all events happened, until now: nothing is old enough to be deleted yet."""
 RATE = 200
-"""Hints a second that the writer puts while the store forgets."""
+"""Hints per second of the writer during the deletion."""
 PATIENCE = 30.0
-"""Seconds after which it is enough of forgetting."""
+"""Seconds after which the deletion is stopped."""
 HINT = {
     "initBatchSize": 32,
     "maxBatchSize": 1024,
@@ -76,7 +75,7 @@ def main() -> None:
 
 
 def fill(place: Path | str, num_points: int) -> None:
-    """Make the store: jobs and attempts as a scheduler would, the rest in bulk."""
+    """Fill the store: jobs and attempts as a scheduler does, the rest in bulk."""
     with Store(place, create=True) as store:
         for number in range(JOBS):
             name = f"job-{number:04d}"
@@ -98,7 +97,7 @@ def fill(place: Path | str, num_points: int) -> None:
 
 
 def tell(database: Database, kind: str, times: list[float], step: itertools.count[int]) -> None:
-    """Insert events of a kind, of one job after the other."""
+    """Insert events of a kind, of one job after another."""
     with database.write() as session:
         last = session.scalar(select(func.max(EventRow.id))) or 0
         steps = [next(step) for _ in times]
@@ -118,7 +117,7 @@ def tell(database: Database, kind: str, times: list[float], step: itertools.coun
 
 
 def spec(name: str) -> dict[str, Any]:
-    """Return what a job of some size says of itself."""
+    """Return the specification of a job of some size."""
     environment = {f"VARIABLE_{n}": "value" for n in range(8)}
     resources = {"num_stages": 2, "stage_choices": [1, 2, 4], "max_replicas": 16}
     return {"name": name, "script": "/jobs/train.py", **resources, "environment": environment}
@@ -132,7 +131,7 @@ def point(step: int, at: float) -> Point:
 
 
 def ask_everything(directory: StateDir) -> None:
-    """Time every question that is asked while jobs run."""
+    """Time every query that is made while jobs run."""
     with Store(directory.store) as store:
         last, hint = store.last_event(), iter(itertools.cycle(range(JOBS)))
 
@@ -179,7 +178,7 @@ def show(name: str, seconds: list[float]) -> None:
 
 
 def run_command(directory: StateDir) -> None:
-    """Time `pipollux jobs`, and what of it is starting Python and importing."""
+    """Time `pipollux jobs`, and the start of Python and its imports within."""
     program = str(Path(sys.executable).with_name("pipollux"))
     imports = "import pipollux_sched.cli.app, pipollux_sched.store, rich.table"
     commands = {
@@ -199,7 +198,7 @@ def run_command(directory: StateDir) -> None:
 
 
 def forget(directory: StateDir) -> None:
-    """Let everything be two hours old, and time the deleting and a writer beside it."""
+    """Make everything two hours old, and time the deletion and a concurrent writer."""
     waits: list[float] = []
     ended = threading.Event()
     with Store(directory.store) as store:

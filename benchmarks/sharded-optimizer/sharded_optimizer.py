@@ -1,9 +1,8 @@
-"""What ``shard_optimizer=True`` costs in time, and saves in memory.
+"""Cost of ``shard_optimizer=True`` in time, and its saving of memory.
 
     torchrun --nproc-per-node=2 benchmarks/sharded-optimizer/sharded_optimizer.py
 
-Both ways take turns in the same processes: a few steps of one, a few of the other, again and again,
-so that whatever else the machine does falls on both.
+Both variants take turns in the same processes, a few steps each, so that other load affects both.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from pipollux_hybrid.job import context as contexts
 from pipollux_hybrid.optim import noise_meter
 
 WARM_UP, TIMED = 6, 16
-"""Steps of a turn."""
+"""Steps per turn."""
 
 
 class Turn(NamedTuple):
@@ -66,7 +65,6 @@ def take_turn(args: argparse.Namespace, *, sharded: bool) -> Turn:
 
 
 def main() -> None:
-    """Take turns and print what they took."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--depth", type=int, default=6)
@@ -75,7 +73,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     pipollux.init_process_group("gloo")
-    noise_meter.MEASURED_AT_FIRST = 2  # so that a short turn is as most steps of a long run are
+    noise_meter.MEASURED_AT_FIRST = 2  # a short turn has steps like most of a long run
     turns = [[take_turn(args, sharded=x) for x in (False, True)] for _ in range(args.turns)]
     if pipollux.replica_rank() == 0:
         megabytes = args.depth * (args.width + 1) * args.width * 4e-6

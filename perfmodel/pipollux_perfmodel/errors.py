@@ -15,12 +15,10 @@ from __future__ import annotations
 class PipolluxError(Exception):
     """An error that a user can act on.
 
-    Args:
-        problems: sentences, each with a problem and its remedy.
+    Each argument is a sentence with a problem and its remedy.
 
-    Example:
-        >>> str(PipolluxError("node-a: slots: 0 is not allowed; it must be at least 1"))
-        'node-a: slots: 0 is not allowed; it must be at least 1'
+    >>> str(PipolluxError("node-a: slots: 0 is not allowed; it must be at least 1"))
+    'node-a: slots: 0 is not allowed; it must be at least 1'
     """
 
     exit_code = 1

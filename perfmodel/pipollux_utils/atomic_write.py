@@ -11,15 +11,8 @@ PUBLIC, PRIVATE = 0o644, 0o600
 
 
 def write_aside(path: Path, content: bytes, mode: int = PUBLIC) -> None:
-    """Write a temporary file, flush it to disk, and rename it to `path`.
-
-    Args:
-        path: the file, replaced atomically; its folder is created if missing.
-        content: the whole content.
-        mode: permission bits.
-
-    Raises:
-        OSError: the file cannot be written; the previous file is kept.
+    """Write a temporary file, flush it to disk, and rename it to `path`; its folder is created.
+    Raises OSError if the file cannot be written; the previous file is kept.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
@@ -46,15 +39,10 @@ def write_output(path: Path, content: bytes) -> None:
     """Write a result to a path given by a user, like a shell redirection.
 
     A regular file is replaced atomically and keeps its permissions; a new file gets the permissions
-    of the umask. A symbolic link stays, and its target is written. The content goes into devices,
-    FIFOs and open files (`/dev/stdout`, `/dev/fd/3`) directly.
+    of the umask, its folder is created. A symbolic link stays, and its target is written. The
+    content goes into devices, FIFOs and open files (`/dev/stdout`, `/dev/fd/3`) directly.
 
-    Args:
-        path: the file; the folder of a new one is created if missing.
-        content: the whole content.
-
-    Raises:
-        OSError: the file cannot be written; a regular file keeps its previous content.
+    Raises OSError if the file cannot be written; a regular file keeps its previous content.
     """
     try:
         mode = path.stat().st_mode
@@ -78,7 +66,6 @@ def write_output(path: Path, content: bytes) -> None:
 
 
 def _descriptor(path: Path) -> int | None:
-    """Return the descriptor of this process that a path names, such as `/dev/stdout`."""
     own = {f"/proc/{process}/fd" for process in ("self", os.getpid())}
     while path.is_symlink():
         if os.path.realpath(path.parent) in own and path.name.isdecimal():

@@ -1,8 +1,7 @@
-"""Suppression of standard output from C libraries.
+"""Suppression of standard output from C libraries: HiGHS 1.12 prints regardless of its options.
 
-HiGHS 1.12 occasionally prints a line regardless of its options. Redirecting the file descriptor
-would suppress the output of other threads as well. Python does not use C's `stdout` stream, so that
-stream is replaced instead.
+Redirecting the file descriptor would suppress the output of other threads as well. Python does not
+use C's `stdout` stream, so that stream is replaced instead.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ def _library() -> ctypes.CDLL | None:
 
 @cache
 def _nowhere(library: ctypes.CDLL) -> int | None:
-    """Return a stream to the null device; it stays open."""
     stream: int | None = library.fopen(os.devnull.encode(), b"w")
     return stream
 
@@ -43,10 +41,9 @@ def _nowhere(library: ctypes.CDLL) -> int | None:
 def silent_c_stdout() -> Iterator[None]:
     """Discard the standard output of C libraries; Python's `print` works in every thread.
 
-    Example:
-        >>> with silent_c_stdout():
-        ...     print("is seen")
-        is seen
+    >>> with silent_c_stdout():
+    ...     print("is seen")
+    is seen
     """
     global _USERS, _KEPT
     library = _library()

@@ -7,14 +7,8 @@ from pathlib import Path
 
 
 def read_text_file(path: Path, refuse: Callable[[str], Exception]) -> str:
-    """Return the text of a file, without a byte order mark.
-
-    Args:
-        path: the file.
-        refuse: makes the error to raise from a sentence that names the file and the fix.
-
-    Raises:
-        Exception: made by `refuse` if the file is missing, unreadable or not UTF-8.
+    """Return the text of a file, without a byte order mark. If it is missing, unreadable or not
+    UTF-8, raises the error that `refuse` makes from a sentence.
     """
     try:
         return path.read_text(encoding="utf-8-sig")

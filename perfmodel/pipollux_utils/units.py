@@ -14,11 +14,7 @@ _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def parse_bytes(text: str | int) -> int:
-    """Return a size in bytes: ``8GiB`` (2**33), ``500MB`` (5e8), ``8Gi``, or a plain number.
-
-    Raises:
-        ValueError: the text is not a valid size.
-    """
+    """Return a size in bytes: ``8GiB`` (2**33), ``500MB`` (5e8), ``8Gi``, or a plain number."""
     if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
         return text
     match = _SIZE.fullmatch(text.strip()) if isinstance(text, str) else None
@@ -33,10 +29,8 @@ def parse_bytes(text: str | int) -> int:
 
 
 def parse_duration(text: str | float | None) -> float | None:
-    """Return a duration in seconds: ``90s``, ``45m``, ``36h``, ``2d``, or a plain number.
-
-    Raises:
-        ValueError: the text is not a valid duration, not above 0, or longer than a century.
+    """Return a duration in seconds: ``90s``, ``45m``, ``36h``, ``2d``, or a plain number. Raises
+    ValueError unless it is above 0 and no longer than a century.
     """
     if text is None:
         return None
@@ -57,11 +51,7 @@ def parse_duration(text: str | float | None) -> float | None:
 
 
 def check_seconds(**times: float) -> None:
-    """Check timeouts, each given by its name.
-
-    Raises:
-        ValueError: one is not a number, not above 0, or longer than `MOST_SECONDS`.
-    """
+    """Raise ValueError for a timeout, given by its name, outside of (0, `MOST_SECONDS`]."""
     for name, seconds in times.items():
         if not 0 < seconds <= MOST_SECONDS:
             raise ValueError(
@@ -70,6 +60,5 @@ def check_seconds(**times: float) -> None:
 
 
 def _shown(value: object) -> str:
-    """Return a value as written in its file, shortened to fit a sentence."""
     text = str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,7 +1,6 @@
-"""Pydantic errors as actionable sentences.
+"""Pydantic errors as sentences with location (``nodes[1].slots``), value, and allowed values.
 
-Each sentence names the location (``nodes[1].slots``), the value and the allowed values, and for an
-unknown field the closest known name.
+For an unknown field they have the closest known name.
 """
 
 from __future__ import annotations
@@ -22,12 +21,10 @@ Place = tuple[int | str, ...]
 
 
 class Problem(NamedTuple):
-    """One problem in some data."""
+    """One problem in some data: the error and the allowed values."""
 
     place: Place
-    """Location as a path of fields and indices."""
     text: str
-    """The error and the allowed values, without the location."""
 
     def sentence(self) -> str:
         """Return place and text as one sentence."""
@@ -64,13 +61,8 @@ def problems(
     """Return pydantic's errors about `model` as problems, in the order of the data.
 
     Omits a missing field that was evidently misspelt, which the unknown field covers. Hides the
-    values of fields with ``repr=False``, which may be secret.
-
-    Args:
-        errors: the validation errors.
-        model: the validated model.
-        written: returns the value at a location as written in its file; None: not in a file, or not
-            a single value.
+    values of fields with ``repr=False``, which may be secret. `written` returns the value at a
+    location as written in its file; None: not in a file, or not a single value.
     """
     found: list[Problem] = []
     missing: list[Problem] = []
@@ -127,7 +119,6 @@ def _shown(model: type[BaseModel], place: Place, value: Any) -> str:
 
 
 def _kind(value: Any) -> str:
-    """Return the type of a possibly secret value as text."""
     if value is None:
         return "an empty value"
     kinds: tuple[tuple[Any, str], ...] = (
@@ -188,7 +179,6 @@ def _known_fields(model: type[BaseModel], place: Place) -> list[str]:
 
 
 def _field(model: type[BaseModel], place: Place) -> FieldInfo | None:
-    """Return the field of a place; an index belongs to the field of its list."""
     named = [index for index, step in enumerate(place) if isinstance(step, str)]
     while named:
         last = named.pop()
@@ -200,7 +190,6 @@ def _field(model: type[BaseModel], place: Place) -> FieldInfo | None:
 
 
 def _owner(model: type[BaseModel], place: Place) -> type[BaseModel] | None:
-    """Return the model at a place, or None if there is none."""
     for step in place:
         if isinstance(step, int):
             continue
@@ -213,7 +202,6 @@ def _owner(model: type[BaseModel], place: Place) -> type[BaseModel] | None:
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
-    """Return the models in an annotation such as ``tuple[NodeSpec, ...] | None``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [found for part in get_args(annotation) for found in _models(part)]

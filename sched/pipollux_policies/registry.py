@@ -20,7 +20,6 @@ Factory: TypeAlias = Callable[[int], Policy]
 """Returns a policy for a seed; deterministic policies ignore it."""
 
 DEFAULT_POLICY = "exact"
-"""The default policy."""
 
 POLICIES: Mapping[str, Factory] = {
     "exact": lambda seed: ExactPolicy(),  # noqa: ARG005  # deterministic
@@ -30,7 +29,6 @@ POLICIES: Mapping[str, Factory] = {
     "tiresias": lambda seed: TiresiasPolicy(),  # noqa: ARG005  # deterministic
     "fifo": lambda seed: FifoPolicy(),  # noqa: ARG005  # deterministic
 }
-"""Every policy with its defaults, by name."""
 
 KNOBS = {"fairness": "promise", "scarcity": "charge", "tail": "weight", "rank_power": "weight"}
 """The kind of each `CompletionTime` option of `make_policy`, for error messages."""
@@ -45,23 +43,11 @@ def make_policy(
     tail: float | None = None,
     rank_power: float | None = None,
 ) -> Policy:
-    """Return a new policy.
+    """Return a new policy. The options of "exact" are those of `CompletionTime`; None: its default.
+    Raises ValueError for an unknown name, or if such an option is used with another policy.
 
-    Args:
-        name: one of `POLICIES`.
-        seed: of its random numbers; deterministic policies ignore it.
-        fairness: `CompletionTime.fairness`; None: no promise.
-        scarcity: `CompletionTime.scarcity`; None: the default.
-        tail: `CompletionTime.tail`; None: the default.
-        rank_power: `CompletionTime.rank_power`; None: the default.
-
-    Raises:
-        ValueError: the name is unknown, and the message lists the known ones; or an option of
-            "exact" is used with another policy.
-
-    Example:
-        >>> type(make_policy("pollux", seed=3)).__name__
-        'PolluxPolicy'
+    >>> type(make_policy("pollux", seed=3)).__name__
+    'PolluxPolicy'
     """
     if name not in POLICIES:
         close = difflib.get_close_matches(name.lower(), POLICIES, n=1)

@@ -41,12 +41,11 @@ class Workload:
 class Experiment:
     """A cluster for evaluating workloads and policies; deterministic.
 
-    Example:
-        >>> experiment = Experiment(make_nodes({"": (2, 4)}))
-        >>> jobs = (JobArrival("a", 0.0, "gpt-1.3b", 1, 32),)
-        >>> outcome = experiment.run(Workload("one", jobs), "fifo")
-        >>> outcome.jobs[0].started
-        60.0
+    >>> experiment = Experiment(make_nodes({"": (2, 4)}))
+    >>> jobs = (JobArrival("a", 0.0, "gpt-1.3b", 1, 32),)
+    >>> outcome = experiment.run(Workload("one", jobs), "fifo")
+    >>> outcome.jobs[0].started
+    60.0
     """
 
     nodes: Mapping[str, NodeInfo]
@@ -54,26 +53,18 @@ class Experiment:
     traces: Path | None = None
     """Folder of the public traces, for their applications."""
     seed: int = 0
-    """Of the policy."""
     fit: Fit = fit_perf_params
-    """Fit of measured step times by jobs of the traces."""
     fairness: float | None = None
-    """Fairness bound of the policy "exact" (`CompletionTime.fairness`); None: no bound."""
+    """Of the policy "exact" (`CompletionTime`), as the next three; None: the default."""
     scarcity: float | None = None
-    """Its price of scarce types of GPU (`CompletionTime.scarcity`); None: the default."""
     tail: float | None = None
-    """Its weight of late jobs (`CompletionTime.tail`); None: the default."""
     rank_power: float | None = None
-    """Its weight of short jobs (`CompletionTime.rank_power`); None: the default."""
     _applications: dict[str, Application] = field(default_factory=dict, init=False, repr=False)
     _isolated: list[IsolatedTimes] = field(default_factory=list, init=False, repr=False)
 
     def applications(self, workload: Workload) -> dict[str, Application]:
-        """Return the applications of a workload; each is read once.
-
-        Raises:
-            ValueError: an application is unknown, its traces are missing or invalid, or no node has
-            room for one of its replicas.
+        """Return the applications of a workload; each is read once. Raises ValueError if one is
+        unknown, its traces are missing or invalid, or it fits on no node.
         """
         own = workload.applications
         names = {job.application for job in workload.jobs} - own.keys()
@@ -94,19 +85,11 @@ class Experiment:
         *,
         experience: Experience | None = None,
     ) -> SimulationOutcome:
-        """Simulate a workload under a policy.
+        """Simulate a workload under a policy; `watch` as of `Cluster.run`.
 
-        Args:
-            workload: jobs.
-            policy: name of one of `POLICIES`.
-            watch: see `Cluster.run`.
-            experience: of previously completed jobs, extended by this workload's; None: the cluster
-            is new.
-
-        Raises:
-            ValueError: an application or a policy is unknown, or the traces do not cover a
-            configuration.
-            SimulationError: the policy broke a rule, or some job never runs.
+        `experience` is of previously completed jobs, extended by this workload's; None: a new
+        cluster. Raises SimulationError if the policy broke a rule, or some job never runs; else
+        ValueError.
         """
         applications = self.applications(workload)
         knobs = {name: getattr(self, name) for name in KNOBS} if policy == "exact" else {}
@@ -132,15 +115,10 @@ class Experiment:
 def make_nodes(
     counts: Mapping[str, tuple[int, int]], *, preemptible: bool = False
 ) -> dict[str, NodeInfo]:
-    """Return nodes by name.
+    """Return nodes by name, from the number of nodes and GPUs per node by type of GPU.
 
-    Args:
-        counts: by type of GPU (empty: unknown), the number of nodes, and GPUs per node.
-        preemptible: whether the nodes may be preempted.
-
-    Example:
-        >>> list(make_nodes({"a100-40g": (2, 8)}))
-        ['a100-40g-0', 'a100-40g-1']
+    >>> list(make_nodes({"a100-40g": (2, 8)}))
+    ['a100-40g-0', 'a100-40g-1']
     """
     nodes = {}
     for gpu_type, (number, gpus) in counts.items():

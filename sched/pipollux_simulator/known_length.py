@@ -1,8 +1,7 @@
 """A policy's knowledge of the remaining work of simulated jobs.
 
 A scheduler cannot measure it. Scripts with a fixed number of epochs know it exactly, scripts that
-stop at a target can estimate it, and Pollux works without it. Results depend on it, so every figure
-states it.
+stop at a target can estimate it, and Pollux works without it, so every figure states it.
 """
 
 from __future__ import annotations
@@ -16,26 +15,20 @@ import numpy as np
 
 @dataclass(frozen=True)
 class KnownLength:
-    """Accuracy of the remaining work of jobs.
+    """Accuracy of the remaining work of jobs; ValueError for a factor below 1 or infinite.
 
-    Example:
-        >>> KnownLength.parse("none").estimate("a", 100.0) is None
-        True
-        >>> 50.0 <= KnownLength.parse("2").estimate("a", 100.0) <= 200.0
-        True
-
-    Raises:
-        ValueError: the factor is not a finite number of at least 1.
+    >>> KnownLength.parse("none").estimate("a", 100.0) is None
+    True
+    >>> 50.0 <= KnownLength.parse("2").estimate("a", 100.0) <= 200.0
+    True
     """
 
     factor: float | None = 1.0
     """Maximum factor by which estimates are too long or too short; 1: exact. None: unknown."""
     seed: int = 0
-    """Of the errors of the estimates."""
     learned: bool = False
     """Whether lengths are estimated from completed jobs (`policy.lengths`)."""
     declared: bool = False
-    """Whether lengths declared by jobs are used, exactly."""
 
     def __post_init__(self) -> None:
         if self.factor is not None and not 1 <= self.factor < math.inf:
@@ -46,12 +39,8 @@ class KnownLength:
 
     @classmethod
     def parse(cls, text: str, seed: int = 0) -> KnownLength:
-        """Parse `exact`, `none`, `learned`, `declared`, or a factor.
-
-        With `declared`, the lengths of jobs that do not declare theirs are estimated.
-
-        Raises:
-            ValueError: the text is none of these.
+        """Parse `exact`, `none`, `learned`, `declared`, or a factor; else raise ValueError. With
+        `declared`, the lengths of jobs that do not declare theirs are estimated.
         """
         if text in ("exact", "none", "learned", "declared"):
             learned, declared = text in ("learned", "declared"), text == "declared"
@@ -66,12 +55,8 @@ class KnownLength:
         return cls(factor, seed)
 
     def estimate(self, job: str, remaining: float | None) -> float | None:
-        """Return the policy's estimate of a job's remaining work.
-
-        Args:
-            job: its name. Its error is one factor for its whole life, drawn log-uniformly between
-            ``1 / factor`` and ``factor``.
-            remaining: remaining seconds of one replica; None: unknown.
+        """Return the policy's estimate of a job's remaining seconds of one replica; None: unknown.
+        Its error is one factor for its whole life, drawn log-uniformly from 1 / factor to factor.
         """
         if self.factor is None or remaining is None:
             return None
@@ -90,4 +75,3 @@ class KnownLength:
 
 
 EXACT_LENGTHS = KnownLength()
-"""Jobs that train for a known number of epochs."""

@@ -1,8 +1,7 @@
 """Simulations in separate processes, several at a time, without leaving processes behind.
 
 A child reports every round through a pipe. When the parent is interrupted it kills its children;
-when the parent is killed, a child finds the pipe broken in its next round, and exits. Ctrl-C
-reaches only the parent: children start with the signal blocked.
+when the parent is killed, a child finds the pipe broken in its next round, and exits.
 """
 
 from __future__ import annotations
@@ -38,17 +37,8 @@ def run_pairs(
     """Simulate every pair, and return outcomes in the order of the pairs.
 
     Outcomes do not depend on the number of processes, except for the policies' wall-clock seconds,
-    which increase with more processes than idle cores.
-
-    Args:
-        experiment: the cluster.
-        pairs: the simulations.
-        watch: called after every round.
-        processes: maximum at a time; 1: in this process.
-
-    Raises:
-        ValueError: see `Experiment.run`.
-        SimulationError: as in `Experiment.run`, or if a process exits unexpectedly.
+    which increase with more processes than idle cores. With 1 it runs in this process. Errors as of
+    `Experiment.run`, and SimulationError if a process exits unexpectedly.
     """
     if processes < 2 or len(pairs) < 2:
         return [
@@ -92,7 +82,6 @@ def _start(experiment: Experiment, index: int, pair: Pair) -> tuple[Connection, 
 def _hear(
     receiver: Connection, child: _Child, pairs: Sequence[Pair], watch: WatchPair
 ) -> SimulationOutcome | None:
-    """Receive one message of a child; return it if it is the outcome."""
     try:
         message = receiver.recv()
     except EOFError:
@@ -117,7 +106,6 @@ def _end(receiver: Connection, child: _Child) -> None:
 
 
 def _work(sender: Connection, experiment: Experiment, pair: Pair) -> None:
-    """Simulate in a child process."""
     try:
         try:
             sender.send(experiment.run(*pair, lambda now, done: sender.send((now, done))))
@@ -129,7 +117,7 @@ def _work(sender: Connection, experiment: Experiment, pair: Pair) -> None:
 
 @contextmanager
 def _blocked_interrupts() -> Iterator[None]:
-    """Block Ctrl-C for processes started meanwhile; a Ctrl-C is delivered afterwards."""
+    """Block Ctrl-C for processes started meanwhile; it reaches only the parent, afterwards."""
     # multiprocessing's first process starts a companion, whose start unblocks Ctrl-C.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -40,22 +40,13 @@ def fit_like_adaptdl(
     accum_step_time: ArrayLike,
     optim_step_time: ArrayLike,
 ) -> PerfParams:
-    """Return the parameters that AdaptDL 0.2.11 fits to the same measurements.
+    """Return the parameters that AdaptDL 0.2.11 fits to the same measurements, shape (points,).
 
-    Args:
-        num_nodes: nodes of the allocation, shape (points,) like all following arguments.
-        num_replicas: R.
-        atomic_bsz: samples per replica in one forward and backward.
-        accum_step_time: seconds of an accumulation step.
-        optim_step_time: seconds of an optimizer step, including synchronization.
+    Arguments and errors as of `fit_perf_params`.
 
-    Raises:
-        ValueError: an argument is empty, of the wrong length, or out of range.
-
-    Example:
-        >>> params = fit_like_adaptdl([1, 1], [1, 2], [8, 16], [0.18, 0.26], [0.18, 0.31])
-        >>> params.alpha_n == params.alpha_r * 1.1
-        True
+    >>> params = fit_like_adaptdl([1, 1], [1, 2], [8, 16], [0.18, 0.26], [0.18, 0.31])
+    >>> params.alpha_n == params.alpha_r * 1.1
+    True
     """
     profile = make_profile(
         num_nodes, num_replicas, atomic_bsz, accum_step_time, optim_step_time, None, None
@@ -83,7 +74,6 @@ def fit_like_adaptdl(
 
 
 def _bounds(profile: Profile) -> tuple[list[float], list[float], list[float]]:
-    """Return the start of the search, and the bounds of each parameter."""
     first = list(_START)
     lower, upper = [EPSILON] * 6 + [1.0], [np.inf] * 6 + [_LARGEST_GAMMA]
     if len(np.unique(profile.micro_bsz)) == 1:

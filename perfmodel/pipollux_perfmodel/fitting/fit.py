@@ -1,11 +1,10 @@
 """Fit of the step time parameters to measured step times, as in Pollux during training.
 
 `loss` defines the loss, `priors` the assumptions about unmeasured regimes. The search differs from
-AdaptDL's: it starts from straight lines through the data and runs twice, first with a strongly
-rounded tip of the rmse, whose cone has no gradient at a perfect fit. It uses SLSQP with the same
-bounds instead of L-BFGS-B, which since SciPy 1.15 waits for the threads of OpenBLAS in every step
-and takes twenty times as long on a machine that is busy training (scipy/scipy#22438). `adaptdl` has
-AdaptDL's search.
+AdaptDL's (`adaptdl`): it starts from straight lines through the data and runs twice, first with a
+strongly rounded tip of the rmse, whose cone has no gradient at a perfect fit. It uses SLSQP with
+the same bounds instead of L-BFGS-B, which since SciPy 1.15 waits for the threads of OpenBLAS in
+every step and takes twenty times as long on a machine that is busy training (scipy/scipy#22438).
 """
 
 from __future__ import annotations
@@ -55,12 +54,9 @@ _LIMITS = {
 
 
 class _Pass(NamedTuple):
-    """One of the searches."""
-
     rounding: float
     """Relative error below which the rmse is smoothed."""
     tolerance: float
-    """Change of the loss at which the search ends."""
     by_logarithm: bool
     """Whether times are varied by their logarithms. Multiplicative steps move fast along the valley
     between gamma and the network times, but slowly towards zero."""
@@ -82,7 +78,6 @@ class FitResult(NamedTuple):
 
     perf_params: PerfParams
     report: FitReport
-    """Errors and assumptions of the fit."""
 
 
 def fit_perf_params(
@@ -104,8 +99,7 @@ def fit_perf_params(
 
     Each measurement is a step, or the mean over the steps of one configuration; all arrays have
     shape (points,). Parameters that the data do not determine follow `priors`. The overlap of
-    stages is fitted with several stages and either compute times or several numbers of
-    micro-batches; otherwise it is 1.
+    stages is fitted with several stages and either compute times or several M; otherwise it is 1.
 
     Args:
         num_nodes: nodes of the allocation.
@@ -115,7 +109,7 @@ def fit_perf_params(
         optim_step_time: seconds of an optimizer step, including synchronization.
         num_microbatches: M; None: 1 everywhere.
         forward_shares: share of compute time in each stage's forward; None: one stage.
-        backward_shares: share of compute time in each stage's backward; None: one stage.
+        backward_shares: the same for the backward.
         compute_time: seconds of one micro-batch summed over stages, forward and backward, nan if
         not measured; None: never measured. Not used with one stage.
         checkpoint: the recomputed micro-batches, for all stages or per stage.
@@ -161,26 +155,10 @@ def fit_measurements(
 ) -> FitResult:
     """Fit step time parameters to measurements, and report their errors.
 
-    Like `fit_perf_params`, but takes stage times. Without stage times, stages count as equally
-    slow, and the pipeline's gain can only be determined from steps with several M.
-
-    Args:
-        num_nodes: nodes of the allocation, shape (points,) like all following arguments.
-        num_replicas: R.
-        atomic_bsz: samples per replica in one forward and backward.
-        accum_step_time: seconds of an accumulation step.
-        optim_step_time: seconds of an optimizer step.
-        num_microbatches: M; None: 1 everywhere.
-        forward: seconds of one micro-batch's forward in each stage, shape (points, num_stages), nan
-        if not measured; None: never measured.
-        backward: the same for the backward, including recomputation.
-        num_stages: K.
-        checkpoint: the recomputed micro-batches, for all stages or per stage.
-        schedule: "gpipe", "1f1b" or "interleaved", the order of the stages' work.
-        chunks_per_stage: V of "interleaved".
-
-    Raises:
-        ValueError: an argument is empty, of the wrong shape, or out of range.
+    As `fit_perf_params`, from stage times: `forward` and `backward` are seconds of one micro-batch
+    in each stage, including recomputation, shape (points, num_stages), nan if not measured; None:
+    never measured. Without them, stages count as equally slow, and the pipeline's gain can only be
+    determined from steps with several M.
     """
     forward_shares, backward_shares = even_shares(num_stages)
     compute: ArrayLike | None = None
@@ -220,7 +198,6 @@ def _fit(profile: Profile, shape: PerfParams) -> PerfParams:
 
 
 def _without_extras(begin: StartingPoint) -> StartingPoint:
-    """Return the starting point for AdaptDL's seven parameters and the overlap of stages."""
     extra = np.isin(NAMES, _EXTRAS)
     return StartingPoint(np.where(extra, NEUTRAL, begin.values), begin.free & ~extra)
 
@@ -238,7 +215,6 @@ def _shape(
     schedule: ScheduleKind,
     chunks_per_stage: int,
 ) -> PerfParams:
-    """Return parameters with only the shares, the checkpoint mode and the schedule set."""
     if (forward is None) != (backward is None):
         missing = "forward_shares" if forward is None else "backward_shares"
         raise ValueError(f"{missing} is missing; give both or none")
@@ -257,10 +233,8 @@ def _shape(
 
 
 def _search(rows: Rows, begin: StartingPoint, search: _Pass) -> Floats:
-    """Return the values of `NAMES` that minimize the loss, starting from `begin`.
-
-    The variables are the free times relative to their start (or the logarithms of that), then the
-    other free values unchanged.
+    """Return the values of `NAMES` that minimize the loss, starting from `begin`. The variables are
+    the free times relative to their start (or their logarithms), then the others.
     """
     times_free, others_free = (np.flatnonzero(begin.free & kind) for kind in (IS_TIME, ~IS_TIME))
     free, num_times = np.append(times_free, others_free), len(times_free)

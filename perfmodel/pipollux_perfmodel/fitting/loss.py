@@ -5,10 +5,9 @@
       + 1e-3·((ω - 1)² + (gamma_c - 1)² + κ² + δ²) + 1e-2·p²
 
 The rmse is robust: an error e counts as 2·D²·(√(1 + (e/D)²) - 1), which is quadratic up to about D
-= 10 % and linear beyond, so that stragglers do not distort the fit. As a fit evaluates the loss
-dozens of times during training, the gradient is computed explicitly by the chain rule through
-logarithms (x = log of the fixed cost, and so on), which takes a fifteenth of autograd's time; tests
-compare both.
+= 10 % and linear beyond, so that stragglers do not distort the fit. The gradient is computed
+explicitly by the chain rule through logarithms (x = log of the fixed cost, and so on), which takes
+a fifteenth of autograd's time; tests compare both.
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ _PULL_TO = np.array([1.0, 1.0, 1.0, 0.0, 0.0, 0.0])
 _PULL = np.array([1e-3, 1e-3, 1e-3, 1e-3, 1e-2, 1e-3])
 _PULLED = slice(6, 12)
 IS_TIME = np.array([True] * 6 + [False] * 6 + [True])
-"""Whether each of `NAMES` is in seconds."""
 _RETROGRESSION = 1e-2
 _SMALL_POWER = 1e-4
 
@@ -64,7 +62,6 @@ class Rows(NamedTuple):
 
     micro_bsz: Floats
     crowd: Floats
-    """R/n - 1."""
     serial: Floats
     """F(M) for ω = 0."""
     ideal: Floats
@@ -72,10 +69,8 @@ class Rows(NamedTuple):
     across: NDArray[np.bool_]
     inside: NDArray[np.bool_]
     two: Floats
-    """Whether there are exactly two nodes."""
     beyond_two: Floats
     log_others: Floats
-    """log(R - 1)."""
     log_accum: Floats
     log_optim: Floats
     weight: Floats
@@ -113,12 +108,8 @@ def make_rows(profile: Profile, shape: PerfParams) -> Rows:
 
 
 def loss_and_gradient(values: Floats, rows: Rows, rounding: float) -> tuple[float, Floats]:
-    """Return the loss of the numbers of `NAMES`, and its gradient, (13,).
-
-    Args:
-        values: the numbers of `NAMES`.
-        rows: the measurements.
-        rounding: relative error below which the rmse is smoothed.
+    """Return the loss of the numbers of `NAMES`, and its gradient, (13,). `rounding` is the
+    relative error below which the rmse is smoothed.
     """
     named = dict(zip(NAMES, values.tolist(), strict=True))
     compute, accum, optim = _log_times(named, rows)
@@ -165,7 +156,6 @@ class _Logarithm(NamedTuple):
 
 
 def _log_times(named: dict[str, float], rows: Rows) -> tuple[_Logarithm, _Logarithm, _Logarithm]:
-    """Return the logarithms of C, T_pipe and T_optim."""
     at = NAMES.index
     fixed = np.full_like(rows.micro_bsz, np.log(named["alpha_c"]))
     log_c, of_fixed, of_slope, of_power = _log_norm(
@@ -194,7 +184,6 @@ def _log_times(named: dict[str, float], rows: Rows) -> tuple[_Logarithm, _Logari
 
 
 def _log_network(named: dict[str, float], rows: Rows) -> _Logarithm:
-    """Return the logarithm of T_net."""
     at = NAMES.index
     growth, of_power = _growth(named["growth_n"], rows.log_others)
     penalty = 1 + named["two_node_penalty"] * rows.two
@@ -214,7 +203,6 @@ def _log_network(named: dict[str, float], rows: Rows) -> _Logarithm:
 
 
 def _growth(power: float, log_others: Floats) -> tuple[Floats, Floats]:
-    """Return ((R - 1)^p - 1)/p, kept from 0, and its derivative by p."""
     if abs(power) < _SMALL_POWER:
         growth = log_others + power * log_others**2 / 2
         slope = log_others**2 / 2 + power * log_others**3 / 3

@@ -13,19 +13,16 @@ Floats = NDArray[np.float64]
 
 
 class Profile(NamedTuple):
-    """Step times by configuration; float arrays of shape (points,)."""
+    """Step times by configuration (T_pipe, T_optim, C(b)); float arrays of shape (points,)."""
 
     num_nodes: Floats
     num_replicas: Floats
     num_microbatches: Floats
     micro_bsz: Floats
-    """b = atomic_bsz / M."""
     accum_time: Floats
-    """Measured T_pipe."""
     optim_time: Floats
-    """Measured T_optim."""
     compute_time: Floats
-    """Measured C(b); nan if not measured."""
+    """Nan if not measured."""
     weight: Floats
     """Number of measurements of each configuration."""
 
@@ -59,11 +56,7 @@ def make_profile(
     num_microbatches: ArrayLike | None,
     compute_time: ArrayLike | None,
 ) -> Profile:
-    """Check measurements and put them in arrays of one length.
-
-    Raises:
-        ValueError: an argument is empty, of the wrong length, or out of range.
-    """
+    """Return arrays of one length; ValueError for empty ones, or values or lengths out of range."""
     given: dict[str, Any] = {
         "num_nodes": num_nodes,
         "num_replicas": num_replicas,
@@ -99,27 +92,17 @@ def make_profile(
 
 
 class StageShares(NamedTuple):
-    """Shares of C(b) by measured stage times."""
+    """Shares of C(b) by measured stage times: φ_k, ψ_k and C(b)."""
 
     forward_shares: tuple[float, ...]
-    """φ_k over all measurements."""
     backward_shares: tuple[float, ...]
-    """ψ_k over all measurements."""
     compute_time: Floats
-    """C(b) of each measurement, nan if not measured; shape (points,)."""
+    """Nan if not measured; shape (points,)."""
 
 
 def stage_shares(forward: ArrayLike, backward: ArrayLike, num_stages: int) -> StageShares:
-    """Return the stages' shares of C(b).
-
-    Args:
-        forward: seconds of one micro-batch in each stage, shape (points, num_stages), nan if not
-        measured.
-        backward: the same for the backward.
-        num_stages: K.
-
-    Raises:
-        ValueError: an array has the wrong shape, or a time is negative.
+    """Return the stages' shares of C(b) from seconds of one micro-batch, shape (points,
+    num_stages). Nan is not measured. Raises ValueError for a wrong shape or a negative time.
     """
     arrays = []
     for name, given in (("forward", forward), ("backward", backward)):

@@ -50,16 +50,10 @@ class StartingPoint(NamedTuple):
 
     values: Floats
     free: Booleans
-    """Whether a value is fitted or fixed."""
 
 
 def start(profile: Profile, shape: PerfParams) -> StartingPoint:
-    """Return first guesses for identifiable parameters, and priors for the others.
-
-    Args:
-        profile: the measurements.
-        shape: contains shares, checkpoint mode and schedule of the job.
-    """
+    """Return first guesses for identifiable parameters, and priors for the others."""
     known = identifiable(profile, shape)
     values = dict(zip(NAMES, NEUTRAL, strict=True))
     if known["gamma"]:
@@ -117,7 +111,6 @@ def _count_distinct(profile: Profile, chosen: Booleans) -> int:
 
 
 def _determines_overlap(profile: Profile, shape: PerfParams) -> bool:
-    """Return whether overlap can be distinguished from alpha_c and beta_c."""
     serial, ideal = (
         pipeline_factor(shape._replace(overlap=overlap), profile.num_microbatches)
         for overlap in (0.0, 1.0)
@@ -130,16 +123,14 @@ def _determines_overlap(profile: Profile, shape: PerfParams) -> bool:
 
 
 def _determines_overhead(profile: Profile) -> bool:
-    """Return whether a step's fixed cost can be distinguished from that of a micro-batch."""
     sizes, counts = profile.micro_bsz, profile.num_microbatches
     num_distinct = len(np.unique(np.stack((sizes, counts)), axis=1).T)
     return min(len(np.unique(sizes)), len(np.unique(counts))) > 1 and num_distinct > 3
 
 
 def _guess_compute(profile: Profile, shape: PerfParams, known: dict[str, bool]) -> dict[str, float]:
-    """Return alpha_c, beta_c, overhead and overlap that explain accumulation steps best.
-
-    They are linear for a given overlap, so several overlaps are tried.
+    """Return alpha_c, beta_c, overhead and overlap that explain accumulation steps best. They are
+    linear for a given overlap, so several overlaps are tried.
     """
     guesses = []
     for overlap in _OVERLAPS if known["overlap"] else (1.0,):
@@ -202,8 +193,7 @@ def _fit_line(x: Floats, y: Floats) -> tuple[float, float]:
 
 def _least_errors(columns: Floats, y: Floats) -> tuple[Floats, float]:
     """Return coefficients >= 0 of y ≈ columns·coefficients by relative errors, and their mean.
-
-    Uses absolute errors, which are robust against stragglers.
+    Absolute errors are robust against stragglers.
     """
     columns = columns / y[:, None]
     weights = np.ones_like(y)

@@ -45,13 +45,12 @@ class RegimeError(NamedTuple):
     name: str
     num_measurements: int
     mean_error: float
-    """Mean of |predicted / measured - 1|, without outliers."""
+    """Mean of |predicted / measured - 1|, without outliers; `worst_error` is the largest."""
     worst_error: float
-    """Largest of these errors."""
 
 
 class Assumption(NamedTuple):
-    """A parameter that rests on a prior."""
+    """A parameter that no measurement determines."""
 
     parameter: str
     value: float
@@ -64,18 +63,13 @@ class FitReport(NamedTuple):
     regimes: tuple[RegimeError, ...]
     """Accumulation steps, then optimizer steps by allocation; only measured regimes."""
     assumed: tuple[Assumption, ...]
-    """Parameters that the measurements do not determine."""
     outliers: tuple[int, ...]
     """Rows with large errors while the others have small ones."""
 
 
 def make_report(params: PerfParams, profile: Profile, shape: PerfParams) -> FitReport:
-    """Return the errors of a fit on its measurements, and its assumptions.
-
-    Args:
-        params: the fitted parameters.
-        profile: the measurements.
-        shape: shares, checkpoint mode and schedule of the job.
+    """Return the errors of a fit on its measurements, and its assumptions. `shape` has the shares,
+    checkpoint mode and schedule of the job.
     """
     accum, optim = _errors(params, profile)
     outlying = _outlying(accum) | _outlying(optim)
@@ -116,7 +110,6 @@ def _growth_reason(params: PerfParams, known: dict[str, bool]) -> str:
 
 
 def _errors(params: PerfParams, profile: Profile) -> tuple[Floats, Floats]:
-    """Return log(predicted / measured) of accumulation and optimizer steps."""
     slow = slowdown(params, profile.num_nodes, profile.num_replicas)
     factor = pipeline_factor(params, profile.num_microbatches)
     accum = compute_time(params, profile.micro_bsz) * slow * factor + params.overhead

@@ -1,7 +1,6 @@
-"""Bounds of batch sizes, for one job and for columns of several jobs.
+"""Bounds of batch sizes, for one job and for columns (allocations) of several jobs.
 
-A column is one allocation of one job. A bound that is equal for all columns is a number, else an
-array with one entry per column.
+A bound that is equal for all columns is a number, else an array with one entry per column.
 """
 
 from __future__ import annotations
@@ -23,25 +22,19 @@ TOLERANCE = 1e-8
 
 
 class BatchBounds(NamedTuple):
-    """Bounds of a job's batch size."""
+    """Bounds of a job's batch size; the initial batch size is the least one."""
 
     init_batch_size: float
-    """Least batch size."""
     max_batch_size: float
-    """Largest batch size."""
     min_atomic_bsz: int
-    """Least atomic batch size."""
     max_atomic_bsz: int
-    """Largest atomic batch size."""
     accumulation: bool
-    """Whether accumulation steps are allowed."""
     needs_two_batches: bool
     """Whether a single replica must accumulate above the initial batch size: gradient noise is
     measured between atomic batches, and without micro-batches there is only one."""
     rounds_up: bool = False
-    """Whether the batch may exceed the largest batch size by less than one sample per replica (and
-    step, in as few steps as the largest atomic batch size allows), so that a batch is not rejected
-    because replicas do not divide it."""
+    """Whether the batch may exceed the largest by less than one sample per replica (and step, in as
+    few steps as possible), so that a batch is not rejected because replicas do not divide it."""
 
     @property
     def rules(self) -> tuple[bool, bool, bool]:
@@ -60,7 +53,6 @@ class ColumnBounds(NamedTuple):
     needs_two_batches: bool
     rounds_up: bool
     jobs: tuple[BatchBounds, ...]
-    """The bounds of each job."""
     owner: Integers
     """(columns,): index into `jobs`."""
 
@@ -108,14 +100,13 @@ class ColumnBounds(NamedTuple):
         return allowed
 
     def allow_atomic(self, atomic_bsz: Integers) -> Bools:
-        """Return whether atomic batch sizes are within their bounds."""
+        """Return whether atomic batch sizes are in range."""
         allowed: Bools = (self.min_atomic_bsz <= atomic_bsz) & (atomic_bsz <= self.max_atomic_bsz)
         return allowed
 
     def _is_rounded(
         self, num_replicas: Integers, atomic_bsz: Integers, accum_steps: Integers
     ) -> Bools:
-        """Return whether candidates are the largest batch size, minimally rounded up."""
         steps = accum_steps + 1
         fewest = np.ceil(self.max_batch_size / (num_replicas * self.max_atomic_bsz) - TOLERANCE)
         unit = num_replicas * np.where(steps <= fewest, steps, 1)
@@ -124,12 +115,7 @@ class ColumnBounds(NamedTuple):
 
 
 def stack_bounds(jobs: Sequence[BatchBounds], num_columns: Sequence[int]) -> ColumnBounds:
-    """Return the bounds of all columns of some jobs, one job after the other.
-
-    Args:
-        jobs: the bounds of each job, with the same `rules`.
-        num_columns: of each job.
-    """
+    """Return the bounds of all columns of jobs with the same `rules`, one job after the other."""
     return ColumnBounds(
         spread([bounds.init_batch_size for bounds in jobs], num_columns),
         spread([bounds.max_batch_size for bounds in jobs], num_columns),

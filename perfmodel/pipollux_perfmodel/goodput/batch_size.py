@@ -1,9 +1,7 @@
-"""The best batch size of each column, among the candidates within its bounds (`candidates`).
+"""The best batch size of each column, an allocation of a job, among its `candidates`.
 
-As in Pollux and AdaptDL, the geometric candidates come first. Then the neighbours of the best
-candidate are tried, in a and in s. If there are few candidates in total, or the bounds are so tight
-that no geometric candidate fits, all are tried.
-
+As in Pollux and AdaptDL, the geometric candidates come first, then the neighbours of the best one,
+in a and in s. If there are few candidates in total, or no geometric candidate fits, all are tried.
 The result equals that of evaluating all candidates, at a lower cost:
 
 * with many candidates, goodput is first estimated in single precision, and only candidates within
@@ -11,8 +9,6 @@ The result equals that of evaluating all candidates, at a lower cost:
 * duplicates of a candidate, or of the choice whose neighbours are tried, are skipped;
 * where a choice only counts if it is better by `_BETTER`, neighbours are skipped if a bound
   excludes that (`GoodputOf.most_nearby`).
-
-A column is one allocation of a job; columns of several jobs are evaluated together.
 """
 
 from __future__ import annotations
@@ -51,16 +47,15 @@ class GoodputOf(Protocol):
     ) -> NDArray[np.float32] | None:
         """Return an estimate of the shape of a call's result; None: no estimate.
 
-        If the estimates of two candidates of one column differ by more than `ESTIMATE_ERROR` of the
-        larger one, goodput has the same order. Units differ between columns.
+        If two estimates of one column differ by more than `ESTIMATE_ERROR` of the larger one,
+        goodput has the same order. Units differ between columns.
         """
 
     def most_nearby(
         self, columns: Integers, atomic_bsz: Integers, accum_steps: Integers, nearby: Nearby
     ) -> NDArray[np.float32] | None:
-        """Return a bound on the goodput of all candidates nearby, (columns,); None: no bound.
-
-        It is relative to the goodput of the given candidate, and accurate to `ESTIMATE_ERROR`.
+        """Return a bound on goodput nearby, (columns,), relative to a candidate's; None: no bound.
+        It is accurate to `ESTIMATE_ERROR`.
         """
 
 
@@ -99,18 +94,11 @@ def choose(
     goodput_of: GoodputOf,
     measured: Integers | None = None,
 ) -> BatchChoice:
-    """Return the candidate with the highest goodput for each column.
+    """Return the candidate with the highest goodput for each column, of shape (columns,).
 
-    Atomic batch sizes that are a multiple of `num_microbatches` come first; others are only tried
-    in columns where no multiple is allowed.
-
-    Args:
-        bounds: the bounds; with several jobs, `has_few` must be equal for all.
-        num_replicas: R of each column, shape (columns,).
-        num_microbatches: M.
-        goodput_of: goodput of candidates.
-        measured: atomic batch sizes, at least one, that are always tried: by measurements one may
-            be much better than its neighbours; for a single column only.
+    Atomic batch sizes that are not a multiple of M are only tried in columns that allow no
+    multiple. With several jobs, `has_few` must be equal for all. `measured` are atomic batch sizes
+    that are always tried, for a single column: one may be much better than its neighbours.
     """
     columns = num_replicas.shape
     choice = BatchChoice(np.zeros(columns), np.zeros(columns, int), np.zeros(columns, int))
@@ -184,9 +172,8 @@ def _may_gain(
 ) -> Bools:
     """Return where `_refine` may find an improvement by `_BETTER`, from a bound on its range.
 
-    In two rounds of at most `up` additional steps each, s + t steps are reached from at most s +
-    min(t + 1, up) steps, and in each round the samples of one replica change by less than two
-    blocks per step.
+    In two rounds of at most `up` additional steps, s + t steps are reached from at most s + min(t +
+    1, up) steps, and in each the samples of one replica change by less than two blocks per step.
     """
     replicas, bounds = num_replicas[columns], bounds.at(columns)
     sizes, steps = choice.atomic_bsz[columns], choice.accum_steps[columns]
@@ -255,18 +242,8 @@ def _best(
     kinds: Integers | None = None,
     known: Bools | None = None,
 ) -> BatchChoice:
-    """Return the best allowed candidate of each column, the first one of equal candidates.
-
-    Args:
-        goodput_of: goodput of candidates.
-        columns: by index.
-        candidates: of each column or, with `kinds`, of each kind of columns.
-        kinds: the kind of each column.
-        known: candidates of each column to exclude.
-
-    Returns:
-        The best of each column; with goodput -1.0 if there is none, or none that may be better than
-        the known candidates.
+    """Return the best allowed candidate of each column; goodput -1.0 if no new one may be better.
+    `candidates` are of each column or, with `kinds`, of each kind; `known` ones are excluded.
     """
     best = BatchChoice(np.full(len(columns), -1.0), *np.zeros((2, len(columns)), np.int64))
     many = len(candidates.allowed) * len(columns) > _FEW_TO_ESTIMATE
@@ -296,13 +273,10 @@ def _best(
 
 
 class _Here(NamedTuple):
-    """The candidates of some columns."""
-
     rows: int
     kinds: Integers | slice
 
     def of(self, part: NDArray[Any]) -> NDArray[Any]:
-        """Return their entries in an array of all columns."""
         if isinstance(self.kinds, slice):
             return part[: self.rows, self.kinds]
         return part[: self.rows].take(self.kinds, axis=1)
@@ -311,7 +285,6 @@ class _Here(NamedTuple):
 def _chunks(
     candidates: Candidates, kinds: Integers | None, num_columns: int
 ) -> Iterator[tuple[Integers, _Here]]:
-    """Yield groups of columns, by position, and the location of their candidates."""
     if not candidates.allowed.size:
         return
     if kinds is None:
@@ -328,7 +301,6 @@ def _chunks(
 
 
 def _nearly_best(estimate: NDArray[np.float32] | None, allowed: Bools) -> Bools | None:
-    """Return which candidates may be the best of their column; None: unknown."""
     if estimate is None:
         return None
     if not allowed.all():

@@ -1,7 +1,4 @@
-"""Goodput of many batch sizes on many allocations, for the choice in `batch_size`.
-
-An allocation is a column, and the columns may belong to several jobs (`stack_params`).
-"""
+"""Goodput of many batch sizes on many allocations (columns), for the choice in `batch_size`."""
 
 from __future__ import annotations
 
@@ -41,9 +38,7 @@ class _Columns(NamedTuple):
     factor: Numbers
     """T_pipe without overhead over C(b), if that is one number."""
     network: Numbers
-    """T_net."""
     slow: Numbers
-    """1 + κ·(R/n - 1)."""
 
 
 class _Estimate(NamedTuple):
@@ -71,16 +66,8 @@ _PLAIN = 1e-12, 1e15
 
 
 class CandidateGoodput:
-    """Goodput of candidates in columns; quantities of columns are computed once.
-
-    Args:
-        all_params: step times of each job; of several jobs with one `stack_key`.
-        all_gradients: size and noise of each job's gradient.
-        init_batch_sizes: the batch size of each job that its efficiency is relative to.
-        num_columns: of each job.
-        num_nodes: n of each column, (columns,).
-        num_replicas: R of each column, (columns,).
-        num_microbatches: M.
+    """Goodput of candidates in columns; quantities of columns are computed once. The sequences have
+    one entry per job, of jobs with one `stack_key`; n and R one per column.
     """
 
     def __init__(
@@ -182,7 +169,6 @@ class CandidateGoodput:
         return gain
 
     def _accum(self, at: _Estimate, size: Singles) -> Singles:
-        """Return T_pipe."""
         accum = at.slope * size
         accum = accum + at.fixed if self._is_line else _norm(accum, at.fixed, at.line)
         accum += at.overhead
@@ -190,7 +176,6 @@ class CandidateGoodput:
 
     @property
     def _is_line(self) -> bool:
-        """Whether the fixed and per-sample costs of a micro-batch add up."""
         power = self._all.params.gamma_c
         return isinstance(power, float) and power == 1.0
 

@@ -2,12 +2,10 @@
 
 A candidate splits a batch of B samples over R replicas into s accumulation steps and the optimizer
 step, with the atomic batch size a = ⌈B / (R·(s + 1))⌉. As in Pollux (section 4.1) and AdaptDL, B
-has values in a geometric range, and s is the least number that keeps a within its bounds. Rounding
-up may make R·a·(s + 1) exceed the largest batch size, so the same B rounded down is a candidate as
-well. If there are few atomic batch sizes and accumulation steps in total, all are candidates.
-
-Candidates depend on bounds and R only, which columns often have in common: such columns are of one
-*kind*.
+has values in a geometric range, and s is the least number that keeps a within its bounds. As
+rounding up may exceed the largest batch size, the same B rounded down is a candidate as well. If
+there are few a and s in total, all are candidates. Columns with the same bounds and R have the same
+candidates: they are of one *kind*.
 """
 
 from __future__ import annotations
@@ -31,14 +29,12 @@ class Candidates(NamedTuple):
     atomic_bsz: Integers
     accum_steps: Integers
     allowed: Bools
-    """Other entries are ignored."""
 
 
 class Proposal(NamedTuple):
     """The geometric candidates of each kind of column, (candidates, kinds), in ascending order."""
 
     up: Candidates
-    """a rounded up."""
     down: Candidates
     """a rounded down. Of equal candidates in both, only the first is allowed."""
 
@@ -54,10 +50,7 @@ class Proposal(NamedTuple):
 
 
 def propose(bounds: ColumnBounds, num_replicas: Integers, multiple: int) -> Proposal:
-    """Return the geometric candidates; atomic batch sizes are multiples of a number.
-
-    The candidates are not checked against the bounds.
-    """
+    """Return the geometric candidates, not checked against bounds; a is a multiple of a number."""
     least = np.maximum(bounds.init_batch_size, bounds.min_atomic_bsz * num_replicas)
     batch_size = np.geomspace(least, bounds.max_batch_size, _NUM_CANDIDATES)
     share = batch_size / num_replicas  # samples of one replica
@@ -92,10 +85,7 @@ def has_few(bounds: BatchBounds, multiple: int) -> bool:
 
 
 def list_all(bounds: ColumnBounds, num_replicas: Integers, multiple: int) -> Candidates:
-    """Return every candidate of each column, if they are few (`has_few`).
-
-    Jobs with fewer candidates repeat their first one.
-    """
+    """Return every candidate of each column, if few; jobs with fewer repeat their first one."""
     found = [_all_candidates(job, multiple) for job in bounds.jobs]
     every = [candidates for candidates in found if candidates is not None]
     if len(set(bounds.jobs)) == 1:
@@ -111,9 +101,8 @@ def list_all(bounds: ColumnBounds, num_replicas: Integers, multiple: int) -> Can
 
 
 def list_atomic(bounds: ColumnBounds, num_replicas: Integers, multiple: int) -> Candidates:
-    """Return every atomic batch size of one column, each with the least accumulation steps.
-
-    If any configuration is allowed, one of these is.
+    """Return every atomic batch size of one column, each with the least accumulation steps. If any
+    configuration is allowed, one of these is.
     """
     job, replicas = bounds.jobs[bounds.owner[0]], int(num_replicas[0])
     least = -(-job.min_atomic_bsz // multiple) * multiple
@@ -131,10 +120,7 @@ def list_atomic(bounds: ColumnBounds, num_replicas: Integers, multiple: int) -> 
 def list_measured(
     bounds: ColumnBounds, num_replicas: Integers, multiple: int, sizes: Integers
 ) -> Candidates:
-    """Return atomic batch sizes in one column, each with up to `_NUM_CANDIDATES` numbers of steps.
-
-    Sizes that are not multiples are omitted; `sizes` must not be empty.
-    """
+    """Return the multiples in `sizes` for one column, with up to `_NUM_CANDIDATES` steps each."""
     job, replicas = bounds.jobs[bounds.owner[0]], int(num_replicas[0])
     most = job.max_batch_size / (replicas * int(sizes.min())) if job.accumulation else 1.0
     numbers = np.geomspace(1, max(most, 1.0), _NUM_CANDIDATES).round().astype(np.int64)

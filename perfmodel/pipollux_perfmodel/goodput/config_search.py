@@ -2,10 +2,7 @@
 
 For every cut of the model and every number of micro-batches, `batch_size` chooses the best batch
 size, and the best combination is kept. Memory grows with the micro-batch, so a memory limit is a
-largest atomic batch size.
-
-Allocations that the model does not distinguish are evaluated once: if no parameter depends on the
-spread of replicas over nodes, only R matters, and whether there are one, two or more nodes.
+largest atomic batch size. Allocations that the model does not distinguish are evaluated once.
 """
 
 from __future__ import annotations
@@ -52,17 +49,11 @@ class _Three(NamedTuple):
 
 
 class Optimum(_Three):
-    """The best configuration of an allocation, or arrays of them.
-
-    A tuple (goodput, atomic_bsz, accum_steps), as in AdaptDL, with three additional attributes.
-    """
+    """The best configuration of an allocation, or arrays: AdaptDL's tuple, with attributes."""
 
     num_microbatches: Numbers
-    """M of the best configuration."""
     num_stages: Numbers
-    """K of the best configuration."""
     plan: Numbers
-    """Index of the plan; 0 without plans."""
 
     def __new__(
         cls,
@@ -82,8 +73,6 @@ class Optimum(_Three):
 
 
 class _Best(NamedTuple):
-    """Arrays of shape (allocations,)."""
-
     goodput: Floats
     atomic_bsz: Integers
     accum_steps: Integers
@@ -96,19 +85,13 @@ class ConfigSearch(NamedTuple):
     """The search for the best configurations of one job (`GoodputFunction.search`)."""
 
     perf_params: PerfParams
-    """Step times of plan None."""
     grad_params: GradParams
-    """Size and noise of the gradient."""
     num_nodes: Integers
-    """n of every allocation, any shape."""
+    """n of every allocation, any shape; R has the same shape."""
     num_replicas: Integers
-    """R, the same shape."""
     bounds: BatchBounds
-    """Bounds of the batch size; efficiency is relative to its initial batch size."""
     num_microbatches: tuple[int, ...]
-    """Numbers of micro-batches to choose from."""
     plans: Sequence[PricedCut | None] = (None,)
-    """Cuts of the model to choose from."""
     memory_limit: float | None = None
     """Bytes of a stage's device; None: unbounded."""
     sizes: SizeCorrections | None = None
@@ -116,14 +99,10 @@ class ConfigSearch(NamedTuple):
 
 
 def search_all(searches: Sequence[ConfigSearch]) -> list[Optimum]:
-    """Return the best configurations of several jobs, equal to searching for each job separately.
+    """Return the best configurations of several jobs, as from separate searches but much faster.
 
-    Jobs with models of the same form are evaluated together, in parts of bounded size, which is
-    many times as fast as separate searches.
-
-    Returns:
-        For each search, arrays of the shape of its allocations. If nothing is within bounds,
-        goodput is 0.0 and the atomic batch size is the nearest within its own range.
+    The arrays have the shape of the search's allocations. If nothing is within bounds, goodput is
+    0.0 and the atomic batch size is the nearest within its own range.
     """
     jobs = _search_parts(searches)
     for job in jobs:
@@ -146,20 +125,15 @@ def _search_parts(searches: Sequence[ConfigSearch]) -> list[_JobSearch]:
 
 
 class _Part(NamedTuple):
-    """One cut and number of micro-batches, on a subset of the distinct allocations."""
-
     plan: int
     allocations: Bools | slice
     columns: ColumnSearch
 
 
 class _JobSearch:
-    """One search, on the allocations that the model distinguishes."""
-
     def __init__(self, search: ConfigSearch, known: dict[tuple[int, int, int], _Distinct]) -> None:
         self._search = search
         self.answers: Sequence[BatchChoice] = ()
-        """One entry per part."""
         self._all_params = [
             search.perf_params if plan is None else check_params(PerfParams(*plan.perf_params))
             for plan in search.plans
@@ -173,7 +147,6 @@ class _JobSearch:
         self.parts = list(self._ways())
 
     def _ways(self) -> Iterator[_Part]:
-        """Yield the parts to evaluate; of equal optima, earlier parts are preferred."""
         search = self._search
         for index, (plan, params) in enumerate(zip(search.plans, self._all_params, strict=True)):
             for count in search.num_microbatches:
@@ -185,14 +158,12 @@ class _JobSearch:
                     yield _Part(index, chosen, columns)
 
     def goodput(self) -> Floats:
-        """Return only the best goodput."""
         best = np.zeros(self._replicas.shape)
         for part, choice in zip(self.parts, self.answers, strict=True):
             best[part.allocations] = np.fmax(best[part.allocations], choice.goodput)
         return best[self._inverse]
 
     def take_best(self) -> None:
-        """Keep the best part for every allocation, the first of equal ones."""
         search, replicas = self._search, self._replicas
         bounds = search.bounds
         nearest = np.ceil(bounds.init_batch_size / replicas - EPSILON).astype(np.int64)
@@ -216,7 +187,6 @@ class _JobSearch:
                 best.plan[chosen] = part.plan
 
     def optimum(self) -> Optimum:
-        """Return the stored optimum, in the shape of the requested allocations."""
         shape = self._search.num_nodes.shape
         return Optimum(*(values[self._inverse].reshape(shape) for values in self._best))
 
@@ -228,7 +198,6 @@ def _limited(
     num_microbatches: int,
     num_replicas: Integers,
 ) -> Iterator[tuple[Bools | slice, BatchBounds]]:
-    """Yield allocations and their bounds within memory; nothing if no sample fits."""
     if plan is None or memory_limit is None or not plan.shards_optimizer:
         limited = _within_memory(bounds, plan, memory_limit, num_microbatches)
         if limited is not None:
@@ -247,7 +216,6 @@ def _limited(
 def _within_memory(
     bounds: BatchBounds, plan: PricedCut | None, memory_limit: float | None, num_microbatches: int
 ) -> BatchBounds | None:
-    """Return the bounds within memory; None if not a single sample fits."""
     two = num_microbatches == 1
     least, most = bounds.min_atomic_bsz, bounds.max_atomic_bsz
     if plan is not None and memory_limit is not None:
@@ -261,16 +229,12 @@ def _within_memory(
 
 
 class _Distinct(NamedTuple):
-    """Allocations that the model distinguishes."""
-
     num_nodes: Integers
     num_replicas: Integers
     inverse: NDArray[np.intp] | slice
-    """Index of each allocation among the distinct ones."""
 
 
 def _most_nodes(all_params: Sequence[PerfParams]) -> int:
-    """Return the number of nodes from which on the model does not distinguish more nodes."""
     if any(params.contention for params in all_params):
         return sys.maxsize
     # One node, several, or one, two, more; as many as there are replicas, to be possible.

@@ -1,8 +1,7 @@
 """Corrections of goodput by allocation, from measured steps.
 
-The model of step times has few parameters, so a fit leaves residuals: a second node may cost more
-than the network's two parameters predict, or eight replicas more than six. The residual of a
-measured allocation is known, and similar allocations are likely to have similar residuals:
+The model of step times has few parameters, so a fit leaves residuals. That of a measured allocation
+is known, and similar allocations are likely to have similar ones:
 
     e_i = log(measured_i / predicted_i)           of allocation i, by its optimizer steps
     e   = the e_i of the allocation itself                        where it was measured
@@ -25,7 +24,6 @@ from pipollux_perfmodel.timing.params import PerfParams
 from pipollux_perfmodel.timing.step_time import step_time
 
 MAX_RATIOS = 64
-"""Most distinct allocations."""
 _WIDTH = 0.35
 """σ: in doublings of the number of replicas."""
 _PRIOR = 0.3
@@ -36,12 +34,11 @@ _DIGITS = 4
 
 
 class StepRatio(NamedTuple):
-    """Measured step time of an allocation over the predicted one."""
+    """Measured step time of an allocation over the predicted one; the geometric mean of several."""
 
     num_nodes: int
     num_replicas: int
     ratio: float
-    """Measured over predicted seconds of an optimizer step; the geometric mean of several."""
 
 
 def step_ratios(
@@ -52,24 +49,12 @@ def step_ratios(
     optim_step_time: ArrayLike,
     num_microbatches: ArrayLike = 1,
 ) -> tuple[StepRatio, ...]:
-    """Return the residuals of a model on measured optimizer steps, by allocation.
+    """Return the residuals of a model on measured optimizer steps, by allocation. The arrays have
+    one entry per configuration. Returns the `MAX_RATIOS` allocations with the fewest replicas.
 
-    Args:
-        params: of the model.
-        num_nodes: of each configuration, like all following arguments.
-        num_replicas: R.
-        num_replicas: R.
-        atomic_bsz: samples of a replica.
-        optim_step_time: seconds.
-        num_microbatches: M.
-
-    Returns:
-        The `MAX_RATIOS` allocations with the fewest replicas.
-
-    Example:
-        >>> params = PerfParams(0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5)
-        >>> step_ratios(params, [1, 1], [1, 1], [10, 30], [0.4, 0.4])
-        (StepRatio(num_nodes=1, num_replicas=1, ratio=1.4142),)
+    >>> params = PerfParams(0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5)
+    >>> step_ratios(params, [1, 1], [1, 1], [10, 30], [0.4, 0.4])
+    (StepRatio(num_nodes=1, num_replicas=1, ratio=1.4142),)
     """
     nodes, replicas, sizes, counts, measured = np.broadcast_arrays(
         num_nodes, num_replicas, atomic_bsz, num_microbatches, optim_step_time
@@ -87,10 +72,9 @@ def step_ratios(
 class StepCorrections:
     """Factors on a job's goodput by allocation.
 
-    Example:
-        >>> corrections = StepCorrections([StepRatio(1, 4, 1.25)])
-        >>> corrections.factors([1, 1, 2], [4, 5, 4]).round(2).tolist()
-        [0.8, 0.86, 1.0]
+    >>> corrections = StepCorrections([StepRatio(1, 4, 1.25)])
+    >>> corrections.factors([1, 1, 2], [4, 5, 4]).round(2).tolist()
+    [0.8, 0.86, 1.0]
     """
 
     def __init__(self, ratios: Iterable[StepRatio]) -> None:

@@ -30,23 +30,16 @@ AtomicBszRange = Sequence[int | None]
 class GoodputFunction:
     """Goodput of a job as a function of its configuration.
 
-    All methods take scalars or arrays, which broadcast; scalars give a float.
+    All methods take scalars or arrays, which broadcast; scalars give a float. `perf_params` may be
+    seven numbers, which mean one stage; `grad_params` is (sqr, var) of the gradient at the initial
+    batch size, the minimum batch size, which efficiency is relative to. Raises ValueError if they
+    are out of range.
 
-    Args:
-        perf_params: step time parameters; seven numbers mean one stage.
-        grad_params: (sqr, var) of the gradient at the initial batch size.
-        init_batch_size: minimum batch size, which efficiency is relative to.
-
-    Raises:
-        ValueError: the parameters describe no pipeline (`check_params`), or the initial batch size
-        is below 1.
-
-    Example:
-        >>> goodput_fn = GoodputFunction((0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5), (1.0, 8.0), 32)
-        >>> goodput, atomic_bsz, accum_steps = goodput_fn.optimize(
-        ...     1, 2, max_batch_size=256, atomic_bsz_range=(8, 64), accumulation=True)
-        >>> atomic_bsz, accum_steps
-        (38, 0)
+    >>> goodput_fn = GoodputFunction((0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5), (1.0, 8.0), 32)
+    >>> goodput, atomic_bsz, accum_steps = goodput_fn.optimize(
+    ...     1, 2, max_batch_size=256, atomic_bsz_range=(8, 64), accumulation=True)
+    >>> atomic_bsz, accum_steps
+    (38, 0)
     """
 
     def __init__(
@@ -84,10 +77,8 @@ class GoodputFunction:
         accum_steps: Numbers,
         num_microbatches: Numbers = 1,
     ) -> Numbers:
-        """Return goodput in samples (in units of the initial batch size) per second.
-
-        Raises:
-            ValueError: a batch size is below the initial one, where efficiency is undefined.
+        """Return goodput in samples (in units of the initial batch size) per second. Raises
+        ValueError for batch sizes below the initial one, where efficiency is undefined.
         """
         smallest = np.min(_batch_size(num_replicas, atomic_bsz, accum_steps))
         if smallest < self._init_batch_size:
@@ -113,10 +104,7 @@ class GoodputFunction:
         return _plain(_batch_size(*sizes) / total)
 
     def efficiency(self, batch_size: Numbers) -> Numbers:
-        """Return progress per sample relative to the initial batch size.
-
-        In (0, 1] and decreasing from the initial batch size on; above 1 below it.
-        """
+        """Return progress per sample relative to the initial batch size; at most 1 above it."""
         sqr, var = self._grad_params
         scale = np.asarray(batch_size) / self._init_batch_size
         noise = var / scale + sqr
@@ -167,18 +155,15 @@ class GoodputFunction:
         Args:
             num_nodes: number of nodes of the allocation, scalar or array.
             num_replicas: R, scalar or array.
-            max_batch_size: maximum batch size; None: the initial batch size, rounded up to a
-            multiple of R.
+            max_batch_size: None: the initial batch size, rounded up to a multiple of R.
             atomic_bsz_range: minimum and maximum atomic batch size; None: unbounded.
             accumulation: whether accumulation steps are allowed.
             num_microbatches: M, or several to choose from.
-            plans: cuts of the model into stages to choose from, for example one per number of
-            stages and schedule (`plan_stages`); empty: the stages of `perf_params`.
-            memory_limit: bytes of a stage's device, which bound the micro-batches of each plan;
-            None: unbounded. Requires `plans`, which contain the memory of a sample. With a limit a
-            micro-batch has at least one whole sample.
-            corrections: corrections of the model by measurements, for a single allocation; None: no
-            corrections.
+            plans: cuts of the model to choose from, for example one per number of stages and
+            schedule (`plan_stages`); empty: the stages of `perf_params`.
+            memory_limit: bytes of a stage's device, which bound the micro-batches of each plan to
+            at least one whole sample; None: unbounded. Requires `plans`.
+            corrections: corrections of the model by measurements, for a single allocation.
 
         Returns:
             (goodput, atomic_bsz, accum_steps) as in AdaptDL, with the attributes
@@ -223,11 +208,7 @@ class GoodputFunction:
         memory_limit: float | None = None,
         corrections: SizeCorrections | None = None,
     ) -> ConfigSearch:
-        """Return the search that `optimize` runs, to run it together with others in `search_all`.
-
-        Raises:
-            ValueError: as `optimize`.
-        """
+        """Return the search that `optimize` runs, for `search_all`; same errors."""
         nodes, replicas = np.asarray(num_nodes), np.asarray(num_replicas)
         if nodes.shape != replicas.shape:
             nodes, replicas = np.broadcast_arrays(nodes, replicas)
@@ -294,5 +275,4 @@ def _batch_size(num_replicas: Numbers, atomic_bsz: Numbers, accum_steps: Numbers
 
 
 def _plain(values: Numbers) -> Numbers:
-    """Return a float or int for an array without dimensions."""
     return np.asarray(values).item() if np.ndim(values) == 0 else values

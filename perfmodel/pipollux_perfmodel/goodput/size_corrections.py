@@ -1,8 +1,7 @@
 """Corrections of goodput by batch size, from measured steps of one allocation.
 
-In the model, every additional sample adds the same time to a step. Measured steps deviate, so that
-the model's best batch size may be some per cent worse than another. At the atomic batch sizes a_i
-measured on an allocation the residual of the model is known:
+In the model, every additional sample adds the same time to a step. Measured steps deviate. At the
+atomic batch sizes a_i measured on an allocation the residual of the model is known:
 
     s_i  standard deviation of optimizer steps over their median
     e_i  = log(measured_i / predicted_i) · `TRIAL`² / (`TRIAL`² + s_i²)
@@ -11,8 +10,8 @@ measured on an allocation the residual of the model is known:
     t(a) = `TRIAL` · min(1, d / `APART`)      d = min over i of |log a − log a_i|
 
 Other load on a machine slows down many consecutive steps, so the median of more steps is no more
-accurate. A residual is therefore weighted as the mean of a normal distribution of width s_i with a
-prior of width `TRIAL`. With a large s_i the model dominates, which covers all steps.
+accurate: a residual is weighted as the mean of a normal distribution of width s_i with a prior of
+width `TRIAL`.
 
 Corrected goodput is exp(t(a) − e(a)) times that of the model. Without t, a size that the model
 underestimates would never be measured. With t, a size that promises at least exp(−`TRIAL`) of the
@@ -42,17 +41,12 @@ APART = 0.15
 class SizeCorrections:
     """Factors on the goodput of one allocation by atomic batch size.
 
-    Args:
-        atomic_bsz: a_i, at least one, each at least 1; may contain duplicates.
-        errors: e_i.
+    Takes the sizes a_i, which may contain duplicates, and their errors e_i. Raises ValueError
+    without sizes, for a size below 1, or if the numbers differ.
 
-    Raises:
-        ValueError: there is no size, a size is below 1, or the numbers of sizes and errors differ.
-
-    Example:
-        >>> corrections = SizeCorrections([16, 64], np.log([1.25, 1.0]))
-        >>> corrections.factors([16, 17, 32, 64, 256]).round(2).tolist()
-        [0.8, 0.82, 0.94, 1.0, 1.05]
+    >>> corrections = SizeCorrections([16, 64], np.log([1.25, 1.0]))
+    >>> corrections.factors([16, 17, 32, 64, 256]).round(2).tolist()
+    [0.8, 0.82, 0.94, 1.0, 1.05]
     """
 
     def __init__(self, atomic_bsz: ArrayLike, errors: ArrayLike) -> None:
@@ -64,7 +58,6 @@ class SizeCorrections:
             )
         distinct, place, counts = np.unique(sizes, return_inverse=True, return_counts=True)
         self.atomic_bsz: Integers = distinct.astype(np.int64)
-        """Measured sizes, without duplicates, in ascending order."""
         self._sizes = np.log(distinct)
         self._errors = np.bincount(place, left_over) / counts
 
@@ -87,21 +80,12 @@ def size_corrections(
     num_microbatches: ArrayLike = 1,
     scatter: ArrayLike = 0.0,
 ) -> SizeCorrections:
-    """Return the residuals of a model on measured optimizer steps of one allocation.
+    """Return the residuals of a model on measured optimizer steps of one allocation. The arrays
+    have one entry per configuration; `scatter` is s, relative to the median of the steps.
 
-    Args:
-        params: of the model.
-        num_nodes: n of the allocation.
-        num_replicas: R of the allocation.
-        atomic_bsz: samples of a replica, of each measured configuration, like all following.
-        optim_step_time: seconds.
-        num_microbatches: M.
-        scatter: s of the steps, relative to their median.
-
-    Example:
-        >>> params = PerfParams(0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5)
-        >>> size_corrections(params, 1, 1, [10, 30], [0.4, 0.4]).factors([10, 30]).round(2).tolist()
-        [0.5, 1.0]
+    >>> params = PerfParams(0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5)
+    >>> size_corrections(params, 1, 1, [10, 30], [0.4, 0.4]).factors([10, 30]).round(2).tolist()
+    [0.5, 1.0]
     """
     sizes = np.atleast_1d(atomic_bsz)
     zeros = np.zeros_like(sizes)
@@ -111,8 +95,6 @@ def size_corrections(
 
 
 class _Plain(Protocol):
-    """Goodput of the model (`CandidateGoodput`)."""
-
     def __call__(self, columns: Integers, atomic_bsz: Integers, accum_steps: Integers) -> Floats:
         """Return goodput in shape (candidates, columns)."""
 
@@ -121,12 +103,7 @@ class _Plain(Protocol):
 
 
 class CorrectedGoodput:
-    """Goodput of candidates (`batch_size.GoodputOf`), corrected by their sizes.
-
-    Args:
-        plain: goodput of the model.
-        corrections: for all columns, which are one allocation.
-    """
+    """Goodput of candidates (`batch_size.GoodputOf`) of one allocation, corrected by size."""
 
     def __init__(self, plain: _Plain, corrections: SizeCorrections) -> None:
         self._plain, self._factors = plain, corrections.factors
@@ -140,9 +117,9 @@ class CorrectedGoodput:
         return self._plain.of_pairs(columns, atomic_bsz, accum_steps) * self._factors(atomic_bsz)
 
     def estimate(self, columns: Integers, atomic_bsz: Integers, accum_steps: Integers) -> None:
-        """Return no estimate: one allocation has few candidates."""
+        """Return None: one allocation has few candidates."""
 
     def most_nearby(
         self, columns: Integers, atomic_bsz: Integers, accum_steps: Integers, nearby: Nearby
     ) -> None:
-        """Return no bound: the factors have no simple one."""
+        """Return None: the factors have no simple bound."""

@@ -1,12 +1,9 @@
 """Speedup of a job: its best goodput on an allocation over that on one replica.
 
-The scheduler requests the same few allocations thousands of times, so results are cached, by the
-numbers of nodes and replicas that the model distinguishes (`step_time`). `speedups_of` computes the
-speedups of many jobs together, which is many times as fast.
-
-More replicas may be slower, if the batch size has reached its limit or nodes are slow. For policies
-that assume that more replicas are never worse there is a monotone speedup: that of the best number
-of replicas up to the given one, with the others idle.
+Results are cached by the numbers of nodes and replicas that the model distinguishes, as a scheduler
+requests the same few thousands of times. `speedups_of` computes many jobs together, which is many
+times as fast. More replicas may be slower, if the batch size has reached its limit or nodes are
+slow. The monotone speedup is that of the best number of replicas up to the given one.
 """
 
 from __future__ import annotations
@@ -32,19 +29,14 @@ class Configuration(NamedTuple):
     """The configuration of a job on an allocation, and its goodput."""
 
     num_stages: int
-    """K."""
     num_replicas: int
-    """R."""
     num_microbatches: int
-    """M."""
     atomic_bsz: int
     """Samples per replica in one forward and backward; 0 if no batch size is within bounds."""
     accum_steps: int
-    """Accumulation steps before each optimizer step."""
     goodput: float
     """Samples (in units of the initial batch size) per second; 0.0 if none is within bounds."""
     speedup: float
-    """Goodput over that of one replica."""
 
     @property
     def batch_size(self) -> int:
@@ -64,21 +56,12 @@ class SpeedupFunction:
     number r of replicas that can, which have speedup r; if there is none, speedup is 0 everywhere.
 
     Args:
-        goodput_fn: the job's goodput.
-        max_batch_size: maximum batch size; None: the initial one.
-        atomic_bsz_range: minimum and maximum atomic batch size; None: unbounded.
-        accumulation: whether accumulation steps are allowed.
+        goodput_fn: the job's goodput; further arguments as of its `optimize`.
         mem_size: initial size of the cache, in replicas; it grows on demand.
-        num_microbatches: M, or several to choose from.
-        plans: cuts of the model to choose from (`GoodputFunction.optimize`).
-        memory_limit: bytes of a stage's device, for those plans.
         monotone: whether replicas that reduce goodput may stay idle, so that more are never worse.
         base_goodput: goodput with speedup 1, as a common base of several configurations of a job
-        (numbers of stages, types of GPU); None: that of one replica, as above.
-        corrections: corrections of the model by measured steps; None: no corrections.
-
-    Raises:
-        ValueError: `base_goodput` is not a finite number above 0.
+        (numbers of stages, types of GPU), finite and above 0; None: that of one replica, as above.
+        corrections: corrections of the model by measured steps.
 
     Example:
         >>> goodput_fn = GoodputFunction((0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5), (1.0, 8.0), 32)
@@ -124,10 +107,8 @@ class SpeedupFunction:
         self._corrections = corrections
 
     def __call__(self, num_nodes: Numbers, num_replicas: Numbers) -> Numbers:
-        """Return the speedup, a float for scalars, else an array of the broadcast shape.
-
-        Raises:
-            ValueError: unless 1 <= num_nodes <= num_replicas, or both are 0.
+        """Return the speedup, a float for scalars, else an array of the broadcast shape. Raises
+        ValueError unless 1 <= num_nodes <= num_replicas, or both are 0.
         """
         speedup = self._answer(_cells(num_nodes, num_replicas, self._most_nodes))
         return speedup.item() if speedup.ndim == 0 else speedup
@@ -147,12 +128,8 @@ class SpeedupFunction:
         return self._base_goodput
 
     def configuration(self, num_nodes: int, num_replicas: int) -> Configuration:
-        """Return the configuration of the job on an allocation.
-
-        With a monotone speedup it may have fewer replicas than the allocation.
-
-        Raises:
-            ValueError: unless 1 <= num_nodes <= num_replicas.
+        """Return the job's configuration on an allocation; if monotone, possibly with fewer
+        replicas. Raises ValueError unless 1 <= num_nodes <= num_replicas.
         """
         speedup = self(num_nodes, num_replicas)
         if self._monotone:
@@ -185,7 +162,6 @@ class SpeedupFunction:
         return self._look_up(cells.rows, cells.replicas)
 
     def _known_up_to(self, num_rows: int, num_columns: int) -> NDArray[np.float64]:
-        """Return the cache with every possible allocation up to that size computed."""
         rows, replicas = np.mgrid[:num_rows, :num_columns]
         possible = (rows <= replicas) & ((rows > 0) == (replicas > 0))
         self._look_up(rows[possible], replicas[possible])
@@ -226,7 +202,6 @@ class SpeedupFunction:
         return goodput * self._corrections.factors(num_nodes, num_replicas)
 
     def _grown(self, num_rows: int, num_columns: int) -> NDArray[np.float64]:
-        """Return the cache, grown to at least this number of rows and columns."""
         known = self._known
         rows, columns = known.shape
         if num_rows > rows or num_columns > columns:
@@ -244,7 +219,6 @@ class SpeedupFunction:
     def _learn(
         self, known: NDArray[np.float64], rows: NDArray[np.int64], replicas: NDArray[np.int64]
     ) -> None:
-        """Compute these rows and columns of the cache."""
         codes = np.unique(rows * known.shape[1] + replicas)
         rows, replicas = np.divmod(codes, known.shape[1])
         if self.base_goodput > 0:
@@ -277,12 +251,9 @@ class SpeedupFunction:
 
 
 class _Cells(NamedTuple):
-    """Allocations as rows and columns of a cache."""
-
     rows: NDArray[np.int64]
     replicas: NDArray[np.int64]
     num_rows: int
-    """Rows of a cache that contains them."""
     num_columns: int
 
 
@@ -298,8 +269,6 @@ def _cells(num_nodes: Numbers, num_replicas: Numbers, most_nodes: int) -> _Cells
 
 
 class _Lesson(NamedTuple):
-    """The missing entries of one function, by rows and columns of its cache."""
-
     speedup_fn: SpeedupFunction
     rows: NDArray[np.int64]
     replicas: NDArray[np.int64]
@@ -311,21 +280,13 @@ def speedups_of(
 ) -> list[NDArray[np.float64]]:
     """Return the speedups of many jobs, and compute the missing ones together.
 
-    The results equal those of each function. Passing the same arrays for jobs with the same
-    allocations is fastest.
+    Takes functions, each with nodes and replicas: integers, or arrays that broadcast. Passing the
+    same arrays for several jobs is fastest. Results and errors equal those of each function.
 
-    Args:
-        asked: functions, each with numbers of nodes and of replicas: integers, or arrays that
-            broadcast.
-
-    Raises:
-        ValueError: as of each function.
-
-    Example:
-        >>> goodput_fn = GoodputFunction((0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5), (1.0, 8.0), 32)
-        >>> functions = [SpeedupFunction(goodput_fn, size) for size in (64, 256)]
-        >>> [len(found) for found in speedups_of((fn, 1, np.arange(1, 5)) for fn in functions)]
-        [4, 4]
+    >>> goodput_fn = GoodputFunction((0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5), (1.0, 8.0), 32)
+    >>> functions = [SpeedupFunction(goodput_fn, size) for size in (64, 256)]
+    >>> [len(found) for found in speedups_of((fn, 1, np.arange(1, 5)) for fn in functions)]
+    [4, 4]
     """
     asked = list(asked)  # keeps the arrays alive, so that their ids differ
     known: dict[tuple[int, int, int], _Cells] = {}
@@ -360,7 +321,6 @@ def speedups_of(
 
 
 def _count_distinguished(goodput_fn: GoodputFunction, plans: Sequence[PricedCut]) -> int:
-    """Return the number of nodes from which on the model does not distinguish more nodes."""
     all_params = [plan.perf_params for plan in plans] or [goodput_fn.perf_params]
     if any(params.contention for params in all_params):
         return sys.maxsize

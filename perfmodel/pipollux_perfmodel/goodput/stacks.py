@@ -1,10 +1,9 @@
 """Joint evaluation of columns of many jobs with models of one form.
 
 The overhead of an evaluation is the same for one column and for a thousand, so columns of several
-jobs are concatenated into stacks, up to a number that bounds the memory. The result of a column
-does not depend on its neighbours. Several stacks are evaluated concurrently in threads, as most of
-the time is spent in NumPy, which releases the GIL. A few columns, as in a training job, are
-evaluated in the calling thread.
+jobs are concatenated into stacks of bounded size. The result of a column does not depend on its
+neighbours. Several stacks run concurrently in threads, as NumPy releases the GIL. A few columns, as
+in a training job, are evaluated in the calling thread.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from .candidates import has_few
 from .size_corrections import CorrectedGoodput, SizeCorrections
 
 _MOST_COLUMNS = 8192
-"""Most columns of one evaluation, unless one job has more."""
 _KEPT_BYTES = 16 << 20
 """After one allocation of this size was freed, glibc's malloc keeps freed memory up to it;
 otherwise it would unmap the arrays of each stack and map them again for the next."""
@@ -36,15 +34,13 @@ _MOST_THREADS = 4
 
 
 class ColumnSearch(NamedTuple):
-    """The search for the best batch sizes of one job, for one cut and number of micro-batches."""
+    """A search for a job's best batch size by column, for one cut and number of micro-batches."""
 
     params: PerfParams
     grad_params: GradParams
     bounds: BatchBounds
     num_nodes: Integers
-    """n of every allocation, (columns,)."""
     num_replicas: Integers
-    """R of every allocation, (columns,)."""
     num_microbatches: int
     sizes: SizeCorrections | None = None
     """Corrections by measurements, if all columns are one allocation."""
@@ -79,7 +75,6 @@ def _search_all(stacks: Sequence[Sequence[ColumnSearch]]) -> list[list[BatchChoi
 
 
 def _stacks(searches: Sequence[ColumnSearch]) -> Iterator[list[int]]:
-    """Yield the indices of searches that are evaluated together."""
     by_form: dict[Hashable, list[int]] = {}
     for index, search in enumerate(searches):
         key = stack_key(search.params)
@@ -100,7 +95,6 @@ def _stacks(searches: Sequence[ColumnSearch]) -> Iterator[list[int]]:
 
 
 def _rules(search: ColumnSearch) -> tuple[Hashable, ...]:
-    """Return the properties of bounds that searches evaluated together must have in common."""
     count, bounds = search.num_microbatches, search.bounds
     return count, bounds.rules, has_few(bounds, count), has_few(bounds, 1)
 

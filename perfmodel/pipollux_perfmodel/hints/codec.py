@@ -1,8 +1,8 @@
 """`PerfParams` and `GradParams` as JSON: keys, values and validation errors.
 
 Keys are the field names; `gradParams` is AdaptDL's {norm, var}. JSON written by AdaptDL is accepted
-unchanged. Unknown keys and numbers that are not finite or out of range are errors. A standalone
-object carries its version; inside hints the version of the hints applies.
+unchanged. Unknown keys and numbers out of range are errors. A standalone object carries its
+version; inside hints their version applies.
 """
 
 from __future__ import annotations
@@ -138,9 +138,8 @@ class _VersionedGradParams(GradParamsObject):
 def perf_params_to_json(params: PerfParams) -> dict[str, Any]:
     """Return step time parameters as an object for `json.dumps`.
 
-    Example:
-        >>> perf_params_to_json(PerfParams(0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5))["alpha_c"]
-        0.1
+    >>> perf_params_to_json(PerfParams(0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5))["alpha_c"]
+    0.1
     """
     return {"version": VERSION, **_perf_params_to(params)}
 
@@ -148,8 +147,7 @@ def perf_params_to_json(params: PerfParams) -> dict[str, Any]:
 def perf_params_from_json(value: Mapping[str, Any]) -> PerfParams:
     """Return step time parameters from decoded JSON, of Pipollux or of AdaptDL (seven numbers).
 
-    Raises:
-        ParamsError: with the first wrong key, its value and the allowed values.
+    Raises ParamsError with the first wrong key, its value and the allowed values.
     """
     checked = _validate(_VersionedPerfParams, "perf_params", value)
     params = _perf_params_from(checked)
@@ -167,21 +165,13 @@ def grad_params_to_json(params: GradParams) -> dict[str, Any]:
 
 
 def grad_params_from_json(value: Mapping[str, Any]) -> GradParams:
-    """Return size and noise of the gradient from decoded JSON.
-
-    Raises:
-        ParamsError: with the first wrong key, its value and the allowed values.
-    """
+    """Return size and noise of the gradient from decoded JSON; ParamsError if it is invalid."""
     return _grad_params_from(_validate(_VersionedGradParams, "grad_params", value))
 
 
 def describe(error: ValidationError, what: str, known: Callable[[list[str]], list[str]]) -> str:
-    """Return one sentence about an error: key, value, allowed values.
-
-    Args:
-        error: pydantic's error.
-        what: name of the whole object.
-        known: returns the allowed keys at a path in the object.
+    """Return one sentence about an error: key, value, allowed values. `what` names the whole
+    object; `known` returns the allowed keys at a path in it.
     """
     details = error.errors(include_url=False)
     first = details[0]

@@ -2,10 +2,10 @@
 
 The JSON extends AdaptDL's (camelCase keys, `gradParams` as {norm, var}, `perfParams` as its seven
 numbers), which is accepted unchanged. Additional keys are `numStages`, `numMicrobatches` and
-`version`; in `perfParams` the parameters of a pipeline (`codec`); and, written only if known,
-`layers`, `balance`, `memoryLimit`, `shardedOptimizer`, `remainingSamples`, `trainedSamples`,
-`stepProfile` (`step_rows`) and `stepRatios`. All other keys are errors: silently dropping a hint
-would silently misjudge the job.
+`version`; in `perfParams` the parameters of a pipeline (`codec`); and, only if known, `layers`,
+`balance`, `memoryLimit`, `shardedOptimizer`, `remainingSamples`, `trainedSamples`, `stepProfile`
+(`step_rows`) and `stepRatios`. All other keys are errors: silently dropping a hint would silently
+misjudge the job.
 """
 
 from __future__ import annotations
@@ -188,10 +188,8 @@ class SchedHints(BaseModel):
 
     @classmethod
     def from_json_object(cls, value: Mapping[str, Any]) -> SchedHints:
-        """Read hints from decoded JSON (or YAML).
-
-        Raises:
-            HintsError: with the first wrong key, its value and the allowed values.
+        """Read hints from decoded JSON (or YAML). Raises HintsError with the first wrong key, its
+        value and the allowed values.
         """
         try:
             return cls.model_validate(value)
@@ -231,7 +229,6 @@ class SchedHints(BaseModel):
 
 
 def _known(path: list[str]) -> list[str]:
-    """Return the allowed keys at a path in the hints."""
     if path == ["perfParams"]:
         return list(PerfParamsObject.model_fields)
     if path == ["gradParams"]:

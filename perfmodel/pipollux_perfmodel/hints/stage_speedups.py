@@ -1,10 +1,9 @@
 """Speedups of a job with numbers of stages other than its current one.
 
-The current number of stages has its own measurements. Other numbers are predicted from the profile
-of the layers, scaled to the measured times of the current stages (`correct_profile`); network, γ, ω
-and the schedule, which a layer profile does not contain, are those of the current run. Optimistic
-assumptions of the model (a job of one stage cannot measure ω) remain until the number of stages has
-been tried.
+The current number has its own measurements. Others are predicted from the profile of the layers,
+scaled to the measured stage times (`correct_profile`), with network, γ, ω and schedule of the
+current run. Optimistic assumptions (a job of one stage cannot measure ω) remain until a number was
+tried.
 """
 
 from __future__ import annotations
@@ -41,28 +40,21 @@ FIRST_PER_STAGE = 4
 def stage_speedups(
     hints: SchedHints, num_stages: int, choices: Iterable[int] = ()
 ) -> dict[int, SpeedupFunction]:
-    """Return the speedup of a job by number of stages, all relative to one base.
+    """Return the speedup of a job by number of stages, all relative to one replica of K stages.
 
-    Args:
-        hints: of the job; `hints.num_stages` is the measured number of stages.
-        num_stages: K of the job; one replica with K stages has speedup 1.
-        choices: additional numbers of stages.
+    `num_stages` is K of the job, `hints.num_stages` the measured number, and `choices` additional
+    numbers. K is always included, and first; the measured number if it is a choice; other choices
+    if the layer profile has such a cut and every allowed batch fits the devices' memory. A list of
+    checkpoint modes fixes K. Empty while the goodput is unknown.
 
-    Returns:
-        Speedups by number of stages, `num_stages` first, which is always included; the measured
-        number if it is a choice; other choices if the layer profile has such a cut and every
-        allowed batch fits the memory of the devices. A list of checkpoint modes, one per stage,
-        fixes K. Empty while the goodput is unknown.
-
-    Example:
-        >>> from pipollux_perfmodel import GradParams, Layer, SchedHints
-        >>> layers = LayerProfile.from_layers([Layer(0.0, 1.0, 0.0, 2.0)] * 4)
-        >>> params = PerfParams(0.0, 12.0, 0.2, 0.02, 0.05, 0.01, 1.5)
-        >>> hints = SchedHints(
-        ...     init_batch_size=64, grad_params=GradParams(1, 8), perf_params=params, layers=layers
-        ... )
-        >>> {k: round(fn(1, 1), 2) for k, fn in stage_speedups(hints, 1, [2, 4, 8]).items()}
-        {1: 1.0, 2: 1.78, 4: 3.37}
+    >>> from pipollux_perfmodel import GradParams, Layer, SchedHints
+    >>> layers = LayerProfile.from_layers([Layer(0.0, 1.0, 0.0, 2.0)] * 4)
+    >>> params = PerfParams(0.0, 12.0, 0.2, 0.02, 0.05, 0.01, 1.5)
+    >>> hints = SchedHints(
+    ...     init_batch_size=64, grad_params=GradParams(1, 8), perf_params=params, layers=layers
+    ... )
+    >>> {k: round(fn(1, 1), 2) for k, fn in stage_speedups(hints, 1, [2, 4, 8]).items()}
+    {1: 1.0, 2: 1.78, 4: 3.37}
     """
     goodput_fn = hints.goodput_function()
     if goodput_fn is None or hints.perf_params is None:
@@ -84,24 +76,19 @@ class _DividedPlan(StagePlan):
     """A cut that fits only if enough replicas shard the optimizer's state."""
 
     fewest: int = 1
-    """Minimum number of replicas."""
     fits: bool = True
 
     def for_replicas(self, num_replicas: int) -> StagePlan:
-        """Return the plan with its memory for a number of replicas, or marked as not fitting."""
         fits = num_replicas >= self.fewest
         return replace(self, profile=self.profile.sharded(num_replicas), fits=fits)
 
     def largest_micro_bsz(self, memory_limit: float, num_microbatches: ArrayLike) -> Floats:
-        """Return the maximum whole samples per micro-batch; 0 if the cut does not fit."""
         found = super().largest_micro_bsz(memory_limit, num_microbatches)
         return found if self.fits else np.zeros_like(found)
 
 
 @dataclass(frozen=True)
 class _Pricing:
-    """The goodput of one job for any number of stages."""
-
     hints: SchedHints
     measured: PerfParams
     goodput_fn: GoodputFunction
@@ -148,7 +135,6 @@ class _Pricing:
             return None
 
     def _fits(self, plan: StagePlan, num_microbatches: int) -> bool:
-        """Return whether every allowed batch fits, so that memory does not matter."""
         limit = self.hints.memory_limit
         if limit is None:
             return True
@@ -174,7 +160,6 @@ class _Pricing:
         )
 
     def _microbatches(self, num_stages: int) -> tuple[int, ...]:
-        """Return the current M, or the first M of a job that chooses M."""
         present = self.hints.num_microbatches
         if num_stages == self.hints.num_stages:
             return (present,)
@@ -188,7 +173,6 @@ class _Pricing:
         return max(min(samples, high or samples) / num_microbatches, 1.0)
 
     def _most_micro_bsz(self, num_microbatches: int) -> float:
-        """Return b with the largest atomic batch that the job may choose."""
         _, high = self.hints.local_bsz_bounds or (None, None)
         bounds = [size for size in (high, self.hints.max_batch_size) if size is not None]
         samples = min(bounds, default=self.hints.init_batch_size or 1)
@@ -196,7 +180,6 @@ class _Pricing:
 
     @cached_property
     def _profile(self) -> LayerProfile | None:
-        """The layers, corrected by their measured stage times."""
         hints, layers = self.hints, self.hints.layers
         if layers is None or layers.num_layers < hints.num_stages:
             return None

@@ -1,7 +1,7 @@
 """Measured step times in hints, which a job passes on to related jobs.
 
-A row contains the input of the fit for one configuration. The number of rows is bounded, and each
-is passed on a limited number of times, so that errors and times of other hardware disappear.
+A row is the input of the fit for one configuration. The number of rows is bounded, and each is
+passed on a limited number of times, so that errors and times of other hardware disappear.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ __all__ = [
 ]
 
 MAX_ROWS = 64
-"""Most rows that a job passes on."""
 MAX_PASSED_ON = 3
 """How often a row is passed on, starting from the job that measured it."""
 MAX_RELATIVES = 16
@@ -37,7 +36,6 @@ MAX_RELATIVES = 16
 RENEWED = 300.0
 """Seconds between reads of the reports of a running predecessor."""
 MAX_INHERITED = 256
-"""Most rows that a job starts with."""
 _MAX_STAGES = 1024
 
 _Count = Annotated[int, Field(ge=1, le=2**31)]
@@ -48,8 +46,6 @@ _StageTimes = Annotated[
 
 
 class _Row(BaseModel):
-    """Base: strict keys, camelCase in JSON, immutable."""
-
     model_config = ConfigDict(
         **STRICT_KEYS, alias_generator=to_camel, populate_by_name=True, frozen=True
     )
@@ -71,14 +67,11 @@ class StepRow(_Row):
     atomic_bsz: _Count
     num_microbatches: _Count
     processes: _Count = 1
-    """Processes per replica."""
     schedule: ScheduleKind = "gpipe"
     chunks_per_stage: Annotated[int, Field(ge=1, le=MAX_CHUNKS)] = 1
-    """V; 1 unless interleaved."""
     accum_step_time: _StepTime
     """Seconds of an accumulation step, or of an optimizer step without waiting for peers."""
     optim_step_time: _StepTime
-    """Seconds of an optimizer step."""
     forward: _StageTimes = ()
     """Seconds of one micro-batch's forward in each stage; empty: not measured."""
     backward: _StageTimes = ()
@@ -117,13 +110,10 @@ class StepRows(_Row):
     """The step profile of a job: its rows, and the properties of its model."""
 
     checkpoint: CheckpointsField = "never"
-    """The recomputed micro-batches."""
     num_layers: _Count
-    """Layers of the model."""
     num_parameters: Annotated[int, Field(ge=0, le=2**62)]
     """Elements of all parameters of the model."""
     rows: Annotated[tuple[StepRow, ...], Field(min_length=1, max_length=MAX_ROWS)]
-    """One row per configuration."""
 
     @property
     def traits(self) -> dict[str, Any]:
@@ -144,17 +134,10 @@ class InheritedRows(StepRows):
 
     @classmethod
     def of(cls, relatives: Sequence[StepRows]) -> InheritedRows | None:
-        """Combine the rows of related jobs.
+        """Combine the rows of related jobs, measured ones first; None without jobs.
 
         If several jobs have a configuration, the row that was passed on least often counts, then
-        the row of the earlier job in `relatives`. Rows of a different model than the first job's
-        are omitted.
-
-        Args:
-            relatives: the rows of each job, in order.
-
-        Returns:
-            The rows, measured ones of the relatives first; None without jobs.
+        that of the earlier job in `relatives`. Rows of other models than the first's are omitted.
         """
         if not relatives:
             return None

@@ -1,6 +1,6 @@
 """Values of command line options: whole numbers, sizes, links, picture formats.
 
-Numbers are ``1:16``, ``1,2,4`` or ``1:16:2``; sizes ``40GiB``; links ``20GB/s`` or ``20GB/s,10us``.
+`option` names the option in messages. Errors, ModelingError, have the value and the correct format.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pipollux_utils.units import parse_bytes
 from .errors import ModelingError
 
 FORMATS = ("png", "svg", "pdf")
-"""Of pictures."""
 LARGEST = 1_000_000
 MOST = 10_000
 """Numbers that one range may hold."""
@@ -25,18 +24,10 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def parse_numbers(text: str, option: str) -> tuple[int, ...]:
-    """Read numbers from 1 on, and ranges that include their last number, without duplicates.
+    """Read numbers ``7`` from 1 on, and inclusive ranges ``low:high`` and ``low:high:step``.
 
-    Args:
-        text: numbers ``7``, ranges ``low:high`` and ``low:high:step``, with commas between.
-        option: the option, for messages.
-
-    Raises:
-        ModelingError: with the wrong part, and the correct format.
-
-    Example:
-        >>> parse_numbers("1:7:2,16", "--replicas")
-        (1, 3, 5, 7, 16)
+    >>> parse_numbers("1:7:2,16", "--replicas")
+    (1, 3, 5, 7, 16)
     """
     numbers: dict[int, None] = {}
     for piece in text.split(","):
@@ -50,12 +41,8 @@ def parse_numbers(text: str, option: str) -> tuple[int, ...]:
 def parse_bounds(text: str, option: str) -> tuple[int | None, int | None]:
     """Read ``LO:HI``, of which either may be left out.
 
-    Raises:
-        ModelingError: with the problem, and the correct format.
-
-    Example:
-        >>> parse_bounds("8:", "--atomic-bsz")
-        (8, None)
+    >>> parse_bounds("8:", "--atomic-bsz")
+    (8, None)
     """
     low_text, colon, high_text = text.partition(":")
     if not colon or ":" in high_text:
@@ -72,12 +59,8 @@ def parse_bounds(text: str, option: str) -> tuple[int | None, int | None]:
 def parse_size(text: str, option: str) -> int:
     """Read a number of bytes above 0, as in ``40GiB`` (2**30 bytes each) or ``40GB`` (1e9).
 
-    Raises:
-        ModelingError: with the option, its value, and the correct format.
-
-    Example:
-        >>> parse_size("1.5KiB", "--memory-limit")
-        1536
+    >>> parse_size("1.5KiB", "--memory-limit")
+    1536
     """
     num_bytes = _bytes(text)
     if num_bytes is None:
@@ -90,12 +73,8 @@ def parse_size(text: str, option: str) -> int:
 def parse_link(text: str, option: str) -> Link:
     """Read ``BANDWIDTH/s`` or ``BANDWIDTH/s,LATENCY``; without a latency it is 0.
 
-    Raises:
-        ModelingError: with the option, its value, and the correct format.
-
-    Example:
-        >>> parse_link("20GB/s,2ms", "--link")
-        Link(latency=0.002, bandwidth=20000000000.0)
+    >>> parse_link("20GB/s,2ms", "--link")
+    Link(latency=0.002, bandwidth=20000000000.0)
     """
     speed, comma, latency = (part.strip() for part in text.partition(","))
     bandwidth = _bytes(speed.removesuffix("/s")) if speed.endswith("/s") else None
@@ -111,9 +90,8 @@ def parse_link(text: str, option: str) -> Link:
 def spell_size(num_bytes: float) -> str:
     """Spell a size, rounded up, so that the spelled limit is sufficient.
 
-    Example:
-        >>> spell_size(1025), spell_size(40 * 2**30)
-        ('1.001KiB', '40GiB')
+    >>> spell_size(1025), spell_size(40 * 2**30)
+    ('1.001KiB', '40GiB')
     """
     power = min(int(math.log2(max(num_bytes, 1.0)) // 10), len(_UNITS) - 1)
     thousandths = math.ceil(num_bytes / 1024**power * 1000)
@@ -121,11 +99,7 @@ def spell_size(num_bytes: float) -> str:
 
 
 def picture_format(path: Path) -> str:
-    """Return the format given by a picture's name, one of `FORMATS`.
-
-    Raises:
-        ModelingError: the format is unknown.
-    """
+    """Return the format given by a picture's name, one of `FORMATS`."""
     suffix = path.suffix.lower().removeprefix(".")
     if suffix not in FORMATS:
         raise ModelingError(

@@ -1,10 +1,9 @@
 """The cut of a model's layers into stages for a prediction.
 
 As in a job, one cut serves all allocations of a number of stages. It is made for the largest
-allowed number of micro-batches M, and for micro-batches of b samples in the middle of the used
-range: the initial batch size on one replica (within the bounds of the atomic batch size) over M,
-rounded up. If no such cut fits into memory, b is halved; finally the least atomic batch size is
-tried with every M. If that does not fit, nothing does.
+allowed M, and for micro-batches of b samples in the middle of the used range: the initial batch
+size on one replica (within the bounds of the atomic batch size) over M, rounded up. If no such cut
+fits into memory, b is halved; finally the least atomic batch size is tried with every M.
 """
 
 from __future__ import annotations
@@ -34,23 +33,21 @@ class Layers:
     """The layers of a model, and the devices that they run on."""
 
     name: str
-    """Name of the file, for messages."""
     profile: LayerProfile
     link: Link | None = None
-    """The link that carries activations over a cut; None: copies are free."""
+    """None: copies are free."""
     memory_limit: int | None = None
     """Bytes of a stage's device; None: unlimited."""
 
 
 class ScheduleWish(NamedTuple):
-    """A requested schedule."""
+    """A requested schedule, with V chunks per stage."""
 
     kind: ScheduleKind
     chunks_per_stage: int = 1
-    """V; 1 unless interleaved."""
 
     def __str__(self) -> str:
-        """Return its name, with its number of chunks if there are several."""
+        """Return its name, with its chunks if several."""
         several = self.chunks_per_stage > 1
         return f"{self.kind} of {self.chunks_per_stage} chunks" if several else self.kind
 
@@ -79,17 +76,9 @@ def cut_layers(
 ) -> Cut:
     """Return the fastest cut that fits, priced with the network, γ and ω of `base`.
 
-    Args:
-        layers: the layers to cut, with the memory limit.
-        num_stages: K.
-        base: of the nearest measured number of stages; if K itself was measured, these are the
-        cut's step times, and the layers determine its memory.
-        bounds: of the micro-batches and the atomic batch size.
-        init_batch_size: of the job.
-        schedule: of the stages.
-
-    Raises:
-        ModelingError: there are fewer layers than stages, or they take no time.
+    `base` is of the nearest measured number of stages; if K itself was measured, these are the
+    cut's step times, and the layers determine its memory. Raises ModelingError if there are fewer
+    layers than stages, or they take no time.
     """
     loads = list(_loads(bounds, init_batch_size))
     parts = num_stages * schedule.chunks_per_stage
@@ -121,7 +110,6 @@ def cut_layers(
 
 
 def _loads(bounds: Bounds, init_batch_size: int) -> Iterator[_Load]:
-    """Yield the loads to plan for, best first."""
     counts = sorted(bounds.num_microbatches or (1,), reverse=True)
     low, high = bounds.atomic_bsz_range or (None, None)
     least = low or 1

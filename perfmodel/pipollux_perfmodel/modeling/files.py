@@ -1,7 +1,4 @@
-"""JSON files written by users, with readable errors.
-
-Duplicate keys in an object are errors; the standard library would keep the last value.
-"""
+"""JSON files written by users, with readable errors; duplicate keys in an object are errors."""
 
 from __future__ import annotations
 
@@ -21,11 +18,7 @@ STANDARD_INPUT = "-"
 
 
 def decode(text: str) -> Any:
-    """Decode one JSON value.
-
-    Raises:
-        ValueError: with the problem and its location.
-    """
+    """Decode one JSON value; ValueError with the problem and its location."""
     try:
         return json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
@@ -42,13 +35,8 @@ def decode(text: str) -> Any:
 
 
 def read_text(path: str | Path) -> tuple[str, str]:
-    """Read a file, or standard input for ``-``.
-
-    Returns:
-        The text, and the name of its source.
-
-    Raises:
-        ModelingError: the file is missing, cannot be read, or is not UTF-8.
+    """Return the text of a file, or of standard input for ``-``, and the name of its source. Raises
+    ModelingError if the file is missing, cannot be read, or is not UTF-8.
     """
     if str(path) != STANDARD_INPUT:
         return read_text_file(Path(path), ModelingError), str(path)
@@ -60,10 +48,8 @@ def read_text(path: str | Path) -> tuple[str, str]:
 
 
 def read_layers(path: str | Path) -> LayerProfile:
-    """Read `layers.json`, the costs of a model's layers (`LayerProfile.to_json_object`).
-
-    Raises:
-        ModelingError: with the file, the key, its value and the allowed values.
+    """Read `layers.json`, the costs of a model's layers (`LayerProfile.to_json_object`). Raises
+    ModelingError with the file, the key, its value and the allowed values.
     """
     text, name = read_text(path)
     try:

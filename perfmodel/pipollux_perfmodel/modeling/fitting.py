@@ -1,7 +1,6 @@
 """Fits of the performance model to measurements: one per number of stages.
 
-Other numbers of stages consist of other layers, so measurements with two stages do not determine
-four. `prediction` extrapolates between numbers of stages.
+Other numbers of stages consist of other layers, so measurements with two do not determine four.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ class StageFit(NamedTuple):
     """The fit for one number of stages."""
 
     rows: tuple[MeasurementRow, ...]
-    """The fitted rows."""
     perf_params: PerfParams
     report: FitReport
     """Errors and assumptions of the fit; its outliers are indices into `rows`."""
@@ -50,16 +48,10 @@ def fit_rows(
     schedule: ScheduleKind = "gpipe",
     chunks_per_stage: int = 1,
 ) -> tuple[StageFit, ...]:
-    """Fit the model to measurements; fits are ordered by their number of stages.
+    """Fit the model to measurements, at least one row; fits are ordered by number of stages.
 
-    Args:
-        rows: at least one.
-        checkpoint: the recomputed micro-batches during the measurements.
-        schedule: order of the stages' work; irrelevant for one stage.
-        chunks_per_stage: V, if interleaved.
-
-    Raises:
-        ModelingError: the fit rejects the measurements; with the reason.
+    `schedule` is irrelevant for one stage. Raises ModelingError if the fit rejects the
+    measurements.
     """
     numbers = sorted({row.measurement.num_stages for row in rows})
     return tuple(
@@ -96,5 +88,4 @@ def _fit(rows: tuple[MeasurementRow, ...], **run: Any) -> StageFit:
 
 
 def _stages(times: Sequence[tuple[float, ...] | None], num_stages: int) -> NDArray[np.float64]:
-    """Return stage times of shape (rows, num_stages), nan if not measured."""
     return np.array([one or (np.nan,) * num_stages for one in times])

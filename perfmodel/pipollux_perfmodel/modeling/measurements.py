@@ -1,11 +1,10 @@
-"""Measured step times of a user: a file of JSON lines, one measurement per line.
+"""Measured step times of a user, in seconds: a file of JSON lines, one measurement per line.
 
     {"num_nodes": 1, "num_replicas": 2, "atomic_bsz": 16, "num_microbatches": 4, "num_stages": 2,
      "accum_step_time": 0.081, "optim_step_time": 0.115,
      "forward": [0.0051, 0.0053], "backward": [0.0083, 0.0084]}          (on one line)
 
-Times are in seconds. Invalid lines are never skipped silently: each is reported with file and line,
-as a fit to fewer rows than the user expects is misleading.
+Each invalid line is reported: a fit to fewer rows than the user expects is misleading.
 """
 
 from __future__ import annotations
@@ -76,9 +75,7 @@ class Measurement(BaseModel):
     accum_step_time: _Seconds = Field(description="the seconds of an accumulation step")
     optim_step_time: _Seconds = Field(description="the seconds of an optimizer step")
     num_microbatches: _Count = 1
-    """M, micro-batches of one forward and backward."""
     num_stages: _Count = 1
-    """K, stages of a pipeline replica."""
     forward: _StageSeconds | None = None
     """Seconds of one micro-batch's forward, one per stage; None: not measured."""
     backward: _StageSeconds | None = None
@@ -127,7 +124,6 @@ class MeasurementRow(NamedTuple):
     """A measurement and the location of its line."""
 
     place: str
-    """For example ``measurements.jsonl:3``."""
     measurement: Measurement
 
 
@@ -136,24 +132,15 @@ class MeasurementRows(NamedTuple):
 
     rows: tuple[MeasurementRow, ...]
     bad: tuple[str, ...]
-    """Problems of invalid lines, one sentence per problem."""
     num_bad: int
-    """Number of invalid lines."""
 
 
 def parse_rows(text: str, name: str) -> MeasurementRows:
-    """Read measurements, one JSON object per line; empty lines are skipped.
+    """Read measurements, one JSON object per line; empty lines are skipped. Raises ModelingError
+    without any line; `name` is that of the file, for messages.
 
-    Args:
-        text: the lines.
-        name: of the file, for messages.
-
-    Raises:
-        ModelingError: there is no line.
-
-    Example:
-        >>> parse_rows('{"num_nodes": 0}', "a.jsonl").bad[0]
-        'a.jsonl:1: num_nodes: 0 is not allowed; it must be a whole number from 1 on'
+    >>> parse_rows('{"num_nodes": 0}', "a.jsonl").bad[0]
+    'a.jsonl:1: num_nodes: 0 is not allowed; it must be a whole number from 1 on'
     """
     rows: list[MeasurementRow] = []
     bad: list[str] = []

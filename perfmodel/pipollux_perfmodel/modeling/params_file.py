@@ -46,16 +46,12 @@ class Bounds:
     """The bounds of a job's configuration; None: not given."""
 
     max_batch_size: int | None = None
-    """Largest batch size."""
     atomic_bsz_range: tuple[int | None, int | None] | None = None
-    """Least and largest atomic batch size."""
     accumulation: bool | None = None
-    """Whether accumulation steps are allowed."""
     num_microbatches: tuple[int, ...] | None = None
-    """Numbers of micro-batches to choose from."""
 
     def or_else(self, other: Bounds) -> Bounds:
-        """Return these bounds, with those of `other` for omitted ones."""
+        """Return these bounds; omitted ones as in `other`."""
         said = {name: value for name, value in vars(self).items() if value is not None}
         return replace(other, **said)
 
@@ -72,11 +68,9 @@ class ModelFile:
     init_batch_size: int | None = None
     """Batch size that efficiency is relative to; None: unknown."""
     grad_params: GradParams | None = None
-    """Size and noise of the gradient; None: unknown."""
     assumed: Mapping[int, tuple[str, ...]] | None = None
     """By number of stages, the parameters that rest on priors; None: unknown."""
     bounds: Bounds = NO_BOUNDS
-    """Bounds contained in hints."""
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -92,13 +86,11 @@ class ModelFile:
 
 
 class FitSummary(NamedTuple):
-    """The source of a fit."""
+    """The fits of a file of measurements, its name, and the number of skipped invalid rows."""
 
     source: str
-    """The file of measurements."""
     fits: tuple[StageFit, ...]
     num_skipped: int
-    """Number of skipped invalid rows."""
 
 
 def to_json_object(
@@ -128,10 +120,8 @@ def to_text(content: Mapping[str, Any]) -> str:
 
 
 def read_model(path: str | Path) -> ModelFile:
-    """Read a `params.json`, or the hints of a job.
-
-    Raises:
-        ModelingError: with the file, the key, its value and the allowed values.
+    """Read a `params.json`, or the hints of a job. Raises ModelingError with the file, the key, its
+    value and the allowed values.
     """
     text, name = read_text(path)
     try:
@@ -142,11 +132,7 @@ def read_model(path: str | Path) -> ModelFile:
 
 
 def parse_model(data: Any) -> ModelFile:
-    """Read the decoded JSON of a `params.json`, or of hints.
-
-    Raises:
-        ModelingError: with the key, its value and the allowed values.
-    """
+    """Return the content of a `params.json`, or of hints, from decoded JSON; as `read_model`."""
     if not isinstance(data, dict):
         raise ModelingError(
             f'{spell_value(data)} is not an object; it must begin with {{"version": {VERSION}'
@@ -193,7 +179,6 @@ def _from_hints(data: Mapping[str, Any]) -> ModelFile:
 
 
 def _unversioned(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an object without its version: the file has one version for all its objects."""
     return {key: value for key, value in content.items() if key != "version"}
 
 
@@ -274,7 +259,6 @@ def _grad_params(value: Any) -> GradParams | None:
 
 
 def _assumed(fit: Any) -> dict[int, tuple[str, ...]] | None:
-    """Return the parameters that rest on priors; None without a report of the fit."""
     if fit is None:
         return None
     try:

@@ -1,8 +1,7 @@
 """Plots of fits and predictions, rendered by matplotlib without a display.
 
 The same data give the same bytes: the plots use matplotlib's defaults regardless of the user's
-settings, and contain no dates or random names. A fit's plot shows two points per row, by regime:
-its accumulation step, and its optimizer step in the regime of its allocation.
+settings, and contain no dates or random names.
 """
 
 from __future__ import annotations
@@ -34,24 +33,20 @@ _MARKERS = dict(zip(REGIMES, ("o", "s", "^", "D", "P"), strict=True))
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 _MARGIN = 1.25
 _WITHIN = 0.1
-"""The band around the diagonal of a fit."""
 
 
 class RegimePoint(NamedTuple):
     """One measured time and its prediction, in seconds."""
 
     regime: str
-    """One of `REGIMES`."""
     micro_bsz: float
-    """Samples of a micro-batch."""
     measured: float
     predicted: float
     outlier: bool
-    """Whether the fit considers its row an outlier."""
 
 
 def points(fit: StageFit) -> list[RegimePoint]:
-    """Return the points of a fit, two per row, in the order of rows."""
+    """Return two points per row, its accumulation step and its optimizer step, in order of rows."""
     # Step times depend on neither the gradient nor the initial batch size.
     model = GoodputFunction(fit.perf_params, (0.0, 1.0), 1)
     outliers = set(fit.report.outliers)
@@ -72,13 +67,8 @@ def points(fit: StageFit) -> list[RegimePoint]:
 
 
 def draw_fit(fits: Sequence[StageFit], form: str = "png") -> bytes:
-    """Draw measured against predicted step times: one panel per number of stages.
-
+    """Draw measured against predicted step times: one panel per number of stages, at least one.
     Shapes are the regimes, colours the samples of a micro-batch, and red circles the outliers.
-
-    Args:
-        fits: at least one.
-        form: one of `arguments.FORMATS`.
     """
     with matplotlib.style.context("default"):
         figure = Figure(figsize=(5.2 * len(fits) + 1.0, 5.0), layout="constrained")
@@ -96,12 +86,7 @@ def draw_fit(fits: Sequence[StageFit], form: str = "png") -> bytes:
 
 
 def draw_answer(answer: Answer, form: str = "png") -> bytes:
-    """Draw predictions over the number of GPUs: samples per second, and speedup over replicas.
-
-    Args:
-        answer: the predictions.
-        form: one of `arguments.FORMATS`.
-    """
+    """Draw predictions over the number of GPUs: samples per second, and speedup over replicas."""
     by_stages: dict[str, list[Prediction]] = {}
     for one in answer.predictions:
         if one.feasible:

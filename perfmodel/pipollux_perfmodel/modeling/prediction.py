@@ -1,9 +1,9 @@
 """Predictions for allocations of a job: step time, throughput, goodput, speedup of each.
 
-For each number of stages and replicas the job chooses, as in training, the atomic batch size,
-accumulation steps and micro-batches with the best goodput within its bounds. Unmeasured numbers of
-stages are predicted from the nearest measured one: from the layers of the model if given
-(`cutting`), else as if the same work were cut evenly (`restage`).
+For each number of stages and replicas the job chooses, as in training, the configuration with the
+best goodput within its bounds. Unmeasured numbers of stages are predicted from the nearest measured
+one: from the layers of the model if given (`cutting`), else as if the same work were cut evenly
+(`restage`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from .params_file import NO_BOUNDS, Bounds, ModelFile
 from .stage_model import Prediction, StageModel
 
 Pipeline: TypeAlias = tuple[int, ScheduleWish]
-"""Number of stages, and schedule."""
 
 DEFAULT_BOUNDS = Bounds(accumulation=False, num_microbatches=(1, 2, 4, 8))
 """The maximum batch size is the initial one."""
@@ -36,14 +35,10 @@ class Placement:
     """GPUs per node; replicas use as few nodes as possible, and each lies on one node."""
 
     def nodes(self, num_stages: int, num_replicas: int) -> int:
-        """Return the number of nodes for a number of replicas.
+        """Return the number of nodes for R replicas; ModelingError if not even one fits on a node.
 
-        Raises:
-            ModelingError: not even one replica fits on a node.
-
-        Example:
-            >>> Placement(gpus_per_node=8).nodes(num_stages=3, num_replicas=5)
-            3
+        >>> Placement(gpus_per_node=8).nodes(num_stages=3, num_replicas=5)
+        3
         """
         if self.num_nodes is not None:
             return min(self.num_nodes, num_replicas)
@@ -80,10 +75,8 @@ class Answer:
     max_batch_size: int
     predictions: tuple[Prediction, ...]
     notes: tuple[str, ...]
-    """Sentences about unmeasured, unknown or impossible results."""
     efficiency_known: bool
     schedules_asked: bool = False
-    """Whether the question names schedules."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data."""
@@ -91,10 +84,8 @@ class Answer:
 
 
 def predict(model: ModelFile, question: Question) -> Answer:
-    """Predict the allocations of a question.
-
-    Raises:
-        ModelingError: the initial batch size is unknown, or the question is inconsistent.
+    """Predict the allocations of a question. Raises ModelingError if the initial batch size is
+    unknown, or the question is inconsistent.
     """
     init_batch_size = _init_batch_size(model)
     bounds = _bounds(model, question, init_batch_size)
@@ -124,7 +115,6 @@ def predict(model: ModelFile, question: Question) -> Answer:
 def _schedules(
     question: Question, num_stages: int, notes: list[str]
 ) -> Sequence[ScheduleWish | None]:
-    """Return the schedules to predict; a note explains an omitted schedule."""
     if not question.schedules or num_stages == 1:  # one stage waits for none
         return (None,)
     layers = question.layers.profile.num_layers if question.layers else math.inf
@@ -183,15 +173,7 @@ def _all_notes(
     predictions: Sequence[Prediction],
     too_large: Mapping[Pipeline, float],
 ) -> list[str]:
-    """Return sentences about predictions.
-
-    Args:
-        model: the job's model.
-        bounds: of its configurations.
-        question: the question.
-        predictions: the predictions.
-        too_large: minimum bytes of pipelines for which no cut fits into memory.
-    """
+    """`too_large` has the minimum bytes of pipelines for which no cut fits into memory."""
     notes, layers = [], question.layers
     if model.grad_params is None:
         notes.append(
@@ -243,7 +225,6 @@ def _unmeasured_notes(
 def _schedule_notes(
     model: ModelFile, layers: Layers | None, predictions: Sequence[Prediction]
 ) -> list[str]:
-    """Return notes on the assumptions for schedules that did not run."""
     if all(one.schedule_measured for one in predictions):
         return []
     many = [x for x in model.perf_params if x.num_stages > 1] or model.perf_params

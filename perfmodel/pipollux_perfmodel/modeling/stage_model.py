@@ -29,24 +29,17 @@ class Prediction:
 
     num_stages: int
     measured: bool
-    """Whether this number of stages was measured."""
     from_layers: bool
-    """Whether step times come from the layers, for an unmeasured number of stages."""
     balance: tuple[int, ...] | None
-    """Layers of each stage, if the layers determine step times or memory; None: they do not, or no
-    cut fits into memory."""
+    """Layers of each stage, if layers determine step times or memory; None also if no cut fits."""
     num_replicas: int
     num_nodes: int
     num_gpus: int
     schedule: ScheduleKind
-    """Order of the stages' work on micro-batches."""
     chunks_per_stage: int
-    """V; 1 unless interleaved."""
     schedule_measured: bool
-    """Whether the measured stages ran with this schedule."""
     memory: float | None
-    """Bytes of the fullest device; None: layers or limit are unknown, or nothing is within
-    bounds."""
+    """Bytes of the fullest device; None: layers or limit unknown, or nothing within bounds."""
     num_microbatches: int
     atomic_bsz: int
     """0: no batch size is within bounds; the remaining fields are then 0 or None."""
@@ -59,7 +52,6 @@ class Prediction:
     efficiency: float | None
     """Progress per sample, relative to the initial batch size; None: unknown."""
     goodput: float | None
-    """Throughput times efficiency; None: unknown."""
     speedup: float
     """Goodput (or throughput, if that is unknown) over that of one replica of the same stages."""
     best: bool = True
@@ -72,18 +64,10 @@ class Prediction:
 
 
 class StageModel:
-    """A job with one number of stages.
+    """A job with K stages; unmeasured stages are cut from `layers`, if given.
 
-    Args:
-        model: the known properties of the job.
-        layers: layers to cut unmeasured stages from, with the memory limit; None: unknown.
-        bounds: bounds of the configuration.
-        init_batch_size: of the job.
-        num_stages: K.
-        schedule: of the stages; None: that of the nearest measured number of stages.
-
-    Raises:
-        ModelingError: the layers cannot be cut into this number of stages.
+    Without a schedule, that of the nearest measured K. ModelingError if the layers cannot be cut
+    into K.
     """
 
     def __init__(
@@ -117,9 +101,7 @@ class StageModel:
             init_batch_size,
         )
         self.least_memory = cut.least_memory if cut else 0.0
-        """Minimum bytes of the fullest device over all cuts; 0.0: unknown."""
         self.fit = cut is None or cut.plan is not None
-        """Whether any cut fits into memory, as far as known."""
         self._speedup_fn = SpeedupFunction(
             self._goodput_fn,
             max_batch_size=bounds.max_batch_size,
@@ -179,7 +161,6 @@ class StageModel:
 
 
 def _schedule_of(base: PerfParams, num_stages: int, layers: Layers | None) -> ScheduleWish:
-    """Return the schedule of the measured stages, if other numbers of stages support it."""
     interleaved = base.schedule == "interleaved"
     if interleaved and layers is not None and num_stages != base.num_stages:
         return ScheduleWish("1f1b")

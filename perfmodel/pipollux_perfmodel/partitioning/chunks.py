@@ -2,9 +2,8 @@
 
 K stages of V chunks are K·V contiguous parts of the layers, part q in stage q mod K (Narayanan et
 al., SC'21, section 2.2). There are two candidates: the fastest pipeline of K·V parts, whose parts
-take about equal time, and the cut that minimizes the memory of the largest part. The search does
-not consider the memory of a stage's chunks together, so another cut may fit where neither candidate
-does.
+take about equal time, and the cut that minimizes the memory of the largest part. The memory of a
+stage's chunks together is not considered, so another cut may fit where neither does.
 """
 
 from __future__ import annotations
@@ -33,24 +32,12 @@ def chunk_cuts(
 ) -> tuple[list[int], list[int]]:
     """Return the numbers of layers of K·V chunks: cut by time, and cut by memory.
 
-    Args:
-        profile: costs of the layers.
-        chunks_per_stage: V.
-        num_stages: K.
-        num_microbatches: M.
-        micro_bsz: b, samples per micro-batch.
-        checkpoint: the recomputed micro-batches.
-        link: link that carries activations over a cut; None: copies are free.
-        transfers_overlap: whether copies run concurrently with compute.
+    Arguments and errors as of `partition`, with K·V chunks for stages; V is `chunks_per_stage`.
 
-    Raises:
-        ValueError: as `partition`, also when there are fewer layers than chunks.
-
-    Example:
-        >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
-        >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2)] * 8)
-        >>> chunk_cuts(profile, 2, 2, 4)[0]
-        [2, 2, 2, 2]
+    >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
+    >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2)] * 8)
+    >>> chunk_cuts(profile, 2, 2, 4)[0]
+    [2, 2, 2, 2]
     """
     parts = _num_parts(chunks_per_stage, num_stages)
     load: dict[str, Any] = {"micro_bsz": micro_bsz, "checkpoint": checkpoint}
@@ -72,27 +59,12 @@ def cut_chunks(
     link: Link | None = None,
     transfers_overlap: bool = True,
 ) -> list[int]:
-    """Return the first of `chunk_cuts` that fits.
+    """Return the first of `chunk_cuts` that fits; ValueError if neither fits the memory limit.
 
-    Args:
-        profile: costs of the layers.
-        chunks_per_stage: V.
-        num_stages: K.
-        num_microbatches: M.
-        memory_limit: bytes of each stage's device; None: no limit.
-        micro_bsz: b, samples per micro-batch.
-        checkpoint: the recomputed micro-batches.
-        link: link that carries activations over a cut; None: copies are free.
-        transfers_overlap: whether copies run concurrently with compute.
-
-    Raises:
-        ValueError: as `chunk_cuts`, or when neither fits the memory limit.
-
-    Example:
-        >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
-        >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2, activation_bytes=1)] * 4)
-        >>> cut_chunks(profile, 2, 2, 4, memory_limit=5.0)
-        [1, 1, 1, 1]
+    >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
+    >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2, activation_bytes=1)] * 4)
+    >>> cut_chunks(profile, 2, 2, 4, memory_limit=5.0)
+    [1, 1, 1, 1]
     """
     cuts = chunk_cuts(
         profile,
@@ -136,11 +108,10 @@ def least_interleaved_memory(
 ) -> float:
     """Return the bytes of the fullest device in the more compact of the two `chunk_cuts`.
 
-    Example:
-        >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
-        >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2, activation_bytes=1)] * 8)
-        >>> least_interleaved_memory(profile, 2, 2, 8)
-        10.0
+    >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
+    >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2, activation_bytes=1)] * 8)
+    >>> least_interleaved_memory(profile, 2, 2, 8)
+    10.0
     """
     load: dict[str, Any] = {"micro_bsz": micro_bsz, "checkpoint": checkpoint}
     cuts = chunk_cuts(profile, chunks_per_stage, num_stages, num_microbatches, **load)

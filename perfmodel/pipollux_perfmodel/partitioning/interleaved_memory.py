@@ -1,9 +1,9 @@
 """Memory of each device with interleaved chunks of layers.
 
-Interleaved 1F1B has several stages per device, which reach their maximum at different times, so
-there is no closed form as in `memory`: the order of work of each device is simulated. Without
-recomputation and with equal stages the first device holds the activations of K·V + K - 1
-micro-batches of one stage, 1 + (K - 1)/(K·V) times as much as 1F1B (Korthikanti et al., MLSys'23).
+The stages of a device reach their maxima at different times, so there is no closed form as in
+`memory`: the order of work of each device is simulated. Without recomputation and with equal stages
+the first device holds the activations of K·V + K - 1 micro-batches of one stage, 1 + (K - 1)/(K·V)
+times as much as 1F1B (Korthikanti et al., MLSys'23).
 """
 
 from __future__ import annotations
@@ -29,31 +29,18 @@ def interleaved_memory(
     *,
     checkpoint: Checkpoints = "never",
 ) -> Floats:
-    """Return the maximum bytes of each device with interleaved 1F1B.
+    """Return the maximum bytes of each device with interleaved 1F1B, shape (K, *shape of b).
 
-    Args:
-        profile: the costs of the layers.
-        balance: number of layers of each stage, K·V entries; stage q is on device q mod K.
-        num_devices: K.
-        micro_bsz: b, samples per micro-batch; any shape.
-        num_microbatches: M.
-        checkpoint: the recomputed micro-batches, for all stages or per stage.
+    `balance` has K·V entries; stage q is on device q mod K. Otherwise as `stage_memory`, with one
+    M.
 
-    Returns:
-        Bytes, shape (K, *shape of b).
-
-    Raises:
-        ValueError: when the balance does not fit the profile or the devices, b is negative or not
-            finite, or the checkpoint mode is unknown.
-
-    Example:
-        >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
-        >>> profile = LayerProfile((Layer(0, 1, 0, 2, activation_bytes=1),) * 8)
-        >>> interleaved_memory(profile, [2] * 4, 2, 1.0, 8).tolist()
-        [10.0, 6.0]
-        >>> from pipollux_perfmodel.partitioning.memory import stage_memory
-        >>> stage_memory(profile, [4] * 2, 1.0, 8, schedule="1f1b").tolist()
-        [8.0, 4.0]
+    >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
+    >>> profile = LayerProfile((Layer(0, 1, 0, 2, activation_bytes=1),) * 8)
+    >>> interleaved_memory(profile, [2] * 4, 2, 1.0, 8).tolist()
+    [10.0, 6.0]
+    >>> from pipollux_perfmodel.partitioning.memory import stage_memory
+    >>> stage_memory(profile, [4] * 2, 1.0, 8, schedule="1f1b").tolist()
+    [8.0, 4.0]
     """
     samples = checked_samples(np.asarray(micro_bsz, float))
     state, per_sample = _device_bytes(profile, balance, num_devices, num_microbatches, checkpoint)
@@ -70,15 +57,12 @@ def largest_interleaved_micro_bsz(
     *,
     checkpoint: Checkpoints = "never",
 ) -> Floats:
-    """Return the most whole samples per micro-batch that fit every device, interleaved.
+    """As `largest_micro_bsz`, with the devices of `interleaved_memory`.
 
-    As `largest_micro_bsz`, with the devices of `interleaved_memory`.
-
-    Example:
-        >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
-        >>> profile = LayerProfile((Layer(0, 1, 0, 2, activation_bytes=1),) * 8)
-        >>> largest_interleaved_micro_bsz(profile, [2] * 4, 2, 25.0, 8).tolist()
-        2.0
+    >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
+    >>> profile = LayerProfile((Layer(0, 1, 0, 2, activation_bytes=1),) * 8)
+    >>> largest_interleaved_micro_bsz(profile, [2] * 4, 2, 25.0, 8).tolist()
+    2.0
     """
     check_limit(memory_limit)
     counts = np.asarray(num_microbatches)

@@ -1,9 +1,8 @@
 """The costs of a model's layers, from which any cut into stages is predicted.
 
 One micro-batch of b samples takes forward_alpha + forward_beta·b seconds in a layer's forward, and
-backward_alpha + backward_beta·b seconds in its backward, without recomputation. A stage is a
-contiguous range of layers, so its times and memory are linear in b as well. `partition` cuts the
-layers, `memory` computes the memory of stages, and `stage_plan` converts a cut to `PerfParams`.
+backward_alpha + backward_beta·b in its backward, without recomputation. A stage is a contiguous
+range of layers, so its times and memory are linear in b as well.
 """
 
 from __future__ import annotations
@@ -24,22 +23,18 @@ VERSION = 1
 
 
 class Layer(NamedTuple):
-    """One layer: seconds per micro-batch and per sample, and bytes.
+    """One layer: seconds per micro-batch (alpha) and per sample (beta), and bytes.
 
-    Example:
-        >>> Layer(forward_alpha=1e-4, forward_beta=1e-5, backward_alpha=1e-4, backward_beta=2e-5)
-        ... # doctest: +ELLIPSIS
-        Layer(forward_alpha=0.0001, ..., name='')
+    >>> Layer(forward_alpha=1e-4, forward_beta=1e-5, backward_alpha=1e-4, backward_beta=2e-5)
+    ... # doctest: +ELLIPSIS
+    Layer(forward_alpha=0.0001, ..., name='')
     """
 
     forward_alpha: float
-    """Seconds of a micro-batch's forward, independent of its size."""
     forward_beta: float
-    """Seconds of the forward per sample."""
     backward_alpha: float
-    """Seconds of a micro-batch's backward, independent of its size, without recomputation."""
+    """Without recomputation, as `backward_beta`."""
     backward_beta: float
-    """Seconds of the backward per sample, without recomputation."""
     parameter_bytes: float = 0.0
     """Bytes of the parameters; their gradients take the same amount."""
     optimizer_bytes: float = 0.0
@@ -49,10 +44,8 @@ class Layer(NamedTuple):
     output_bytes: float = 0.0
     """Bytes per sample of the output, which crosses a cut after the layer."""
     copy_bytes: float = 0.0
-    """Bytes of a copy of the gradients, which is sent to other replicas, or without replicas
-    compared with the gradients of the next step."""
+    """Bytes of a copy of the gradients: sent to other replicas, or compared with the next ones."""
     name: str = ""
-    """Name given by the user; only used in messages."""
 
 
 _NUMBERS = Layer._fields[:-1]
@@ -62,12 +55,10 @@ _NUMBERS = Layer._fields[:-1]
 class Link:
     """The link between consecutive stages, for activations and gradients.
 
-    Example:
-        >>> Link(latency=1e-5, bandwidth=1e10).seconds(1e8)
-        0.01001
+    >>> Link(latency=1e-5, bandwidth=1e10).seconds(1e8)
+    0.01001
 
-    Raises:
-        ValueError: when the latency is negative, the bandwidth not positive, or one not finite.
+    Raises ValueError for a negative latency, a bandwidth that is not positive, or infinity.
     """
 
     latency: float
@@ -88,22 +79,18 @@ class Link:
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """The layers of a model in order; compares by value.
+    """The layers of a model in order, at least one; compares by value.
 
-    Example:
-        >>> profile = LayerProfile.from_layers([Layer(0.0, 1.0, 0.0, 2.0), Layer(0.5, 1.0, 1, 2.0)])
-        >>> profile.num_layers, profile.forward_seconds(4.0).tolist()
-        (2, [4.0, 4.5])
-        >>> LayerProfile.from_json_object(profile.to_json_object()) == profile
-        True
+    Raises ValueError without layers, or if a number is negative or not finite.
 
-    Raises:
-        ValueError: without layers, or if a number is negative or not finite; the message names
-        layer, field and value.
+    >>> profile = LayerProfile.from_layers([Layer(0.0, 1.0, 0.0, 2.0), Layer(0.5, 1.0, 1, 2.0)])
+    >>> profile.num_layers, profile.forward_seconds(4.0).tolist()
+    (2, [4.0, 4.5])
+    >>> LayerProfile.from_json_object(profile.to_json_object()) == profile
+    True
     """
 
     layers: tuple[Layer, ...]
-    """At least one."""
     input_bytes: float = 0.0
     """Bytes per sample of the model's input, which the first stage keeps for recomputation."""
     optimizer_shards: int = 1
@@ -164,11 +151,7 @@ class LayerProfile:
 
     @classmethod
     def from_json_object(cls, value: Mapping[str, Any]) -> LayerProfile:
-        """Read a profile from decoded JSON.
-
-        Raises:
-            ValueError: with the first missing, unknown or wrong key, and its value.
-        """
+        """Read a profile from decoded JSON; ValueError with the first wrong key, and its value."""
         _check_keys("the profile", value, ("version", "layers"), ("input_bytes",))
         version = value["version"]
         if version != VERSION or isinstance(version, bool):
@@ -183,9 +166,8 @@ class LayerProfile:
 def stage_ranges(balance: Sequence[int]) -> list[tuple[int, int]]:
     """Return the first layer of each stage, and the index after its last layer.
 
-    Example:
-        >>> stage_ranges([2, 1, 3])
-        [(0, 2), (2, 3), (3, 6)]
+    >>> stage_ranges([2, 1, 3])
+    [(0, 2), (2, 3), (3, 6)]
     """
     return list(itertools.pairwise(itertools.accumulate(balance, initial=0)))
 
@@ -196,11 +178,7 @@ def stage_sums(values: Floats, balance: Sequence[int]) -> Floats:
 
 
 def check_balance(balance: Sequence[int], num_layers: int) -> None:
-    """Reject a balance that does not cut these layers into stages.
-
-    Raises:
-        ValueError: a stage has no layer, or the balance does not sum to `num_layers`.
-    """
+    """Raise ValueError if a stage has no layer, or the balance does not sum to `num_layers`."""
     for stage, count in enumerate(balance):
         if count < 1:
             raise ValueError(f"balance[{stage}] is {count}; give each stage at least one layer")

@@ -1,9 +1,8 @@
-"""Memory of each stage's device, and the largest micro-batch that fits.
+"""Memory of each stage's device, and the largest micro-batch that fits; arguments broadcast.
 
 A stage holds its parameters, gradients of the same size, a copy of the gradients for other
-replicas, the optimizer's state, and the activations of micro-batches in flight, whose forward is
-done and whose backward is not. With M micro-batches, K stages, and stage k counted from 0, c
-micro-batches are in flight:
+replicas, the optimizer's state, and the activations of c micro-batches in flight, whose forward is
+done and whose backward is not. With M micro-batches, K stages, and stage k counted from 0:
 
     GPipe   all forwards come before all backwards:              c = M
     1F1B    a stage goes back as soon as it can:                 c = min(M, K - k)
@@ -11,8 +10,7 @@ micro-batches are in flight:
 If replicas shard the optimizer's state (`LayerProfile.optimizer_shards`), it is the maximum that
 one replica may hold (`largest_share`), where a layer's state counts as that of one parameter.
 
-A = bytes per sample that autograd keeps for the stage, I = bytes per sample of its input. Kept per
-sample:
+Per sample, autograd keeps A bytes for the stage, whose input has I bytes. Kept per sample:
 
     never          c·A
     always         c·I + A                        all inputs, and the recomputed micro-batch
@@ -22,16 +20,10 @@ sample:
                           micro-batch, so it coexists with a recomputed one; I + A for c = 1
                    A for M = 1, as nothing is recomputed
 
-GPipe here has torchgpipe's order, with the last micro-batch's backward first. torch's GPipe, in a
-multi-process pipeline, runs the last backward last, so under except_last it coexists with
-recomputed micro-batches, and the stage needs A more. 1F1B is PipeDream-Flush's (Narayanan et al.,
-ICML'21). Not included: workspace of kernels, boundary buffers in flight, and fragmentation of the
-allocator. Leave a margin for them in the limit.
-
-Stages may have different checkpoint modes, as each keeps its own activations. Interleaved 1F1B has
-no such closed form (`interleaved_memory`).
-
-Arguments broadcast, so that one call computes many candidates.
+GPipe has torchgpipe's order; torch's, in a multi-process pipeline, runs the last micro-batch's
+backward last, so under except_last the stage needs A more. 1F1B is PipeDream-Flush's (Narayanan et
+al., ICML'21); interleaved 1F1B has no closed form (`interleaved_memory`). Not included, so leave a
+margin in the limit: workspace of kernels, boundary buffers in flight, and fragmentation.
 """
 
 from __future__ import annotations
@@ -66,28 +58,16 @@ def stage_memory(
     checkpoint: Checkpoints = "never",
     schedule: ScheduleKind = "gpipe",
 ) -> Floats:
-    """Return the maximum bytes of each stage.
+    """Return the maximum bytes of each stage, shape (K, *broadcast shape of b and M).
 
-    Args:
-        profile: the costs of the layers.
-        balance: number of layers of each stage, K entries.
-        micro_bsz: b, samples per micro-batch; any shape.
-        num_microbatches: M; any shape that broadcasts with `micro_bsz`.
-        checkpoint: the recomputed micro-batches, for all stages or per stage.
-        schedule: "gpipe" or "1f1b".
+    `balance` is the number of layers of each stage; `micro_bsz`, b, and `num_microbatches`, M, have
+    any shapes that broadcast; `checkpoint` is for all stages or per stage; `schedule` "gpipe" or
+    "1f1b". Raises ValueError if the balance does not fit the profile, or b or M are out of range.
 
-    Returns:
-        Bytes, shape (K, *broadcast shape of b and M).
-
-    Raises:
-        ValueError: when the balance does not fit the profile, b is negative or not finite, M below
-            1, or checkpoint or schedule unknown.
-
-    Example:
-        >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
-        >>> layer = Layer(0, 1, 0, 2, parameter_bytes=10, optimizer_bytes=20, activation_bytes=3)
-        >>> stage_memory(LayerProfile((layer, layer)), [1, 1], 4.0, [1, 2]).tolist()
-        [[52.0, 64.0], [52.0, 64.0]]
+    >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
+    >>> layer = Layer(0, 1, 0, 2, parameter_bytes=10, optimizer_bytes=20, activation_bytes=3)
+    >>> stage_memory(LayerProfile((layer, layer)), [1, 1], 4.0, [1, 2]).tolist()
+    [[52.0, 64.0], [52.0, 64.0]]
     """
     _check_schedule(schedule)
     samples, count = np.broadcast_arrays(
@@ -107,21 +87,10 @@ def largest_micro_bsz(
     checkpoint: Checkpoints = "never",
     schedule: ScheduleKind = "gpipe",
 ) -> Floats:
-    """Return the most whole samples per micro-batch that fit every stage.
+    """Return the most whole samples per micro-batch that fit every stage, in the shape of M.
 
-    Args:
-        profile: the costs of the layers.
-        balance: number of layers of each stage, K entries.
-        memory_limit: bytes of each stage's device.
-        num_microbatches: M; any shape.
-        checkpoint: the recomputed micro-batches, for all stages or per stage.
-        schedule: "gpipe" or "1f1b".
-
-    Returns:
-        Floats of the shape of M: 0 if no sample fits, infinity if samples take no memory.
-
-    Raises:
-        ValueError: as `stage_memory`, or when the limit is not above 0.
+    0 if no sample fits, infinity if samples take no memory. Arguments and errors as of
+    `stage_memory`; the limit is in bytes of each stage's device, above 0.
 
     Example:
         >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
@@ -145,14 +114,7 @@ def kept_bytes(
     schedule: ScheduleKind,
 ) -> Floats:
     """Return the maximum bytes per sample of a stage, by the table above; arguments broadcast.
-
-    Args:
-        input_bytes: I, bytes per sample of the stage's input.
-        activation_bytes: A, bytes per sample that autograd keeps for the stage's backward.
-        num_microbatches: M.
-        stages_left: K - k, the number of stages from this one on.
-        checkpoint: the recomputed micro-batches.
-        schedule: "gpipe" or "1f1b".
+    `input_bytes` is I, `activation_bytes` A, and `stages_left` K - k.
     """
     inputs, full, M = (np.asarray(x) for x in (input_bytes, activation_bytes, num_microbatches))
     in_flight = M if schedule == "gpipe" else np.minimum(M, stages_left)
@@ -178,30 +140,22 @@ def _undivided_bytes(profile: LayerProfile) -> Floats:
 
 
 def largest_share(whole: Any, largest: Any, num_shards: int) -> Floats:
-    """Return the most that one replica may hold of an optimizer's state sharded among several.
+    """Return the most that one replica may hold of an optimizer's state sharded among R.
 
     Parameters are assigned whole, the largest first, each to the replica with the least bytes.
     Before its last parameter the fullest replica had at most the average of the others, so it holds
-    at most S/R + (1 - 1/R)·p (Graham, 1969): of all of S, and the largest p.
+    at most S/R + (1 - 1/R)·p (Graham, 1969): of all of S, and the largest p, or a bound of it.
 
-    Args:
-        whole: S, bytes of the whole state.
-        largest: p, bytes for the largest parameter, or an upper bound.
-        num_shards: R.
-
-    Example:
-        >>> float(largest_share(100.0, 10.0, 4))
-        32.5
+    >>> float(largest_share(100.0, 10.0, 4))
+    32.5
     """
     share = np.asarray(whole) / num_shards + (1 - 1 / num_shards) * np.asarray(largest)
     return np.asarray(np.minimum(whole, share))
 
 
 def range_state_bytes(profile: LayerProfile) -> Floats:
-    """Return bytes of layers i to j - 1 independent of the batch, shape (L + 1, L + 1).
-
-    A sharded state counts as the most that a replica may hold. Values below the diagonal are
-    undefined.
+    """Return bytes of layers i to j - 1 independent of the batch, shape (L + 1, L + 1). A sharded
+    state counts as `largest_share`. Values below the diagonal are undefined.
     """
     optimizer = profile.column("optimizer_bytes")
     plain, whole = (
@@ -229,11 +183,7 @@ def held_state(profile: LayerProfile, balance: Sequence[int], num_devices: int) 
 
 
 def check_choices(checkpoint: str, schedule: str) -> None:
-    """Reject unknown checkpoint modes and schedules.
-
-    Raises:
-        ValueError: with the field, its value and the allowed values.
-    """
+    """Raise ValueError for unknown checkpoint modes and schedules."""
     if checkpoint not in CHECKPOINTS:
         raise ValueError(f"checkpoint is {checkpoint!r}; give one of {CHECKPOINTS}")
     _check_schedule(schedule)
@@ -245,21 +195,13 @@ def _check_schedule(schedule: str) -> None:
 
 
 def check_limit(memory_limit: float) -> None:
-    """Reject a memory limit that is not a finite number of bytes above 0.
-
-    Raises:
-        ValueError: with the value.
-    """
+    """Raise ValueError for a memory limit that is not a finite number of bytes above 0."""
     if not (math.isfinite(memory_limit) and memory_limit > 0):
         raise ValueError(f"memory_limit is {memory_limit}; give finite bytes > 0, or None")
 
 
 def checked_samples(samples: Floats) -> Floats:
-    """Return samples per micro-batch, checked.
-
-    Raises:
-        ValueError: a value is negative or not finite.
-    """
+    """Return samples per micro-batch; ValueError if a value is negative or not finite."""
     if not np.all(np.isfinite(samples) & (samples >= 0)):
         raise ValueError(f"micro_bsz is {samples}; give finite samples >= 0")
     return samples

@@ -1,13 +1,12 @@
 """The best contiguous cut of layers into stages.
 
 A list of plain costs is cut to minimize the time of the slowest stage, by dynamic programming over
-prefixes:
+prefixes in O(K·L²) for L layers:
 
     best[k][j] = min over i < j of max(best[k-1][i], cost of layers i … j-1)
 
-in O(K·L²) for L layers. A `LayerProfile` is cut to minimize GPipe's T_pipe (`timing.gpipe`), with
-separate forward and backward times, copies at the cuts and a memory limit (`search`). For 1F1B,
-`refine` then improves that cut.
+A `LayerProfile` is cut to minimize GPipe's T_pipe (`timing.gpipe`), with copies at the cuts and a
+memory limit (`search`). For 1F1B, `refine` then improves that cut.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ def partition(
         checkpoint: the recomputed micro-batches.
         schedule: "gpipe" or "1f1b".
         link: link that carries activations over a cut; None: copies are free.
-        transfers_overlap: whether copies run concurrently with compute, or occupy the receiving
-        device.
+        transfers_overlap: whether copies run concurrently with compute, or occupy the receiver.
 
     Returns:
         The number of layers of each stage, in order (torchgpipe's `balance`). For GPipe it is
@@ -117,24 +115,13 @@ def least_memory(
 ) -> float:
     """Return the bytes of the largest stage in the cut that minimizes them.
 
-    Passed to `partition` as the memory limit, it selects the fastest of those cuts.
+    As `memory_limit` of `partition`, it selects the fastest of those cuts. Arguments and errors as
+    there.
 
-    Args:
-        profile: the costs of the layers.
-        num_stages: number of stages; each gets at least one layer.
-        num_microbatches: M.
-        micro_bsz: b, samples per micro-batch.
-        checkpoint: the recomputed micro-batches.
-        schedule: "gpipe" or "1f1b".
-
-    Raises:
-        ValueError: when there are fewer layers than stages, or an argument is out of range.
-
-    Example:
-        >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
-        >>> sizes = [Layer(0, 1, 0, 2, parameter_bytes=size) for size in (8, 1, 1, 2)]
-        >>> least_memory(LayerProfile.from_layers(sizes), 2)
-        16.0
+    >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
+    >>> sizes = [Layer(0, 1, 0, 2, parameter_bytes=size) for size in (8, 1, 1, 2)]
+    >>> least_memory(LayerProfile.from_layers(sizes), 2)
+    16.0
     """
     if num_stages < 1:
         raise ValueError(f"num_stages is {num_stages}; give at least one stage")
@@ -149,8 +136,6 @@ def least_memory(
 
 @dataclass(frozen=True)
 class _Run:
-    """The execution of the pipeline."""
-
     num_stages: int
     num_microbatches: int
     micro_bsz: float
@@ -159,7 +144,6 @@ class _Run:
 
     @property
     def recomputes(self) -> bool:
-        """Whether any micro-batch is recomputed; with one micro-batch `except_last` has none."""
         several = self.num_microbatches > 1
         return self.checkpoint == "always" or (self.checkpoint == "except_last" and several)
 

@@ -2,8 +2,7 @@
 
 1F1B's T_pipe has no closed form for a search over prefixes (`timing.one_f_one_b`). In the long run
 a micro-batch costs max(f + g) with 1F1B and max f + max g with GPipe, so the best cuts are similar.
-Starting from GPipe's best, ranges of neighbouring cuts move by one layer as long as that is faster;
-each iteration evaluates all K·(K - 1) moves at once.
+Starting from GPipe's best, ranges of neighbouring cuts move by one layer as long as that is faster.
 """
 
 from __future__ import annotations
@@ -24,12 +23,8 @@ _MOST_MOVES = 50
 
 
 def refine_cut(costs: CutCosts, allowed: Sequence[Bools], ends: Sequence[int]) -> list[int]:
-    """Return the ends of the stages of a cut that is at least as fast with 1F1B.
-
-    Args:
-        costs: of the layers.
-        allowed: allowed cuts, as for `find_cut`.
-        ends: ends of the stages of an allowed cut, starting with 0.
+    """Return the ends of the stages of a cut that is at least as fast with 1F1B. `allowed` as for
+    `find_cut`; `ends` are those of an allowed cut, starting with 0.
     """
     best: Ints = np.asarray(ends, np.int64)
     if len(best) <= 2:
@@ -50,7 +45,6 @@ def refine_cut(costs: CutCosts, allowed: Sequence[Bools], ends: Sequence[int]) -
 
 
 def _moves(num_ends: int) -> Ints:
-    """Return the changes of the ends, one move per column."""
     inner = range(1, num_ends - 1)
     runs = [(first, last) for first in inner for last in inner if first <= last]
     moves = np.zeros((num_ends, 2 * len(runs)), np.int64)
@@ -61,7 +55,6 @@ def _moves(num_ends: int) -> Ints:
 
 
 def _possible(ends: Ints, allowed: Sequence[Bools]) -> NDArray[np.bool_]:
-    """Return the allowed cuts; ends have one cut per column."""
     possible = np.ones(ends.shape[1], bool)
     for left, stages in enumerate(reversed(allowed)):
         possible &= stages[ends[left], ends[left + 1]]
@@ -69,7 +62,6 @@ def _possible(ends: Ints, allowed: Sequence[Bools]) -> NDArray[np.bool_]:
 
 
 def _seconds(costs: CutCosts, ends: Ints) -> Floats:
-    """Return 1F1B's T_pipe of cuts, one per column."""
     forward, backward, last = (
         np.diff(np.concatenate(([0.0], np.cumsum(layers)))[ends], axis=0)
         for layers in (costs.forward, costs.backward, costs.last_backward)

@@ -10,18 +10,13 @@ from pipollux_perfmodel.timing.params import PerfParams, modes_of_cut
 def restage(params: PerfParams, num_stages: int) -> PerfParams:
     """Return parameters for a different number of stages, without a profile of the layers.
 
-    Assumes the same C(b) with the same forward and backward parts, equally slow stages with equally
-    many parameters, and the average measured time for every copy, or 0 without measured copies.
-    With the same number of stages the parameters stay unchanged. Real cuts are less even, so this
-    is an upper bound of their speed.
+    Assumes the same C(b), equally slow stages with equally many parameters, and the average
+    measured time for every copy, or 0 without measured copies. With the same number of stages the
+    parameters stay unchanged. Real cuts are less even, so this is an upper bound of their speed.
 
-    Raises:
-        ValueError: when `num_stages` is below 1.
-
-    Example:
-        >>> one = PerfParams(0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5)
-        >>> [round(share, 3) for share in restage(one, 2).backward_shares]
-        [0.333, 0.333]
+    >>> one = PerfParams(0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5)
+    >>> [round(share, 3) for share in restage(one, 2).backward_shares]
+    [0.333, 0.333]
     """
     if num_stages < 1:
         raise ValueError(f"num_stages is {num_stages}; give at least one stage")

@@ -1,19 +1,18 @@
 """The search for the contiguous cut with the shortest GPipe iteration; called by `partition`.
 
-Up to terms that are equal for all cuts, a cut of L layers into K stages takes (M micro-batches, f_k
-and g_k forward and backward of stage k, t_k copy after it)
+Up to terms that are equal for all cuts, a cut into K stages takes (M micro-batches, f_k and g_k
+forward and backward of stage k, t_k copy after it)
 
     2·Σt + (M - 1)·(max f + max g)          f, g include or join the copies t
 
-Forward and backward have separate maxima, which may lie in different stages, so one number per
-prefix of the layers is not enough. A label is a prefix cut into stages, with (Σt, max f, max g). In
-each round, labels grow by one stage. A label is dropped if another label of the same prefix is no
-worse in every number (Pareto dominance), or if even the best completion, known from dynamic
-programs over suffixes, does not make it better than the best known cut. Neither drops the optimum.
+The two maxima may lie in different stages, so one number per prefix of the layers is not enough. A
+label is a prefix cut into stages, with (Σt, max f, max g). In each round, labels grow by one stage.
+A label is dropped if another of the same prefix is no worse in every number (Pareto dominance), or
+if even the best completion, known from dynamic programs over suffixes, is no better than the best
+known cut. Neither drops the optimum.
 
-Under `except_last` the last micro-batch, first in the backward, is not recomputed. The backward is
-then the longest path through a flow shop whose first job differs. It grows with the prefix as well,
-as a label's fourth number (h_k is g_k without recomputation, q runs over stages and copies):
+Under `except_last` the backward is the longest path through a flow shop whose first job differs, a
+label's fourth number (h_k is g_k without recomputation, q runs over stages and copies):
 
     D_k = h_k + max(D_{k-1}, Σ_{q≤k} g_q + (M - 2)·max_{q≤k} g_q)
 """
@@ -42,13 +41,12 @@ _NEIGHBOURS = 24
 
 @dataclass(frozen=True)
 class CutCosts:
-    """Seconds of one micro-batch by layer (L,), and of a copy before each layer and at the end."""
+    """Seconds of one micro-batch by layer (L,), with recomputation, and of copies at the cuts."""
 
     forward: Floats
     backward: Floats
-    """With recomputation."""
     last_backward: Floats
-    """Backward of the last micro-batch; equal to `backward` unless `one_shorter`."""
+    """Of the last micro-batch; equal to `backward` unless `one_shorter`."""
     transfer: Floats
     """Shape (L + 1,), 0 at both ends."""
     overlapping: bool
@@ -58,8 +56,6 @@ class CutCosts:
 
 
 class _Labels(NamedTuple):
-    """Cut prefixes, one per entry."""
-
     end: Ints
     copies: Floats
     slowest_forward: Floats
@@ -76,22 +72,16 @@ class _Table(NamedTuple):
     rest: list[Floats]
     """[r][i]: of r more stages with the layers from i on; infinite if impossible."""
     joined: np.ufunc
-    """How costs of stages combine: maximum or sum."""
 
 
 _Step: TypeAlias = tuple[Ints, Ints]
 
 
 def least_rest(costs: Sequence[Floats], joined: np.ufunc = np.maximum) -> list[Floats]:
-    """Return the least cost of every suffix of the layers, by number of stages.
+    """Return the least cost of every suffix of the layers, by number of stages: K + 1 arrays.
 
-    Args:
-        costs: costs[r - 1][i, j] of layers i to j - 1 as the stage with r stages left, including
-        itself; infinite if there is no such stage; shape (L + 1, L + 1).
-        joined: how costs of stages combine to that of the suffix: `np.maximum` or `np.add`.
-
-    Returns:
-        K + 1 arrays of shape (L + 1,): for r stages from layer i on.
+    costs[r - 1][i, j] is that of layers i to j - 1 as the stage with r stages left, including
+    itself; infinite if there is none. `joined`, `np.maximum` or `np.add`, combines costs of stages.
     """
     least = np.full(len(costs[0]), np.inf)
     least[-1] = 0.0
@@ -105,10 +95,8 @@ def least_rest(costs: Sequence[Floats], joined: np.ufunc = np.maximum) -> list[F
 def find_cut(costs: CutCosts, allowed: Sequence[Bools]) -> list[int] | None:
     """Return the ends of the stages of the best cut, starting with 0; None if there is no cut.
 
-    Args:
-        costs: of the layers.
-        allowed: allowed[r - 1][i, j]: whether layers i to j - 1 may be the stage with r stages
-        left, including itself; shape (L + 1, L + 1), False for j <= i.
+    allowed[r - 1][i, j]: whether layers i to j - 1 may be the stage with r stages left, including
+    itself; shape (L + 1, L + 1), False for j <= i.
     """
     return _Search(costs, allowed).run()
 
@@ -154,7 +142,6 @@ class _Search:
 
     def _path_tables(self, backward: Floats) -> list[_Table]:
         """Return Σ_{q≥k} h_q + Σ_{q≤k} g_q of a stage k, without and with its own (M - 2)·g_k.
-
         Without copies. For the best cut, no path is shorter than the longest of them.
         """
         leaving = self.last_left[:, None] + self.total_backward
@@ -168,7 +155,6 @@ class _Search:
         return _Table(stage, least_rest(costs, joined), joined)
 
     def _follow(self, table: _Table) -> tuple[list[int], float]:
-        """Return the best cut by one table, and its cost."""
         labels, ends = self._start(), [0]
         for left, allowed in reversed(list(enumerate(self.allowed))):
             onward = table.joined(table.stage[ends[-1]], table.rest[left])
@@ -178,9 +164,8 @@ class _Search:
         return ends, float(self._bound(labels, 0)[0])
 
     def _sweep(self, bound: float, quick: bool) -> tuple[list[int], float] | None:
-        """Return the best cut below the bound and its cost, or None.
-
-        With `quick`, keeps only the most promising label per prefix, and may miss the best cut.
+        """Return the best cut below the bound and its cost, or None. With `quick`, keeps one label
+        per prefix, and may miss the best cut.
         """
         labels = self._start()
         history: list[_Step] = []
@@ -223,7 +208,6 @@ class _Search:
         return parents, ends[first[row][parents] + within]
 
     def _extend(self, labels: _Labels, parents: Ints, ends: Ints) -> _Labels:
-        """Return the labels with one more stage each."""
         old = _take(labels, parents)
         return _Labels(
             ends,
@@ -234,7 +218,6 @@ class _Search:
         )
 
     def _longer_path(self, labels: _Labels, ends: Ints) -> Floats:
-        """Return D with one more stage, and with the copy after it."""
         weight, copy = self.backward_weight, self.costs.transfer[ends]
         backward = self.total_backward[ends] - self.total_backward[labels.end]
         last = self.total_last[ends] - self.total_last[labels.end]
@@ -334,7 +317,6 @@ def _least_of_each(group: Ints, values: Floats) -> Ints:
 
 
 def _trace(history: Sequence[_Step], last: int) -> list[int]:
-    """Return the ends of the stages of one label, starting with 0."""
     ends = []
     for parents, positions in reversed(history):
         ends.append(int(positions[last]))

@@ -47,9 +47,7 @@ class StagePlan:
     balance: tuple[int, ...]
     """Number of layers of each stage, K entries; with interleaving of each chunk, K·V entries."""
     perf_params: PerfParams
-    """Step time parameters of the cut, including checkpoint mode and schedule."""
     profile: LayerProfile
-    """The layers."""
     shards_optimizer: bool = False
     """Whether replicas shard the optimizer's state, so that memory depends on their number."""
 
@@ -61,14 +59,12 @@ class StagePlan:
 
     @property
     def schedule(self) -> ScheduleKind:
-        """Order of forwards and backwards."""
+        """The schedule of the step times."""
         return self.perf_params.schedule
 
     def memory(self, micro_bsz: ArrayLike, num_microbatches: ArrayLike) -> Floats:
-        """Return bytes that each stage holds, shape (K, *broadcast shape of b and M).
-
-        Raises:
-            ValueError: stages are interleaved and there are several M.
+        """Return bytes that each stage holds, shape (K, *broadcast shape of b and M). Raises
+        ValueError for interleaved stages with several M.
         """
         if self.schedule == "interleaved":
             return interleaved_memory(
@@ -123,7 +119,7 @@ def plan_stages(
     link: Link | None = None,
     transfers_overlap: bool = True,
 ) -> StagePlan:
-    """Cut the layers with `partition`, and predict its times with `price_stages`.
+    """Cut the layers with `partition`, and predict its times with `price_stages`; same errors.
 
     Args:
         profile: costs of the layers.
@@ -132,15 +128,12 @@ def plan_stages(
         base: source of network, γ and ω, and of the schedule if none is given.
         micro_bsz: b that the cut is optimized for.
         memory_limit: bytes of each stage's device; None: no limit.
-        checkpoint: the recomputed micro-batches, for all stages or per stage. With different modes,
-            the cut fits even if all stages have the mode with the most memory.
+        checkpoint: for all stages or per stage. With different modes, the cut fits even if all
+        stages have the mode with the most memory.
         schedule: None: that of `base`, or "1f1b" if that is interleaved.
         chunks_per_stage: V if interleaved; other schedules have one chunk.
         link: link that carries activations over a cut; None: copies are free.
         transfers_overlap: whether copies run concurrently with compute.
-
-    Raises:
-        ValueError: as `partition`, `cut_chunks` and `price_stages`.
 
     Example:
         >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2)] * 4)
@@ -185,30 +178,19 @@ def price_stages(
     link: Link | None = None,
     transfers_overlap: bool = True,
 ) -> PerfParams:
-    """Return the step time parameters of one cut.
+    """Return the step time parameters of one cut; arguments as of `plan_stages`.
 
-    Args:
-        profile: costs of the layers.
-        balance: number of layers of each stage, K entries; K·V for chunks, chunk q in stage q mod
-        K.
-        base: source of network, γ, ω, contention, overhead and T_tie; its C(b) is not used.
-        checkpoint: the recomputed micro-batches, for all stages or per stage.
-        schedule: "gpipe", "1f1b" or "interleaved"; None: that of `base`, or "1f1b" if that is
-        interleaved.
-        chunks_per_stage: V; a stage's chunks count as equally slow, as do the copies after them.
-        link: link that carries activations over a cut; None: copies are free.
-        transfers_overlap: whether copies run concurrently with compute, or occupy the receiving
-        device.
+    `balance` has K entries, or K·V for chunks, chunk q in stage q mod K. A stage's chunks count as
+    equally slow, as do the copies after them. Network, γ, ω, contention, overhead and T_tie are
+    those of `base`; its C(b) is not used.
 
-    Raises:
-        ValueError: the balance does not fit the profile, all layer times are 0, or `base`,
-        `checkpoint` or `schedule` is out of range.
+    Raises ValueError if the balance does not fit the profile, all layer times are 0, or `base`,
+    `checkpoint` or `schedule` is out of range.
 
-    Example:
-        >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2), Layer(0, 1, 0, 4)])
-        >>> base = PerfParams(0, 3, 0.2, 0.02, 0.05, 0.01, 1.5)
-        >>> price_stages(profile, [1, 1], base, checkpoint="never").backward_shares
-        (0.25, 0.5)
+    >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2), Layer(0, 1, 0, 4)])
+    >>> base = PerfParams(0, 3, 0.2, 0.02, 0.05, 0.01, 1.5)
+    >>> price_stages(profile, [1, 1], base, checkpoint="never").backward_shares
+    (0.25, 0.5)
     """
     check_balance(balance, profile.num_layers)
     schedule = schedule or _schedule_of(base)
@@ -259,26 +241,16 @@ def correct_profile(
 ) -> LayerProfile:
     """Return the profile with layers scaled to the measured times of their stages.
 
-    Compares forward and backward of each stage at b samples with the profile, and scales the
-    stage's layers by the ratio, after subtracting recomputation from the measured backward. If the
-    profile has no time to scale, the stage's layers share the measured time evenly, as a fixed
-    cost. Bytes stay unchanged.
+    Compares forward and backward of each stage of a run, with this balance and b samples per
+    micro-batch, with the profile, and scales its layers by the ratio, after subtracting
+    recomputation from the measured backward. If the profile has no time to scale, the layers share
+    the measured time evenly, as a fixed cost. Bytes stay unchanged. Raises ValueError if the
+    arguments have different stages, or b is not above 0.
 
-    Args:
-        profile: the profile to correct.
-        measured: of the run, with the shares of its stages and its checkpoint mode.
-        balance: number of layers of each stage of that run.
-        micro_bsz: b of that run.
-
-    Raises:
-        ValueError: balance, profile and measured parameters have different stages, or b is not
-        above 0.
-
-    Example:
-        >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2)] * 2)
-        >>> slow = PerfParams(0, 9, 0, 0, 0, 0, 1, (1 / 3,), (2 / 3,))
-        >>> correct_profile(profile, slow, [2], 4.0).layers[0][:4]
-        (0.0, 1.5, 0.0, 3.0)
+    >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2)] * 2)
+    >>> slow = PerfParams(0, 9, 0, 0, 0, 0, 1, (1 / 3,), (2 / 3,))
+    >>> correct_profile(profile, slow, [2], 4.0).layers[0][:4]
+    (0.0, 1.5, 0.0, 3.0)
     """
     check_balance(balance, profile.num_layers)
     if measured.num_stages != len(balance):
@@ -306,16 +278,9 @@ def copy_costs(
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return alpha_t and beta_t per boundary of stages, averaged over the copies of chunks.
 
-    Args:
-        profile: contains the bytes that cross a cut.
-        balance: number of layers of each stage, or of each chunk.
-        num_stages: K.
-        link: link that carries the copies; None: copies are free.
-
-    Example:
-        >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2, output_bytes=8)] * 2)
-        >>> copy_costs(profile, [1, 1], 2, Link(0.5, 4.0))
-        ((0.5,), (2.0,))
+    >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2, output_bytes=8)] * 2)
+    >>> copy_costs(profile, [1, 1], 2, Link(0.5, 4.0))
+    ((0.5,), (2.0,))
     """
     if link is None:
         return (), ()
@@ -332,7 +297,6 @@ def _stage_costs(
     kind: str,
     checkpoint: Checkpoints,
 ) -> list[float]:
-    """Return alpha or beta of the stages' forwards, then of their backwards."""
     forward, backward = (
         profile.by_stage(f"{phase}_{kind}", balance).reshape(-1, num_stages).sum(0)
         for phase in ("forward", "backward")
@@ -343,14 +307,12 @@ def _stage_costs(
 
 
 def _shares(values: Sequence[float] | Floats, total: float) -> tuple[float, ...]:
-    """Return each value's part of the total; () if the total is 0."""
     return tuple(float(value) / total for value in values) if total > 0 else ()
 
 
 def _scaled(
     layers: Sequence[Layer], phase: str, seconds: float, micro_bsz: float
 ) -> tuple[Layer, ...]:
-    """Return the layers of a stage, scaled to a total forward or backward time."""
     alpha, beta = f"{phase}_alpha", f"{phase}_beta"
     predicted = math.fsum(getattr(x, alpha) + getattr(x, beta) * micro_bsz for x in layers)
     if predicted == 0:

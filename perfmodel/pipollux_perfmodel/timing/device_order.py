@@ -1,13 +1,10 @@
-"""Order of a device's work on micro-batches: GPipe, 1F1B, interleaved 1F1B.
-
-`timeline` has diagrams and times, `partitioning.memory` the memory of devices.
+"""Order of a device's work: GPipe, 1F1B, interleaved 1F1B (`timeline` has diagrams).
 
 The first two have one device per stage. Interleaved 1F1B (Narayanan et al., SC'21, section 2.2) has
 V stages on each of K devices, stage q on device q mod K, in the order of torch's
 `ScheduleInterleaved1F1B`. Micro-batches come in rounds of K if K divides M, else of the next larger
 number that divides M. torch rejects M that max(1, M // K) rounds do not divide. Forwards are
-ordered by round, then stage, then micro-batch; backwards likewise with the last stage first. Device
-k runs
+ordered by round, then stage, then micro-batch; backwards likewise, last stage first. Device k runs
 
     w_k = min(M·V, (V - 1)·(micro-batches of a round) + 2·(K - 1 - k))
 
@@ -25,7 +22,7 @@ Phase = Literal["forward", "backward"]
 
 
 class Work(NamedTuple):
-    """The forward or backward of one micro-batch in one stage."""
+    """A forward or backward of one micro-batch in one stage."""
 
     phase: Phase
     stage: int
@@ -35,18 +32,10 @@ class Work(NamedTuple):
 def device_order(
     kind: ScheduleKind, device: int, num_devices: int, num_stages: int, num_microbatches: int
 ) -> list[Work]:
-    """Return the work of a device, in order.
+    """Return the work of device k, in order; `num_stages` is K·V.
 
-    Args:
-        kind: "gpipe", "1f1b" or "interleaved".
-        device: k.
-        num_devices: K; as many as stages unless interleaved.
-        num_stages: K·V.
-        num_microbatches: M.
-
-    Example:
-        >>> [f"{work.phase[0]}{work.microbatch}" for work in device_order("1f1b", 0, 2, 2, 3)]
-        ['f0', 'f1', 'b0', 'f2', 'b1', 'b2']
+    >>> [f"{work.phase[0]}{work.microbatch}" for work in device_order("1f1b", 0, 2, 2, 3)]
+    ['f0', 'f1', 'b0', 'f2', 'b1', 'b2']
     """
     if kind == "interleaved":
         return _interleaved(device, num_devices, num_stages // num_devices, num_microbatches)
@@ -60,9 +49,8 @@ def device_order(
 def num_rounds(num_devices: int, num_microbatches: int) -> int:
     """Return the number of equal rounds, of K or more micro-batches, of interleaved 1F1B.
 
-    Example:
-        >>> num_rounds(4, 8), num_rounds(4, 10), num_rounds(4, 11), num_rounds(4, 3)
-        (2, 2, 1, 1)
+    >>> num_rounds(4, 8), num_rounds(4, 10), num_rounds(4, 11), num_rounds(4, 3)
+    (2, 2, 1, 1)
     """
     most = max(1, num_microbatches // num_devices)
     return next(rounds for rounds in range(most, 0, -1) if num_microbatches % rounds == 0)

@@ -7,8 +7,8 @@ opposite order. Each way is a flow shop of identical jobs, so its length is know
     l_k        the same backward for the last micro-batch, the first to come back; l_k = g_k, but
                g_k - f_k under `except_last`, which recomputes all but that one
     t_k        copy from stage k to k + 1, and of its gradient back
-    v, u       the machines that gradients pass on their way from stage K - 1 to stage i, g and t of
-               them, and the same for the last micro-batch, l and t
+    v, u       the machines that gradients pass from stage K - 1 to stage i: g and t; for the last
+               micro-batch l and t
 
     T_f        = Σf + Σt + (M - 1)·max(f, t)
     fin_i      = T_f + Σv + (M - 1)·max v                                       l = g
@@ -17,17 +17,14 @@ opposite order. Each way is a flow shop of identical jobs, so its length is know
     T_pipe     = fin_0
 
 A copy that overlaps with compute is a separate machine, as written. Otherwise it occupies the
-receiving device: f_k + t_{k-1} and g_k + t_k replace f_k and g_k.
+receiving device: f_k + t_{k-1} and g_k + t_k replace f_k and g_k. If stages run one at a time (one
+CPU thread drives all), T_pipe is the sum of all times.
 
-If stages run one at a time (one CPU thread drives all), nothing overlaps, and T_pipe is the sum of
-all times.
+The all-reduce of stage i, AR_i, begins when its gradients are final. Over separate links the last
+one ends at max_i(fin_i + AR_i); over one link, last stage first, at C_0 of C_i = max(C_{i+1},
+fin_i) + AR_i, C_K = 0.
 
-The all-reduce of stage i, AR_i, begins when its gradients are final. Over separate links the
-last one ends at max_i(fin_i + AR_i); over one link, last stage first, at C_0 of
-C_i = max(C_{i+1}, fin_i) + AR_i, C_K = 0.
-
-`tests/perfmodel/simulator.py` simulates the same events. Times are in seconds, floats or arrays
-that broadcast.
+Times are floats or arrays that broadcast. `tests/perfmodel/simulator.py` simulates the same events.
 """
 
 from __future__ import annotations
@@ -101,13 +98,7 @@ def serial_final_times(times: StageTimes, num_microbatches: Numbers) -> tuple[Nu
 def network_end(
     final: Sequence[Numbers], all_reduce: Sequence[Numbers], shared_link: bool
 ) -> Numbers:
-    """Return when the last all-reduce ends.
-
-    Args:
-        final: fin_i, K entries.
-        all_reduce: AR_i, seconds to synchronise the gradients of stage i, K entries.
-        shared_link: whether all-reduces share one link, last stage first, or have one link each.
-    """
+    """Return when the last all-reduce ends; `final` is fin_i, `all_reduce` AR_i, K entries each."""
     if not shared_link:
         return _largest([f + a for f, a in zip(final, all_reduce, strict=True)])
     end = 0.0
@@ -141,9 +132,8 @@ def _backward_machines(
 def _one_job_differs(
     usual: Sequence[Numbers], first: Sequence[Numbers], num_jobs: Numbers
 ) -> Numbers:
-    """Return the length of a flow shop whose first job has different times.
-
-    The longest path through jobs and machines leaves the first job at some machine p.
+    """Return the length of a flow shop whose first job has different times. The longest path leaves
+    the first job at some machine p.
     """
     alone = _total(first)
     if len(usual) == 1:

@@ -1,20 +1,16 @@
 """Interleaved 1F1B's times: when each stage's gradients are final, by simulating the order of work.
 
-Interleaved 1F1B (Narayanan et al., SC'21): stage k of K has V chunks of layers, chunk q in stage q
-mod K, and works in the order of `device_order`. With f_k, g_k, t_k as in `gpipe`, each chunk of a
-stage takes f_k/V forward and g_k/V backward. Chunks also send from the last stage to the first,
-which takes the average time of a copy. Then
+Stage k of K has V chunks of layers, in the order of `device_order` (Narayanan et al., SC'21). With
+f_k, g_k, t_k as in `gpipe`, each chunk takes f_k/V forward and g_k/V backward; a copy from the last
+stage to the first takes the average time of a copy. Then
 
     S_j(q)  = max(end of the stage's previous work, arrival of micro-batch j in chunk q)
     fin_i   = end of the last backward of chunk i, the first one of stage i
 
-and likewise for backwards, whose gradients arrive from chunk q + 1. A copy has a separate machine
-per boundary and direction, or occupies the receiving device.
-
-With equal stages, free copies and K dividing M this takes M + (K - 1)/V slots of f + g. Up to
-`MOST_MICROBATCHES` the result is exact and equals `timeline.Schedule`; beyond, the rate of the last
-half is extrapolated, as if K divided M. Autograd cannot differentiate it, and a fit does not need
-that: as with 1F1B, T_pipe is C(b)·F(M).
+and likewise for backwards, whose gradients arrive from chunk q + 1. With equal stages, free copies
+and K dividing M this takes M + (K - 1)/V slots of f + g. Up to `MOST_MICROBATCHES` the result is
+exact and equals `timeline.Schedule`; beyond, the rate of the last half is extrapolated, as if K
+divided M. Autograd cannot differentiate it; a fit does not need that (`one_f_one_b`).
 """
 
 from __future__ import annotations
@@ -35,14 +31,7 @@ MOST_MICROBATCHES = 64
 def final_times(
     times: StageTimes, chunks_per_stage: int, num_microbatches: Numbers, overlapping: bool
 ) -> tuple[Numbers, ...]:
-    """Return fin_i of every stage, K entries; fin_0 is T_pipe. All broadcast.
-
-    Args:
-        times: of the stages; `transfer` has an entry for each boundary between them.
-        chunks_per_stage: V.
-        num_microbatches: M.
-        overlapping: whether copies run concurrently with compute.
-    """
+    """Return fin_i of every stage, K entries; fin_0 is T_pipe. All arguments broadcast."""
 
     def run(forward: Floats, backward: Floats, last: Floats, copy: Floats, count: int) -> Floats:
         line = _Line(forward, backward, last, copy, chunks_per_stage, overlapping=overlapping)
@@ -88,13 +77,10 @@ def serial_final_times(
 
 
 def _around(transfer: Sequence[Numbers]) -> Numbers:
-    """Return the seconds of a copy from the last stage to the first."""
     return sum(transfer, 0.0) / len(transfer) if transfer else 0.0
 
 
 class _Line:
-    """The chunks of a pipeline; rows are stages, columns are candidates."""
-
     def __init__(
         self,
         forward: Floats,
@@ -116,7 +102,6 @@ class _Line:
         self.overlapping = overlapping and bool(self.copies.any())
 
     def play(self, num_microbatches: int) -> Floats:
-        """Return fin_i, shape (K, n)."""
         order = _order(self.num_stages, self.num_chunks, num_microbatches)
         free = np.zeros_like(self.forward)
         links = np.zeros((2, self.num_chunks, self.forward.shape[1]))
@@ -151,7 +136,6 @@ class _Line:
 
 @lru_cache(maxsize=64)
 def _order(num_stages: int, num_chunks: int, num_microbatches: int) -> tuple[Work, ...]:
-    """Return the work of all stages, with dependencies first."""
     waiting = [
         device_order("interleaved", k, num_stages, num_chunks, num_microbatches)[::-1]
         for k in range(num_stages)

@@ -1,8 +1,7 @@
 """1F1B's times: when each stage's gradients are final, by a recursion over micro-batches.
 
-1F1B (PipeDream-Flush, Narayanan et al., ICML'21): stage k of K runs min(M, K - k) forwards, then
-alternates one backward and one forward, then runs the remaining backwards, with micro-batches in
-the same order in both. With f_k, g_k, t_k as in `gpipe`, and copies on separate machines:
+The order is 1F1B's (`timeline`; PipeDream-Flush, Narayanan et al., ICML'21). With f_k, g_k, t_k as
+in `gpipe`, and copies on separate machines:
 
     F_j(k)    end of the forward of micro-batch j,   B_i(k)   of the backward of micro-batch i
     A_j(k)    when micro-batch j has been copied to stage k,   C_i(k)   its gradient
@@ -16,20 +15,16 @@ the same order in both. With f_k, g_k, t_k as in `gpipe`, and copies on separate
 
 The last micro-batch's backward is the last, and takes l_k = g_k - f_k under `except_last`. A copy
 that does not overlap occupies the receiving device: f_k + t_{k-1} and g_k + t_k replace f_k and
-g_k.
+g_k. If stages run one at a time, T_pipe is the sum of all times.
 
 With equal stages and free copies this takes GPipe's M + K - 1 slots of f + g. With unequal stages
 there is no simple closed form: the longest path may go back and forth between stages. A round of
 the recursion is one micro-batch: its backward through all stages is a running maximum, and the
-forwards that follow are of one micro-batch per stage, so a round is a dozen operations on arrays
-over stages and candidates. The result is exact up to `MOST_ROUNDS` micro-batches; beyond, the rate
+forwards that follow are of one micro-batch per stage. Beyond `MOST_ROUNDS` micro-batches, the rate
 of the last rounds is extrapolated.
 
-If stages run one at a time, each micro-batch runs forward and backward before the next, and T_pipe
-is the sum of all times.
-
-`tests/perfmodel/simulator.py` simulates the same events. The recursion uses plain numpy, which
-autograd cannot differentiate. A fit does not need that: T_pipe is C(b)·F(M) with a constant F(M).
+`tests/perfmodel/simulator.py` simulates the same events. Autograd cannot differentiate the
+recursion, and a fit does not need that: T_pipe is C(b)·F(M) with a constant F(M).
 """
 
 from __future__ import annotations
@@ -62,13 +57,10 @@ def final_times(
 def for_each_count(
     times: StageTimes, num_microbatches: Numbers, run: Callable[..., Floats]
 ) -> tuple[Numbers, ...]:
-    """Apply a function for each number of micro-batches, and combine the results.
+    """Apply a function for each number of micro-batches, and combine the results, K entries.
 
-    Args:
-        times: of the stages; all broadcast.
-        num_microbatches: M.
-        run: called as (forward, backward, last backward, copies, M), each of shape (stages or
-            boundaries, candidates of that M); returns shape (K, candidates).
+    `run` is called as (forward, backward, last backward, copies, M), each of shape (stages or
+    boundaries, candidates of that M), and returns shape (K, candidates).
     """
     num_stages = len(times.forward)
     rows = [*times.forward, *times.backward, *times.last_backward, *times.transfer]
@@ -134,7 +126,6 @@ class _Machines:
 
     @property
     def devices(self) -> slice:
-        """The rows of `backward` that are devices; the others are copies."""
         return slice(None, None, 2 if self.overlapping else 1)
 
     def first_forwards(self, num_microbatches: int) -> tuple[Floats, Floats]:
@@ -158,7 +149,6 @@ class _Machines:
 
 
 def _run(machines: _Machines, num_microbatches: int) -> Floats:
-    """Return fin_i, shape (K, n)."""
     if num_microbatches <= MOST_ROUNDS:
         return _play(machines, num_microbatches)
     most, half = (_play(machines, rounds) for rounds in (MOST_ROUNDS, MOST_ROUNDS // 2))

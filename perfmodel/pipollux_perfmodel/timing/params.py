@@ -2,8 +2,8 @@
 
 `step_time`, `gpipe` and `goodput` have the formulas. The first seven fields of `PerfParams` are
 those of Pollux (Qiao et al., OSDI'21, section 3.2) and AdaptDL, in their order, so
-`PerfParams(*seven)` describes a job of one stage and equals AdaptDL's model. The other fields
-describe a pipeline and effects that AdaptDL's model omits; each has a neutral default.
+`PerfParams(*seven)` equals AdaptDL's model. The others describe a pipeline and effects that AdaptDL
+omits, each with a neutral default.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ Checkpoints: TypeAlias = Checkpoint | tuple[Checkpoint, ...]
 """One mode for all stages, or one per stage."""
 
 ScheduleKind = Literal["gpipe", "1f1b", "interleaved"]
-"""Order of a stage's work on its micro-batches."""
 SCHEDULES: tuple[ScheduleKind, ...] = ("gpipe", "1f1b", "interleaved")
 CUT_SCHEDULES: tuple[ScheduleKind, ...] = ("gpipe", "1f1b")
 """Schedules whose stages are contiguous layers, for which cuts are searched and predicted."""
@@ -36,13 +35,11 @@ class PerfParams(NamedTuple):
     """Step time parameters of a job.
 
     One micro-batch of b samples takes C(b) = alpha_c + beta_c·b over all K stages, forward and
-    backward (including recomputation): `forward_shares[k]` of that in the forward of stage k,
-    `backward_shares[k]` in its backward. Fields with K or K - 1 entries may be empty, which selects
-    their default; see each field.
+    backward (including recomputation). Fields with K or K - 1 entries may be empty, for their
+    default.
 
-    Example:
-        >>> PerfParams(0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5).num_stages
-        1
+    >>> PerfParams(0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5).num_stages
+    1
     """
 
     alpha_c: float
@@ -79,9 +76,8 @@ class PerfParams(NamedTuple):
     transfers_overlap: bool = True
     """Whether copies run concurrently with compute, or occupy the receiving device."""
     checkpoint: Checkpoints = "never"
-    """The recomputed micro-batches: for all stages, or one entry per stage. The shares include
-    recomputation for "always" and "except_last"; with the latter the last micro-batch's backward is
-    shorter by its forward."""
+    """The recomputed micro-batches, for all stages or per stage. The shares include recomputation
+    for "always" and "except_last"; with the latter the last backward is shorter by its forward."""
     gradient_shares: tuple[float, ...] = ()
     """ρ_k, one per stage: ρ_k·T_net synchronizes stage k's gradients as soon as they are final. Σρ
     = 1. Empty: all of T_net follows the whole backward."""
@@ -101,8 +97,7 @@ class PerfParams(NamedTuple):
     independent of their number and size: T_pipe = overhead + …"""
     schedule: ScheduleKind = "gpipe"
     """Order of a stage's work: "gpipe", all forwards first, the last micro-batch's backward first;
-    "1f1b", backwards as soon as possible, in a multi-process pipeline; or "interleaved", 1F1B with
-    stages of several chunks of layers."""
+    "1f1b", backwards as soon as possible; "interleaved", 1F1B with several chunks per stage."""
     chunks_per_stage: int = 1
     """V, chunks of layers per stage, chunk q in stage q mod K; 1 unless interleaved. Chunks of a
     stage count as equally slow."""
@@ -126,23 +121,14 @@ class GradParams(NamedTuple):
 
 
 def even_shares(num_stages: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the forward and backward shares of `num_stages` equally slow stages.
-
-    Raises:
-        ValueError: when `num_stages` is below 1.
-    """
+    """Return forward and backward shares of equally slow stages; ValueError without a stage."""
     if num_stages < 1:
         raise ValueError(f"num_stages is {num_stages}; give at least one stage")
     return (FORWARD_SHARE / num_stages,) * num_stages, (BACKWARD_SHARE / num_stages,) * num_stages
 
 
 def check_params(params: PerfParams) -> PerfParams:
-    """Return the parameters, after checking that their pipeline fields are consistent.
-
-    Raises:
-        ValueError: shares do not sum to 1, a field has the wrong number of entries for its stages
-        (or boundaries), or a number is out of range; the message names the field.
-    """
+    """Return the parameters; ValueError if a field is out of range or of a wrong length."""
     check_shares(params.forward_shares, params.backward_shares)
     if params.forward_alpha_shares or params.backward_alpha_shares:
         names = "forward_alpha_shares", "backward_alpha_shares"
@@ -174,18 +160,10 @@ def check_params(params: PerfParams) -> PerfParams:
 
 
 def stage_modes(checkpoint: Checkpoints, num_stages: int) -> tuple[Checkpoint, ...]:
-    """Return the checkpoint mode of each stage.
+    """Return the checkpoint mode of each of K stages; ValueError if wrong or unknown.
 
-    Args:
-        checkpoint: for all stages, or one entry per stage.
-        num_stages: K.
-
-    Raises:
-        ValueError: for an unknown mode, or a number of modes other than K.
-
-    Example:
-        >>> stage_modes("always", 2), stage_modes(("always", "never"), 2)
-        (('always', 'always'), ('always', 'never'))
+    >>> stage_modes("always", 2), stage_modes(("always", "never"), 2)
+    (('always', 'always'), ('always', 'never'))
     """
     modes = (checkpoint,) * num_stages if isinstance(checkpoint, str) else checkpoint
     for mode in modes:
@@ -207,19 +185,15 @@ def joined_modes(modes: Sequence[Checkpoint]) -> Checkpoints:
 def keeps_most(checkpoint: Checkpoints) -> Checkpoint:
     """Return the mode that keeps most activations, among modes of stages.
 
-    Example:
-        >>> keeps_most(("always", "except_last", "always"))
-        'except_last'
+    >>> keeps_most(("always", "except_last", "always"))
+    'except_last'
     """
     modes = (checkpoint,) if isinstance(checkpoint, str) else checkpoint
     return min(stage_modes(modes, len(modes)), key=CHECKPOINTS.index)
 
 
 def modes_of_cut(checkpoint: Checkpoints, num_stages: int) -> Checkpoints:
-    """Return the modes assumed for a cut into K stages; a list applies to its own K.
-
-    For other K it is the mode of the list that keeps most, a conservative estimate of memory.
-    """
+    """Return the modes assumed for K stages: of a list for another K, the one that keeps most."""
     of_these = isinstance(checkpoint, str) or len(checkpoint) == num_stages
     return checkpoint if of_these else keeps_most(checkpoint)
 
@@ -229,12 +203,7 @@ def check_shares(
     backward_shares: tuple[float, ...],
     names: tuple[str, str] = ("forward_shares", "backward_shares"),
 ) -> None:
-    """Reject shares that do not split C(b) over the stages.
-
-    Raises:
-        ValueError: the lengths differ or are zero, a share is negative or not finite, or the shares
-        do not sum to 1.
-    """
+    """Raise ValueError for shares that do not split C(b) over the stages: >= 0, and 1 in total."""
     if not forward_shares or len(forward_shares) != len(backward_shares):
         raise ValueError(
             f"{names[0]} has {len(forward_shares)} and {names[1]} "

@@ -1,8 +1,8 @@
 """Step time parameters of many jobs in one `PerfParams`, so that one evaluation covers them all.
 
-The formulas of `step_time` broadcast over their parameters as well, so a number or share that
-differs between jobs may be an array with one entry per column, where a column is one allocation of
-one job. Properties that select a formula must be equal for all jobs (`stack_key`).
+A number or share that differs between jobs is an array with one entry per column, where a column is
+one allocation of one job. Properties that select a formula must be equal for all jobs
+(`stack_key`).
 """
 
 from __future__ import annotations
@@ -33,13 +33,8 @@ _OWN_POWERS = frozenset((0.5, 1.0, 2.0))
 def spread(values: Sequence[Numbers], num_columns: Sequence[int]) -> Numbers:
     """Return a job's number for each of its columns; the number itself if all are equal.
 
-    Args:
-        values: one number per job.
-        num_columns: of each job.
-
-    Example:
-        >>> spread([1, 1], [2, 1]), spread([1, 2], [2, 1])
-        (1, array([1, 1, 2]))
+    >>> spread([1, 1], [2, 1]), spread([1, 2], [2, 1])
+    (1, array([1, 1, 2]))
     """
     first = values[0]
     if all(value == first for value in values):
@@ -54,8 +49,7 @@ def take(values: Numbers, columns: NDArray[np.intp]) -> Numbers:
 
 def stack_key(params: PerfParams) -> Hashable | None:
     """Return the properties that stacked jobs must have in common; None: cannot be stacked.
-
-    Simulated schedules cannot be stacked, unless one number describes all stages.
+    Simulated schedules cannot, unless one number describes all stages.
     """
     powers = _own_power(params.gamma), _own_power(params.gamma_c), _own_growth(params)
     if is_simple(params):
@@ -67,9 +61,8 @@ def stack_key(params: PerfParams) -> Hashable | None:
 
 
 def stack_params(all_params: Sequence[PerfParams], num_columns: Sequence[int]) -> PerfParams:
-    """Return the parameters of jobs with one `stack_key`, for each of their columns.
-
-    For jobs whose stages reduce to one number, `pipeline_factor`, the stages are the first job's.
+    """Return the parameters of jobs with one `stack_key`, for each of their columns. For jobs whose
+    stages reduce to one number, `pipeline_factor`, the stages are the first job's.
     """
     first = all_params[0]
     if len(all_params) == 1:
@@ -99,7 +92,6 @@ def _own_power(power: float) -> Hashable:
 
 
 def _own_growth(params: PerfParams) -> Hashable:
-    """Return the key by which `step_time` selects the growth of T_net."""
     power = params.growth_n
     special = power == 1.0 or abs(power) < ZERO_POWER
     return (power, isinstance(power, float)) if special else None

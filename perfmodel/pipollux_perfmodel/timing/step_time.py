@@ -2,7 +2,7 @@
 
 The compute term is GPipe's (`gpipe`) or 1F1B's (`one_f_one_b`); the network term and the γ-norm
 that combines both are Pollux's (Qiao et al., OSDI'21, section 3.2, as in AdaptDL), each with
-additional parameters.
+additional parameters. Every function broadcasts over its arguments.
 
     K, R, M   stages, replicas, micro-batches          n   nodes that the replicas lie on
     b         samples per micro-batch                  s   accumulation steps
@@ -24,17 +24,13 @@ additional parameters.
     T_iter    = s·T_pipe + T_optim
 
 The γ-norm combines the parts in which compute and network are not otherwise overlapped, so no
-second of compute hides two of the network, and an iteration never takes longer because part of its
-work takes less. Without gradient shares, as in AdaptDL, E is T_net and H is 0. T_tie, which is 0
-unless stages of several processes share parameters, follows the averages, so nothing hides it.
+second of compute hides two of the network, and less work never lengthens an iteration. Without
+gradient shares, as in AdaptDL, E is T_net and H is 0. Nothing hides T_tie, which follows the
+averages and is 0 unless stages of several processes share parameters.
 
-Without alpha shares, copies or `except_last` the stages are one number, F(M) = fin_0 / C(b):
+Without alpha shares, copies or `except_last` every schedule is one number, F(M) = fin_0 / C(b):
 
     F(M)      = (1 - ω)·M + ω·(1 + (M - 1)·(max φ + max ψ))                      by GPipe
-
-and then every schedule reduces to one number, as all its times are proportional to C(b).
-
-Every function broadcasts over its arguments.
 """
 
 from __future__ import annotations
@@ -173,7 +169,6 @@ def is_simple(params: PerfParams) -> bool:
 
 
 def _line(offset: Numbers, slope: Numbers, power: Numbers) -> Numbers:
-    """Return the norm of two costs; their plain sum for power 1, or if one is 0."""
     if isinstance(power, float) and power == 1.0:
         return offset + slope
     return norm(offset, slope, power)
@@ -201,7 +196,6 @@ def _stage_computes(params: PerfParams, micro_bsz: Numbers) -> StageTimes:
 
 
 def _unit_times(params: PerfParams) -> StageTimes:
-    """Return the shares as times of a micro-batch with C(b) = 1."""
     forward, backward = list(params.forward_shares), list(params.backward_shares)
     last = _last_backward(params, forward, backward)
     return StageTimes(forward, backward, last, [0.0] * (params.num_stages - 1))
@@ -220,7 +214,6 @@ def _last_backward(
 
 
 def _unit_final_times(params: PerfParams, num_microbatches: Numbers) -> list[Numbers]:
-    """Return fin_i in multiples of C(b), with free copies."""
     unit = _unit_times(params)
     if params.schedule == "gpipe":
         return _final_times(params, unit, num_microbatches)
@@ -243,7 +236,6 @@ def _ideal_of_one(
 
 
 def _final_times(params: PerfParams, times: StageTimes, num_microbatches: Numbers) -> list[Numbers]:
-    """Return fin_i of every stage, interpolated by ω between serial stages and the schedule."""
     overlap = params.transfers_overlap
     if params.schedule == "gpipe":
         ideal = final_times(times, num_microbatches, overlap)
@@ -319,7 +311,6 @@ def _of_distinct(
 
 
 def _overlapped_optim_time(params: PerfParams, final: list[Numbers], network: Numbers) -> Numbers:
-    """Return T_optim if each stage's all-reduce starts as soon as its gradients are final."""
     if not params.gradient_shares:
         return optim_time(params.gamma, final[0], network)
     all_reduce = [share * network for share in params.gradient_shares]

@@ -1,18 +1,16 @@
 """Timelines of a pipeline: the work of each stage on each micro-batch, for three schedules.
 
 GPipe (Huang et al., NeurIPS'19): micro-batch i enters stage k as soon as it has left stage k - 1
-and stage k is done with micro-batch i - 1. After the last stage's last forward, backwards run
-through the stages in reverse, last micro-batch first. For K = 3 stages, M = 4 micro-batches, equal
-times:
+and stage k is done with micro-batch i - 1. After the last forward, backwards run through the stages
+in reverse, last micro-batch first. For K = 3 stages, M = 4 micro-batches, equal times:
 
     stage 0   F0 F1 F2 F3 .. .. .. .. B3 B2 B1 B0
     stage 1   .. F0 F1 F2 F3 .. .. B3 B2 B1 B0 ..
     stage 2   .. .. F0 F1 F2 F3 B3 B2 B1 B0 .. ..
 
-The dots are the bubble, (K - 1)/(M + K - 1) of the total. With stage times f_k and g_k the
-iteration takes Σf + (M - 1)·max f + Σg + (M - 1)·max g, the `T_pipe` of `step_time` at ω = 1. This
-is torchgpipe's order. torch's GPipe, in a multi-process pipeline, runs backwards in the order of
-the forwards, which takes equally long unless the last micro-batch's backward is cheaper.
+The dots are the bubble, (K - 1)/(M + K - 1) of the total, Σf + (M - 1)·max f + Σg + (M - 1)·max g,
+the `T_pipe` of `step_time` at ω = 1. torch's GPipe, in a multi-process pipeline, runs backwards in
+the order of the forwards, which takes equally long unless the last micro-batch's is cheaper.
 
 1F1B (PipeDream-Flush, Narayanan et al., ICML'21): stage k runs min(M, K - 1 - k) warm-up forwards,
 then alternates one forward and one backward, then runs the remaining backwards, with micro-batches
@@ -22,13 +20,12 @@ in the same order in both. Stage k holds min(M, K - k) micro-batches at once, GP
     stage 1   .. F0 F1 .. B0 F2 B1 F3 B2 .. B3 ..
     stage 2   .. .. F0 B0 F1 B1 F2 B2 F3 B3 .. ..
 
-Interleaved 1F1B (Narayanan et al., SC'21) has V stages on each of K devices, stage q on device q
-mod K, in the order of `device_order`. The bubble is V times shorter, (K - 1)/(V·M) of the ideal
-with equal stages and K dividing M; in exchange more copies are sent and more micro-batches held.
+Interleaved 1F1B (Narayanan et al., SC'21) has V stages on each of K devices (`device_order`). The
+bubble is V times shorter, (K - 1)/(V·M) of the ideal with equal stages and K dividing M; in
+exchange more copies are sent and more micro-batches held.
 
-A boundary copy moves activations from stage k to stage k + 1, and their gradients back. It is a
-separate machine per direction, or occupies the receiving device immediately before that device
-works on the received data.
+A boundary copy moves activations from stage k to k + 1, and their gradients back. It is a separate
+machine per direction, or occupies the receiving device immediately before its work on the data.
 """
 
 from __future__ import annotations
@@ -47,10 +44,7 @@ TransferPhase = Literal["forward_transfer", "backward_transfer"]
 
 
 class StageEvent(NamedTuple):
-    """One forward or backward of one micro-batch in one stage; times in seconds.
-
-    In `Schedule.transfers`, a boundary copy, whose stage is the receiving one.
-    """
+    """One forward or backward of a micro-batch in a stage, or a copy to that stage; in seconds."""
 
     stage: int
     microbatch: int
@@ -63,26 +57,22 @@ class StageEvent(NamedTuple):
 class Schedule:
     """The ideal timeline of one forward and backward of all micro-batches; for reports and tests.
 
-    Example:
-        >>> schedule = Schedule("1f1b", (1.0, 1.0), (2.0, 2.0), num_microbatches=4)
-        >>> schedule.makespan, schedule.max_in_flight
-        (15.0, (2, 1))
-        >>> schedule.events[0]
-        StageEvent(stage=0, microbatch=0, phase='forward', start=0.0, end=1.0)
+    Raises ValueError for an unknown kind, a wrong number of entries, a negative or infinite time,
+    no micro-batch, or stages that cannot be interleaved.
 
-    Raises:
-        ValueError: `kind` is unknown, a sequence has the wrong length for its stages, a time is
-        negative or not finite, there is no micro-batch, or the stages cannot be interleaved.
+    >>> schedule = Schedule("1f1b", (1.0, 1.0), (2.0, 2.0), num_microbatches=4)
+    >>> schedule.makespan, schedule.max_in_flight
+    (15.0, (2, 1))
+    >>> schedule.events[0]
+    StageEvent(stage=0, microbatch=0, phase='forward', start=0.0, end=1.0)
     """
 
     kind: ScheduleKind
-    """Order of a device's work: "gpipe", "1f1b" or "interleaved"."""
     forward: tuple[float, ...]
     """Seconds of one micro-batch's forward per stage; K entries, K·V if interleaved."""
     backward: tuple[float, ...]
     """Seconds of one micro-batch's backward per stage, including recomputation; as many."""
     num_microbatches: int
-    """M."""
     last_backward: tuple[float, ...] = ()
     """Backward of the last micro-batch in forward order, which checkpointing "except_last" does not
     recompute: GPipe's first backward, 1F1B's last. () = as `backward`."""
@@ -91,7 +81,6 @@ class Schedule:
     transfers_overlap: bool = True
     """True: a copy is a separate machine; False: it occupies the receiving device."""
     stages_per_device: int = 1
-    """V; 1 unless interleaved."""
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward", "last_backward", "transfer"):
@@ -117,10 +106,7 @@ class Schedule:
 
     @property
     def transfers(self) -> list[StageEvent]:
-        """The copies over every boundary, sorted by start; of zero seconds if copies are free.
-
-        Their phase is "forward_transfer" or "backward_transfer".
-        """
+        """The copies over every boundary, sorted by start; of zero seconds if copies are free."""
         return list(self._time_line[1])
 
     @property
@@ -146,8 +132,8 @@ class Schedule:
     def max_in_flight(self) -> tuple[int, ...]:
         """Maximum micro-batches that each stage holds, from forward's start to backward's end.
 
-        GPipe M, 1F1B min(M, K - k), which determines a stage's activation memory. Several stages on
-        one device reach their maxima at different times (`partitioning.memory`).
+        GPipe M, 1F1B min(M, K - k). Several stages on one device reach their maxima at different
+        times (`partitioning.memory`).
         """
         most = [0] * self.num_stages
         for device in range(self.num_devices):
@@ -171,19 +157,9 @@ class Schedule:
 def gpipe_schedule(
     forward: Sequence[float], backward: Sequence[float], num_microbatches: int
 ) -> list[StageEvent]:
-    """Return the ideal GPipe timeline of one forward and backward, sorted by start.
+    """Return the 2·K·M events of the ideal GPipe timeline, sorted by start; the first starts at 0.
 
-    Args:
-        forward: seconds of one micro-batch's forward per stage.
-        backward: seconds of one micro-batch's backward per stage.
-        num_microbatches: M.
-
-    Returns:
-        2·K·M events; the first starts at 0.
-
-    Raises:
-        ValueError: the lengths differ or are 0, a time is negative or not finite, or there is no
-        micro-batch.
+    The arguments are seconds of one micro-batch per stage. Raises ValueError as `Schedule`.
     """
     return Schedule("gpipe", tuple(forward), tuple(backward), num_microbatches).events
 
@@ -193,9 +169,8 @@ def one_f_one_b_schedule(
 ) -> list[StageEvent]:
     """Return the ideal 1F1B timeline; otherwise as `gpipe_schedule`.
 
-    Example:
-        >>> [f"{e.phase[0]}{e.microbatch}" for e in one_f_one_b_schedule([1.0], [2.0], 2)]
-        ['f0', 'b0', 'f1', 'b1']
+    >>> [f"{e.phase[0]}{e.microbatch}" for e in one_f_one_b_schedule([1.0], [2.0], 2)]
+    ['f0', 'b0', 'f1', 'b1']
     """
     return Schedule("1f1b", tuple(forward), tuple(backward), num_microbatches).events
 
@@ -203,10 +178,7 @@ def one_f_one_b_schedule(
 def bubble_fraction(events: Iterable[StageEvent], num_stages: int) -> float:
     """Return the idle share of `num_stages` devices between the first start and the last end.
 
-    0.0 without events, or if none takes time. A device that only copies is idle.
-
-    Raises:
-        ValueError: an event has a stage outside of `num_stages`.
+    0.0 if no event takes time. A device that only copies is idle. ValueError for another stage.
     """
     events = list(events)
     for event in events:
@@ -229,22 +201,13 @@ def ideal_schedule(
 ) -> Schedule | None:
     """Return the ideal timeline of measured work: the same work without additional idle times.
 
-    Its stage times are the measured means over micro-batches; recomputation, possibly a separate
-    event, counts as backward.
+    Stage times are the measured means over the micro-batches of one step; recomputation, possibly a
+    separate event, counts as backward. None if a stage lacks a forward or a backward.
 
-    Args:
-        kind: "gpipe", "1f1b" or "interleaved".
-        events: measured forwards and backwards of one step, of each of a stage's chunks.
-        num_stages: K.
-
-    Returns:
-        None if a stage lacks a forward or a backward.
-
-    Example:
-        >>> forward = StageEvent(0, 0, "forward", start=5.0, end=6.0)
-        >>> backward = StageEvent(0, 0, "backward", start=8.0, end=9.5)
-        >>> ideal_schedule("1f1b", [forward, backward], num_stages=1).makespan
-        2.5
+    >>> forward = StageEvent(0, 0, "forward", start=5.0, end=6.0)
+    >>> backward = StageEvent(0, 0, "backward", start=8.0, end=9.5)
+    >>> ideal_schedule("1f1b", [forward, backward], num_stages=1).makespan
+    2.5
     """
     seconds: dict[tuple[str, int], list[float]] = {}
     seen: dict[tuple[str, int], set[int]] = {}
@@ -317,7 +280,6 @@ class _Run:
         self._arrival[phase, target, microbatch] = now
 
     def _copy(self, target: int, phase: Phase, microbatch: int, start: float) -> float:
-        """Copy to the target stage and return the end; immediately if no copy is needed."""
         boundary = target - 1 if phase == "forward" else target
         if not 0 <= boundary < len(self._schedule.transfer):
             return start

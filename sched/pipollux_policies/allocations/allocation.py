@@ -1,8 +1,4 @@
-"""Allocations: the node of each replica of a job, and the shape in which the job runs.
-
-An `Allocation` is a list of node names, as in AdaptDL, and compares equal to such a list. Only
-`num_stages` tells apart two allocations on the same nodes with different numbers of stages.
-"""
+"""Allocations: the node of each replica of a job, and the shape in which the job runs."""
 
 from __future__ import annotations
 
@@ -14,17 +10,13 @@ from pipollux_policies.jobs.job_info import JobInfo, NodeInfo, ReplicaShape
 
 
 class Allocation(list[Any]):
-    """One node name per replica, and the shape of the replicas.
+    """One node name per replica, as in AdaptDL, and their shape; None for a queued job. Compares
+    equal to a list of the nodes; `num_stages` tells equal ones apart.
 
-    Args:
-        nodes: the node of each replica.
-        shape: the shape of the replicas; None for a queued job.
-
-    Example:
-        >>> shape = ReplicaShape(2, {"slots": 2}, lambda nodes, replicas: replicas)
-        >>> allocation = Allocation(["a", "a", "b"], shape)
-        >>> allocation == ["a", "a", "b"], allocation.num_stages
-        (True, 2)
+    >>> shape = ReplicaShape(2, {"slots": 2}, lambda nodes, replicas: replicas)
+    >>> allocation = Allocation(["a", "a", "b"], shape)
+    >>> allocation == ["a", "a", "b"], allocation.num_stages
+    (True, 2)
     """
 
     def __init__(self, nodes: Iterable[Any] = (), shape: ReplicaShape | None = None) -> None:
@@ -33,15 +25,12 @@ class Allocation(list[Any]):
 
     @property
     def num_stages(self) -> int | None:
-        """The number of stages K; None for an empty allocation."""
+        """K; None for an empty allocation."""
         return self.shape.num_stages if self and self.shape else None
 
     @property
     def configuration(self) -> Configuration | None:
-        """K, R, M, atomic batch size and accumulation steps that the goodput model chooses here.
-
-        None for an empty allocation, or if the speedups do not come from a goodput model.
-        """
+        """The configuration that the goodput model chooses; None if empty, or without a model."""
         if not self or self.shape is None:
             return None
         if not isinstance(self.shape.speedup_fn, SpeedupFunction):
@@ -59,10 +48,8 @@ class Allocation(list[Any]):
 def shape_of(
     job: JobInfo, allocation: Sequence[Any], nodes: Mapping[Any, NodeInfo]
 ) -> ReplicaShape:
-    """Return the shape in which a job runs on an allocation.
-
-    An allocation without a number of stages has the job's own shape, or the first shape that fits
-    the GPUs of its nodes if the own shape does not.
+    """Return the shape in which a job runs on an allocation. Without a number of stages, the job's
+    own shape, or else the first that fits its nodes' GPUs.
     """
     if not job.shapes:
         return job.all_shapes[0]
@@ -74,9 +61,8 @@ def shape_of(
 
 
 def runs_as(allocation: Sequence[Any], shape: ReplicaShape) -> bool:
-    """Return whether an allocation has the shape's number of stages, or does not specify any.
-
-    With the result of `shape_of`, it is False if the job no longer has the shape in which it runs.
+    """Return whether an allocation has the shape's number of stages, or does not specify any. With
+    the result of `shape_of`, it is False if the job no longer has the shape in which it runs.
     """
     return getattr(allocation, "num_stages", None) in (None, shape.num_stages)
 
@@ -87,10 +73,8 @@ def as_allocation(job: JobInfo, held: Sequence[Any], nodes: Mapping[Any, NodeInf
 
 
 def is_first_choice(job: JobInfo, shape: ReplicaShape, gpu_type: str) -> bool:
-    """Return whether this is the job's first shape with its number of stages on a GPU type.
-
-    An allocation records a number of stages, not a shape, so the first matching shape counts, as in
-    `shape_of`.
+    """Return whether this is the job's first shape with its number of stages on a GPU type. An
+    allocation records a number of stages, so only the first such shape counts (`shape_of`).
     """
     for other in job.all_shapes:
         if other.num_stages == shape.num_stages and other.gpu_type in (None, gpu_type):

@@ -30,36 +30,26 @@ class ChangeKind(Enum):
     """How a job gets from one allocation to another."""
 
     NONE = "none"
-    """The allocation stays the same."""
     LIVE = "live"
-    """An elastic resize: some replicas survive, others leave or join."""
     RESTART = "restart"
-    """All replicas stop, start, or both."""
 
 
 def num_survivors(old: Sequence[Any], new: Sequence[Any]) -> int:
     """Return how many replicas stay on their nodes.
 
-    Example:
-        >>> num_survivors(["a", "a", "b"], ["a", "c"])
-        1
+    >>> num_survivors(["a", "a", "b"], ["a", "c"])
+    1
     """
     return (Counter(old) & Counter(new)).total()
 
 
 def change_kind(job: JobInfo, old: Allocation, new: Allocation) -> ChangeKind:
-    """Return the kind of a change.
+    """Return the kind of a change between allocations; an empty one means queued.
 
-    Args:
-        job: the job; without `rescale_seconds` it is never resized.
-        old: the current allocation; empty if the job is queued.
-        new: the next allocation; empty if the job will be queued.
-
-    Example:
-        >>> job = JobInfo({"slots": 1}, lambda n, r: r, 0.0, 1, 4, rescale_seconds=1.0)
-        >>> one, two = (Allocation(nodes, job.all_shapes[0]) for nodes in (["a"], ["a", "b"]))
-        >>> change_kind(job, one, two), change_kind(job, one, Allocation())
-        (<ChangeKind.LIVE: 'live'>, <ChangeKind.RESTART: 'restart'>)
+    >>> job = JobInfo({"slots": 1}, lambda n, r: r, 0.0, 1, 4, rescale_seconds=1.0)
+    >>> one, two = (Allocation(nodes, job.all_shapes[0]) for nodes in (["a"], ["a", "b"]))
+    >>> change_kind(job, one, two), change_kind(job, one, Allocation())
+    (<ChangeKind.LIVE: 'live'>, <ChangeKind.RESTART: 'restart'>)
     """
     same = _shape_key(old) == _shape_key(new)
     if same and Counter(old) == Counter(new):
@@ -72,11 +62,10 @@ def change_kind(job: JobInfo, old: Allocation, new: Allocation) -> ChangeKind:
 def change_seconds(job: JobInfo, old: Allocation, new: Allocation) -> float:
     """Return the cost of a change in seconds without training; see `change_kind`.
 
-    Example:
-        >>> job = JobInfo({"slots": 1}, lambda n, r: r, 0.0, 1, 4, rescale_seconds=1.0)
-        >>> one, two = (Allocation(nodes, job.all_shapes[0]) for nodes in (["a"], ["a", "b"]))
-        >>> change_seconds(job, one, two), change_seconds(job, Allocation(), one)
-        (1.0, 30.0)
+    >>> job = JobInfo({"slots": 1}, lambda n, r: r, 0.0, 1, 4, rescale_seconds=1.0)
+    >>> one, two = (Allocation(nodes, job.all_shapes[0]) for nodes in (["a"], ["a", "b"]))
+    >>> change_seconds(job, one, two), change_seconds(job, Allocation(), one)
+    (1.0, 30.0)
     """
     kind = change_kind(job, old, new)
     if kind is ChangeKind.NONE:
@@ -87,10 +76,8 @@ def change_seconds(job: JobInfo, old: Allocation, new: Allocation) -> float:
 def possible_survivors(
     job: JobInfo, held: Sequence[Any], nodes: Mapping[Any, NodeInfo]
 ) -> Counter[Any]:
-    """Return how many replicas of a job could survive a change, by node.
-
-    Only nodes that accept replicas count. The result is empty if the job is not resizable, has lost
-    a node, or runs in a shape that it no longer has.
+    """Return how many replicas of a job could survive a change, by node that accepts replicas.
+    Empty if the job is not resizable, has lost a node, or runs in a shape that it no longer has.
     """
     if job.rescale_seconds is None or not held:
         return Counter()

@@ -16,11 +16,7 @@ TOLERANCE = 1e-9
 
 
 def check_power(power: float) -> float:
-    """Return the power of a power mean over jobs.
-
-    Raises:
-        ValueError: the power is 0 or not finite.
-    """
+    """Return the power of a power mean over jobs; ValueError if it is 0 or not finite."""
     if power == 0 or not np.isfinite(power):
         raise ValueError(f"power: {power} must be a finite number other than 0")
     return power

@@ -1,8 +1,4 @@
-"""The rules that every policy's allocations must keep (docs/concepts/policies.md).
-
-`violations` checks a policy's answer from outside: it shares no code with any policy, so tests, the
-simulator and the scheduler hold all policies to the same rules.
-"""
+"""The rules of every policy's allocations (docs/concepts/policies.md), in code that none shares."""
 
 from __future__ import annotations
 
@@ -29,10 +25,8 @@ def _takes_replicas(node: NodeInfo) -> bool:
 
 
 def is_pinned(job: JobInfo, allocation: Sequence[Any], nodes: Nodes) -> bool:
-    """Return whether a job's allocation must not change.
-
-    That is: it runs, it is not preemptible, and all of its nodes are present and healthy. Pinned
-    jobs may finish on a draining node.
+    """Return whether a job's allocation must not change. It runs, is not preemptible, and all of
+    its nodes are healthy, though they may be draining.
     """
     there = all(name in nodes and nodes[name].healthy for name in allocation)
     return bool(allocation) and not job.preemptible and there
@@ -52,14 +46,8 @@ def violations(
     *,
     crowding: bool = False,
 ) -> list[str]:
-    """Return a message for every broken rule; empty: the allocations are feasible.
-
-    Args:
-        jobs: all jobs, by name.
-        nodes: all nodes, by name.
-        base_allocations: the current allocations.
-        allocations: the decision of a policy.
-        crowding: allow several distributed jobs on a node, for callers that add a cost for it.
+    """Return a message for every broken rule; empty: the allocations are feasible. `crowding`
+    allows several distributed jobs on a node, for callers that add a cost for it.
     """
     found = [f"job {name!r} is not one of the jobs" for name in allocations if name not in jobs]
     for name, job in jobs.items():

@@ -1,17 +1,15 @@
 """The number of nodes a cluster should have, for any policy (Pollux, OSDI'21, §4.2.2).
 
-The utility of the cluster (`utility`) is observed after every round of the policy. When its mean
-over a window of rounds lies outside a band, a binary search finds the number of nodes at which the
-policy itself would reach the middle of the band. All functions are pure: callers pass the state of
-observations and get a new one, and `pipollux_sched.allocator.expander` rents and releases nodes.
+When the mean `utility` of the cluster over a window of rounds lies outside a band, a binary search
+finds the number of nodes at which the policy itself would reach the middle of the band. All
+functions are pure; `pipollux_sched.allocator.expander` rents and releases nodes.
 
-Example:
-    >>> from pipollux_policies import NodeInfo, PolluxPolicy
-    >>> rules, state = AutoscalingRules(max_nodes=4, window=1), AutoscalingState()
-    >>> job = JobInfo({"slots": 4}, lambda nodes, replicas: replicas, 0.0, 1, 2)
-    >>> one = {"n": NodeInfo({"slots": 4})}
-    >>> autoscale(rules, state, PolluxPolicy(), {"j": job}, one, {"j": ["n"]}, one["n"])[1]
-    4
+>>> from pipollux_policies import NodeInfo, PolluxPolicy
+>>> rules, state = AutoscalingRules(max_nodes=4, window=1), AutoscalingState()
+>>> job = JobInfo({"slots": 4}, lambda nodes, replicas: replicas, 0.0, 1, 2)
+>>> one = {"n": NodeInfo({"slots": 4})}
+>>> autoscale(rules, state, PolluxPolicy(), {"j": job}, one, {"j": ["n"]}, one["n"])[1]
+4
 """
 
 from __future__ import annotations
@@ -32,18 +30,11 @@ from .utility import UtilityBand, utility
 
 @dataclass(frozen=True)
 class AutoscalingRules:
-    """The operator's rules for the number of nodes.
-
-    Raises:
-        ValueError: a number is out of range; the message names it.
-    """
+    """The operator's rules for the number of nodes; ValueError if a number is out of range."""
 
     min_nodes: int = 0
-    """The fewest nodes."""
     max_nodes: int = 16
-    """The most nodes."""
     band: UtilityBand = field(default_factory=UtilityBand)
-    """The number of nodes does not change while the utility is in this band."""
     window: int = 15
     """Rounds over which the utility is averaged, and the fewest between two changes."""
 
@@ -63,9 +54,7 @@ class AutoscalingState:
     utilities: tuple[float, ...] = ()
     """Utilities of the latest rounds, oldest first, at most one window."""
     num_nodes: int = 0
-    """The number of nodes during these rounds."""
     desired_nodes: int | None = None
-    """The last decision; None: none yet."""
 
 
 def autoscale(
@@ -77,20 +66,11 @@ def autoscale(
     allocations: Allocations,
     node_template: NodeInfo,
 ) -> tuple[AutoscalingState, int]:
-    """Add the observation of one round, and return the desired number of nodes.
+    """Add the observation of one round; return the state and the desired number of nodes.
 
-    Args:
-        rules: the operator's rules.
-        state: the state after the previous round; initially `AutoscalingState()`.
-        policy: a copy (`copy.copy`) of it allocates other numbers of nodes, only when the number is
-            to change.
-        jobs: all jobs that are not done.
-        nodes: all nodes; draining and unhealthy ones do not count.
-        allocations: the allocations after this round.
-        node_template: the resources of a further node.
-
-    Returns:
-        The new state, and the desired number of nodes that accept new replicas.
+    The number is of nodes that accept new replicas. `state` is initially `AutoscalingState()`; a
+    copy of the policy (`copy.copy`) allocates other numbers of nodes, only when the number is to
+    change; draining and unhealthy nodes do not count; `allocations` are those after this round.
     """
     usable = usable_nodes(nodes)
     now = len(usable)
@@ -115,9 +95,8 @@ def autoscale(
 
 
 def best_size(utility_of: Callable[[int], float], low: int, high: int, target: float) -> int:
-    """Return the number of nodes, from `low` to `high`, whose utility is nearest the target.
-
-    By binary search, as utility falls with the number of nodes. Of two equally near, the smaller.
+    """Return the number of nodes, from `low` to `high`, whose utility is nearest the target. By
+    binary search, as utility falls with it. Of two equally near, the smaller.
     """
     while high - low > 1:
         middle = (low + high) // 2
@@ -172,9 +151,8 @@ def _utility_at(
     allocations: Allocations,
     template: NodeInfo,
 ) -> float:
-    """Return the utility that the policy would reach on `size` nodes in the long run.
-
-    Only pinned jobs keep their allocations, because the cost of restarts is paid once.
+    """Return the utility that the policy would reach on `size` nodes in the long run. Only pinned
+    jobs keep their allocations, because the cost of restarts is paid once.
     """
     usable = usable_nodes(nodes)
     order = release_order(jobs, nodes, allocations)
@@ -196,10 +174,8 @@ def _pinned_nodes(jobs: Jobs, nodes: Nodes, allocations: Allocations) -> set[Any
 
 
 def release_order(jobs: Jobs, nodes: Nodes, allocations: Allocations) -> list[Any]:
-    """Return the nodes that could be released, the least useful first.
-
-    The order is by the number of jobs to move, then preemptible nodes first. Nodes with pinned
-    jobs, draining and unhealthy nodes are left out.
+    """Return the nodes that could be released, without pinned jobs, draining and unhealthy nodes.
+    In the order of the number of jobs to move, then preemptible nodes first.
     """
     usable = usable_nodes(nodes)
     pinned = _pinned_nodes(jobs, nodes, allocations)
@@ -213,7 +189,7 @@ class NodePlan:
     """Which nodes to release, and how many to request."""
 
     drain: tuple[Any, ...]
-    """Nodes to mark as draining, so that the next round moves the jobs off them; nodes of the
+    """Nodes to mark as draining, so that the next round moves the jobs off them. Nodes of the
     previous plan that are not listed any more are needed again."""
     release: tuple[Any, ...]
     """Nodes of `drain` that are empty and can be released."""
@@ -228,15 +204,8 @@ def plan_nodes(
     nodes: Nodes,
     allocations: Allocations,
 ) -> NodePlan:
-    """Choose the nodes to release, drained ones first, never those with pinned jobs.
-
-    Args:
-        desired_nodes: from `autoscale`.
-        drained_before: `drain` of the previous plan, without nodes that now drain for another
-            reason; these are chosen first.
-        jobs: all jobs that are not done.
-        nodes: all nodes.
-        allocations: the current allocations.
+    """Choose the nodes to release, never those with pinned jobs. `drained_before`, which are chosen
+    first, is `drain` of the previous plan, without nodes that now drain for another reason.
     """
     before = {name for name in drained_before if name in nodes}
     ours = {

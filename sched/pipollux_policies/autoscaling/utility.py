@@ -3,10 +3,9 @@
     utility = max_t Σ_j speedup_j / ideal_j · held[j, t] / total[t]
 
 held[j, t] is the amount of resource t that job j holds. The ideal speedup is that of a job that
-scales without loss: the speedup of its most efficient single replica, times the number of such
-replicas that its resources could hold. For jobs of one shape this is the paper's speedup per
-replica, weighted by the job's share of the cluster. Idle nodes, and replicas that add little, lower
-it.
+scales without loss: of its most efficient single replica, times the number of such replicas that
+its resources could hold. For jobs of one shape this is the paper's speedup per replica, weighted by
+the job's share of the cluster.
 """
 
 from __future__ import annotations
@@ -25,11 +24,7 @@ from pipollux_policies.jobs.job_info import JobInfo, NodeInfo, ReplicaShape
 
 @dataclass(frozen=True)
 class UtilityBand:
-    """The band of utility within which the number of nodes stays; the defaults are the paper's.
-
-    Raises:
-        ValueError: unless 0 <= low < high <= 1.
-    """
+    """The band, 0 <= low < high <= 1, in which the number of nodes stays; as in the paper."""
 
     low: float = 0.35
     high: float = 0.65
@@ -52,17 +47,11 @@ def utility(
     nodes: Mapping[Any, NodeInfo],
     allocations: Mapping[Any, Sequence[Any]],
 ) -> float:
-    """Return the utility of nodes under allocations, 0.0 if nothing is allocated.
+    """Return the utility of nodes, 0.0 if nothing is allocated; other nodes' replicas do not count.
 
-    Args:
-        jobs: all jobs, by name.
-        nodes: the nodes to evaluate; replicas on other nodes do not count.
-        allocations: the allocation of each job.
-
-    Example:
-        >>> job = JobInfo({"slots": 1}, lambda nodes, replicas: replicas**0.5, 0.0, 1, 4)
-        >>> utility({"a": job}, {"n": NodeInfo({"slots": 4})}, {"a": ["n"] * 4})
-        0.5
+    >>> job = JobInfo({"slots": 1}, lambda nodes, replicas: replicas**0.5, 0.0, 1, 4)
+    >>> utility({"a": job}, {"n": NodeInfo({"slots": 4})}, {"a": ["n"] * 4})
+    0.5
     """
     total: Counter[str] = Counter()
     for node in nodes.values():
@@ -82,7 +71,6 @@ def utility(
 def _efficiency(
     job: JobInfo, shape: ReplicaShape, allocation: Sequence[Any], total: Mapping[str, int]
 ) -> float:
-    """Return speedup over ideal speedup."""
     share = _share(shape, total)
     # A slower GPU is not a loss: the ideal is for the same type.
     alike = [other for other in job.all_shapes if other.gpu_type == shape.gpu_type]
@@ -94,7 +82,6 @@ def _efficiency(
 
 
 def _share(shape: ReplicaShape, total: Mapping[str, int]) -> float:
-    """Return the largest share of any resource that one replica holds."""
     kinds = (kind for kind in shape.resources if total.get(kind))
     return max((shape.resources[kind] / total[kind] for kind in kinds), default=0.0)
 

@@ -1,8 +1,4 @@
-"""First in, first out: fixed sizes, strict order of arrival, no preemption.
-
-The simplest order of a batch system, and the baseline that every policy should beat.
-`docs/concepts/policies.md` describes its properties.
-"""
+"""First in, first out: fixed sizes, strict order of arrival, no preemption."""
 
 from __future__ import annotations
 
@@ -25,34 +21,24 @@ from pipollux_policies.placement.packing import (
 class FifoPolicy:
     """Starts jobs in the order of submission, on their requested number of replicas.
 
-    Args:
-        backfill: whether a job may start before an older one that does not fit; without it, the
-            oldest queued job blocks all others.
+    With `backfill`, a job may start before an older one that does not fit; without it, the oldest
+    queued job blocks all others.
 
-    Example:
-        >>> job = JobInfo({"slots": 1}, lambda nodes, replicas: replicas, 0.0, 1, 4,
-        ...               requested_replicas=2)
-        >>> node = NodeInfo({"slots": 4})
-        >>> FifoPolicy().optimize({"a": job}, {"n": node}, {}, node)[0]
-        {'a': ['n', 'n']}
+    >>> job = JobInfo({"slots": 1}, lambda nodes, replicas: replicas, 0.0, 1, 4,
+    ...               requested_replicas=2)
+    >>> node = NodeInfo({"slots": 4})
+    >>> FifoPolicy().optimize({"a": job}, {"n": node}, {}, node)[0]
+    {'a': ['n', 'n']}
     """
 
     adapts_batch_size: ClassVar[bool] = False
-    """Jobs keep their users' batch size."""
 
     def __init__(self, *, backfill: bool = False) -> None:
         self._backfill = backfill
 
     def allocate_job(self, job_info: JobInfo, nodes: Nodes) -> Allocation:
-        """Place an arriving job without moving any other.
-
-        Args:
-            job_info: the job.
-            nodes: nodes with their FREE resources.
-
-        Returns:
-            The nodes of its replicas. Empty without `backfill`: older queued jobs are not visible
-            here, so the job starts with the next `optimize`.
+        """Place an arriving job if the FREE resources of nodes suffice. Without `backfill`, it
+        starts with the next `optimize`: older queued jobs are not visible here.
         """
         if not self._backfill:
             return Allocation()
@@ -65,11 +51,7 @@ class FifoPolicy:
         base_allocations: Allocations,
         node_template: NodeInfo,  # noqa: ARG002  # part of every policy's signature
     ) -> tuple[dict[Any, Allocation], int]:
-        """Keep running jobs, and start the jobs that come next.
-
-        Returns:
-            The allocation of every job (empty: the job is queued), and the present number of nodes.
-        """
+        """Return every job's allocation (empty: it is queued), and the present number of nodes."""
         state = ClusterState(jobs, nodes, base_allocations)
         state.keep_running()
         waiting = [name for name in by_arrival(jobs) if name not in state.allocations]

@@ -41,27 +41,17 @@ UNKNOWN_REMAINING_SECONDS = 3600.0
 class OptimusPolicy:
     """Sizes by marginal gain in predicted remaining time; jobs keep their users' batch size.
 
-    Example:
-        >>> def job(work): return JobInfo({"slots": 1}, lambda nodes, replicas: replicas ** 0.5,
-        ...                               0.0, 1, 4, remaining_work=work)
-        >>> node = NodeInfo({"slots": 4})
-        >>> OptimusPolicy().optimize({"a": job(900.0), "b": job(100.0)}, {"n": node}, {}, node)[0]
-        {'a': ['n', 'n', 'n'], 'b': ['n']}
+    >>> def job(work): return JobInfo({"slots": 1}, lambda nodes, replicas: replicas ** 0.5,
+    ...                               0.0, 1, 4, remaining_work=work)
+    >>> node = NodeInfo({"slots": 4})
+    >>> OptimusPolicy().optimize({"a": job(900.0), "b": job(100.0)}, {"n": node}, {}, node)[0]
+    {'a': ['n', 'n', 'n'], 'b': ['n']}
     """
 
     adapts_batch_size: ClassVar[bool] = False
-    """Jobs keep their users' batch size."""
 
     def allocate_job(self, job_info: JobInfo, nodes: Nodes) -> Allocation:
-        """Place an arriving job on its fewest replicas, without moving other jobs.
-
-        Args:
-            job_info: the job.
-            nodes: nodes with their FREE resources.
-
-        Returns:
-            The nodes of its replicas; empty if there is no room.
-        """
+        """Place an arriving job on its fewest replicas if the FREE resources of nodes suffice."""
         return place_alone(job_info, nodes, job_info.least_replicas)
 
     def optimize(
@@ -71,11 +61,7 @@ class OptimusPolicy:
         base_allocations: Allocations,
         node_template: NodeInfo,  # noqa: ARG002  # part of every policy's signature
     ) -> tuple[dict[Any, Allocation], int]:
-        """Size all jobs, and place the jobs whose size has changed.
-
-        Returns:
-            The allocation of every job (empty: it is queued), and the present number of nodes.
-        """
+        """Return every job's allocation (empty: it is queued), and the present number of nodes."""
         settled = _as_they_run(jobs, nodes, base_allocations)
         # A non-preemptible job that has just started is pinned in the next round, and leaves more
         # to others if it got less than its size: at most once per job.
@@ -110,10 +96,8 @@ def _sized(
 
 
 def remaining_seconds(job: JobInfo) -> float:
-    """Return the seconds that a job still needs on one replica.
-
-    If the job does not report them, its past training time, and at least an hour: in real clusters,
-    jobs that have run long have long to run.
+    """Return the seconds that a job still needs on one replica. If unknown, its past training time,
+    and at least an hour: in real clusters, jobs that have run long have long to run.
     """
     if job.remaining_work is not None and np.isfinite(job.remaining_work):
         return job.remaining_work
@@ -122,13 +106,7 @@ def remaining_seconds(job: JobInfo) -> float:
 
 
 def decide_sizes(jobs: Jobs, nodes: Nodes, current: Allocations) -> dict[Any, int]:
-    """Return the number of replicas of each job, 0 for queued jobs.
-
-    Args:
-        jobs: all jobs.
-        nodes: all nodes.
-        current: the current allocations; pinned jobs keep theirs.
-    """
+    """Return the number of replicas of each job, 0 for queued jobs; pinned jobs keep theirs."""
     state, empty = ClusterState(jobs, nodes, current), ClusterState(jobs, nodes, {})
     sizes = {name: len(state.allocations.get(name, ())) for name in jobs}
     budget = state.budget()
@@ -163,20 +141,13 @@ def _grow(
 
 
 class _Sizing:
-    """Predicted remaining times of one job, from its fewest replicas up.
-
-    Args:
-        shape: the shape that its times are for.
-        least: its fewest replicas.
-        times: (number of sizes,) in seconds, the first for `least` replicas.
-    """
+    """Predicted remaining times of one job in seconds, one per size from its fewest replicas up."""
 
     def __init__(self, shape: ReplicaShape, least: int, times: Floats) -> None:
         self.shape, self.least, self.times = shape, least, times
 
     @classmethod
     def of(cls, name: Any, job: JobInfo, state: ClusterState) -> _Sizing | None:
-        """Predict a job's times on empty nodes; None: it cannot run on them."""
         for shape in user_shapes(job):
             counts = state.counts(name, shape)
             least, most = job.least_replicas, min(job.most_replicas(shape), int(counts.sum()))
@@ -208,9 +179,8 @@ def _place(
     sizes: dict[Any, int],
     running: Allocations,
 ) -> dict[Any, Allocation]:
-    """Place all jobs in their sizes, or the next smaller size that fits.
-
-    Jobs that already have their size move only if a larger job needs the room.
+    """Place all jobs in their sizes, or the next smaller size that fits. Jobs that already have
+    their size move only if a larger job needs the room.
     """
     state = ClusterState(jobs, nodes, current, running)
     state.keep_running(lambda name, held: len(held) == sizes[name])

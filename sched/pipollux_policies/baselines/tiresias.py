@@ -32,25 +32,19 @@ QUEUE_THRESHOLDS = (16 * 3600.0,)
 class TiresiasPolicy:
     """Fixed sizes; jobs with little attained service go first.
 
-    Args:
-        queue_thresholds: slot-seconds of service at which a job falls to the next queue.
-        promotion: a job that has waited this many times as long as it has run goes back to the
-            first queue (the paper's PROMOTEKNOB); None: never.
+    A job falls to the next queue at each of the `queue_thresholds`, in slot-seconds, rising. A job
+    that has waited `promotion` times as long as it has run goes back to the first queue (the
+    paper's PROMOTEKNOB); None: never.
 
-    Raises:
-        ValueError: thresholds do not rise, or a number is out of range; the message names it.
-
-    Example:
-        >>> def job(service): return JobInfo({"slots": 1}, lambda nodes, replicas: replicas, 0.0,
-        ...                                  1, 1, attained_service=service)
-        >>> node = NodeInfo({"slots": 1})
-        >>> TiresiasPolicy().optimize({"a": job(60000.0), "b": job(0.0)}, {"n": node},
-        ...                           {"a": ["n"]}, node)[0]
-        {'a': [], 'b': ['n']}
+    >>> def job(service): return JobInfo({"slots": 1}, lambda nodes, replicas: replicas, 0.0,
+    ...                                  1, 1, attained_service=service)
+    >>> node = NodeInfo({"slots": 1})
+    >>> TiresiasPolicy().optimize({"a": job(60000.0), "b": job(0.0)}, {"n": node},
+    ...                           {"a": ["n"]}, node)[0]
+    {'a': [], 'b': ['n']}
     """
 
     adapts_batch_size: ClassVar[bool] = False
-    """Jobs keep their users' batch size."""
 
     def __init__(
         self,
@@ -71,15 +65,7 @@ class TiresiasPolicy:
         self._promotion = promotion
 
     def allocate_job(self, job_info: JobInfo, nodes: Nodes) -> Allocation:
-        """Place an arriving job on its requested replicas, without moving other jobs.
-
-        Args:
-            job_info: the job.
-            nodes: nodes with their FREE resources.
-
-        Returns:
-            The nodes of its replicas; empty if there is no room.
-        """
+        """Place an arriving job on its requested replicas if the FREE resources suffice."""
         return place_alone(job_info, nodes, fixed_request(job_info).num_replicas)
 
     def optimize(
@@ -89,11 +75,7 @@ class TiresiasPolicy:
         base_allocations: Allocations,
         node_template: NodeInfo,  # noqa: ARG002  # part of every policy's signature
     ) -> tuple[dict[Any, Allocation], int]:
-        """Give the nodes to the jobs of the first queues, and preempt jobs in their way.
-
-        Returns:
-            The allocation of every job (empty: the job is queued), and the present number of nodes.
-        """
+        """Return every job's allocation (empty: it is queued), and the present number of nodes."""
         requests = {name: fixed_request(job) for name, job in jobs.items()}
         state = ClusterState(jobs, nodes, base_allocations)
         state.keep_running(lambda name, held: len(held) == requests[name].num_replicas)
@@ -106,11 +88,8 @@ class TiresiasPolicy:
     def queue(self, job: JobInfo, running: bool) -> int:
         """Return the index of a job's queue; 0 is served first.
 
-        Args:
-            job: the job.
-            running: whether it runs now. A running job keeps a promotion until its waiting time is
-                half of the time that earned it; otherwise it would be preempted as soon as it
-                starts.
+        A running job keeps a promotion until its waiting time is half of the time that earned it;
+        otherwise it would be preempted as soon as it starts.
         """
         if self._promotion is not None:
             request = fixed_request(job)

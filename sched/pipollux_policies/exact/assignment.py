@@ -1,11 +1,11 @@
 """Placement of chosen configurations on nodes, without splitting a replica.
 
 The knapsack's choice may not fit: free slots are scattered, a node carries at most one distributed
-job, and CPUs or memory may be the limit. So jobs that stay are placed first, then the others, the
-widest first; a job without room gets the best configuration that fits. If that loses value, three
-more arrangements are tried and the best is used: (1) jobs that can be resized in place come before
-jobs that move; (2) jobs that were to stay may move within their configuration; (3) configurations
-are chosen as if distributed jobs took whole nodes. Finally every job is offered the remaining room.
+job, and CPUs or memory may be the limit. So jobs that stay are placed first, then the widest; a job
+without room gets the best configuration that fits. If that loses value, the best of three more
+arrangements is used: (1) jobs that can be resized in place come before jobs that move; (2) jobs
+that were to stay may move; (3) configurations are chosen as if distributed jobs took whole nodes.
+Finally every job is offered the remaining room.
 """
 
 from __future__ import annotations
@@ -34,13 +34,7 @@ class Placed(NamedTuple):
 
 
 class Assignment:
-    """The allocations of all jobs, built job by job.
-
-    Args:
-        instance: jobs and nodes.
-        worth: computes the gains of configurations.
-        gains: the gains from `worth`.
-    """
+    """The allocations of all jobs, built job by job; `worth` computes the gains of changes."""
 
     def __init__(self, instance: Instance, worth: ObjectiveValue, gains: Floats) -> None:
         self._instance = instance
@@ -51,7 +45,6 @@ class Assignment:
         nothing = gains[instance.table.first[:-1] + NOTHING].tolist()
         self.placed = [Placed(0, (), gain) for gain in nothing]
         self._held: Ints = np.zeros((len(nothing), len(instance.nodes.kinds)), dtype=np.int64)
-        """(J, T): the resources that each job holds."""
 
     @property
     def total(self) -> float:
@@ -59,15 +52,10 @@ class Assignment:
         return float(sum(placed.gain for placed in self.placed))
 
     def fill(self, chosen: Ints, *, keep: bool, at_home: bool = False) -> bool:
-        """Give every job its chosen configuration, or the best that fits.
+        """Give jobs their chosen configurations, or the best that fit; return if all got theirs.
 
-        Args:
-            chosen: the chosen configuration of every job.
-            keep: whether to place the jobs that stay before all others.
-            at_home: whether to place the jobs that can be resized in place next.
-
-        Returns:
-            Whether every job got its chosen configuration.
+        If `keep`, jobs that stay come first; then, if `at_home`, those that can be resized in
+        place.
         """
         table = self._instance.table
         configs = table.first[:-1] + chosen
@@ -98,12 +86,7 @@ class Assignment:
         return complete
 
     def fill_promised(self, places: Mapping[int, Place], chosen: Ints) -> None:
-        """Give jobs their promised room, then fill as `fill` does.
-
-        Args:
-            places: the promised place of each job; all of them fit together.
-            chosen: the chosen configuration of every job.
-        """
+        """Give jobs their promised places, which fit together, then `fill`."""
         for job, place in places.items():
             self._put(job, Placed(place.shape, place.nodes, self._gain_at(job, place)))
         for job in places:
@@ -126,7 +109,6 @@ class Assignment:
         return self._leave(table.job[table.stay].tolist())
 
     def _leave(self, jobs: Sequence[int]) -> bool:
-        """Give jobs without an allocation their current one; return whether all fit."""
         instance, table = self._instance, self._instance.table
         mine = np.isin(instance.bases.job, jobs)
         owners, nodes, counts = (part[mine] for part in instance.bases)
@@ -159,11 +141,8 @@ class Assignment:
         return True
 
     def upgrade(self, job: int, most: int | None = None) -> bool:
-        """Give a job the best configuration that fits; return whether anything changed.
-
-        Args:
-            job: the index of the job.
-            most: a configuration whose resources are the upper limit; None: no limit.
+        """Give a job the best configuration that fits; return whether anything changed. `most` is a
+        configuration whose resources are the upper limit; None: no limit.
         """
         before = self.placed[job]
         self._clear(job)
@@ -189,7 +168,6 @@ class Assignment:
         return self._instance.jobs
 
     def _wanting(self) -> list[int]:
-        """Return the jobs that gain from a configuration within the total free resources."""
         table = self._instance.table
         room = self._capacity.free.sum(axis=0) + self._held
         fits = (self._instance.asked <= room[table.job]).all(axis=1)
@@ -250,7 +228,6 @@ class Assignment:
         return True
 
     def _lost_survivors(self, job: int, config: int) -> bool:
-        """Return whether a job got a resize configuration but no replica survives."""
         configs, placed = self._jobs[job], self.placed[job]
         return bool(configs.live[config]) and not configs.keeps_survivor(placed.shape, placed.nodes)
 

@@ -6,9 +6,8 @@ The sum over jobs of
 
 is the rate at which the total remaining time of all jobs in the cluster falls. Symbols:
 
-    J       number of jobs
+    J, R    number of jobs, replicas
     share   largest share of any cluster resource that one replica of job j holds
-    R       replicas
     u_j     min over R of (1 + J · share · R) / speedup_j(R)
             the cost of one second of one-replica work in the cheapest configuration: the job's own
             time plus the share of the cluster that it takes from others
@@ -18,8 +17,8 @@ is the rate at which the total remaining time of all jobs in the cluster falls. 
     w_j     u_j · E[rank_j^a]     0 <= a <= 1, `rank_power`
     D_j     measured seconds of a start or restart of job j, or of an elastic resize
     H_j     seconds for which the job will use an allocation: its remaining time on it, or the
-            expected life of an allocation if that is shorter. The expected life is the average so
-            far, age / (changes + 1), as in Pollux's restart penalty, and at least `horizon`
+            expected life of an allocation if that is shorter: the average so far, age /
+            (changes + 1), as in Pollux's restart penalty, and at least `horizon`
 
 If shorter jobs go first, rank_j is the number of jobs that wait for each second of job j's work.
 With a = 1 and linear speedups, the greatest sum is shortest remaining processing time first, which
@@ -28,20 +27,16 @@ depends on rank alone and shares the cluster more evenly, as this sum does, the 
 The smaller a, the sooner the last job ends, because more jobs train side by side on few GPUs each,
 where they scale best; the other jobs end later.
 
-The remaining work may be a distribution (`JobInfo.work_left`). Each of its values then has a rank:
-the expected number of other jobs with at least as much left, plus one. w_j and H_j / (H_j + D_j)
-are means over the values. Jobs of a family have the same length, so the one that has done more has
-less left, and gets more of the cluster: all of it from a = 0.5 on, if the jobs scale well. A job of
-unknown length and without a distribution counts as the shortest, because most jobs are short.
+If the remaining work is a distribution (`JobInfo.work_left`), each of its values has a rank: the
+expected number of other jobs with at least as much left, plus one. w_j and H_j / (H_j + D_j) are
+means over the values. Of the jobs of a family, which have the same length, the one that has done
+more gets more of the cluster: all of it from a = 0.5 on, if the jobs scale well. A job of unknown
+length and without a distribution counts as the shortest, because most jobs are short.
 
-With a `tail` q > 0, late jobs count more: rank_j weights each waiting job by what a second adds to
-the sum of JCT^(1 + q), and late jobs go before others of the same length (`ranks`). By default q is
-0, or `SCARCE_TAIL` while jobs with a choice of GPU types share a type with jobs that have none: the
-longest of the latter would wait for all shorter ones while other GPUs stand idle.
-
-A job that can run on several types of GPU pays for slots of a type that other jobs depend on:
-`scarcity` · E[rank_j^a] times the charge of `scarcity.waiting_charges`. It thus leaves them to
-those jobs if it runs nearly as well elsewhere.
+With a `tail` q > 0, late jobs count more (`ranks`). By default q is 0, or `SCARCE_TAIL` while jobs
+with a choice of GPU types share a type with jobs that have none: the longest of the latter would
+wait for all shorter ones while other GPUs stand idle. A job with a choice pays for slots of a type
+that other jobs depend on: `scarcity` · E[rank_j^a] times the charge of `scarcity.waiting_charges`.
 
 No job starves. A job is behind if it has held less than its part of the fewest slots it needs:
 
@@ -86,11 +81,7 @@ SCARCE_TAIL = 0.6
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionTime:
-    """The objective of short completion times; the module docstring defines the symbols.
-
-    Raises:
-        ValueError: a number is out of range; the message names it.
-    """
+    """The objective of short completion times; the module docstring defines the symbols."""
 
     rank_power: float = 0.28
     """a, 0 to 1: weight of short jobs. Higher: shorter average completion time. Lower: jobs share
@@ -108,9 +99,7 @@ class CompletionTime:
     where possible; F² for lengths known only as distributions. None: only `part` is promised."""
     scarcity: float = 0.7
     """Share of the charge that jobs with several types of GPU pay for making others wait; 0: none.
-    Higher:
-    long captive jobs end sooner, others later.
-    """
+    Higher: long captive jobs end sooner, others later."""
     tail: float | None = None
     """q, at most `MOST_TAIL`: weight of late jobs. 0: minimise the average completion time; 1: the
     average of its square. Higher: the last jobs end sooner, most others later. None: 0, or
@@ -151,7 +140,6 @@ class CompletionTime:
         return _Worth(self, instance, unit.total * powers, promises, charges)
 
     def _behind(self, instance: Instance) -> list[Behind]:
-        """Return the jobs that get or keep their least configuration before others get more."""
         infos = [configs.job for configs in instance.jobs]
         due = self.part * (np.array([job.age for job in infos]) - self.patience)
         slots = least_slots(instance)
@@ -174,7 +162,6 @@ class _Worth:
         self._objective, self._instance, self._weights = objective, instance, weights
         self._promises = promises
         self._charges = charges
-        """The charge per replica of every shape."""
         table = instance.table
         best = np.maximum.reduceat(table.speedup, table.first[:-1])
         self._everything = 1.0 + float(weights @ np.maximum(best, 0.0))
@@ -208,7 +195,6 @@ class _Worth:
         return float(gain) - broken * self._everything
 
     def _all_kept(self) -> Floats:
-        """Return `_kept` for every configuration."""
         table = self._instance.table
         infos = [configs.job for configs in self._instance.jobs]
         lasts = np.array([self._lasts(job) for job in infos])
@@ -235,22 +221,17 @@ class _Worth:
         return kept
 
     def _lasts(self, info: JobInfo) -> float:
-        """Return the expected life of an allocation of a job."""
         return max(self._objective.horizon, info.age / (info.num_changes + 1))
 
 
 _AT_ONCE = 2**18
-"""Most numbers that are processed together."""
 
 
 def _kept(work: Floats, speedups: Floats, lasts: Floats | float, seconds: Floats | float) -> Floats:
     """Return the share of its time that an allocation trains, if it starts with a change.
 
-    Args:
-        work: equally likely values of the remaining work, in the rows.
-        speedups: of allocations, in the columns.
-        lasts: the expected life of each allocation, in seconds.
-        seconds: the cost of the change.
+    Rows are equally likely values of the remaining work, columns allocations, each with its
+    expected life and the cost of the change, in seconds.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         left = np.where(speedups > 0, work / speedups, np.inf)

@@ -2,10 +2,8 @@
 
 A configuration is a shape and a number of replicas, on the fewest nodes that hold them.
 Configuration 0 is the empty allocation. A running job that may stay has one more, the last: its
-current allocation, on its current nodes. Every other configuration is a restart, or, in the current
-shape, an elastic resize if a replica can survive (`change_cost`).
-
-The resources of pinned jobs are subtracted from the nodes first.
+current allocation. Every other configuration is a restart, or, in the current shape, an elastic
+resize if a replica can survive (`change_cost`).
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ from pipollux_policies.placement.node_choice import Bools, Floats, Ints, NodeCou
 from .nodes import Nodes, build_nodes, close_nodes
 
 NOTHING = 0
-"""The index of the empty configuration."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,6 @@ class JobConfigurations:
     name: Any
     job: JobInfo
     shapes: tuple[ReplicaShape, ...]
-    """The job's effective shapes (`counting_shapes`)."""
     shape: Ints
     """Index into `shapes`; meaningless for `NOTHING`."""
     replicas: Ints
@@ -52,11 +48,9 @@ class JobConfigurations:
     base: NodeCounts
     """Its current nodes; empty if it holds nothing or cannot stay."""
     runs: bool
-    """Whether it holds an allocation, so that any change has a cost."""
     live_shape: int | None = None
     """Index of the shape in which it can be resized; None: every change is a restart."""
     survivors: NodeCounts = ()
-    """Replicas in `live_shape` that can survive a change."""
 
     @property
     def stay(self) -> int | None:
@@ -88,7 +82,6 @@ class Table:
     stay: Ints
     """(up to J,): the configurations to stay, of jobs that have one."""
     shapes: Sequence[ReplicaShape]
-    """(S,)"""
     kind: Ints
     """(S,): index of each shape into `kinds`."""
     kinds: Sequence[ReplicaShape]
@@ -120,9 +113,7 @@ class Instance:
     jobs: Sequence[JobConfigurations]
     """The jobs that are not pinned, oldest first."""
     table: Table
-    """The configurations of all these jobs."""
     pinned: Mapping[Any, Sequence[Any]]
-    """Allocations of pinned jobs, which do not change."""
     num_jobs: int
     """Number of jobs, pinned ones included."""
 
@@ -153,8 +144,8 @@ class Instance:
     def least_replicas(self) -> Ints:
         """(S,): the fewest replicas of each shape with a speedup above 0; 0 if there are none.
 
-        For a shape that does not fit at present, the speedup is unknown: then it is the fewest
-        replicas that the job allows, or 0 if that is more than the shape allows.
+        Of a shape that does not fit at present, whose speedup is unknown, the fewest that the job
+        allows, or 0 if the shape allows fewer.
         """
         table = self.table
         most = np.iinfo(np.int64).max
@@ -177,14 +168,8 @@ def build_instance(
     node_template: NodeInfo,
     closed: Sequence[int] = (),
 ) -> Instance:
-    """Return jobs and nodes as arrays, in an order that does not depend on the mappings.
-
-    Args:
-        jobs: all jobs, by name.
-        nodes: all nodes, by name.
-        base_allocations: the current allocations.
-        node_template: a node that could be rented.
-        closed: indices into `Nodes.names` of nodes that accept no new jobs.
+    """Return jobs and nodes as arrays, in an order that does not depend on the mappings. `closed`
+    are indices into `Nodes.names` of nodes that accept no new jobs.
     """
     pinned = {
         name: base_allocations[name]
@@ -208,8 +193,8 @@ def build_instance(
 def counting_shapes(job: JobInfo) -> tuple[ReplicaShape, ...]:
     """Return a job's shapes, without those hidden by an earlier one.
 
-    Node names and the number of stages identify an allocation; of two shapes with the same number
-    of stages for the same GPUs, only the first is effective (`shape_of`).
+    Of two shapes with the same number of stages for the same GPUs, only the first is effective
+    (`shape_of`): an allocation has only node names and a number of stages.
     """
     if not job.shapes:
         return job.all_shapes
@@ -223,8 +208,6 @@ def counting_shapes(job: JobInfo) -> tuple[ReplicaShape, ...]:
 
 
 class _Asked(NamedTuple):
-    """One job and its choices."""
-
     name: Any
     job: JobInfo
     shapes: tuple[ReplicaShape, ...]
@@ -274,7 +257,6 @@ def _may_stay(
 
 
 def _tabulate(asked: Sequence[_Asked]) -> tuple[list[JobConfigurations], Table]:
-    """Return the configurations of each job, and the table of all."""
     sizes = [(job, *size) for job, one in enumerate(asked) for size in one.sizes if size[2].size]
     stays = [(job, *one.stay) for job, one in enumerate(asked) if one.stay]
     found = find_speedups(
@@ -346,18 +328,12 @@ _NO_SIZES, _NO_SPEEDUPS = np.zeros(0, np.int64), np.zeros(0)
 
 
 def _starts(counts: Ints) -> Ints:
-    """Return where parts of these lengths start, and the end of the last."""
     return np.concatenate([[0], np.cumsum(counts)])
 
 
 def _worth_it(speedup: Floats, counts: Ints) -> Bools:
-    """Return which sizes are useful: those that are faster than every smaller one.
-
-    Speedups that are not finite are replaced by finite ones.
-
-    Args:
-        speedup: by size, for each shape of each job in ascending order.
-        counts: the number of sizes of each shape.
+    """Return which sizes are useful: those that are faster than every smaller one. Sizes ascend,
+    `counts` of them for each shape. Speedups that are not finite are replaced.
     """
     kept = np.empty(len(speedup), bool)
     starts = _starts(counts)[:-1]

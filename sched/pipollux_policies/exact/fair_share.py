@@ -13,26 +13,25 @@ share. A promise of F >= 1 means rho <= F for every job. Symbols, in seconds, of
                                    or 0 if it runs
     slack    how long it can go without an allocation before the promise breaks
 
-A job is served only when necessary, and then gets at most its equal share, which all jobs can have
-at once: if late jobs caught up faster, they would delay each other. So for a known L
+A job is served only when necessary, and then gets at most its equal share: if late jobs caught up
+faster, they would delay each other. So for a known L
 
     slack = F · T − E − reserve
 
 For an unknown L, L counts as 0, and the promise is on progress: the job has done at least what it
 would have done on its equal share in 1/F of its age. If that holds at its end, rho <= F for any
 length. If only a distribution is known (`JobInfo.work_left`), the slack uses its shortest value,
-and F^`GUARD`: the shortest value is too short for most jobs, and would make all of them urgent. The
-claim of a job uses the quantile `LIKELY`.
+and F^`GUARD`, as that is too short for most jobs and would make all of them urgent. The claim of a
+job uses the quantile `LIKELY`.
 
 A share between two numbers of replicas is the larger number for part of the time and the smaller
 for the rest; below the least that a job runs on, it is that least for part of the time. So s is
 continuous in N.
 
 `claims` returns the jobs without slack. Each claims the speedup that completes it in time, at most
-that of its equal share; the job with the greatest expected rho at the next decision comes first. A
-running job counts as one turn later than it is, so that it keeps its place for about one turn
-before another job that does not fit beside it is served. A job that no allocation completes in time
-claims its equal share.
+that of its equal share, or its equal share if none does. The job with the greatest expected rho at
+the next decision comes first. A running job counts as one turn later than it is, so that it keeps
+its place for about one turn before another job that does not fit beside it is served.
 """
 
 from __future__ import annotations
@@ -66,7 +65,6 @@ class EqualShare(NamedTuple):
     replicas: int
     """The most replicas at a time."""
     slots: float
-    """Time average."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +73,8 @@ class FairStanding:
 
     share: EqualShare
     alone: float
-    """T."""
+    """T; `finish` is E."""
     finish: float
-    """E."""
     time_left: float
     """F · T − now, less a start that the job may need and the reserve."""
     slack: float
@@ -86,9 +83,7 @@ class FairStanding:
     margin: float
     """The slack at or below which the job comes first."""
     left: float
-    """L."""
     knows_length: bool
-    """Whether anything is known about L."""
 
     @property
     def comes_first(self) -> bool:
@@ -105,7 +100,6 @@ class FairClaim(NamedTuple):
     """A job without slack, and the speedups that keep its promise."""
 
     job: int
-    """Index into the instance's jobs."""
     wanted: float
     """The claimed speedup, which is in time with the reserve."""
     stays: float
@@ -128,13 +122,8 @@ class FairClaim(NamedTuple):
 def standing(
     instance: Instance, number: int, fairness: float, quantum: float
 ) -> FairStanding | None:
-    """Return a job compared with its equal share; None if it has no speedup anywhere.
-
-    Args:
-        instance: jobs and nodes.
-        number: the index of the job.
-        fairness: F.
-        quantum: the longest turn of a job, in seconds.
+    """Return a job compared with its equal share; None if it has no speedup anywhere. `fairness` is
+    F, `quantum` the longest turn of a job in seconds.
     """
     configs = instance.jobs[number]
     job, likely = configs.job, sorted(configs.job.likely_work) or [0.0]
@@ -163,7 +152,6 @@ def standing(
 
 
 def _lifetime_share(instance: Instance, configs: JobConfigurations, left: float) -> EqualShare:
-    """Return the equal share among the jobs over a job's past and future life."""
     job, now = configs.job, max(instance.num_jobs, 1)
     share = equal_share(instance, configs, now)
     if job.mean_jobs is None or not share.speedup > 0:
@@ -175,7 +163,6 @@ def _lifetime_share(instance: Instance, configs: JobConfigurations, left: float)
 
 
 def _margin(configs: JobConfigurations, share: EqualShare, turn: float) -> float:
-    """Return the slack at which a job comes first."""
     job = configs.job
     later = RESERVE + job.restart_seconds
     # It may have to grow towards its equal share, in doublings of the measured size.
@@ -191,16 +178,7 @@ def fair_standings(
     fairness: float,
     quantum: float = 600.0,
 ) -> dict[Any, FairStanding]:
-    """Return jobs compared with their equal shares; pinned jobs are left out.
-
-    Args:
-        jobs: all jobs that are not done, by name.
-        nodes: all nodes, by name.
-        base_allocations: the current allocations.
-        node_template: a node that could be rented.
-        fairness: F.
-        quantum: the longest turn of a job, in seconds.
-    """
+    """Return jobs compared with their equal shares (`standing`); pinned jobs are left out."""
     instance = build_instance(jobs, nodes, base_allocations, node_template)
     found = (
         (configs.name, standing(instance, number, fairness, quantum))
@@ -241,13 +219,7 @@ def _speedup(shape: ReplicaShape, replicas: int, per_node: int) -> float:
 
 
 def claims(instance: Instance, fairness: float, quantum: float) -> list[FairClaim]:
-    """Return the jobs without slack, the most urgent first.
-
-    Args:
-        instance: jobs and nodes.
-        fairness: F.
-        quantum: the longest turn of a job, in seconds.
-    """
+    """Return the jobs without slack, the most urgent first; arguments as of `standing`."""
     found = list(_claims(instance, fairness, quantum))
     return sorted(found, key=lambda claim: (-claim.urgency, claim.job))
 
@@ -272,7 +244,6 @@ def _claims(instance: Instance, fairness: float, quantum: float) -> Iterator[Fai
 
 
 def _is_lost(stands: FairStanding, configs: JobConfigurations) -> bool:
-    """Return whether no allocation can complete a job in time."""
     fastest = max(float(configs.speedup.max()), _TOLERANCE)
     return stands.knows_length and stands.time_left + RESERVE < stands.left / fastest
 
@@ -296,9 +267,8 @@ def _claimed(stands: FairStanding, fairness: float) -> tuple[float, float]:
 
 
 def _moved(stands: FairStanding, configs: JobConfigurations) -> float:
-    """Return the least speedup with which a job is in time, or no later, after a change.
-
-    A job that has more than its share may be changed in favour of jobs that have less.
+    """Return the least speedup with which a job is in time, or no later, after a change. A job that
+    has more than its share may be changed in favour of jobs that have less.
     """
     # A restart even for resizable jobs, because the whole job may have to move.
     change, share = configs.job.restart_seconds, stands.share.speedup

@@ -4,17 +4,16 @@
 
 is the greatest sum of values that the first j jobs reach with g units (Kellerer, Pferschy &
 Pisinger, *Knapsack Problems*, 2004, section 11.5). It is exact for integer costs, in time O(units ·
-Σ_j items_j). Items that are in no optimum are dropped first (chapter 11). With a price λ ≥ 0 per
-unit,
+Σ_j items_j). Items that are in no optimum are dropped first (chapter 11). With a price λ ≥ 0,
 
     score_jc = value_jc − λ · cost_jc          top_j = max over c of score_jc
     D        = λ · capacity + Σ_j top_j        upper bound on every choice within the capacity
     L        = the value of some choice within the capacity
 
 a choice that contains item c of job j has at most the value D − (top_j − score_jc). So items with
-top_j − score_jc > D − L can be dropped, and every optimal choice remains. At the price where D is
-least, D − L is usually below the gain of one job from a few units; of dozens of items a handful
-remain. The cheapest items of all jobs are always paid for, so g counts only the units beyond them.
+top_j − score_jc > D − L can be dropped, and every optimal choice remains: at the price where D is
+least, a handful of dozens of items. The cheapest items of all jobs are always paid for, so g counts
+only the units beyond them.
 """
 
 from __future__ import annotations
@@ -31,26 +30,18 @@ _TOLERANCE = 1e-9
 _STEPS = 40
 """Most steps to the best price; any price is valid, a good one drops more items."""
 _EXCHANGES = 8
-"""Most single exchanges that raise L."""
 
 
 def knapsack(
     costs: Sequence[Ints], values: Sequence[Floats], capacity: int
 ) -> tuple[list[int], float]:
-    """Choose one item for every job.
+    """Return the index of the chosen item of every job, and the sum of their values.
 
-    Args:
-        costs: per job, the units of each item; some item must need none.
-        values: per job, the value of each item; among equal values the cheapest is chosen.
-        capacity: units in total.
+    `costs` are units of items, some of each job 0; of equal values the cheapest is chosen.
 
-    Returns:
-        The index of the chosen item of every job, and the sum of their values.
-
-    Example:
-        >>> knapsack([np.array([0, 1]), np.array([0, 2])], [np.array([0.0, 3.0]),
-        ...     np.array([0.0, 5.0])], 2)
-        ([0, 1], 5.0)
+    >>> knapsack([np.array([0, 1]), np.array([0, 2])], [np.array([0.0, 3.0]),
+    ...     np.array([0.0, 5.0])], 2)
+    ([0, 1], 5.0)
     """
     if not costs:
         return [], 0.0
@@ -101,20 +92,11 @@ def _add_job(best: Floats, costs: Sequence[int], values: Sequence[float]) -> Flo
 
 
 def promising(costs: Sequence[Ints], values: Sequence[Floats], capacity: int) -> list[Ints]:
-    """Return the items of every job that an optimal choice may contain.
+    """Return, per job, the ascending indices of items that contain every optimal choice.
 
-    Args:
-        costs: per job, the units of each item; some item must need none.
-        values: per job, the value of each item.
-        capacity: units in total.
-
-    Returns:
-        Per job, indices of items in ascending order. They contain every optimal choice.
-
-    Example:
-        >>> promising([np.array([0, 1]), np.array([0, 1])],
-        ...     [np.array([0.0, 9.0]), np.array([0.0, 2.0])], 1)
-        [array([1]), array([0, 1])]
+    >>> promising([np.array([0, 1]), np.array([0, 1])],
+    ...     [np.array([0.0, 9.0]), np.array([0.0, 2.0])], 1)
+    [array([1]), array([0, 1])]
     """
     if not costs:
         return []
@@ -131,17 +113,12 @@ def promising(costs: Sequence[Ints], values: Sequence[Floats], capacity: int) ->
 
 
 class _Choice(NamedTuple):
-    """One item of every job."""
-
     picks: Ints
-    """(J,)"""
     units: int
     value: float
 
 
 class _Table:
-    """The items of all jobs, in two arrays: (J, C)."""
-
     def __init__(self, costs: Sequence[Ints], values: Sequence[Floats], capacity: int) -> None:
         self.capacity = capacity
         counts = np.array([len(cost) for cost in costs])
@@ -154,16 +131,13 @@ class _Table:
         self.rows: Ints = np.arange(len(counts))
 
     def choice(self, picks: Ints) -> _Choice:
-        """Return a choice with its units and values."""
         units = int(self.costs[self.rows, picks].sum())
         return _Choice(picks, units, float(self.values[self.rows, picks].sum()))
 
     def best_at(self, price: float) -> _Choice:
-        """Return the choice with the best scores."""
         return self.choice((self.values - price * self.costs).argmax(axis=1))
 
     def cheapest(self) -> _Choice:
-        """Return the best choice that needs no units."""
         return self.choice(np.where(self.costs == 0, self.values, -np.inf).argmax(axis=1))
 
 

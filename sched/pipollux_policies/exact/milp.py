@@ -38,8 +38,6 @@ _NODE_LIMIT = 5000  # search tree; a time limit would make results depend on the
 
 
 class _Choice(NamedTuple):
-    """One x."""
-
     job: int
     shape: int
     """−1: the empty allocation; −2: to stay."""
@@ -47,15 +45,12 @@ class _Choice(NamedTuple):
     num_nodes: int
     gain: float
     live: bool = False
-    """Whether a replica survives."""
 
 
 _NO_SHAPE, _STAY = -1, -2
 
 
 class _Program:
-    """Columns and rows of the program, in order of addition."""
-
     def __init__(self) -> None:
         self.upper: list[float] = []
         self.integral: list[int] = []
@@ -64,19 +59,16 @@ class _Program:
         self._bounds: list[tuple[float, float]] = []
 
     def column(self, upper: float, value: float = 0.0, *, integral: bool = True) -> int:
-        """Add a variable with values from 0 to `upper`."""
         self.upper.append(upper)
         self.value.append(value)
         self.integral.append(int(integral))
         return len(self.upper) - 1
 
     def row(self, terms: dict[int, float], low: float, high: float) -> None:
-        """Add low ≤ Σ coefficient · variable ≤ high."""
         self._rows.append(terms)
         self._bounds.append((low, high))
 
     def solve(self) -> Floats | None:
-        """Return the variables at the optimum; None if the limit was reached first."""
         entries = [(r, c, v) for r, terms in enumerate(self._rows) for c, v in terms.items()]
         rows, columns, values = (np.array(part) for part in zip(*entries, strict=True))
         matrix = csr_array((values, (rows, columns)), shape=(len(self._rows), len(self.upper)))
@@ -94,16 +86,7 @@ class _Program:
 
 
 def solve_whole(instance: Instance, worth: ObjectiveValue, gains: Floats) -> list[Placed] | None:
-    """Find the best allocation of a small cluster.
-
-    Args:
-        instance: jobs and nodes.
-        worth: computes the gains of configurations.
-        gains: the gains from `worth`.
-
-    Returns:
-        The allocation of every job; None if the search reached its limit without a solution.
-    """
+    """Return the best allocation of every job of a small cluster; None: no solution in time."""
     program = _Program()
     nodes = instance.nodes
     used: list[list[dict[int, float]]] = [[{} for _ in nodes.kinds] for _ in nodes.names]
@@ -125,12 +108,8 @@ def solve_whole(instance: Instance, worth: ObjectiveValue, gains: Floats) -> lis
 
 
 class _Part(NamedTuple):
-    """The columns of one job."""
-
     choices: dict[int, _Choice]
-    """x"""
     cells: dict[tuple[int, int], int]
-    """y by shape and node."""
 
 
 def _choices(

@@ -18,12 +18,10 @@ from pipollux_policies.placement.node_choice import Bools, Ints, amounts, frozen
 
 @dataclass(frozen=True)
 class Nodes:
-    """N usable nodes with T kinds of resources, in the order of `by_safety`."""
+    """N usable nodes with T kinds of resources, by `by_safety`: preemptible nodes come last."""
 
     names: Sequence[Any]
-    """Preemptible nodes come last."""
     gpu_types: NDArray[np.str_]
-    """(N,)"""
     kinds: Sequence[str]
     """Names of the T resources."""
     capacity: Ints
@@ -154,7 +152,6 @@ def _held(
     jobs: Mapping[Any, JobInfo],
     nodes: Mapping[Any, NodeInfo],
 ) -> Ints:
-    """Return the resources that allocations hold on each node, (N, T)."""
     index = {name: number for number, name in enumerate(places.names)}
     held = np.zeros_like(places.capacity)
     for name, allocation in allocations.items():

@@ -1,10 +1,8 @@
 """Objectives of the exact policy: sums over jobs, so that a knapsack finds the optimum.
 
 An objective gives every configuration of every job a gain, in any unit, and the policy maximises
-the sum of gains. A job's gain must not depend on the allocations of other jobs.
-
-`FairSpeedup` is Pollux's fitness (`fitness`): the power mean is a monotone function of the sum of
-the jobs' terms, so the greatest sum is the greatest fitness.
+the sum. A job's gain must not depend on the allocations of other jobs. `FairSpeedup` is Pollux's
+fitness: the power mean is a monotone function of the sum of the jobs' terms.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ class Held(NamedTuple):
     """A job's shape and replicas, on any nodes."""
 
     shape: int
-    """Index into its shapes."""
     replicas: int
 
 
@@ -33,21 +30,12 @@ class ObjectiveValue(Protocol):
     """The gains of one instance."""
 
     def gains(self) -> Floats:
-        """Return the gains of all configurations, (P,), in the order of `Instance.table`.
-
-        The gain of a configuration that a resize can reach (`JobConfigurations.live`) assumes a
-        survivor.
+        """Return the gains of all configurations, (P,), in the order of `Instance.table`. Gains of
+        configurations that a resize can reach assume a survivor.
         """
 
     def moved(self, job: int, speedup: float, held: Held, *, live: bool = False) -> float:
-        """Return the gain of a job whose allocation changes.
-
-        Args:
-            job: the index of the job.
-            speedup: the speedup on the new allocation.
-            held: the new allocation.
-            live: whether one of its replicas survives the change.
-        """
+        """Return the gain of a job whose allocation changes; `live`: a replica survives."""
 
 
 class Objective(Protocol):
@@ -57,22 +45,15 @@ class Objective(Protocol):
         """Return the promises of room that come before any gain."""
 
     def judge(self, instance: Instance, promises: Reservations) -> ObjectiveValue:
-        """Return the gains of all jobs' configurations.
-
-        Args:
-            instance: jobs and nodes, without the room on nodes that the promises close.
-            promises: from `promise`; a broken promise must outweigh all gains.
+        """Return the gains of all jobs' configurations; a broken promise outweighs all gains. The
+        instance lacks the room on nodes that the promises close.
         """
 
 
 class FairSpeedup:
-    """Pollux's objective: the power mean of speedups over the fair share, with factors for changes.
+    """Pollux's objective: the power mean of speedups over the fair share, less costs of changes.
 
-    Args:
-        power: p of the power mean; −1 is the paper's.
-
-    Raises:
-        ValueError: the power is 0 or not finite.
+    p is −1 in the paper; ValueError if it is 0 or not finite.
     """
 
     def __init__(self, power: float = -1.0) -> None:

@@ -4,10 +4,7 @@ As a sum over jobs (`objective`), the best choice within the cluster's total slo
 multiple-choice knapsack, solved exactly and fast (`relaxation`). Its value is an upper bound on any
 allocation. The placement (`assignment`) mostly reaches it, and is then optimal. Otherwise small
 clusters are solved exactly as a mixed-integer program (`milp`); for large ones the gap between both
-values bounds the loss.
-
-A job moves only if the objective gains, and an unchanged allocation keeps its list. A resizable job
-keeps as many replicas in place as possible at the same gain.
+values bounds the loss. A job moves only if the objective gains.
 """
 
 from __future__ import annotations
@@ -39,7 +36,6 @@ class Certificate:
     """An upper bound on the loss against the optimum."""
 
     value: float
-    """The reached sum of gains."""
     bound: float
     """A sum of gains that no allocation exceeds."""
 
@@ -50,17 +46,13 @@ class Certificate:
 
 
 class ExactPolicy:
-    """Allocates by exact optimisation.
+    """Allocates by exact optimisation of an objective; None: `CompletionTime()`. With
+    `FairSpeedup()` the policy solves Pollux's own problem.
 
-    Args:
-        objective: the objective to maximise; None: `CompletionTime()`. With `FairSpeedup()` the
-            policy solves Pollux's own problem.
-
-    Example:
-        >>> job = JobInfo({"slots": 1}, lambda nodes, replicas: replicas, 0.0, 1, 4)
-        >>> node = NodeInfo({"slots": 4})
-        >>> ExactPolicy().optimize({"a": job}, {"n": node}, {}, node)[0]
-        {'a': ['n', 'n', 'n', 'n']}
+    >>> job = JobInfo({"slots": 1}, lambda nodes, replicas: replicas, 0.0, 1, 4)
+    >>> node = NodeInfo({"slots": 4})
+    >>> ExactPolicy().optimize({"a": job}, {"n": node}, {}, node)[0]
+    {'a': ['n', 'n', 'n', 'n']}
     """
 
     adapts_batch_size: ClassVar[bool] = True
@@ -97,17 +89,8 @@ class ExactPolicy:
         base_allocations: Mapping[Any, Sequence[Any]],
         node_template: NodeInfo,
     ) -> tuple[dict[Any, Allocation], int]:
-        """Allocate the whole cluster.
-
-        Args:
-            jobs: all jobs that are not done, by name.
-            nodes: all nodes with the resources that jobs may use, by name.
-            base_allocations: one node name per replica of each running job.
-            node_template: a node that could be rented; fair shares count its resources.
-
-        Returns:
-            The allocation of every job (empty: the job is queued), and the present number of nodes;
-            `autoscale` decides how many there should be.
+        """Return every job's allocation (empty: it is queued), and the present number of nodes. An
+        unchanged allocation keeps its list. `node_template` could be rented: fair shares count it.
         """
         allocations, _ = self.solve(jobs, nodes, base_allocations, node_template)
         return allocations, len(nodes)
@@ -188,7 +171,6 @@ def _filled(
     keep: bool,
     at_home: bool = False,
 ) -> tuple[Assignment, bool]:
-    """Return an arrangement, and whether every job got its chosen configuration."""
     assignment = Assignment(instance, worth, gains)
     complete = assignment.fill(chosen, keep=keep, at_home=at_home)
     assignment.improve()

@@ -7,16 +7,14 @@ Symbols are those of `completion_time`:
     c_j     (age_j + L_j)^q      divided by the mean over all jobs
     rank_j  the sum of c over job j and all jobs with T / c of at least its own
 
-With q = 0 every c is 1, and the rank is the number of jobs with at least as much left: if shorter
-jobs go first, these wait for each second of job j's work. With q > 0 each waiting second is
-weighted by what it adds to the sum of JCT^(1 + q), where age_j + L_j stands for the completion time
-of job j: late jobs count more, and go before others with as much left. The order by T / c is
+With q = 0 every c is 1: a rank is the number of jobs that wait if shorter jobs go first. With q > 0
+each waiting second is weighted by what it adds to the sum of JCT^(1 + q), where age_j + L_j stands
+for the JCT: late jobs count more, and go before others with as much left. The order by T / c is
 Smith's rule; with q = 1 it is highest response ratio next.
 
 *Long* jobs are those with T / c above `LONG` times its mean over all jobs. Their order matters
-little for the average, as each of them takes long, but much for the end of the last one: one after
-the other on many GPUs each they scale worst. So all of them get the mean of their rank^a, and are
-trained side by side.
+little for the average, but much for the end of the last one: one after the other on many GPUs each
+they scale worst. So all of them get the mean of their rank^a, and are trained side by side.
 """
 
 from __future__ import annotations
@@ -32,8 +30,7 @@ from pipollux_policies.placement.node_choice import Floats, Ints
 from .configurations import Instance, JobConfigurations
 
 LONG = 2.0
-"""A job is long from this multiple of the mean remaining work. Jobs of similar lengths, as in a
-sweep, are not long."""
+"""A job is long from this multiple of the mean work left; jobs of similar lengths are not."""
 
 
 class Units(NamedTuple):
@@ -42,7 +39,6 @@ class Units(NamedTuple):
     total: Floats
     """u: the job's own time plus the share of the cluster that it takes from others."""
     own: Floats
-    """The job's own time, in the same configuration."""
 
 
 def unit_costs(instance: Instance) -> Units:
@@ -60,14 +56,7 @@ def unit_costs(instance: Instance) -> Units:
 
 
 def mean_powers(instance: Instance, unit: Units, power: float, tail: float) -> Floats:
-    """Return E[rank^a] of each job; long jobs get their mean.
-
-    Args:
-        instance: the jobs.
-        unit: from `unit_costs`.
-        power: a.
-        tail: q.
-    """
+    """Return E[rank^a] of each job, with the power a and the tail q; long jobs get their mean."""
     jobs = instance.jobs
     work = [configs.job.likely_work or (0.0,) for configs in jobs]
     counts = np.array([len(values) for values in work], np.int64)
@@ -102,7 +91,6 @@ def _costs(ends: Floats, counts: Ints, tail: float) -> Floats:
 
 
 def _job_means(values: Floats, counts: Ints) -> Floats:
-    """Return the mean over each job's values."""
     first = np.cumsum(counts) - counts
     means = np.empty(len(counts))
     for count in np.unique(counts).tolist():
@@ -112,13 +100,8 @@ def _job_means(values: Floats, counts: Ints) -> Floats:
 
 
 def _ranks(jobs: Sequence[JobConfigurations], left: Floats, costs: Floats, counts: Ints) -> Floats:
-    """Return the expected rank of each value of the remaining work, in order of jobs.
-
-    Args:
-        jobs: the jobs, oldest first.
-        left: T / c of each value.
-        costs: c of each value.
-        counts: the number of values of each job.
+    """Return the expected rank of each value of the remaining work, in order of jobs. `left` is T /
+    c and `costs` c of each value; `counts` the number of values of each job.
     """
     means = _job_means(costs, counts)
     turns = _turns(jobs)
@@ -152,9 +135,8 @@ def _families(jobs: Sequence[JobConfigurations]) -> list[list[int]]:
 
 
 def _turns(jobs: Sequence[JobConfigurations]) -> Ints:
-    """Return the order of jobs with equal work left; the last one has the highest rank.
-
-    The last is the one that has done and held least, as most jobs are short, then the oldest.
+    """Return the order of jobs with equal work left; the last one has the highest rank. The last is
+    the one that has done and held least, as most jobs are short, then the oldest.
     """
     infos = [configs.job for configs in jobs]
     order = sorted(
@@ -167,13 +149,8 @@ def _turns(jobs: Sequence[JobConfigurations]) -> Ints:
 
 
 def _others_with_more(left: Floats, costs: Floats, counts: Ints, turns: Ints) -> Floats:
-    """Return the expected costs of the other jobs with at least as much left, for each value.
-
-    Args:
-        left: by job, the oldest first, equally likely values.
-        costs: of each value.
-        counts: the number of values of each job.
-        turns: by job, the order of jobs with equal work left.
+    """Return, for each value, the expected costs of the other jobs with at least as much left.
+    `turns` is the order of jobs with equal work left.
     """
     owner = np.repeat(np.arange(len(counts)), counts)
     share = costs / counts[owner]

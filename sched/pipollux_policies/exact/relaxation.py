@@ -1,11 +1,9 @@
 """The best choice of configurations within the total resources of the cluster.
 
-All nodes count as one node with their total resources. Every choice that can be placed on nodes can
-be chosen here, so the value of this choice bounds that of any allocation.
-
-With one type of GPU only the scarcest resource is counted, and the choice is a multiple-choice
-knapsack (`knapsack`). With jobs for one of several types, it is a mixed-integer program over the
-configurations and the resources of each type, solved to its optimum by HiGHS (Huangfu & Hall,
+All nodes count as one with their total resources, so the value of this choice bounds that of any
+allocation. With one type of GPU only the scarcest resource is counted, and the choice is a
+multiple-choice knapsack (`knapsack`). With jobs for one of several types, it is a mixed-integer
+program over the configurations and the resources of each type, solved by HiGHS (Huangfu & Hall,
 2018):
 
     max Σ gain_c · x_c     Σ_c∈job x_c = 1     Σ_c cost_c,t · x_c ≤ capacity_t     x_c ∈ {0, 1}
@@ -30,21 +28,14 @@ SCALE = 1e5
 
 
 _MOST_UNITS = 10**6
-"""Most units of the scarcest resource for dynamic programming."""
 
 
 def relax(instance: Instance, gains: Floats, *, whole_nodes: bool = False) -> tuple[Ints, float]:
-    """Choose one configuration for every job.
+    """Return the best configuration for every job, (J,), and the sum of their gains.
 
-    Args:
-        instance: jobs and nodes.
-        gains: the gains of all configurations, (P,).
-        whole_nodes: count a configuration on several nodes, except the one to stay, as if it took
-            these nodes whole: the choice then fits where distributed jobs must not share nodes.
-
-    Returns:
-        The configuration of every job, (J,), and the sum of their gains. No allocation exceeds it,
-        except with `whole_nodes`.
+    No allocation exceeds it, except with `whole_nodes`: then a configuration on several nodes,
+    except the one to stay, counts as if it took these nodes whole, so that the choice fits where
+    distributed jobs must not share nodes.
     """
     table = instance.table
     preferred = gains.copy()
@@ -79,7 +70,6 @@ def _costs_of_whole_nodes(instance: Instance) -> Ints:
 
 
 def _scarcest(instance: Instance, costs: Ints) -> int:
-    """Return the scarcest resource relative to what all jobs could use."""
     wanted = np.maximum.reduceat(costs, instance.table.first[:-1], axis=0).sum(axis=0)
     free = instance.nodes.free.sum(axis=0)
     return int((wanted / np.maximum(free, 1)).argmax())

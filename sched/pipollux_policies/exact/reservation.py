@@ -1,17 +1,16 @@
 """Promises of room to jobs that are behind, the furthest behind first.
 
-A job that is behind (`completion_time`: it has held slots for less than its part of its life) gets
-its least configuration before other jobs get more. If not all jobs that are behind fit together, a
-sum over jobs would prefer narrow jobs forever. So the order is strict:
+A job that is behind (`completion_time`) gets its least configuration before other jobs get more. If
+not all of them fit together, a sum over jobs would always prefer narrow ones. So the order is
+strict:
 
 1. A running job within its turn keeps its least configuration, in place.
-2. Then the others, by seconds behind, whatever their width. Each is placed as if only pinned jobs
-   and the jobs before it were present. If it does not fit although enough is free in total, earlier
-   jobs that are in its way are placed elsewhere.
+2. Then the others, by seconds behind. Each is placed as if only pinned jobs and the jobs before it
+were present. If it does not fit although enough is free in total, earlier jobs that are in its way
+are placed elsewhere.
 3. For a job that does not fit, the node with most of its room free is closed: it accepts no new
-   jobs, so that it drains. Its free room can only grow, and another node is chosen only if it has
-   more. So the next decision closes the same node until the job fits, without any state between
-   decisions.
+jobs, so that it drains. Another node is chosen only if it has more free room, so the next decision
+closes the same node until the job fits, without any state between decisions.
 
 At most the promised part of the cluster's nodes are closed at once, and at least one may be. The
 queue ahead of a waiting job never grows, as all jobs fall behind at the same rate.
@@ -38,14 +37,12 @@ from .configurations import Instance
 from .fair_share import FairClaim
 
 _ATTEMPTS = 8
-"""Most nodes on which room is made for one job."""
 
 
 class Behind(NamedTuple):
     """A job that has held slots for less than its part."""
 
     job: int
-    """Index into the instance's jobs."""
     seconds: float
     """Seconds for which it should have held its least configuration by now, minus those it did."""
 
@@ -54,7 +51,6 @@ class Least(NamedTuple):
     """One shape of a job with its fewest replicas."""
 
     shape: int
-    """Index into the job's shapes."""
     replicas: int
     slots: int
 
@@ -67,12 +63,10 @@ class Place(NamedTuple):
 
 
 class Floor(NamedTuple):
-    """The least speedups that keep a promise."""
+    """The least speedups that keep a promise, for a job that stays as it is, or is changed."""
 
     stays: float = 0.0
-    """For a job that stays as it is."""
     moved: float = 0.0
-    """For a job whose allocation changes."""
 
 
 @dataclass(frozen=True)
@@ -82,15 +76,13 @@ class Reservations:
     places: dict[int, Place] = field(default_factory=dict)
     """By job; all of them fit together, beside the pinned jobs."""
     closed: tuple[int, ...] = ()
-    """Nodes that accept no new jobs."""
     floors: dict[int, Floor] = field(default_factory=dict)
     """By job, the speedups that keep its promise; without an entry, any allocation does."""
 
 
 def least_configurations(instance: Instance, job: int) -> list[Least]:
-    """Return the least configuration of a job in each of its shapes, the fewest slots first.
-
-    Shapes that fit nowhere now are included: pinned jobs may be in the way.
+    """Return the least configuration of a job in each of its shapes, the fewest slots first. Shapes
+    that fit nowhere now are included: pinned jobs may be in the way.
     """
     first = instance.table.first_shape[job]
     shapes = instance.jobs[job].shapes
@@ -114,12 +106,8 @@ def least_slots(instance: Instance) -> Ints:
 
 
 def keep(instance: Instance, behind: Sequence[Behind], part: float) -> Reservations:
-    """Promise room to jobs that are behind.
-
-    Args:
-        instance: jobs and nodes.
-        behind: the jobs; running ones that may stay keep their least configuration.
-        part: the share of nodes that may be closed; one may always be.
+    """Promise room to jobs that are behind; running ones that may stay keep their least
+    configuration. `part` is the share of nodes that may be closed; one may always be.
     """
     if not behind or not instance.nodes.names:
         return Reservations()
@@ -135,15 +123,10 @@ def keep(instance: Instance, behind: Sequence[Behind], part: float) -> Reservati
 
 
 def grant(instance: Instance, claims: Sequence[FairClaim], part: float) -> Reservations:
-    """Promise jobs the speedups that they claim, as many as fit, in order of the claims.
+    """Promise jobs the speedups that they claim, as many as fit, the most urgent first.
 
     If the claim does not fit, a job is promised the most that fits; if nothing fits, it is served
     as in `keep`: others make room for its least configuration, or a node drains.
-
-    Args:
-        instance: jobs and nodes.
-        claims: the claims, the most urgent first.
-        part: the share of nodes that may be closed; one may always be.
     """
     if not claims or not instance.nodes.names:
         return Reservations()
@@ -163,7 +146,6 @@ class _Ledger:
         self._capacity = NodeCapacity(instance.nodes.free)
         self._open: Bools = np.ones(len(instance.nodes.names), dtype=bool)
         self._still_open: dict[int, Bools] = {}
-        """The open nodes of each `Nodes.allowed`, by its id."""
         self._most_closed = most_closed
         self._hopeless: set[tuple[bytes, bytes, int]] = set()
         self._joining: Ints = np.zeros(len(instance.nodes.names), dtype=np.int64)
@@ -171,7 +153,6 @@ class _Ledger:
         self.closed: list[int] = []
 
     def hold(self, job: int) -> None:
-        """Promise a running job its least configuration, within its current allocation."""
         configs = self._instance.jobs[job]
         stay = configs.stay
         assert stay is not None  # noqa: S101  # it has a base
@@ -187,7 +168,6 @@ class _Ledger:
         self._put(job, Place(shape, tuple(sorted(nodes))))
 
     def promise(self, job: int) -> None:
-        """Promise a job room, or close nodes for it."""
         leasts = least_configurations(self._instance, job)
         for least in leasts:
             need, allowed = self._wanted(job, least)
@@ -209,10 +189,8 @@ class _Ledger:
         return need.tobytes(), allowed.tobytes(), least.replicas
 
     def grant(self, claim: FairClaim) -> None:
-        """Promise a job its claim, or the most that fits.
-
-        A running job keeps its allocation if a change saves less than it costs: there may be room
-        only for its present size.
+        """Promise a job its claim, or the most that fits. A running job stays if a change saves
+        less than it costs: there may be room only for its size.
         """
         place = self._kept(claim) or self._found(claim.job, claim.wanted)
         if place is not None and not self._is_worth(claim, place):
@@ -234,7 +212,6 @@ class _Ledger:
         return Floor(stays, min(claim.moved, has))
 
     def _kept(self, claim: FairClaim) -> Place | None:
-        """Return a job's current place if it is sufficient and still fits."""
         configs = self._instance.jobs[claim.job]
         stay = configs.stay
         if stay is None or configs.speedup[stay] < claim.stays:
@@ -242,7 +219,6 @@ class _Ledger:
         return self._base(claim.job)
 
     def _base(self, job: int) -> Place | None:
-        """Return a job's current place if it may stay and still fits."""
         configs = self._instance.jobs[job]
         stay = configs.stay
         if stay is None:

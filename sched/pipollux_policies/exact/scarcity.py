@@ -1,20 +1,15 @@
 """The cost of slots on a scarce type of GPU, charged to jobs that could run on another type.
 
 Jobs that can run on one type of GPU only, for example because of its memory, are *captive*: they
-all wait for any other job on these GPUs, even while other GPUs stand idle. Symbols:
-
-    n_t        captive jobs of type t
-    share      largest share of any resource of the nodes of its type that one replica holds
-    R          replicas
-
-In each second, a job with a choice that holds R replicas on type t delays every captive job by
-`share · R` seconds of the whole type. So it is charged
+all wait for any other job on these GPUs, even while other GPUs stand idle. With n_t captive jobs of
+type t, and the largest `share` of any resource of its nodes that one replica holds, a job with a
+choice that holds R replicas there delays each captive job by `share · R` seconds of the whole type
+in each second, and is charged
 
     n_t · share · R
 
 seconds of waiting per second. A sum over the present jobs does not contain this cost: captive jobs
-wait until the type has worked off its queue. Captive jobs are not charged, and without captive jobs
-nobody is: on one type of GPU nothing changes.
+wait until the type has worked off its queue. Without captive jobs nobody is charged.
 """
 
 from __future__ import annotations

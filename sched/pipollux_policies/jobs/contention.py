@@ -1,4 +1,4 @@
-"""The number of unfinished jobs over time, which divides a cluster into equal shares."""
+"""The number of unfinished jobs over time."""
 
 from __future__ import annotations
 
@@ -8,14 +8,10 @@ import numpy as np
 
 
 class Contention:
-    """The number of unfinished jobs over time.
+    """The number of unfinished jobs over time, from (arrival, completion) of every job.
 
-    Args:
-        lifetimes: (arrival, completion) of every job.
-
-    Example:
-        >>> Contention([(0.0, 10.0), (5.0, 10.0)]).mean(0.0, 10.0)
-        1.5
+    >>> Contention([(0.0, 10.0), (5.0, 10.0)]).mean(0.0, 10.0)
+    1.5
     """
 
     def __init__(self, lifetimes: Sequence[tuple[float, float]]) -> None:
@@ -28,17 +24,12 @@ class Contention:
         self._area = np.concatenate([[0.0], np.cumsum(np.diff(self._times) * counts[:-1])])
 
     def mean(self, begin: float, end: float) -> float:
-        """Return the time average of the number of unfinished jobs from `begin` to `end`."""
+        """Return the time average from `begin` to `end`."""
         low, high = np.interp([begin, end], self._times, self._area)
         return float((high - low) / (end - begin))
 
     def means(self, arrivals: Mapping[str, float], now: float) -> dict[str, float]:
-        """Return the time average of the number of unfinished jobs over each job's life so far.
-
-        Args:
-            arrivals: arrival time by job; jobs that arrive at `now` are left out.
-            now: the end of all averages.
-        """
+        """Return the time average over each job's life until `now`, of jobs that arrived before."""
         old = {name: arrival for name, arrival in arrivals.items() if arrival < now}
         begins = np.array([*old.values()])
         low = np.interp(begins, self._times, self._area)

@@ -2,10 +2,8 @@
 
 A job asks for resources per pipeline replica, and a replica's resources lie on ONE node. A policy
 therefore sees a replica of K stages as ``{"slots": K, ...}`` and never splits it. The value of an
-allocation is one function: the speedup over one replica (Pollux, OSDI'21, §4.2).
-
-A job with several possible numbers of stages, or with type-specific speedups, lists them in
-`shapes`: each entry has the resources of one replica and its speedup.
+allocation is one function: the speedup over one replica (Pollux, OSDI'21, §4.2). A job with several
+possible numbers of stages, or with type-specific speedups, lists them in `shapes`.
 """
 
 from __future__ import annotations
@@ -27,8 +25,7 @@ MEASURED_REACH = 4
 """A job may get at most this many times the replicas on which it was measured.
 
 Pollux and AdaptDL use 2. With 4 a job reaches its final size after half the restarts, and can skip
-a size that is worse than a smaller and a larger one, such as the first size on two nodes.
-"""
+a size that is worse than a smaller and a larger one, such as the first size on two nodes."""
 SpeedupCallable: TypeAlias = Callable[[Any, Any], Any]
 """``speedup(num_nodes, num_replicas)``: equal-shaped integer arrays in, array of floats out."""
 
@@ -37,16 +34,11 @@ SpeedupCallable: TypeAlias = Callable[[Any, Any], Any]
 class ReplicaShape:
     """One way to run a replica of a job: a number of stages, and possibly a type of GPU.
 
-    Example:
-        >>> ReplicaShape(4, {"slots": 4}, lambda nodes, replicas: 2.5 * replicas).num_stages
-        4
-
-    Raises:
-        ValueError: the number of stages or a resource is out of range; the message names it.
+    >>> ReplicaShape(4, {"slots": 4}, lambda nodes, replicas: 2.5 * replicas).num_stages
+    4
     """
 
     num_stages: int
-    """K."""
     resources: Mapping[str, int]
     """The resources of ONE replica of this shape, on ONE node."""
     speedup_fn: SpeedupCallable
@@ -81,12 +73,8 @@ class ReplicaShape:
 def find_speedups(
     asked: Iterable[tuple[ReplicaShape, Any, Any]],
 ) -> list[NDArray[np.float64]]:
-    """Return the speedups of many jobs; missing ones are computed together.
-
+    """Return the speedups of many jobs, on integers or arrays; missing ones are computed together.
     Speedups that are not a `SpeedupFunction` are computed one by one.
-
-    Args:
-        asked: shapes, each with numbers of nodes and of replicas: integers, or arrays of one shape.
     """
     questions = [(shape.speedup_fn, nodes, replicas) for shape, nodes, replicas in asked]
     together = [
@@ -107,14 +95,10 @@ def find_speedups(
 
 @dataclass(frozen=True)
 class JobInfo:
-    """One job, as policies see it.
+    """One job, as policies see it; ValueError if a number is out of range.
 
-    Example:
-        >>> JobInfo({"slots": 2}, lambda nodes, replicas: replicas, 0.0, 1, 4).num_stages
-        1
-
-    Raises:
-        ValueError: a bound, a resource or a time is out of range; the message names it.
+    >>> JobInfo({"slots": 2}, lambda nodes, replicas: replicas, 0.0, 1, 4).num_stages
+    1
     """
 
     resources: Mapping[str, int]
@@ -126,7 +110,6 @@ class JobInfo:
     min_replicas: int
     """The fewest replicas: the job gets at least this many, or nothing."""
     max_replicas: int
-    """The most replicas."""
     preemptible: bool = True
     """False: once the job runs, its allocation stays unchanged (it is pinned)."""
     num_stages: int = 1
@@ -134,14 +117,11 @@ class JobInfo:
     age: float = 0.0
     """Seconds since submission."""
     num_restarts: int = 0
-    """Number of restarts so far."""
     restart_seconds: float = DEFAULT_RESTART_SECONDS
     """Seconds without training that one restart costs this job."""
     num_rescales: int = 0
-    """Number of elastic resizes so far."""
     rescale_seconds: float | None = None
-    """Seconds without training that one elastic resize costs the surviving replicas; None: the job
-    cannot be resized, and every change is a restart (`change_cost`)."""
+    """Seconds that an elastic resize costs the surviving replicas; None: changes are restarts."""
     gpu_type: str | None = None
     """The only type of GPU that the job's own shape is for; None: any."""
     shapes: tuple[ReplicaShape, ...] = ()
@@ -149,19 +129,15 @@ class JobInfo:
     attained_service: float = 0.0
     """Slot-seconds that the job has held so far."""
     remaining_work: float | None = None
-    """Seconds of training that one replica of the job's own shape still needs; on an allocation,
-    divide by the speedup. None: unknown."""
+    """Seconds that one replica of the job's own shape still trains; None: unknown."""
     work_left: tuple[float, ...] = ()
-    """Equally likely values of `remaining_work`, where only a distribution is known (`lengths`);
-    `remaining_work` is then None."""
+    """Equally likely values of `remaining_work`, which is then None, for unknown lengths."""
     work_done: float = 0.0
     """Seconds of one-replica training that the job has done, at its present goodput."""
     mean_jobs: float | None = None
-    """Number of unfinished jobs, averaged over its life so far, at least 1; None: the present
-    number."""
+    """Average number of unfinished jobs over its life so far, at least 1; None: the present one."""
     allowed_replicas: int | None = None
-    """The most replicas that its user allows, if `max_replicas` is lower until the job has been
-    measured on more; None: `max_replicas`."""
+    """The user's limit, if `max_replicas` is lower until the job is measured on more."""
     family: str = ""
     """Jobs of one family have similar lengths (`lengths`); empty: no family."""
     requested_replicas: int | None = None
@@ -171,7 +147,6 @@ class JobInfo:
     priority: int = 0
     """Jobs with higher priority go first if teams are configured."""
     preempts: bool = True
-    """Whether it may preempt jobs of lower priority."""
 
     def __post_init__(self) -> None:
         _check_resources(self.resources)
@@ -221,21 +196,13 @@ class JobInfo:
         return self.num_restarts + self.num_rescales
 
     def change_seconds(self, *, live: bool) -> float:
-        """Return the seconds without training of one more change.
-
-        Args:
-            live: whether a replica survives; the cheaper kind of change then counts.
-        """
+        """Return the seconds without training of one more change; `live`: a replica survives."""
         if live and self.rescale_seconds is not None:
             return min(self.rescale_seconds, self.restart_seconds)
         return self.restart_seconds
 
     def change_factor(self, *, live: bool) -> float:
-        """Return the factor on the job's speedup if its allocation changes now: `restart_cost`.
-
-        Args:
-            live: whether a replica survives in place.
-        """
+        """Return the factor on the job's speedup if its allocation changes now: `restart_cost`."""
         lost = self.num_restarts * self.restart_seconds
         lost += self.num_rescales * self.change_seconds(live=True)
         return change_factor(self.age, lost, self.change_seconds(live=live))

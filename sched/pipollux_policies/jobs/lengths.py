@@ -2,13 +2,9 @@
 
 Most users cannot predict when their jobs stop. But jobs come in families (a script that runs again
 and again), and most jobs are short. So the remaining work of a job is a distribution, and policies
-use all of it (`completion_time`). Symbols, in seconds of one replica of the job:
-
-    a    work that it has done
-    X    its whole work, a random variable
-    x_i  whole work of a completed job i
-
-The distribution of X, given that X > a, is a weighted sample of:
+use all of it (`completion_time`). In seconds of one replica of the job, let a be the work that it
+has done, X its whole work, a random variable, and x_i the whole work of a completed job i. The
+distribution of X, given that X > a, is a weighted sample of:
 
 * every completed job, at x_i: with `FAMILY_WEIGHT` if it is of the job's family, else with 1. Jobs
   of a family have a similar number of samples, from which x_i follows;
@@ -39,7 +35,6 @@ DECLARED_WEIGHT = 20.0
 TAIL = 0.5
 LEAST_WORK = 60.0
 NUM_VALUES = 16
-"""Number of values that represent a distribution."""
 _TAIL_POINTS = 24
 _LONGEST_TAIL = 1e3
 """Pareto's law is cut off at this multiple of the work done, as it has no mean."""
@@ -54,20 +49,15 @@ _NUMBER = re.compile(r"[-_.]?\d+$")
 def family_of(name: str) -> str:
     """Return the default family of a job: its name without the number at its end.
 
-    Example:
-        >>> family_of("resnet-17"), family_of("17")
-        ('resnet', '17')
+    >>> family_of("resnet-17"), family_of("17")
+    ('resnet', '17')
     """
     return _NUMBER.sub("", name) or name
 
 
 @dataclass(frozen=True)
 class CompletedJob:
-    """The length of a completed job.
-
-    Raises:
-        ValueError: an amount is not above 0.
-    """
+    """The length of a completed job; ValueError if an amount is not above 0."""
 
     family: str
     samples: float
@@ -88,19 +78,17 @@ class CompletedJob:
 class LengthHistory:
     """The completed jobs of a cluster, and the length estimates that follow from them.
 
-    Example:
-        >>> history = LengthHistory()
-        >>> for _ in range(50):
-        ...     history.add(CompletedJob("resnet", samples=6000.0, work=60.0))
-        >>> left = history.work_left("resnet", trained=1000.0, goodput=100.0)
-        >>> left[7]
-        50.0
+    >>> history = LengthHistory()
+    >>> for _ in range(50):
+    ...     history.add(CompletedJob("resnet", samples=6000.0, work=60.0))
+    >>> left = history.work_left("resnet", trained=1000.0, goodput=100.0)
+    >>> left[7]
+    50.0
     """
 
     _all: list[CompletedJob] = field(default_factory=list)
     _families: dict[str, list[CompletedJob]] = field(default_factory=dict)
     _untrained: dict[tuple[Any, ...], tuple[float, ...]] = field(default_factory=dict)
-    """Cached results for jobs that have trained nothing yet: thousands of equal ones may wait."""
 
     def __len__(self) -> int:
         """Return the number of jobs that count."""
@@ -130,18 +118,11 @@ class LengthHistory:
         declared: float | None = None,
         relatives: Sequence[float] = (),
     ) -> tuple[float, ...]:
-        """Return equally likely values of the remaining work of a job, in ascending order.
+        """Return `NUM_VALUES` equally likely values of a job's remaining work, in ascending order.
 
-        Args:
-            family: the family of the job.
-            trained: samples so far, in units of the initial batch size's samples.
-            goodput: of one replica, in such samples per second.
-            declared: the declared total of such samples; None: not declared.
-            relatives: totals that unfinished jobs of its family declare; ignored if the job
-                declares one.
-
-        Returns:
-            `NUM_VALUES` values, in seconds of one replica; empty while the goodput is unknown.
+        In seconds of one replica; empty while the goodput is unknown. Samples are in units of the
+        initial batch size's: `trained`, `declared`, and `relatives`, totals that unfinished jobs of
+        its family declare, which are ignored if the job declares one.
         """
         if not 0 < goodput < math.inf or not trained >= 0:
             return ()

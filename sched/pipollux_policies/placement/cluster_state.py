@@ -1,9 +1,8 @@
 """The allocations of a cluster, by name, while jobs are placed one after another.
 
-Enforces every rule of `rules` about nodes: replicas lie whole on usable nodes of the right type of
-GPU, nothing is overcommitted, and a node carries at most one distributed job. A pinned job may
-share its nodes with another distributed job that is already there, but no new one is placed beside
-it: otherwise the result would depend on when exactly a job has started.
+Enforces every rule of `rules` about nodes. A pinned job may share its nodes with another
+distributed job that is already there, but no new one is placed beside it: otherwise the result
+would depend on when exactly a job has started.
 """
 
 from __future__ import annotations
@@ -41,19 +40,17 @@ from .node_choice import (
 class ReplicaRequest:
     """A number of replicas of one job, and the nodes and shapes to choose from.
 
-    Example:
-        >>> shape = ReplicaShape(2, {"slots": 2}, lambda nodes, replicas: replicas)
-        >>> ReplicaRequest((shape,), 4, max_nodes=2).num_replicas
-        4
+    >>> shape = ReplicaShape(2, {"slots": 2}, lambda nodes, replicas: replicas)
+    >>> ReplicaRequest((shape,), 4, max_nodes=2).num_replicas
+    4
     """
 
     shapes: tuple[ReplicaShape, ...]
     """The acceptable shapes, best first; all replicas have the same one."""
     num_replicas: int
     within: frozenset[Any] | None = None
-    """The acceptable nodes; None: all."""
+    """None: all nodes are acceptable."""
     max_nodes: int | None = None
-    """The most nodes; None: no limit."""
     stay: Allocation | None = None
     """The only acceptable allocation; the other fields are then ignored."""
 
@@ -61,21 +58,14 @@ class ReplicaRequest:
 class ClusterState:
     """The nodes, their free resources, and the allocations of jobs.
 
-    A new state contains the pinned jobs, on all nodes.
+    A new state contains the pinned jobs, on all nodes. `base_allocations` are those that jobs may
+    keep, `running` those in which they run, if they differ; survivors of a change belong to these.
 
-    Args:
-        jobs: all jobs, by name.
-        nodes: all nodes, by name.
-        base_allocations: allocations that jobs may keep.
-        running: the allocations in which jobs run, if they differ; replicas that survive a change
-            belong to these.
-
-    Example:
-        >>> from pipollux_policies import JobInfo, NodeInfo
-        >>> job = JobInfo({"slots": 2}, lambda nodes, replicas: replicas, 0.0, 1, 4)
-        >>> state = ClusterState({"job": job}, {"node": NodeInfo({"slots": 4})}, {})
-        >>> state.find("job", ReplicaRequest(job.all_shapes, 2))
-        ['node', 'node']
+    >>> from pipollux_policies import JobInfo, NodeInfo
+    >>> job = JobInfo({"slots": 2}, lambda nodes, replicas: replicas, 0.0, 1, 4)
+    >>> state = ClusterState({"job": job}, {"node": NodeInfo({"slots": 4})}, {})
+    >>> state.find("job", ReplicaRequest(job.all_shapes, 2))
+    ['node', 'node']
     """
 
     def __init__(
@@ -100,22 +90,16 @@ class ClusterState:
         self._num_movable: Ints = np.zeros(len(infos), dtype=np.int64)
         self._masks: dict[frozenset[Any], Bools] = {}
         self.allocations: dict[Any, Allocation] = {}
-        """Allocations by job, without queued jobs."""
         self.pinned = {
             name
             for name, job in jobs.items()
             if is_pinned(job, base_allocations.get(name, ()), nodes)
         }
-        """Jobs whose allocations must not change."""
         for name in by_arrival({name: jobs[name] for name in self.pinned}):
             self.put(name, as_allocation(jobs[name], base_allocations[name], nodes))
 
     def keep_running(self, wanted: Callable[[Any, Allocation], bool] | None = None) -> None:
-        """Keep running jobs on their nodes unless that breaks a rule.
-
-        Args:
-            wanted: returns whether a job, by name, may keep this allocation; None: all may.
-        """
+        """Keep running jobs on their nodes, if `wanted` (None: all), unless that breaks a rule."""
         for name in by_arrival(self._jobs):
             if name in self.allocations or not self._base.get(name):
                 continue
@@ -199,11 +183,8 @@ class ClusterState:
         """Find nodes for a job that holds nothing (`find_nodes`), preemptible nodes last.
 
         Replicas of a resizable job stay in place if that needs no more nodes, and no more
-        preemptible ones.
-
-        Returns:
-            An allocation; None only if the request cannot be met, so that freeing room never makes
-            it harder to meet.
+        preemptible ones. None only if the request cannot be met: freeing room never makes that
+        harder.
         """
         if request.stay is not None:
             return request.stay if self.fits(name, request.stay) else None
@@ -247,11 +228,7 @@ class ClusterState:
 
 
 class Budget:
-    """The total resources of a cluster, as if each type of GPU were one node.
-
-    Args:
-        free: amounts by type of GPU, then by kind of resource.
-    """
+    """The total resources of a cluster by type of GPU, as if each type were one node."""
 
     def __init__(self, free: Mapping[str, Mapping[str, int]]) -> None:
         self._free = {gpu_type: dict(amounts) for gpu_type, amounts in free.items()}

@@ -12,15 +12,8 @@ from pipollux_policies.jobs.job_info import JobInfo, NodeInfo
 
 
 def place_arrival(job_info: JobInfo, nodes: Mapping[Any, NodeInfo]) -> Allocation:
-    """Place a job's fewest replicas on the first node with room, without moving other jobs.
-
-    Args:
-        job_info: the job.
-        nodes: nodes with their FREE resources.
-
-    Returns:
-        `min_replicas` (at least one) replicas on one usable node, safe nodes before preemptible
-        ones, in the first of the job's shapes that fits; else an empty allocation.
+    """Place a job's fewest replicas on the first node with enough FREE resources, if any. Safe
+    nodes come before preemptible ones. The first of the job's shapes that fits is used.
     """
     usable, replicas = usable_nodes(nodes), job_info.least_replicas
     for shape in job_info.all_shapes:

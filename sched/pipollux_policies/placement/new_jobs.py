@@ -29,15 +29,11 @@ def place_in_order(
     *,
     queue: bool = True,
 ) -> dict[str, Allocation]:
-    """Return the allocations of the jobs that start at once.
+    """Return the allocations of the jobs that start at once, of `waiting` in order of arrival.
 
-    Args:
-        waiting: names of the jobs without an allocation, in order of arrival.
-        free: the nodes with their free resources.
-        place: returns an allocation of one job on free resources, possibly empty.
-        weighed: jobs that only the policy may start: jobs that it suspended, and new jobs with
-            inherited hints, which may get more than their minimum.
-        queue: whether a job that has to wait also holds back the jobs after it.
+    `place` returns an allocation on free resources, possibly empty. Only the policy may start
+    `weighed` jobs: suspended ones, and new ones with inherited hints, which may get more than their
+    minimum. With `queue`, a job that has to wait also holds back the jobs after it.
     """
     left, placed = dict(free), dict[str, Allocation]()
     for name in waiting:
@@ -51,7 +47,6 @@ def place_in_order(
 
 
 def _subtract(free: dict[Any, NodeInfo], given: Allocation) -> None:
-    """Subtract an allocation from the free resources of its nodes."""
     assert given.shape is not None  # noqa: S101  # an allocation that is not empty has one
     for name in given:
         left = dict(free[name].resources)

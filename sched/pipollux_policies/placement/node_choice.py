@@ -55,27 +55,20 @@ def find_nodes(
     claimed: Ints | None = None,
     max_nodes: int | None = None,
 ) -> NodeCounts | None:
-    """Find nodes for all replicas of a job; None if they do not fit.
+    """Find nodes for all replicas of a job, at least 1; None if they do not fit in `max_nodes`.
 
-    Args:
-        counts: (N,), how many of the replicas fit on each node.
-        closed: (N,), nodes that accept no further distributed job.
-        num_replicas: how many replicas to place, at least 1.
-        preferred: (N,), nodes to prefer among equally tight ones for a whole job.
-        avoided: (N,), nodes to choose last, however tight they are.
-        claimed: (N,), claims on nodes: of nodes with equal room, the least claimed go first.
-        max_nodes: the most nodes; None: no limit.
+    Arrays have shape (N,): `counts` is how many of the replicas fit on each node; `closed` nodes
+    accept no further distributed job; of equally tight nodes for a whole job, `preferred` ones come
+    first; `avoided` ones come last, however tight; of equal nodes, the least `claimed` go first.
 
-    Returns:
-        The nodes in the order in which they are filled: the roomiest, then the tightest that holds
-        the rest. More room on any node never makes the result None.
+    Returns the nodes in the order in which they are filled: the roomiest, then the tightest that
+    holds the rest. More room on any node never makes the result None.
 
-    Example:
-        >>> closed = np.array([False, False, False])
-        >>> find_nodes(np.array([4, 2, 3]), closed, 2)
-        ((1, 2),)
-        >>> find_nodes(np.array([4, 2, 3]), closed, 6)
-        ((0, 4), (1, 2))
+    >>> closed = np.array([False, False, False])
+    >>> find_nodes(np.array([4, 2, 3]), closed, 2)
+    ((1, 2),)
+    >>> find_nodes(np.array([4, 2, 3]), closed, 6)
+    ((0, 4), (1, 2))
     """
     node = _tightest(counts, num_replicas, preferred, avoided, claimed)
     if node is not None:
@@ -109,26 +102,16 @@ def find_keeping(
     claimed: Ints | None = None,
     max_nodes: int | None = None,
 ) -> NodeCounts | None:
-    """Find nodes for all replicas of a job that keep some of them in place.
+    """Find the fewest nodes for all replicas of a job of which at least one keeps a replica.
 
-    Args:
-        counts: (N,), how many of the replicas fit on each node.
-        closed: (N,), nodes that accept no further distributed job.
-        num_replicas: how many replicas to place, at least 1.
-        survivors: (N,), how many could stay on each node.
-        claimed: (N,), as in `find_nodes`, for the other nodes.
-        max_nodes: the most nodes; None: no limit.
+    Many survivors are preferred; `survivors`, (N,), is how many could stay on each node. Other
+    arguments as of `find_nodes`. None if there are no such nodes within `max_nodes`.
 
-    Returns:
-        The fewest nodes of which at least one keeps a replica, with preference for many survivors.
-        None if there are none within `max_nodes`.
-
-    Example:
-        >>> open_nodes, survivors = np.array([False, False, False]), np.array([0, 1, 0])
-        >>> find_keeping(np.array([4, 3, 3]), open_nodes, 3, survivors)
-        ((1, 3),)
-        >>> find_keeping(np.array([4, 2, 3]), open_nodes, 5, survivors)
-        ((1, 2), (2, 3))
+    >>> open_nodes, survivors = np.array([False, False, False]), np.array([0, 1, 0])
+    >>> find_keeping(np.array([4, 3, 3]), open_nodes, 3, survivors)
+    ((1, 3),)
+    >>> find_keeping(np.array([4, 2, 3]), open_nodes, 5, survivors)
+    ((1, 2), (2, 3))
     """
     stays = np.minimum(counts, survivors)
     homes = np.flatnonzero(stays)
@@ -204,7 +187,6 @@ def _tightest(
 
 
 def _narrow(nodes: Ints, wanted: Bools) -> Ints:
-    """Return the wanted ones of these nodes; all of them if none is wanted."""
     chosen: Ints = nodes[wanted[nodes]]
     return chosen if chosen.size else nodes
 
@@ -216,24 +198,16 @@ class _Counts(NamedTuple):
     allowed: Bools
     counts: Ints
     wants: list[tuple[int, int]]
-    """Index and amount of each resource that a replica needs."""
     by_room: dict[int, list[int]]
     """Heaps of nodes by how many replicas fit; they may contain outdated entries."""
 
     def change(self, node: int, free: Sequence[int]) -> None:
-        """Update the free resources of a node."""
         if self.allowed[node]:
             count = max(min([free[kind] // amount for kind, amount in self.wants]), 0)
             self.counts[node] = count
             heappush(self.by_room.setdefault(count, []), node)
 
     def tightest(self, num_replicas: int, claims: Ints) -> int | None:
-        """Return the first node with the least room among those that hold all replicas.
-
-        Args:
-            num_replicas: the number of replicas.
-            claims: `NodeCapacity.claims`.
-        """
         for room in sorted(room for room in self.by_room if room >= num_replicas):
             nodes = self.by_room[room]
             while nodes:
@@ -251,17 +225,11 @@ class _Counts(NamedTuple):
 
 
 class NodeCapacity:
-    """The free resources of N nodes, and how many distributed jobs each carries.
-
-    Args:
-        free: (N, T), amounts of T resources.
-    """
+    """The (N, T) free resources of N nodes, and how many distributed jobs each carries."""
 
     def __init__(self, free: Ints) -> None:
         self.free: Ints = free.copy()
-        """(N, T)."""
         self.num_distributed: Ints = np.zeros(len(free), dtype=np.int64)
-        """(N,)."""
         self.claims: Ints = np.zeros(len(free), dtype=np.int64)
         """(N,): current replicas on each node of jobs that are not placed yet. Of nodes with equal
         room, those with the fewest claims are found first."""
@@ -269,13 +237,8 @@ class NodeCapacity:
         """Cached results of `counts`, by the ids of the arguments, which the entries keep alive."""
 
     def counts(self, need: Ints, allowed: Bools) -> Ints:
-        """Return how many replicas fit on each of the allowed nodes, 0 elsewhere: (N,).
-
-        For `frozen` arrays, later changes of capacity update the cached result on the next call.
-
-        Args:
-            need: the resources of one replica, (T,).
-            allowed: (N,).
+        """Return how many replicas, of (T,) resources, fit on each of the allowed nodes: (N,). For
+        `frozen` arrays, later changes of capacity update the cached result on the next call.
         """
         key = id(need), id(allowed)
         if key not in self._kept:
@@ -295,12 +258,7 @@ class NodeCapacity:
 
     def put_all(self, owners: Ints, nodes: Ints, counts: Ints, needs: Ints) -> bool:
         """Allocate the room of many jobs if there is enough for all; return whether there was.
-
-        Args:
-            owners: the job of each entry, as an index.
-            nodes: the node of each entry.
-            counts: the number of replicas there.
-            needs: (entries, T), the resources of one replica.
+        Entries have a job, by index, its node, and the number and (T,) resources of replicas there.
         """
         free, distributed = self.free.copy(), self.num_distributed.copy()
         np.subtract.at(free, nodes, counts[:, None] * needs)

@@ -2,7 +2,7 @@
 
 Running jobs that should continue start where they are. Then each job that holds nothing is placed
 in turn: on free room, else by preempting as few jobs of lower priority as possible, the lowest
-priority first. Preempted jobs are placed again in their turn.
+first. Preempted jobs are placed again in their turn.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ S = TypeVar("S")
 
 
 def user_shapes(job: JobInfo) -> tuple[ReplicaShape, ...]:
-    """Return the shapes for policies that do not choose a job's number of stages.
-
-    These are its own shape and, if that is for one type of GPU, the first one of each other type.
+    """Return the shapes for policies that do not choose a job's number of stages. Its own shape
+    and, if that is for one type of GPU, the first one of each other type.
     """
     own = job.all_shapes[0]
     chosen: dict[str | None, ReplicaShape] = {own.gpu_type: own}
@@ -59,15 +58,10 @@ def speedups(shape: ReplicaShape, num_nodes: Ints, num_replicas: Ints) -> Floats
 def pack(
     state: ClusterState, order: Sequence[Any], wants: Mapping[Any, Sequence[ReplicaRequest]]
 ) -> dict[Any, int]:
-    """Place all jobs that hold nothing, the highest priority first.
+    """Place all jobs that hold nothing; return the index of the request that was met, by job.
 
-    Args:
-        state: the cluster; jobs that should stay, if possible, already hold their allocations.
-        order: all jobs that may be placed or moved, the highest priority first.
-        wants: the requests of each job, best first; a job without an entry gets nothing.
-
-    Returns:
-        For every placed job, the index of the request that was met.
+    `state` holds the allocations that should stay, if possible; `order` has the highest priority
+    first; `wants` the requests of each job, best first.
     """
     met: dict[Any, int] = {}
     for rank, name in enumerate(order):
@@ -134,12 +128,6 @@ def num_nodes_as_is(jobs: Jobs, nodes: Nodes) -> int:
 
 
 def place_alone(job: JobInfo, nodes: Nodes, num_replicas: int) -> Allocation:
-    """Place an arriving job without moving other jobs; empty if there is no room.
-
-    Args:
-        job: the job.
-        nodes: nodes with their FREE resources.
-        num_replicas: how many replicas to place.
-    """
+    """Place an arriving job on nodes with these FREE resources; empty if there is no room."""
     state = ClusterState({"": job}, nodes, {})
     return state.find("", request_of(job, num_replicas)) or Allocation()

@@ -27,21 +27,17 @@ class ClusterArrays:
     """J jobs in I rows, N nodes (real ones first, then templates), T kinds of resources."""
 
     job_names: Sequence[Any]
-    """(J,)"""
     jobs: Sequence[JobInfo]
-    """(J,)"""
     node_names: Sequence[Any]
     """Names of the real nodes only."""
     job_of: Ints
     """(I,): the job of each row; the rows of a job are adjacent, its own shape first."""
     shapes: Sequence[ReplicaShape]
-    """(I,)"""
     needs: Ints
     """(I, T): the resources of one replica."""
     capacity: Ints
     """(N, T): the resources of a node."""
     allowed: Bools
-    """(I, N): whether the node may hold replicas of the row."""
     base: Ints
     """(I, N): the current allocations, on nodes that have a column."""
     base_rows: Ints
@@ -49,7 +45,6 @@ class ClusterArrays:
     extents: Ints
     """(J, 2): current numbers of nodes and replicas of each job, on all nodes."""
     pinned: Bools
-    """(I,): rows of jobs that must stay as they are."""
     broken: Bools
     """(I,): rows of jobs that cannot stay as they are."""
     live: Bools
@@ -79,7 +74,7 @@ class ClusterArrays:
 
     @cached_property
     def movable_jobs(self) -> Ints:
-        """The indices of the jobs that are not pinned."""
+        """The indices of jobs that are not pinned."""
         movable: Ints = np.flatnonzero(~self.pinned[self.first_rows])
         return movable
 
@@ -102,9 +97,7 @@ def build_cluster(
     num_templates: int,
 ) -> ClusterArrays:
     """Return jobs and nodes as arrays, in an order that does not depend on the mappings.
-
-    Preemptible nodes come last. Pinned jobs come first, then those with the lowest `min_replicas`,
-    then the oldest.
+    Preemptible nodes come last; pinned jobs first, then by `min_replicas`, then the oldest.
     """
     base_of = {name: base_allocations.get(name, ()) for name in jobs}
     pins = {name: is_pinned(job, base_of[name], nodes) for name, job in jobs.items()}
@@ -147,7 +140,6 @@ def _allowed(job: JobInfo, nodes: Sequence[NodeInfo]) -> Bools:
 def _set_base(
     cluster: ClusterArrays, job: int, allocation: Sequence[Any], nodes: Mapping[Any, NodeInfo]
 ) -> None:
-    """Set a job's current allocation, and whether it can stay."""
     info, span = cluster.jobs[job], cluster.spans[job]
     shape = shape_of(info, allocation, nodes)
     row = next(i for i in span if cluster.shapes[i] is shape)

@@ -1,10 +1,9 @@
 """NSGA-II over allocation states, on pymoo (Deb et al. 2002; Pollux, OSDI'21, §4.2.1).
 
-The paper's operators, with a few additions. Crossover exchanges the jobs behind a random point.
-Mutation draws random replica counts, or, half of the time, removes a job and perhaps others in its
-way and places them again. Part of the survivors use real nodes only, so that the search for a
-larger cluster cannot crowd out states that are possible now. All randomness comes from the
-generator that the caller passes.
+Crossover exchanges the jobs behind a random point, as in the paper. Mutation draws random replica
+counts, or, half of the time, removes a job and perhaps others in its way and places them again.
+Part of the survivors use real nodes only, so that the search for a larger cluster cannot crowd out
+states that are possible now. All randomness comes from the caller's generator.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ from .state_builder import StateBuilder, replica_steps
 REAL_SHARE = 0.5
 """The share of survivors that is reserved for states on real nodes only."""
 MATING_ROUNDS = 3
-"""How often a generation retries for new states; pymoo's 100 take seconds if there are fewer
-distinct states than members of the population."""
+"""Retries for new states per generation; pymoo's 100 take seconds if there are too few."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,6 @@ class Evolution:
     """The result of one run."""
 
     states: Ints
-    """(P, I, N): the final population."""
     objectives: Floats
     """(P, 2): minus the fitness, and the cluster size, of each state."""
     best: Ints
@@ -62,15 +59,10 @@ def evolve(
     generations: int,
     patience: int,
 ) -> Evolution:
-    """Improve states from generation to generation.
+    """Improve feasible states from generation to generation; the first uses real nodes only.
 
-    Args:
-        problem: the problem.
-        start: (P, I, N), feasible; the first must use real nodes only.
-        rng: the only source of randomness.
-        population: number of survivors of a generation.
-        generations: the most generations.
-        patience: stop after this many generations without a better state on real nodes or overall.
+    `population` is the number of survivors of a generation. Stops after `generations`, or
+    `patience` of them without a better state on real nodes or overall.
     """
     judge = _Judge(problem, start[0])
     mating = Mating(
@@ -118,7 +110,6 @@ class _Judge(Problem):  # type: ignore[misc]  # pymoo is not typed
         self._best_fitness = -np.inf
 
     def progress(self) -> tuple[float, ...]:
-        """Return a value that changes whenever a better state is found."""
         return (*self._best_rank, self._best_fitness)
 
     def _ranks(self, states: Ints, fitness: Floats) -> list[tuple[float, float, float]]:
@@ -227,7 +218,6 @@ class _Mutation(Mutation):  # type: ignore[misc]  # pymoo is untyped
         return np.where(self._draw_rows(states, rng)[:, :, None], drawn, 0)
 
     def _draw_rows(self, states: Ints, rng: np.random.Generator) -> Bools:
-        """Choose a row of each job, mostly its current one; about one job changes."""
         cluster = self._problem.cluster
         stays = rng.random((len(states), cluster.num_jobs)) > 1.0 / cluster.num_jobs
         score = rng.random(states.shape[:2]) + (states.any(axis=2) & stays[:, cluster.job_of])
@@ -236,7 +226,6 @@ class _Mutation(Mutation):  # type: ignore[misc]  # pymoo is untyped
         return rows
 
     def _replace_jobs(self, state: Ints, rng: np.random.Generator) -> Ints:
-        """Remove one to three jobs, then place them again one after another."""
         problem, cluster = self._problem, self._problem.cluster
         limit = cluster.num_real if rng.random() < 0.7 else problem.shape[1]
         builder = StateBuilder(problem, state, limit)

@@ -30,8 +30,6 @@ from .starting_states import starting_states
 
 @dataclass(frozen=True)
 class _Population:
-    """The last population, and the meaning of its axes."""
-
     states: Ints
     cluster: ClusterArrays
 
@@ -39,21 +37,15 @@ class _Population:
 class PolluxPolicy:
     """Allocations by NSGA-II over the power mean of the jobs' speedups.
 
-    The policy has no side effects. It keeps only the last population, from which the next call
-    starts. Two policies with the same seed return the same results for the same sequence of calls.
+    It keeps only the last population, from which the next call starts. Two policies with the same
+    seed return the same results for the same sequence of calls. `population` states survive each of
+    at most `generations`; after `patience` generations without any improvement the search ends.
+    `power` is p of the power mean over jobs; −1 is the paper's.
 
-    Args:
-        seed: of the policy's random numbers.
-        population: number of states that survive a generation.
-        generations: the most generations.
-        power: p of the power mean over jobs; −1 is the paper's.
-        patience: generations without any improvement after which the search ends.
-
-    Example:
-        >>> linear = JobInfo({"slots": 2}, lambda nodes, replicas: replicas, 0.0, 1, 4)
-        >>> node = NodeInfo({"slots": 4})
-        >>> PolluxPolicy().optimize({"a": linear}, {"n": node}, {}, node)[0]
-        {'a': ['n', 'n']}
+    >>> linear = JobInfo({"slots": 2}, lambda nodes, replicas: replicas, 0.0, 1, 4)
+    >>> node = NodeInfo({"slots": 4})
+    >>> PolluxPolicy().optimize({"a": linear}, {"n": node}, {}, node)[0]
+    {'a': ['n', 'n']}
     """
 
     def __init__(
@@ -91,19 +83,12 @@ class PolluxPolicy:
         base_allocations: Allocations,
         node_template: NodeInfo,
     ) -> tuple[dict[Any, Allocation], int]:
-        """Allocate the whole cluster.
+        """Allocate the whole cluster to all jobs that are not done.
 
-        Args:
-            jobs: all jobs that are not done, by name.
-            nodes: all nodes with the resources that jobs may use, by name.
-            base_allocations: one node name per replica of each running job. A job on a node that is
-                not in `nodes` must restart.
-            node_template: a node that could be rented, for the desired number of nodes.
-
-        Returns:
-            The allocation of every job (empty: the job is queued), feasible on `nodes`, and no
-            worse than the current one if that is feasible; and the number of nodes from the paper's
-            utility band. An unchanged allocation keeps its list.
+        A job on a node that is not in `nodes` must restart. Returns the allocation of every job
+        (empty: it is queued), feasible on `nodes`, and no worse than the current one if that is
+        feasible; and the number of nodes from the paper's utility band, some like `node_template`.
+        An unchanged allocation keeps its list.
         """
         usable = usable_nodes(nodes)
         if not jobs or not usable:
@@ -137,10 +122,8 @@ class PolluxPolicy:
 
 
 def carry_over(states: Ints, old: ClusterArrays, new: ClusterArrays) -> Ints:
-    """Map states of an earlier cluster to a new one: (P, I, N) -> (P, I', N').
-
-    New jobs hold nothing; jobs and shapes that are gone are dropped; a new node inherits the
-    replicas of a template node. The result may be infeasible.
+    """Map states of an earlier cluster to a new one: (P, I, N) -> (P, I', N'). New jobs hold
+    nothing; a new node inherits the replicas of a template. May be infeasible.
     """
     result = np.zeros((len(states), *new.base.shape), dtype=np.int64)
     rows = {key: row for row, key in reversed(list(enumerate(_row_keys(old))))}
@@ -203,9 +186,8 @@ def _desired_nodes(
     nodes: Mapping[Any, NodeInfo],
     template: NodeInfo,
 ) -> int:
-    """Return the present number of nodes if the utility is in the band, else the nearest that is.
-
-    A utility above the band can only add nodes, one below it only remove them.
+    """Return the present number of nodes if the utility is in the band, else the nearest that is. A
+    utility above the band can only add nodes, one below it only remove them.
     """
     band, jobs = UtilityBand(), dict(zip(cluster.job_names, cluster.jobs, strict=True))
     used = {node for allocation in allocations.values() for node in allocation}
@@ -230,7 +212,6 @@ def _state_utility(
     nodes: Mapping[Any, NodeInfo],
     template: NodeInfo,
 ) -> float:
-    """Return the utility of the nodes that a state uses, some of them templates."""
     rented = [TemplateNode(number) for number in range(state.shape[1] - cluster.num_real)]
     names = [*cluster.node_names, *rented]
     known = {name: nodes[name] for name in cluster.node_names} | dict.fromkeys(rented, template)
@@ -243,7 +224,6 @@ def _state_utility(
 
 
 def _front(objectives: Floats) -> Ints:
-    """Return the indices of the Pareto front."""
     order = np.lexsort((objectives[:, 0], objectives[:, 1]))
     best = np.minimum.accumulate(objectives[order, 0])
     first = np.concatenate([[True], objectives[order[1:], 0] < best[:-1]])

@@ -2,8 +2,8 @@
 
 Symbols: J jobs, each in one row or several, I rows in all (`arrays`: a row is a job in one of its
 shapes), N nodes (the real ones first, then template nodes that could be rented), T kinds of
-resources. A state s is an integer array of shape (I, N): s[i, n] replicas of row i on node n. It is
-feasible when
+resources. A state s is an integer array of shape (I, N): s[i, n] replicas of row i on node n,
+feasible if
 
     Σ_i s[i, n] · need[i, t] ≤ capacity[n, t]             a replica lies on one node, whole
     s[i] = 0  for all rows of a job but one              a job runs in one shape
@@ -23,7 +23,7 @@ and is judged by two objectives, both minimised: minus the fitness, and the clus
 The fair share of a job is the most that fits into 1/J of its possible nodes, rounded up; of several
 shapes, the fastest counts. The floor keeps the mean defined if a job holds nothing: such a job
 counts as one with `FLOOR` of its fair share's progress, so that starting it gains more than growing
-any other job.
+others.
 """
 
 from __future__ import annotations
@@ -38,12 +38,7 @@ from .arrays import ClusterArrays
 
 
 class AllocationProblem:
-    """Evaluates states of one `ClusterArrays`; the module's text defines every symbol.
-
-    Args:
-        cluster: jobs and nodes.
-        power: p of the power mean; −1 is the paper's.
-    """
+    """Evaluates states of one `ClusterArrays`; the module's text defines every symbol."""
 
     def __init__(self, cluster: ClusterArrays, power: float = -1.0) -> None:
         self.cluster = cluster
@@ -52,27 +47,20 @@ class AllocationProblem:
         jobs = cluster.jobs
         taken = np.einsum("in,it->nt", cluster.base[cluster.pinned], cluster.needs[cluster.pinned])
         self.free: Ints = np.maximum(cluster.capacity - taken, 0)
-        """(N, T): the resources that pinned jobs leave."""
         self.fits: Ints = self._counts(self.free)
         """(I, N): replicas of a row on a node without other jobs than pinned ones."""
         self.min_replicas: Ints = np.array([jobs[j].least_replicas for j in cluster.job_of])
-        """(I,)"""
         pairs = zip(cluster.job_of, cluster.shapes, strict=True)
         self._most: Ints = np.array([jobs[j].most_replicas(shape) for j, shape in pairs])
         self.max_replicas: Ints = np.minimum(self._most, self.fits.sum(axis=1))
         """(I,): at most what fits; if below `min_replicas`, the row stays empty."""
         self.factors: Floats = np.array([job.change_factor(live=False) for job in jobs])
-        """(J,): the factors of restarts."""
         self.live_factors: Floats = np.array([job.change_factor(live=True) for job in jobs])
-        """(J,): the factors of elastic resizes."""
         self.running: Bools = cluster.extents[:, 1] > 0
-        """(J,): whether the job holds an allocation."""
         self._speedups = [_SpeedupTable(shape.speedup_fn) for shape in cluster.shapes]
         self.shares: Floats = self._dominant_shares()
-        """(I,): the largest share of any resource of the row's possible real nodes that one replica
-        holds."""
+        """(I,): the largest share of a resource of the possible real nodes that a replica holds."""
         self.fair: Floats = self._fair_speedups()
-        """(J,): the speedup on the fair share."""
         self._pinned_speedups = self._speedups_of_pinned()
 
     def _counts(self, free: Ints) -> Ints:
@@ -144,7 +132,6 @@ class AllocationProblem:
         return np.where(changed & self.running, values * factors, values)
 
     def _job_speedups(self, states: Ints) -> Floats:
-        """(P, I, N) -> (P, J)."""
         num_nodes, num_replicas = np.count_nonzero(states, axis=2), states.sum(axis=2)
         columns = [
             self.speedup(i, num_nodes[:, i], num_replicas[:, i]) for i in range(states.shape[1])

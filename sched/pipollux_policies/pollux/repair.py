@@ -16,10 +16,8 @@ from .problem import AllocationProblem
 
 
 def repair(problem: AllocationProblem, states: Ints, rng: np.random.Generator) -> Ints:
-    """Return feasible states near `states`: (P, I, N) -> (P, I, N); feasible states stay unchanged.
-
-    The order of the jobs, the shape of a job that has several, and the nodes that a job with too
-    many replicas loses are drawn from `rng`.
+    """Return feasible states near `states`: (P, I, N) -> (P, I, N); feasible ones stay unchanged.
+    Random are the order of the jobs, their shape, and the nodes that lose surplus replicas.
     """
     cluster = problem.cluster
     result = np.zeros_like(states)
@@ -54,7 +52,6 @@ def _choose_rows(
 
 
 def _cut(cells: Ints, most: int, rng: np.random.Generator) -> Ints:
-    """Remove replicas from nodes in random order until at most `most` remain."""
     if (cells.sum(axis=1) <= most).all():
         return cells
     order = rng.permutation(cells.shape[1])
@@ -65,9 +62,8 @@ def _cut(cells: Ints, most: int, rng: np.random.Generator) -> Ints:
 
 
 def _keep_apart(cells: Ints, distributed: Bools) -> Ints:
-    """Remove a distributed job from nodes that carry another one.
-
-    A job that would lose all its nodes keeps the one with most replicas, and is not distributed.
+    """Remove a distributed job from nodes that carry another one. A job that would lose all its
+    nodes keeps the one with most replicas, and is not distributed.
     """
     spread = np.count_nonzero(cells, axis=1) > 1
     clash = spread[:, None] & distributed & (cells > 0)

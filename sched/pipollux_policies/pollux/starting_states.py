@@ -1,9 +1,7 @@
 """Starting states of the genetic algorithm.
 
 A population that starts from the current allocation alone, and mutates at random over twice the
-number of nodes, hardly ever reaches a state that fits the real nodes: it stalls under load. So the
-search starts from plausible states: the current one, the current one with one job changed, and
-greedy fills of the cluster at several sizes.
+number of nodes, hardly ever reaches a state that fits the real nodes: it stalls under load.
 """
 
 from __future__ import annotations
@@ -28,12 +26,8 @@ def fill(
 ) -> Ints:
     """Grow jobs by the step with the greatest gain, until no step gains anything.
 
-    Args:
-        problem: the problem.
-        state: (I, N), feasible; the start.
-        num_nodes: place replicas on the first `num_nodes` nodes only.
-        per_share: divide gains by the share of the cluster that they need.
-        skip: the index of a job that does not grow.
+    From a feasible state, except job `skip`, on the first `num_nodes` nodes only; with `per_share`,
+    gains are divided by the share of the cluster that they need.
     """
     builder = StateBuilder(problem, state, num_nodes)
     heap: list[tuple[float, int]] = []
@@ -57,8 +51,6 @@ def fill(
 
 
 class _Step(NamedTuple):
-    """A possible next allocation of one job."""
-
     gain: float
     row: int
     cells: Ints
@@ -92,14 +84,8 @@ def _best_step(
 
 
 def starting_states(problem: AllocationProblem, current: Ints) -> Ints:
-    """Return feasible starting states; the first is `current`.
-
-    Args:
-        problem: the problem.
-        current: (I, N), the current allocations, feasible and on real nodes.
-
-    Returns:
-        (P, I, N), without duplicates.
+    """Return feasible states without duplicates, (P, I, N): `current`, it with one job changed, and
+    fills. `current` must be feasible and on real nodes.
     """
     states = [current, *_fills(problem, current), *_single_changes(problem, current)]
     unique = {state.tobytes(): state for state in states}

@@ -1,4 +1,4 @@
-"""States of the allocation problem, changed job by job and kept feasible."""
+"""States of the allocation problem, changed job by job."""
 
 from __future__ import annotations
 
@@ -17,13 +17,7 @@ from .problem import AllocationProblem
 
 
 class StateBuilder:
-    """A state and the remaining room on the nodes, while jobs are placed one by one.
-
-    Args:
-        problem: the problem.
-        state: (I, N), a feasible state.
-        num_nodes: place replicas on the first `num_nodes` nodes only.
-    """
+    """A feasible state, and the room on the first `num_nodes` nodes, while jobs are placed."""
 
     def __init__(self, problem: AllocationProblem, state: Ints, num_nodes: int) -> None:
         self._problem = problem
@@ -31,7 +25,6 @@ class StateBuilder:
         movable = state[~cluster.pinned]
         self.state = state.copy()
         self.rows = [cluster.held_row(job, state) for job in range(cluster.num_jobs)]
-        """(J,): the row that holds each job's replicas."""
         held = np.einsum("in,it->nt", movable, cluster.needs[~cluster.pinned])
         self._free: Ints = problem.free - held
         self._free[num_nodes:] = 0
@@ -39,7 +32,7 @@ class StateBuilder:
         self._num_distributed: Ints = np.count_nonzero(movable[spread], axis=0)
 
     def held(self, job: int) -> Ints:
-        """Return the replicas of a job: (N,)."""
+        """Return a job's replicas: (N,)."""
         cells: Ints = self.state[self.rows[job]]
         return cells
 
@@ -60,11 +53,10 @@ class StateBuilder:
         self.rows[job] = row
 
     def place(self, row: int, num_replicas: int) -> Ints | None:
-        """Find nodes for all replicas of a row (`find_nodes`), as if its job held none.
+        """Return nodes for replicas of a row (`find_nodes`), as if its job held none; (N,) or None.
 
-        Returns:
-            (N,); of equally tight nodes, the job's current one. Replicas of a resizable job stay in
-            place unless the job gains more elsewhere. None if the replicas do not fit.
+        Of equally tight nodes, the job's current one. Replicas of a resizable job stay in place
+        unless the job gains more elsewhere.
         """
         base = self._problem.cluster.base[row]
         counts, closed = self._room_for(row)
@@ -99,7 +91,6 @@ class StateBuilder:
 
 
 def _cells(nodes: NodeCounts, num_nodes: int) -> Ints:
-    """Return the replicas on each node: (N,)."""
     cells: Ints = np.zeros(num_nodes, dtype=np.int64)
     for node, count in nodes:
         cells[node] = count

@@ -34,7 +34,7 @@ from pipollux_utils.c_stdout import silent_c_stdout
 
 @dataclass(frozen=True)
 class Constraint:
-    """One constraint: the total of a resource on all nodes of a kind."""
+    """The total of a resource on all nodes of a kind."""
 
     kind: int
     resource: str | None
@@ -42,12 +42,10 @@ class Constraint:
 
 
 Use: TypeAlias = Mapping[Constraint, int]
-"""Amounts by constraint."""
 
 _PRESOLVE_COLUMNS = 5000
 """With fewer columns, presolving takes longer than it saves."""
 _FEASIBLE = (0, 1)
-"""scipy's codes for: optimal, and a limit was reached."""
 
 
 @dataclass(frozen=True)
@@ -56,30 +54,25 @@ class NodeKind:
 
     names: frozenset[Any]
     node: NodeInfo
-    """One of them."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """One configuration of one job, and its goodput."""
+    """One configuration of one job, and its scaled goodput."""
 
     request: ReplicaRequest
     num_nodes: int
     slots: int
     goodput: float
-    """G, scaled."""
     use: Use
     kind: int | None
     """The index of its kind of nodes; None: the current, irregular configuration of the job."""
     scale: float = 1.0
-    """G over speedup."""
 
 
 def configurations(job: JobInfo, kinds: Sequence[NodeKind]) -> tuple[Column, ...]:
-    """Return the regular configurations of a job with a goodput above 0.
-
-    These are 1, 2, 4, ... replicas on one node of a kind; then whole nodes; and the job's fewest
-    replicas, so that its bounds exclude no job.
+    """Return the regular configurations of a job with a goodput above 0. 1, 2, 4, ... replicas on
+    one node of a kind; whole nodes; and the job's fewest replicas.
     """
     columns = []
     for number, kind in enumerate(kinds):
@@ -130,11 +123,7 @@ def current_column(
     columns: Sequence[Column], held: Allocation, kind_of: Mapping[Any, int]
 ) -> tuple[int | None, Column]:
     """Return the column of a job's allocation: a regular one with its index, or a new one.
-
-    Args:
-        columns: the job's regular columns.
-        held: its allocation.
-        kind_of: the kind of each usable node.
+    `columns` are its regular ones; `kind_of` has the kind of each usable node.
     """
     shape, num_nodes = held.shape, len(set(held))
     if shape is None:
@@ -157,13 +146,8 @@ def current_column(
 
 
 def cost(job: JobInfo, column: Column, *, change: ChangeKind, power: float) -> float:
-    """Return (change · G)^p; infinite if that is 0 to a negative power.
-
-    Args:
-        job: the job.
-        column: its configuration.
-        change: the kind of change to it; `NONE` also for a queued job, as all starts cost the same.
-        power: p.
+    """Return (change · G)^p; infinite if that is 0 to a negative power. `change` is `NONE` also for
+    a queued job, as all starts cost the same.
     """
     unchanged = change is ChangeKind.NONE
     factor = 1.0 if unchanged else job.change_factor(live=change is ChangeKind.LIVE)
@@ -178,17 +162,11 @@ def solve(
     relative_gap: float,
     time_limit: float,
 ) -> dict[int, int] | None:
-    """Solve the program.
+    """Return the index of the column of every running job; None: no solution in time.
 
-    Args:
-        rows: for every job its number, the cost of each of its columns minus that of waiting (cost
-            - λ; columns with 0 or more are ignored), and the columns.
-        free: the capacity of each constraint.
-        relative_gap: the relative distance from the optimum at which the search may stop.
-        time_limit: seconds after which the best solution so far is used.
-
-    Returns:
-        The index of the column of every running job; None: there was no solution in time.
+    `rows` has for every job its number, the cost of each column minus that of waiting (cost - λ;
+    columns with 0 or more are ignored), and the columns; `free` the capacity of each constraint.
+    The search may stop at a relative gap from the optimum; the time limit is in seconds.
     """
     chosen = [
         (job, number, values[number], column)

@@ -1,8 +1,8 @@
 """Sia (Subramanya et al., SOSP'23): one integer program over all jobs' configurations.
 
-`milp` states the program and solves it; this module places the solution: jobs that keep their
-configuration stay, distributed jobs take whole nodes, others the tightest node that holds them, and
-jobs in the way are moved. See `docs/concepts/policies.md` for the differences to the paper.
+`milp` solves the program; this module places the solution: jobs that keep their configuration stay,
+distributed jobs take whole nodes, others the tightest node that holds them, and jobs in the way are
+moved. See `docs/concepts/policies.md` for the differences to the paper.
 """
 
 from __future__ import annotations
@@ -34,26 +34,23 @@ _AGE_WEIGHT = 1e-4
 class SiaPolicy:
     """Chooses stages, replicas and type of GPU of all jobs together, near the optimum.
 
+    Raises ValueError if an argument is out of range.
+
     Args:
         power: p, below 0; lower is fairer.
         waiting_cost: λ, the cost of a queued job in the sum of the jobs' G^p.
         relative_gap: the relative distance from the optimum at which the solver may stop.
         time_limit: seconds for the solver, per program. After them the best solution so far is
-            used; without one, running jobs stay and queued jobs fill the free room. Only then does
-            the result depend on the machine.
+        used; without one, running jobs stay and queued jobs fill the free room. Only then does the
+        result depend on the machine.
 
-    Raises:
-        ValueError: a number is out of range; the message names it.
-
-    Example:
-        >>> job = JobInfo({"slots": 2}, lambda nodes, replicas: replicas, 0.0, 1, 4)
-        >>> node = NodeInfo({"slots": 4})
-        >>> SiaPolicy().optimize({"a": job}, {"n": node}, {}, node)[0]
-        {'a': ['n', 'n']}
+    >>> job = JobInfo({"slots": 2}, lambda nodes, replicas: replicas, 0.0, 1, 4)
+    >>> node = NodeInfo({"slots": 4})
+    >>> SiaPolicy().optimize({"a": job}, {"n": node}, {}, node)[0]
+    {'a': ['n', 'n']}
     """
 
     adapts_batch_size: ClassVar[bool] = True
-    """Jobs choose their batch size, as Pollux's do."""
 
     def __init__(
         self,
@@ -84,11 +81,8 @@ class SiaPolicy:
         base_allocations: Allocations,
         node_template: NodeInfo,  # noqa: ARG002  # part of every policy's signature
     ) -> tuple[dict[Any, Allocation], int]:
-        """Choose and place the configurations of all jobs.
-
-        Returns:
-            The allocation of every job (empty: the job is queued), and the present number of nodes.
-            The sum that the program minimises is never above that of the current allocations.
+        """Return every job's allocation (empty: it is queued), and the present number of nodes. The
+        sum that the program minimises is never above that of the current allocations.
         """
         cluster = _Cluster.of(jobs, nodes, base_allocations)
         state = ClusterState(jobs, nodes, base_allocations)
@@ -106,7 +100,6 @@ class SiaPolicy:
         return answer(jobs, base_allocations, current), num_nodes_as_is(jobs, nodes)
 
     def _improved(self, cluster: _Cluster, current: Allocations) -> dict[Any, Allocation] | None:
-        """Return allocations with a lower sum; None: none were found."""
         rounds = _Round(self, cluster, current)
         chosen = solve(
             rounds.rows,
@@ -135,12 +128,8 @@ class SiaPolicy:
     ) -> Floats:
         """Return the costs of columns minus that of waiting: below 0 if running is better.
 
-        Args:
-            job: the job.
-            columns: its configurations.
-            current: the index of its current column; None: it is queued.
-            seniority: 1 for the oldest job, near 0 for the youngest.
-            live: the indices of columns that a replica can survive to.
+        `current` is the job's column (None: queued), `seniority` 1 for the oldest job and near 0
+        for the youngest, and `live` has the columns that a replica can survive to.
         """
 
         def change(number: int) -> ChangeKind:
@@ -158,15 +147,11 @@ class SiaPolicy:
 
 @dataclass(frozen=True)
 class _Cluster:
-    """The parts of a decision that are the same in all rounds."""
-
     jobs: Jobs
     nodes: Nodes
     kinds: tuple[NodeKind, ...]
     regular: dict[Any, tuple[Column, ...]]
-    """Each job's regular configurations."""
     running: Allocations
-    """The current allocations, regardless of earlier rounds."""
 
     @classmethod
     def of(cls, jobs: Jobs, nodes: Nodes, running: Allocations) -> _Cluster:
@@ -184,7 +169,6 @@ class _Cluster:
         return cls(jobs, nodes, kinds, regular, running)
 
     def live_columns(self, name: Any, columns: Sequence[Column]) -> frozenset[int]:
-        """Return the indices of a job's columns that a running replica can survive to."""
         job, held = self.jobs[name], self.running.get(name, ())
         survivors = possible_survivors(job, held, self.nodes).keys()
         if not survivors:
@@ -199,7 +183,6 @@ class _Cluster:
 
 
 def _limits(state: ClusterState, kinds: Sequence[NodeKind]) -> dict[Constraint, int]:
-    """Return the capacity that pinned jobs leave, by constraint."""
     limits: dict[Constraint, int] = {}
     for number, kind in enumerate(kinds):
         for resource, amount in state.free_on(kind.names).items():
@@ -209,8 +192,6 @@ def _limits(state: ClusterState, kinds: Sequence[NodeKind]) -> dict[Constraint, 
 
 
 class _Round:
-    """One program: the columns of every job, its current column, and the placement of a choice."""
-
     def __init__(self, policy: SiaPolicy, cluster: _Cluster, current: Allocations) -> None:
         self._cluster, self._base = cluster, current
         jobs = cluster.jobs
@@ -224,7 +205,6 @@ class _Round:
         self._columns: list[tuple[Column, ...]] = []
         self._live: list[frozenset[int]] = []
         self.current: dict[int, int] = {}
-        """Index of the current column of each job, by number of the job."""
         self.rows = []
         for number, name in enumerate(self._names):
             columns = self._add_current(number, cluster.regular[name], current[name])
@@ -257,11 +237,8 @@ class _Round:
         return self._policy.values(info, self._columns[job], now, seniority, live)
 
     def worth(self, numbers: dict[int, int], allocations: Allocations | None = None) -> float:
-        """Return the program's sum for a choice of columns.
-
-        Args:
-            numbers: the index of a column, by number of the job.
-            allocations: the actual placement; None: the placement that the program assumes.
+        """Return the program's sum for a choice of columns, by number of the job. Without
+        allocations, with the placement that the program assumes.
         """
         total = 0.0
         for job, number in sorted(numbers.items()):
@@ -278,13 +255,8 @@ class _Round:
     ) -> tuple[dict[Any, Allocation], dict[int, int]]:
         """Place the chosen columns, or the job's next best one if a column does not fit.
 
-        Args:
-            chosen: the index of a column, by number of the job.
-            move: whether jobs may be moved and stopped; else all running jobs stay, and queued jobs
-                try all of their columns.
-
-        Returns:
-            The allocation of every running job, and the indices of its column.
+        Without `move`, all running jobs stay, and queued jobs try all of their columns. Returns the
+        allocation of every running job, and its column.
         """
         cluster = self._cluster
         state = ClusterState(cluster.jobs, cluster.nodes, self._base, cluster.running)
@@ -307,7 +279,7 @@ class _Round:
         return state.allocations, numbers
 
     def _size(self, job: int, number: int | None) -> tuple[bool, int, int]:
-        """Return the sort key: distributed jobs first, then the largest, then the oldest."""
+        """Return the order: distributed jobs first, then the largest, then the oldest."""
         if number is None:
             return False, 0, job
         column = self._columns[job][number]

@@ -19,7 +19,7 @@ def eligible(
 ) -> tuple[dict[Any, JobInfo], dict[Any, str]]:
     """Return the jobs that may hold slots within their team's limits, and why the others may not.
 
-    Pinned jobs always may, and count. The others go by priority, then running jobs first, then by
+    Pinned jobs always may, and count. The others go by priority, then running jobs, then by
     submission. A job that may not preempt goes after all running ones.
     """
     by_team: defaultdict[str, list[Any]] = defaultdict(list)

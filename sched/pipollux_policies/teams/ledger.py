@@ -18,9 +18,7 @@ class TeamUse:
 
     team: Team
     used: int
-    """Slots that its jobs hold."""
     lent: int = 0
-    """Slots of its quota that others hold."""
     until: float | None = None
     """When it returns slots after a notice, in seconds since the epoch; None: no notice."""
 
@@ -31,17 +29,10 @@ class TeamUse:
 
 
 def capacity_of(slots: Mapping[str, int], held: Mapping[str, int]) -> int:
-    """Return the slots that can be lent: those of nodes that accept jobs.
+    """Return the slots that can be lent: all of nodes that accept jobs, and those held on others.
 
-    On other nodes, such as draining ones, the slots that jobs still hold count.
-
-    Args:
-        slots: of the nodes that accept jobs, by name.
-        held: slots that jobs hold on each node.
-
-    Example:
-        >>> capacity_of({"a": 4}, {"a": 1, "drains": 2})
-        6
+    >>> capacity_of({"a": 4}, {"a": 1, "drains": 2})
+    6
     """
     return sum(slots.values()) + sum(n for node, n in held.items() if node not in slots)
 
@@ -49,15 +40,8 @@ def capacity_of(slots: Mapping[str, int], held: Mapping[str, int]) -> int:
 def team_uses(
     teams: Teams, held: Mapping[str, int], capacity: int, until: Mapping[str, float]
 ) -> dict[str, TeamUse]:
-    """Return the slots of every team, by name.
-
-    Slots in no quota are lent before those of teams; teams lend evenly.
-
-    Args:
-        teams: quotas and limits.
-        held: slots that the jobs of each team hold.
-        capacity: slots that can be lent: see `capacity_of`.
-        until: when each team with a notice returns slots.
+    """Return the slots of every team, by name; `until` as in `TeamUse`. Slots in no quota are lent
+    before those of teams; teams lend evenly.
     """
     names = sorted(teams.by_name.keys() | held.keys())
     borrowed = sum(max(held.get(name, 0) - teams[name].quota, 0) for name in names)
@@ -72,9 +56,8 @@ def team_uses(
 def why_team_waits(uses: Mapping[str, TeamUse], name: str, *, preemptible: bool) -> str | None:
     """Explain how a team keeps its job from running; None: it does not.
 
-    Example:
-        >>> why_team_waits({"a": TeamUse(Team("a", quota=2), 2)}, "a", preemptible=True)
-        'team a holds its quota of 2 slots'
+    >>> why_team_waits({"a": TeamUse(Team("a", quota=2), 2)}, "a", preemptible=True)
+    'team a holds its quota of 2 slots'
     """
     own = uses.get(name, TeamUse(Team(name), 0))
     team = own.team
@@ -97,16 +80,10 @@ def why_team_waits(uses: Mapping[str, TeamUse], name: str, *, preemptible: bool)
 
 
 def why_no_more(use: TeamUse, held: int, more: int) -> str | None:
-    """Explain how a team's limits keep a running job from more slots; None: they do not.
+    """Explain how limits keep a job that holds `held` slots from `more`; None: they do not.
 
-    Args:
-        use: the slots of its team.
-        held: slots that the job holds.
-        more: slots of one more replica.
-
-    Example:
-        >>> why_no_more(TeamUse(Team("a", max_slots_per_job=2), 2), 2, 1)
-        'Team a allows 2 slots for each job.'
+    >>> why_no_more(TeamUse(Team("a", max_slots_per_job=2), 2), 2, 1)
+    'Team a allows 2 slots for each job.'
     """
     team = use.team
     if team.max_slots_per_job is not None and held + more > team.max_slots_per_job:

@@ -26,15 +26,8 @@ from .team import Teams
 
 @dataclass
 class Offers:
-    """Grows the allocations of jobs while any job wants the remaining slots.
-
-    Args:
-        teams: quotas and limits.
-        jobs: the jobs that may hold slots, within their limits.
-        nodes: all nodes.
-        base: the current allocations.
-        wants: slots that the policy would give each job if its group were alone.
-        given: the allocations so far; changed in place.
+    """Grows allocations while any job wants the remaining slots; `given` is changed in place.
+    `wants` are the slots that the policy would give each job if its group were alone.
     """
 
     teams: Teams
@@ -48,7 +41,6 @@ class Offers:
     turns: float | None = None
     """Number of past turns at slots that cannot be divided among teams; None: no turns."""
     _free: dict[Any, NodeInfo] | None = field(default=None, init=False)
-    """Usable nodes with their remaining resources; None: to be recomputed."""
     _held_now: Counter[str] | None = field(default=None, init=False)
 
     def make(self) -> None:
@@ -64,7 +56,6 @@ class Offers:
                 pass
 
     def _in_turn(self) -> list[Any]:
-        """Return the jobs that want more, in the order in which they are served."""
         held = self._held()
 
         def order(name: Any) -> tuple[Any, ...]:
@@ -79,8 +70,8 @@ class Offers:
         """Return the jobs of the team whose turn it is at slots that cannot be divided.
 
         If jobs of several teams hold nothing because each team may borrow too little for one
-        replica, the teams take turns. A team that already borrows as much per weight as another one
-        would with its fewest replicas gets no turn.
+        replica, the teams take turns, except teams that already borrow as much per weight as
+        another would then.
         """
         idle = [n for n in self._in_turn() if not self.given[n] and not self._is_pinned(n)]
         if self.turns is None or not idle:
@@ -102,9 +93,7 @@ class Offers:
         return by_team[whose_turn(self.turns, even)] if even else ()
 
     def _restore(self, name: Any, may: Callable[[JobInfo, int], bool]) -> bool:
-        """Restore a job's current allocation if there is room, so that unneeded slots are not taken
-        from it.
-        """
+        """Restore a job's allocation if there is room, so that it keeps slots that nobody needs."""
         job, base = self.jobs[name], self.base.get(name, ())
         if not base or self._is_pinned(name):
             return False
@@ -114,7 +103,6 @@ class Offers:
         return more > 0 and known and may(job, more) and self._put(name, held)
 
     def _grow(self, name: Any, may: Callable[[JobInfo, int], bool]) -> bool:
-        """Add one replica to a job, or give it its fewest; return whether it got them."""
         job, now = self.jobs[name], self.given[name]
         if self._is_pinned(name):
             return False
@@ -136,7 +124,6 @@ class Offers:
         return False
 
     def _put(self, name: Any, allocation: Allocation) -> bool:
-        """Set a job's allocation if it fits beside the others; return whether it did."""
         if not self._fits(name, allocation):
             return False
         self.given[name] = allocation
@@ -144,7 +131,6 @@ class Offers:
         return True
 
     def _room(self) -> Nodes:
-        """Return the usable nodes with free slots, with their free resources."""
         if self._free is None:
             held = {name: given for name, given in self.given.items() if given}
             left = usable_nodes(without(self.jobs, self.nodes, held))
@@ -181,7 +167,6 @@ class Offers:
         return held[job.team] <= quota or held.total() + unlent <= capacity
 
     def _fits(self, name: Any, new: Allocation) -> bool:
-        """Return whether an allocation fits beside those of other jobs, and crowds no node."""
         others = {n: a for n, a in self.given.items() if a and n != name}
         usable = usable_nodes(without(self.jobs, self.nodes, others))
         shape = shape_of(self.jobs[name], new, self.nodes)
@@ -218,12 +203,11 @@ def _spread(job: JobInfo, free: Nodes) -> Allocation:
 
 
 def _least_slots(job: JobInfo) -> int:
-    """Return the fewest slots of a job."""
     return job.least_replicas * min(shape.slots for shape in job.all_shapes)
 
 
 def held_by_team(jobs: Jobs, nodes: Nodes, given: Mapping[Any, Sequence[Any]]) -> Counter[str]:
-    """Return the slots that the jobs of each team hold."""
+    """Return the slots that each team holds."""
     held: Counter[str] = Counter()
     for name, allocation in given.items():
         held[jobs[name].team] += slots_of(jobs[name], allocation, nodes)

@@ -16,13 +16,7 @@ def slots_of(job: JobInfo, held: Sequence[Any], nodes: Mapping[Any, NodeInfo]) -
 
 
 def within(job: JobInfo, slots: int, preferred: ReplicaShape | None = None) -> JobInfo | None:
-    """Return a job that never holds more than a number of slots; None: it needs more.
-
-    Args:
-        job: the job.
-        slots: the limit.
-        preferred: the shape that it gets if it fits; None: its own.
-    """
+    """Return the job limited to a number of slots, with `preferred` first; None: it needs more."""
     limits = {}
     for number, shape in enumerate(job.all_shapes):
         most = min(job.most_replicas(shape), slots // shape.slots)
@@ -56,10 +50,7 @@ def within(job: JobInfo, slots: int, preferred: ReplicaShape | None = None) -> J
 
 
 def cut(job: JobInfo, held: Allocation, slots: int, nodes: Mapping[Any, NodeInfo]) -> Allocation:
-    """Return the part of an allocation that fits into a number of slots, on few nodes.
-
-    The result is empty if the job's fewest replicas do not fit.
-    """
+    """Return the part of an allocation that fits into a number of slots, on few nodes, if any."""
     if slots_of(job, held, nodes) <= slots:
         return held
     shape = shape_of(job, held, nodes)

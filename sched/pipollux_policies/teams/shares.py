@@ -1,8 +1,7 @@
 """How many slots each team may hold: its quota first, then loans, by priority and weight.
 
 Whole slots are shared by weighted max-min fairness (progressive filling, Bertsekas & Gallager,
-*Data Networks*, §6.5.2): the next slot goes to the team with the least per weight, until it has
-what it wants.
+*Data Networks*, §6.5.2): the next slot goes to the team with the least per weight that wants it.
 """
 
 from __future__ import annotations
@@ -20,11 +19,9 @@ class Tier(NamedTuple):
     """Jobs of one rank, of all teams; tiers are served in ascending order."""
 
     rank: int
-    """Minus their priority."""
     preemptible: bool
     """Non-preemptible jobs get quota only, because their slots cannot be reclaimed."""
     waits: bool
-    """Whether the jobs preempt nothing of lower priority."""
 
 
 class TeamGroup(NamedTuple):
@@ -36,12 +33,11 @@ class TeamGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class Claim:
-    """The slots that a group asks for."""
+    """The slots that a group asks for, and holds."""
 
     wants: int
     """Slots that the policy would give it if it were alone."""
     holds: int = 0
-    """Slots that it holds now."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +56,8 @@ class SlotBudget:
 def fill(amount: int, wants: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, int]:
     """Share an amount in whole units by weighted max-min fairness.
 
-    Example:
-        >>> fill(10, {"a": 2, "b": 9, "c": 9}, {"a": 1.0, "b": 1.0, "c": 3.0})
-        {'a': 2, 'b': 2, 'c': 6}
+    >>> fill(10, {"a": 2, "b": 9, "c": 9}, {"a": 1.0, "b": 1.0, "c": 3.0})
+    {'a': 2, 'b': 2, 'c': 6}
     """
     given = dict.fromkeys(wants, 0)
     # A unit goes to the name that then has the least per weight.
@@ -78,15 +73,11 @@ def fill(amount: int, wants: Mapping[str, int], weights: Mapping[str, float]) ->
 
 
 def whose_turn(turns: float, weights: Mapping[str, float]) -> str:
-    """Return the name whose turn it is, if the length of each turn is the weight.
+    """Return the name whose turn it is, if the length of each turn is the weight. `turns` is the
+    time so far, in turns of the least weight.
 
-    Args:
-        turns: the time so far, in turns of the least weight.
-        weights: by name.
-
-    Example:
-        >>> [whose_turn(turns, {"a": 1.0, "b": 2.0}) for turns in range(6)]
-        ['a', 'b', 'b', 'a', 'b', 'b']
+    >>> [whose_turn(turns, {"a": 1.0, "b": 2.0}) for turns in range(6)]
+    ['a', 'b', 'b', 'a', 'b', 'b']
     """
     least, name = min(weights.values()), ""
     left = turns % sum(weight / least for weight in weights.values())
@@ -104,14 +95,10 @@ def budgets(
     fixed: Mapping[str, int],
     loaned: Mapping[str, int] | None = None,
 ) -> dict[TeamGroup, SlotBudget]:
-    """Return the budget of every group.
+    """Return the budget of every group within a capacity.
 
-    Args:
-        teams: quotas and limits.
-        capacity: slots that can be given.
-        claims: of the groups.
-        fixed: further slots that jobs of each team hold and that cannot be reclaimed.
-        loaned: such slots that each team borrows until a notice is over; their lenders wait.
+    `fixed` are further slots of each team that cannot be reclaimed, `loaned` those of them that it
+    borrows until a notice is over; their lenders wait.
     """
     loaned = loaned or {}
     quota = _quotas(teams, capacity, claims, fixed, lent=bool(loaned))

@@ -32,12 +32,6 @@ def part_of(nodes: Nodes, slots: int, jobs: Jobs, base: Allocations) -> dict[Any
 
     Slots are kept where the jobs are, then on the freest nodes, in multiples of the size of a
     replica if all replicas have the same size, so that no replica is cut.
-
-    Args:
-        nodes: nodes with the resources that can be given.
-        slots: how many to keep.
-        jobs: the jobs of the part.
-        base: the current allocations of these jobs.
     """
     widths = {shape.slots for job in jobs.values() for shape in job.all_shapes}
     unit = widths.pop() if len(widths) == 1 else 1

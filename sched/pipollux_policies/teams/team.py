@@ -16,9 +16,8 @@ DEFAULT_TURN = 3600.0
 class Team:
     """A team: Kueue's ClusterQueue in one cohort of all teams, Slurm's account.
 
-    Example:
-        >>> Team("vision", quota=8, borrow=4).most
-        12
+    >>> Team("vision", quota=8, borrow=4).most
+    12
     """
 
     name: str
@@ -52,11 +51,8 @@ class Teams:
 
     by_name: Mapping[str, Team] = field(default_factory=dict)
     notice: float = DEFAULT_NOTICE
-    """Seconds of notice before borrowed slots are reclaimed."""
     turn: float = DEFAULT_TURN
-    """Seconds for which one of several teams may borrow slots that cannot be divided among them; 0:
-    without end.
-    """
+    """Seconds for which one of several teams may borrow slots that cannot be divided; 0: no end."""
 
     def __getitem__(self, name: str) -> Team:
         return self.by_name.get(name) or Team(name)

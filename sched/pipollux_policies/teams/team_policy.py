@@ -4,16 +4,14 @@ The wrapped policy knows nothing of teams. `TeamPolicy` calls it for these steps
 
 1. Demand: the slots that each group (the jobs of a team with one priority) would get alone.
 2. `budgets`: the slots that each group may hold.
-3. If a budget is below the demand, its division among the group's jobs, in a part of the cluster of
-   that size.
-4. Placement: one call with all jobs, each limited to its part.
+3. If a budget is below the demand, its division among the group's jobs, in a part of the cluster.
+4. Placement: one call with all jobs, each limited to its part. Remaining slots are offered
+(`offers`).
 
-Remaining slots are offered (`offers`). If a team then has less of its quota than it would without
-any loans, the result without loans is used, and its remaining slots are offered.
-
-Slots are reclaimed from a team only after a notice: until then its jobs stay as they are. A notice
-is binding: whatever the policy would reclaim meanwhile, the same jobs keep their notice, and once
-it is over the team returns the announced number of slots, if need be from other jobs.
+If a team then has less of its quota than it would without any loans, the result without loans is
+used. Slots are reclaimed only after a notice, which is binding: the same jobs keep it whatever the
+policy would reclaim meanwhile, and once it is over the team returns the announced number of slots,
+if need be from other jobs.
 """
 
 from __future__ import annotations
@@ -52,22 +50,16 @@ class TeamAnswer:
 
 @dataclass(frozen=True)
 class TeamPolicy:
-    """Wraps a policy to enforce the quotas and limits of teams.
+    """Wraps a policy to enforce the quotas and limits of teams. `now` is in seconds since the
+    epoch, as are the times when notices end.
 
-    Args:
-        policy: decides within each team.
-        teams: their quotas and limits.
-        now: seconds since the epoch, for notices.
-        notices: jobs with a notice to return slots, and when these are reclaimed.
-
-    Example:
-        >>> from pipollux_policies import ExactPolicy
-        >>> from .team import Team
-        >>> job = JobInfo({"slots": 1}, lambda nodes, replicas: replicas, 0.0, 1, 8, team="a")
-        >>> teams = Teams({"a": Team("a", quota=2, borrow=1)})
-        >>> node = NodeInfo({"slots": 4})
-        >>> TeamPolicy(ExactPolicy(), teams).optimize({"j": job}, {"n": node}, {}, node)[0]
-        {'j': ['n', 'n', 'n']}
+    >>> from pipollux_policies import ExactPolicy
+    >>> from .team import Team
+    >>> job = JobInfo({"slots": 1}, lambda nodes, replicas: replicas, 0.0, 1, 8, team="a")
+    >>> teams = Teams({"a": Team("a", quota=2, borrow=1)})
+    >>> node = NodeInfo({"slots": 4})
+    >>> TeamPolicy(ExactPolicy(), teams).optimize({"j": job}, {"n": node}, {}, node)[0]
+    {'j': ['n', 'n', 'n']}
     """
 
     policy: Policy
@@ -169,9 +161,8 @@ class TeamPolicy:
     def _earlier(
         self, round_: _Round, found: dict[Any, float], told: Collection[Any]
     ) -> dict[Any, float]:
-        """Return jobs with an earlier notice, in place of others of their teams.
-
-        Otherwise a policy that reclaims from another job each time would postpone the end forever.
+        """Return jobs with an earlier notice, in place of others of their teams. Otherwise a policy
+        that reclaims from another job each time would postpone the end forever.
         """
         jobs, nodes = round_.jobs, round_.nodes
         teams = {jobs[name].team for name in found}
@@ -194,9 +185,8 @@ class TeamPolicy:
     ) -> dict[Any, float]:
         """Return the notices that are valid after this decision.
 
-        Jobs that were kept only until others of their team, whose notice is over, had returned all
-        slots get no notice. Slots that cannot be reclaimed now, because the job is starting, keep
-        their notice.
+        Jobs that were kept only until others of their team had returned all slots get no notice.
+        Slots of a starting job, which cannot be reclaimed now, keep theirs.
         """
         jobs, nodes = round_.jobs, round_.nodes
         after = held_by_team(jobs, nodes, given)
@@ -211,8 +201,6 @@ class TeamPolicy:
 
 
 class _Round:
-    """One decision with a given set of pinned jobs."""
-
     def __init__(
         self,
         policy: Policy,
@@ -244,7 +232,6 @@ class _Round:
         }
 
     def answer(self) -> dict[Any, Allocation]:
-        """Return the allocation of every job."""
         if len(self._groups) == 1 and not self.pinned:
             (group,) = self._groups
             if self._budgets()[group].slots >= self._wanted(group):
@@ -273,7 +260,6 @@ class _Round:
         return budgets(self._teams, capacity, claims, fixed, loaned)
 
     def _owed(self, given: Mapping[Any, Allocation]) -> int:
-        """Return how many slots of their quota teams lack although their jobs want them."""
         held = held_by_team(self.jobs, self.nodes, given)
         due = held_by_team(self.jobs, self.nodes, self.pinned)
         for group, budget in self._budgets().items():
@@ -281,7 +267,6 @@ class _Round:
         return sum(max(min(slots, self._teams[t].quota) - held[t], 0) for t, slots in due.items())
 
     def _placed(self, budget: Mapping[TeamGroup, SlotBudget]) -> dict[Any, Allocation]:
-        """Divide budgets among jobs, place them all, and offer the remaining slots."""
         asked = {name: self.jobs[name] for name in self.pinned}
         for group in self._groups:
             for name, part in self._divided(group, budget[group].slots).items():
@@ -312,8 +297,7 @@ class _Round:
         return given
 
     def _uncrowd(self, given: dict[Any, Allocation]) -> None:
-        """Merge jobs onto one node if they share a node with a job that waits for the end of its
-        notice.
+        """Merge jobs onto one node if they share one with a job that has a notice.
 
         Policies treat the latter as pinned, which may share its nodes with another distributed job.
         """
@@ -327,7 +311,6 @@ class _Round:
             given[name] = Allocation([fullest] * count if enough else [], held.shape)
 
     def _divided(self, group: TeamGroup, slots: int) -> Mapping[Any, Allocation]:
-        """Return how the policy divides a number of slots among the jobs of a group."""
         if slots >= self._wanted(group):
             return self._alone[group]
         jobs = self._groups[group]

@@ -1,7 +1,4 @@
-"""The rules of teams for every decision (docs/howto/teams.md), checked independently.
-
-Like `rules.violations`, it shares no code with the policies.
-"""
+"""The rules of teams for every decision (docs/howto/teams.md), in code independent of policies."""
 
 from __future__ import annotations
 
@@ -18,17 +15,8 @@ from .team import Team, Teams
 def team_violations(
     teams: Teams, jobs: Jobs, nodes: Nodes, base_allocations: Allocations, allocations: Allocations
 ) -> list[str]:
-    """Return a message for every rule of a team that a decision newly breaks.
-
-    A team that holds more than it may, because its file has changed, may continue while it does not
-    get more.
-
-    Args:
-        teams: quotas and limits.
-        jobs: all jobs, by name.
-        nodes: all nodes, by name.
-        base_allocations: the current allocations.
-        allocations: the decision.
+    """Return a message for every rule of a team that a decision newly breaks. A team that holds
+    more than it may, because its file has changed, may continue without more.
     """
     before, after = _slots(jobs, nodes, base_allocations), _slots(jobs, nodes, allocations)
     members: defaultdict[str, list[Any]] = defaultdict(list)

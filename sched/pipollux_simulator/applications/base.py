@@ -1,9 +1,8 @@
 """Interfaces of an application: the true training of its jobs, and their knowledge of it.
 
-An `Application` is the truth: the duration of an iteration on a placement, the noise of gradients,
-and the length of a job. A `JobModel` is the knowledge of ONE job: it observes the step times of
-configurations in which the job ran, and its gradients, and predicts the rest. As in a real cluster,
-policies only use the model.
+A `JobModel` is the knowledge of ONE job: it observes the step times of configurations in which the
+job ran, and its gradients, and predicts the rest. Policies only use the model, as in a real
+cluster.
 """
 
 from __future__ import annotations
@@ -26,15 +25,10 @@ class RunningJob:
     placement: tuple[int, ...]
     """Number of replicas on each of its nodes, at least 1."""
     num_stages: int = 1
-    """K."""
     num_microbatches: int = 1
-    """M."""
     atomic_bsz: int = 0
-    """Samples per replica in one forward and backward."""
     accum_steps: int = 0
-    """Accumulation steps before each optimizer step."""
     gpu_type: str = ""
-    """Type of the GPUs of its nodes."""
 
     @property
     def num_nodes(self) -> int:
@@ -56,9 +50,9 @@ class TrueStepTimes(NamedTuple):
     """True times of one forward and backward, in seconds."""
 
     optim_step: float
-    """Seconds including synchronization and the optimizer's step."""
+    """With synchronization and the optimizer's step."""
     accum_step: float
-    """Seconds without them."""
+    """Without both."""
 
     def differ(self, predicted: StepTime) -> bool:
         """Return whether either is more than 4 % off its prediction, which causes a new fit."""
@@ -77,11 +71,8 @@ class JobModel(Protocol):
         """Record the times of an iteration, and the gradients' size and noise."""
 
     def inherit(self, relatives: Sequence[JobModel]) -> None:
-        """Start with the measurements of jobs of the same application.
-
-        Args:
-            relatives: at least one. The gradients are those of the first one at its start. May be
-                called again with newer measurements until the job starts.
+        """Start with the measurements of jobs of the same application, at least one. The gradients
+        are those of the first one at its start. May be called again until the job starts.
         """
 
     def shapes(self) -> tuple[ReplicaShape, ...]:
@@ -106,7 +97,6 @@ class Application(Protocol):
     init_batch_size: int
     max_batch_size: int
     max_epochs: int
-    """Maximum epochs; jobs end after `completion_epoch`."""
 
     def step_times(self, running: RunningJob) -> TrueStepTimes:
         """Return the true step times."""

@@ -19,13 +19,10 @@ class Device:
     """A type of GPU, and its nodes."""
 
     name: str
-    """As in `NodeInfo.gpu_type`."""
     peak_flops: float
     """Floating point operations per second at half precision."""
     efficiency: float
-    """Share of the peak that a layer achieves."""
     memory_bytes: float
-    """Memory of one GPU."""
     memory_bandwidth: float
     """Bytes per second of the optimizer's step, reads and writes."""
     link: Link
@@ -33,8 +30,7 @@ class Device:
     network: Link
     """Between nodes, shared by all GPUs of a node."""
     launch_seconds: float = 2e-4
-    """Launch time of the kernels of one layer's forward, independent of the micro-batch; twice that
-    for its backward."""
+    """Launch time of the kernels of a layer's forward, of any size; twice for its backward."""
     usable_memory: float = 0.94
     """Share of the memory available to a stage; the rest is for context, buffers, fragmentation."""
 
@@ -72,4 +68,3 @@ V100_16G = Device(
 """NVLink 150 GB/s and a network of 25 Gbit/s per direction, of which 80 % are achieved."""
 
 DEVICES = (A100_40G, V100_16G)
-"""All devices."""

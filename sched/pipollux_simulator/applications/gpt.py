@@ -43,23 +43,18 @@ _STEPS_SCALE, _STEPS_POWER = 2.1e3, 0.76
 class GptModel:
     """One size of model, and how long a job trains it.
 
-    Example:
-        >>> round(GPT_MODELS["gpt-13b"].num_parameters / 1e9, 1)
-        13.2
+    >>> round(GPT_MODELS["gpt-13b"].num_parameters / 1e9, 1)
+    13.2
     """
 
     name: str
     num_blocks: int
-    """Transformer blocks."""
     hidden: int
-    """h, d_model."""
     init_batch_size: int
-    """Samples; initial batch size of a job."""
     max_batch_size: int
     """Samples: the batch that GPT-3 of this size was trained with (table 2.1), over 2048 tokens."""
     iterations: int
-    """Iterations at the initial batch size: a part of a training, as a whole training takes
-    months."""
+    """At the initial batch size: a part of a training, as a whole training takes months."""
     trained_steps: int = 500
     """Iterations, at an infinite batch, before the job, which determine its initial loss."""
 
@@ -94,17 +89,15 @@ GPT_MODELS = {
         GptModel("gpt-13b", 40, 5140, 48, 1024, 3500),
     )
 }
-"""By name."""
 
 
 @lru_cache(maxsize=64)
 def gpt_profile(model: GptModel, device: Device) -> LayerProfile:
     """Return the costs of a model's layers on a device: embedding, blocks, head.
 
-    Example:
-        >>> from pipollux_simulator.applications.devices import A100_40G
-        >>> gpt_profile(GPT_MODELS["gpt-1.3b"], A100_40G).num_layers
-        26
+    >>> from pipollux_simulator.applications.devices import A100_40G
+    >>> gpt_profile(GPT_MODELS["gpt-1.3b"], A100_40G).num_layers
+    26
     """
     s, h = SEQUENCE_LENGTH, model.hidden
     attention = 4.0 * s * s * h
@@ -123,7 +116,6 @@ def gpt_profile(model: GptModel, device: Device) -> LayerProfile:
 def _layer(
     device: Device, forward: float, backward: float, parameters: int, kept: float, hidden: int
 ) -> Layer:
-    """Return a layer from its flops and kept bytes per sample."""
     return Layer(
         forward_alpha=device.launch_seconds,
         forward_beta=forward / device.flops,

@@ -1,8 +1,7 @@
 """The truth of simulated jobs that train a GPT-like model in a pipeline; an `Application`.
 
 Times are from `PipelineTruth`, gradients from `GptModel.noise_scale`. An epoch is a twentieth of
-the iterations; a job is done after the last. The `JobModel` of its jobs is a parameter, so that
-models can be compared on the same truth.
+the iterations. The `JobModel` is a parameter, so that models can be compared on the same truth.
 """
 
 from __future__ import annotations
@@ -32,22 +31,15 @@ ModelMaker: TypeAlias = Callable[[PipelineJob, int | None], JobModel]
 
 
 class PipelineApplication:
-    """Jobs that train one model of `GPT_MODELS`.
+    """Jobs that train one model of `GPT_MODELS`; ValueError if it fits on no device.
 
-    Args:
-        model: the model or its name.
-        devices: allowed types of GPU; the first is that of nodes without a type.
-        seed: of all deviations from the layer profile.
-        fixed_stages: the only number of stages of jobs; None: they choose.
-        new_model: the model of jobs; `PipelineJobModel` or `SiaPipelineModel`.
+    The first of the devices is that of nodes without a type. `seed` is of all deviations from the
+    layer profile; without `fixed_stages` jobs choose; `new_model` is `PipelineJobModel` or
+    `SiaPipelineModel`.
 
-    Raises:
-        ValueError: for an unknown model, or one that does not fit.
-
-    Example:
-        >>> application = PipelineApplication("gpt-13b")
-        >>> [shape.num_stages for shape in application.new_model().shapes()]
-        [8]
+    >>> application = PipelineApplication("gpt-13b")
+    >>> [shape.num_stages for shape in application.new_model().shapes()]
+    [8]
     """
 
     def __init__(
@@ -71,11 +63,7 @@ class PipelineApplication:
         self._configurations: tuple[tuple[int, int], ...] | None = None
 
     def step_times(self, running: RunningJob) -> TrueStepTimes:
-        """Return the true step times.
-
-        Raises:
-            ValueError: the job cannot run with these stages, GPUs, or memory.
-        """
+        """Return the true step times; ValueError if the job cannot run in this configuration."""
         if running not in self._times:
             device = self.job.device(running.gpu_type)
             truth = PipelineTruth(self.name, self.job.way(running), device, self._seed)
@@ -100,11 +88,7 @@ class PipelineApplication:
         return most if batch_size is None else max(min(most, batch_size // MIN_SAMPLES), 1)
 
     def new_model(self, batch_size: int | None = None) -> JobModel:
-        """Return the model of a new job; `batch_size`: fixed by its user, None: adaptive.
-
-        Raises:
-            ValueError: the batch size is below the initial or above the maximum one.
-        """
+        """Return the model of a new job, whose user may fix a batch size within bounds."""
         return self._make_model(self.job, batch_size)
 
     def requests(self, rng: np.random.Generator) -> tuple[int, int]:
@@ -116,10 +100,10 @@ class PipelineApplication:
     def configurations(self) -> tuple[tuple[int, int], ...]:
         """Return (num_replicas, batch_size) pairs that scale, but not perfectly.
 
-        Replicas have the job's own shape, on nodes of 8 GPUs and up to 32 in total. Each number of
-        replicas has the batch size, a power of two times the initial one, with the shortest
-        training by true times midway. As in the Pollux artifact, only numbers with 50 to 80 % of
-        perfect scaling are included; without any, the largest number with more.
+        On nodes of 8 GPUs and up to 32 in total. Each number of replicas has the batch size, a
+        power of two times the initial one, with the shortest training by true times midway. As in
+        the Pollux artifact, only numbers with 50 to 80 % of perfect scaling are included; without
+        any, the largest number with more.
         """
         shape = PipelineJobModel(self.job).shapes()[0]
         scaling: dict[int, float] = {}

@@ -1,6 +1,5 @@
 """Properties of a pipeline job that are known before it runs: layers, memory, batch sizes, cuts.
 
-Both the truth (`PipelineApplication`) and the model of a job (`PipelineJobModel`) start from them.
 The layers are cut once per number of stages and type of GPU, with `plan_stages` within the device's
 memory; numbers of stages that do not fit are omitted. A job recomputes only in configurations that
 would not fit otherwise, so more stages may avoid recomputation.
@@ -21,12 +20,10 @@ from .devices import Device
 from .gpt import GptModel, gpt_profile
 
 STAGE_COUNTS = (1, 2, 4, 8)
-"""Possible K of a job."""
 RECOMPUTING: Checkpoint = "except_last"
 """Checkpoint mode if memory requires it; torchgpipe's default."""
 MICROBATCH_COUNTS = (4, 8, 16, 32)
-"""Possible M of a job with several stages. With one stage M = 1, without recomputation, and the job
-accumulates instead."""
+"""Possible M with several stages. With one, M = 1 without recomputation, and jobs accumulate."""
 MIN_SAMPLES = 4
 """Minimum samples per replica and iteration: with fewer, pipelines are mostly bubble."""
 UNKNOWN = PerfParams(EPSILON, EPSILON, EPSILON, EPSILON, EPSILON, EPSILON, 1.0)
@@ -37,11 +34,7 @@ _CUT_FOR = 8  # micro-batches of one sample that must fit, and for which the cut
 
 @dataclass(frozen=True)
 class PipelineJob:
-    """Layers of a model, and its cuts.
-
-    Raises:
-        ValueError: the model does not fit on any device in any allowed number of stages.
-    """
+    """Layers of a model, and its cuts; ValueError if it does not fit on any device."""
 
     model: GptModel
     devices: tuple[Device, ...]
@@ -61,11 +54,7 @@ class PipelineJob:
             )
 
     def device(self, gpu_type: str) -> Device:
-        """Return a device by name; the empty name is the first.
-
-        Raises:
-            ValueError: the job does not run on such GPUs.
-        """
+        """Return a device by name, the first for an empty one; ValueError for other GPUs."""
         if not gpu_type:
             return self.devices[0]
         for device in self.devices:
@@ -84,11 +73,7 @@ class PipelineJob:
         return {k: plan for k, plan in plans.items() if k == self.fixed_stages}
 
     def plan(self, num_stages: int, device: Device) -> StagePlan:
-        """Return the cut into K stages.
-
-        Raises:
-            ValueError: K does not fit, or is not allowed.
-        """
+        """Return the cut into K stages; ValueError if K does not fit, or is not allowed."""
         plans = self.plans(device)
         if num_stages not in plans:
             raise ValueError(
@@ -98,20 +83,12 @@ class PipelineJob:
         return plans[num_stages]
 
     def ways(self, num_stages: int, device: Device) -> tuple[StagePlan, ...]:
-        """Return the cut into K stages without and with recomputation, if these differ.
-
-        Raises:
-            ValueError: K does not fit, or is not allowed.
-        """
+        """Return the cut into K stages without and with recomputation, if different; as `plan`."""
         plan = self.plan(num_stages, device)
         return (_keeping(plan, device), plan) if num_stages > 1 else (plan,)
 
     def way(self, running: RunningJob) -> StagePlan:
-        """Return the cut of a running job: with recomputation if it does not fit without.
-
-        Raises:
-            ValueError: the job has no such cut.
-        """
+        """Return the cut of a running job: with recomputation if it does not fit without."""
         device = self.device(running.gpu_type)
         *keeping, recomputing = self.ways(running.num_stages, device)
         micro_bsz = running.atomic_bsz / running.num_microbatches

@@ -1,12 +1,11 @@
 """Estimation of step time parameters of a pipeline job from observed step times, for any cut.
 
-Layers are known beforehand, so T_pipe of every cut is predicted from them and corrected by one
-ratio per cut, the mean of log(observed / predicted); cuts that never ran use the mean of those that
-ran on the same type of GPU. The network is unknown beforehand. It is fitted as in Pollux
-(`fit_perf_params`), over all cuts together: the observed T_pipe of each point is passed to the fit
-as the size of the point, so that only network and γ remain to be found. Unobserved regimes stay
-free, so that more replicas are tried. Parameters are fitted on request, if observations since the
-last fit deviate from it by more than 4 %.
+T_pipe of every cut is predicted from the known layers and corrected by one ratio per cut, the mean
+of log(observed / predicted); cuts that never ran use the mean of those that ran on the same type of
+GPU. The network is fitted as in Pollux (`fit_perf_params`), over all cuts together: the observed
+T_pipe of each point is passed to the fit as the size of the point, so that only network and γ
+remain to be found. Unobserved regimes stay free, so that more replicas are tried. A fit is repeated
+if later times deviate by over 4 %.
 """
 
 from __future__ import annotations
@@ -38,11 +37,7 @@ class _Seen:
 
 
 class StepTimeLearner:
-    """Step time parameters of a job's cuts, from its layers and observed step times.
-
-    Args:
-        job: its layers and cuts.
-    """
+    """Step time parameters of a job's cuts, from its layers and observed step times."""
 
     def __init__(self, job: PipelineJob) -> None:
         self._job = job
@@ -64,11 +59,7 @@ class StepTimeLearner:
         return new
 
     def observe(self, running: RunningJob, times: TrueStepTimes) -> bool:
-        """Record step times; return whether previously returned parameters deviate from them.
-
-        Raises:
-            ValueError: a time is not above 0, or the job cannot run with this configuration.
-        """
+        """Record step times, above 0; return whether parameters returned before deviate."""
         if not (times.accum_step > 0 and times.optim_step > 0):
             raise ValueError(f"times: {times} must be above 0 s")
         device = self._job.device(running.gpu_type)
@@ -125,12 +116,8 @@ class StepTimeLearner:
 
 
 def fit_network(points: dict[RunningJob, TrueStepTimes]) -> PerfParams:
-    """Return network and γ that explain optimizer steps, given the accumulation steps.
-
-    The parameters have neutral compute, overlap and contention.
-
-    Args:
-        points: observations in order; the latest ones are used.
+    """Return network and γ that explain the latest optimizer steps, given the accumulation steps.
+    Compute, overlap and contention are neutral.
     """
     latest = list(points.items())[-_MAX_POINTS:]
     accum = np.array([times.accum_step for _, times in latest])

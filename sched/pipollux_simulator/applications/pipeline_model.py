@@ -1,10 +1,9 @@
 """The model of a pipeline job, which reports the speedups of every K to the scheduler.
 
-Step times come from `StepTimeLearner`, and the noise of gradients from the job's last step (before
-the first one it is assumed to be as large as the gradient). `GoodputFunction.optimize` chooses the
-best M, batch size and accumulation of an allocation within the memory of the device. The speedups
-of all shapes are relative to one replica of the first shape, with the fewest stages that fit the
-first type of GPU.
+Step times come from `StepTimeLearner`, and the noise of gradients from the job's last step.
+`GoodputFunction.optimize` chooses the best M, batch size and accumulation of an allocation within
+the memory of the device. The speedups of all shapes are relative to one replica of the first shape,
+with the fewest stages that fit the first type of GPU.
 """
 
 from __future__ import annotations
@@ -27,21 +26,13 @@ _NOISE_TOLERANCE = 0.1  # relative change of the noise scale without effect on c
 
 
 class PipelineJobModel:
-    """Online model of a job with known layers; a `JobModel`.
+    """Online model of a job with known layers, and a batch size if its user fixes it; a `JobModel`.
 
-    Args:
-        job: its layers and cuts.
-        batch_size: fixed by the user; None: the job adapts it.
-
-    Raises:
-        ValueError: the batch size is not between the model's initial and maximum one.
-
-    Example:
-        >>> from pipollux_simulator.applications.devices import A100_40G
-        >>> from pipollux_simulator.applications.gpt import GPT_MODELS
-        >>> model = PipelineJobModel(PipelineJob(GPT_MODELS["gpt-2.7b"], (A100_40G,)))
-        >>> [(shape.num_stages, shape.resources) for shape in model.shapes()]
-        [(2, {'slots': 2}), (4, {'slots': 4}), (8, {'slots': 8})]
+    >>> from pipollux_simulator.applications.devices import A100_40G
+    >>> from pipollux_simulator.applications.gpt import GPT_MODELS
+    >>> model = PipelineJobModel(PipelineJob(GPT_MODELS["gpt-2.7b"], (A100_40G,)))
+    >>> [(shape.num_stages, shape.resources) for shape in model.shapes()]
+    [(2, {'slots': 2}), (4, {'slots': 4}), (8, {'slots': 8})]
     """
 
     def __init__(self, job: PipelineJob, batch_size: int | None = None) -> None:
@@ -58,11 +49,7 @@ class PipelineJobModel:
         self._base_goodput = 0.0
 
     def observe(self, running: RunningJob, times: TrueStepTimes, gradients: GradParams) -> None:
-        """Record the times of an iteration, and the gradients' size and noise.
-
-        Raises:
-            ValueError: a time is not above 0, or the job cannot run with this configuration.
-        """
+        """Record the times of an iteration, above 0, and the gradients' size and noise."""
         missed = self._learner.observe(running, times)
         self.max_profiled_replicas = max(self.max_profiled_replicas, running.num_replicas)
         self._first_gradients = self._first_gradients or gradients
@@ -100,10 +87,8 @@ class PipelineJobModel:
     def configure(
         self, shape: ReplicaShape, placement: Sequence[int], gpu_type: str = ""
     ) -> RunningJob:
-        """Choose M, atomic batch size and accumulation steps for an allocation.
-
-        Raises:
-            ValueError: the job has no such shape on such GPUs, or no batch size is within bounds.
+        """Choose M, atomic batch size and accumulation steps for an allocation. Raises ValueError
+        if there is no such shape on such GPUs, or no batch size within bounds.
         """
         best = self._best(
             shape.num_stages, self._job.device(gpu_type), len(placement), sum(placement)
@@ -124,10 +109,8 @@ class PipelineJobModel:
         )
 
     def goodput(self, running: RunningJob) -> float:
-        """Predict samples (in units of the initial batch size) per second.
-
-        Raises:
-            ValueError: the job cannot run with this configuration, or its batch is too small.
+        """Predict samples (in units of the initial batch size) per second. ValueError for too small
+        a batch.
         """
         params = self._learner.params(self._job.way(running), running.gpu_type)
         function = GoodputFunction(params, self._gradients, self._job.model.init_batch_size)
@@ -157,7 +140,6 @@ class PipelineJobModel:
 
     @property
     def _max_replicas(self) -> int:
-        """Return the maximum replicas with `MIN_SAMPLES` each of the largest batch."""
         return (self._batch_size or self._job.model.max_batch_size) // MIN_SAMPLES
 
     def _plans(self, num_stages: int, device: Device) -> tuple[StagePlan, ...]:
@@ -185,7 +167,6 @@ class PipelineJobModel:
         return float(best.goodput) * self._efficiency()
 
     def _best(self, num_stages: int, device: Device, num_nodes: int, num_replicas: int) -> Optimum:
-        """Return the best configuration of an allocation, cached until measurements change."""
         key = num_stages, device.name, num_nodes, num_replicas
         if key not in self._chosen:
             plans = self._plans(num_stages, device)
@@ -195,7 +176,6 @@ class PipelineJobModel:
         return self._chosen[key]
 
     def _bounds(self, plans: tuple[StagePlan, ...], device: Device) -> dict[str, Any]:
-        """Return the bounds of a configuration."""
         return {
             "max_batch_size": self._max_batch_size,
             "accumulation": True,
@@ -221,11 +201,7 @@ class PipelineJobModel:
 
 
 def check_batch_size(job: PipelineJob, batch_size: int | None) -> None:
-    """Reject a batch size that the model does not support.
-
-    Raises:
-        ValueError: with the batch size and the allowed values.
-    """
+    """Raise ValueError for a batch size that the model does not support."""
     model = job.model
     if batch_size is not None and not model.init_batch_size <= batch_size <= model.max_batch_size:
         raise ValueError(

@@ -1,7 +1,6 @@
 """True duration of an iteration of a pipeline job: a simulation of GPipe, stage by stage.
 
-The layers' times are those of the job's profile, modified by effects that the profile does not
-contain:
+The layers' times are those of the job's profile, modified by effects that it does not contain:
 
     e     efficiency of a device for this model                      ±8 %, by job and device
     i_k   deviation of a stage from the sum of its layers            ±5 %, by job, device, K, k
@@ -10,9 +9,8 @@ contain:
 
     f_k = e·i_k·(Σ forward of its layers) + o[k > 0]     g_k alike, with recomputation
 
-`Schedule` simulates these with the boundary copies; fin_k is when stage k's gradients are final.
-Then a ring inside each node (r replicas on the fullest) and one across the n nodes reduce stage k's
-gradients, 2 bytes per parameter:
+`Schedule` simulates these with the boundary copies. Then a ring inside each node (r replicas on the
+fullest) and one across the n nodes reduce stage k's gradients, 2 bytes per parameter:
 
     AR_k = 2·(r-1)/r·bytes/link + 2·(n-1)/n·bytes/network + latencies
 
@@ -46,7 +44,6 @@ class PipelineTruth:
     """True step times of one cut on one device."""
 
     name: str
-    """Of the application."""
     plan: StagePlan
     device: Device
     seed: int = 0
@@ -81,11 +78,7 @@ class PipelineTruth:
         )
 
     def step_times(self, running: RunningJob) -> TrueStepTimes:
-        """Return the true times of an accumulation and an optimizer step.
-
-        Raises:
-            ValueError: the sizes do not fit the devices' memory, or are below 1.
-        """
+        """Return the true step times; ValueError if the sizes do not fit the devices' memory."""
         self._check(running)
         micro_bsz = running.atomic_bsz / running.num_microbatches
         final = self.schedule(micro_bsz, running.num_microbatches).final_times
@@ -108,7 +101,6 @@ class PipelineTruth:
         )
 
     def _all_reduced(self, final: tuple[float, ...], running: RunningJob) -> float:
-        """Return when the last gradient is reduced."""
         times = self.all_reduces(running.placement)
         return float(network_end(final, times, running.num_nodes > 1))
 
@@ -118,7 +110,6 @@ class PipelineTruth:
         return float(2 * np.add.reduceat(per_layer, starts).max() / self.device.memory_bandwidth)
 
     def _slowness(self) -> NDArray[np.float64]:
-        """Return e·i_k of every stage, shape (K,)."""
         num_stages = len(self.plan.balance)
         whole = 1 + _EFFICIENCY * self._deviation("efficiency")
         stages = [self._deviation("stage", num_stages, k) for k in range(num_stages)]

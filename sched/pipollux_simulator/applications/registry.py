@@ -19,7 +19,6 @@ from .trace_model import Fit
 from .traces import CONSTANTS, SLOTS_PER_NODE, TraceApplication, TraceError
 
 KNOWN = (*CONSTANTS, *GPT_MODELS)
-"""Names of all applications."""
 
 
 def load_applications(
@@ -29,22 +28,13 @@ def load_applications(
     devices: Sequence[Device] = (A100_40G,),
     fit: Fit = fit_perf_params,
 ) -> dict[str, Application]:
-    """Return applications by name.
+    """Return applications by name, reading only the requested ones of a folder of public traces.
 
-    Args:
-        names: the applications.
-        traces: contains a folder per application of the public traces; only requested ones are
-        read.
-        devices: types of GPU for pipelines.
-        fit: fit of step times by jobs of the traces.
+    `devices` are types of GPU for pipelines; `fit` is for jobs of the traces. Raises ValueError if
+    a name is unknown, traces are missing or invalid, or a pipeline fits on none of the devices.
 
-    Raises:
-        ValueError: a name is unknown, traces are missing or invalid, or a pipeline fits on none of
-        the devices.
-
-    Example:
-        >>> load_applications(["gpt-1.3b"])["gpt-1.3b"].max_batch_size
-        512
+    >>> load_applications(["gpt-1.3b"])["gpt-1.3b"].max_batch_size
+    512
     """
     found: dict[str, Application] = {}
     for name in sorted(set(names)):
@@ -58,11 +48,7 @@ def load_applications(
 
 
 def devices_of(gpu_types: Iterable[str]) -> tuple[Device, ...]:
-    """Return the devices of nodes' types of GPU; an empty type is an A100.
-
-    Raises:
-        ValueError: a type is unknown.
-    """
+    """Return the devices of known types of GPU; an empty type is an A100."""
     known = {device.name: device for device in DEVICES}
     wanted = sorted(set(gpu_types) - {""})
     unknown = [name for name in wanted if name not in known]
@@ -81,11 +67,7 @@ def fits(application: Application, nodes: Mapping[str, NodeInfo]) -> bool:
 
 
 def check_room(application: Application, nodes: Mapping[str, NodeInfo]) -> None:
-    """Check that an application can run at all.
-
-    Raises:
-        ValueError: no node has room for a replica, or a node has more GPUs than its traces cover.
-    """
+    """Raise ValueError if a replica fits on no node, or a node has more GPUs than traces cover."""
     sizes = [node.resources.get("slots", 0) for node in nodes.values()]
     most = max(sizes, default=0)
     if isinstance(application, TraceApplication) and most > SLOTS_PER_NODE:
@@ -106,15 +88,8 @@ def requests_for(
 ) -> dict[str, Request]:
     """Return users' requests by application of a mix, omitting applications that fit on no node.
 
-    No request exceeds the replicas that fit on the nodes.
-
-    Args:
-        mix: see `generate`.
-        nodes: of the cluster.
-        traces: folder of the public traces; not needed for pipelines.
-
-    Raises:
-        ValueError: traces are missing or invalid, or a type of GPU is unknown.
+    No request exceeds the replicas that fit. `traces` are not needed for pipelines. Raises
+    ValueError if they are missing or invalid, or a type of GPU is unknown.
     """
     parts: tuple[Mix, ...] = ("pollux", "pipelines") if mix == "mixed" else (mix,)
     names = [n for kind in CATEGORIES for part in parts for n in kind.applications.get(part, ())]
@@ -136,7 +111,6 @@ def requests_for(
 def _capped(
     application: PipelineApplication | TraceApplication, nodes: Mapping[str, NodeInfo]
 ) -> Request:
-    """Return the requests of users, limited to the size of the cluster."""
     shape = application.new_model().shapes()[0]
     most = sum(node.num_fitting(shape) for node in nodes.values())
 

@@ -1,7 +1,7 @@
 """Sia's model of a pipeline job (Jayaram Subramanya et al., SOSP'23, section 3.5), for comparison.
 
-Sia is the only published scheduler that scales jobs with pipeline and data parallelism. The model
-of its released simulator is
+The only published scheduler that scales jobs with pipeline and data parallelism has this model in
+its released simulator:
 
     T = 3·((S - 1) + M)·fwd + T_net        one plan of S stages per type of GPU, M = 48
 
@@ -37,13 +37,8 @@ NUM_MICROBATCHES = 48
 class SiaPipelineModel:
     """Sia's online model of a pipeline job; a `JobModel`.
 
-    Args:
-        job: its layers and cuts.
-        batch_size: None; Sia's pipeline jobs take 48 samples per replica.
-
-    Raises:
-        ValueError: a batch size is given, one replica has fewer samples than the initial batch
-        size, or 48 micro-batches of one sample do not fit.
+    Raises ValueError for a given batch size, or if one replica has fewer samples than the initial
+    batch size, or 48 micro-batches of one sample do not fit.
     """
 
     def __init__(self, job: PipelineJob, batch_size: int | None = None) -> None:
@@ -137,7 +132,6 @@ class SiaPipelineModel:
         return _goodput(self._constants(device), np.asarray(num_nodes), np.asarray(num_replicas))
 
     def _constants(self, device: Device) -> tuple[float, PerfParams, GoodputFunction, int]:
-        """Return pipeline seconds, network, efficiency and the maximum replicas."""
         gradients = GoodputFunction(UNKNOWN, self._gradients, self._job.model.init_batch_size)
         seconds = 3 * self._slots(device) * self._forward_seconds(device)
         return seconds, self._network(device), gradients, self._max_replicas
@@ -176,7 +170,6 @@ def _goodput(
 
 
 def _plan(job: PipelineJob, device: Device) -> int:
-    """Return the fewest stages that hold 48 micro-batches of one sample; 0: none."""
     for num_stages, plan in job.plans(device).items():
         if float(plan.largest_micro_bsz(device.memory_limit, NUM_MICROBATCHES)) >= 1:
             return num_stages

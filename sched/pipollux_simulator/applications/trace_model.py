@@ -2,9 +2,8 @@
 
 `TraceJobModel` works as Pollux's agent: each configuration that ran adds a row to its profile, the
 step time model is fitted to the profile, and the batch size maximizes goodput. With Pipollux's fit,
-residuals of the fit correct speedups and batch sizes (`StepCorrections`, `SizeCorrections`), as in
-real jobs. `FixedBatchModel` is for jobs with a fixed batch size; it knows the true step times, like
-the oracle for Optimus in Pollux's comparison.
+residuals correct speedups and batch sizes (`StepCorrections`, `SizeCorrections`), as in real jobs.
+`FixedBatchModel` knows the true step times, like the oracle for Optimus in Pollux's comparison.
 """
 
 from __future__ import annotations
@@ -36,12 +35,11 @@ _Row: TypeAlias = tuple[int, int, int]
 
 
 Fit: TypeAlias = Callable[..., PerfParams]
-"""Fit of step times: `fit_perf_params`, or a function with its first five arguments, such as
-`fit_like_adaptdl`."""
+"""`fit_perf_params`, or a function with its first five arguments, such as `fit_like_adaptdl`."""
 
 
 class BatchSizes(Protocol):
-    """The interface that both models need from their application."""
+    """The application, as its models use it."""
 
     init_batch_size: int
     max_batch_size: int
@@ -50,7 +48,6 @@ class BatchSizes(Protocol):
     fits: dict[frozenset[tuple[int, int, int]], PerfParams]
     """Fits by observed configurations: their times are the same for every job."""
     fit: Fit
-    """The function for these fits."""
 
     def step_times(self, running: RunningJob) -> TrueStepTimes:
         """Return the true step times."""
@@ -107,9 +104,8 @@ class TraceJobModel:
             self._speedup = None
 
     def inherit(self, relatives: Sequence[JobModel]) -> None:
-        """Start with the jobs' profiles, and with the initial gradients of the first one.
-
-        Limits the number of rows, and how often each is passed on, as in jobs (`InheritedRows`).
+        """Start with the jobs' profiles, and with the initial gradients of the first one. Limits
+        the number of rows, and how often each is passed on, as in jobs (`InheritedRows`).
         """
         alike = [model for model in relatives if isinstance(model, TraceJobModel)]
         rows = [entry for model in alike for entry in model._handed_down()]
@@ -169,7 +165,6 @@ class TraceJobModel:
         return self._base
 
     def _choose(self, speedup: SpeedupFunction, nodes: int, replicas: int) -> tuple[int, int]:
-        """Return the atomic batch size and the accumulation steps with the highest goodput."""
         known = self._chosen.get((nodes, replicas))
         if known is None:
             known = self._choose_by_measurements(nodes, replicas)
@@ -227,9 +222,8 @@ class TraceJobModel:
     def _surprised(self, goodput: GoodputFunction) -> bool:
         """Whether observations since the last fit require a new one.
 
-        Fits dominate the time of a simulation, and an additional row that agrees with the
-        prediction changes little. More nodes or replicas than before require a fit: their costs
-        were assumed.
+        Fits dominate the time of a simulation, and a row that agrees with the prediction changes
+        little. The costs of more nodes or replicas than before were assumed.
         """
         rows = list(self._profile.items())
         old, new = rows[: self._fitted], rows[self._fitted :]
@@ -258,12 +252,7 @@ class TraceJobModel:
 
 
 class FixedBatchModel:
-    """Keeps its user's batch size, and knows the true step times.
-
-    Args:
-        app: the application.
-        batch_size: of the whole job, for any number of replicas.
-    """
+    """Keeps its user's batch size, of the whole job, and knows the true step times."""
 
     def __init__(self, app: BatchSizes, batch_size: int) -> None:
         self._app = app
@@ -316,7 +305,6 @@ class FixedBatchModel:
         return np.array(values).reshape(nodes.shape)
 
     def _ratio(self, num_nodes: int, num_replicas: int) -> float:
-        """Return the speedup of an iteration over one replica."""
         least = self._app.min_local_bsz
         if num_replicas == 0 or self._batch_size / num_replicas < least:
             return 0.0
@@ -329,7 +317,6 @@ class FixedBatchModel:
         return optim + running.accum_steps * accum
 
     def _running(self, num_nodes: int, num_replicas: int) -> RunningJob:
-        """Choose sizes for replicas spread evenly over their nodes."""
         per_node, more = divmod(num_replicas, num_nodes)
         placement = tuple(per_node + (i < more) for i in range(num_nodes))
         return self.configure(self.shapes()[0], placement)

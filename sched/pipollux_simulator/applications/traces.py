@@ -30,17 +30,15 @@ from .trace_model import Fit, FixedBatchModel, TraceJobModel, split_batch
 _MOST_NODES = 16  # of scalability.csv
 _MOST_REPLICAS = 64
 SLOTS_PER_NODE = 4
-"""Of the measured nodes."""
 _REQUESTED = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48)
 _LEAST_SCALING, _MOST_SCALING = 0.5, 0.8
 
 
 @dataclass(frozen=True)
 class Constants:
-    """Constants of an application that the artifact defines outside its traces."""
+    """Constants of an application, from the artifact."""
 
     max_epochs: int
-    """Statistical epochs of a job."""
     max_local_bsz: int | None = None
     """Maximum local batch size; None: the largest measured one."""
     fixed_batch_size: int | None = None
@@ -55,7 +53,6 @@ CONSTANTS: Mapping[str, Constants] = {
     "ncf": Constants(10, fixed_batch_size=32768),
     "yolov3": Constants(50, max_local_bsz=8),
 }
-"""The six applications of the public workloads."""
 
 
 class TraceError(InputError):
@@ -63,8 +60,6 @@ class TraceError(InputError):
 
 
 class _Validation:
-    """One `validation-B.csv`, a row per epoch."""
-
     def __init__(self, path: Path, num_epochs: int) -> None:
         self.path = path
         columns = _read_columns(path, ("progress", "grad_sqr", "grad_var"))
@@ -79,15 +74,10 @@ class _Validation:
 
 
 class TraceApplication:
-    """An application whose truth is one folder of the public traces.
+    """An application whose truth is one folder of the public traces, which has its name.
 
-    Args:
-        folder: contains the three kinds of CSV files; its name is the application's.
-        constants: None: those of `CONSTANTS`.
-        fit: fit of step times by its jobs.
-
-    Raises:
-        TraceError: a file is missing or invalid.
+    `constants` are by default those of `CONSTANTS`; `fit` is for its jobs' step times. Raises
+    TraceError if a file is missing or invalid.
     """
 
     def __init__(
@@ -120,11 +110,7 @@ class TraceApplication:
         self.fits: dict[frozenset[tuple[int, int, int]], PerfParams] = {}
 
     def step_times(self, running: RunningJob) -> TrueStepTimes:
-        """Return the measured, or between measurements interpolated, step times.
-
-        Raises:
-            TraceError: neither trace covers this configuration.
-        """
+        """Return measured or interpolated step times; TraceError if no trace covers them."""
         # Placements were measured once for all permutations: the sorted one represents them.
         placement = running.placement
         key = min(placement[i:] + placement[:i] for i in range(len(placement)))
@@ -135,10 +121,8 @@ class TraceApplication:
         return known
 
     def gradients(self, batch_size: int, epoch: int) -> GradParams:
-        """Return the statistics of an epoch, interpolated linearly over the batch size.
-
-        Raises:
-            TraceError: the batch size is outside the validated range.
+        """Return the statistics of an epoch, interpolated linearly over the batch size. Raises
+        TraceError for a batch size outside the validated range.
         """
         if not self.init_batch_size <= batch_size <= self.max_batch_size:
             raise TraceError(
@@ -173,11 +157,7 @@ class TraceApplication:
         return max(min(shared // self.min_local_bsz, _MOST_REPLICAS), 1)
 
     def new_model(self, batch_size: int | None = None) -> JobModel:
-        """Return a model with an adaptive or a fixed batch size.
-
-        Raises:
-            ValueError: the batch size is outside the validated range.
-        """
+        """Return a model with an adaptive or a fixed batch size, which must be validated."""
         fixed = self.constants.fixed_batch_size or batch_size
         if fixed is None:
             return TraceJobModel(self)
@@ -197,8 +177,7 @@ class TraceApplication:
         """(num_replicas, batch_size) pairs that scale, but not perfectly, on nodes of 4 GPUs.
 
         Each number of replicas has the validated batch size with the shortest training. As in the
-        artifact, only numbers with 50 to 80 % of perfect scaling are included; one replica if there
-        are none.
+        artifact, only numbers with 50 to 80 % of perfect scaling are included; one replica if none.
         """
         if self.constants.fixed_batch_size is not None:
             return ((1, self.constants.fixed_batch_size),)
@@ -226,7 +205,6 @@ class TraceApplication:
 
     @cached_property
     def _iterations(self) -> dict[int, float]:
-        """Iterations of a whole training, by batch size."""
         return {
             _batch_size(v.path): _read_columns(v.path, ("iteration",))["iteration"][
                 self.max_epochs - 1
@@ -266,11 +244,7 @@ class TraceApplication:
 
 
 def read_applications(folder: Path) -> dict[str, TraceApplication]:
-    """Read every application of `CONSTANTS` in a folder of traces, by name.
-
-    Raises:
-        TraceError: the folder contains none, or one of its files is invalid.
-    """
+    """Read every application of `CONSTANTS` in a folder of traces, by name; at least one."""
     there = [name for name in CONSTANTS if (folder / name).is_dir()]
     found = {name: TraceApplication(folder / name) for name in there}
     if not found:

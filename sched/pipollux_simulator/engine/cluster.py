@@ -2,8 +2,7 @@
 
 Between two decisions every job trains independently, exactly (`job`). The policy has the same input
 as in a real cluster: `JobInfo` from measurements of jobs, `NodeInfo`, and the current allocations.
-`policy.violations` checks its answer; a broken rule ends the simulation, so that no policy gains by
-breaking rules.
+`policy.violations` checks its answer; a broken rule ends the simulation.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ Watch: TypeAlias = Callable[[float, int], None]
 DecidesAt: TypeAlias = Literal["rounds", "arrivals", "changes"]
 
 _MOMENT = 1e-6
-"""Minimum simulated seconds between two updates of the jobs."""
 
 
 class SimulationError(PipolluxError):
@@ -60,17 +58,14 @@ class Options:
     restart_seconds: float = 30.0
     """Start time of a replica; a job does not train during a start or restart."""
     rescale_seconds: float | None = None
-    """Pause of the surviving replicas in an elastic resize; None: every change of an allocation is
-    a restart."""
+    """Pause of the surviving replicas in an elastic resize; None: every change is a restart."""
     interference: float = 0.0
     """The slowdown of distributed jobs that share a node, 0 to 1; with 0, sharing is forbidden
     (rule 4 of docs/concepts/policies.md)."""
     checkpoint_seconds: float = 600.0
     """Training time between checkpoints; matters if nodes are lost."""
     node_events: tuple[NodeEvent, ...] = ()
-    """Nodes that drain, are lost and come back."""
     known_length: KnownLength = EXACT_LENGTHS
-    """The policy's knowledge of the remaining work of jobs."""
     inherit_models: bool = False
     """Whether a new job uses measurements of related jobs (`Experience`)."""
     decides_at: DecidesAt = "rounds"
@@ -78,7 +73,6 @@ class Options:
     scheduler: whenever a job arrives or completes or a node comes or goes, or an interval later,
     where starting jobs keep their allocation until they train."""
     teams: TeamMembership | None = None
-    """Quotas of teams, applied to the policy; None: no teams."""
     most_days: float = 60.0
     """Limit of simulated days: beyond it some job will never run."""
 
@@ -105,7 +99,6 @@ class Result:
     jobs: tuple[SimulatedJob, ...]
     nodes: Mapping[str, NodeInfo]
     policy_seconds: tuple[float, ...]
-    """Wall-clock seconds of each call of the policy."""
     active: tuple[tuple[float, int], ...]
     """(seconds, number of unfinished jobs) at each change of that number."""
 
@@ -117,18 +110,11 @@ class Result:
 
 @dataclass
 class Cluster:
-    """A cluster under simulation.
+    """A cluster under simulation, with the true applications of its workload by name.
 
-    Args:
-        workload: arrivals of jobs.
-        applications: by name, the truth of every application of the workload.
-        nodes: by name.
-        policy: the policy; with `adapts_batch_size = False` jobs keep their user's batch size.
-        options: behaviour of the cluster.
-        experience: of previously completed jobs; completed jobs are added.
-
-    Raises:
-        SimulationError: the workload has an unknown application.
+    Under a policy with `adapts_batch_size = False` jobs keep their user's batch size. `experience`
+    is of previously completed jobs; completed jobs are added. Raises SimulationError for an
+    application that is not given.
     """
 
     workload: Sequence[JobArrival]
@@ -148,7 +134,6 @@ class Cluster:
         if not self.workload or not self.nodes:
             raise SimulationError("there is nothing to simulate; give jobs and nodes")
         self._warm_starts: set[str] = set()
-        """Jobs that started with measurements of related jobs."""
         self._at_changes = self.options.decides_at == "changes"
         self._fixed = not getattr(self.policy, "adapts_batch_size", True)
         self._all_nodes, self.nodes = dict(self.nodes), dict(self.nodes)
@@ -163,13 +148,8 @@ class Cluster:
         self._declared: Mapping[str, Sequence[float]] = {}
 
     def run(self, watch: Watch | None = None) -> Result:
-        """Simulate until all jobs are done.
-
-        Args:
-            watch: called after every round.
-
-        Raises:
-            SimulationError: the policy broke a rule, or some job never runs.
+        """Simulate until all jobs are done, calling `watch` after every round. Raises
+        SimulationError if the policy broke a rule, or some job never runs.
         """
         while self._waiting or self._active:
             self._skip_idle_rounds()
@@ -197,7 +177,6 @@ class Cluster:
         self._now = max(self._now, rounds * self.options.interval)
 
     def _advance_to_round(self) -> None:
-        """Advance time until the next call of the policy."""
         interval = self.options.interval
         end = self._now + interval
         if not self._at_changes:
@@ -226,7 +205,6 @@ class Cluster:
         )
 
     def _advance_to(self, until: float) -> None:
-        """Advance time; nodes come and go at their exact times."""
         while self._events and self._events[0].time <= until:
             event = self._events.pop(0)
             self._train(max(event.time, self._now))
@@ -243,7 +221,6 @@ class Cluster:
         self._now = until
 
     def _slowed(self) -> set[str]:
-        """Return the distributed jobs that share a node with another distributed job."""
         if not self.options.interference:
             return set()
         members = {job.name: set(job.members) for job in self._active.values()}
@@ -278,14 +255,12 @@ class Cluster:
             self._active[row.name] = self._job(row, app, model)
 
     def _bequeath(self) -> None:
-        """Update the inherited measurements of jobs that wait for their first start."""
         if self.options.inherit_models:
             for name, job in self._active.items():
                 if self._is_new(name) and self.experience.bequeath(job):
                     self._warm_starts.add(name)
 
     def _job(self, row: JobArrival, app: Application, model: JobModel) -> SimulatedJob:
-        """Return a new job, with its own start and restart times if it has them."""
         options, terms = self.options, row.terms
         restart, rescale = terms.restart_seconds, terms.rescale_seconds
         return SimulatedJob(
@@ -349,7 +324,6 @@ class Cluster:
     def _ask(
         self, infos: Mapping[str, JobInfo], base: Mapping[str, Allocation]
     ) -> Mapping[str, Sequence[str]]:
-        """Return the policy's answer, within the quotas of teams."""
         template = self.nodes[min(self.nodes)]
         if self._teams is None:
             return self.policy.optimize(infos, self.nodes, base, template)[0]
@@ -364,7 +338,6 @@ class Cluster:
         base: Mapping[str, Allocation],
         weighed: Collection[str],
     ) -> dict[str, Allocation]:
-        """Return the allocations of jobs that start on free slots."""
         return place_in_order(
             [name for name in infos if name not in base],
             without(infos, self.nodes, base),
@@ -378,7 +351,6 @@ class Cluster:
         return self._active[name].started is None
 
     def _mean_jobs(self) -> dict[str, float]:
-        """Return the mean number of unfinished jobs over the life of each active job."""
         ends = [(job.arrival.time, job.completed or self._now) for job in self._done]
         ends += [(job.arrival.time, self._now) for job in self._active.values()]
         arrivals = {name: job.arrival.time for name, job in self._active.items()}
@@ -393,7 +365,6 @@ class Cluster:
 
 
 def _activity(jobs: Sequence[SimulatedJob]) -> tuple[tuple[float, int], ...]:
-    """Return the numbers of unfinished jobs, and since when."""
     changes = [(job.arrival.time, 1) for job in jobs]
     changes += [(job.completed, -1) for job in jobs if job.completed is not None]
     return tuple(_running_total(sorted(changes)))

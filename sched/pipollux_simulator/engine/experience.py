@@ -15,11 +15,8 @@ from .job import SimulatedJob
 
 @dataclass
 class _Family:
-    """Related jobs: each starts with the measurements of the others."""
-
     completed: deque[JobModel] = field(default_factory=lambda: deque(maxlen=MAX_RELATIVES))
     active: dict[str, SimulatedJob] = field(default_factory=dict)
-    """Unfinished jobs by name, in order of arrival."""
 
     def relatives(self) -> list[JobModel]:
         """Return the jobs that pass on measurements, the last completed one first."""

@@ -1,9 +1,8 @@
 """Events of nodes while jobs run: failures, spot preemptions, and recoveries.
 
-Uptimes are exponentially distributed, as for nodes that do not age; then a node fails and is
-repaired. Spot nodes are also preempted by their provider, with or without notice, and return when
-capacity is available. Each node has a separate generator, seeded by the seed and the node's name,
-so its events do not depend on other nodes.
+Uptimes are exponentially distributed, as for nodes that do not age. Spot nodes are also preempted
+by their provider, with or without notice, and return when capacity is available. Each node has a
+separate generator, so its events do not depend on other nodes.
 """
 
 from __future__ import annotations
@@ -20,33 +19,26 @@ EventKind = Literal["drain", "lost", "back"]
 
 
 class NodeEvent(NamedTuple):
-    """An event of one node."""
+    """An event of one node, in seconds after the start."""
 
     time: float
-    """Seconds after the simulation's start."""
     node: str
-    """Name of the node."""
     kind: EventKind
-    """drain: the node goes soon, no new starts on it; lost: the node is gone, with all replicas on
-    it; back: it is available again, empty."""
+    """drain: no new starts, as the node goes soon; lost: it is gone, with all replicas on it; back:
+    it is available again, empty."""
 
 
 @dataclass(frozen=True)
 class Outages:
-    """Frequency and duration of outages.
+    """Frequency and duration of outages; ValueError if a time is out of range.
 
-    Example:
-        >>> Outages(mean_uptime=30 * 86400, mean_downtime=3600).notice
-        0.0
-
-    Raises:
-        ValueError: a time is out of range; the message names the field.
+    >>> Outages(mean_uptime=30 * 86400, mean_downtime=3600).notice
+    0.0
     """
 
     mean_uptime: float
     """Mean seconds of availability (a failure's MTBF)."""
     mean_downtime: float
-    """Mean seconds of an outage."""
     notice: float = 0.0
     """Seconds between a node's drain and its end; 0: no notice."""
     least_downtime: float = 0.0
@@ -67,31 +59,19 @@ class Outages:
 
 FAILURES = Outages(mean_uptime=75 * 86400.0, mean_downtime=6 * 3600.0, least_downtime=600.0)
 """Node failures: training OPT-175B cycled over 100 of its 124 hosts of eight GPUs in two months
-(Zhang et al., 2022, section 2.5), one failure in 75 days per node. The repair time is an
-assumption."""
+(Zhang et al., 2022, section 2.5), one failure in 75 days per node. The repair time is assumed."""
 
 SPOT = Outages(mean_uptime=6 * 3600.0, mean_downtime=1800.0, notice=120.0, least_downtime=120.0)
 """Spot preemptions with AWS's notice of two minutes; the frequency is an assumption."""
 
 
 def outages(nodes: Sequence[str], duration: float, outage: Outages, seed: int) -> list[NodeEvent]:
-    """Return the events of all nodes before `duration` seconds, sorted by time.
+    """Return the events of all nodes before `duration` seconds, sorted by time. If a node drains
+    before the end and is lost after it, the loss is not included.
 
-    If a node drains before the end and is lost after it, the loss is not included.
-
-    Args:
-        nodes: names, each once.
-        duration: seconds.
-        outage: frequency and duration.
-        seed: of the generators.
-
-    Raises:
-        ValueError: names are not unique, or duration is not finite and >= 0.
-
-    Example:
-        >>> events = outages(["n0", "n1"], 86400.0, SPOT, seed=1)
-        >>> events[0].kind
-        'drain'
+    >>> events = outages(["n0", "n1"], 86400.0, SPOT, seed=1)
+    >>> events[0].kind
+    'drain'
     """
     _check(nodes, duration)
     events: list[NodeEvent] = []
@@ -104,16 +84,13 @@ def outages(nodes: Sequence[str], duration: float, outage: Outages, seed: int) -
 
 
 def merge_events(*streams: Sequence[NodeEvent]) -> list[NodeEvent]:
-    """Return the events of several streams as one, sorted by time and consistent for each node.
+    """Return the events of several streams as one, sorted by time and consistent for each node. A
+    node that several streams take away returns when all give it back; others are omitted.
 
-    A node that several streams take away returns when all of them give it back; events in between
-    are omitted.
-
-    Example:
-        >>> failure = [NodeEvent(5.0, "n0", "lost"), NodeEvent(9.0, "n0", "back")]
-        >>> spot = [NodeEvent(6.0, "n0", "lost"), NodeEvent(20.0, "n0", "back")]
-        >>> [(event.time, event.kind) for event in merge_events(failure, spot)]
-        [(5.0, 'lost'), (20.0, 'back')]
+    >>> failure = [NodeEvent(5.0, "n0", "lost"), NodeEvent(9.0, "n0", "back")]
+    >>> spot = [NodeEvent(6.0, "n0", "lost"), NodeEvent(20.0, "n0", "back")]
+    >>> [(event.time, event.kind) for event in merge_events(failure, spot)]
+    [(5.0, 'lost'), (20.0, 'back')]
     """
     away: dict[str, set[int]] = {}
     draining: dict[str, set[int]] = {}
@@ -146,7 +123,6 @@ def _is_news(event: NodeEvent, index: int, gone: set[int], drains: set[int]) -> 
 
 
 def _of_node(node: str, outage: Outages, rng: np.random.Generator) -> Iterator[NodeEvent]:
-    """Yield an infinite stream of events of one node."""
     now = 0.0
     spare = outage.mean_downtime - outage.least_downtime
     while True:

@@ -18,32 +18,23 @@ from pipollux_policies import NodeInfo, ReplicaShape
 from pipollux_simulator.applications.base import Application, RunningJob
 
 _BATCH_STEP = 2.0**0.25
-"""Ratio of neighbouring candidate batch sizes."""
 
 
 class _Lying(NamedTuple):
-    """A placement on the cluster."""
-
     shape: ReplicaShape
     placement: tuple[int, ...]
     gpu_type: str
 
 
 class _Pace(NamedTuple):
-    """Training speed of a job in an epoch."""
+    """Progress per second in an epoch, and its configuration."""
 
     rate: float
-    """Progress per second."""
     batch_size: int
 
 
 class IsolatedTimes:
-    """Durations of jobs alone on a share of a cluster, cached per whole number of replicas.
-
-    Args:
-        nodes: of the cluster.
-        restart_seconds: duration of the single start.
-    """
+    """Durations of jobs alone on a share of a cluster, cached per whole number of replicas."""
 
     def __init__(self, nodes: Mapping[str, NodeInfo], restart_seconds: float) -> None:
         self._nodes = nodes
@@ -59,7 +50,7 @@ class IsolatedTimes:
         """Return the duration of a job alone on a number of slots.
 
         Replicas have the job's own shape, are packed as closely as possible, and are no more than
-        the job can use. A share of less than one replica is one replica for part of the time.
+        it can use. A share of less than one replica is one replica for part of the time.
         """
         seconds = self._restart_seconds
         epoch, last = 0, 0
@@ -93,7 +84,6 @@ class IsolatedTimes:
         return [_Pace((1 - part) * a.rate + part * b.rate, a.batch_size) for a, b in pairs]
 
     def _whole(self, app: Application, replicas: int) -> list[_Pace]:
-        """Return the pace in each epoch on a whole number of replicas."""
         key = app.name, replicas
         if key not in self._known:
             shape = app.new_model().shapes()[0]
@@ -115,7 +105,6 @@ class IsolatedTimes:
 
 
 def _ways(app: Application, lying: _Lying) -> list[RunningJob]:
-    """Return the configurations of a job on a placement, by batch size."""
     shape, placement, gpu_type = lying
     sizes = {app.init_batch_size, app.max_batch_size}
     steps = math.log(app.max_batch_size / app.init_batch_size, _BATCH_STEP)
@@ -132,7 +121,6 @@ def _best(app: Application, ways: Sequence[RunningJob], epoch: int) -> _Pace:
 
 
 def _rate(app: Application, way: RunningJob, epoch: int) -> float:
-    """Return the progress per second, as in simulated jobs."""
     optim, accum = app.step_times(way)
     sqr, var = app.gradients(way.batch_size, epoch)
     gain = (var + sqr) / (var * app.init_batch_size / way.batch_size + sqr)
@@ -140,7 +128,6 @@ def _rate(app: Application, way: RunningJob, epoch: int) -> float:
 
 
 def _packed(replicas: int, rooms: Sequence[int]) -> tuple[int, ...]:
-    """Return the replicas on each node, on as few nodes as possible."""
     placement = []
     left = replicas
     for room in rooms:

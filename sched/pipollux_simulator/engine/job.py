@@ -1,9 +1,8 @@
 """One simulated job: exact progress between events, from the truth of its application.
 
 Progress is measured as in Pollux, in iterations at the initial batch size: per second, gain / step
-time, where gain = (var + sqr) / (var / scale + sqr). An epoch ends when progress reaches the
-application's progress at its end; then gradients change, and the job chooses its batch size again.
-Nothing is rounded to whole seconds.
+time, where gain = (var + sqr) / (var / scale + sqr). At the end of an epoch gradients change, and
+the job chooses its batch size again. Nothing is rounded to whole seconds.
 
 A change of the allocation is an elastic resize if a replica survives it (`policy.change_cost`) and
 the job supports it. Leaving replicas go at once, and the others pause. Joining replicas take the
@@ -37,7 +36,6 @@ class Interval:
     """A period of a job with the same nodes."""
 
     start: float
-    """Seconds since the start of the workload."""
     end: float
     nodes: tuple[Any, ...]
     num_stages: int
@@ -47,15 +45,11 @@ class Interval:
 
 @dataclass
 class SimulatedJob:
-    """One job in the simulated cluster.
+    """One job in the simulated cluster; `app` is the truth, `model` its own knowledge.
 
     Args:
-        arrival: its row of the workload.
-        app: the truth.
-        model: the job's own model.
         restart_seconds: start time of a replica; the job does not train during a restart.
-        rescale_seconds: pause of surviving replicas in an elastic resize; None: every change is a
-        restart.
+        rescale_seconds: pause of surviving replicas; None: every change is a restart.
         checkpoint_seconds: training time between checkpoints; later progress is lost with a node.
         clock: the time up to which it has been simulated.
         start_seconds: duration of a start from nothing; None: as a restart.
@@ -72,7 +66,6 @@ class SimulatedJob:
     progress: float = 0.0
     epoch: int = 0
     nodes: tuple[Any, ...] = ()
-    """Allocated nodes, one entry per replica."""
     members: tuple[Any, ...] = ()
     """Nodes of the training replicas; the others of `nodes` are starting."""
     shape: ReplicaShape | None = None
@@ -83,7 +76,6 @@ class SimulatedJob:
     num_moves: int = 0
     """Restarts directly from one allocation to another, which determine the measured cost."""
     num_rescales: int = 0
-    """Elastic resizes."""
     attained_service: float = 0.0
     """Slot-seconds."""
     slots_per_replica: int = 1
@@ -92,10 +84,8 @@ class SimulatedJob:
     """Progress lost with nodes, in iterations at the initial batch size."""
     _delay: float = 0.0
     _join_at: float = math.inf
-    """When the starting replicas join the others."""
     _since: float = 0.0
     _live: bool = False
-    """Whether the current allocation began with an elastic resize."""
     _saved: tuple[float, int] = (0.0, 0)
     _unsaved_seconds: float = 0.0
 
@@ -127,14 +117,7 @@ class SimulatedJob:
     def reallocate(
         self, now: float, nodes: Sequence[Any], shape: ReplicaShape | None, info: JobInfo
     ) -> None:
-        """Change the allocation, by an elastic resize if a training replica survives.
-
-        Args:
-            now: seconds since the start of the workload.
-            nodes: one entry per replica.
-            shape: of its replicas.
-            info: of the job; contains whether it supports elastic resizes.
-        """
+        """Change the allocation, by an elastic resize if a training replica survives."""
         old, new = Allocation(self.members, self.shape), Allocation(nodes, shape)
         if change_kind(info, old, new) is ChangeKind.RESTART:
             self._restart(now, nodes, shape)
@@ -142,7 +125,6 @@ class SimulatedJob:
             self._rescale(now, nodes)
 
     def _restart(self, now: float, nodes: Sequence[Any], shape: ReplicaShape | None) -> None:
-        """Stop, and start on the new nodes, if any."""
         self._close_interval(now)
         self._live, moves = False, bool(self.nodes)
         self.nodes, self.shape = tuple(nodes), shape if nodes else None
@@ -176,7 +158,6 @@ class SimulatedJob:
         self.nodes = tuple(nodes)
 
     def _join(self) -> None:
-        """Add the replicas that were starting to the training ones."""
         self.members, self._join_at = self.nodes, math.inf
         self._pause()
 
@@ -201,12 +182,7 @@ class SimulatedJob:
         self._restart(now, (), None)
 
     def next_change(self, pace: float, gpu_type: str) -> float:
-        """Return when it starts to train, gains a replica or ends its epoch, without other events.
-
-        Args:
-            pace: as in `advance`.
-            gpu_type: as in `advance`.
-        """
+        """Return when it starts to train, gains a replica or ends its epoch; as of `advance`."""
         if self.shape is None or self.completed is not None:
             return math.inf
         if self._delay > 0:
@@ -217,12 +193,8 @@ class SimulatedJob:
         return min(self.clock + left / rate, self._join_at)
 
     def advance(self, until: float, pace: float, gpu_type: str) -> None:
-        """Train until a given time, or until completion if that comes first.
-
-        Args:
-            until: seconds since the start of the workload.
-            pace: 1, or less if another distributed job interferes.
-            gpu_type: of the nodes.
+        """Train until a given time, or until completion if that comes first. `pace` is 1, or less
+        if another distributed job interferes.
         """
         if self.shape is None:
             self.clock = until
@@ -234,7 +206,6 @@ class SimulatedJob:
         self._advance_as_is(until, pace, gpu_type)
 
     def _advance_as_is(self, until: float, pace: float, gpu_type: str) -> None:
-        """Train until a given time with the same replicas."""
         if self.completed is not None:
             return
         placement = tuple(Counter(self.members).values())
@@ -245,7 +216,6 @@ class SimulatedJob:
         self.clock = until if self.completed is None else self.clock
 
     def _train(self, until: float, placement: Sequence[int], pace: float, gpu_type: str) -> None:
-        """Train to the end of the epoch, the next checkpoint, or `until`, whichever is first."""
         assert self.shape is not None  # noqa: S101  # advance() has looked
         running = self.model.configure(self.shape, placement, gpu_type)
         self._look(running)
@@ -268,13 +238,11 @@ class SimulatedJob:
             self._save()
 
     def _look(self, running: RunningJob) -> None:
-        """Pass the current time of an iteration to the model."""
         gradients = self.app.gradients(running.batch_size, self.epoch)
         self.model.observe(running, self.app.step_times(running), gradients)
         self.running = running
 
     def _rate(self, running: RunningJob) -> float:
-        """Return the true progress per second."""
         optim, accum = self.app.step_times(running)
         sqr, var = self.app.gradients(running.batch_size, self.epoch)
         scale = running.batch_size / self.app.init_batch_size

@@ -25,15 +25,8 @@ def simulated_info(
 ) -> JobInfo:
     """Return the policy's information about a simulated job.
 
-    Args:
-        job: the job.
-        now: seconds since the start of the workload.
-        known_length: the policy's knowledge of its remaining work.
-        history: the lengths of completed jobs.
-        fixed: whether the policy keeps the user's batch size.
-        teams: provide its team and priority; None: no teams.
-        mean_jobs: mean number of unfinished jobs over its life; None: it has just arrived.
-        relatives: total samples that related jobs declare (`declared_lengths`).
+    `fixed`: the policy keeps the user's batch size. `relatives` are total samples that related jobs
+    declare (`declared_lengths`). Without `mean_jobs`, the job has just arrived.
     """
     own, *others = job.model.shapes()
     terms, most = job.arrival.terms, _most_replicas(job, fixed=fixed)
@@ -83,7 +76,6 @@ def _most_replicas(job: SimulatedJob, *, fixed: bool) -> int:
 
 
 def _allowed_replicas(job: SimulatedJob, *, fixed: bool) -> int:
-    """Return the maximum replicas once it has been measured on them."""
     most = job.app.max_replicas(job.arrival.batch_size) if fixed else job.app.max_replicas()
     own = job.arrival.terms.max_replicas
     return max(most if own is None else min(most, own), 1)
@@ -107,7 +99,6 @@ def _declares(job: SimulatedJob) -> bool:
 def _length(
     job: SimulatedJob, known: KnownLength, history: LengthHistory, relatives: Sequence[float]
 ) -> dict[str, Any]:
-    """Return the policy's knowledge of its length, as fields of `JobInfo`."""
     left = _remaining_work(job)
     if known.declared and _declares(job):
         return {"remaining_work": left}
@@ -121,7 +112,6 @@ def _length(
 def _learned_length(
     job: SimulatedJob, history: LengthHistory, relatives: Sequence[float]
 ) -> dict[str, Any]:
-    """Return the estimated length, as fields of `JobInfo`."""
     family, goodput = job.arrival.family, job.model.base_goodput()
     trained = job.progress * job.app.init_batch_size
     left = history.work_left(family, trained, goodput, relatives=relatives)
@@ -129,13 +119,11 @@ def _learned_length(
 
 
 def _work_done(job: SimulatedJob) -> float:
-    """Return the seconds that one replica would have trained at the current efficiency."""
     base = job.model.base_goodput()
     return job.progress * job.app.init_batch_size / base if base > 0 else 0.0
 
 
 def _remaining_work(job: SimulatedJob) -> float | None:
-    """Return the remaining seconds of one replica at the current efficiency."""
     base = job.model.base_goodput()
     if base <= 0:
         return None

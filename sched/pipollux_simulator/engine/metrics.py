@@ -22,18 +22,16 @@ class SimulationMetrics:
     p99_jct_s: float
     """Interpolated linearly between jobs, as are all percentiles."""
     makespan_s: float
-    """From the first arrival to the last completion."""
     restarts_per_job: float
-    """Starts after the first, on average."""
+    """Starts after the first."""
     gpu_utilization: float
-    """Share of the slot-seconds of all nodes, between first arrival and last completion, that jobs
-    were allocated, including starts; slots of unavailable nodes count as well."""
+    """Share of the slot-seconds of all nodes, also unavailable ones, between first arrival and last
+    completion, that jobs were allocated, including starts."""
     policy_seconds: float
-    """Wall-clock seconds in `optimize`, summed over all calls."""
+    """Wall-clock seconds in all calls of `optimize`."""
     policy_calls: int
     policy_seconds_median: float
     policy_seconds_max: float
-    """Of the longest call."""
     finish_time_fairness: float
     """Mean rho, JCT over the time alone on an equal share (`isolated`)."""
     finish_time_fairness_p99: float
@@ -41,11 +39,8 @@ class SimulationMetrics:
     unfair_share: float
     """Share of jobs with rho > 1, for which an equal split would have been better."""
     rescales_per_job: float
-    """Elastic resizes, on average."""
     avg_wait_s: float
-    """From a job's arrival to its first start, on average."""
     gpu_hours: float
-    """Slot-hours held by all jobs together."""
     jobs: int
     gpus: int
     seed: int
@@ -53,7 +48,7 @@ class SimulationMetrics:
     """The policy's knowledge of remaining work: exact, none, or an error factor."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields by name, in their order."""
+        """Return the fields by name."""
         return asdict(self)
 
 
@@ -98,7 +93,6 @@ JOB_COLUMNS = (
     *("jct_s", "restarts", "slot_seconds", "lost_progress", "isolated_s", "finish_time_fairness"),
     "resizes",
 )
-"""Columns of `job_rows`."""
 
 
 def job_rows(outcome: SimulationOutcome) -> list[tuple[str | float, ...]]:

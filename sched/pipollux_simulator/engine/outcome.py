@@ -24,22 +24,17 @@ class JobOutcome:
     """For a job of a scheduler's history, its family."""
     arrived: float
     started: float
-    """First start."""
     completed: float
     num_restarts: int
-    """Starts after the first, including those after lost nodes."""
+    """Starts after the first, also after lost nodes."""
     num_rescales: int
-    """Elastic resizes."""
     slot_seconds: float
-    """Allocated slots times seconds."""
     lost_progress: float
     """Progress lost with nodes and repeated, in iterations at the initial batch size."""
     isolated: float
     """Seconds of the job alone on its equal share (`isolated`)."""
     history: tuple[Interval, ...]
-    """Allocations over time."""
     team: str = ""
-    """Team of the job; empty: no teams."""
 
     @property
     def jct(self) -> float:
@@ -60,13 +55,9 @@ class SimulationOutcome:
     policy: str
     seed: int
     jobs: tuple[JobOutcome, ...]
-    """In order of arrival."""
     slots: Mapping[str, int]
-    """By node."""
     policy_seconds: tuple[float, ...]
-    """Wall-clock seconds of each call of the policy."""
     known_length: KnownLength = EXACT_LENGTHS
-    """The policy's knowledge of the remaining work of jobs."""
 
     @property
     def begin(self) -> float:
@@ -90,17 +81,8 @@ def outcome(
     known_length: KnownLength = EXACT_LENGTHS,
     teams: TeamMembership | None = None,
 ) -> SimulationOutcome:
-    """Convert a result to an outcome, including the time of each job alone.
-
-    Args:
-        result: of the engine.
-        applications: applications of the simulation, by name.
-        isolated: for the same nodes and restarts; caches its results.
-        workload: name.
-        policy: name.
-        seed: of the simulation.
-        known_length: the policy's knowledge of the remaining work of jobs.
-        teams: the teams of jobs; None: no teams.
+    """Convert a result to an outcome, including the time of each job alone. `isolated` is for the
+    same nodes and restarts, and caches its results.
     """
     contention = Contention([(job.arrival.time, _completed(job)) for job in result.jobs])
 

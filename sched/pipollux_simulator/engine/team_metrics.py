@@ -19,10 +19,9 @@ class TeamMetrics:
     avg_jct_s: float
     """Seconds from a job's arrival to its completion, on average."""
     slot_hours: float
-    """Slot-hours of all its jobs."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields by name, in their order."""
+        """Return the fields by name."""
         return asdict(self)
 
 

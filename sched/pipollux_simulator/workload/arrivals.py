@@ -1,8 +1,6 @@
 """Workloads: arrival times of jobs, and their users' requests; read and written as CSV.
 
-The columns are those of the public Pollux workloads
-(`name,time,application,num_replicas,batch_size`), which can be read unchanged. `team`, `user` and
-`priority` are optional columns.
+The columns are those of the public Pollux workloads, which can be read unchanged.
 """
 
 from __future__ import annotations
@@ -23,34 +21,25 @@ from .terms import JobTerms
 
 @dataclass(frozen=True)
 class JobArrival:
-    """One job of a workload.
+    """One job of a workload; ValueError if a number is out of range.
 
-    Example:
-        >>> JobArrival("bert-1", 110.0, "bert", 6, 320).num_replicas
-        6
-
-    Raises:
-        ValueError: a number is out of range; the message names the field.
+    >>> JobArrival("bert-1", 110.0, "bert", 6, 320).num_replicas
+    6
     """
 
     name: str
-    """Unique within the workload."""
     time: float
-    """Seconds after the workload's start."""
     application: str
-    """Name of the `Application`."""
     num_replicas: int
-    """The user's request, used if sizes are fixed."""
+    """Used if sizes are fixed."""
     batch_size: int
-    """The user's batch size, used if it is fixed."""
+    """Used if it is fixed."""
     team: str | None = None
     """The team whose quota applies; None: its user's team, else the default one."""
     user: str | None = None
-    """Owner of the job."""
     priority: str | None = None
     """Name of its priority class; None: priority 0."""
     terms: JobTerms = field(default_factory=JobTerms)
-    """Additional terms of the job."""
 
     def __post_init__(self) -> None:
         for key in ("name", "application"):
@@ -76,16 +65,11 @@ class JobArrival:
 COLUMNS = ("name", "time", "application", "num_replicas", "batch_size")
 """Required columns of a workload."""
 OWNER_COLUMNS = ("team", "user", "priority")
-"""Optional columns of a workload."""
 
 
 def read_workload(path: Path | str) -> tuple[JobArrival, ...]:
     """Return the jobs of a CSV file in order of arrival; with equal times, in the file's order.
-
-    Raises:
-        ValueError: a column is missing, a value is invalid or a name occurs twice; with file, row
-            (the header is row 1) and column.
-        OSError: the file cannot be read.
+    Raises ValueError with file, row (the header is row 1) and column.
     """
     path = Path(path)
     rows: dict[str, int] = {}
@@ -109,11 +93,7 @@ def read_workload(path: Path | str) -> tuple[JobArrival, ...]:
 
 
 def write_workload(path: Path | str, jobs: Iterable[JobArrival]) -> None:
-    """Write jobs as a CSV file for `read_workload`.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write jobs as a CSV file for `read_workload`."""
     table = io.StringIO(newline="")
     writer = csv.writer(table, lineterminator="\n")
     jobs = list(jobs)
@@ -164,25 +144,17 @@ def _read_row(path: Path, row: int, entry: dict[str, str | None]) -> JobArrival:
 
 
 def scale_load(jobs: Sequence[JobArrival], load: float) -> tuple[JobArrival, ...]:
-    """Return `load` times as many jobs in the same time.
+    """Return `load` times as many jobs in the same time, at least one.
 
     A fraction keeps jobs at even distances in the order of arrival: 0.5 keeps every second one. A
     whole number makes interleaved copies: copies of a job arrive between it and the next job, so
     that no two arrive at once and bursts do not become sharper.
 
-    Args:
-        jobs: in order of arrival.
-        load: above 0.
-
-    Raises:
-        ValueError: `load` is out of range, or no job is left.
-
-    Example:
-        >>> jobs = [JobArrival(f"job-{i}", 60.0 * i, "bert", 6, 384) for i in range(3)]
-        >>> [(job.name, job.time) for job in scale_load(jobs, 2)][:3]
-        [('job-0', 0.0), ('job-0~2', 30.0), ('job-1', 60.0)]
-        >>> [job.name for job in scale_load(jobs, 0.5)]
-        ['job-1']
+    >>> jobs = [JobArrival(f"job-{i}", 60.0 * i, "bert", 6, 384) for i in range(3)]
+    >>> [(job.name, job.time) for job in scale_load(jobs, 2)][:3]
+    [('job-0', 0.0), ('job-0~2', 30.0), ('job-1', 60.0)]
+    >>> [job.name for job in scale_load(jobs, 0.5)]
+    ['job-1']
     """
     if not (math.isfinite(load) and load > 0):
         raise ValueError(f"load: {load} must be a finite number > 0")

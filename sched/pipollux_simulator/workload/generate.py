@@ -43,7 +43,6 @@ class Category(NamedTuple):
     below: float
     """Upper bound of the GPU-seconds of its jobs."""
     share: float
-    """Share of all jobs of Philly."""
     applications: Mapping[Mix, Sequence[str]]
     """Applications by mix, with equal probabilities; absent: the mix has no such jobs."""
 
@@ -54,16 +53,12 @@ CATEGORIES = (
     Category(100 * _HOUR, 0.048, {"pollux": ("yolov3",), "pipelines": ("gpt-2.7b", "gpt-6.7b")}),
     Category(math.inf, 0.021, {"pollux": ("imagenet",), "pipelines": ("gpt-13b",)}),
 )
-"""The Pollux artifact's categories and applications; pipelines are in those of their GPU time. A
-mix without applications in a category has only jobs of the other categories. "mixed" uses either
-mix's applications with equal probability if both have some."""
+"""The Pollux artifact's categories and applications; pipelines are in those of their GPU time.
+"mixed" uses either mix's applications with equal probability if both have some."""
 
 
 class _Sample(NamedTuple):
-    """One sampled or drawn job."""
-
     time: float
-    """Seconds since the workload's start."""
     category: int
 
 
@@ -86,26 +81,18 @@ def generate(
     start_hour: float = 2.0,
     philly: Path | str | None = None,
 ) -> tuple[JobArrival, ...]:
-    """Draw a workload; deterministic for given arguments.
+    """Draw a workload; deterministic for given arguments. Jobs are named by application and index.
 
     Args:
         num_jobs: jobs at load 1; Pollux has 160.
         hours: duration of the arrivals; Pollux has 8.
         seed: of the generator.
         mix: "pollux" (its six applications), "pipelines" (GPT-like models) or "mixed".
-        requests: by application, requests of users; other applications are not drawn.
+        requests: requests of users by application, of which the mix must have one.
         load: factor of the number of jobs in the same time.
         start_hour: hour of the day in UTC at which the workload starts; Pollux has 2.
         philly: CSV file with the columns timestamp, duration and gpu_time, in seconds, to sample
-        hours and GPU times from, each job at most once while there are enough; None: `HOURLY` and
-        `CATEGORIES`.
-
-    Returns:
-        Jobs in order of arrival, named by application and index.
-
-    Raises:
-        ValueError: an argument is out of range, the mix has no application in `requests`, or the
-        file is not such a trace.
+        hours and GPU times from, each job at most once while there are enough.
 
     Example:
         >>> jobs = generate(4, 1.0, 0, "pipelines", {"gpt-1.3b": lambda rng: (2, 64)})
@@ -132,12 +119,6 @@ def generate(
 
 
 def _read_philly(path: Path | str) -> _Philly:
-    """Return hours and categories of the jobs that the Pollux artifact samples from.
-
-    Raises:
-        ValueError: with file, row and column of a missing or invalid value.
-        OSError: when the file cannot be read.
-    """
     path = Path(path)
     times, categories = [], []
     with path.open(newline="", encoding="utf-8-sig") as file:
@@ -197,7 +178,6 @@ def _sampled(
     categories: Sequence[int],
     philly: _Philly,
 ) -> list[_Sample]:
-    """Draw jobs of the trace that arrived in these hours of the day."""
     if hours > 24:
         raise ValueError(
             f"hours: {hours} must be at most 24 with a Philly trace, of which only the time of day "
@@ -215,7 +195,6 @@ def _sampled(
 
 
 def _choices(mix: Mix, requests: Mapping[str, Request]) -> dict[int, list[list[str]]]:
-    """Return the groups of applications to draw from, by category that has any."""
     groups_of: dict[str, tuple[Mix, ...]] = {
         "pollux": ("pollux",),
         "pipelines": ("pipelines",),

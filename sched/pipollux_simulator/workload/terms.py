@@ -1,7 +1,6 @@
 """Terms of a job beyond its row of a workload: bounds, family, and costs of changes.
 
-CSV files do not contain them; for jobs of a scheduler's history they come from the specification
-and from measurements.
+For jobs of a scheduler's history they come from the specification and from measurements.
 """
 
 from __future__ import annotations
@@ -12,21 +11,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class JobTerms:
-    """Terms of a job; the defaults select the simulation's options.
+    """Terms of a job; the defaults select the simulation's options. Costs are in seconds.
 
-    Example:
-        >>> JobTerms(min_replicas=2, preemptible=False).max_replicas is None
-        True
+    >>> JobTerms(min_replicas=2, preemptible=False).max_replicas is None
+    True
     """
 
     min_replicas: int = 0
-    """Minimum replicas of a running job."""
     max_replicas: int | None = None
     """Maximum replicas; None: as many as its application can use."""
     unmeasured_replicas: int = 1
     """Maximum replicas before any measurement."""
     preemptible: bool = True
-    """False: its allocation stays unchanged once it runs."""
     family: str | None = None
     """Family of jobs with similar lengths; None: by its name."""
     lineage: Any = None
@@ -34,12 +30,12 @@ class JobTerms:
     declares_length: bool = False
     """Whether it declares its remaining length."""
     start_seconds: float | None = None
-    """Seconds without training at a start from nothing; None: as for a restart."""
+    """Of a start from nothing; None: as for a restart."""
     restart_seconds: float | None = None
-    """Seconds without training at a restart; None: from the options."""
+    """None: from the options."""
     assumed_restart_seconds: float | None = None
-    """Cost of a restart that the policy assumes before the first one; None: the true cost."""
+    """What the policy assumes before the first one; None: the true cost."""
     assumed_rescale_seconds: float | None = None
-    """Cost of an elastic resize that the policy assumes before the first; None: the true cost."""
+    """Likewise of an elastic resize."""
     rescale_seconds: float | None = None
-    """Pause of surviving replicas in an elastic resize, in seconds; None: from the options."""
+    """None: from the options."""
