@@ -15,10 +15,12 @@ from __future__ import annotations
 class PipolluxError(Exception):
     """An error that a user can act on.
 
-    Each argument is a sentence with a problem and its remedy.
+    Args:
+        problems: sentences, each with a problem and its remedy.
 
-    >>> str(PipolluxError("node-a: slots: 0 is not allowed; it must be at least 1"))
-    'node-a: slots: 0 is not allowed; it must be at least 1'
+    Example:
+        >>> str(PipolluxError("node-a: slots: 0 is not allowed; it must be at least 1"))
+        'node-a: slots: 0 is not allowed; it must be at least 1'
     """
 
     exit_code = 1

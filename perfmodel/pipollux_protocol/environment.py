@@ -13,40 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-__all__ = [
-    "ADDRESS",
-    "AGENT_FOLDER",
-    "ATTEMPT",
-    "CA_FILE",
-    "CHECKPOINT_BACKGROUND",
-    "CHECKPOINT_DIR",
-    "CHECKPOINT_INTERVAL",
-    "CHECK_REPLICAS",
-    "DEVICES",
-    "FROZEN_TIMEOUT",
-    "HEARTBEAT_INTERVAL",
-    "HINTS_INTERVAL",
-    "HOST_TIMEOUT",
-    "JOB_ID",
-    "JOINS",
-    "LIVE",
-    "NUM_NODES",
-    "NUM_STAGES",
-    "PROCESSES_PER_REPLICA",
-    "PROGRESS",
-    "RENDEZVOUS",
-    "REPLICA",
-    "RESULT_FILE",
-    "RESULT_LIMIT",
-    "SCHEDULER_URL",
-    "TENSORBOARD_DIR",
-    "TIMEOUT",
-    "TOKEN",
-    "TRACE_DIR",
-    "VARIABLES",
-    "Variable",
-]
-
 T = TypeVar("T")
 SetBy = Literal["scheduler", "user", "scheduler or user", "agent", "torchrun"]
 

@@ -4,18 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = [
-    "CHECKPOINT_LOST",
-    "DAEMONISED",
-    "DONE",
-    "INTERRUPTED",
-    "KILLED",
-    "REPLACED",
-    "STATUSES",
-    "STOPPED",
-    "ExitStatus",
-]
-
 
 class ExitStatus(NamedTuple):
     """An exit status and the reaction of the scheduler."""

@@ -10,8 +10,6 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["STOP_MARKER", "UNSENT_REPORT", "AgentResult", "ResultError", "StopMarker"]
-
 STOP_MARKER = "stopped.json"
 """Name of the file of a :class:`StopMarker`."""
 UNSENT_REPORT = "unsent_report.json"

@@ -12,25 +12,6 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
-__all__ = [
-    "MOST_ATTEMPTS",
-    "Heartbeat",
-    "HeartbeatAnswer",
-    "InheritanceAnswer",
-    "JobAnnouncement",
-    "LiveStatus",
-    "MembershipProposal",
-    "Point",
-    "ReplicaAddress",
-    "ReplicaAddresses",
-    "ReplicaRegistration",
-    "ReportAnswer",
-    "StageTimeline",
-    "Stop",
-    "StoreAddress",
-    "TrainingReport",
-]
-
 MOST_ATTEMPTS = 2**62
 MAX_POINTS = 1000
 """Most points per report; jobs send at most four per second."""

@@ -18,8 +18,6 @@ from . import files, messages
 from .environment import VARIABLES
 from .exit_statuses import STATUSES
 
-__all__ = ["REQUESTS", "Request", "literal", "page", "table", "type_name"]
-
 
 class Request(NamedTuple):
     """A request of a job."""

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 
-__all__ = ["silent_c_stdout"]
-
 _LOCK = threading.Lock()
 _USERS = 0
 _KEPT: int | None = None

@@ -43,11 +43,23 @@ def make_policy(
     tail: float | None = None,
     rank_power: float | None = None,
 ) -> Policy:
-    """Return a new policy. The options of "exact" are those of `CompletionTime`; None: its default.
-    Raises ValueError for an unknown name, or if such an option is used with another policy.
+    """Return a new policy.
 
-    >>> type(make_policy("pollux", seed=3)).__name__
-    'PolluxPolicy'
+    Args:
+        name: one of `POLICIES`.
+        seed: of its random numbers; deterministic policies ignore it.
+        fairness: `CompletionTime.fairness`; None: no promise.
+        scarcity: `CompletionTime.scarcity`; None: the default.
+        tail: `CompletionTime.tail`; None: the default.
+        rank_power: `CompletionTime.rank_power`; None: the default.
+
+    Raises:
+        ValueError: the name is unknown, and the message lists the known ones; or an option of
+            "exact" is used with another policy.
+
+    Example:
+        >>> type(make_policy("pollux", seed=3)).__name__
+        'PolluxPolicy'
     """
     if name not in POLICIES:
         close = difflib.get_close_matches(name.lower(), POLICIES, n=1)

@@ -40,13 +40,22 @@ def fit_like_adaptdl(
     accum_step_time: ArrayLike,
     optim_step_time: ArrayLike,
 ) -> PerfParams:
-    """Return the parameters that AdaptDL 0.2.11 fits to the same measurements, shape (points,).
+    """Return the parameters that AdaptDL 0.2.11 fits to the same measurements.
 
-    Arguments and errors as of `fit_perf_params`.
+    Args:
+        num_nodes: nodes of the allocation, shape (points,) like all following arguments.
+        num_replicas: R.
+        atomic_bsz: samples per replica in one forward and backward.
+        accum_step_time: seconds of an accumulation step.
+        optim_step_time: seconds of an optimizer step, including synchronization.
 
-    >>> params = fit_like_adaptdl([1, 1], [1, 2], [8, 16], [0.18, 0.26], [0.18, 0.31])
-    >>> params.alpha_n == params.alpha_r * 1.1
-    True
+    Raises:
+        ValueError: an argument is empty, of the wrong length, or out of range.
+
+    Example:
+        >>> params = fit_like_adaptdl([1, 1], [1, 2], [8, 16], [0.18, 0.26], [0.18, 0.31])
+        >>> params.alpha_n == params.alpha_r * 1.1
+        True
     """
     profile = make_profile(
         num_nodes, num_replicas, atomic_bsz, accum_step_time, optim_step_time, None, None

@@ -155,10 +155,26 @@ def fit_measurements(
 ) -> FitResult:
     """Fit step time parameters to measurements, and report their errors.
 
-    As `fit_perf_params`, from stage times: `forward` and `backward` are seconds of one micro-batch
-    in each stage, including recomputation, shape (points, num_stages), nan if not measured; None:
-    never measured. Without them, stages count as equally slow, and the pipeline's gain can only be
-    determined from steps with several M.
+    Like `fit_perf_params`, but takes stage times. Without stage times, stages count as equally
+    slow, and the pipeline's gain can only be determined from steps with several M.
+
+    Args:
+        num_nodes: nodes of the allocation, shape (points,) like all following arguments.
+        num_replicas: R.
+        atomic_bsz: samples per replica in one forward and backward.
+        accum_step_time: seconds of an accumulation step.
+        optim_step_time: seconds of an optimizer step.
+        num_microbatches: M; None: 1 everywhere.
+        forward: seconds of one micro-batch's forward in each stage, shape (points, num_stages), nan
+        if not measured; None: never measured.
+        backward: the same for the backward, including recomputation.
+        num_stages: K.
+        checkpoint: the recomputed micro-batches, for all stages or per stage.
+        schedule: "gpipe", "1f1b" or "interleaved", the order of the stages' work.
+        chunks_per_stage: V of "interleaved".
+
+    Raises:
+        ValueError: an argument is empty, of the wrong shape, or out of range.
     """
     forward_shares, backward_shares = even_shares(num_stages)
     compute: ArrayLike | None = None

@@ -30,16 +30,23 @@ AtomicBszRange = Sequence[int | None]
 class GoodputFunction:
     """Goodput of a job as a function of its configuration.
 
-    All methods take scalars or arrays, which broadcast; scalars give a float. `perf_params` may be
-    seven numbers, which mean one stage; `grad_params` is (sqr, var) of the gradient at the initial
-    batch size, the minimum batch size, which efficiency is relative to. Raises ValueError if they
-    are out of range.
+    All methods take scalars or arrays, which broadcast; scalars give a float.
 
-    >>> goodput_fn = GoodputFunction((0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5), (1.0, 8.0), 32)
-    >>> goodput, atomic_bsz, accum_steps = goodput_fn.optimize(
-    ...     1, 2, max_batch_size=256, atomic_bsz_range=(8, 64), accumulation=True)
-    >>> atomic_bsz, accum_steps
-    (38, 0)
+    Args:
+        perf_params: step time parameters; seven numbers mean one stage.
+        grad_params: (sqr, var) of the gradient at the initial batch size.
+        init_batch_size: minimum batch size, which efficiency is relative to.
+
+    Raises:
+        ValueError: the parameters describe no pipeline (`check_params`), or the initial batch size
+        is below 1.
+
+    Example:
+        >>> goodput_fn = GoodputFunction((0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5), (1.0, 8.0), 32)
+        >>> goodput, atomic_bsz, accum_steps = goodput_fn.optimize(
+        ...     1, 2, max_batch_size=256, atomic_bsz_range=(8, 64), accumulation=True)
+        >>> atomic_bsz, accum_steps
+        (38, 0)
     """
 
     def __init__(

@@ -280,13 +280,21 @@ def speedups_of(
 ) -> list[NDArray[np.float64]]:
     """Return the speedups of many jobs, and compute the missing ones together.
 
-    Takes functions, each with nodes and replicas: integers, or arrays that broadcast. Passing the
-    same arrays for several jobs is fastest. Results and errors equal those of each function.
+    The results equal those of each function. Passing the same arrays for jobs with the same
+    allocations is fastest.
 
-    >>> goodput_fn = GoodputFunction((0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5), (1.0, 8.0), 32)
-    >>> functions = [SpeedupFunction(goodput_fn, size) for size in (64, 256)]
-    >>> [len(found) for found in speedups_of((fn, 1, np.arange(1, 5)) for fn in functions)]
-    [4, 4]
+    Args:
+        asked: functions, each with numbers of nodes and of replicas: integers, or arrays that
+            broadcast.
+
+    Raises:
+        ValueError: as of each function.
+
+    Example:
+        >>> goodput_fn = GoodputFunction((0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5), (1.0, 8.0), 32)
+        >>> functions = [SpeedupFunction(goodput_fn, size) for size in (64, 256)]
+        >>> [len(found) for found in speedups_of((fn, 1, np.arange(1, 5)) for fn in functions)]
+        [4, 4]
     """
     asked = list(asked)  # keeps the arrays alive, so that their ids differ
     known: dict[tuple[int, int, int], _Cells] = {}

@@ -40,21 +40,28 @@ FIRST_PER_STAGE = 4
 def stage_speedups(
     hints: SchedHints, num_stages: int, choices: Iterable[int] = ()
 ) -> dict[int, SpeedupFunction]:
-    """Return the speedup of a job by number of stages, all relative to one replica of K stages.
+    """Return the speedup of a job by number of stages, all relative to one base.
 
-    `num_stages` is K of the job, `hints.num_stages` the measured number, and `choices` additional
-    numbers. K is always included, and first; the measured number if it is a choice; other choices
-    if the layer profile has such a cut and every allowed batch fits the devices' memory. A list of
-    checkpoint modes fixes K. Empty while the goodput is unknown.
+    Args:
+        hints: of the job; `hints.num_stages` is the measured number of stages.
+        num_stages: K of the job; one replica with K stages has speedup 1.
+        choices: additional numbers of stages.
 
-    >>> from pipollux_perfmodel import GradParams, Layer, SchedHints
-    >>> layers = LayerProfile.from_layers([Layer(0.0, 1.0, 0.0, 2.0)] * 4)
-    >>> params = PerfParams(0.0, 12.0, 0.2, 0.02, 0.05, 0.01, 1.5)
-    >>> hints = SchedHints(
-    ...     init_batch_size=64, grad_params=GradParams(1, 8), perf_params=params, layers=layers
-    ... )
-    >>> {k: round(fn(1, 1), 2) for k, fn in stage_speedups(hints, 1, [2, 4, 8]).items()}
-    {1: 1.0, 2: 1.78, 4: 3.37}
+    Returns:
+        Speedups by number of stages, `num_stages` first, which is always included; the measured
+        number if it is a choice; other choices if the layer profile has such a cut and every
+        allowed batch fits the memory of the devices. A list of checkpoint modes, one per stage,
+        fixes K. Empty while the goodput is unknown.
+
+    Example:
+        >>> from pipollux_perfmodel import GradParams, Layer, SchedHints
+        >>> layers = LayerProfile.from_layers([Layer(0.0, 1.0, 0.0, 2.0)] * 4)
+        >>> params = PerfParams(0.0, 12.0, 0.2, 0.02, 0.05, 0.01, 1.5)
+        >>> hints = SchedHints(
+        ...     init_batch_size=64, grad_params=GradParams(1, 8), perf_params=params, layers=layers
+        ... )
+        >>> {k: round(fn(1, 1), 2) for k, fn in stage_speedups(hints, 1, [2, 4, 8]).items()}
+        {1: 1.0, 2: 1.78, 4: 3.37}
     """
     goodput_fn = hints.goodput_function()
     if goodput_fn is None or hints.perf_params is None:

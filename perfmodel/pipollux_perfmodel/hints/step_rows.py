@@ -17,17 +17,6 @@ from pipollux_perfmodel.timing.params import ScheduleKind
 
 from .codec import MAX_CHUNKS, STRICT_KEYS, CheckpointsField
 
-__all__ = [
-    "MAX_INHERITED",
-    "MAX_PASSED_ON",
-    "MAX_RELATIVES",
-    "MAX_ROWS",
-    "RENEWED",
-    "InheritedRows",
-    "StepRow",
-    "StepRows",
-]
-
 MAX_ROWS = 64
 MAX_PASSED_ON = 3
 """How often a row is passed on, starting from the job that measured it."""

@@ -32,12 +32,24 @@ def chunk_cuts(
 ) -> tuple[list[int], list[int]]:
     """Return the numbers of layers of K·V chunks: cut by time, and cut by memory.
 
-    Arguments and errors as of `partition`, with K·V chunks for stages; V is `chunks_per_stage`.
+    Args:
+        profile: costs of the layers.
+        chunks_per_stage: V.
+        num_stages: K.
+        num_microbatches: M.
+        micro_bsz: b, samples per micro-batch.
+        checkpoint: the recomputed micro-batches.
+        link: link that carries activations over a cut; None: copies are free.
+        transfers_overlap: whether copies run concurrently with compute.
 
-    >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
-    >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2)] * 8)
-    >>> chunk_cuts(profile, 2, 2, 4)[0]
-    [2, 2, 2, 2]
+    Raises:
+        ValueError: as `partition`, also when there are fewer layers than chunks.
+
+    Example:
+        >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
+        >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2)] * 8)
+        >>> chunk_cuts(profile, 2, 2, 4)[0]
+        [2, 2, 2, 2]
     """
     parts = _num_parts(chunks_per_stage, num_stages)
     load: dict[str, Any] = {"micro_bsz": micro_bsz, "checkpoint": checkpoint}
@@ -59,12 +71,27 @@ def cut_chunks(
     link: Link | None = None,
     transfers_overlap: bool = True,
 ) -> list[int]:
-    """Return the first of `chunk_cuts` that fits; ValueError if neither fits the memory limit.
+    """Return the first of `chunk_cuts` that fits.
 
-    >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
-    >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2, activation_bytes=1)] * 4)
-    >>> cut_chunks(profile, 2, 2, 4, memory_limit=5.0)
-    [1, 1, 1, 1]
+    Args:
+        profile: costs of the layers.
+        chunks_per_stage: V.
+        num_stages: K.
+        num_microbatches: M.
+        memory_limit: bytes of each stage's device; None: no limit.
+        micro_bsz: b, samples per micro-batch.
+        checkpoint: the recomputed micro-batches.
+        link: link that carries activations over a cut; None: copies are free.
+        transfers_overlap: whether copies run concurrently with compute.
+
+    Raises:
+        ValueError: as `chunk_cuts`, or when neither fits the memory limit.
+
+    Example:
+        >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
+        >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2, activation_bytes=1)] * 4)
+        >>> cut_chunks(profile, 2, 2, 4, memory_limit=5.0)
+        [1, 1, 1, 1]
     """
     cuts = chunk_cuts(
         profile,

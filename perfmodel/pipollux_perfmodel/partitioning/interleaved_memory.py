@@ -29,18 +29,31 @@ def interleaved_memory(
     *,
     checkpoint: Checkpoints = "never",
 ) -> Floats:
-    """Return the maximum bytes of each device with interleaved 1F1B, shape (K, *shape of b).
+    """Return the maximum bytes of each device with interleaved 1F1B.
 
-    `balance` has K·V entries; stage q is on device q mod K. Otherwise as `stage_memory`, with one
-    M.
+    Args:
+        profile: the costs of the layers.
+        balance: number of layers of each stage, K·V entries; stage q is on device q mod K.
+        num_devices: K.
+        micro_bsz: b, samples per micro-batch; any shape.
+        num_microbatches: M.
+        checkpoint: the recomputed micro-batches, for all stages or per stage.
 
-    >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
-    >>> profile = LayerProfile((Layer(0, 1, 0, 2, activation_bytes=1),) * 8)
-    >>> interleaved_memory(profile, [2] * 4, 2, 1.0, 8).tolist()
-    [10.0, 6.0]
-    >>> from pipollux_perfmodel.partitioning.memory import stage_memory
-    >>> stage_memory(profile, [4] * 2, 1.0, 8, schedule="1f1b").tolist()
-    [8.0, 4.0]
+    Returns:
+        Bytes, shape (K, *shape of b).
+
+    Raises:
+        ValueError: when the balance does not fit the profile or the devices, b is negative or not
+            finite, or the checkpoint mode is unknown.
+
+    Example:
+        >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
+        >>> profile = LayerProfile((Layer(0, 1, 0, 2, activation_bytes=1),) * 8)
+        >>> interleaved_memory(profile, [2] * 4, 2, 1.0, 8).tolist()
+        [10.0, 6.0]
+        >>> from pipollux_perfmodel.partitioning.memory import stage_memory
+        >>> stage_memory(profile, [4] * 2, 1.0, 8, schedule="1f1b").tolist()
+        [8.0, 4.0]
     """
     samples = checked_samples(np.asarray(micro_bsz, float))
     state, per_sample = _device_bytes(profile, balance, num_devices, num_microbatches, checkpoint)

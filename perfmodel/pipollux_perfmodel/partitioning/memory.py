@@ -58,16 +58,28 @@ def stage_memory(
     checkpoint: Checkpoints = "never",
     schedule: ScheduleKind = "gpipe",
 ) -> Floats:
-    """Return the maximum bytes of each stage, shape (K, *broadcast shape of b and M).
+    """Return the maximum bytes of each stage.
 
-    `balance` is the number of layers of each stage; `micro_bsz`, b, and `num_microbatches`, M, have
-    any shapes that broadcast; `checkpoint` is for all stages or per stage; `schedule` "gpipe" or
-    "1f1b". Raises ValueError if the balance does not fit the profile, or b or M are out of range.
+    Args:
+        profile: the costs of the layers.
+        balance: number of layers of each stage, K entries.
+        micro_bsz: b, samples per micro-batch; any shape.
+        num_microbatches: M; any shape that broadcasts with `micro_bsz`.
+        checkpoint: the recomputed micro-batches, for all stages or per stage.
+        schedule: "gpipe" or "1f1b".
 
-    >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
-    >>> layer = Layer(0, 1, 0, 2, parameter_bytes=10, optimizer_bytes=20, activation_bytes=3)
-    >>> stage_memory(LayerProfile((layer, layer)), [1, 1], 4.0, [1, 2]).tolist()
-    [[52.0, 64.0], [52.0, 64.0]]
+    Returns:
+        Bytes, shape (K, *broadcast shape of b and M).
+
+    Raises:
+        ValueError: when the balance does not fit the profile, b is negative or not finite, M below
+            1, or checkpoint or schedule unknown.
+
+    Example:
+        >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
+        >>> layer = Layer(0, 1, 0, 2, parameter_bytes=10, optimizer_bytes=20, activation_bytes=3)
+        >>> stage_memory(LayerProfile((layer, layer)), [1, 1], 4.0, [1, 2]).tolist()
+        [[52.0, 64.0], [52.0, 64.0]]
     """
     _check_schedule(schedule)
     samples, count = np.broadcast_arrays(
@@ -87,10 +99,21 @@ def largest_micro_bsz(
     checkpoint: Checkpoints = "never",
     schedule: ScheduleKind = "gpipe",
 ) -> Floats:
-    """Return the most whole samples per micro-batch that fit every stage, in the shape of M.
+    """Return the most whole samples per micro-batch that fit every stage.
 
-    0 if no sample fits, infinity if samples take no memory. Arguments and errors as of
-    `stage_memory`; the limit is in bytes of each stage's device, above 0.
+    Args:
+        profile: the costs of the layers.
+        balance: number of layers of each stage, K entries.
+        memory_limit: bytes of each stage's device.
+        num_microbatches: M; any shape.
+        checkpoint: the recomputed micro-batches, for all stages or per stage.
+        schedule: "gpipe" or "1f1b".
+
+    Returns:
+        Floats of the shape of M: 0 if no sample fits, infinity if samples take no memory.
+
+    Raises:
+        ValueError: as `stage_memory`, or when the limit is not above 0.
 
     Example:
         >>> from pipollux_perfmodel.partitioning.layer_profile import Layer

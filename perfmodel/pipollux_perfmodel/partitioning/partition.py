@@ -115,13 +115,24 @@ def least_memory(
 ) -> float:
     """Return the bytes of the largest stage in the cut that minimizes them.
 
-    As `memory_limit` of `partition`, it selects the fastest of those cuts. Arguments and errors as
-    there.
+    Passed to `partition` as the memory limit, it selects the fastest of those cuts.
 
-    >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
-    >>> sizes = [Layer(0, 1, 0, 2, parameter_bytes=size) for size in (8, 1, 1, 2)]
-    >>> least_memory(LayerProfile.from_layers(sizes), 2)
-    16.0
+    Args:
+        profile: the costs of the layers.
+        num_stages: number of stages; each gets at least one layer.
+        num_microbatches: M.
+        micro_bsz: b, samples per micro-batch.
+        checkpoint: the recomputed micro-batches.
+        schedule: "gpipe" or "1f1b".
+
+    Raises:
+        ValueError: when there are fewer layers than stages, or an argument is out of range.
+
+    Example:
+        >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
+        >>> sizes = [Layer(0, 1, 0, 2, parameter_bytes=size) for size in (8, 1, 1, 2)]
+        >>> least_memory(LayerProfile.from_layers(sizes), 2)
+        16.0
     """
     if num_stages < 1:
         raise ValueError(f"num_stages is {num_stages}; give at least one stage")

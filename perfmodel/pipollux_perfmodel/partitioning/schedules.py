@@ -53,16 +53,32 @@ def compare_schedules(
 ) -> list[ScheduleOption]:
     """Return the result of every schedule for one batch, the best one first.
 
-    The best is the fastest that fits, and of equally fast ones the one with less memory. Schedules
-    that do not fit come last. Arguments and errors (except for a lack of memory) as of
-    `plan_stages`; `chunks_per_stage` is V of "interleaved".
+    The best is the fastest schedule that fits, and of equally fast ones the one with less memory.
+    Schedules that do not fit come last.
 
-    >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
-    >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2, activation_bytes=1)] * 4)
-    >>> base = PerfParams(0, 3, 0.2, 0.02, 0.05, 0.01, 1.5)
-    >>> [(option.schedule, option.seconds, option.memory)
-    ...  for option in compare_schedules(profile, 2, 8, base, micro_bsz=1)]
-    [('1f1b', 54.0, 4.0), ('gpipe', 54.0, 16.0)]
+    Args:
+        profile: costs of the layers.
+        num_stages: K.
+        num_microbatches: M.
+        base: source of network, γ, ω and overhead.
+        micro_bsz: b, samples per micro-batch.
+        memory_limit: bytes of each stage's device; None: no limit.
+        checkpoint: the recomputed micro-batches.
+        schedules: the schedules to compare.
+        chunks_per_stage: V of "interleaved", if it is among them.
+        link: link that carries activations over a cut; None: copies are free.
+        transfers_overlap: whether copies run concurrently with compute.
+
+    Raises:
+        ValueError: as `plan_stages`, except for a lack of memory.
+
+    Example:
+        >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
+        >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2, activation_bytes=1)] * 4)
+        >>> base = PerfParams(0, 3, 0.2, 0.02, 0.05, 0.01, 1.5)
+        >>> [(option.schedule, option.seconds, option.memory)
+        ...  for option in compare_schedules(profile, 2, 8, base, micro_bsz=1)]
+        [('1f1b', 54.0, 4.0), ('gpipe', 54.0, 16.0)]
     """
     if memory_limit is not None:
         check_limit(memory_limit)
@@ -135,16 +151,25 @@ def reschedule(
 ) -> PerfParams:
     """Predict another schedule with the same stages from a run with one schedule.
 
-    A micro-batch takes the same time in each stage with any schedule, and so does the network; ω
-    and the overhead are assumed to stay the same. Fitted parameters include the messages of the
-    run. Interleaved stages of V chunks send (K·V - 1)/(K - 1) times as many, and the difference
-    must be given: `alpha_t` and `beta_t`, K - 1 entries as in `PerfParams`; empty: additional
-    messages are free.
+    Forwards and backwards of a micro-batch take the same time in each stage with any schedule, and
+    so does the network; ω and the overhead, which cover effects outside the formulas, are assumed
+    to stay the same. Fitted parameters include the messages of the run. Interleaved stages of V
+    chunks send (K·V - 1)/(K - 1) times as many, and the difference must be given.
 
-    >>> run = PerfParams(0.1, 0.01, 0, 0, 0, 0, 1, (1 / 6,) * 2, (1 / 3,) * 2, schedule="1f1b")
-    >>> other = reschedule(run, "interleaved", alpha_t=(0.3,))
-    >>> other.schedule, other.chunks_per_stage, [round(t, 3) for t in other.alpha_t]
-    ('interleaved', 2, [0.2])
+    Args:
+        params: of the run.
+        schedule: the other schedule.
+        chunks_per_stage: V, if the other schedule is interleaved.
+        alpha_t: seconds of the copy over each boundary of stages independent of its size, K - 1
+            entries, if `params` are fitted and do not contain it; empty: additional messages are
+            free.
+        beta_t: seconds per sample of the same copy.
+
+    Example:
+        >>> run = PerfParams(0.1, 0.01, 0, 0, 0, 0, 1, (1 / 6,) * 2, (1 / 3,) * 2, schedule="1f1b")
+        >>> other = reschedule(run, "interleaved", alpha_t=(0.3,))
+        >>> other.schedule, other.chunks_per_stage, [round(t, 3) for t in other.alpha_t]
+        ('interleaved', 2, [0.2])
     """
     chunks = chunks_per_stage if schedule == "interleaved" else 1
     other = params._replace(schedule=schedule, chunks_per_stage=chunks)

@@ -178,19 +178,30 @@ def price_stages(
     link: Link | None = None,
     transfers_overlap: bool = True,
 ) -> PerfParams:
-    """Return the step time parameters of one cut; arguments as of `plan_stages`.
+    """Return the step time parameters of one cut.
 
-    `balance` has K entries, or K·V for chunks, chunk q in stage q mod K. A stage's chunks count as
-    equally slow, as do the copies after them. Network, γ, ω, contention, overhead and T_tie are
-    those of `base`; its C(b) is not used.
+    Args:
+        profile: costs of the layers.
+        balance: number of layers of each stage, K entries; K·V for chunks, chunk q in stage q mod
+        K.
+        base: source of network, γ, ω, contention, overhead and T_tie; its C(b) is not used.
+        checkpoint: the recomputed micro-batches, for all stages or per stage.
+        schedule: "gpipe", "1f1b" or "interleaved"; None: that of `base`, or "1f1b" if that is
+        interleaved.
+        chunks_per_stage: V; a stage's chunks count as equally slow, as do the copies after them.
+        link: link that carries activations over a cut; None: copies are free.
+        transfers_overlap: whether copies run concurrently with compute, or occupy the receiving
+        device.
 
-    Raises ValueError if the balance does not fit the profile, all layer times are 0, or `base`,
-    `checkpoint` or `schedule` is out of range.
+    Raises:
+        ValueError: the balance does not fit the profile, all layer times are 0, or `base`,
+        `checkpoint` or `schedule` is out of range.
 
-    >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2), Layer(0, 1, 0, 4)])
-    >>> base = PerfParams(0, 3, 0.2, 0.02, 0.05, 0.01, 1.5)
-    >>> price_stages(profile, [1, 1], base, checkpoint="never").backward_shares
-    (0.25, 0.5)
+    Example:
+        >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2), Layer(0, 1, 0, 4)])
+        >>> base = PerfParams(0, 3, 0.2, 0.02, 0.05, 0.01, 1.5)
+        >>> price_stages(profile, [1, 1], base, checkpoint="never").backward_shares
+        (0.25, 0.5)
     """
     check_balance(balance, profile.num_layers)
     schedule = schedule or _schedule_of(base)
@@ -241,16 +252,26 @@ def correct_profile(
 ) -> LayerProfile:
     """Return the profile with layers scaled to the measured times of their stages.
 
-    Compares forward and backward of each stage of a run, with this balance and b samples per
-    micro-batch, with the profile, and scales its layers by the ratio, after subtracting
-    recomputation from the measured backward. If the profile has no time to scale, the layers share
-    the measured time evenly, as a fixed cost. Bytes stay unchanged. Raises ValueError if the
-    arguments have different stages, or b is not above 0.
+    Compares forward and backward of each stage at b samples with the profile, and scales the
+    stage's layers by the ratio, after subtracting recomputation from the measured backward. If the
+    profile has no time to scale, the stage's layers share the measured time evenly, as a fixed
+    cost. Bytes stay unchanged.
 
-    >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2)] * 2)
-    >>> slow = PerfParams(0, 9, 0, 0, 0, 0, 1, (1 / 3,), (2 / 3,))
-    >>> correct_profile(profile, slow, [2], 4.0).layers[0][:4]
-    (0.0, 1.5, 0.0, 3.0)
+    Args:
+        profile: the profile to correct.
+        measured: of the run, with the shares of its stages and its checkpoint mode.
+        balance: number of layers of each stage of that run.
+        micro_bsz: b of that run.
+
+    Raises:
+        ValueError: balance, profile and measured parameters have different stages, or b is not
+        above 0.
+
+    Example:
+        >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2)] * 2)
+        >>> slow = PerfParams(0, 9, 0, 0, 0, 0, 1, (1 / 3,), (2 / 3,))
+        >>> correct_profile(profile, slow, [2], 4.0).layers[0][:4]
+        (0.0, 1.5, 0.0, 3.0)
     """
     check_balance(balance, profile.num_layers)
     if measured.num_stages != len(balance):

@@ -157,9 +157,19 @@ class Schedule:
 def gpipe_schedule(
     forward: Sequence[float], backward: Sequence[float], num_microbatches: int
 ) -> list[StageEvent]:
-    """Return the 2·K·M events of the ideal GPipe timeline, sorted by start; the first starts at 0.
+    """Return the ideal GPipe timeline of one forward and backward, sorted by start.
 
-    The arguments are seconds of one micro-batch per stage. Raises ValueError as `Schedule`.
+    Args:
+        forward: seconds of one micro-batch's forward per stage.
+        backward: seconds of one micro-batch's backward per stage.
+        num_microbatches: M.
+
+    Returns:
+        2·K·M events; the first starts at 0.
+
+    Raises:
+        ValueError: the lengths differ or are 0, a time is negative or not finite, or there is no
+        micro-batch.
     """
     return Schedule("gpipe", tuple(forward), tuple(backward), num_microbatches).events
 
@@ -201,13 +211,22 @@ def ideal_schedule(
 ) -> Schedule | None:
     """Return the ideal timeline of measured work: the same work without additional idle times.
 
-    Stage times are the measured means over the micro-batches of one step; recomputation, possibly a
-    separate event, counts as backward. None if a stage lacks a forward or a backward.
+    Its stage times are the measured means over micro-batches; recomputation, possibly a separate
+    event, counts as backward.
 
-    >>> forward = StageEvent(0, 0, "forward", start=5.0, end=6.0)
-    >>> backward = StageEvent(0, 0, "backward", start=8.0, end=9.5)
-    >>> ideal_schedule("1f1b", [forward, backward], num_stages=1).makespan
-    2.5
+    Args:
+        kind: "gpipe", "1f1b" or "interleaved".
+        events: measured forwards and backwards of one step, of each of a stage's chunks.
+        num_stages: K.
+
+    Returns:
+        None if a stage lacks a forward or a backward.
+
+    Example:
+        >>> forward = StageEvent(0, 0, "forward", start=5.0, end=6.0)
+        >>> backward = StageEvent(0, 0, "backward", start=8.0, end=9.5)
+        >>> ideal_schedule("1f1b", [forward, backward], num_stages=1).makespan
+        2.5
     """
     seconds: dict[tuple[str, int], list[float]] = {}
     seen: dict[tuple[str, int], set[int]] = {}

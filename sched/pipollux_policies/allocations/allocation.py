@@ -10,13 +10,17 @@ from pipollux_policies.jobs.job_info import JobInfo, NodeInfo, ReplicaShape
 
 
 class Allocation(list[Any]):
-    """One node name per replica, as in AdaptDL, and their shape; None for a queued job. Compares
-    equal to a list of the nodes; `num_stages` tells equal ones apart.
+    """One node name per replica, and the shape of the replicas.
 
-    >>> shape = ReplicaShape(2, {"slots": 2}, lambda nodes, replicas: replicas)
-    >>> allocation = Allocation(["a", "a", "b"], shape)
-    >>> allocation == ["a", "a", "b"], allocation.num_stages
-    (True, 2)
+    Args:
+        nodes: the node of each replica.
+        shape: the shape of the replicas; None for a queued job.
+
+    Example:
+        >>> shape = ReplicaShape(2, {"slots": 2}, lambda nodes, replicas: replicas)
+        >>> allocation = Allocation(["a", "a", "b"], shape)
+        >>> allocation == ["a", "a", "b"], allocation.num_stages
+        (True, 2)
     """
 
     def __init__(self, nodes: Iterable[Any] = (), shape: ReplicaShape | None = None) -> None:

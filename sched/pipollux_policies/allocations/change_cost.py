@@ -44,12 +44,18 @@ def num_survivors(old: Sequence[Any], new: Sequence[Any]) -> int:
 
 
 def change_kind(job: JobInfo, old: Allocation, new: Allocation) -> ChangeKind:
-    """Return the kind of a change between allocations; an empty one means queued.
+    """Return the kind of a change.
 
-    >>> job = JobInfo({"slots": 1}, lambda n, r: r, 0.0, 1, 4, rescale_seconds=1.0)
-    >>> one, two = (Allocation(nodes, job.all_shapes[0]) for nodes in (["a"], ["a", "b"]))
-    >>> change_kind(job, one, two), change_kind(job, one, Allocation())
-    (<ChangeKind.LIVE: 'live'>, <ChangeKind.RESTART: 'restart'>)
+    Args:
+        job: the job; without `rescale_seconds` it is never resized.
+        old: the current allocation; empty if the job is queued.
+        new: the next allocation; empty if the job will be queued.
+
+    Example:
+        >>> job = JobInfo({"slots": 1}, lambda n, r: r, 0.0, 1, 4, rescale_seconds=1.0)
+        >>> one, two = (Allocation(nodes, job.all_shapes[0]) for nodes in (["a"], ["a", "b"]))
+        >>> change_kind(job, one, two), change_kind(job, one, Allocation())
+        (<ChangeKind.LIVE: 'live'>, <ChangeKind.RESTART: 'restart'>)
     """
     same = _shape_key(old) == _shape_key(new)
     if same and Counter(old) == Counter(new):

@@ -46,8 +46,14 @@ def violations(
     *,
     crowding: bool = False,
 ) -> list[str]:
-    """Return a message for every broken rule; empty: the allocations are feasible. `crowding`
-    allows several distributed jobs on a node, for callers that add a cost for it.
+    """Return a message for every broken rule; empty: the allocations are feasible.
+
+    Args:
+        jobs: all jobs, by name.
+        nodes: all nodes, by name.
+        base_allocations: the current allocations.
+        allocations: the decision of a policy.
+        crowding: allow several distributed jobs on a node, for callers that add a cost for it.
     """
     found = [f"job {name!r} is not one of the jobs" for name in allocations if name not in jobs]
     for name, job in jobs.items():

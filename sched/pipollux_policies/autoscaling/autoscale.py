@@ -66,11 +66,20 @@ def autoscale(
     allocations: Allocations,
     node_template: NodeInfo,
 ) -> tuple[AutoscalingState, int]:
-    """Add the observation of one round; return the state and the desired number of nodes.
+    """Add the observation of one round, and return the desired number of nodes.
 
-    The number is of nodes that accept new replicas. `state` is initially `AutoscalingState()`; a
-    copy of the policy (`copy.copy`) allocates other numbers of nodes, only when the number is to
-    change; draining and unhealthy nodes do not count; `allocations` are those after this round.
+    Args:
+        rules: the operator's rules.
+        state: the state after the previous round; initially `AutoscalingState()`.
+        policy: a copy (`copy.copy`) of it allocates other numbers of nodes, only when the number is
+            to change.
+        jobs: all jobs that are not done.
+        nodes: all nodes; draining and unhealthy ones do not count.
+        allocations: the allocations after this round.
+        node_template: the resources of a further node.
+
+    Returns:
+        The new state, and the desired number of nodes that accept new replicas.
     """
     usable = usable_nodes(nodes)
     now = len(usable)
@@ -204,8 +213,15 @@ def plan_nodes(
     nodes: Nodes,
     allocations: Allocations,
 ) -> NodePlan:
-    """Choose the nodes to release, never those with pinned jobs. `drained_before`, which are chosen
-    first, is `drain` of the previous plan, without nodes that now drain for another reason.
+    """Choose the nodes to release, drained ones first, never those with pinned jobs.
+
+    Args:
+        desired_nodes: from `autoscale`.
+        drained_before: `drain` of the previous plan, without nodes that now drain for another
+            reason; these are chosen first.
+        jobs: all jobs that are not done.
+        nodes: all nodes.
+        allocations: the current allocations.
     """
     before = {name for name in drained_before if name in nodes}
     ours = {

@@ -47,11 +47,17 @@ def utility(
     nodes: Mapping[Any, NodeInfo],
     allocations: Mapping[Any, Sequence[Any]],
 ) -> float:
-    """Return the utility of nodes, 0.0 if nothing is allocated; other nodes' replicas do not count.
+    """Return the utility of nodes under allocations, 0.0 if nothing is allocated.
 
-    >>> job = JobInfo({"slots": 1}, lambda nodes, replicas: replicas**0.5, 0.0, 1, 4)
-    >>> utility({"a": job}, {"n": NodeInfo({"slots": 4})}, {"a": ["n"] * 4})
-    0.5
+    Args:
+        jobs: all jobs, by name.
+        nodes: the nodes to evaluate; replicas on other nodes do not count.
+        allocations: the allocation of each job.
+
+    Example:
+        >>> job = JobInfo({"slots": 1}, lambda nodes, replicas: replicas**0.5, 0.0, 1, 4)
+        >>> utility({"a": job}, {"n": NodeInfo({"slots": 4})}, {"a": ["n"] * 4})
+        0.5
     """
     total: Counter[str] = Counter()
     for node in nodes.values():

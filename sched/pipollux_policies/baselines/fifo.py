@@ -21,14 +21,16 @@ from pipollux_policies.placement.packing import (
 class FifoPolicy:
     """Starts jobs in the order of submission, on their requested number of replicas.
 
-    With `backfill`, a job may start before an older one that does not fit; without it, the oldest
-    queued job blocks all others.
+    Args:
+        backfill: whether a job may start before an older one that does not fit; without it, the
+            oldest queued job blocks all others.
 
-    >>> job = JobInfo({"slots": 1}, lambda nodes, replicas: replicas, 0.0, 1, 4,
-    ...               requested_replicas=2)
-    >>> node = NodeInfo({"slots": 4})
-    >>> FifoPolicy().optimize({"a": job}, {"n": node}, {}, node)[0]
-    {'a': ['n', 'n']}
+    Example:
+        >>> job = JobInfo({"slots": 1}, lambda nodes, replicas: replicas, 0.0, 1, 4,
+        ...               requested_replicas=2)
+        >>> node = NodeInfo({"slots": 4})
+        >>> FifoPolicy().optimize({"a": job}, {"n": node}, {}, node)[0]
+        {'a': ['n', 'n']}
     """
 
     adapts_batch_size: ClassVar[bool] = False

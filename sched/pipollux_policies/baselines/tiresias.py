@@ -32,16 +32,21 @@ QUEUE_THRESHOLDS = (16 * 3600.0,)
 class TiresiasPolicy:
     """Fixed sizes; jobs with little attained service go first.
 
-    A job falls to the next queue at each of the `queue_thresholds`, in slot-seconds, rising. A job
-    that has waited `promotion` times as long as it has run goes back to the first queue (the
-    paper's PROMOTEKNOB); None: never.
+    Args:
+        queue_thresholds: slot-seconds of service at which a job falls to the next queue.
+        promotion: a job that has waited this many times as long as it has run goes back to the
+            first queue (the paper's PROMOTEKNOB); None: never.
 
-    >>> def job(service): return JobInfo({"slots": 1}, lambda nodes, replicas: replicas, 0.0,
-    ...                                  1, 1, attained_service=service)
-    >>> node = NodeInfo({"slots": 1})
-    >>> TiresiasPolicy().optimize({"a": job(60000.0), "b": job(0.0)}, {"n": node},
-    ...                           {"a": ["n"]}, node)[0]
-    {'a': [], 'b': ['n']}
+    Raises:
+        ValueError: thresholds do not rise, or a number is out of range; the message names it.
+
+    Example:
+        >>> def job(service): return JobInfo({"slots": 1}, lambda nodes, replicas: replicas, 0.0,
+        ...                                  1, 1, attained_service=service)
+        >>> node = NodeInfo({"slots": 1})
+        >>> TiresiasPolicy().optimize({"a": job(60000.0), "b": job(0.0)}, {"n": node},
+        ...                           {"a": ["n"]}, node)[0]
+        {'a': [], 'b': ['n']}
     """
 
     adapts_batch_size: ClassVar[bool] = False

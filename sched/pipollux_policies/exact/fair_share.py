@@ -178,7 +178,16 @@ def fair_standings(
     fairness: float,
     quantum: float = 600.0,
 ) -> dict[Any, FairStanding]:
-    """Return jobs compared with their equal shares (`standing`); pinned jobs are left out."""
+    """Return jobs compared with their equal shares; pinned jobs are left out.
+
+    Args:
+        jobs: all jobs that are not done, by name.
+        nodes: all nodes, by name.
+        base_allocations: the current allocations.
+        node_template: a node that could be rented.
+        fairness: F.
+        quantum: the longest turn of a job, in seconds.
+    """
     instance = build_instance(jobs, nodes, base_allocations, node_template)
     found = (
         (configs.name, standing(instance, number, fairness, quantum))

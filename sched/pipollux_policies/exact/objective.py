@@ -51,9 +51,13 @@ class Objective(Protocol):
 
 
 class FairSpeedup:
-    """Pollux's objective: the power mean of speedups over the fair share, less costs of changes.
+    """Pollux's objective: the power mean of speedups over the fair share, with factors for changes.
 
-    p is −1 in the paper; ValueError if it is 0 or not finite.
+    Args:
+        power: p of the power mean; −1 is the paper's.
+
+    Raises:
+        ValueError: the power is 0 or not finite.
     """
 
     def __init__(self, power: float = -1.0) -> None:

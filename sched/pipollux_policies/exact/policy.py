@@ -46,13 +46,17 @@ class Certificate:
 
 
 class ExactPolicy:
-    """Allocates by exact optimisation of an objective; None: `CompletionTime()`. With
-    `FairSpeedup()` the policy solves Pollux's own problem.
+    """Allocates by exact optimisation.
 
-    >>> job = JobInfo({"slots": 1}, lambda nodes, replicas: replicas, 0.0, 1, 4)
-    >>> node = NodeInfo({"slots": 4})
-    >>> ExactPolicy().optimize({"a": job}, {"n": node}, {}, node)[0]
-    {'a': ['n', 'n', 'n', 'n']}
+    Args:
+        objective: the objective to maximise; None: `CompletionTime()`. With `FairSpeedup()` the
+            policy solves Pollux's own problem.
+
+    Example:
+        >>> job = JobInfo({"slots": 1}, lambda nodes, replicas: replicas, 0.0, 1, 4)
+        >>> node = NodeInfo({"slots": 4})
+        >>> ExactPolicy().optimize({"a": job}, {"n": node}, {}, node)[0]
+        {'a': ['n', 'n', 'n', 'n']}
     """
 
     adapts_batch_size: ClassVar[bool] = True
@@ -89,8 +93,17 @@ class ExactPolicy:
         base_allocations: Mapping[Any, Sequence[Any]],
         node_template: NodeInfo,
     ) -> tuple[dict[Any, Allocation], int]:
-        """Return every job's allocation (empty: it is queued), and the present number of nodes. An
-        unchanged allocation keeps its list. `node_template` could be rented: fair shares count it.
+        """Allocate the whole cluster.
+
+        Args:
+            jobs: all jobs that are not done, by name.
+            nodes: all nodes with the resources that jobs may use, by name.
+            base_allocations: one node name per replica of each running job.
+            node_template: a node that could be rented; fair shares count its resources.
+
+        Returns:
+            The allocation of every job (empty: the job is queued), and the present number of nodes;
+            `autoscale` decides how many there should be.
         """
         allocations, _ = self.solve(jobs, nodes, base_allocations, node_template)
         return allocations, len(nodes)

@@ -8,10 +8,14 @@ import numpy as np
 
 
 class Contention:
-    """The number of unfinished jobs over time, from (arrival, completion) of every job.
+    """The number of unfinished jobs over time.
 
-    >>> Contention([(0.0, 10.0), (5.0, 10.0)]).mean(0.0, 10.0)
-    1.5
+    Args:
+        lifetimes: (arrival, completion) of every job.
+
+    Example:
+        >>> Contention([(0.0, 10.0), (5.0, 10.0)]).mean(0.0, 10.0)
+        1.5
     """
 
     def __init__(self, lifetimes: Sequence[tuple[float, float]]) -> None:

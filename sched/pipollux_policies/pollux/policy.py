@@ -37,15 +37,21 @@ class _Population:
 class PolluxPolicy:
     """Allocations by NSGA-II over the power mean of the jobs' speedups.
 
-    It keeps only the last population, from which the next call starts. Two policies with the same
-    seed return the same results for the same sequence of calls. `population` states survive each of
-    at most `generations`; after `patience` generations without any improvement the search ends.
-    `power` is p of the power mean over jobs; −1 is the paper's.
+    The policy has no side effects. It keeps only the last population, from which the next call
+    starts. Two policies with the same seed return the same results for the same sequence of calls.
 
-    >>> linear = JobInfo({"slots": 2}, lambda nodes, replicas: replicas, 0.0, 1, 4)
-    >>> node = NodeInfo({"slots": 4})
-    >>> PolluxPolicy().optimize({"a": linear}, {"n": node}, {}, node)[0]
-    {'a': ['n', 'n']}
+    Args:
+        seed: of the policy's random numbers.
+        population: number of states that survive a generation.
+        generations: the most generations.
+        power: p of the power mean over jobs; −1 is the paper's.
+        patience: generations without any improvement after which the search ends.
+
+    Example:
+        >>> linear = JobInfo({"slots": 2}, lambda nodes, replicas: replicas, 0.0, 1, 4)
+        >>> node = NodeInfo({"slots": 4})
+        >>> PolluxPolicy().optimize({"a": linear}, {"n": node}, {}, node)[0]
+        {'a': ['n', 'n']}
     """
 
     def __init__(
@@ -83,12 +89,19 @@ class PolluxPolicy:
         base_allocations: Allocations,
         node_template: NodeInfo,
     ) -> tuple[dict[Any, Allocation], int]:
-        """Allocate the whole cluster to all jobs that are not done.
+        """Allocate the whole cluster.
 
-        A job on a node that is not in `nodes` must restart. Returns the allocation of every job
-        (empty: it is queued), feasible on `nodes`, and no worse than the current one if that is
-        feasible; and the number of nodes from the paper's utility band, some like `node_template`.
-        An unchanged allocation keeps its list.
+        Args:
+            jobs: all jobs that are not done, by name.
+            nodes: all nodes with the resources that jobs may use, by name.
+            base_allocations: one node name per replica of each running job. A job on a node that is
+                not in `nodes` must restart.
+            node_template: a node that could be rented, for the desired number of nodes.
+
+        Returns:
+            The allocation of every job (empty: the job is queued), feasible on `nodes`, and no
+            worse than the current one if that is feasible; and the number of nodes from the paper's
+            utility band. An unchanged allocation keeps its list.
         """
         usable = usable_nodes(nodes)
         if not jobs or not usable:
