@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,9 @@ from pipollux_hybrid.telemetry.metrics import Metrics
 from pipollux_hybrid.telemetry.schedule_choice import choose_cut
 from pipollux_hybrid.telemetry.stage_profiler import StageProfiler
 from pipollux_perfmodel.timing.params import joined_modes
+
+if TYPE_CHECKING:
+    from pipollux_hybrid.pipeline.process_engine import ProcessEngine
 
 
 class HybridParallel(PipelineModel):
@@ -339,17 +342,17 @@ class HybridParallel(PipelineModel):
         inputs, targets = plain_batch(inputs), plain_batch(targets)
         if isinstance(self._engine, PipelineEngine):
             return self._train_in_one_process(self._engine, inputs, targets, loss_fn)
-        sizes = self._sizes(inputs)
-        if scope != "batch":
-            self._targets_check.check(targets, sum(sizes), len(sizes))
-        plan = self._plan(sizes, inputs)
-        options: Any = {"scope": scope, "training": self.training, "samples": plan.num_samples}
-        with needing_all(), self._counting(plan.counted), self._synchronizer.backward(plan):
-            with self._calling("model.train_step(…)", sizes, inputs, targets), passing_on():
-                loss, weight = self._engine.train(inputs, targets, sizes, loss_fn, **options)
-            self._weigh(plan, weight)
-            self._note_loss(loss)
-        return self._synchronizer.agreed(loss)
+        return self._train_in_stages(self._engine, inputs, targets, loss_fn, scope)
+
+    # One iteration, with train_step or the plain loop. A backward that a script calls itself
+    # cannot be wrapped, so its parts are hooks and callbacks of this class:
+    #
+    #     _sizes, _plan       checks of the batch; what its backward will do
+    #     engine              forwards of M micro-batches, the loss
+    #     backward            hooks count gradients, and launch full buckets
+    #        └ its end        buckets, totals, buffers have arrived: _backward_finished
+    #     optimizer.step()    at the scaled rate, _rate_factor; after it _stepped
+    #     next batch          step boundary of the loader: stop, save or resize
 
     def _train_in_one_process(
         self, engine: PipelineEngine, inputs: PyTree, targets: PyTree, loss_fn: LossFunction
@@ -364,6 +367,27 @@ class HybridParallel(PipelineModel):
         self._note_loss(loss.mean)
         loss.scaled(1.0, divisor).backward()
         return self._synchronizer.agreed(loss.mean)
+
+    def _train_in_stages(
+        self,
+        engine: ProcessEngine,
+        inputs: PyTree,
+        targets: PyTree,
+        loss_fn: LossFunction,
+        scope: LossScope | None,
+    ) -> Tensor:
+        sizes = self._sizes(inputs)
+        if scope != "batch":
+            self._targets_check.check(targets, sum(sizes), len(sizes))
+        plan = self._plan(sizes, inputs)
+        options: Any = {"scope": scope, "training": self.training, "samples": plan.num_samples}
+        # The schedule mixes forwards and backwards; gradients are averaged at the end of the block.
+        with needing_all(), self._counting(plan.counted), self._synchronizer.backward(plan):
+            with self._calling("model.train_step(…)", sizes, inputs, targets), passing_on():
+                loss, weight = engine.train(inputs, targets, sizes, loss_fn, **options)
+            self._weigh(plan, weight)
+            self._note_loss(loss)
+        return self._synchronizer.agreed(loss)
 
     def _weigh(self, plan: BackwardPlan, weight: float | None) -> None:
         """Set the weight of a plan's loss.
