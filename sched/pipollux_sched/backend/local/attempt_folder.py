@@ -1,7 +1,7 @@
 """The folder of an attempt on this machine: its devices, and the files of its processes.
 
 ``attempt.json`` is written before the first process starts; beside it are, for replica R,
-``replica-R.json`` (status of its runner) and ``replica-R.result.json`` (result of its agent).
+``replica-R.json`` (status of its supervisor) and ``replica-R.result.json`` (result of its agent).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class AttemptFolder:
         self.path = state_dir.attempt(job, attempt)
 
     def status(self, replica: int) -> Path:
-        """Return the status file of a replica's runner."""
+        """Return the status file of a replica's supervisor."""
         return self.path / f"replica-{replica}.json"
 
     def result(self, replica: int) -> Path:

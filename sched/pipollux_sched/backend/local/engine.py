@@ -4,7 +4,7 @@ A virtual node is a name and a number of slots. A slot of a CPU node is a CPU de
 a slot of a GPU node is one GPU, and the GPU nodes divide the machine's GPUs in the order in which
 they are listed. Each pipeline replica is one torchrun agent, which sees only its own GPUs.
 
-If the scheduler is killed they continue, and the next one finds them by their runners' files.
+If the scheduler is killed they continue, and the next one finds them by their supervisors' files.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class LocalEngine(Engine):
             self._replicas[key].send(signal)
 
     def listing(self) -> Listing:
-        """Return the replicas; those of an earlier scheduler from their runners' status files."""
+        """Return the replicas; an earlier scheduler's, from their supervisors' status files."""
         if not self._looked:
             self._looked = True
             for key in replicas_in(self._state_dir):

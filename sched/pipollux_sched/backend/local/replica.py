@@ -54,7 +54,7 @@ class LocalReplica:
         return ReplicaState(handle, ended=self._ended)
 
     def send(self, what: Signal) -> None:
-        """Send a signal; its runner passes SIGTERM on once."""
+        """Send a signal; its supervisor passes SIGTERM on once."""
         if what is Signal.STOP:
             self._process.signal(signal.SIGTERM)
         else:
@@ -63,12 +63,12 @@ class LocalReplica:
             self._process.signal(signal.SIGKILL)
 
     def wait(self, timeout: float) -> None:
-        """Wait for a runner started here to end, so that no zombie is left."""
+        """Wait for a supervisor started here to end, so that no zombie is left."""
         self._process.wait(timeout)
 
     @property
     def known(self) -> bool:
-        """Whether its runner has written its identity."""
+        """Whether its supervisor has written its identity."""
         return self._process.pid != 0
 
     def _left(self) -> set[psutil.Process]:

@@ -59,7 +59,7 @@ class ReplicaProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the runner, 0 if unknown."""
+        """Process id of the supervisor, 0 if unknown."""
         return int(self._known.get("pid", 0)) if self._started is None else self._started.pid
 
     def poll(self) -> int | None:
@@ -69,12 +69,12 @@ class ReplicaProcess:
             return None if code is None else read_status(self._status).get("code", code)
         if self._is_there():
             return None
-        # A runner without a status was killed.
+        # A supervisor without a status was killed.
         return int(read_status(self._status).get("code", -signal.SIGKILL))
 
     @property
     def asked(self) -> bool:
-        """Whether the runner of a command that has ended had received a stop signal."""
+        """Whether the supervisor of a command that has ended had received a stop signal."""
         return bool(read_status(self._status).get("asked"))
 
     def signal(self, number: signal.Signals) -> None:
@@ -87,7 +87,7 @@ class ReplicaProcess:
                 psutil.Process(self.pid).send_signal(number)
 
     def kill(self, timeout: float) -> None:
-        """Kill the runner and its command; wait up to `timeout` s for a runner started here."""
+        """Kill the supervisor and its command; wait up to `timeout` s for one started here."""
         if self.pid and self.poll() is None:
             with suppress(OSError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -95,7 +95,7 @@ class ReplicaProcess:
                 self.wait(timeout)
 
     def wait(self, timeout: float) -> None:
-        """Wait for a runner started here to end, so that no zombie is left."""
+        """Wait for a supervisor started here to end, so that no zombie is left."""
         if self._started is not None:
             self._started.wait(timeout)
 
@@ -105,7 +105,7 @@ class ReplicaProcess:
 
 
 def read_status(path: Path) -> dict[str, Any]:
-    """Read a runner's status; empty if it has written none."""
+    """Read a supervisor's status; empty if it has written none."""
     try:
         status = json.loads(path.read_text(encoding="utf-8"))
         return {
