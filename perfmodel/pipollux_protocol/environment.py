@@ -23,13 +23,13 @@ __all__ = [
     "CHECKPOINT_INTERVAL",
     "CHECK_REPLICAS",
     "DEVICES",
+    "ELASTIC",
     "FROZEN_TIMEOUT",
     "HEARTBEAT_INTERVAL",
     "HINTS_INTERVAL",
     "HOST_TIMEOUT",
     "JOB_ID",
     "JOINS",
-    "LIVE",
     "NUM_NODES",
     "NUM_STAGES",
     "PROCESSES_PER_REPLICA",
@@ -312,7 +312,7 @@ HINTS_INTERVAL = Variable(
     "seconds between fits of the performance model",
     "30",
 )
-LIVE = Variable(
+ELASTIC = Variable(
     "PIPOLLUX_ELASTIC",
     Switch(),
     "scheduler",

@@ -131,7 +131,7 @@ class SiaPolicy:
         columns: Sequence[Column],
         current: int | None,
         seniority: float,
-        live: Collection[int] = (),
+        elastic: Collection[int] = (),
     ) -> Floats:
         """Return the costs of columns minus that of waiting: below 0 if running is better.
 
@@ -140,13 +140,13 @@ class SiaPolicy:
             columns: its configurations.
             current: the index of its current column; None: it is queued.
             seniority: 1 for the oldest job, near 0 for the youngest.
-            live: the indices of columns that a replica can survive to.
+            elastic: the indices of columns that a replica can survive to.
         """
 
         def change(number: int) -> ChangeKind:
             if current is None or number == current:
                 return ChangeKind.NONE
-            return ChangeKind.LIVE if number in live else ChangeKind.RESTART
+            return ChangeKind.RESIZE if number in elastic else ChangeKind.RESTART
 
         waiting = self._waiting_cost * (1 + _AGE_WEIGHT * seniority)
         costs = [
@@ -183,7 +183,7 @@ class _Cluster:
         regular = {name: configurations(job, kinds) for name, job in jobs.items()}
         return cls(jobs, nodes, kinds, regular, running)
 
-    def live_columns(self, name: Any, columns: Sequence[Column]) -> frozenset[int]:
+    def elastic_columns(self, name: Any, columns: Sequence[Column]) -> frozenset[int]:
         """Return the indices of a job's columns that a running replica can survive to."""
         job, held = self.jobs[name], self.running.get(name, ())
         survivors = possible_survivors(job, held, self.nodes).keys()
@@ -222,15 +222,15 @@ class _Round:
         self._names = [name for name in by_arrival(jobs) if name not in state.pinned]
         self._policy = policy
         self._columns: list[tuple[Column, ...]] = []
-        self._live: list[frozenset[int]] = []
+        self._elastic: list[frozenset[int]] = []
         self.current: dict[int, int] = {}
         """Index of the current column of each job, by number of the job."""
         self.rows = []
         for number, name in enumerate(self._names):
             columns = self._add_current(number, cluster.regular[name], current[name])
             self._columns.append(columns)
-            self._live.append(cluster.live_columns(name, columns))
-            values = self._values(number, self._live[number])
+            self._elastic.append(cluster.elastic_columns(name, columns))
+            values = self._values(number, self._elastic[number])
             self.rows.append((number, values, columns))
         self._let_neighbours_stay()
 
@@ -251,10 +251,10 @@ class _Round:
         self.current[number] = len(regular) if found is None else found
         return (*regular, column) if found is None else regular
 
-    def _values(self, job: int, live: Collection[int]) -> Floats:
+    def _values(self, job: int, elastic: Collection[int]) -> Floats:
         seniority = 1 - job / len(self._names)
         info, now = self._cluster.jobs[self._names[job]], self.current.get(job)
-        return self._policy.values(info, self._columns[job], now, seniority, live)
+        return self._policy.values(info, self._columns[job], now, seniority, elastic)
 
     def worth(self, numbers: dict[int, int], allocations: Allocations | None = None) -> float:
         """Return the program's sum for a choice of columns.
@@ -266,7 +266,7 @@ class _Round:
         total = 0.0
         for job, number in sorted(numbers.items()):
             values = self.rows[job][1]
-            if allocations is not None and number in self._live[job]:
+            if allocations is not None and number in self._elastic[job]:
                 name = self._names[job]
                 if not num_survivors(self._cluster.running[name], allocations[name]):
                     values = self._values(job, ())

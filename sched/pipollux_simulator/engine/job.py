@@ -41,7 +41,7 @@ class Interval:
     end: float
     nodes: tuple[Any, ...]
     num_stages: int
-    live: bool = False
+    elastic: bool = False
     """Whether it began with an elastic resize: the surviving replicas did not stop."""
 
 
@@ -94,7 +94,7 @@ class SimulatedJob:
     _join_at: float = math.inf
     """When the starting replicas join the others."""
     _since: float = 0.0
-    _live: bool = False
+    _elastic: bool = False
     """Whether the current allocation began with an elastic resize."""
     _saved: tuple[float, int] = (0.0, 0)
     _unsaved_seconds: float = 0.0
@@ -144,7 +144,7 @@ class SimulatedJob:
     def _restart(self, now: float, nodes: Sequence[Any], shape: ReplicaShape | None) -> None:
         """Stop, and start on the new nodes, if any."""
         self._close_interval(now)
-        self._live, moves = False, bool(self.nodes)
+        self._elastic, moves = False, bool(self.nodes)
         self.nodes, self.shape = tuple(nodes), shape if nodes else None
         self.members, self._join_at = self.nodes, math.inf
         self.running = None
@@ -161,7 +161,7 @@ class SimulatedJob:
     def _rescale(self, now: float, nodes: Sequence[Any]) -> None:
         """Remove leaving replicas at once and start joining ones, while the others continue."""
         self._close_interval(now)
-        self._live = True
+        self._elastic = True
         self.num_rescales += 1
         survivors = Counter(self.members) & Counter(nodes)
         if survivors.total() < len(self.members):
@@ -301,5 +301,5 @@ class SimulatedJob:
     def _close_interval(self, now: float) -> None:
         if self.shape is not None and now > self._since:
             stages = self.shape.num_stages
-            self.history.append(Interval(self._since, now, self.nodes, stages, self._live))
+            self.history.append(Interval(self._since, now, self.nodes, stages, self._elastic))
         self._since = now
