@@ -1,11 +1,11 @@
 """What a promise of fairness costs: completion times and fairness over F.
 
-    python benchmarks/fairness/fairness.py DATA --results DIR [--only first|curve|others|live]
+    python benchmarks/fairness/fairness.py DATA --results DIR [--only first|curve|others|elastic]
         [--found]
 
 DATA holds `traces` and `workloads` of Pollux's public artifact. 16 nodes of 4 GPUs, a start takes
 30 s; a round every 60 s and at every arrival, and jobs begin with what others of their family have
-measured, both as under the scheduler. "live" is with elastic resizes at 1 s. What was
+measured, both as under the scheduler. "elastic" is with elastic resizes at 1 s. What was
 simulated is kept in DIR, a file each, and not simulated again; with --found nothing is simulated.
 Prints Markdown.
 
@@ -40,7 +40,7 @@ from pipollux_simulator.engine.experience import Experience
 WORKLOADS = (1, 2, 3, 6)
 CURVE = (2.0, 1.5, 1.1)
 """Beside none and 1.25, on the first and the last workload."""
-LIVE = 1.0
+ELASTIC = 1.0
 """Seconds of an elastic resize."""
 PROMISE = 1.25
 """By which the table of all policies judges jobs."""
@@ -59,8 +59,8 @@ class Case(NamedTuple):
     @property
     def file(self) -> str:
         """Name of the file that its result is kept in."""
-        live = "" if self.rescale_seconds is None else f"-live-{self.rescale_seconds:g}"
-        return f"{self.policy}-{self.told}-{self.fairness or 'off'}-{self.number}{live}.json"
+        elastic = "" if self.rescale_seconds is None else f"-elastic-{self.rescale_seconds:g}"
+        return f"{self.policy}-{self.told}-{self.fairness or 'off'}-{self.number}{elastic}.json"
 
 
 def cases(only: str) -> Iterator[Case]:
@@ -73,9 +73,9 @@ def cases(only: str) -> Iterator[Case]:
             yield from (Case("exact", told, fairness, number) for fairness in CURVE)
     for number in (WORKLOADS[0], WORKLOADS[-1]) if only in ("", "others") else ():
         yield Case("sia", "none", None, number)
-    for fairness in (None, PROMISE) if only in ("", "live") else ():
+    for fairness in (None, PROMISE) if only in ("", "elastic") else ():
         for told in ("exact", "learned"):
-            yield from (Case("exact", told, fairness, number, LIVE) for number in WORKLOADS)
+            yield from (Case("exact", told, fairness, number, ELASTIC) for number in WORKLOADS)
 
 
 def main() -> None:
@@ -83,7 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("data", type=Path)
     parser.add_argument("--results", type=Path, required=True)
-    parser.add_argument("--only", choices=("first", "curve", "others", "live"), default="")
+    parser.add_argument("--only", choices=("first", "curve", "others", "elastic"), default="")
     parser.add_argument("--found", action="store_true")
     options = parser.parse_args()
     options.results.mkdir(parents=True, exist_ok=True)

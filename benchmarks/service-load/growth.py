@@ -1,12 +1,12 @@
-"""A scheduler whose thousands of jobs all grow live at once.
+"""A scheduler whose thousands of jobs all grow elastically at once.
 
     python benchmarks/service-load/growth.py [--jobs 4000] [--width 1] [--seconds 240]
 
 A real `pipollux serve` with 1250 nodes of 8 slots, and jobs of `--width` replicas that may have
 twice as many, which are only listed (`listed.py`). Another process sends what their replicas send
-(`live_load.py`). As soon as they have sent hints a decision gives each its others. Of 4000 jobs of
-one half have room where they are, and are joined live; the others are moved, and of those only the
-starts are measured: their new replicas send nothing. Prints a table in Markdown.
+(`elastic_load.py`). As soon as they have sent hints a decision gives each its others. Of 4000 jobs
+of one half have room where they are, and are resized elastically; the others are moved, and of
+those only the starts are measured: their new replicas send nothing. Prints a table in Markdown.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> None:
             begin_training(served, jobs)
             before, began = served.cpu, time.perf_counter()
             found = load(
-                *(served, jobs, options.seconds, "live_load.py"),
+                *(served, jobs, options.seconds, "elastic_load.py"),
                 hints=hints,
                 heartbeat_interval=options.heartbeat_interval,
                 started=str(served.directory.path / listed.STARTED),

@@ -41,7 +41,7 @@ class Life:
     """Whether the scheduler has taken it in that it did."""
 
 
-class LiveLoad(Load):
+class ElasticLoad(Load):
     """The replicas of some jobs, those that come among them.
 
     Args:
@@ -98,7 +98,7 @@ class LiveLoad(Load):
             "attempt": job.attempt,
             "replica": replica,
             "step": int(2 * due),
-            "live": told,
+            "elastic": told,
         }
         path = f"/jobs/{job.name}/heartbeats"
         answer = await self._send("heartbeat", connection, "POST", path, body, due)
@@ -139,7 +139,7 @@ class LiveLoad(Load):
                 self._woken[job.name, one].set()
 
 
-def results(load: LiveLoad) -> dict[str, Any]:
+def results(load: ElasticLoad) -> dict[str, Any]:
     """Return what was measured, as JSON can hold it."""
     begin = min(load.started, default=0.0)
     changes = {
@@ -151,7 +151,7 @@ def results(load: LiveLoad) -> dict[str, Any]:
 
 async def run(plan: dict[str, Any]) -> dict[str, Any]:
     """Carry out a plan."""
-    load = LiveLoad(plan)
+    load = ElasticLoad(plan)
     await load.live()
     return results(load)
 
