@@ -1,11 +1,11 @@
 """The cost of a promise of fairness: completion times and fairness over F.
 
-    python benchmarks/fairness/fairness.py DATA --results DIR [--only first|curve|others|live]
+    python benchmarks/fairness/fairness.py DATA --results DIR [--only first|curve|others|elastic]
         [--found]
 
 DATA holds `traces` and `workloads` of Pollux's public artifact. 16 nodes of 4 GPUs, a start takes
 30 s; a round every 60 s and at every arrival, and jobs start with the measurements of their family,
-both as under the scheduler. "live" is with elastic resizes at 1 s. Results are kept in DIR, one
+both as under the scheduler. "elastic" is with elastic resizes at 1 s. Results are kept in DIR, one
 file each, and not simulated again; with --found nothing is simulated. Prints Markdown.
 
 Beside the worst job and the 99th percentile of all, the table has those of jobs that could be in
@@ -39,7 +39,7 @@ from pipollux_simulator.engine.experience import Experience
 WORKLOADS = (1, 2, 3, 6)
 CURVE = (2.0, 1.5, 1.1)
 """Values of F on the first and the last workload, beside none and 1.25."""
-LIVE = 1.0
+ELASTIC = 1.0
 """Seconds of an elastic resize."""
 PROMISE = 1.25
 """F by which the table of all policies judges jobs."""
@@ -58,8 +58,8 @@ class Case(NamedTuple):
     @property
     def file(self) -> str:
         """Name of the file with its result."""
-        live = "" if self.rescale_seconds is None else f"-live-{self.rescale_seconds:g}"
-        return f"{self.policy}-{self.told}-{self.fairness or 'off'}-{self.number}{live}.json"
+        elastic = "" if self.rescale_seconds is None else f"-elastic-{self.rescale_seconds:g}"
+        return f"{self.policy}-{self.told}-{self.fairness or 'off'}-{self.number}{elastic}.json"
 
 
 def cases(only: str) -> Iterator[Case]:
@@ -72,16 +72,16 @@ def cases(only: str) -> Iterator[Case]:
             yield from (Case("exact", told, fairness, number) for fairness in CURVE)
     for number in (WORKLOADS[0], WORKLOADS[-1]) if only in ("", "others") else ():
         yield Case("sia", "none", None, number)
-    for fairness in (None, PROMISE) if only in ("", "live") else ():
+    for fairness in (None, PROMISE) if only in ("", "elastic") else ():
         for told in ("exact", "learned"):
-            yield from (Case("exact", told, fairness, number, LIVE) for number in WORKLOADS)
+            yield from (Case("exact", told, fairness, number, ELASTIC) for number in WORKLOADS)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("data", type=Path)
     parser.add_argument("--results", type=Path, required=True)
-    parser.add_argument("--only", choices=("first", "curve", "others", "live"), default="")
+    parser.add_argument("--only", choices=("first", "curve", "others", "elastic"), default="")
     parser.add_argument("--found", action="store_true")
     options = parser.parse_args()
     options.results.mkdir(parents=True, exist_ok=True)

@@ -106,11 +106,11 @@ class Invariants:
             for environment in self.world.processes(job.name).values()
             if environment.get("PIPOLLUX_ATTEMPT") == attempt and "RANK" in environment
         }
-        if set(map(str, state.live.replicas)) <= there:
+        if set(map(str, state.membership.replicas)) <= there:
             return True
         now = self.world.jobs()[job.name].state
-        before = state.attempt, state.live.number, "Training", None
-        return (now.attempt, now.live.number, now.reason, now.intent) != before
+        before = state.attempt, state.membership.number, "Training", None
+        return (now.attempt, now.membership.number, now.reason, now.intent) != before
 
     def _damage(self) -> Iterator[str]:
         """The store's file is intact, and no row refers to a missing one."""

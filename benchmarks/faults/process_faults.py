@@ -82,7 +82,11 @@ def noticed(world: World, job: JobRecord) -> str:
     def has() -> bool:
         state = world.jobs()[job.name].state
         there = (state.attempt, state.phase) == (job.state.attempt, Phase.RUNNING)
-        return not there or bool(state.intent) or state.live.number != job.state.live.number
+        return (
+            not there
+            or bool(state.intent)
+            or state.membership.number != job.state.membership.number
+        )
 
     world.until(f"the scheduler knows of {job.name}", has)
     return job.name

@@ -76,7 +76,7 @@ def kill_scheduler_in_a_resize(world: World, _: random.Random) -> str | None:
         return None
     world.kill()
     world.serve()
-    change = job.state.live.change
+    change = job.state.membership.change
     return f"{job.name}, {change.stage if change else 'changed'}"
 
 
@@ -84,7 +84,7 @@ def kill_joining_replica(world: World, rng: random.Random) -> str | None:
     deadline = time.monotonic() + 5.0
     while time.monotonic() < deadline:
         job = _changing(world)
-        joining = {str(replica) for replica, _ in job.state.live.joining} if job else set()
+        joining = {str(replica) for replica, _ in job.state.membership.joining} if job else set()
         found = [
             pid
             for pid, environment in world.processes(job.name if job else "").items()
@@ -102,7 +102,7 @@ def _changing(world: World) -> JobRecord | None:
     deadline = time.monotonic() + 5.0
     while time.monotonic() < deadline:
         for job in world.under_way():
-            if job.state.live.change is not None:
+            if job.state.membership.change is not None:
                 return job
         time.sleep(0.02)
     return None

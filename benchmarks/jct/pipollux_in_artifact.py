@@ -140,13 +140,13 @@ class Agent:
         if kind is ChangeKind.RESTART or not nodes:
             self.num_moves += moves
             self.members, self.shape = self.nodes, shape
-            self.theirs.live = None
+            self.theirs.elastic = None
             return
         self.num_rescales += 1
         stay = tuple(sorted((Counter(self.members) & Counter(nodes)).elements()))
         pauses = len(stay) < len(self.members)
         self.members = stay
-        self.theirs.live = tuple(Counter(stay).values()), pauses
+        self.theirs.elastic = tuple(Counter(stay).values()), pauses
 
     def join(self) -> tuple[int, ...]:
         """Add the starting replicas to the training ones; return the placement."""
@@ -159,7 +159,7 @@ def job_class(base: type[Any]) -> type[Any]:
 
     class Job(base):
         agent: Agent
-        live: tuple[tuple[int, ...], bool] | None = None
+        elastic: tuple[tuple[int, ...], bool] | None = None
         """Of an upcoming change: the surviving replicas, and whether they pause."""
         join_at: float = float("inf")
 
@@ -199,13 +199,13 @@ def job_class(base: type[Any]) -> type[Any]:
                 self.rescale_time += self.agent.rescale_seconds
 
         def reallocate(self, placement: Sequence[int]) -> None:
-            if self.live is None:
+            if self.elastic is None:
                 self.join_at = float("inf")
                 super().reallocate(placement)
                 if placement:
                     self.rescale_time = self.agent.prices.start_seconds
                 return
-            stay, pauses = self.live
+            stay, pauses = self.elastic
             if pauses:
                 self.placement = stay
                 self.update_local_bsz(stay)

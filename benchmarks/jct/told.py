@@ -83,7 +83,7 @@ WHERE: dict[str, tuple[str, Run]] = {
         "the artifact's simulator, jobs and decisions as ours",
         whole(Prices()),
     ),
-    "artifact-live": (
+    "artifact-elastic": (
         "the same, with elastic resizes at 1 s",
         whole(Prices(rescale_seconds=1.0)),
     ),

@@ -138,7 +138,7 @@ def told(log: Path) -> dict[str, list[float]]:
     return found
 
 
-class LiveJob:
+class ElasticJob:
     """A job whose replicas are started one by one, in an empty folder.
 
     `tree` contains Pipollux's sources (None: the installed ones); `processes` is per replica.
@@ -239,7 +239,7 @@ def measure_deaths(layers: int, rounds: int, processes: int = 1) -> dict[str, li
     found = defaultdict(list)
     folder = tempfile.TemporaryDirectory()
     stages = max(processes, 2)
-    with folder as name, LiveJob(Path(name), layers, None, stages, processes) as job:
+    with folder as name, ElasticJob(Path(name), layers, None, stages, processes) as job:
         job.start()
         job.settle(1)
         for number in range(rounds):
@@ -251,9 +251,9 @@ def measure_deaths(layers: int, rounds: int, processes: int = 1) -> dict[str, li
     return found
 
 
-def measure_live(layers: int, rounds: int, tree: Path | None = None) -> dict[str, list[float]]:
+def measure_elastic(layers: int, rounds: int, tree: Path | None = None) -> dict[str, list[float]]:
     """Return the pauses of changes, and the same measure of steps without a change."""
-    with tempfile.TemporaryDirectory() as name, LiveJob(Path(name), layers, tree) as job:
+    with tempfile.TemporaryDirectory() as name, ElasticJob(Path(name), layers, tree) as job:
         job.start()
         job.settle(1)
         for _ in range(rounds):
@@ -271,7 +271,7 @@ def measure_in_turn(layers: int, rounds: int, tree: Path) -> None:
     found: dict[str, list[float]] = defaultdict(list)
     for _ in range(rounds):
         for name, sources in (("beside", tree), ("here", None)):
-            for change, seconds in measure_live(layers, 1, sources).items():
+            for change, seconds in measure_elastic(layers, 1, sources).items():
                 found[f"{change}, {name}"] += seconds
     for name, seconds in sorted(found.items()):
         show(name, seconds)
@@ -336,8 +336,8 @@ def main() -> None:
         for who, seconds in measure_deaths(args.layers, args.rounds, args.processes).items():
             show(f"kill -9 of a process of {who} of 3", seconds)
         return
-    for name, seconds in measure_live(args.layers, args.rounds).items():
-        show(f"{name}, live", seconds)
+    for name, seconds in measure_elastic(args.layers, args.rounds).items():
+        show(f"{name}, elastic", seconds)
     restarts = measure_restarts(args.layers, args.rounds)
     show("restart of 2", restarts)
     for who, seconds in measure_deaths(args.layers, args.rounds).items():

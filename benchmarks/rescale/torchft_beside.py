@@ -22,7 +22,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TextIO
 
-from rescale import CHANGES, DiedError, LiveJob, environment, pauses, steps_of  # same folder
+from rescale import CHANGES, DiedError, ElasticJob, environment, pauses, steps_of  # same folder
 
 JOB = Path(__file__).with_name("torchft_job.py")
 KILL = "kill -9 of one of 3"
@@ -33,7 +33,7 @@ DEFAULT_TIMEOUTS, FAST_TIMEOUTS = "60 60", "5 10"
 """Seconds, of its process group and of its manager; the shorter ones are those of its example."""
 
 
-class TorchftJob(LiveJob):
+class TorchftJob(ElasticJob):
     """Replicas of `torchft_job.py`, and their lighthouse.
 
     Args:
@@ -111,7 +111,7 @@ class Column:
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self.deaths: dict[str, int] = defaultdict(int)
 
-    def measure(self, job: LiveJob, sizes: tuple[int, ...], kill: str, rank: int) -> None:
+    def measure(self, job: ElasticJob, sizes: tuple[int, ...], kill: str, rank: int) -> None:
         """Bring a job to these numbers of replicas, one after another, then kill one."""
         with job:
             job.start()
@@ -163,11 +163,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             if name in settings:
                 gradients = "ddp" if kill == KILL else "managed"
-                job: LiveJob = TorchftJob(
+                job: ElasticJob = TorchftJob(
                     Path(folder), args.layers, args.python, settings[name], gradients
                 )
             else:
-                job = LiveJob(Path(folder), args.layers, stages=1)
+                job = ElasticJob(Path(folder), args.layers, stages=1)
             sizes = (2, 3, 2, 1, 2, 3) if kill == KILL else (2, 3)
             columns[name].measure(job, sizes, kill, rank)
 

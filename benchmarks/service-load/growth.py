@@ -61,7 +61,7 @@ def main() -> None:
             begin_training(served, jobs)
             before, began = served.cpu, time.perf_counter()
             found = load(
-                *(served, jobs, options.seconds, "live_load.py"),
+                *(served, jobs, options.seconds, "elastic_load.py"),
                 hints=hints,
                 heartbeat_interval=options.heartbeat_interval,
                 started=str(served.directory.path / listed.STARTED),

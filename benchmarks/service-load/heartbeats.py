@@ -160,7 +160,7 @@ def submit(
             break
     seconds = time.perf_counter() - began
     with Store(served.directory.store) as store:
-        found = [job for job in store.jobs(live=True) if job.state.running_on]
+        found = [job for job in store.jobs(unfinished=True) if job.state.running_on]
     wide = sum(len(job.state.running_on) for job in found)
     print(f"| {number} jobs submitted in one request | |\n|---|---|")
     print(f"| until it is answered | {answered:.1f} s, {spent:.1f} s of CPU |")

@@ -199,12 +199,14 @@ class Load:
     async def _send_heartbeat(
         self, connection: Connection, job: Job, replica: int, due: float
     ) -> Any:
-        live: dict[str, Any] = {"membership": 1}
+        elastic: dict[str, Any] = {"membership": 1}
         if replica == 0:
-            live |= {"epoch": 3, "loop": 1, "balance": [1], "cannot": None, "schedule": "gpipe"}
+            elastic |= {"epoch": 3, "loop": 1, "balance": [1], "cannot": None, "schedule": "gpipe"}
         body = {"attempt": job.attempt, "replica": replica, "step": int(2 * due)}
         path = f"/jobs/{job.name}/heartbeats"
-        return await self._send("heartbeat", connection, "POST", path, {**body, "live": live}, due)
+        return await self._send(
+            "heartbeat", connection, "POST", path, {**body, "elastic": elastic}, due
+        )
 
     async def _report(self, job: Job) -> None:
         """Act as the reporting thread of replica 0."""

@@ -41,7 +41,7 @@ class Rendezvous(StaticTCPRendezvous):
         """Meet the other agents; the one of rank 0 hosts the store."""
         serves = self.rank == 0
         address, port = self.master_addr, self.master_port
-        if variables.LIVE.read(os.environ):
+        if variables.ELASTIC.read(os.environ):
             # The script needs its address again at each elastic resize.
             with suppress(OSError):  # without the scheduler nobody joins
                 own = address_exchange.own_address()

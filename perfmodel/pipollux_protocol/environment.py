@@ -278,7 +278,7 @@ HINTS_INTERVAL = Variable(
     "seconds between fits of the performance model",
     "30",
 )
-LIVE = Variable(
+ELASTIC = Variable(
     "PIPOLLUX_ELASTIC",
     Switch(),
     "scheduler",

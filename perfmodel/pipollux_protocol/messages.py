@@ -65,7 +65,7 @@ class StoreAddress(_Request):
     port: Annotated[int, Field(ge=1, le=65535, description="a port")]
 
 
-class LiveStatus(_Request):
+class ElasticStatus(_Request):
     """The state of a replica of a job with elastic resizes."""
 
     membership: Annotated[
@@ -112,7 +112,7 @@ class Heartbeat(_Request):
     finished: Annotated[
         bool, Field(title="whether the script has ended and this is the last heartbeat")
     ] = False
-    live: Annotated[LiveStatus | None, Field(title="state for elastic resizes")] = None
+    elastic: Annotated[ElasticStatus | None, Field(title="state for elastic resizes")] = None
 
 
 class MembershipProposal(_Answer):

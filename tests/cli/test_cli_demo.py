@@ -195,7 +195,7 @@ def test_the_jobs_of_the_real_demonstration(start: Callable[..., Run]) -> None:
     run = start(change)
     events = ended_well(run)
     later = of(events, "allocated", "digits")[1:]
-    assert [event["live"] for event in later] == [True] * len(later)
+    assert [event["elastic"] for event in later] == [True] * len(later)
     assert len(of(events, "first_step", "digits")) == 1
     loss = charts((run.output / "report.html").read_text())["loss-0-by-time"]
     assert (loss["bands"], len(loss["panels"][0]["lines"][0]["pieces"])) == ([], 1)

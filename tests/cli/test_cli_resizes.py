@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from pipollux_sched.cli import main
-from pipollux_sched.lifecycle import Allocate, LiveReady, Switched, WaitingToJoin
+from pipollux_sched.lifecycle import Allocate, ElasticReady, Switched, WaitingToJoin
 from pipollux_sched.store import StateDir, Store
-from tests.sched.live_events import GROWS, JOB, begin
+from tests.sched.resize_events import GROWS, JOB, begin
 from tests.sched.store.stores import Clock
 
 Say = Callable[..., str]
@@ -84,11 +84,11 @@ def test_memberships_are_listed_with_their_pauses(let: Let, say: Say) -> None:
     assert "resized: 1 replica on node-b trains since step 30" in say("events", "--job", JOB)
 
 
-def test_explain_tells_whether_a_change_would_be_live(let: Let, say: Say) -> None:
+def test_explain_tells_whether_a_change_would_be_elastic(let: Let, say: Say) -> None:
     assert "A change would be an elastic resize: replicas join and leave while" in say(
         "explain", JOB
     )
-    assert data(say, "explain")["next_change"] == {"live": True, "why_restart": None}
+    assert data(say, "explain")["next_change"] == {"elastic": True, "why_restart": None}
     let(
         1020.0,
         Allocate(["node-a", "node-b"], GROWS),
@@ -98,10 +98,10 @@ def test_explain_tells_whether_a_change_would_be_live(let: Let, say: Say) -> Non
     assert "An elastic resize: the others train while replicas join or leave." in say(
         "explain", JOB
     )
-    why = "the state 'mine' says live = False"
-    let(1021.0, LiveReady(1, why))
+    why = "the state 'mine' says elastic = False"
+    let(1021.0, ElasticReady(1, why))
     assert f"A change would be a restart: {why}." in say("explain", JOB)
-    assert data(say, "explain")["next_change"] == {"live": False, "why_restart": why}
+    assert data(say, "explain")["next_change"] == {"elastic": False, "why_restart": why}
     let(1030.0, Allocate(["node-a"], "shrinks from 2 to 1 replica"))
     explained = say("explain", JOB)
     assert f"shrinks from 2 to 1 replica A restart: {why}." in explained

@@ -12,7 +12,7 @@ import pytest
 from pipollux_sched.backend import ReplicaKey
 from pipollux_sched.backend.base import Launch, Signal
 from pipollux_sched.backend.replica_group import ReplicaGroup
-from pipollux_sched.lifecycle import Exited, LiveState, Outcome
+from pipollux_sched.lifecycle import Exited, Membership, Outcome
 from pipollux_sched.spec.job import JobSpec, SpecError
 from tests.sched.backends import assignments, first_membership
 from tests.waiting import until
@@ -218,8 +218,8 @@ def test_a_replica_joins_and_another_leaves_while_one_runs(
 
     until(has_left, "its slots are free")
     again = scheduler.again()
-    live = LiveState(2, (0, 1), 3, highest=2)
-    assert again.attempts.adopt("toy", 1, program.scheduler_url, live) is None
+    membership = Membership(2, (0, 1), 3, highest=2)
+    assert again.attempts.adopt("toy", 1, program.scheduler_url, membership) is None
     assert again.attempts.free() == {"n1": SLOTS - 1, "n2": SLOTS - 1}
     for key in (first, second):
         assert again.listing().replicas[key].ended is None

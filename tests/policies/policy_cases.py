@@ -115,9 +115,9 @@ def value(case: Case, name: Any, allocation: Sequence[Any]) -> float:
     before = case.base.get(name, [])
     moved = Counter(before) != Counter(allocation) or shape is not shape_of(job, before, case.nodes)
     if before and (moved or is_broken(case, name)):
-        live = job.restart_seconds if job.rescale_seconds is None else job.rescale_seconds
-        lost = job.num_restarts * job.restart_seconds + job.num_rescales * live
-        cost = live if survives(case, name, allocation) else job.restart_seconds
+        resize = job.restart_seconds if job.rescale_seconds is None else job.rescale_seconds
+        lost = job.num_restarts * job.restart_seconds + job.num_rescales * resize
+        cost = resize if survives(case, name, allocation) else job.restart_seconds
         if job.age + cost > 0:
             speedup *= max(job.age - lost, 0) / (job.age + cost)
     return speedup / fair_speedup(case, job)
@@ -183,7 +183,7 @@ def completion_gain(case: Case, allocations: Allocations) -> float:
         else:
             speedup = float(shape.speedup_fn(len(set(here)), len(here)))
             held = Held(configs.shapes.index(shape), len(here))
-            total += worth.moved(number, speedup, held, live=survives(case, configs.name, here))
+            total += worth.moved(number, speedup, held, elastic=survives(case, configs.name, here))
     return total
 
 
@@ -265,7 +265,7 @@ def random_case(
     max_slots: int = 4,
     max_replicas: int = 5,
     mixed: bool = False,
-    live: bool = False,
+    elastic: bool = False,
 ) -> Case:
     """Draw a cluster in which about half of the jobs run already.
 
@@ -276,7 +276,7 @@ def random_case(
         max_slots: most slots of a node.
         max_replicas: most replicas of a job, unless its minimum is larger.
         mixed: with several shapes of a job, two types of GPU, and nodes that drain or are ill.
-        live: with jobs that can be resized, and run on several nodes.
+        elastic: with jobs that can be resized, and run on several nodes.
     """
     rng = np.random.default_rng(seed)
     nodes = {
@@ -301,7 +301,7 @@ def random_case(
                     base = allocations
     if mixed:
         nodes, base = _with_trouble(rng, jobs, nodes, base)
-    return _with_resizes(rng, Case(jobs, nodes, base)) if live else Case(jobs, nodes, base)
+    return _with_resizes(rng, Case(jobs, nodes, base)) if elastic else Case(jobs, nodes, base)
 
 
 def _with_resizes(rng: np.random.Generator, case: Case) -> Case:
@@ -385,7 +385,7 @@ def cases(
 ) -> st.SearchStrategy[Case]:
     """Random cases for hypothesis; `mixed` None: of either kind."""
 
-    def draw(seed: int, with_shapes: bool, live: bool) -> Case:
+    def draw(seed: int, with_shapes: bool, elastic: bool) -> Case:
         return random_case(
             seed,
             max_nodes=max_nodes,
@@ -393,7 +393,7 @@ def cases(
             max_slots=6,
             max_replicas=8,
             mixed=with_shapes if mixed is None else mixed,
-            live=live,
+            elastic=elastic,
         )
 
     return st.builds(draw, st.integers(0, 2**31), st.booleans(), st.booleans())

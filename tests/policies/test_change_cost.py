@@ -73,7 +73,7 @@ def test_the_price_is_as_defined(old: Allocation, new: Allocation, rescale: floa
     assert num_survivors(old, new) == len(survivors)
     assert change_seconds(told, old, new) == expected
     assert change_kind(told, old, new) is change_kind(told, new, old)
-    assert change_kind(job(), old, new) is not ChangeKind.LIVE
+    assert change_kind(job(), old, new) is not ChangeKind.RESIZE
 
 
 def test_what_can_survive() -> None:
@@ -82,15 +82,15 @@ def test_what_can_survive() -> None:
         "drains": NodeInfo({"slots": 4}, draining=True),
         "ill": NodeInfo({"slots": 4}, healthy=False),
     }
-    live = job(rescale_seconds=1.0)
-    assert possible_survivors(live, ["a", "a", "drains"], nodes) == Counter(a=2)
-    assert possible_survivors(live, ["drains"], nodes) == Counter()
+    elastic = job(rescale_seconds=1.0)
+    assert possible_survivors(elastic, ["a", "a", "drains"], nodes) == Counter(a=2)
+    assert possible_survivors(elastic, ["drains"], nodes) == Counter()
     # A replica that is lost takes the others with it.
-    assert possible_survivors(live, ["a", "ill"], nodes) == Counter()
-    assert possible_survivors(live, ["a", "gone"], nodes) == Counter()
+    assert possible_survivors(elastic, ["a", "ill"], nodes) == Counter()
+    assert possible_survivors(elastic, ["a", "gone"], nodes) == Counter()
     assert possible_survivors(job(), ["a"], nodes) == Counter()
     # It runs in a shape that it does not have any more.
-    assert possible_survivors(live, Allocation(["a"], SHAPES[2]), nodes) == Counter()
+    assert possible_survivors(elastic, Allocation(["a"], SHAPES[2]), nodes) == Counter()
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan")])
@@ -102,8 +102,8 @@ def test_a_price_out_of_range_is_named(seconds: float) -> None:
 def test_time_lost_counts_both_kinds_of_changes() -> None:
     changed = job(age=100.0, num_restarts=1, num_rescales=5, rescale_seconds=2.0)
     assert changed.num_changes == 6
-    assert changed.change_factor(live=True) == pytest.approx((100 - 30 - 10) / 102)
-    assert changed.change_factor(live=False) == pytest.approx((100 - 30 - 10) / 130)
+    assert changed.change_factor(elastic=True) == pytest.approx((100 - 30 - 10) / 102)
+    assert changed.change_factor(elastic=False) == pytest.approx((100 - 30 - 10) / 130)
 
 
 @examples(200, 1000)

@@ -21,6 +21,7 @@ from pipollux_hybrid.telemetry.step_record import StepRecord
 from pipollux_protocol import environment, messages
 from pipollux_protocol.environment import VARIABLES, Names, PathKind, Seconds, Switch, Text, Whole
 from pipollux_protocol.files import AgentResult, ResultError
+from pipollux_sched import lifecycle
 from pipollux_sched.backend.base import Launch, ReplicaProgram, SlotAssignment
 from pipollux_sched.backend.replica.variables import (
     cpu_variables,
@@ -28,15 +29,14 @@ from pipollux_sched.backend.replica.variables import (
     replica_variables,
 )
 from pipollux_sched.backend.result import ReplicaResult
-from pipollux_sched.controller.live_board import LiveBoard, ReplicaAnswer, ScriptPlace
+from pipollux_sched.controller.resize_board import ReplicaAnswer, ResizeBoard, ScriptPlace
 from pipollux_sched.controller.training_report import stored_points, stored_timeline
 from pipollux_sched.lifecycle import (
     ChangeRefused,
     ChangeStage,
+    ElasticReady,
     JobState,
-    LiveChange,
-    LiveReady,
-    LiveState,
+    PendingResize,
     Phase,
     WaitingToJoin,
 )
@@ -102,7 +102,7 @@ def test_a_variable_refuses_other_values(variable: environment.Variable[Any]) ->
     ids=st.lists(st.integers(0, 50), min_size=1, max_size=5, unique=True),
     num_stages=st.integers(1, 4),
     per_stage=st.booleans(),
-    live=st.booleans(),
+    elastic=st.booleans(),
     num_first=st.integers(1, 50),
     attempt=st.integers(1, 1000),
     data=st.data(),
@@ -111,7 +111,7 @@ def test_a_job_reads_the_environment_that_the_scheduler_sets(
     ids: list[int],
     num_stages: int,
     per_stage: bool,
-    live: bool,
+    elastic: bool,
     num_first: int,
     attempt: int,
     data: st.DataObject,
@@ -127,7 +127,7 @@ def test_a_job_reads_the_environment_that_the_scheduler_sets(
         num_first=num_first,
         scheduler_url="http://127.0.0.1:1",
         checkpoints="/srv/job",
-        live=live,
+        elastic=elastic,
     )
     program = ReplicaProgram(
         job="job",
@@ -154,7 +154,7 @@ def test_a_job_reads_the_environment_that_the_scheduler_sets(
     assert (read.rank, read.stage, read.num_replicas) == (rank, stage, len(ids))
     assert (read.job_id, read.attempt, read.replica) == ("job", attempt, replica)
     assert (read.num_stages, read.processes_per_replica) == (num_stages, processes)
-    assert (read.live, read.joins) == (live, launch.joins(replica))
+    assert (read.elastic, read.joins) == (elastic, launch.joins(replica))
     assert read.num_nodes == len({assignment.node for assignment in assignments.values()})
     assert read.devices == ("cpu",) * num_stages
     assert read.checkpoint_dir == Path("/srv/job")
@@ -185,9 +185,9 @@ REQUESTS: dict[type[BaseModel], st.SearchStrategy[Any]] = {
         replica=counts,
         step=st.none() | counts,
         finished=st.booleans(),
-        live=st.none()
+        elastic=st.none()
         | st.builds(
-            messages.LiveStatus,
+            messages.ElasticStatus,
             membership=counts,
             replicas=st.lists(counts, max_size=4).map(tuple),
             waiting_to_join=st.booleans(),
@@ -275,26 +275,28 @@ def test_a_report_says_what_was_recorded(sent: list[StepRecord]) -> None:
 
 
 def meeting(replica: int, *, joins: bool) -> SchedulerRendezvous:
-    env = JobEnvironment(job_id="job", attempt=3, replica=replica, joins=joins, live=True)
+    env = JobEnvironment(job_id="job", attempt=3, replica=replica, joins=joins, elastic=True)
     return SchedulerRendezvous(env)
 
 
-def sent_by(place: SchedulerRendezvous) -> messages.LiveStatus:
+def sent_by(place: SchedulerRendezvous) -> messages.ElasticStatus:
     """Return what a replica says, as the scheduler reads it."""
-    heartbeat = messages.Heartbeat(attempt=3, replica=0, live=place.told())
+    heartbeat = messages.Heartbeat(attempt=3, replica=0, elastic=place.told())
     text = json.dumps(heartbeat.to_json_object())
-    live = messages.Heartbeat.model_validate_json(text).live
-    assert live is not None
-    return live
+    elastic = messages.Heartbeat.model_validate_json(text).elastic
+    assert elastic is not None
+    return elastic
 
 
 def state(members: tuple[int, ...], joining_replica: int | None, stage: ChangeStage) -> JobState:
     change = None
     if joining_replica is not None:
         everyone = (*members, joining_replica)
-        change = LiveChange(2, everyone, ("n",) * len(everyone), stage)
-    live = LiveState(1, members, 100, 2, why_not=None, change=change)
-    return JobState(Phase.RUNNING, attempt=3, running_on=("n",) * len(members), live=live)
+        change = PendingResize(2, everyone, ("n",) * len(everyone), stage)
+    membership = lifecycle.Membership(1, members, 100, 2, why_not=None, change=change)
+    return JobState(
+        Phase.RUNNING, attempt=3, running_on=("n",) * len(members), membership=membership
+    )
 
 
 @given(
@@ -313,7 +315,7 @@ def test_a_replica_that_joins_learns_what_the_others_said(
     members: tuple[int, ...],
     port: int,
 ) -> None:
-    board, first, last = LiveBoard(), members[0], 51
+    board, first, last = ResizeBoard(), members[0], 51
     there = state(members, last, ChangeStage.FORMING)
     leader, joining_replica = meeting(first, joins=False), meeting(last, joins=True)
     now = Membership(1, tuple(map(str, members)), 1)
@@ -339,7 +341,7 @@ def test_a_replica_that_joins_learns_what_the_others_said(
 
 @given(why=st.text(st.characters(codec="ascii"), max_size=600), for_good=st.booleans())
 def test_the_scheduler_learns_why_a_change_failed(why: str, for_good: bool) -> None:
-    board, there = LiveBoard(), state((0, 1), 2, ChangeStage.FORMING)
+    board, there = ResizeBoard(), state((0, 1), 2, ChangeStage.FORMING)
     leader = meeting(0, joins=False)
     leader.refuse(2, why, for_good=for_good)
     assert board.note("job", there, 0, sent_by(leader)) == [
@@ -348,11 +350,11 @@ def test_the_scheduler_learns_why_a_change_failed(why: str, for_good: bool) -> N
 
 
 def test_the_scheduler_learns_why_nobody_can_join() -> None:
-    board, there = LiveBoard(), state((0,), None, ChangeStage.FORMING)
+    board, there = ResizeBoard(), state((0,), None, ChangeStage.FORMING)
     leader = meeting(0, joins=False)
     told = Announcement(Membership(1, ("0",)), JobPlace(0, 0), (2, 2), cannot="it uses NCCL")
     leader.post(told)
-    assert board.note("job", there, 0, sent_by(leader)) == [LiveReady(3, "it uses NCCL")]
+    assert board.note("job", there, 0, sent_by(leader)) == [ElasticReady(3, "it uses NCCL")]
 
 
 def test_nothing_is_told_without_a_change() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from pipollux_sched.backend import ReplicaGroupManager, ReplicaProgram, Report
 from pipollux_sched.backend.base import SlotAssignment
 from pipollux_sched.backend.local.engine import LocalEngine
-from pipollux_sched.lifecycle import LiveState
+from pipollux_sched.lifecycle import Membership
 from pipollux_sched.spec.job import ClusterSpec, NodeSpec
 from pipollux_sched.store import StateDir
 
@@ -29,9 +29,9 @@ def assignments(nodes: Sequence[str], num_stages: int = 1) -> dict[int, SlotAssi
     return {replica: SlotAssignment(node, slots) for replica, node in enumerate(nodes)}
 
 
-def first_membership(num_replicas: int) -> LiveState:
+def first_membership(num_replicas: int) -> Membership:
     """Who takes part in an attempt that begins with so many replicas."""
-    return LiveState(1, tuple(range(num_replicas)), num_replicas, highest=1)
+    return Membership(1, tuple(range(num_replicas)), num_replicas, highest=1)
 
 
 class LaunchFiles:

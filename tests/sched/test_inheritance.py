@@ -18,7 +18,7 @@ from tests.hybrid.telemetry.inheriting_job import NUM_LAYERS, Told, num_paramete
 from tests.programs import free_port
 from tests.sched.processes import processes_of
 from tests.sched.sane_hints import SANE
-from tests.sched.scripts import LIVE, TOY
+from tests.sched.scripts import ELASTIC, TOY
 from tests.sched.supervised import Service
 from tests.sched.test_scheduler import CLUSTER, Wish, scheduler_on, training
 
@@ -188,7 +188,7 @@ def test_real_jobs_hand_down_what_they_measured(directory: Path, tmp_path: Path)
         results = tmp_path / name
         results.mkdir()
         environment = {"RESULTS": str(results), "EPOCHS": "2"}
-        return JobSpec(name=name, script=str(LIVE), environment=environment, **fields)
+        return JobSpec(name=name, script=str(ELASTIC), environment=environment, **fields)
 
     with scheduler_on(directory, policy) as scheduler:
         for spec in (job("real-1", min_replicas=2), job("real-2"), job("else-1")):

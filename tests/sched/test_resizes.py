@@ -22,7 +22,7 @@ from pipollux_sched.views.jobs import job_details
 from tests.programs import Forked
 from tests.sched.processes import processes_of
 from tests.sched.report.page import charts
-from tests.sched.scripts import LIVE
+from tests.sched.scripts import ELASTIC
 from tests.sched.test_scheduler import Jobs, Wish, scheduler_on, types
 from tests.waiting import until
 
@@ -35,10 +35,10 @@ def directory(tmp_path: Path) -> Iterator[Path]:
     assert processes_of(tmp_path / "state") == []
 
 
-def live_job(results: Path, **environment: str) -> JobSpec:
+def elastic_job(results: Path, **environment: str) -> JobSpec:
     return JobSpec(
-        name="live",
-        script=str(LIVE),
+        name="elastic",
+        script=str(ELASTIC),
         max_replicas=4,
         requested_replicas=4,
         environment={"RESULTS": str(results), **environment},
@@ -47,27 +47,27 @@ def live_job(results: Path, **environment: str) -> JobSpec:
 
 def trains_on(*nodes: str) -> Any:
     def told(jobs: Jobs) -> bool:
-        state = jobs["live"].state
+        state = jobs["elastic"].state
         same = sorted(state.running_on) == sorted(nodes)
-        return same and state.reason == "Training" and state.live.change is None
+        return same and state.reason == "Training" and state.membership.change is None
 
     return told
 
 
 def can_change(jobs: Jobs) -> bool:
-    return trains_on(A)(jobs) and jobs["live"].state.live.why_not is None
+    return trains_on(A)(jobs) and jobs["elastic"].state.membership.why_not is None
 
 
 def begin(scheduler: Scheduler, policy: Wish, job: JobSpec) -> None:
     """Start the job with one replica, and wait until it can be resized."""
-    policy.allocations["live"] = [A]
+    policy.allocations["elastic"] = [A]
     scheduler.submit(job)
     assert scheduler.wait(can_change, timeout=240)
 
 
 def change_to(scheduler: Scheduler, policy: Wish, *nodes: str) -> None:
-    policy.allocations["live"] = list(nodes)
-    assert scheduler.wait(trains_on(*nodes), timeout=240), scheduler.jobs()["live"].state
+    policy.allocations["elastic"] = list(nodes)
+    assert scheduler.wait(trains_on(*nodes), timeout=240), scheduler.jobs()["elastic"].state
 
 
 def steps_of(results: Path) -> dict[int, list[dict[str, Any]]]:
@@ -109,30 +109,32 @@ def check_steps(results: Path, *, killed: bool = False) -> dict[int, list[dict[s
 
 
 def restarted(scheduler: Scheduler) -> list[int]:
-    return [entry.attempt for entry in scheduler.store.attempts("live")]
+    return [entry.attempt for entry in scheduler.store.attempts("elastic")]
 
 
 def test_a_job_grows_and_shrinks_without_a_restart(directory: Path, tmp_path: Path) -> None:
     """Also by the replica that was the first; what was measured is what the policy is told."""
     policy = Wish()
     scalars = tmp_path / "scalars"
-    job = live_job(tmp_path, SCALARS=str(scalars))
+    job = elastic_job(tmp_path, SCALARS=str(scalars))
     with scheduler_on(directory, policy) as scheduler:
         begin(scheduler, policy, job)
         until(lambda: len(list(scalars.glob("*"))) == 1, "replica 0 writes scalars")
         change_to(scheduler, policy, A, B)
         change_to(scheduler, policy, B)
         until(lambda: len(list(scalars.glob("*"))) == 2, "replica 1 goes on with them")
-        until(lambda: scheduler.store.last_points()["live"].num_replicas == 1, "its steps are told")
-        memberships = scheduler.store.attempts("live")
-        state = scheduler.jobs()["live"].state
+        until(
+            lambda: scheduler.store.last_points()["elastic"].num_replicas == 1, "its steps are told"
+        )
+        memberships = scheduler.store.attempts("elastic")
+        state = scheduler.jobs()["elastic"].state
         pauses = scheduler.store.pause_costs()
-        record = scheduler.store.job("live")
+        record = scheduler.store.job("elastic")
         shown, why = job_details(scheduler.store, record), explanation(scheduler.store, record)
         until(lambda: scheduler._controller._backend.free()[A] == 2, "its slots are free")
-        scheduler.control.cancel("live")
-        assert scheduler.wait(lambda jobs: jobs["live"].phase.ended, timeout=240)
-        events = scheduler.store.events(job="live")
+        scheduler.control.cancel("elastic")
+        assert scheduler.wait(lambda jobs: jobs["elastic"].phase.ended, timeout=240)
+        events = scheduler.store.events(job="elastic")
     assert [(entry.attempt, entry.membership) for entry in memberships] == [
         (1, 1),
         (1, 2),
@@ -141,21 +143,21 @@ def test_a_job_grows_and_shrinks_without_a_restart(directory: Path, tmp_path: Pa
     assert [entry.nodes for entry in memberships] == [(A,), (A, B), (B,)]
     assert [entry.outcome for entry in memberships] == ["changed", "changed", None]
     assert all(entry.ended_at == after.created_at for entry, after in pairwise(memberships))
-    assert (state.live.replicas, state.live.num_ids, state.failures) == ((1,), 2, 0)
-    assert 0 < pauses["live"] < 60
+    assert (state.membership.replicas, state.membership.num_ids, state.failures) == ((1,), 2, 0)
+    assert 0 < pauses["elastic"] < 60
     assert (shown.num_restarts, shown.num_resizes, shown.changing) == (0, 2, None)
     assert [(one.replica, one.node) for one in shown.replicas] == [(1, B)]
-    assert why.next_change == NextChange(live=True, why_restart=None)
+    assert why.next_change == NextChange(elastic=True, why_restart=None)
     assert why.last_decision is not None
-    assert (why.last_decision["live"], why.last_decision["why_restart"]) == (True, None)
-    told = [kind for kind in types(events, "live") if kind not in ("timeline", "hints", "noise")]
+    assert (why.last_decision["elastic"], why.last_decision["why_restart"]) == (True, None)
+    told = [kind for kind in types(events, "elastic") if kind not in ("timeline", "hints", "noise")]
     assert told == [
         *("submitted", "allocated", "started", "first_step"),
         *("allocated", "changing", "waiting_to_join", "changed"),
         *("allocated", "changing", "changed"),
         *("stopping", "stopped", "cancelled"),
     ]
-    allocated = [event["live"] for event in events if event["type"] == "allocated"]
+    allocated = [event["elastic"] for event in events if event["type"] == "allocated"]
     assert allocated == [False, True, True]
     drawn = charts(render_report(events))
     assert [len(piece["pieces"]) for piece in drawn["loss-0-by-time"]["panels"][0]["lines"]] == [1]
@@ -170,23 +172,23 @@ def test_a_job_grows_and_shrinks_without_a_restart(directory: Path, tmp_path: Pa
 def test_a_joining_replica_that_fails_hurts_nobody(directory: Path, tmp_path: Path) -> None:
     """The third one in a row is followed by a restart, which needs no joining replicas."""
     policy = Wish()
-    job = live_job(tmp_path, NEWCOMER="raise RuntimeError('no memory here')")
+    job = elastic_job(tmp_path, NEWCOMER="raise RuntimeError('no memory here')")
     with scheduler_on(directory, policy) as scheduler:
         begin(scheduler, policy, job)
-        policy.allocations["live"] = [A, B]
+        policy.allocations["elastic"] = [A, B]
         assert scheduler.wait(
-            lambda jobs: jobs["live"].state.attempt == 2 and trains_on(A, B)(jobs), timeout=240
+            lambda jobs: jobs["elastic"].state.attempt == 2 and trains_on(A, B)(jobs), timeout=240
         )
-        events = scheduler.store.events(job="live")
-        state = scheduler.jobs()["live"].state
-        scheduler.control.cancel("live")
-        assert scheduler.wait(lambda jobs: jobs["live"].phase.ended, timeout=240)
+        events = scheduler.store.events(job="elastic")
+        state = scheduler.jobs()["elastic"].state
+        scheduler.control.cancel("elastic")
+        assert scheduler.wait(lambda jobs: jobs["elastic"].phase.ended, timeout=240)
     abandoned = [event["why"] for event in events if event["type"] == "change_abandoned"]
     assert len(abandoned) == 3
     assert all("Joining replica " in why and " is gone" in why for why in abandoned)
     assert "RuntimeError: no memory here" in abandoned[0]
     moved = [event for event in events if event["type"] == "allocated"][-1]
-    assert moved["live"] is False
+    assert moved["elastic"] is False
     assert moved["why_restart"].startswith("3 failures; the last resize was abandoned: ")
     assert state.failures == 0
     check_steps(tmp_path)
@@ -195,7 +197,7 @@ def test_a_joining_replica_that_fails_hurts_nobody(directory: Path, tmp_path: Pa
 def joining_replica_of(directory: Path, scheduler: Scheduler) -> list[psutil.Process]:
     """The processes of replicas that are to join."""
     found = []
-    for replica, _ in scheduler.jobs()["live"].state.live.joining:
+    for replica, _ in scheduler.jobs()["elastic"].state.membership.joining:
         found += [
             process
             for process in processes_of(directory)
@@ -211,11 +213,11 @@ def test_a_joining_replica_that_is_killed_is_replaced(
 ) -> None:
     policy = Wish()
     with scheduler_on(directory, policy) as scheduler:
-        begin(scheduler, policy, live_job(tmp_path, PAUSE="0.1"))
-        policy.allocations["live"] = [A, B]
+        begin(scheduler, policy, elastic_job(tmp_path, PAUSE="0.1"))
+        policy.allocations["elastic"] = [A, B]
 
         def is_there(jobs: Jobs) -> bool:
-            change = jobs["live"].state.live.change
+            change = jobs["elastic"].state.membership.change
             return change is not None and change.stage is stage
 
         assert scheduler.wait(is_there, timeout=240)
@@ -224,28 +226,30 @@ def test_a_joining_replica_that_is_killed_is_replaced(
             process.kill()
         assert scheduler.wait(trains_on(A, B), timeout=240)
         assert set(restarted(scheduler)) == {1}
-        scheduler.control.cancel("live")
-        assert scheduler.wait(lambda jobs: jobs["live"].phase.ended, timeout=240)
+        scheduler.control.cancel("elastic")
+        assert scheduler.wait(lambda jobs: jobs["elastic"].phase.ended, timeout=240)
     check_steps(tmp_path)
 
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from tests.sched.test_resizes import A, B, Wish, begin, live_job, joining_replica_of, scheduler_on
+from tests.sched.test_resizes import (
+    A, B, Wish, begin, elastic_job, joining_replica_of, scheduler_on
+)
 
 directory, results, stage = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 policy = Wish()
 scheduler = scheduler_on(directory, policy)
 scheduler.start()
-begin(scheduler, policy, live_job(results, PAUSE="0.1"))
-policy.allocations["live"] = [A, B]
+begin(scheduler, policy, elastic_job(results, PAUSE="0.1"))
+policy.allocations["elastic"] = [A, B]
 
 def has_come(jobs):
-    live = jobs["live"].state.live
+    membership = jobs["elastic"].state.membership
     if stage == "changed":
-        return live.number == 2
-    there = live.change is not None and live.change.stage == stage
+        return membership.number == 2
+    there = membership.change is not None and membership.change.stage == stage
     return there and (stage != "starting" or joining_replica_of(directory, scheduler))
 
 scheduler.wait(has_come, timeout=240)
@@ -263,14 +267,14 @@ def test_the_scheduler_is_killed_in_a_change(directory: Path, tmp_path: Path, st
     with Forked(script, [str(directory), str(tmp_path), stage]) as killed:
         assert killed.wait() == -9, killed.errors
     policy = Wish()
-    policy.allocations["live"] = [A, B]
+    policy.allocations["elastic"] = [A, B]
     with scheduler_on(directory, policy) as scheduler:
         assert scheduler.wait(trains_on(A, B), timeout=240)
         change_to(scheduler, policy, B)
         assert set(restarted(scheduler)) == {1}
         until(lambda: scheduler._controller._backend.free()[A] == 2, "its slots are free")
-        scheduler.control.cancel("live")
-        assert scheduler.wait(lambda jobs: jobs["live"].phase.ended, timeout=240)
+        scheduler.control.cancel("elastic")
+        assert scheduler.wait(lambda jobs: jobs["elastic"].phase.ended, timeout=240)
     assert {len(lines) for lines in check_steps(tmp_path).values()} == {1, 2}
 
 
@@ -281,17 +285,19 @@ def test_a_job_that_is_stopped_in_a_change_goes_on_from_its_checkpoint(
     """Joining replicas end with it; it resumes with the replicas that it was to have."""
     policy = Wish()
     with scheduler_on(directory, policy) as scheduler:
-        begin(scheduler, policy, live_job(tmp_path, PAUSE="0.1"))
-        policy.allocations["live"] = [A, B]
-        assert scheduler.wait(lambda jobs: jobs["live"].state.live.change is not None, timeout=240)
-        scheduler.control.suspend("live")
-        assert scheduler.wait(lambda jobs: jobs["live"].phase is Phase.SUSPENDED, timeout=240)
+        begin(scheduler, policy, elastic_job(tmp_path, PAUSE="0.1"))
+        policy.allocations["elastic"] = [A, B]
+        assert scheduler.wait(
+            lambda jobs: jobs["elastic"].state.membership.change is not None, timeout=240
+        )
+        scheduler.control.suspend("elastic")
+        assert scheduler.wait(lambda jobs: jobs["elastic"].phase is Phase.SUSPENDED, timeout=240)
         assert processes_of(directory) == []
         assert scheduler._controller._backend.free() == {A: 2, B: 2}
-        scheduler.control.resume("live")
+        scheduler.control.resume("elastic")
         assert scheduler.wait(trains_on(A, B), timeout=240)
-        scheduler.control.cancel("live")
-        assert scheduler.wait(lambda jobs: jobs["live"].phase.ended, timeout=240)
+        scheduler.control.cancel("elastic")
+        assert scheduler.wait(lambda jobs: jobs["elastic"].phase.ended, timeout=240)
     check_steps(tmp_path)
 
 
@@ -311,8 +317,8 @@ def lose(directory: Path, replica: int) -> None:
 
 
 def has_replaced_one(jobs: Jobs) -> bool:
-    state = jobs["live"].state
-    return trains_on(A, B)(jobs) and 2 in state.live.replicas and state.attempt == 1
+    state = jobs["elastic"].state
+    return trains_on(A, B)(jobs) and 2 in state.membership.replicas and state.attempt == 1
 
 
 @pytest.mark.exhaustive
@@ -323,15 +329,15 @@ def test_a_replica_that_is_killed_costs_no_restart(
     """The others go on in the same attempt, and its place is filled again."""
     policy = Wish()
     with scheduler_on(directory, policy) as scheduler:
-        begin(scheduler, policy, live_job(tmp_path))
+        begin(scheduler, policy, elastic_job(tmp_path))
         change_to(scheduler, policy, A, B)
         lose(directory, replica)
         assert scheduler.wait(has_replaced_one, timeout=240)
-        now = scheduler.jobs()["live"].state
-        scheduler.control.cancel("live")
-        assert scheduler.wait(lambda jobs: jobs["live"].phase.ended, timeout=240)
-        events = scheduler.store.events(job="live")
-    assert (now.live.replicas, now.failures) == ((1 - replica, 2), 0)
+        now = scheduler.jobs()["elastic"].state
+        scheduler.control.cancel("elastic")
+        assert scheduler.wait(lambda jobs: jobs["elastic"].phase.ended, timeout=240)
+        events = scheduler.store.events(job="elastic")
+    assert (now.membership.replicas, now.failures) == ((1 - replica, 2), 0)
     (survived,) = (event for event in events if event["type"] == "survived")
     assert (survived["lost"], survived["nodes"]) == ([replica], [A if replica else B])
     check_steps(tmp_path, killed=True)
@@ -344,14 +350,14 @@ def test_a_replica_that_is_frozen_is_ended_and_the_others_go_on(
     """It sends no heartbeats any more, so it is killed; what waits for it learns so at once."""
     policy = Wish()
     with scheduler_on(directory, policy, heartbeat_timeout=3.0) as scheduler:
-        begin(scheduler, policy, live_job(tmp_path))
+        begin(scheduler, policy, elastic_job(tmp_path))
         change_to(scheduler, policy, A, B)
         for process in replica_of(directory, 1):
             process.suspend()
         assert scheduler.wait(has_replaced_one, timeout=240)
-        scheduler.control.cancel("live")
-        assert scheduler.wait(lambda jobs: jobs["live"].phase.ended, timeout=240)
-        events = scheduler.store.events(job="live")
+        scheduler.control.cancel("elastic")
+        assert scheduler.wait(lambda jobs: jobs["elastic"].phase.ended, timeout=240)
+        events = scheduler.store.events(job="elastic")
     assert {"replicas_lost", "survived"} <= {event["type"] for event in events}
     check_steps(tmp_path, killed=True)
 
@@ -360,25 +366,25 @@ def test_a_replica_that_is_frozen_is_ended_and_the_others_go_on(
 def test_a_job_with_too_few_replicas_left_is_stopped(directory: Path, tmp_path: Path) -> None:
     """It saves, and waits for room for as many as its user wants."""
     policy = Wish()
-    job = live_job(tmp_path).model_copy(update={"min_replicas": 2})
+    job = elastic_job(tmp_path).model_copy(update={"min_replicas": 2})
     with scheduler_on(directory, policy) as scheduler:
-        policy.allocations["live"] = [A, B]
+        policy.allocations["elastic"] = [A, B]
         scheduler.submit(job)
 
         def ready(jobs: Jobs) -> bool:
-            return trains_on(A, B)(jobs) and jobs["live"].state.live.why_not is None
+            return trains_on(A, B)(jobs) and jobs["elastic"].state.membership.why_not is None
 
         assert scheduler.wait(ready, timeout=240)
         lose(directory, 1)
         assert scheduler.wait(
-            lambda jobs: jobs["live"].state.attempt == 2 and trains_on(A, B)(jobs), timeout=240
+            lambda jobs: jobs["elastic"].state.attempt == 2 and trains_on(A, B)(jobs), timeout=240
         )
-        first = scheduler.store.attempts("live")[0]
+        first = scheduler.store.attempts("elastic")[0]
         assert first.outcome == "changed"
-        stopped = scheduler.store.attempts("live")[1]
+        stopped = scheduler.store.attempts("elastic")[1]
         assert (stopped.attempt, stopped.outcome) == (1, "stopped")
-        scheduler.control.cancel("live")
-        assert scheduler.wait(lambda jobs: jobs["live"].phase.ended, timeout=240)
+        scheduler.control.cancel("elastic")
+        assert scheduler.wait(lambda jobs: jobs["elastic"].phase.ended, timeout=240)
     check_steps(tmp_path, killed=True)
 
 
@@ -389,15 +395,15 @@ def test_when_all_are_frozen_the_job_restarts_from_its_checkpoint(
     """Each could be done without, as long as there is another one."""
     policy = Wish()
     with scheduler_on(directory, policy, heartbeat_timeout=3.0) as scheduler:
-        begin(scheduler, policy, live_job(tmp_path))
+        begin(scheduler, policy, elastic_job(tmp_path))
         change_to(scheduler, policy, A, B)
         for replica in (0, 1):
             for process in replica_of(directory, replica):
                 process.suspend()
         assert scheduler.wait(
-            lambda jobs: jobs["live"].state.attempt == 2 and trains_on(A, B)(jobs), timeout=240
+            lambda jobs: jobs["elastic"].state.attempt == 2 and trains_on(A, B)(jobs), timeout=240
         )
-        first = [entry for entry in scheduler.store.attempts("live") if entry.attempt == 1]
+        first = [entry for entry in scheduler.store.attempts("elastic") if entry.attempt == 1]
         assert [entry.outcome for entry in first] == ["changed", "failed"]
-        scheduler.control.cancel("live")
-        assert scheduler.wait(lambda jobs: jobs["live"].phase.ended, timeout=240)
+        scheduler.control.cancel("elastic")
+        assert scheduler.wait(lambda jobs: jobs["elastic"].phase.ended, timeout=240)

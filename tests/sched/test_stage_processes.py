@@ -35,7 +35,7 @@ def trains_on(*nodes: str) -> Any:
     def told(jobs: Jobs) -> bool:
         state = jobs["stages"].state
         same = sorted(state.running_on) == sorted(nodes)
-        return same and state.reason == "Training" and state.live.change is None
+        return same and state.reason == "Training" and state.membership.change is None
 
     return told
 
@@ -114,7 +114,7 @@ def test_a_replica_of_two_processes_starts_and_stops(directory: Path, tmp_path: 
 
 
 def can_change(jobs: Jobs) -> bool:
-    return jobs["stages"].state.live.why_not is None
+    return jobs["stages"].state.membership.why_not is None
 
 
 @pytest.mark.exhaustive
@@ -166,7 +166,7 @@ def is_of(process: psutil.Process, replica: int) -> bool:
 
 
 def has_replaced_one(jobs: Jobs) -> bool:
-    return trains_on(A, B)(jobs) and 2 in jobs["stages"].state.live.replicas
+    return trains_on(A, B)(jobs) and 2 in jobs["stages"].state.membership.replicas
 
 
 def joining_of(directory: Path, stage: int) -> list[psutil.Process]:
@@ -228,7 +228,7 @@ def test_a_process_of_one_of_two_replicas_is_killed_or_frozen(
         scheduler.control.cancel("stages")
         assert scheduler.wait(lambda jobs: jobs["stages"].phase.ended, timeout=240)
         events = scheduler.store.events(job="stages")
-    assert (now.attempt, now.failures, now.live.replicas) == (begun, 0, (1 - replica, 2))
+    assert (now.attempt, now.failures, now.membership.replicas) == (begun, 0, (1 - replica, 2))
     (survived,) = (event for event in events if event["type"] == "survived")
     assert survived["lost"] == [replica]
     assert check_steps(tmp_path, killed=True) == {(2, 2), (4, 2)}

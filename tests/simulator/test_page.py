@@ -109,9 +109,9 @@ def test_the_page_needs_nothing_but_itself() -> None:
         *("j", ["holds", "2 replicas"], ["held", "1:00 to 4:00"])
     ]
     assert len(gantt["blocks"]) == 2
-    changed = replace(first.jobs[0].history[0], live=True)
-    live = replace(first, jobs=(replace(first.jobs[0], history=(changed,)), *first.jobs[1:]))
-    gantt = charts(render_plots([live]))["gantt-0-0"]
+    changed = replace(first.jobs[0].history[0], elastic=True)
+    elastic = replace(first, jobs=(replace(first.jobs[0], history=(changed,)), *first.jobs[1:]))
+    gantt = charts(render_plots([elastic]))["gantt-0-0"]
     assert gantt["tips"][gantt["blocks"][0]["tip"]][-1] == ["began with", "an elastic resize"]
 
 

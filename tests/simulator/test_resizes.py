@@ -1,7 +1,7 @@
 """Elastic resizes in the simulated cluster, held against numbers computed by hand.
 
-`Steady` trains an iteration a second per replica, 300 in all; a replica starts in 30 s, a live
-change pauses the surviving replicas for 2 s, and decisions are made every 60 s.
+`Steady` trains an iteration a second per replica, 300 in all; a replica starts in 30 s, an
+elastic resize pauses the surviving replicas for 2 s, and decisions are made every 60 s.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def run_all(rows: dict[str, Sequence[Sequence[str]]], **options: Any) -> tuple[S
 
 
 def holds(job: SimulatedJob) -> list[tuple[float, float, str, bool]]:
-    return [(hold.start, hold.end, "".join(hold.nodes), hold.live) for hold in job.history]
+    return [(hold.start, hold.end, "".join(hold.nodes), hold.elastic) for hold in job.history]
 
 
 def test_a_job_that_grows_trains_on_while_the_joining_replica_starts() -> None:
@@ -69,7 +69,7 @@ def test_a_restart_takes_the_same_growth_longer() -> None:
     job = run("a", "aa", rescale_seconds=None)
     assert job.completed == pytest.approx(150 + 270 / 2)
     assert (job.num_restarts, job.num_rescales) == (1, 0)
-    assert [hold.live for hold in job.history] == [False, False]
+    assert [hold.elastic for hold in job.history] == [False, False]
 
 
 def test_a_job_that_shrinks_pauses_at_once_and_starts_nothing() -> None:
@@ -91,7 +91,7 @@ def test_a_move_of_all_replicas_is_a_restart() -> None:
     job = run("a", "bb")
     assert job.completed == pytest.approx(150 + 270 / 2)
     assert (job.num_restarts, job.num_rescales) == (1, 0)
-    assert [hold.live for hold in job.history] == [False, False]
+    assert [hold.elastic for hold in job.history] == [False, False]
 
 
 def test_another_number_of_stages_is_a_restart() -> None:
@@ -190,15 +190,15 @@ def test_resizes_are_counted_in_results() -> None:
     jobs = tuple(JobArrival(f"p{i}", 600.0 * i, "gpt-1.3b", 2, 64) for i in range(3))
     nodes = make_nodes({"": (2, 2)})
     plain = Experiment(nodes).run(Workload("w", jobs), "exact")
-    live = Experiment(nodes, Options(rescale_seconds=1.0)).run(Workload("w", jobs), "exact")
+    elastic = Experiment(nodes, Options(rescale_seconds=1.0)).run(Workload("w", jobs), "exact")
     assert measure(plain).rescales_per_job == 0
-    row = measure(live)
+    row = measure(elastic)
     assert row.rescales_per_job > 0
-    assert row.rescales_per_job == sum(job.num_rescales for job in live.jobs) / 3
-    counted = [dict(zip(JOB_COLUMNS, cells, strict=True))["resizes"] for cells in job_rows(live)]
-    assert counted == [job.num_rescales for job in live.jobs]
-    for job in live.jobs:
-        assert sum(hold.live for hold in job.history) == job.num_rescales
+    assert row.rescales_per_job == sum(job.num_rescales for job in elastic.jobs) / 3
+    counted = [dict(zip(JOB_COLUMNS, cells, strict=True))["resizes"] for cells in job_rows(elastic)]
+    assert counted == [job.num_rescales for job in elastic.jobs]
+    for job in elastic.jobs:
+        assert sum(hold.elastic for hold in job.history) == job.num_rescales
     table = metrics_table([row])
     index = [column.header for column in table.columns].index("Elastic resizes per job")
     assert [str(cell) for cell in table.columns[index].cells] == [f"{row.rescales_per_job:.1f}"]

@@ -47,11 +47,11 @@ class State:
     takes_over = True
     """Whether a replica that is a step behind after a loss receives this state from one that is
     ahead; False for a replica's own progress."""
-    live = True
+    elastic = True
     """Whether replicas can join while others train; a subclass whose state cannot be transferred
     sets it to False."""
     shrinks = False
-    """Whether replicas can still leave if :attr:`live` is False."""
+    """Whether replicas can still leave if :attr:`elastic` is False."""
     in_parts = False
     """Whether each stage of a multi-process pipeline saves its part; the first stage saves other
     states. Such a state defines ``load_parts``, too."""

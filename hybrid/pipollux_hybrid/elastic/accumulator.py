@@ -90,15 +90,15 @@ class AccumulatorState(State):
 
     def publish(self, phase: str, number: int) -> None:
         """Publish the totals of a synchronized block outside of loops for joining replicas."""
-        live = elastic_membership(self._context)
-        if live is not None and self._context.env.leads and self._context.joins is None:
-            live.totals.publish(self.name, phase, number, _bytes(self.read[phase][number]))
+        membership = elastic_membership(self._context)
+        if membership is not None and self._context.env.leads and self._context.joins is None:
+            membership.totals.publish(self.name, phase, number, _bytes(self.read[phase][number]))
 
     def published(self, phase: str, number: int) -> Summables:
         """Return the totals of that block in the job that this replica is about to join."""
-        live = elastic_membership(self._context)
-        assert live is not None  # noqa: S101  # else there is no job to join
-        content = live.joining.totals(self.name, phase, number)
+        membership = elastic_membership(self._context)
+        assert membership is not None  # noqa: S101  # else there is no job to join
+        content = membership.joining.totals(self.name, phase, number)
         found: Summables = torch.load(io.BytesIO(content), weights_only=True)
         return found
 

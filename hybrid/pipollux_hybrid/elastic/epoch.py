@@ -163,8 +163,8 @@ def remaining_epochs_until(num_epochs: int) -> Iterator[int]:
 
 
 def _catch_up(ctx: JobContext, state: EpochState) -> None:
-    live = elastic_membership(ctx)
-    place = live.job_place() if live is not None and ctx.joins is not None else None
+    membership = elastic_membership(ctx)
+    place = membership.job_place() if membership is not None and ctx.joins is not None else None
     if place is not None:
         state.go_on_at(place)
 

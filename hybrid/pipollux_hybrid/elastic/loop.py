@@ -94,7 +94,7 @@ class ElasticLoop(Generic[T]):
         refuse_inside_loop(self._context, type(self).__name__)
         self._epochs = epoch_state(self._context)
         self._boundary = StepBoundary(self._context)
-        self._live = elastic_membership(self._context)
+        self._membership = elastic_membership(self._context)
         self._limits: BatchSizeLimits | None = None
         self._random = random_state(self._context)
         self._state = LoopState(self._context, identity)
@@ -171,8 +171,8 @@ class ElasticLoop(Generic[T]):
         finally:
             # Also after a `break`, which completes the loop.
             batch.micro_step = batch.loop = None
-            if self._live is not None:
-                self._live.recovery.forget()
+            if self._membership is not None:
+                self._membership.recovery.forget()
             self._state.rewind()
             self._epochs.loops_done += 1
             self._metrics.interrupt_steps()
@@ -214,26 +214,26 @@ class ElasticLoop(Generic[T]):
                     self._remember()
 
     def _remember(self) -> None:
-        if self._live is not None:
-            self._live.recovery.remember()
+        if self._membership is not None:
+            self._membership.recovery.remember()
 
     def _job_place(self) -> JobPlace:
         return JobPlace(self._epochs.epoch, self._epochs.loops_done)
 
     def _is_over_for_joining(self) -> bool:
-        if self._live is None:
+        if self._membership is None:
             return False
         forget_finished_epochs(self._context)
-        if self._live.arrive(self._job_place(), self._description()):
+        if self._membership.arrive(self._job_place(), self._description()):
             return False
         self._epochs.loops_done += 1
         return True
 
     def _change_replicas(self, agreed: ControlMessage | None) -> bool:
-        if self._live is None or not self._live.is_due(agreed):
+        if self._membership is None or not self._membership.is_due(agreed):
             return False
         forget_finished_epochs(self._context)
-        if not self._live.change(self._job_place(), self._description()):
+        if not self._membership.change(self._job_place(), self._description()):
             return False
         self._begin()
         return True

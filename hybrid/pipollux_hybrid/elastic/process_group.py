@@ -104,7 +104,7 @@ def init_process_group(
 def _rendezvous(env: JobEnvironment, backend: str) -> RendezvousFolder | SchedulerRendezvous | None:
     """Return the rendezvous of an elastic job; None: the job is not elastic."""
     if env.rendezvous is None:
-        if not (env.live and env.attempt > 0 and backend == "gloo"):
+        if not (env.elastic and env.attempt > 0 and backend == "gloo"):
             return None
         from pipollux_hybrid.resize.scheduler_rendezvous import (
             SchedulerRendezvous,  # imports pydantic

@@ -45,7 +45,7 @@ class StepBoundary:
     def __init__(self, ctx: JobContext) -> None:
         self._context = ctx
         self._metrics = ctx.component(Metrics)
-        self._live = elastic_membership(ctx)
+        self._membership = elastic_membership(ctx)
         self._agreed: ControlMessage | None = None
 
     def announce(self, place: str, *, adapts: bool) -> None:
@@ -53,8 +53,8 @@ class StepBoundary:
         detected at its end; ``adapts`` is whether the loop can change its batch size.
         """
         message = self._message(adapts=adapts)
-        if self._live is not None:
-            message = self._live.announce(message)
+        if self._membership is not None:
+            message = self._membership.announce(message)
         self._context.control.launch(message, place)
 
     def end_iteration(self) -> IterationEnd:
@@ -70,9 +70,9 @@ class StepBoundary:
                     raise
         if losses.error is None:
             return IterationEnd.DONE
-        assert self._live is not None  # noqa: S101  # else it was not noted
+        assert self._membership is not None  # noqa: S101  # else it was not noted
         void = losses.void
-        recovered = self._live.recovery.recover()
+        recovered = self._membership.recovery.recover()
         if void and not recovered.behind:
             return IterationEnd.VOID
         agreed = recovered.last if void else self._agreed
@@ -132,9 +132,9 @@ class StepBoundary:
                 self._metrics.flush()
                 break
             except PeerLostError as error:
-                if self._live is None or not losses.note(error, voids=False):
+                if self._membership is None or not losses.note(error, voids=False):
                     raise
-            behind = self._live.recovery.recover().behind
+            behind = self._membership.recovery.recover().behind
 
     def _collect(self) -> ControlMessage | None:
         """Return the agreed message of an iteration that was left by `break`."""
@@ -154,9 +154,9 @@ class StepBoundary:
             try:
                 return control.exchange(message(), place)
             except PeerLostError as error:
-                if self._live is None or not control.losses.note(error, voids=False):
+                if self._membership is None or not control.losses.note(error, voids=False):
                     raise
-            recovered = self._live.recovery.recover()
+            recovered = self._membership.recovery.recover()
             if recovered.behind and recovered.last is not None and not repeats:
                 return ControlMessage(stop=recovered.last.stop)  # see end_iteration
 

@@ -44,7 +44,7 @@ VARIABLES: dict[str, Variable[Any]] = {
     "frozen_timeout": protocol.FROZEN_TIMEOUT,
     "rendezvous": protocol.RENDEZVOUS,
     "replica": protocol.REPLICA,
-    "live": protocol.LIVE,
+    "elastic": protocol.ELASTIC,
     "joins": protocol.JOINS,
     "address": protocol.ADDRESS,
     "check_replicas": protocol.CHECK_REPLICAS,
@@ -120,7 +120,7 @@ class JobEnvironment:
     """Folder in which later replicas find the job (``PIPOLLUX_RENDEZVOUS``)."""
     replica: int = 0
     """Id of this replica for the scheduler (``PIPOLLUX_REPLICA``); its rank may change."""
-    live: bool = False
+    elastic: bool = False
     """Whether the scheduler may resize the job while it trains (``PIPOLLUX_ELASTIC``, 0 or 1)."""
     joins: bool = False
     """Whether this replica joins a job that trains (``PIPOLLUX_JOINS``, 0 or 1)."""

@@ -50,7 +50,7 @@ REFUSED = (401, 403, 404)
 class HeartbeatPayload(Protocol):
     """Additional content of heartbeats, and the receiver of the answers."""
 
-    def told(self) -> messages.LiveStatus:
+    def told(self) -> messages.ElasticStatus:
         """Return the status to add to the next heartbeat."""
 
     def take(self, answer: messages.HeartbeatAnswer) -> float | None:
@@ -187,7 +187,7 @@ class Heartbeat:
             replica=self._env.replica,
             step=self._step(),
             finished=finished,
-            live=None if self.rider is None else self.rider.told(),
+            elastic=None if self.rider is None else self.rider.told(),
         )
 
     def _note_failure(self, error: Exception) -> None:

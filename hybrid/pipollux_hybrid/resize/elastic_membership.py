@@ -236,13 +236,13 @@ class ElasticMembership:
 
 def elastic_membership(ctx: JobContext) -> ElasticMembership | None:
     """Return the elastic membership of this job; None: the job is not elastic."""
-    return ctx.component(_Holder).live
+    return ctx.component(_Holder).membership
 
 
 class _Holder:
     def __init__(self, ctx: JobContext) -> None:
         del ctx
-        self.live: ElasticMembership | None = None
+        self.membership: ElasticMembership | None = None
 
 
 def start_elastic_membership(
@@ -258,8 +258,8 @@ def start_elastic_membership(
         membership = Membership(1, tuple(ids[:: ctx.env.processes_per_replica]))
     watch = MembershipWatch(ctx, rendezvous, membership, replica, timeout)
     ctx.closers.append(watch.close)
-    live = ctx.component(_Holder).live = ElasticMembership(ctx, watch)
-    return live
+    elastic = ctx.component(_Holder).membership = ElasticMembership(ctx, watch)
+    return elastic
 
 
 def find_job(rendezvous: RendezvousFolder, env: JobEnvironment) -> Announcement | None:

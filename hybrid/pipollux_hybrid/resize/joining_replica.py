@@ -18,7 +18,7 @@ from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.job.membership import JobPlace
 
 from .alignment import Alignment, compare, in_common, position
-from .eligibility import why_not_live
+from .eligibility import why_not_elastic
 from .log import say
 from .pending_membership import PendingMembership
 from .published_totals import PublishedTotals
@@ -52,7 +52,7 @@ class Joining:
             ConfigurationError: It runs another script than the job, or nobody can join.
             PeerLostError: Another process of this replica has ended.
         """
-        why_not = why_not_live(self._context)
+        why_not = why_not_elastic(self._context)
         if why_not is not None:
             raise ConfigurationError(f"this replica cannot join the job: {why_not}")
         watch, mesh = self._watch, self._context.mesh

@@ -35,7 +35,7 @@ from pipollux_hybrid.telemetry.metrics import Metrics
 from pipollux_perfmodel.errors import PipolluxError
 
 from .arbiter import Arbiter
-from .eligibility import why_not_live
+from .eligibility import why_not_elastic
 from .log import say
 from .pending_membership import PendingMembership
 from .switch import switch
@@ -170,7 +170,7 @@ class Recovery:
             reason = PENDING
         states = self._context.component(States).values()
         reason = reason or next(filter(None, (state.lost() for state in states)), "")
-        reason = reason or why_not_live(self._context, joins=False) or ""
+        reason = reason or why_not_elastic(self._context, joins=False) or ""
         return {
             "exchanges": control.exchanges,
             "holds": holds,
@@ -302,7 +302,7 @@ class Recovery:
     def _bound(self) -> str:
         """Return why replicas that are behind cannot receive the states; empty: they can."""
         for name, state in self._context.component(States).items():
-            if state.takes_over and not state.live:
+            if state.takes_over and not state.elastic:
                 return f"the state {name} cannot be taken over from another replica"
         return ""
 

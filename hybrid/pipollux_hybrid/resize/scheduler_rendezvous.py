@@ -18,11 +18,11 @@ from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job.env import JobEnvironment
 from pipollux_hybrid.job.heartbeat import Heartbeat
 from pipollux_hybrid.job.membership import Announcement, JoiningReplica, Membership
-from pipollux_protocol.messages import HeartbeatAnswer, LiveStatus, StoreAddress
+from pipollux_protocol.messages import ElasticStatus, HeartbeatAnswer, StoreAddress
 
 from .arbiter import FolderArbiter
 
-FOLDER = ".live-"
+FOLDER = ".elastic-"
 """Prefix of an attempt's folder beside its checkpoints; its number follows."""
 ALIVE = "alive-"
 """Prefix of the files with signs of life there."""
@@ -89,10 +89,10 @@ class SchedulerRendezvous:
 
     # HeartbeatPayload
 
-    def told(self) -> LiveStatus:
+    def told(self) -> ElasticStatus:
         """Return the status for the scheduler."""
         with self._lock:
-            return LiveStatus(**self._says)
+            return ElasticStatus(**self._says)
 
     def take(self, answer: HeartbeatAnswer) -> float | None:
         """Store an answer; return the seconds until the next heartbeat."""

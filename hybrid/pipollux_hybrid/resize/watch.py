@@ -22,7 +22,7 @@ from pipollux_hybrid.job.membership import Announcement, JobPlace, JoiningReplic
 from pipollux_hybrid.telemetry.metrics import Metrics
 
 from .alignment import in_common
-from .eligibility import why_not_live
+from .eligibility import why_not_elastic
 from .log import say
 from .pending_membership import PATIENCE, PendingMembership
 from .published_totals import PublishedTotals
@@ -78,7 +78,7 @@ class MembershipWatch:
         self._retired: list[Any] = []
         self._said: set[str] = set()
         self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="pipollux-live", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="pipollux-elastic", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -255,7 +255,7 @@ class MembershipWatch:
     def _lead(self, current: Membership) -> None:
         cut = self._context.component(Metrics).cut
         balance = tuple(cut.balance) if cut is not None else ()
-        cannot = why_not_live(self._context, joins=True)
+        cannot = why_not_elastic(self._context, joins=True)
         processes = self._context.env.processes_per_replica
         fields = balance, cannot, processes, self._context.pipeline.schedule
         self.rendezvous.post(Announcement(current, self.place, *fields))
@@ -283,7 +283,7 @@ class MembershipWatch:
         """Return why this change of members needs a restart; None: it does not."""
         if set(wanted) == set(current.replicas):
             return None
-        return why_not_live(self._context, joins=not set(wanted) <= set(current.replicas))
+        return why_not_elastic(self._context, joins=not set(wanted) <= set(current.replicas))
 
     def refusal(self, num_replicas: int) -> str:
         """Return why a batch cannot be divided over a number of replicas; empty: it can."""

@@ -30,7 +30,7 @@ class ChangeKind(Enum):
     """How a job gets from one allocation to another."""
 
     NONE = "none"
-    LIVE = "live"
+    RESIZE = "resize"
     RESTART = "restart"
 
 
@@ -55,13 +55,13 @@ def change_kind(job: JobInfo, old: Allocation, new: Allocation) -> ChangeKind:
         >>> job = JobInfo({"slots": 1}, lambda n, r: r, 0.0, 1, 4, rescale_seconds=1.0)
         >>> one, two = (Allocation(nodes, job.all_shapes[0]) for nodes in (["a"], ["a", "b"]))
         >>> change_kind(job, one, two), change_kind(job, one, Allocation())
-        (<ChangeKind.LIVE: 'live'>, <ChangeKind.RESTART: 'restart'>)
+        (<ChangeKind.RESIZE: 'resize'>, <ChangeKind.RESTART: 'restart'>)
     """
     same = _shape_key(old) == _shape_key(new)
     if same and Counter(old) == Counter(new):
         return ChangeKind.NONE
     if same and job.rescale_seconds is not None and num_survivors(old, new):
-        return ChangeKind.LIVE
+        return ChangeKind.RESIZE
     return ChangeKind.RESTART
 
 
@@ -76,7 +76,7 @@ def change_seconds(job: JobInfo, old: Allocation, new: Allocation) -> float:
     kind = change_kind(job, old, new)
     if kind is ChangeKind.NONE:
         return 0.0
-    return job.change_seconds(live=kind is ChangeKind.LIVE)
+    return job.change_seconds(elastic=kind is ChangeKind.RESIZE)
 
 
 def possible_survivors(

@@ -197,7 +197,7 @@ class Assignment:
             return Placed(number, (), self._gain(job, config, ()))
         replicas = int(configs.replicas[config])
         found = [self._capacity.find(need, allowed, replicas)]
-        if configs.live[config]:
+        if configs.elastic[config]:
             held = configs.survivors
             found.insert(0, self._capacity.find_keeping(need, allowed, replicas, held))
         placed = [Placed(number, n, self._gain(job, config, n)) for n in found if n is not None]
@@ -213,7 +213,7 @@ class Assignment:
     def _change_at_home(self, job: int, config: int) -> bool:
         """Resize a job in place if a survivor stays on the fewest nodes; return whether it did."""
         configs = self._jobs[job]
-        if not configs.live[config]:
+        if not configs.elastic[config]:
             return False
         self._claim(job, -1)
         found = self._find(job, config)
@@ -229,14 +229,16 @@ class Assignment:
 
     def _lost_survivors(self, job: int, config: int) -> bool:
         configs, placed = self._jobs[job], self.placed[job]
-        return bool(configs.live[config]) and not configs.keeps_survivor(placed.shape, placed.nodes)
+        return bool(configs.elastic[config]) and not configs.keeps_survivor(
+            placed.shape, placed.nodes
+        )
 
     def _gain(self, job: int, config: int, nodes: NodeCounts) -> float:
         configs = self._jobs[job]
         stays = configs.stay is not None and nodes == configs.base
         if stays and configs.shape[config] == configs.shape[configs.stay]:
             return float(self._gains[job][configs.stay])
-        as_listed = not configs.live[config] or configs.keeps_survivor(
+        as_listed = not configs.elastic[config] or configs.keeps_survivor(
             int(configs.shape[config]), nodes
         )
         if config != configs.stay and len(nodes) == configs.num_nodes[config] and as_listed:
@@ -255,8 +257,8 @@ class Assignment:
     def _gain_moved(self, job: int, shape: int, nodes: NodeCounts) -> float:
         replicas = sum(count for _, count in nodes)
         speedup = float(self._jobs[job].shapes[shape].speedup_fn(len(nodes), replicas))
-        live = self._jobs[job].keeps_survivor(shape, nodes)
-        return self._worth.moved(job, speedup, Held(shape, replicas), live=live)
+        elastic = self._jobs[job].keeps_survivor(shape, nodes)
+        return self._worth.moved(job, speedup, Held(shape, replicas), elastic=elastic)
 
     def _put(self, job: int, placed: Placed) -> None:
         if placed.nodes:

@@ -183,10 +183,10 @@ class _Worth:
         gains[table.first[promised]] = -self._everything
         return gains
 
-    def moved(self, job: int, speedup: float, held: Held, *, live: bool = False) -> float:
+    def moved(self, job: int, speedup: float, held: Held, *, elastic: bool = False) -> float:
         info = self._instance.jobs[job].job
         work = np.array(info.likely_work or (np.inf,))[:, None]
-        seconds = info.change_seconds(live=live)
+        seconds = info.change_seconds(elastic=elastic)
         kept = _kept(work, np.array([speedup]), self._lasts(info), seconds)
         shape = self._instance.table.first_shape[job] + held.shape
         charge = self._charges[shape] * held.replicas
@@ -198,10 +198,11 @@ class _Worth:
         table = self._instance.table
         infos = [configs.job for configs in self._instance.jobs]
         lasts = np.array([self._lasts(job) for job in infos])
-        live, restarted = (
-            np.array([job.change_seconds(live=live) for job in infos]) for live in (True, False)
+        elastic, restarted = (
+            np.array([job.change_seconds(elastic=elastic) for job in infos])
+            for elastic in (True, False)
         )
-        seconds = np.where(table.live, live[table.job], restarted[table.job])
+        seconds = np.where(table.elastic, elastic[table.job], restarted[table.job])
         work = [job.likely_work or (np.inf,) for job in infos]
         kept = np.empty(len(table.job))
         counts = np.array([len(values) for values in work], np.int64)

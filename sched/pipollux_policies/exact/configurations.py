@@ -43,12 +43,12 @@ class JobConfigurations:
     num_nodes: Ints
     speedup: Floats
     """Over one replica of the job's own shape."""
-    live: Bools
+    elastic: Bools
     """Which configurations an elastic resize can reach."""
     base: NodeCounts
     """Its current nodes; empty if it holds nothing or cannot stay."""
     runs: bool
-    live_shape: int | None = None
+    elastic_shape: int | None = None
     """Index of the shape in which it can be resized; None: every change is a restart."""
     survivors: NodeCounts = ()
 
@@ -60,7 +60,7 @@ class JobConfigurations:
     def keeps_survivor(self, shape: int, nodes: NodeCounts) -> bool:
         """Return whether a replica survives a change to these nodes."""
         there = {node for node, _ in self.survivors}
-        return shape == self.live_shape and any(node in there for node, _ in nodes)
+        return shape == self.elastic_shape and any(node in there for node, _ in nodes)
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Table:
     replicas: Ints
     num_nodes: Ints
     speedup: Floats
-    live: Bools
+    elastic: Bools
     stay: Ints
     """(up to J,): the configurations to stay, of jobs that have one."""
     shapes: Sequence[ReplicaShape]
@@ -217,7 +217,7 @@ class _Asked(NamedTuple):
     """Shape, nodes and replicas of the configuration to stay."""
     base: NodeCounts
     runs: bool
-    live_shape: int | None
+    elastic_shape: int | None
     survivors: NodeCounts
 
 
@@ -239,12 +239,12 @@ def _ask(
     survivors = tuple(
         sorted((index[node], n) for node, n in possible.items() if not places.closed[index[node]])
     )
-    live_shape = shapes.index(shape) if survivors else None
+    elastic_shape = shapes.index(shape) if survivors else None
     if not _may_stay(job, shape, allocation, nodes):
-        return _Asked(name, job, shapes, sizes, None, (), True, live_shape, survivors)
+        return _Asked(name, job, shapes, sizes, None, (), True, elastic_shape, survivors)
     base = tuple(sorted((index[node], n) for node, n in Counter(allocation).items()))
     stay = shapes.index(shape), len(base), len(allocation)
-    return _Asked(name, job, shapes, sizes, stay, base, True, live_shape, survivors)
+    return _Asked(name, job, shapes, sizes, stay, base, True, elastic_shape, survivors)
 
 
 def _may_stay(
@@ -281,7 +281,9 @@ def _tabulate(asked: Sequence[_Asked]) -> tuple[list[JobConfigurations], Table]:
     replicas = np.concatenate([_NO_SIZES, *(size[3] for size in sizes)])[kept]
     num_nodes = np.concatenate([_NO_SIZES, *(size[2] for size in sizes)])[kept]
     replicas = np.concatenate([no_job, replicas, stay_replicas])[order]
-    live_shape = np.array([-1 if one.live_shape is None else one.live_shape for one in asked])
+    elastic_shape = np.array(
+        [-1 if one.elastic_shape is None else one.elastic_shape for one in asked]
+    )
     first_shape = _starts(np.array([len(one.shapes) for one in asked], np.int64))
     shapes = [shape for one in asked for shape in one.shapes]
     kinds: dict[Any, tuple[int, ReplicaShape]] = {}
@@ -296,13 +298,13 @@ def _tabulate(asked: Sequence[_Asked]) -> tuple[list[JobConfigurations], Table]:
         speedup=np.concatenate(
             [np.zeros(len(asked)), speedup[kept], np.array(found[len(sizes) :], np.float64)]
         )[order],
-        live=(replicas > 0) & (own == live_shape[job]),
+        elastic=(replicas > 0) & (own == elastic_shape[job]),
         stay=first[1:][of_stay[0]] - 1,
         shapes=shapes,
         kind=np.array(kind, np.int64),
         kinds=[shape for _, shape in kinds.values()],
     )
-    columns = own, replicas, table.num_nodes, table.speedup, table.live
+    columns = own, replicas, table.num_nodes, table.speedup, table.elastic
     parts = zip(*map(table.split, columns), strict=True)
     configs = [
         JobConfigurations(
@@ -313,13 +315,13 @@ def _tabulate(asked: Sequence[_Asked]) -> tuple[list[JobConfigurations], Table]:
             replicas=count,
             num_nodes=num_nodes,
             speedup=speedup,
-            live=live,
+            elastic=elastic,
             base=one.base,
             runs=one.runs,
-            live_shape=one.live_shape,
+            elastic_shape=one.elastic_shape,
             survivors=one.survivors,
         )
-        for one, (shape, count, num_nodes, speedup, live) in zip(asked, parts, strict=True)
+        for one, (shape, count, num_nodes, speedup, elastic) in zip(asked, parts, strict=True)
     ]
     return configs, table
 

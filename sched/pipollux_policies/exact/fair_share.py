@@ -258,7 +258,7 @@ def _is_lost(stands: FairStanding, configs: JobConfigurations) -> bool:
 
 
 def _change_seconds(configs: JobConfigurations) -> float:
-    return configs.job.change_seconds(live=configs.live_shape is not None)
+    return configs.job.change_seconds(elastic=configs.elastic_shape is not None)
 
 
 def _to_speed_up(stands: FairStanding, configs: JobConfigurations) -> float:

@@ -44,7 +44,7 @@ class _Choice(NamedTuple):
     replicas: int
     num_nodes: int
     gain: float
-    live: bool = False
+    elastic: bool = False
 
 
 _NO_SHAPE, _STAY = -1, -2
@@ -133,9 +133,9 @@ def _choices(
                 held = Held(number, replicas)
                 gain = worth.moved(job, speedup, held)
                 yield _Choice(job, number, replicas, num_nodes, gain)
-                if number == configs.live_shape:
-                    gain = worth.moved(job, speedup, held, live=True)
-                    yield _Choice(job, number, replicas, num_nodes, gain, live=True)
+                if number == configs.elastic_shape:
+                    gain = worth.moved(job, speedup, held, elastic=True)
+                    yield _Choice(job, number, replicas, num_nodes, gain, elastic=True)
 
 
 def _add_job(
@@ -159,7 +159,7 @@ def _add_job(
         counts = {column: -float(choice.replicas) for column, choice in mine.items()}
         places = {column: -float(choice.num_nodes) for column, choice in mine.items()}
         several = [column for column, choice in mine.items() if choice.num_nodes > 1]
-        survive = {column: -1.0 for column, choice in mine.items() if choice.live}
+        survive = {column: -1.0 for column, choice in mine.items() if choice.elastic}
         homes = {node for node, _ in configs.survivors} if survive else set()
         for node in np.flatnonzero(fits).tolist():
             y = program.column(float(fits[node]))

@@ -34,8 +34,8 @@ class ObjectiveValue(Protocol):
         configurations that a resize can reach assume a survivor.
         """
 
-    def moved(self, job: int, speedup: float, held: Held, *, live: bool = False) -> float:
-        """Return the gain of a job whose allocation changes; `live`: a replica survives."""
+    def moved(self, job: int, speedup: float, held: Held, *, elastic: bool = False) -> float:
+        """Return the gain of a job whose allocation changes; `elastic`: a replica survives."""
 
 
 class Objective(Protocol):
@@ -79,17 +79,17 @@ class _FairWorth:
 
     def gains(self) -> Floats:
         table, jobs = self._instance.table, self._instance.jobs
-        live, restarted = (
-            np.array([c.job.change_factor(live=live) if c.runs else 1.0 for c in jobs])
-            for live in (True, False)
+        elastic, restarted = (
+            np.array([c.job.change_factor(elastic=elastic) if c.runs else 1.0 for c in jobs])
+            for elastic in (True, False)
         )
-        factors = np.where(table.live, live[table.job], restarted[table.job])
+        factors = np.where(table.elastic, elastic[table.job], restarted[table.job])
         factors[table.stay] = 1.0
         return power_terms(table.speedup / np.array(self._fair)[table.job] * factors, self._power)
 
-    def moved(self, job: int, speedup: float, held: Held, *, live: bool = False) -> float:  # noqa: ARG002  # as above
+    def moved(self, job: int, speedup: float, held: Held, *, elastic: bool = False) -> float:  # noqa: ARG002  # as above
         configs = self._instance.jobs[job]
-        factor = configs.job.change_factor(live=live) if configs.runs else 1.0
+        factor = configs.job.change_factor(elastic=elastic) if configs.runs else 1.0
         return float(power_terms(np.array(speedup / self._fair[job] * factor), self._power))
 
 

@@ -166,7 +166,7 @@ def _arrange(instance: Instance, worth: ObjectiveValue, gains: Floats, chosen: I
         fitting, _ = relax(instance, gains, whole_nodes=True)
         tried.append(_filled(instance, worth, gains, chosen, keep=False)[0])
         tried.append(_filled(instance, worth, gains, fitting, keep=True)[0])
-        if instance.table.live.any():
+        if instance.table.elastic.any():
             tried.append(_filled(instance, worth, gains, chosen, keep=True, at_home=True)[0])
     best = tried[0]
     for other in tried[1:]:

@@ -195,17 +195,17 @@ class JobInfo:
         """Number of changes of its allocation so far, of both kinds."""
         return self.num_restarts + self.num_rescales
 
-    def change_seconds(self, *, live: bool) -> float:
-        """Return the seconds without training of one more change; `live`: a replica survives."""
-        if live and self.rescale_seconds is not None:
+    def change_seconds(self, *, elastic: bool) -> float:
+        """Return the seconds without training of one more change; `elastic`: a replica survives."""
+        if elastic and self.rescale_seconds is not None:
             return min(self.rescale_seconds, self.restart_seconds)
         return self.restart_seconds
 
-    def change_factor(self, *, live: bool) -> float:
+    def change_factor(self, *, elastic: bool) -> float:
         """Return the factor on the job's speedup if its allocation changes now: `restart_cost`."""
         lost = self.num_restarts * self.restart_seconds
-        lost += self.num_rescales * self.change_seconds(live=True)
-        return change_factor(self.age, lost, self.change_seconds(live=live))
+        lost += self.num_rescales * self.change_seconds(elastic=True)
+        return change_factor(self.age, lost, self.change_seconds(elastic=elastic))
 
     @property
     def created(self) -> float:

@@ -47,7 +47,7 @@ class ClusterArrays:
     pinned: Bools
     broken: Bools
     """(I,): rows of jobs that cannot stay as they are."""
-    live: Bools
+    elastic: Bools
     """(I,): current rows whose replicas in `base` can survive a change."""
 
     @property
@@ -125,7 +125,7 @@ def build_cluster(
         extents=np.array(extents, dtype=np.int64).reshape(-1, 2),
         pinned=np.array([pins[job_names[j]] for j, _ in rows], dtype=bool),
         broken=np.zeros(len(rows), dtype=bool),
-        live=np.zeros(len(rows), dtype=bool),
+        elastic=np.zeros(len(rows), dtype=bool),
     )
     for j, name in enumerate(job_names):
         _set_base(cluster, j, base_of[name], nodes)
@@ -148,7 +148,7 @@ def _set_base(
     for node in allocation:
         if node in index:
             cluster.base[row, index[node]] += 1
-    cluster.live[row] = bool(possible_survivors(info, allocation, nodes))
+    cluster.elastic[row] = bool(possible_survivors(info, allocation, nodes))
     unknown = not runs_as(allocation, shape)
     wrong = not all(shape.runs_on(nodes[node]) for node in allocation if node in nodes)
     if not cluster.pinned[row]:

@@ -117,7 +117,7 @@ class PolluxPolicy:
     def _evolve(self, problem: AllocationProblem) -> Evolution:
         # Replicas that cannot stay would only block those that can.
         cluster = problem.cluster
-        leaving = cluster.broken & ~cluster.live
+        leaving = cluster.broken & ~cluster.elastic
         staying = np.where(leaving[:, None], 0, cluster.base)
         current = repair(problem, staying[None], self._rng)
         start = [starting_states(problem, current[0])]

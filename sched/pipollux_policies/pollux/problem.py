@@ -54,8 +54,8 @@ class AllocationProblem:
         self._most: Ints = np.array([jobs[j].most_replicas(shape) for j, shape in pairs])
         self.max_replicas: Ints = np.minimum(self._most, self.fits.sum(axis=1))
         """(I,): at most what fits; if below `min_replicas`, the row stays empty."""
-        self.factors: Floats = np.array([job.change_factor(live=False) for job in jobs])
-        self.live_factors: Floats = np.array([job.change_factor(live=True) for job in jobs])
+        self.factors: Floats = np.array([job.change_factor(elastic=False) for job in jobs])
+        self.resize_factors: Floats = np.array([job.change_factor(elastic=True) for job in jobs])
         self.running: Bools = cluster.extents[:, 1] > 0
         self._speedups = [_SpeedupTable(shape.speedup_fn) for shape in cluster.shapes]
         self.shares: Floats = self._dominant_shares()
@@ -107,9 +107,9 @@ class AllocationProblem:
         values: Floats = self.speedup(row, num_nodes, num_replicas) / self.fair[job]
         if self.running[job]:
             changed = self.cluster.broken[row] | (cells != self.cluster.base[row]).any(axis=1)
-            if self.cluster.live[row]:
+            if self.cluster.elastic[row]:
                 survives = (np.minimum(cells, self.cluster.base[row]) > 0).any(axis=1)
-                values[changed & survives] *= self.live_factors[job]
+                values[changed & survives] *= self.resize_factors[job]
                 changed &= ~survives
             values[changed] *= self.factors[job]
         return values
@@ -126,9 +126,9 @@ class AllocationProblem:
         changed |= self.cluster.broken[self.cluster.first_rows]
         values: Floats = speedups / self.fair
         factors = self.factors
-        if self.cluster.live.any():
-            stays = (np.minimum(states, self.cluster.base) > 0).any(axis=2) & self.cluster.live
-            factors = np.where(self.cluster.per_job(stays), self.live_factors, factors)
+        if self.cluster.elastic.any():
+            stays = (np.minimum(states, self.cluster.base) > 0).any(axis=2) & self.cluster.elastic
+            factors = np.where(self.cluster.per_job(stays), self.resize_factors, factors)
         return np.where(changed & self.running, values * factors, values)
 
     def _job_speedups(self, states: Ints) -> Floats:

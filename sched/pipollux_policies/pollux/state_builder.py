@@ -64,7 +64,7 @@ class StateBuilder:
         if found is None:
             return None
         cells = _cells(found, len(base))
-        if not self._problem.cluster.live[row]:
+        if not self._problem.cluster.elastic[row]:
             return cells
         keeping = find_keeping(counts, closed, num_replicas, base)
         if keeping is None:

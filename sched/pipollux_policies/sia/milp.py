@@ -150,7 +150,7 @@ def cost(job: JobInfo, column: Column, *, change: ChangeKind, power: float) -> f
     a queued job, as all starts cost the same.
     """
     unchanged = change is ChangeKind.NONE
-    factor = 1.0 if unchanged else job.change_factor(live=change is ChangeKind.LIVE)
+    factor = 1.0 if unchanged else job.change_factor(elastic=change is ChangeKind.RESIZE)
     value = factor * column.goodput
     return float(value**power) if value > 0 else np.inf
 

@@ -124,18 +124,18 @@ class SiaPolicy:
         columns: Sequence[Column],
         current: int | None,
         seniority: float,
-        live: Collection[int] = (),
+        elastic: Collection[int] = (),
     ) -> Floats:
         """Return the costs of columns minus that of waiting: below 0 if running is better.
 
         `current` is the job's column (None: queued), `seniority` 1 for the oldest job and near 0
-        for the youngest, and `live` has the columns that a replica can survive to.
+        for the youngest, and `elastic` has the columns that a replica can survive to.
         """
 
         def change(number: int) -> ChangeKind:
             if current is None or number == current:
                 return ChangeKind.NONE
-            return ChangeKind.LIVE if number in live else ChangeKind.RESTART
+            return ChangeKind.RESIZE if number in elastic else ChangeKind.RESTART
 
         waiting = self._waiting_cost * (1 + _AGE_WEIGHT * seniority)
         costs = [
@@ -168,7 +168,7 @@ class _Cluster:
         regular = {name: configurations(job, kinds) for name, job in jobs.items()}
         return cls(jobs, nodes, kinds, regular, running)
 
-    def live_columns(self, name: Any, columns: Sequence[Column]) -> frozenset[int]:
+    def elastic_columns(self, name: Any, columns: Sequence[Column]) -> frozenset[int]:
         job, held = self.jobs[name], self.running.get(name, ())
         survivors = possible_survivors(job, held, self.nodes).keys()
         if not survivors:
@@ -203,14 +203,14 @@ class _Round:
         self._names = [name for name in by_arrival(jobs) if name not in state.pinned]
         self._policy = policy
         self._columns: list[tuple[Column, ...]] = []
-        self._live: list[frozenset[int]] = []
+        self._elastic: list[frozenset[int]] = []
         self.current: dict[int, int] = {}
         self.rows = []
         for number, name in enumerate(self._names):
             columns = self._add_current(number, cluster.regular[name], current[name])
             self._columns.append(columns)
-            self._live.append(cluster.live_columns(name, columns))
-            values = self._values(number, self._live[number])
+            self._elastic.append(cluster.elastic_columns(name, columns))
+            values = self._values(number, self._elastic[number])
             self.rows.append((number, values, columns))
         self._let_neighbours_stay()
 
@@ -231,10 +231,10 @@ class _Round:
         self.current[number] = len(regular) if found is None else found
         return (*regular, column) if found is None else regular
 
-    def _values(self, job: int, live: Collection[int]) -> Floats:
+    def _values(self, job: int, elastic: Collection[int]) -> Floats:
         seniority = 1 - job / len(self._names)
         info, now = self._cluster.jobs[self._names[job]], self.current.get(job)
-        return self._policy.values(info, self._columns[job], now, seniority, live)
+        return self._policy.values(info, self._columns[job], now, seniority, elastic)
 
     def worth(self, numbers: dict[int, int], allocations: Allocations | None = None) -> float:
         """Return the program's sum for a choice of columns, by number of the job. Without
@@ -243,7 +243,7 @@ class _Round:
         total = 0.0
         for job, number in sorted(numbers.items()):
             values = self.rows[job][1]
-            if allocations is not None and number in self._live[job]:
+            if allocations is not None and number in self._elastic[job]:
                 name = self._names[job]
                 if not num_survivors(self._cluster.running[name], allocations[name]):
                     values = self._values(job, ())

@@ -92,10 +92,10 @@ class SnapshotReader:
     def read(self, leaving: Collection[str] = ()) -> Snapshot:
         """Read the current state, or raise `SpecError`; nodes that are `leaving` drain."""
         store = self._store
-        hints, attempts = store.hint_texts(), store.num_attempts(live=True)
-        service, costs = store.attained_service(live=True), store.restart_costs()
+        hints, attempts = store.hint_texts(), store.num_attempts(unfinished=True)
+        service, costs = store.attained_service(unfinished=True), store.restart_costs()
         pauses, changes = store.pause_costs(), store.num_changes()
-        jobs = store.jobs(live=True)
+        jobs = store.jobs(unfinished=True)
         unfinished = mean_jobs(store, jobs, self._clock())
         teams, history = stored_teams(store), self._lengths.read()
         notices, now = {} if teams is None else store.teams.notices(), self._clock()
@@ -232,7 +232,7 @@ def is_pinned(state: JobState) -> bool:
     """Return whether a job keeps its allocation: it starts, changes, stops, or waits to retry."""
     if state.phase is Phase.RESTARTING or state.intent is not None:
         return True
-    if state.live.change is not None:
+    if state.membership.change is not None:
         return True
     return bool(state.running_on) and not state.training
 
@@ -242,12 +242,12 @@ def _may_be_ended(state: JobState) -> bool:
 
     It has to return slots when its notice is over: one that fails repeatedly never trains.
     """
-    return state.intent is None and state.live.change is None
+    return state.intent is None and state.membership.change is None
 
 
 def _rescale_seconds(state: JobState, measured: float | None) -> float | None:
     """Return the cost of an elastic resize of a job; None: it cannot be resized."""
-    if not state.running_on or state.live.why_not is not None:
+    if not state.running_on or state.membership.why_not is not None:
         return None
     return DEFAULT_RESCALE_SECONDS if measured is None else measured
 

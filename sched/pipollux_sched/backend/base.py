@@ -115,7 +115,7 @@ class Launch:
     scheduler_url: str
     checkpoints: str
     """The checkpoint folder, as its replicas see it."""
-    live: bool = False
+    elastic: bool = False
 
     @cached_property
     def keys(self) -> tuple[ReplicaKey, ...]:
@@ -164,7 +164,7 @@ class Launch:
             "num_first": self.num_first,
             "scheduler_url": self.scheduler_url,
             "checkpoints": self.checkpoints,
-            "live": self.live,
+            "elastic": self.elastic,
         }
 
     @classmethod
@@ -183,7 +183,7 @@ class Launch:
             num_first=int(data["num_first"]),
             scheduler_url=str(data["scheduler_url"]),
             checkpoints=str(data["checkpoints"]),
-            live=bool(data["live"]),
+            elastic=bool(data["elastic"]),
         )
 
 

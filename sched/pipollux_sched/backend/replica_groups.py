@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from pipollux_sched.lifecycle import Exited, LiveState, Outcome
+from pipollux_sched.lifecycle import Exited, Membership, Outcome
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import StateDir
 
@@ -197,7 +197,9 @@ class ReplicaGroupManager:
             with suppress(BackendError):  # earlier output remains available
                 self._engine.fetch_log(ReplicaKey(job, attempt, replica))
 
-    def adopt(self, job: str, attempt: int, scheduler_url: str, live: LiveState) -> str | None:
+    def adopt(
+        self, job: str, attempt: int, scheduler_url: str, membership: Membership
+    ) -> str | None:
         """Adopt an attempt that an earlier scheduler of the same store started.
 
         Whether it still runs or has already ended, `poll` reports its `Exited` like any other.
@@ -205,16 +207,16 @@ class ReplicaGroupManager:
         """
         launch = self._read_launch(job, attempt)
         listed = self._cluster.first_listing().replicas
-        refusal = why_not_adopted(launch, live.replicas, listed, scheduler_url)
+        refusal = why_not_adopted(launch, membership.replicas, listed, scheduler_url)
         if refusal is not None or launch is None:
             return refusal
         with self._lock:
             if not (self._engine.holds(launch) and self._ledger.restore(job, launch.assignments)):
                 return NO_SLOTS
             running = self._running[job] = self._attempt(launch, None)
-            joining = [replica for replica, _ in live.joining]
-            running.expect(joining, launch.assignments.keys() - {*live.replicas, *joining})
-            running.can_survive = live.why_not is None
+            joining = [replica for replica, _ in membership.joining]
+            running.expect(joining, launch.assignments.keys() - {*membership.replicas, *joining})
+            running.can_survive = membership.why_not is None
         return None
 
     def start_replicas(
@@ -355,7 +357,7 @@ class ReplicaGroupManager:
                 num_first=len(assignments),
                 scheduler_url=program.scheduler_url,
                 checkpoints=self._engine.checkpoints(program),
-                live=self._engine.grows and program.can_grow,
+                elastic=self._engine.grows and program.can_grow,
             )
             self._launches.note_launch(job, attempt, launch.to_json_object())
         except BackendError as error:

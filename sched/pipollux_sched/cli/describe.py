@@ -99,8 +99,8 @@ def _head(job: JobDetails, now: float) -> RenderableType:
         rows.append((label, _where(job.running_on, stages)))
     if job.changing is not None:
         rows.append(("Changing", clean(job.changing)))
-    if job.live is not None and job.live.replicas != list(range(len(job.running_on))):
-        both = zip(job.live.replicas, job.running_on, strict=True)
+    if job.membership is not None and job.membership.replicas != list(range(len(job.running_on))):
+        both = zip(job.membership.replicas, job.running_on, strict=True)
         told = [f"{replica} on {clean(node)}" for replica, node in both]
         rows.append(("Replicas", ", ".join(told)))
     if job.intent:
@@ -157,9 +157,9 @@ def _attempts(attempts: Sequence[AttemptView]) -> RenderableType | None:
     if not attempts:
         return None
     changed = any(entry.membership > 1 for entry in attempts)
-    live = ("Membership", "Pause") if changed else ()
+    more = ("Membership", "Pause") if changed else ()
     table = _table(
-        *("Attempt", *live[:1], "Where", "Created", "Restart", *live[1:]),
+        *("Attempt", *more[:1], "Where", "Created", "Restart", *more[1:]),
         *("First step", "Outcome"),
     )
     for entry in attempts[-SHOWN_ATTEMPTS:]:

@@ -108,7 +108,7 @@ def _decision(decision: Mapping[str, Any]) -> Text:
     lines = [f"{spell_moment(decision['time'])}: {clean(decision['why'])}"]
     if decision.get("why_restart"):
         lines.append(f"A restart: {clean(first_line(decision['why_restart']))}.")
-    elif decision.get("live"):
+    elif decision.get("elastic"):
         lines.append("An elastic resize: the others train while replicas join or leave.")
     after, before = decision["speedup"], decision.get("previous_speedup")
     if not decision["nodes"]:

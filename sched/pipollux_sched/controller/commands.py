@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from pipollux_policies import NodeInfo
-from pipollux_protocol.messages import LiveStatus
+from pipollux_protocol.messages import ElasticStatus
 from pipollux_sched.backend import ReplicaGroupManager
 from pipollux_sched.backend.run_as import check_access, with_home_checkpoints
 from pipollux_sched.errors import SchedulerError
@@ -16,9 +16,9 @@ from pipollux_sched.lifecycle import (
     Allocate,
     Cancel,
     ChangeRefused,
+    ElasticReady,
     Event,
     JoiningReplicaLost,
-    LiveReady,
     NodeLost,
     Phase,
     Resume,
@@ -47,7 +47,7 @@ from .deletion import DeletedJob, JobDeletion
 from .event_loop_monitor import EventLoopMonitor
 from .executor import Executor
 from .heartbeats import Heartbeats
-from .live_board import LiveBoard, ReplicaAnswer
+from .resize_board import ReplicaAnswer, ResizeBoard
 from .run_as import check_run_as
 
 _LOG = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class JobService:
         self._deletion = deletion
         self.listening = EventLoopMonitor()
         self.heartbeats = Heartbeats(self.listening)
-        self._board = LiveBoard()
+        self._board = ResizeBoard()
 
     def submit(self, spec: JobSpec) -> JobRecord:
         """Accept a job; it starts as soon as slots are free.
@@ -198,7 +198,7 @@ class JobService:
         """Rerun a job that has ended, as it was submitted, from scratch or its last checkpoint.
 
         Raises:
-            JobLivesError: it has not ended.
+            JobUnfinishedError: it has not ended.
             JobEndedError: it is complete, and `from_scratch` is False.
             SpecError: it can no longer run here (see `submit`), its team or priority is not its
                 user's any more, or from scratch its user's own `checkpoint_dir` contains
@@ -232,12 +232,12 @@ class JobService:
         node = self._store.set_node_condition(name, condition, reason)
         if condition is NodeCondition.DEAD:
             why = f"Node {name} is dead" + (f": {reason}." if reason else ".")
-            for job in self._store.jobs(live=True):
+            for job in self._store.jobs(unfinished=True):
                 state = job.state
                 if name in state.running_on:
                     self._executor.handle(job.name, NodeLost(state.attempt, why, name))
                     continue
-                for replica, place in state.live.joining:
+                for replica, place in state.membership.joining:
                     if place == name:
                         lost = JoiningReplicaLost(state.attempt, replica, why)
                         self._executor.handle(job.name, lost)
@@ -263,7 +263,7 @@ class JobService:
             return ReceivedHeartbeat(name, attempt, replica, step, finished)
         return None
 
-    def hear_word(self, job: JobRecord, replica: int, word: LiveStatus) -> list[Event]:
+    def hear_word(self, job: JobRecord, replica: int, word: ElasticStatus) -> list[Event]:
         """Record a replica's report about elastic resizes; return the events for `follow_word`."""
         return self._board.note(job.name, job.state, replica, word)
 
@@ -281,7 +281,7 @@ class JobService:
         return job
 
     def note_words(
-        self, words: Sequence[tuple[str, LiveReady | WaitingToJoin]]
+        self, words: Sequence[tuple[str, ElasticReady | WaitingToJoin]]
     ) -> list[JobRecord | UnknownJobError]:
         """Record whether jobs can be resized, and waiting joining replicas; return the jobs."""
         events = _together(words)
@@ -308,7 +308,7 @@ class JobService:
 
     def expect_replicas(self) -> None:
         """Expect heartbeats of the running replicas that an earlier scheduler knew."""
-        for job in (job for job in self._store.jobs(live=True) if job.state.running_on):
+        for job in (job for job in self._store.jobs(unfinished=True) if job.state.running_on):
             attempt = job.state.attempt
             for replica, kept in self._store.heartbeats.of(job.name, attempt).items():
                 self.heartbeats.expect(job.name, attempt, replica, kept)
@@ -316,8 +316,8 @@ class JobService:
     def fetch_logs(self, name: str) -> None:
         """Copy the output of a job's replicas so far into their logs."""
         state = self._store.job(name).state
-        joining = (replica for replica, _ in state.live.joining)
-        for replica in (*state.live.replicas, *joining):
+        joining = (replica for replica, _ in state.membership.joining)
+        for replica in (*state.membership.replicas, *joining):
             self._backend.fetch_log(name, state.attempt, replica)
 
     def decide(self) -> None:
@@ -348,7 +348,7 @@ class JobService:
             raise UnavailableError("the scheduler is being stopped and accepts nothing new")
 
 
-def _together(words: Sequence[tuple[str, LiveReady | WaitingToJoin]]) -> list[tuple[str, Event]]:
+def _together(words: Sequence[tuple[str, ElasticReady | WaitingToJoin]]) -> list[tuple[str, Event]]:
     """Merge the events of a job's joining replicas, because each event writes the whole state."""
     waiting: dict[tuple[str, int], list[int]] = {}
     events: list[tuple[str, Event]] = []

@@ -36,7 +36,7 @@ class JobDeletion:
         self._told: set[str] = set()
 
     def delete(self, name: str) -> DeletedJob:
-        """Delete a job, except its own `checkpoint_dir`; `JobLivesError`: it has not ended."""
+        """Delete a job, except its own `checkpoint_dir`; `JobUnfinishedError`: it has not ended."""
         job = self._store.deletions.begin(name)
         self.finish()
         folders = [self._state_dir.job(name)]

@@ -23,13 +23,13 @@ from pipollux_sched.backend.base import POLL_INTERVAL, NodesGoneError
 from pipollux_sched.lifecycle import (
     Action,
     ChangeOverdue,
+    ElasticReady,
     EndReplicas,
     Event,
     Exited,
     GiveUpAfter,
     JoiningReplicaLost,
     Kill,
-    LiveReady,
     Outcome,
     Phase,
     Record,
@@ -120,10 +120,12 @@ class Executor:
         return [None if change is None else change.job for change in changes]
 
     def _admit(self, event: Event, job: JobRecord) -> None:
-        if isinstance(event, Switched | LiveReady):
-            live = job.state.live
-            can_survive = live.why_not is None
-            self._backend.admit(job.name, event.attempt, live.replicas, can_survive=can_survive)
+        if isinstance(event, Switched | ElasticReady):
+            membership = job.state.membership
+            can_survive = membership.why_not is None
+            self._backend.admit(
+                job.name, event.attempt, membership.replicas, can_survive=can_survive
+            )
 
     def run(self, ending: threading.Event) -> None:
         """Carry out actions until the scheduler stops."""
@@ -146,7 +148,7 @@ class Executor:
     def stop_all(self, grace: float, hurry: Callable[[], bool]) -> None:
         """Ask all jobs to checkpoint and end; wait for `grace` seconds at most, or `hurry()`."""
         self._grace = min(self._grace, grace)
-        for job in self._store.jobs(live=True):
+        for job in self._store.jobs(unfinished=True):
             self.handle(job.name, Shutdown())
         deadline = time.monotonic() + grace + STOP_PATIENCE
         while self._backend.running() and time.monotonic() < deadline and not hurry():

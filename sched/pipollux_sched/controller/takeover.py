@@ -20,8 +20,8 @@ def take_over(
 
     An ended attempt has `grace` seconds to checkpoint. `BackendError`: a process cannot be ended.
     """
-    live = store.jobs(live=True)
-    orphaned = [job for job in live if not _adopt(job, backend, executor, url)]
+    unfinished = store.jobs(unfinished=True)
+    orphaned = [job for job in unfinished if not _adopt(job, backend, executor, url)]
     for process in backend.recover(grace):
         _LOG.warning("ended a process of an earlier scheduler: %s", process)
     for job in orphaned:
@@ -39,7 +39,7 @@ def _adopt(job: JobRecord, backend: ReplicaGroupManager, executor: Executor, url
     if not job.state.running_on:
         return False
     attempt = job.state.attempt
-    refusal = backend.adopt(job.name, attempt, url, job.state.live)
+    refusal = backend.adopt(job.name, attempt, url, job.state.membership)
     found = Adopt(attempt) if refusal is None else NotAdopted(attempt, refusal)
     executor.handle(job.name, found)
     return refusal is None

@@ -143,7 +143,7 @@ class Watchdog:
             state = self._store.job(lost.job).state
         except UnknownJobError:
             return True
-        return state.attempt != lost.attempt or lost.replica in state.live.replicas
+        return state.attempt != lost.attempt or lost.replica in state.membership.replicas
 
     def _let(self, name: str, event: Event) -> None:
         try:

@@ -82,8 +82,8 @@ def _intervals(job: PastJob, begin: float) -> Iterator[Interval]:
     for one in _before_end(job):
         end = job.until if one.ended_at is None else min(one.ended_at, job.until)
         if end > one.created_at:
-            start, live = one.created_at - begin, one.membership > 1
-            yield Interval(start, end - begin, one.nodes, one.num_stages, live)
+            start, elastic = one.created_at - begin, one.membership > 1
+            yield Interval(start, end - begin, one.nodes, one.num_stages, elastic)
 
 
 def _slots(history: SchedulerHistory, jobs: Iterable[PastJob]) -> dict[str, int]:

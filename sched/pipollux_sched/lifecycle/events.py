@@ -58,7 +58,7 @@ class FirstStep:
 
 
 @dataclass(frozen=True)
-class LiveReady:
+class ElasticReady:
     """The replicas of an attempt report whether they support elastic resizes."""
 
     attempt: int
@@ -244,7 +244,7 @@ Event: TypeAlias = (
     | Allocate
     | Started
     | FirstStep
-    | LiveReady
+    | ElasticReady
     | WaitingToJoin
     | Switched
     | Survived

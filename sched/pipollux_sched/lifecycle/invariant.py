@@ -21,10 +21,10 @@ def broken_rules(state: JobState) -> list[str]:
 
 
 def _ended(state: JobState) -> Iterator[tuple[str, bool]]:
-    lives = not state.phase.ended
-    yield "a job that has ended is not suspended", lives or not state.suspended
-    yield "a job that has ended is assigned nothing", lives or not state.assigned
-    yield "a job that has ended runs nowhere", lives or not state.running_on
+    unfinished = not state.phase.ended
+    yield "a job that has ended is not suspended", unfinished or not state.suspended
+    yield "a job that has ended is assigned nothing", unfinished or not state.assigned
+    yield "a job that has ended runs nowhere", unfinished or not state.running_on
     given_up = state.phase is Phase.FAILED
     restarts_left = state.failures <= state.max_restarts
     yield "a job is given up after more than max_restarts failures", given_up or restarts_left
@@ -57,31 +57,40 @@ def _running(state: JobState) -> Iterator[tuple[str, bool]]:
         (
             not runs
             or state.intent is not None
-            or state.live.change is not None
+            or state.membership.change is not None
             or running == (state.assigned, state.num_stages)
         ),
     )
-    yield from _live(state)
+    yield from _membership(state)
 
 
-def _live(state: JobState) -> Iterator[tuple[str, bool]]:
-    live, change = state.live, state.live.change
+def _membership(state: JobState) -> Iterator[tuple[str, bool]]:
+    membership, change = state.membership, state.membership.change
     yield (
         "every running replica has an id of its own",
-        len(set(live.replicas)) == len(live.replicas) == len(state.running_on),
+        len(set(membership.replicas)) == len(membership.replicas) == len(state.running_on),
     )
-    yield "ids are given out once", all(replica < live.num_ids for replica in live.replicas)
+    yield (
+        "ids are given out once",
+        all(replica < membership.num_ids for replica in membership.replicas),
+    )
     if change is None:
         return
     yield "only what trains is resized", state.training and state.intent is None
-    yield "an elastic resize leads to a new membership", live.number < change.number == live.highest
-    yield "some replica survives an elastic resize", bool(set(live.replicas) & set(change.replicas))
+    yield (
+        "an elastic resize leads to a new membership",
+        membership.number < change.number == membership.highest,
+    )
+    yield (
+        "some replica survives an elastic resize",
+        bool(set(membership.replicas) & set(change.replicas)),
+    )
     yield (
         "an elastic resize leads to what was assigned",
         (change.nodes, state.running_stages) == (state.assigned, state.num_stages),
     )
     forming = change.stage is ChangeStage.FORMING
-    waiting = {replica for replica, _ in live.joining} - set(change.waiting_to_join)
+    waiting = {replica for replica, _ in membership.joining} - set(change.waiting_to_join)
     yield "replicas form their groups when all joining replicas wait", forming != bool(waiting)
 
 

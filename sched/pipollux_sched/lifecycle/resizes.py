@@ -17,17 +17,17 @@ from .events import (
     Action,
     ChangeOverdue,
     ChangeRefused,
+    ElasticReady,
     EndReplicas,
     GiveUpAfter,
     JoiningReplicaLost,
-    LiveReady,
     Record,
     StartReplicas,
     Survived,
     Switched,
     WaitingToJoin,
 )
-from .state import ChangeStage, Intent, JobState, LiveChange, LiveState, Phase
+from .state import ChangeStage, Intent, JobState, Membership, PendingResize, Phase
 from .steps import Transition, enter, stop
 
 START_LIMIT = 600.0
@@ -45,30 +45,34 @@ def why_restart(state: JobState, nodes: Sequence[str], num_stages: int | None) -
         return "none of its replicas stays where it is"
     if not state.training:
         return "it has not taken its first step"
-    return state.live.why_not
+    return state.membership.why_not
 
 
 def begin(
     state: JobState, nodes: Sequence[str], why: str, allocated: Record, now: float
 ) -> Transition:
     """Begin an elastic resize of a job that trains."""
-    live = state.live
+    membership = state.membership
     left = Counter(nodes)
     staying = []
-    for replica, node in zip(live.replicas, state.running_on, strict=True):
+    for replica, node in zip(membership.replicas, state.running_on, strict=True):
         if left[node] > 0:
             left[node] -= 1
             staying.append((replica, node))
-    coming = list(enumerate(left.elements(), live.num_ids))
+    coming = list(enumerate(left.elements(), membership.num_ids))
     replicas, places = zip(*staying, *coming, strict=True)
     stage = ChangeStage.STARTING if coming else ChangeStage.FORMING
-    change = LiveChange(live.highest + 1, replicas, places, stage)
-    live = replace(live, num_ids=live.num_ids + len(coming), highest=change.number, change=change)
-    changing = enter(state, state.phase, "Changing", why, now, live=live, assigned=places)
+    change = PendingResize(membership.highest + 1, replicas, places, stage)
+    membership = replace(
+        membership, num_ids=membership.num_ids + len(coming), highest=change.number, change=change
+    )
+    changing = enter(
+        state, state.phase, "Changing", why, now, membership=membership, assigned=places
+    )
     data = {
         "membership": change.number,
         "joining": [{"replica": replica, "node": node} for replica, node in coming],
-        "leaving": list(live.leavers),
+        "leaving": list(membership.leavers),
         "why": why,
     }
     attempt = state.attempt
@@ -83,30 +87,30 @@ def begin(
 
 def can_survive(state: JobState, lost: Collection[int]) -> bool:
     """Return whether the replicas of a job can continue without some of them."""
-    live = state.live
-    trains = state.training and state.intent is None and live.why_not is None
-    return trains and bool(set(live.replicas) - {*lost, *live.lost})
+    membership = state.membership
+    trains = state.training and state.intent is None and membership.why_not is None
+    return trains and bool(set(membership.replicas) - {*lost, *membership.lost})
 
 
 def let_go(state: JobState, lost: Sequence[int], why: str) -> Transition:
     """End lost replicas, while the others continue: see `can_survive`."""
     data = {"why": why, "replicas": list(lost)}
     record = Record("replicas_lost", state.attempt, data)
-    all_lost = tuple(sorted({*state.live.lost, *lost}))
-    noted = replace(state, live=replace(state.live, lost=all_lost))
+    all_lost = tuple(sorted({*state.membership.lost, *lost}))
+    noted = replace(state, membership=replace(state.membership, lost=all_lost))
     return noted, (record, EndReplicas(state.attempt, tuple(lost), at_once=True))
 
 
 def survived(state: JobState, event: Survived, now: float) -> Transition:
     """Record that a job continues without its lost replicas."""
-    live = state.live
-    lost = tuple(replica for replica in live.replicas if replica not in event.replicas)
-    mine = not set(event.replicas) - set(live.replicas) and bool(event.replicas)
-    if not _runs(state, event.attempt) or not (mine and lost) or event.number <= live.number:
+    membership = state.membership
+    lost = tuple(replica for replica in membership.replicas if replica not in event.replicas)
+    mine = not set(event.replicas) - set(membership.replicas) and bool(event.replicas)
+    if not _runs(state, event.attempt) or not (mine and lost) or event.number <= membership.number:
         return state, ()
-    places = dict(zip(live.replicas, state.running_on, strict=True))
+    places = dict(zip(membership.replicas, state.running_on, strict=True))
     nodes = tuple(places[replica] for replica in event.replicas)
-    coming = tuple(replica for replica, _ in live.joining)
+    coming = tuple(replica for replica, _ in membership.joining)
     data = {
         "membership": event.number,
         "step": event.step,
@@ -117,18 +121,25 @@ def survived(state: JobState, event: Survived, now: float) -> Transition:
         "num_replicas": len(nodes),
         "num_stages": state.running_stages,
     }
-    live = replace(
-        live,
+    membership = replace(
+        membership,
         number=event.number,
         replicas=event.replicas,
-        highest=max(live.highest, event.number),
+        highest=max(membership.highest, event.number),
         change=None,
-        lost=tuple(replica for replica in live.lost if replica in event.replicas),
+        lost=tuple(replica for replica in membership.lost if replica in event.replicas),
     )
-    live = _counted(live, "the last one was a loss of replicas", now)
+    membership = _counted(membership, "the last one was a loss of replicas", now)
     message = f"Training on {', '.join(nodes)}, without replicas that were lost."
     going_on = enter(
-        state, state.phase, "Training", message, now, live=live, running_on=nodes, assigned=nodes
+        state,
+        state.phase,
+        "Training",
+        message,
+        now,
+        membership=membership,
+        running_on=nodes,
+        assigned=nodes,
     )
     return going_on, (
         Record("survived", state.attempt, data),
@@ -136,22 +147,22 @@ def survived(state: JobState, event: Survived, now: float) -> Transition:
     )
 
 
-def ready(state: JobState, event: LiveReady) -> Transition:
+def ready(state: JobState, event: ElasticReady) -> Transition:
     """Record whether the replicas can be resized."""
-    live = state.live
-    if not _runs(state, event.attempt) or live.failures >= MOST_FAILURES:
+    membership = state.membership
+    if not _runs(state, event.attempt) or membership.failures >= MOST_FAILURES:
         return state, ()
-    if live.change is not None or event.why_not == live.why_not:
+    if membership.change is not None or event.why_not == membership.why_not:
         return state, ()
-    return replace(state, live=replace(live, why_not=event.why_not)), ()
+    return replace(state, membership=replace(membership, why_not=event.why_not)), ()
 
 
 def waiting_to_join(state: JobState, event: WaitingToJoin) -> Transition:
     """Record waiting replicas; when all wait, all replicas are asked to form their groups."""
-    change = state.live.change
+    change = state.membership.change
     if not _runs(state, event.attempt) or change is None:
         return state, ()
-    missing = {replica for replica, _ in state.live.joining} - set(change.waiting_to_join)
+    missing = {replica for replica, _ in state.membership.joining} - set(change.waiting_to_join)
     new = [replica for replica in dict.fromkeys(event.replicas) if replica in missing]
     if not new:
         return state, ()
@@ -160,12 +171,12 @@ def waiting_to_join(state: JobState, event: WaitingToJoin) -> Transition:
     records = tuple(
         Record("waiting_to_join", state.attempt, {"replica": replica}) for replica in new
     )
-    return replace(state, live=replace(state.live, change=changed)), records
+    return replace(state, membership=replace(state.membership, change=changed)), records
 
 
 def switched(state: JobState, event: Switched, now: float) -> Transition:
     """Record the new membership; the replicas that left end by themselves."""
-    change, live = state.live.change, state.live
+    change, membership = state.membership.change, state.membership
     if not _runs(state, event.attempt) or not _forms(change, event.number):
         return state, ()
     assert change is not None  # noqa: S101  # it is forming
@@ -179,20 +190,28 @@ def switched(state: JobState, event: Switched, now: float) -> Transition:
         "num_stages": state.running_stages,
     }
     actions: tuple[Action, ...] = (Record("changed", state.attempt, data),)
-    if live.leavers:
-        actions += (EndReplicas(state.attempt, live.leavers, at_once=False),)
-    live = replace(live, number=change.number, replicas=change.replicas, change=None)
+    if membership.leavers:
+        actions += (EndReplicas(state.attempt, membership.leavers, at_once=False),)
+    membership = replace(membership, number=change.number, replicas=change.replicas, change=None)
     since = "" if event.step is None else f" since step {event.step}"
     message = f"Training{since} on {', '.join(change.nodes)}."
     return (
-        enter(state, state.phase, "Training", message, now, live=live, running_on=change.nodes),
+        enter(
+            state,
+            state.phase,
+            "Training",
+            message,
+            now,
+            membership=membership,
+            running_on=change.nodes,
+        ),
         actions,
     )
 
 
 def refused(state: JobState, event: ChangeRefused, now: float) -> Transition:
     """Abandon a refused resize; restart the job if every resize would be refused."""
-    change = state.live.change
+    change = state.membership.change
     if not _runs(state, event.attempt) or not _forms(change, event.number):
         return state, ()
     assert change is not None  # noqa: S101  # it is forming
@@ -206,7 +225,7 @@ def refused(state: JobState, event: ChangeRefused, now: float) -> Transition:
 
 def joining_replica_lost(state: JobState, event: JoiningReplicaLost, now: float) -> Transition:
     """Abandon a resize whose joining replica is gone; replicas that form it notice it."""
-    coming = [replica for replica, _ in state.live.joining]
+    coming = [replica for replica, _ in state.membership.joining]
     if not _runs(state, event.attempt) or event.replica not in coming:
         return state, ()
     return _abandon(state, event.why, now)
@@ -214,7 +233,7 @@ def joining_replica_lost(state: JobState, event: JoiningReplicaLost, now: float)
 
 def overdue(state: JobState, event: ChangeOverdue, now: float) -> Transition:
     """Abandon a resize whose joining replicas are not ready in time."""
-    change = state.live.change
+    change = state.membership.change
     if not _runs(state, event.attempt) or change is None or change.number != event.number:
         return state, ()
     if change.stage is not ChangeStage.STARTING:
@@ -224,34 +243,44 @@ def overdue(state: JobState, event: ChangeOverdue, now: float) -> Transition:
 
 def again(state: JobState) -> tuple[Action, ...]:
     """Return the actions of a new scheduler for a resize that it has found."""
-    change = state.live.change
+    change = state.membership.change
     if change is None or change.stage is not ChangeStage.STARTING:
         return ()
     return (GiveUpAfter(state.attempt, change.number, START_LIMIT),)
 
 
 def _abandon(state: JobState, why: str, now: float) -> Transition:
-    live, change = state.live, state.live.change
+    membership, change = state.membership, state.membership.change
     assert change is not None  # noqa: S101  # checked by the callers
-    coming = tuple(replica for replica, _ in live.joining)
+    coming = tuple(replica for replica, _ in membership.joining)
     actions: tuple[Action, ...] = (Record("change_abandoned", state.attempt, _told(change, why)),)
     if coming:
         actions += (EndReplicas(state.attempt, coming, at_once=True),)
-    live = replace(_counted(live, f"the last resize was abandoned: {why}", now), change=None)
+    membership = replace(
+        _counted(membership, f"the last resize was abandoned: {why}", now), change=None
+    )
     message = f"Training on {', '.join(state.running_on)}; an elastic resize was abandoned: {why}"
-    kept = enter(state, state.phase, "Training", message, now, live=live, assigned=state.running_on)
+    kept = enter(
+        state,
+        state.phase,
+        "Training",
+        message,
+        now,
+        membership=membership,
+        assigned=state.running_on,
+    )
     return kept, actions
 
 
-def _counted(live: LiveState, why: str, now: float) -> LiveState:
-    failures = live.failures + 1 if now - live.failed_at < FORGOTTEN_AFTER else 1
-    why_not = live.why_not
+def _counted(membership: Membership, why: str, now: float) -> Membership:
+    failures = membership.failures + 1 if now - membership.failed_at < FORGOTTEN_AFTER else 1
+    why_not = membership.why_not
     if failures >= MOST_FAILURES:
         why_not = f"{failures} failures; {why}"
-    return replace(live, failures=failures, failed_at=now, why_not=why_not)
+    return replace(membership, failures=failures, failed_at=now, why_not=why_not)
 
 
-def _told(change: LiveChange, why: str) -> dict[str, object]:
+def _told(change: PendingResize, why: str) -> dict[str, object]:
     return {"membership": change.number, "why": why}
 
 
@@ -259,5 +288,5 @@ def _runs(state: JobState, attempt: int) -> bool:
     return attempt == state.attempt and bool(state.running_on) and state.intent is None
 
 
-def _forms(change: LiveChange | None, number: int) -> bool:
+def _forms(change: PendingResize | None, number: int) -> bool:
     return change is not None and (change.number, change.stage) == (number, ChangeStage.FORMING)

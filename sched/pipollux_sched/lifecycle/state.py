@@ -72,7 +72,7 @@ class ChangeStage(StrEnum):
 
 
 @dataclass(frozen=True)
-class LiveChange:
+class PendingResize:
     """An elastic resize: a change of replicas while the surviving ones continue to train."""
 
     number: int
@@ -85,7 +85,7 @@ class LiveChange:
 
 
 @dataclass(frozen=True)
-class LiveState:
+class Membership:
     """The replicas of the running attempt, and a resize under way.
 
     Inside an attempt there are memberships 1, 2, …, each a list of replicas. A replica's id is
@@ -106,7 +106,7 @@ class LiveState:
     """Consecutive failed resizes and losses of replicas within a short time."""
     failed_at: float = 0.0
     """Time of the last one, in seconds since the epoch."""
-    change: LiveChange | None = None
+    change: PendingResize | None = None
     lost: tuple[int, ...] = ()
     """Ids of lost replicas, without which the others have not continued yet."""
 
@@ -147,7 +147,7 @@ class JobState:
     """K of these replicas; None: as for `num_stages`."""
     training: bool = False
     """Whether the running attempt has reported its first step."""
-    live: LiveState = LiveState()
+    membership: Membership = Membership()
     intent: Intent | None = None
     """Why the running attempt is being stopped; None while it may continue."""
     suspended: bool = False
@@ -169,7 +169,7 @@ class JobState:
     @property
     def nodes_in_use(self) -> tuple[str, ...]:
         """Node of each replica that runs or is starting, including joining replicas."""
-        return (*self.running_on, *(node for _, node in self.live.joining))
+        return (*self.running_on, *(node for _, node in self.membership.joining))
 
     @property
     def reason(self) -> str:

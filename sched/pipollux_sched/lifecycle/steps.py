@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from .events import Action, Record, Start, Stop
-from .state import CANCELLED, Condition, Intent, JobState, LiveState, Phase
+from .state import CANCELLED, Condition, Intent, JobState, Membership, Phase
 
 SUSPENDED_BY_USER = "SuspendedByUser"
 DEADLINE = "DeadlineExceeded"
@@ -56,9 +56,9 @@ def enter(
     if phase.ended:
         entered = replace(entered, **_AT_REST)
     if not entered.running_on:
-        return replace(entered, live=LiveState())
+        return replace(entered, membership=Membership())
     if entered.intent is not None:  # it stops with all its replicas, including joining ones
-        return replace(entered, live=replace(entered.live, change=None))
+        return replace(entered, membership=replace(entered.membership, change=None))
     return entered
 
 
@@ -76,7 +76,7 @@ def start(state: JobState, message: str, now: float) -> Transition:
         running_stages=state.num_stages,
         training=False,
         intent=None,
-        live=LiveState(1, tuple(range(num_replicas)), num_replicas, highest=1),
+        membership=Membership(1, tuple(range(num_replicas)), num_replicas, highest=1),
     )
     return started, (Start(attempt, state.assigned, state.num_stages),)
 

@@ -26,6 +26,7 @@ from .events import (
     Cancel,
     ChangeOverdue,
     ChangeRefused,
+    ElasticReady,
     Event,
     Exited,
     Expire,
@@ -33,7 +34,6 @@ from .events import (
     HeartbeatLost,
     JoiningReplicaLost,
     Kill,
-    LiveReady,
     NodeLost,
     NotAdopted,
     Record,
@@ -98,7 +98,7 @@ def advance(state: JobState, event: Event, now: float) -> Transition:
             return _started(state, event, now)
         case FirstStep():
             return _first_step(state, event, now)
-        case LiveReady():
+        case ElasticReady():
             return resizes.ready(state, event)
         case WaitingToJoin():
             return resizes.waiting_to_join(state, event)
@@ -157,7 +157,7 @@ def _allocate(state: JobState, event: Allocate, now: float) -> Transition:
     nodes = tuple(event.nodes)
     if state.phase.ended or state.suspended or state.intent is not None:
         return state, ()
-    if state.live.change is not None:  # the next decision comes after the resize
+    if state.membership.change is not None:  # the next decision comes after the resize
         return state, ()
     if state.running_on:
         return _reallocate_running(state, event, nodes, now)
@@ -182,7 +182,7 @@ def _reallocate_running(
         return state, ()
     restarts = resizes.why_restart(state, nodes, event.num_stages) if nodes else None
     if nodes and restarts is None:
-        allocated = _allocated(state, event, nodes, live=True)
+        allocated = _allocated(state, event, nodes, elastic=True)
         return resizes.begin(state, nodes, event.why, allocated, now)
     phase, reason, intent = (
         (Phase.RESTARTING, "Moving", Intent.MOVE)
@@ -206,7 +206,7 @@ def _allocated(
     event: Allocate,
     nodes: tuple[str, ...],
     *,
-    live: bool = False,
+    elastic: bool = False,
     why_restart: str | None = None,
 ) -> Record:
     data = {
@@ -222,10 +222,10 @@ def _allocated(
         "num_replicas": len(nodes),
         "previous": list(state.running_on or state.assigned),
         "why": event.why,
-        "live": live,
+        "elastic": elastic,
         "why_restart": why_restart,
     }
-    return Record("allocated", state.attempt + (0 if live else 1), data)
+    return Record("allocated", state.attempt + (0 if elastic else 1), data)
 
 
 def _started(state: JobState, event: Started, _now: float) -> Transition:
@@ -340,16 +340,16 @@ def _start_overdue(state: JobState, event: StartOverdue, now: float) -> Transiti
 
 def _unchanged(state: JobState) -> dict[str, Any]:
     """Return the changes that abandon a resize under way, because all replicas have to end."""
-    if state.live.change is None:
+    if state.membership.change is None:
         return {}
-    return {"live": replace(state.live, change=None), "assigned": state.running_on}
+    return {"membership": replace(state.membership, change=None), "assigned": state.running_on}
 
 
 def _node_lost(state: JobState, event: NodeLost, now: float) -> Transition:
     """Kill the rest of an attempt whose node is dead; the job waits for room elsewhere."""
     if event.attempt != state.attempt or not state.running_on:
         return state, ()
-    places = zip(state.live.replicas, state.running_on, strict=True)
+    places = zip(state.membership.replicas, state.running_on, strict=True)
     lost = [replica for replica, node in places if node == event.node]
     if lost and resizes.can_survive(state, lost):
         return resizes.let_go(state, lost, event.why)

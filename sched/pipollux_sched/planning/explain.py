@@ -115,8 +115,8 @@ def _find_standing(store: Store, job: JobRecord) -> Standing:
     if job.phase.ended:
         return Standing(None, None, None, None, (), None)
     pin = pinned_because(job.state)
-    live = Snapshot.read(store)
-    candidate = live.candidate(job.name)
+    state = Snapshot.read(store)
+    candidate = state.candidate(job.name)
     if candidate is None:
         waits = (
             f"its user: pipollux resume {job.name}"
@@ -128,31 +128,31 @@ def _find_standing(store: Store, job: JobRecord) -> Standing:
     spec = parse_job(job.spec)
     before = candidate.warm_start.predecessor if candidate.warm_start else None
     measured = _measured(store.hints().get(job.name), spec, candidate.warm_start)
-    free = free_of(live.nodes, live.candidates)
+    free = free_of(state.nodes, state.candidates)
     bounds = ReplicaBounds(spec.max_replicas, measured, before)
-    found = standing(candidate, live.nodes, free, bounds, pin, others_of(live.candidates))
-    promise = fair_limit(candidate, live, serving_knobs(store, ["fairness"])["fairness"])
+    found = standing(candidate, state.nodes, free, bounds, pin, others_of(state.candidates))
+    promise = fair_limit(candidate, state, serving_knobs(store, ["fairness"])["fairness"])
     limits = found.limits if promise is None else (*found.limits, promise)
     found = replace(found, limits=limits, planned_by=before)
-    return _within_team(found, live, job.name)
+    return _within_team(found, state, job.name)
 
 
-def _within_team(found: Standing, live: Snapshot, job: str) -> Standing:
-    waits = team_reasons(live).get(job)
+def _within_team(found: Standing, state: Snapshot, job: str) -> Standing:
+    waits = team_reasons(state).get(job)
     if waits is not None:
         return replace(found, waits_for=waits)
     told = list(found.limits)
-    candidate = live.candidate(job)
+    candidate = state.candidate(job)
     if candidate is not None and candidate.allocation:
-        use = uses_of(live).get(candidate.info.team)
-        more = shape_of(candidate.info, candidate.held, live.nodes).slots
+        use = uses_of(state).get(candidate.info.team)
+        more = shape_of(candidate.info, candidate.held, state.nodes).slots
         held = len(candidate.allocation) * more
         why = None if use is None else why_no_more(use, held, more)
         if why is not None:
             # The team's limits, not the value of replicas, keep the job from the free room.
             told = [limit for limit in told if limit.kind is not LimitKind.NOT_WORTH_IT]
             told.append(Limit(LimitKind.TEAM, why))
-    due = live.notices.get(job)
+    due = state.notices.get(job)
     if due is not None:
         text = "Other teams want back what its team borrows; it has notice until "
         told.append(Limit(LimitKind.TEAM, f"{text}{spell_moment(due)}."))
@@ -254,9 +254,9 @@ def _upward(
         yield Limit(LimitKind.NO_ROOM, "There is no room for one replica more.")
     elif pin is None and info.preemptible:
         # Its replicas stay in place, in the same shape.
-        live = info.rescale_seconds is not None
-        kind = "an elastic resize" if live else "a restart"
-        cost = f"{kind}, which costs it {_cost(info.change_seconds(live=live))}"
+        elastic = info.rescale_seconds is not None
+        kind = "an elastic resize" if elastic else "a restart"
+        cost = f"{kind}, which costs it {_cost(info.change_seconds(elastic=elastic))}"
         yield Limit(
             LimitKind.NOT_WORTH_IT,
             f"There is room for one replica more; the last decision held it not worth {cost}.",

@@ -180,7 +180,7 @@ def _headline(how_many: int, what: str, costs: list[float]) -> Headline:
 
 def pauses(run: Run) -> list[float]:
     """Return the pause of each elastic resize, in seconds: the time in which no replica trained."""
-    known = [g.pause_seconds for job in run.jobs.values() for g in job.started if g.live]
+    known = [g.pause_seconds for job in run.jobs.values() for g in job.started if g.elastic]
     return [pause for pause in known if pause is not None]
 
 
@@ -189,7 +189,7 @@ def restart_costs(run: Run) -> list[float]:
     costs = []
     for job in run.jobs.values():
         for before, after in pairwise(job.started):
-            if after.live:
+            if after.elastic:
                 continue
             if after.restart_seconds is not None:
                 costs.append(after.restart_seconds)
@@ -279,8 +279,8 @@ def continuations(job: JobRun) -> str:
         if restarts > 0:
             return f"After {count(restarts, 'restart')} it has reported no further step."
         return "It ran without a restart." if job.started else "It was never started."
-    parts = [_changed(a, b) if b.live else _resumed(a, b) for a, b in pairs]
-    what = "change" if any(b.live for _, b in pairs) else "restart"
+    parts = [_changed(a, b) if b.elastic else _resumed(a, b) for a, b in pairs]
+    what = "change" if any(b.elastic for _, b in pairs) else "restart"
     tail = f", and {count(len(parts) - 3, f'more {what}')}" if len(parts) > 3 else ""
     return f"It {'; '.join(parts[:3])}{tail}."
 

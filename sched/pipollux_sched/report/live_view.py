@@ -216,7 +216,7 @@ class LiveView:
         wide = self.console.width >= NARROW
         columns = {
             "replicas": "replicas",
-            **({"restarts": "restarts", "resizes": "live\nchanges"} if wide else {}),
+            **({"restarts": "restarts", "resizes": "resizes"} if wide else {}),
             "steps": "steps",
             **({"epochs": "epochs"} if wide else {}),
             "loss": "loss",

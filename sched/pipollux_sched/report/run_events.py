@@ -110,7 +110,7 @@ def _taken_over(held: Sequence[Event], changed: Event) -> list[Event]:
     allocated = [one for one in held if _is_of(one, "allocated", number)]
     rest = [one for one in held if one not in allocated and one["type"] not in _CHANGES]
     told = {name: changed[name] for name in _MEMBERSHIP if name in changed}
-    first = {**(allocated or [changed])[-1], "type": "allocated", "live": False, **told}
+    first = {**(allocated or [changed])[-1], "type": "allocated", "elastic": False, **told}
     begun = [one["type"] == "submitted" for one in rest].count(True)
     return [*rest[:begun], first, *rest[begun:]]
 

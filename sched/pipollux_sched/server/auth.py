@@ -120,8 +120,8 @@ class Auth:
 
 
 def _share(job: JobRecord) -> float:
-    live = job.state.live
-    return max((len(live.replicas) + len(live.joining)) / REPLICAS_OF_A_RATE, 1.0)
+    membership = job.state.membership
+    return max((len(membership.replicas) + len(membership.joining)) / REPLICAS_OF_A_RATE, 1.0)
 
 
 def equal(given: str, wanted: str) -> bool:

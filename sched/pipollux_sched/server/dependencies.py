@@ -13,7 +13,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.concurrency import run_in_threadpool
 
 from pipollux_sched.controller.commands import JobService
-from pipollux_sched.lifecycle import LiveReady, WaitingToJoin
+from pipollux_sched.lifecycle import ElasticReady, WaitingToJoin
 from pipollux_sched.metrics import SchedulerMetrics
 from pipollux_sched.spec.teams import JobOwner
 from pipollux_sched.spec.tokens import Role
@@ -60,7 +60,7 @@ class Services:
         self.reports: Batcher[ReceivedReport, bool] = Batcher(store.add_all_reports)
         self.heartbeats: Batcher[ReceivedHeartbeat, None] = Batcher(store.heartbeats.keep)
         self.beginnings: Batcher[str, None] = Batcher(control.note_training)
-        self.words: Batcher[tuple[str, LiveReady | WaitingToJoin], JobRecord] = Batcher(
+        self.words: Batcher[tuple[str, ElasticReady | WaitingToJoin], JobRecord] = Batcher(
             control.note_words
         )
         self.report_pace = ReportPace()

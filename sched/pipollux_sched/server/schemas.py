@@ -16,7 +16,7 @@ from pipollux_protocol.messages import (
     JobAnnouncement,
     MembershipProposal,
 )
-from pipollux_sched.controller.live_board import ReplicaAnswer
+from pipollux_sched.controller.resize_board import ReplicaAnswer
 from pipollux_sched.lifecycle import JobState
 from pipollux_sched.store import Predecessor
 from pipollux_sched.views.models import View
@@ -84,12 +84,12 @@ def inheritance_answer(relatives: Sequence[Predecessor]) -> InheritanceAnswer:
 
 def heartbeat_answer(state: JobState, answer: ReplicaAnswer) -> HeartbeatAnswer:
     """Return the answer to a replica of a job."""
-    live, change, place = state.live, state.live.change, answer.place
+    membership, change, place = state.membership, state.membership.change, answer.place
     proposal = announcement = None
     if change is not None and answer.forming:
         proposal = MembershipProposal(**_membership(change.number, change.replicas, change.nodes))
     if place is not None:
-        now = _membership(live.number, live.replicas, state.running_on)
+        now = _membership(membership.number, membership.replicas, state.running_on)
         where = (place.epoch, place.loop)
         balance, schedule = place.balance, place.schedule
         announcement = JobAnnouncement(**now, place=where, balance=balance, schedule=schedule)

@@ -21,7 +21,7 @@ ALLOWED = ("/dev/shm", "/run/user", "/run/media")  # noqa: S108  # for users, an
 """Exceptions within them."""
 _SAVED = re.compile(r"\.?checkpoint-\d{8}|\.?stopped\.json")
 """Names of a job's files in its checkpoint folder."""
-_IGNORED = re.compile(r"lost\+found|\.snapshot|\.live-\d+|\.owner")
+_IGNORED = re.compile(r"lost\+found|\.snapshot|\.elastic-\d+|\.owner")
 """Names that file systems create in empty folders, and that replicas leave behind."""
 
 

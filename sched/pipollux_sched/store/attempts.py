@@ -48,9 +48,9 @@ def totals(session: Session, name: str | None = None) -> AttemptCounts:
     return AttemptCounts(*session.execute(query).one())
 
 
-def among_live(name: InstrumentedAttribute[Any], *, live: bool) -> ColumnElement[bool]:
-    """Return the condition that a job of this name has not ended or, unless `live`, exists."""
-    if not live:
+def among_jobs(name: InstrumentedAttribute[Any], *, unfinished: bool) -> ColumnElement[bool]:
+    """Return the condition on a job's name that it has not ended; unless `unfinished`, none."""
+    if not unfinished:
         return true()
     return name.in_(select(JobRow.name).where(JobRow.phase.not_in(ENDED)))
 
@@ -61,11 +61,11 @@ def of_job(session: Session, name: str) -> list[AttemptRecord]:
     return [attempt_record(row) for row in session.scalars(query)]
 
 
-def count(session: Session, names: Collection[str] | None, *, live: bool) -> dict[str, int]:
+def count(session: Session, names: Collection[str] | None, *, unfinished: bool) -> dict[str, int]:
     """Return the number of attempts of each of the named jobs (None: of all)."""
     counts = (
         select(AttemptRow.job, func.count().label("attempts"))
-        .where(among_live(AttemptRow.job, live=live), AttemptRow.membership == 1)
+        .where(among_jobs(AttemptRow.job, unfinished=unfinished), AttemptRow.membership == 1)
         .group_by(AttemptRow.job)
     )
     if names is not None:
@@ -86,7 +86,7 @@ def pause_seconds(session: Session, name: str | None = None) -> dict[str, list[f
 def _costs(
     session: Session, cost: InstrumentedAttribute[float | None], name: str | None
 ) -> dict[str, list[float]]:
-    whose = among_live(AttemptRow.job, live=True) if name is None else AttemptRow.job == name
+    whose = among_jobs(AttemptRow.job, unfinished=True) if name is None else AttemptRow.job == name
     query = (
         select(AttemptRow.job, cost.label("seconds"))
         .where(whose, cost.is_not(None))
@@ -98,14 +98,14 @@ def _costs(
     return found
 
 
-def attained_service(session: Session, now: float, *, live: bool) -> dict[str, float]:
+def attained_service(session: Session, now: float, *, unfinished: bool) -> dict[str, float]:
     """Return the slot-seconds of each job, summed over its attempts."""
     held = func.coalesce(AttemptRow.ended_at, now) - AttemptRow.created_at
     slots = AttemptRow.num_replicas * AttemptRow.num_stages
     service = func.sum(case((held > 0, held), else_=0.0) * slots).label("service")
     sums = (
         select(AttemptRow.job, service)
-        .where(among_live(AttemptRow.job, live=live))
+        .where(among_jobs(AttemptRow.job, unfinished=unfinished))
         .group_by(AttemptRow.job)
     )
     return {row.job: row.service for row in session.execute(sums)}

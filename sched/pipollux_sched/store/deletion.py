@@ -19,7 +19,7 @@ from pipollux_sched.lifecycle import CANCELLED
 from . import journal
 from .attempts import AttemptCounts, totals
 from .database import Database
-from .errors import JobExistsError, JobLivesError
+from .errors import JobExistsError, JobUnfinishedError
 from .records import JobRecord, job_record
 from .retention import delete_events
 from .tables import AttemptRow, EventRow, HeartbeatRow, HintsRow, MetaRow, ReplicaRow
@@ -47,7 +47,7 @@ class Deletions:
         self._clock = clock
 
     def begin(self, name: str) -> JobRecord:
-        """Remove an ended job, and record its deletion; return it, or raise `JobLivesError`."""
+        """Remove an ended job, and record its deletion; `JobUnfinishedError`: it has not ended."""
         with self._database.write() as session:
             return _begin(session, name, self._clock())
 
@@ -96,7 +96,7 @@ def _begin(session: Session, name: str, now: float) -> JobRecord:
     row = journal.find_job(session, name)
     job = job_record(row)
     if not job.phase.ended:
-        raise JobLivesError(
+        raise JobUnfinishedError(
             f"job {name!r} is {job.phase} and cannot be deleted; cancel it first, with: "
             f"pipollux cancel {name}"
         )

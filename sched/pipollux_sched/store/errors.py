@@ -53,7 +53,7 @@ class JobEndedError(ConflictError):
     """The request requires a job that has not ended."""
 
 
-class JobLivesError(ConflictError):
+class JobUnfinishedError(ConflictError):
     """The request requires a job that has ended."""
 
 

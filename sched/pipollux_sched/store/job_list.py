@@ -140,7 +140,7 @@ _PHASE = case(
 _RANK = case(
     {phase.value: rank for rank, phase in enumerate(ListedPhase)}, value=_PHASE, else_=len(Phase)
 )
-_IS_LIVE = JobRow.phase.not_in(ENDED)
+_IS_UNFINISHED = JobRow.phase.not_in(ENDED)
 
 
 def count(session: Session, query: JobQuery) -> int:
@@ -173,20 +173,29 @@ def count_by_phase(session: Session) -> dict[ListedPhase, int]:
 
 def holders(session: Session) -> list[Holder]:
     """Return the jobs that hold slots or were assigned slots: at most one per slot."""
-    columns = (JobRow.id, JobRow.name, JobRow.running_on, JobRow.live, JobRow.assigned, _STAGES)
-    rows = session.execute(select(*columns).where(_IS_LIVE, _REPLICAS > 0).order_by(JobRow.id))
+    columns = (
+        JobRow.id,
+        JobRow.name,
+        JobRow.running_on,
+        JobRow.membership,
+        JobRow.assigned,
+        _STAGES,
+    )
+    rows = session.execute(
+        select(*columns).where(_IS_UNFINISHED, _REPLICAS > 0).order_by(JobRow.id)
+    )
     return [
-        Holder(name, number, (*(running_on or assigned), *_joining(live)), num_stages)
-        for number, name, running_on, live, assigned, num_stages in rows
+        Holder(name, number, (*(running_on or assigned), *_joining(membership)), num_stages)
+        for number, name, running_on, membership, assigned, num_stages in rows
     ]
 
 
-def _joining(live: Mapping[str, Any] | None) -> Iterator[str]:
-    change = None if live is None else live["change"]
-    if live is None or change is None:
+def _joining(membership: Mapping[str, Any] | None) -> Iterator[str]:
+    change = None if membership is None else membership["change"]
+    if membership is None or change is None:
         return
     for replica, node in zip(change["replicas"], change["nodes"], strict=True):
-        if replica not in live["replicas"]:
+        if replica not in membership["replicas"]:
             yield node
 
 
@@ -226,7 +235,7 @@ def _filter(query: JobQuery) -> ColumnElement[bool]:
 def _order(query: JobQuery, now: float) -> tuple[Any, ...]:
     """Return the sort keys; unknown values come last in either direction."""
     if query.order is JobOrder.USUAL:
-        rank = case((_IS_LIVE, _RANK), else_=len(ListedPhase))
+        rank = case((_IS_UNFINISHED, _RANK), else_=len(ListedPhase))
         return rank, JobRow.ended_at.desc(), JobRow.submitted_at, JobRow.id
     if query.order is JobOrder.SUBMITTED:
         return (JobRow.id.desc() if query.descending else JobRow.id.asc(),)

@@ -13,12 +13,12 @@ from sqlalchemy.orm import Session, aliased
 from pipollux_sched.lifecycle import (
     Action,
     Cancel,
+    ElasticReady,
     Event,
     Exited,
     FirstStep,
     Intent,
     JobState,
-    LiveReady,
     Phase,
     Record,
     Recover,
@@ -38,7 +38,7 @@ from .heartbeats import drop_heartbeats
 from .records import JobRecord, Point, job_record, job_state, write_job_state
 from .tables import AttemptRow, EventRow, JobRow, PointRow
 
-APART: frozenset[type[Event]] = frozenset({LiveReady, Started})
+APART: frozenset[type[Event]] = frozenset({ElasticReady, Started})
 """Events that concern only their job, and do not change its attempt."""
 
 
@@ -79,7 +79,7 @@ def advance_job(
     """Apply an event to a job, and record all consequences.
 
     For several jobs, `present` has the rows of `present_attempts`, read at once. `JobEndedError`: a
-    user's request needs a live job.
+    user's request needs an unfinished job.
     """
     before = job_state(row)
     _check_asked(row.name, before, event)
@@ -88,7 +88,10 @@ def advance_job(
     if after.phase.ended and not before.phase.ended:
         row.ended_at = now
     _keep_event(session, row.name, before, event, now, present)
-    if isinstance(event, Switched | Survived) and after.live.number != before.live.number:
+    if (
+        isinstance(event, Switched | Survived)
+        and after.membership.number != before.membership.number
+    ):
         _keep_membership(session, row.name, after, event, now)
     for action in actions:
         _keep_action(session, row, after, action, now)
@@ -164,7 +167,7 @@ def _keep_membership(
         AttemptRow(
             job=name,
             attempt=after.attempt,
-            membership=after.live.number,
+            membership=after.membership.number,
             nodes=list(after.running_on),
             num_replicas=len(after.running_on),
             num_stages=before.num_stages,
@@ -249,7 +252,7 @@ class StartingJob(NamedTuple):
 
 
 def overdue(session: Session, now: float) -> list[JobRecord]:
-    """Return the live jobs whose deadline has passed without having been applied."""
+    """Return the unfinished jobs whose deadline has passed without having been applied."""
     final = (Intent.CANCEL.value, Intent.EXPIRE.value)
     query = select(JobRow).where(
         JobRow.deadline_at <= now,

@@ -12,8 +12,8 @@ from pipollux_sched.lifecycle import (
     Condition,
     Intent,
     JobState,
-    LiveChange,
-    LiveState,
+    Membership,
+    PendingResize,
     Phase,
 )
 from pipollux_sched.spec.variables import hide_values
@@ -45,14 +45,14 @@ class JobRecord:
         """Return the job as plain JSON data, without its token."""
         state = asdict(self.state)
         conditions = state.pop("conditions")
-        live = state.pop("live") if self.state.running_on else None
+        membership = state.pop("membership") if self.state.running_on else None
         return {
             "name": self.name,
             "submitted_at": self.submitted_at,
             "ended_at": self.ended_at,
             "deadline_at": self.deadline_at,
             **state,
-            "live": live,
+            "membership": membership,
             "num_stages": self.state.num_stages or self.spec.get("num_stages", 1),
             "reason": self.state.reason,
             "message": self.state.message,
@@ -169,24 +169,24 @@ def job_state(row: JobRow) -> JobState:
         interruptions=row.interruptions,
         max_restarts=row.max_restarts,
         first_attempt=row.first_attempt,
-        live=_live_state(row),
+        membership=_membership(row),
     )
 
 
-def _live_state(row: JobRow) -> LiveState:
+def _membership(row: JobRow) -> Membership:
     if not row.running_on:
-        return LiveState()
-    if row.live is None:  # a row from before the column existed
+        return Membership()
+    if row.membership is None:  # a row from before the column existed
         ids = tuple(range(len(row.running_on)))
-        return LiveState(1, ids, len(ids), highest=1)
-    data = dict(row.live)
+        return Membership(1, ids, len(ids), highest=1)
+    data = dict(row.membership)
     change = data.pop("change")
     data["replicas"], data["lost"] = tuple(data["replicas"]), tuple(data["lost"])
     if change is not None:
         listed = {name: tuple(change[name]) for name in ("replicas", "nodes", "waiting_to_join")}
         stage = ChangeStage(change["stage"])
-        data["change"] = LiveChange(**{**change, **listed, "stage": stage})
-    return LiveState(**data)
+        data["change"] = PendingResize(**{**change, **listed, "stage": stage})
+    return Membership(**data)
 
 
 def write_job_state(row: JobRow, state: JobState) -> None:
@@ -205,7 +205,7 @@ def write_job_state(row: JobRow, state: JobState) -> None:
     row.interruptions = state.interruptions
     row.max_restarts = state.max_restarts
     row.first_attempt = state.first_attempt
-    row.live = asdict(state.live) if state.running_on else None
+    row.membership = asdict(state.membership) if state.running_on else None
 
 
 def job_record(row: JobRow) -> JobRecord:

@@ -71,7 +71,7 @@ def num_ids(row: JobRow) -> int:
     """Return the number of replicas that the running attempt has had; 0: the job does not run."""
     if not row.running_on:
         return 0
-    return len(row.running_on) if row.live is None else int(row.live["num_ids"])
+    return len(row.running_on) if row.membership is None else int(row.membership["num_ids"])
 
 
 def check_replica(

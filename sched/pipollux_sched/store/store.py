@@ -146,7 +146,7 @@ class Store:
         """Run an ended job again, with its original spec, from its last checkpoint or from scratch.
 
         Raises:
-            JobLivesError: it has not ended.
+            JobUnfinishedError: it has not ended.
             JobEndedError: it is complete, and `from_scratch` is False.
             TeamFullError: its team has reached its limit of unfinished jobs.
         """
@@ -158,10 +158,10 @@ class Store:
         with self._database.read() as session:
             return job_record(journal.find_job(session, name))
 
-    def jobs(self, *, live: bool = False) -> list[JobRecord]:
+    def jobs(self, *, unfinished: bool = False) -> list[JobRecord]:
         """Return all jobs, or those that have not ended, in the order of their first submission."""
         query = select(JobRow).order_by(JobRow.id)
-        if live:
+        if unfinished:
             query = query.where(JobRow.phase.not_in(attempts.ENDED))
         with self._database.read() as session:
             return [job_record(row) for row in session.scalars(query)]
@@ -185,7 +185,7 @@ class Store:
             return journal.advance_all(session, events, self._clock())
 
     def overdue(self) -> list[JobRecord]:
-        """Return the live jobs whose deadline has passed without having been applied."""
+        """Return the unfinished jobs whose deadline has passed without having been applied."""
         with self._database.read() as session:
             return journal.overdue(session, self._clock())
 
@@ -212,18 +212,18 @@ class Store:
         with self._database.write(durable=False) as session:
             return hint_rows.keep(session, received, self._clock())
 
-    def hints(self, *, live: bool = False) -> dict[str, dict[str, Any]]:
-        """Return the latest hints by job, as JSON; `live`: of jobs that have not ended."""
-        query = select(HintsRow).where(attempts.among_live(HintsRow.job, live=live))
+    def hints(self, *, unfinished: bool = False) -> dict[str, dict[str, Any]]:
+        """Return the latest hints by job, as JSON; `unfinished`: of jobs that have not ended."""
+        query = select(HintsRow).where(attempts.among_jobs(HintsRow.job, unfinished=unfinished))
         with self._database.read() as session:
             return {row.job: row.hints for row in session.scalars(query)}
 
     def hint_texts(self) -> dict[str, str]:
         """Return the latest hints of the jobs that have not ended, as unparsed JSON."""
         query = select(HintsRow.job, cast(HintsRow.hints, String))
-        live = query.where(attempts.among_live(HintsRow.job, live=True))
+        unfinished = query.where(attempts.among_jobs(HintsRow.job, unfinished=True))
         with self._database.read() as session:
-            return {row[0]: row[1] for row in session.execute(live)}
+            return {row[0]: row[1] for row in session.execute(unfinished)}
 
     def add_report(
         self,
@@ -260,16 +260,16 @@ class Store:
             return attempts.of_job(session, name)
 
     def num_attempts(
-        self, names: Collection[str] | None = None, *, live: bool = False
+        self, names: Collection[str] | None = None, *, unfinished: bool = False
     ) -> dict[str, int]:
         """Return the number of starts by job (None: of all); jobs never started are left out."""
         with self._database.read() as session:
-            return attempts.count(session, names, live=live)
+            return attempts.count(session, names, unfinished=unfinished)
 
-    def attained_service(self, *, live: bool = False) -> dict[str, float]:
+    def attained_service(self, *, unfinished: bool = False) -> dict[str, float]:
         """Return the slot-seconds of started jobs, summed over their attempts."""
         with self._database.read() as session:
-            return attempts.attained_service(session, self._clock(), live=live)
+            return attempts.attained_service(session, self._clock(), unfinished=unfinished)
 
     def restart_seconds(self, name: str, default: float) -> float:
         """Return the moving average of a job's restart costs in seconds; `default` if none."""

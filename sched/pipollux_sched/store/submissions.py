@@ -13,7 +13,7 @@ from pipollux_sched.lifecycle import JobState, Phase, Rerun, Submit
 from pipollux_sched.spec.variables import hide_values
 
 from . import deletion, journal
-from .errors import JobEndedError, JobExistsError, JobLivesError
+from .errors import JobEndedError, JobExistsError, JobUnfinishedError
 from .journal import Change
 from .records import write_job_state
 from .tables import HintsRow, JobRow
@@ -68,7 +68,7 @@ def run_again(session: Session, name: str, now: float, *, from_scratch: bool) ->
     row = journal.find_job(session, name)
     phase = Phase(row.phase)
     if not phase.ended:
-        raise JobLivesError(f"job {name!r} is {phase}; only a job that has ended is run again")
+        raise JobUnfinishedError(f"job {name!r} is {phase}; only a job that has ended is run again")
     if phase is Phase.COMPLETE and not from_scratch:
         raise JobEndedError(
             f"job {name!r} is complete and cannot continue; to train it again from the "

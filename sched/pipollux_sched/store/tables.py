@@ -61,7 +61,7 @@ class JobRow(Base):
     interruptions: Mapped[int] = mapped_column(server_default="0")
     max_restarts: Mapped[int]
     first_attempt: Mapped[int]
-    live: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    membership: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
 
 
 class HintsRow(Base):

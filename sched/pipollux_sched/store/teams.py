@@ -119,8 +119,12 @@ def _unfinished(session: Session, teams: TeamsSpec, but: Collection[str]) -> Cou
 
     # Thousands of jobs have few owners, and their specs are long.
     owner = (JobRow.spec[name].as_string().label(name) for name in ("team", "user"))
-    live = select(*owner).where(JobRow.phase.not_in(ENDED), JobRow.name.not_in(but)).subquery()
-    query = select(live.c.team, live.c.user, func.count()).group_by(live.c.team, live.c.user)
+    unfinished = (
+        select(*owner).where(JobRow.phase.not_in(ENDED), JobRow.name.not_in(but)).subquery()
+    )
+    query = select(unfinished.c.team, unfinished.c.user, func.count()).group_by(
+        unfinished.c.team, unfinished.c.user
+    )
     found = Counter[str]()
     for team, user, number in session.execute(query):
         found[teams.team_of(JobOwner("", team, user, None))] += number

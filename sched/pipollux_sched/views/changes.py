@@ -13,7 +13,7 @@ def change_under_way(state: JobState) -> str | None:
 
     Example: `from 1 to 2 replicas; replica 3 on node-b is on its way`.
     """
-    change = state.live.change
+    change = state.membership.change
     if change is None:
         return None
     sizes = f"from {len(state.running_on)} to {count(len(change.nodes), 'replica')}"
@@ -21,8 +21,8 @@ def change_under_way(state: JobState) -> str | None:
 
 
 def _joining(state: JobState) -> Iterator[str]:
-    change = state.live.change
-    for replica, node in state.live.joining:
+    change = state.membership.change
+    for replica, node in state.membership.joining:
         if change is not None and change.stage is ChangeStage.FORMING:
             where = "is about to join"
         elif change is not None and replica in change.waiting_to_join:
@@ -33,6 +33,6 @@ def _joining(state: JobState) -> Iterator[str]:
 
 
 def _leavers(state: JobState) -> Iterator[str]:
-    places = dict(zip(state.live.replicas, state.running_on, strict=True))
-    for replica in state.live.leavers:
+    places = dict(zip(state.membership.replicas, state.running_on, strict=True))
+    for replica in state.membership.leavers:
         yield f"replica {replica} on {places[replica]} is to leave"

@@ -57,7 +57,7 @@ class Alternative:
 class NextChange:
     """The kind of the next change of a job's replicas."""
 
-    live: bool
+    elastic: bool
     """Whether it would be an elastic resize."""
     why_restart: str | None
     """The reason that it would be a restart."""
@@ -68,7 +68,7 @@ class ExplanationView(View):
 
     `changing`: an elastic resize in progress, in words. `next_change`: null if nothing runs, or if
     the job is being stopped. `planned_by`: the job whose measurements are used; null: the job's
-    own, or none. The `last_decision` has `live`, and `why_restart` if it was a restart.
+    own, or none. The `last_decision` has `elastic`, and `why_restart` if it was a restart.
     """
 
     name: str

@@ -108,5 +108,5 @@ def _replicas(
             step=heard[replica].step if replica in heard else None,
             finished=replica in heard and heard[replica].finished,
         )
-        for replica, node in zip(job.state.live.replicas, nodes, strict=True)
+        for replica, node in zip(job.state.membership.replicas, nodes, strict=True)
     ]

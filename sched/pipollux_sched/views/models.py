@@ -77,7 +77,7 @@ class JobView(View):
     running_on: list[str]
     running_stages: int | None
     training: bool
-    live: MembershipView | None
+    membership: MembershipView | None
     intent: Intent | None
     suspended: bool
     failures: int

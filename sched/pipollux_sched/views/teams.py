@@ -61,7 +61,7 @@ def stored_teams(store: Store) -> TeamsSpec | None:
 
 def list_teams(store: Store) -> TeamsView:
     """Return the teams and their usage, including teams that only jobs name."""
-    spec, jobs = stored_teams(store), store.jobs(live=True)
+    spec, jobs = stored_teams(store), store.jobs(unfinished=True)
     on_nodes = Counter[str]()
     for job in jobs:
         nodes, stages = _held(job)

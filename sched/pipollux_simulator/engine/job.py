@@ -39,7 +39,7 @@ class Interval:
     end: float
     nodes: tuple[Any, ...]
     num_stages: int
-    live: bool = False
+    elastic: bool = False
     """Whether it began with an elastic resize: the surviving replicas did not stop."""
 
 
@@ -85,7 +85,7 @@ class SimulatedJob:
     _delay: float = 0.0
     _join_at: float = math.inf
     _since: float = 0.0
-    _live: bool = False
+    _elastic: bool = False
     _saved: tuple[float, int] = (0.0, 0)
     _unsaved_seconds: float = 0.0
 
@@ -126,7 +126,7 @@ class SimulatedJob:
 
     def _restart(self, now: float, nodes: Sequence[Any], shape: ReplicaShape | None) -> None:
         self._close_interval(now)
-        self._live, moves = False, bool(self.nodes)
+        self._elastic, moves = False, bool(self.nodes)
         self.nodes, self.shape = tuple(nodes), shape if nodes else None
         self.members, self._join_at = self.nodes, math.inf
         self.running = None
@@ -143,7 +143,7 @@ class SimulatedJob:
     def _rescale(self, now: float, nodes: Sequence[Any]) -> None:
         """Remove leaving replicas at once and start joining ones, while the others continue."""
         self._close_interval(now)
-        self._live = True
+        self._elastic = True
         self.num_rescales += 1
         survivors = Counter(self.members) & Counter(nodes)
         if survivors.total() < len(self.members):
@@ -269,5 +269,5 @@ class SimulatedJob:
     def _close_interval(self, now: float) -> None:
         if self.shape is not None and now > self._since:
             stages = self.shape.num_stages
-            self.history.append(Interval(self._since, now, self.nodes, stages, self._live))
+            self.history.append(Interval(self._since, now, self.nodes, stages, self._elastic))
         self._since = now

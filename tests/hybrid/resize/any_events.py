@@ -41,9 +41,9 @@ class RunEvents:
         """Whether the pass under way is the last one of its iteration."""
         self._mine: tuple[str, bool] | None = None
         self._happened: list[Happening] = []
-        live = elastic_membership(context())
-        assert live is not None
-        self._watch = live._watch
+        membership = elastic_membership(context())
+        assert membership is not None
+        self._watch = membership._watch
         write_once(folder / f"id-{self._watch.replica}", self.name)
         if os.environ.get("DIES", "").endswith(f".{context().env.stage}"):
             threading.Thread(target=self._die_as_joining_replica, daemon=True).start()

@@ -61,26 +61,26 @@ def make_loader(kind: str) -> pipollux.AdaptiveDataLoader | pipollux.AdaptiveBPT
 
 def meet_at(step: int, changes: set[int]) -> None:
     """Wait at some steps until the groups of the next membership are there."""
-    live = elastic_membership(context())
-    if live is None or step not in changes:
+    membership = elastic_membership(context())
+    if membership is None or step not in changes:
         return
     (RESULTS / f"waits-{step}-{pipollux.replica_rank()}").touch()
-    while not ((pending := live._watch.pending) and pending.formed):
+    while not ((pending := membership._watch.pending) and pending.formed):
         time.sleep(0.01)
 
 
 def have_let_go() -> None:
     """Wait until the groups of the membership before are gone, which a thread sees to."""
-    live = elastic_membership(context())
-    while live is not None and live._watch._retired:
+    membership = elastic_membership(context())
+    while membership is not None and membership._watch._retired:
         time.sleep(0.01)
 
 
 def die_when_formed() -> None:
     """Die at the worst moment: when the others are about to go over to the new groups."""
-    live = elastic_membership(context())
-    assert live is not None
-    while not ((pending := live._watch.pending) and pending.formed):
+    membership = elastic_membership(context())
+    assert membership is not None
+    while not ((pending := membership._watch.pending) and pending.formed):
         time.sleep(0.001)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -137,7 +137,7 @@ def digest(tensors: list[Tensor]) -> str:
 class Bound(pipollux.State):
     """A state that cannot be taken over while others train."""
 
-    live = False
+    elastic = False
 
     def save(self, fileobj: BinaryIO) -> None:
         fileobj.write(b"bound")

@@ -105,8 +105,8 @@ def die() -> NoReturn:
 
 def die_while_forming() -> None:
     """Die when those that are left form their groups."""
-    live = elastic_membership(context())
-    assert live is not None
+    membership = elastic_membership(context())
+    assert membership is not None
     folder = Path(os.environ["PIPOLLUX_RENDEZVOUS"])
     while not list(folder.glob("follows-*")):
         time.sleep(0.0005)

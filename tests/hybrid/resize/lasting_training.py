@@ -27,9 +27,9 @@ WIDTH = 64
 
 def holdings(process: psutil.Process) -> dict[str, int]:
     """What this process holds."""
-    live = elastic_membership(context())
-    assert live is not None
-    store = live._watch.store
+    membership = elastic_membership(context())
+    assert membership is not None
+    store = membership._watch.store
     try:
         keys = store.num_keys() if store is not None else 0
     except dist.DistNetworkError:

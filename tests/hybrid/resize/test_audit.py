@@ -31,13 +31,13 @@ FIELDS: dict[str, tuple[str, str]] = {
         "_context pending",
     ),
     "AdaptiveBPTTIterator": (
-        "_boundary _context _epoch_size _epochs _init_batch_size _is_fresh _limits _live "
+        "_boundary _context _epoch_size _epochs _init_batch_size _is_fresh _limits _membership "
         "_metrics _random _sample_length _state bptt_len tokens",
         "",
     ),
     "AdaptiveDataLoader": (
         "_batches _boundary _context _epoch_size _epochs _init_batch_size _limits _lists "
-        "_live _metrics _random _sample_length _sampler _seed _state _stream _worker_start",
+        "_membership _metrics _random _sample_length _sampler _seed _state _stream _worker_start",
         "",
     ),
     "AdaptiveOptimizer": (
@@ -348,7 +348,7 @@ FIELDS: dict[str, tuple[str, str]] = {
         "_clock _last _seconds _until",
     ),
     "StepBoundary": (
-        "_agreed _context _live _metrics",
+        "_agreed _context _membership _metrics",
         "",
     ),
     "StepProfile": (
@@ -383,7 +383,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     ),
     "_Holder": (
         "",
-        "live",
+        "membership",
     ),
     "_Lists": (
         "",

@@ -111,8 +111,8 @@ def test_a_death_is_what_a_restart_of_those_left_would_be_to_the_last_bit(
     process, _, count = who.partition(" of ")
     before = int(count)
     settings = {"DATA": kind, "SCHEDULE": schedule, "LAYERS": layers, "OPTIONS": options}
-    live = run(make_job, before, **settings, DIES=f"{process}:7:exchange")
-    assert live.check_done() == [(1, before), (8, before - 1)], live.errors()
+    resized = run(make_job, before, **settings, DIES=f"{process}:7:exchange")
+    assert resized.check_done() == [(1, before), (8, before - 1)], resized.errors()
 
     checkpoints = {"PIPOLLUX_CHECKPOINT_DIR": str(tmp_path / "checkpoints")}
     stopped = {**STAGES, **settings, **checkpoints, "PIPOLLUX_RENDEZVOUS": ""}
@@ -121,7 +121,7 @@ def test_a_death_is_what_a_restart_of_those_left_would_be_to_the_last_bit(
     restarted.begin(before - 1)
     restarted.finish()
     assert restarted.check_done() == [(1, before), (8, before - 1)], restarted.errors()
-    ours, theirs = live.done(), restarted.done()
+    ours, theirs = resized.done(), restarted.done()
     assert ours.keys() == theirs.keys()
     for step, lines in ours.items():  # one after the other: a failure names the first
         for line, other in zip(lines, theirs[step], strict=True):

@@ -62,15 +62,15 @@ def test_a_change_is_what_a_restart_would_be_to_the_last_bit(
     make_job: MakeJob, tmp_path: Path, kind: str, stages: str, replicas: str
 ) -> None:
     before, after = map(int, replicas.split(" to "))
-    live = make_job(DATA=kind, STAGES=stages, CHANGES="5")
-    live.begin(before)
-    live.wait_until_at(5)
+    resized = make_job(DATA=kind, STAGES=stages, CHANGES="5")
+    resized.begin(before)
+    resized.wait_until_at(5)
     if after > before:
-        live.add()
+        resized.add()
     else:
-        live.ask_to_leave(1, 2)
-    live.wait()
-    assert live.check() == [(1, before), (8, after)]
+        resized.ask_to_leave(1, 2)
+    resized.wait()
+    assert resized.check() == [(1, before), (8, after)]
 
     checkpoints = {"PIPOLLUX_CHECKPOINT_DIR": str(tmp_path / "checkpoints")}
     restarted = make_job(DATA=kind, STAGES=stages, PIPOLLUX_RENDEZVOUS="", **checkpoints)
@@ -78,7 +78,7 @@ def test_a_change_is_what_a_restart_would_be_to_the_last_bit(
     restarted.begin(after)
     restarted.wait()
     assert restarted.check() == [(1, before), (8, after)]
-    ours, theirs = live.steps(), restarted.steps()
+    ours, theirs = resized.steps(), restarted.steps()
     assert ours.keys() == theirs.keys()
     for step, lines in ours.items():  # one after the other: a failure names the first
         for line, other in zip(lines, theirs[step], strict=True):
@@ -188,7 +188,7 @@ def test_a_state_that_cannot_be_taken_over_keeps_joining_out(make_job: MakeJob, 
     job.wait_for(lambda: (job.results / "reached-4-0").exists(), "step 4")
     joining_replica = job.add()
     assert joining_replica.wait() == 1
-    said = f"replicas cannot join while others train, as {kind.title()} sets live = False"
+    said = f"replicas cannot join while others train, as {kind.title()} sets elastic = False"
     assert f"{said} for the state table.bin" in joining_replica.errors
     job.programs.remove(joining_replica)
     job.ask_to_leave(1, 2)

@@ -86,15 +86,15 @@ def test_a_change_is_what_a_restart_would_be_to_the_last_bit(
     before, after = map(int, replicas.split(" to "))
     settings = {"DATA": kind, "SCHEDULE": schedule, "LAYERS": layers, "CLIPS": "1"}
     settings |= {**STAGES, "EPOCHS": epochs}
-    live = make_job(CHANGES="5", **settings)
-    live.begin(before)
-    live.wait_until_at(5)
+    resized = make_job(CHANGES="5", **settings)
+    resized.begin(before)
+    resized.wait_until_at(5)
     if after > before:
-        live.add_stages()
+        resized.add_stages()
     else:
-        live.ask_to_leave(0, before)
-    live.wait()
-    assert live.check() == [(1, before), (8, after)]
+        resized.ask_to_leave(0, before)
+    resized.wait()
+    assert resized.check() == [(1, before), (8, after)]
 
     checkpoints = {"PIPOLLUX_CHECKPOINT_DIR": str(tmp_path / "checkpoints")}
     restarted = make_job(PIPOLLUX_RENDEZVOUS="", **checkpoints, **settings)
@@ -102,7 +102,7 @@ def test_a_change_is_what_a_restart_would_be_to_the_last_bit(
     restarted.begin(after)
     restarted.wait()
     assert restarted.check() == [(1, before), (8, after)]
-    ours, theirs = live.steps(), restarted.steps()
+    ours, theirs = resized.steps(), restarted.steps()
     assert ours.keys() == theirs.keys()
     for step, lines in ours.items():  # one after the other: a failure names the first
         for line, other in zip(lines, theirs[step], strict=True):

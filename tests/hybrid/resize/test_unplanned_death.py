@@ -144,10 +144,10 @@ def test_a_death_is_what_a_restart_of_those_left_would_be_to_the_last_bit(
 ) -> None:
     rank, before = map(int, who.split(" of "))
     settings = {"DATA": kind, "STAGES": stages, "OPTIONS": "scaler"}
-    live = make_job(**settings, DIES=f"{rank}:7:forward")
-    live.begin(before)
-    live.finish()
-    assert live.check_done() == [(1, before), (8, before - 1)], live.errors()
+    resized = make_job(**settings, DIES=f"{rank}:7:forward")
+    resized.begin(before)
+    resized.finish()
+    assert resized.check_done() == [(1, before), (8, before - 1)], resized.errors()
 
     checkpoints = {"PIPOLLUX_CHECKPOINT_DIR": str(tmp_path / "checkpoints")}
     restarted = make_job(**settings, PIPOLLUX_RENDEZVOUS="", **checkpoints)
@@ -155,7 +155,7 @@ def test_a_death_is_what_a_restart_of_those_left_would_be_to_the_last_bit(
     restarted.begin(before - 1)
     restarted.finish()
     assert restarted.check_done() == [(1, before), (8, before - 1)]
-    ours, theirs = live.done(), restarted.done()
+    ours, theirs = resized.done(), restarted.done()
     assert ours.keys() == theirs.keys()
     for step, lines in ours.items():  # one after the other: a failure names the first
         for line, other in zip(lines, theirs[step], strict=True):

@@ -20,11 +20,11 @@ from tests.extent import first
 from tests.policies.policy_cases import TEMPLATE, best_fitness, fitness, random_case, scaling
 
 
-@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize("elastic", [False, True])
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("seed", first(30, range(60)))
-def test_pollux_objective_is_solved_to_its_optimum(seed: int, mixed: bool, live: bool) -> None:
-    case = random_case(seed, max_nodes=3, max_jobs=3, mixed=mixed, live=live)
+def test_pollux_objective_is_solved_to_its_optimum(seed: int, mixed: bool, elastic: bool) -> None:
+    case = random_case(seed, max_nodes=3, max_jobs=3, mixed=mixed, elastic=elastic)
     policy = ExactPolicy(FairSpeedup())
     answer, certificate = policy.solve(case.jobs, case.nodes, case.base, TEMPLATE)
     assert fitness(case, answer) == pytest.approx(best_fitness(case), rel=1e-9)

@@ -38,7 +38,7 @@ def test_the_best_of_all_allocations_is_found(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", first(3, range(40)))
 def test_the_best_of_resizes_and_restarts_is_found(seed: int) -> None:
-    case = random_case(2000 + seed, max_nodes=3, max_jobs=3, max_replicas=4, live=True)
+    case = random_case(2000 + seed, max_nodes=3, max_jobs=3, max_replicas=4, elastic=True)
     answer, _ = PolluxPolicy().optimize(case.jobs, case.nodes, case.base, TEMPLATE)
     assert violations(case, answer) == []
     assert fitness(case, answer) == pytest.approx(best_fitness(case), rel=1e-9)
@@ -53,11 +53,11 @@ def test_the_best_of_all_shapes_and_types_is_found(seed: int) -> None:
     assert fitness(case, answer) == pytest.approx(best_fitness(case), rel=1e-9)
 
 
-@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize("elastic", [False, True])
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("seed", first(8, range(20)))
-def test_the_objective_is_the_stated_one(seed: int, mixed: bool, live: bool) -> None:
-    case = random_case(seed, max_nodes=3, max_jobs=2, max_replicas=3, mixed=mixed, live=live)
+def test_the_objective_is_the_stated_one(seed: int, mixed: bool, elastic: bool) -> None:
+    case = random_case(seed, max_nodes=3, max_jobs=2, max_replicas=3, mixed=mixed, elastic=elastic)
     if not usable_nodes(case.nodes):
         return
     problem = AllocationProblem(build_cluster(case.jobs, case.nodes, case.base, TEMPLATE, 3))
@@ -93,7 +93,7 @@ def test_the_restart_factor_by_hand(age: float, restarts: int, cost: float, fact
     job = JobInfo(
         {"slots": 1}, scaling(0), 0.0, 1, 2, age=age, num_restarts=restarts, restart_seconds=cost
     )
-    assert job.change_factor(live=False) == pytest.approx(factor)
+    assert job.change_factor(elastic=False) == pytest.approx(factor)
 
 
 def test_growing_must_be_worth_the_restart() -> None:

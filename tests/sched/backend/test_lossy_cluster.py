@@ -17,9 +17,9 @@ from pipollux_sched.lifecycle import (
     ChangeStage,
     Exited,
     JoiningReplicaLost,
-    LiveChange,
-    LiveState,
+    Membership,
     Outcome,
+    PendingResize,
     Started,
 )
 from pipollux_sched.store import StateDir
@@ -65,7 +65,7 @@ class LossyCluster(RuleBasedStateMachine):
         """Replicas of each attempt that was asked for and of whose end was not heard yet."""
         self.ends: dict[tuple[str, int], Exited] = {}
         self.started: set[tuple[str, int]] = set()
-        self.live: dict[tuple[str, int], LiveState] = {}
+        self.memberships: dict[tuple[str, int], Membership] = {}
         """Who takes part in each of these attempts, and who is about to."""
         self.backend = self._new_backend()
 
@@ -100,7 +100,7 @@ class LossyCluster(RuleBasedStateMachine):
             return
         self.attempt[job] = number
         self.expected[job, number] = len(nodes)
-        self.live[job, number] = first_membership(len(nodes))
+        self.memberships[job, number] = first_membership(len(nodes))
         self._poll(faults)
 
     @precondition(lambda self: self.started & self.expected.keys())
@@ -112,18 +112,18 @@ class LossyCluster(RuleBasedStateMachine):
     def join(self, data: st.DataObject, nodes: list[str], faults: list[str]) -> None:
         """Replicas are to join those of an attempt that runs."""
         key = data.draw(st.sampled_from(sorted(self.started & self.expected.keys())))
-        live = self.live[key]
-        if live.change is not None:
+        membership = self.memberships[key]
+        if membership.change is not None:
             return
-        ids = range(live.num_ids, live.num_ids + len(nodes))
-        change = LiveChange(
-            live.highest + 1,
-            (*live.replicas, *ids),
-            (*("a" for _ in live.replicas), *nodes),
+        ids = range(membership.num_ids, membership.num_ids + len(nodes))
+        change = PendingResize(
+            membership.highest + 1,
+            (*membership.replicas, *ids),
+            (*("a" for _ in membership.replicas), *nodes),
             ChangeStage.FORMING,
         )
-        self.live[key] = replace(
-            live, num_ids=ids.stop, highest=change.number, change=change, why_not=None
+        self.memberships[key] = replace(
+            membership, num_ids=ids.stop, highest=change.number, change=change, why_not=None
         )
         program = ReplicaProgram(job=key[0], script=None)
         self.backend.start_replicas(program, key[1], dict(zip(ids, nodes, strict=True)))
@@ -132,12 +132,12 @@ class LossyCluster(RuleBasedStateMachine):
     @rule(faults=MESSAGES)
     def all_change(self, faults: list[str]) -> None:
         """Joining replicas that run take part from now on, as those who train have met them."""
-        for (job, number), live in self._changing():
-            assert live.change is not None
-            all_ = [self._replica(job, number, replica) for replica in live.change.replicas]
+        for (job, number), membership in self._changing():
+            assert membership.change is not None
+            all_ = [self._replica(job, number, replica) for replica in membership.change.replicas]
             if all(one and one.runs and one.ended is None for one in all_):
-                now = replace(live, replicas=live.change.replicas, change=None)
-                self.live[job, number] = now
+                now = replace(membership, replicas=membership.change.replicas, change=None)
+                self.memberships[job, number] = now
                 self.backend.admit(job, number, now.replicas, can_survive=True)
         self._poll(faults)
 
@@ -146,11 +146,13 @@ class LossyCluster(RuleBasedStateMachine):
     def one_leaves(self, data: st.DataObject, at_once: bool, faults: list[str]) -> None:
         """It ends by itself, is killed at once, or was lost before anybody asked."""
         key = data.draw(st.sampled_from(sorted(self.started & self.expected.keys())))
-        live = self.live[key]
-        if live.change is not None or len(live.replicas) == 1:
+        membership = self.memberships[key]
+        if membership.change is not None or len(membership.replicas) == 1:
             return
-        leaver = data.draw(st.sampled_from(live.replicas))
-        self.live[key] = replace(live, replicas=tuple(set(live.replicas) - {leaver}))
+        leaver = data.draw(st.sampled_from(membership.replicas))
+        self.memberships[key] = replace(
+            membership, replicas=tuple(set(membership.replicas) - {leaver})
+        )
         self.backend.end_replicas(*key, [leaver], at_once=at_once)
         self._poll(faults)
 
@@ -198,7 +200,7 @@ class LossyCluster(RuleBasedStateMachine):
         """The next one adopts what it can, and ends the rest."""
         before, self.backend = self.backend, self._new_backend()
         for (job, number), _ in list(self.expected.items()):
-            if self.backend.adopt(job, number, "", self.live[job, number]) is not None:
+            if self.backend.adopt(job, number, "", self.memberships[job, number]) is not None:
                 del self.expected[job, number]
         del before
         self.backend.recover(0.0)
@@ -270,20 +272,24 @@ class LossyCluster(RuleBasedStateMachine):
         assert all(end is not None for one, end in ends.items() if one not in given_up)
         assert "gone without an exit status" not in event.message, "none vanishes here"
         if event.outcome is Outcome.COMPLETE:
-            mine = [ends[ReplicaKey(*key, replica)] for replica in self.live[key].replicas]
+            mine = [ends[ReplicaKey(*key, replica)] for replica in self.memberships[key].replicas]
             assert all(end.status == 0 for end in mine)
 
     def _abandon(self, key: tuple[str, int], replica: int) -> None:
         """As the life cycle does when a joining replica is lost: the others go on without any."""
-        live = self.live[key]
-        coming = dict(live.joining)
+        membership = self.memberships[key]
+        coming = dict(membership.joining)
         if replica not in coming:
             return
-        self.live[key] = replace(live, change=None)
+        self.memberships[key] = replace(membership, change=None)
         self.backend.end_replicas(*key, list(coming), at_once=True)
 
-    def _changing(self) -> list[tuple[tuple[str, int], LiveState]]:
-        return [(key, self.live[key]) for key in self.expected if self.live[key].change is not None]
+    def _changing(self) -> list[tuple[tuple[str, int], Membership]]:
+        return [
+            (key, self.memberships[key])
+            for key in self.expected
+            if self.memberships[key].change is not None
+        ]
 
     def _replica(self, job: str, number: int, replica: int) -> Replica | None:
         return self.cluster.there.get(ReplicaKey(job, number, replica))
@@ -291,8 +297,8 @@ class LossyCluster(RuleBasedStateMachine):
     def _is_wanted(self, key: ReplicaKey) -> bool:
         if key[:2] not in self.expected:
             return False
-        live = self.live[key[:2]]
-        return key.replica in live.replicas or key.replica in dict(live.joining)
+        membership = self.memberships[key[:2]]
+        return key.replica in membership.replicas or key.replica in dict(membership.joining)
 
 
 LossyCluster.TestCase.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)

@@ -18,6 +18,7 @@ from pipollux_sched.lifecycle import (
     ChangeOverdue,
     ChangeRefused,
     ChangeStage,
+    ElasticReady,
     EndReplicas,
     Event,
     Exited,
@@ -27,8 +28,7 @@ from pipollux_sched.lifecycle import (
     Intent,
     JobState,
     JoiningReplicaLost,
-    LiveReady,
-    LiveState,
+    Membership,
     NodeLost,
     NotAdopted,
     Outcome,
@@ -77,7 +77,7 @@ def events(attempt: int) -> list[Event]:
         *(kind(attempt) for kind in (Retry, Adopt)),
         Started(attempt, ()),
         FirstStep(attempt, 1),
-        *(LiveReady(attempt, why_not) for why_not in (None, "it cannot")),
+        *(ElasticReady(attempt, why_not) for why_not in (None, "it cannot")),
         *(WaitingToJoin(attempt, replicas) for replicas in ((0,), (1,), (1, 0, 1, 2))),
         *(lost(attempt, replica) for replica in range(2)),
         *(Switched(attempt, number, 7, 0.1) for number in (1, 2)),
@@ -114,7 +114,7 @@ def check(before: JobState, event: Event, after: JobState, actions: Sequence[Act
         assert after.first_attempt == before.first_attempt
     if before.phase.ended and not isinstance(event, Submit | Rerun):
         assert (after, actions) == (before, ())
-    check_live(before, after, actions)
+    check_membership(before, after, actions)
     for action in actions:
         if isinstance(action, Stop):
             assert action.attempt == after.attempt
@@ -122,33 +122,33 @@ def check(before: JobState, event: Event, after: JobState, actions: Sequence[Act
             assert not asked_before or isinstance(event, Adopt), "a stop is asked for once"
 
 
-def check_live(before: JobState, after: JobState, actions: Sequence[Action]) -> None:
+def check_membership(before: JobState, after: JobState, actions: Sequence[Action]) -> None:
     """Fail unless replicas are started and ended one by one as the memberships say."""
     same = before.attempt == after.attempt and bool(before.running_on and after.running_on)
     for action in actions:
         if isinstance(action, StartReplicas):
             assert same
-            assert action.replicas == after.live.joining != ()
-            assert all(replica >= before.live.num_ids for replica, _ in action.replicas)
+            assert action.replicas == after.membership.joining != ()
+            assert all(replica >= before.membership.num_ids for replica, _ in action.replicas)
         if isinstance(action, EndReplicas):
             assert same
-            joining, lost = set(dict(before.live.joining)), set(before.live.replicas)
-            before_now = before.live.replicas, before.live.change
-            if before_now == (after.live.replicas, after.live.change):
+            joining, lost = set(dict(before.membership.joining)), set(before.membership.replicas)
+            before_now = before.membership.replicas, before.membership.change
+            if before_now == (after.membership.replicas, after.membership.change):
                 was = lost, "lost, which the others are to say"
-                assert lost - set(after.live.lost), "somebody goes on"
+                assert lost - set(after.membership.lost), "somebody goes on"
             elif action.at_once:
-                was = joining | (lost - set(after.live.replicas)), "not to take part"
+                was = joining | (lost - set(after.membership.replicas)), "not to take part"
             else:
-                was = set(before.live.leavers), "leaving"
+                was = set(before.membership.leavers), "leaving"
             assert set(action.replicas) <= was[0], was[1]
-    if same and set(after.live.replicas) < set(before.live.replicas):
+    if same and set(after.membership.replicas) < set(before.membership.replicas):
         assert after.running_on == after.assigned
-    elif same and before.live.replicas != after.live.replicas:
-        change = before.live.change
+    elif same and before.membership.replicas != after.membership.replicas:
+        change = before.membership.change
         assert change is not None
         assert change.stage is ChangeStage.FORMING
-        assert (after.live.replicas, after.running_on) == (change.replicas, change.nodes)
+        assert (after.membership.replicas, after.running_on) == (change.replicas, change.nodes)
 
 
 def alike(state: JobState) -> JobState:
@@ -163,16 +163,16 @@ def alike(state: JobState) -> JobState:
     attempt = min(state.attempt, 1)
     first = attempt + 1 if state.first_attempt > state.attempt else 1
     changes = {"attempt": attempt, "first_attempt": first, "interruptions": 0}
-    return replace(state, conditions=conditions, live=renumbered(state.live), **changes)
+    return replace(state, conditions=conditions, membership=renumbered(state.membership), **changes)
 
 
-def renumbered(live: LiveState) -> LiveState:
+def renumbered(membership: Membership) -> Membership:
     """Leave out how often replicas were given ids, and memberships numbers."""
-    change = live.change
-    all_ids = dict.fromkeys((*live.replicas, *(change.replicas if change else ())))
+    change = membership.change
+    all_ids = dict.fromkeys((*membership.replicas, *(change.replicas if change else ())))
     ids = {replica: index for index, replica in enumerate(all_ids)}
-    why_not = None if live.why_not is None else LiveState().why_not
-    number = min(live.number, 1)
+    why_not = None if membership.why_not is None else Membership().why_not
+    number = min(membership.number, 1)
     if change is not None:
         change = replace(
             change,
@@ -180,9 +180,11 @@ def renumbered(live: LiveState) -> LiveState:
             replicas=tuple(ids[replica] for replica in change.replicas),
             waiting_to_join=tuple(sorted(ids[replica] for replica in change.waiting_to_join)),
         )
-    replicas = tuple(ids[replica] for replica in live.replicas)
+    replicas = tuple(ids[replica] for replica in membership.replicas)
     highest = number + 1 if change else number
-    return LiveState(number, replicas, len(ids), highest, why_not, live.failures, change=change)
+    return Membership(
+        number, replicas, len(ids), highest, why_not, membership.failures, change=change
+    )
 
 
 @pytest.mark.exhaustive
@@ -213,7 +215,7 @@ def test_every_state_that_a_job_can_come_to_makes_sense(monkeypatch: pytest.Monk
     assert {phase for phase, _, _ in reached} == set(Phase)
     assert {intent for _, intent, _ in reached} == {None, *Intent}
     assert (Phase.RUNNING, Intent.SUSPEND, True) in reached, "a job that stops to be suspended"
-    changes = [state.live.change for state in seen if state.live.change is not None]
+    changes = [state.membership.change for state in seen if state.membership.change is not None]
     assert {change.stage for change in changes} == set(ChangeStage)
     assert any(change.waiting_to_join for change in changes if change.stage is ChangeStage.FORMING)
 
@@ -248,7 +250,7 @@ def test_a_job_that_ends_while_it_is_suspended_stays_ended() -> None:
     assert advance(state, Resume(), now=1.0) == (state, ())
 
 
-def test_what_has_ended_is_run_again_and_what_lives_is_not() -> None:
+def test_only_what_has_ended_is_run_again() -> None:
     ended = {Outcome.COMPLETE: Phase.COMPLETE, Outcome.FAILED: Phase.FAILED}
     for outcome, phase in ended.items():
         state = JobState()

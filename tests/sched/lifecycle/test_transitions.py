@@ -20,7 +20,7 @@ from pipollux_sched.lifecycle import (
     Intent,
     JobState,
     Kill,
-    LiveState,
+    Membership,
     NodeLost,
     Outcome,
     Phase,
@@ -49,8 +49,8 @@ def state_in(phase: Phase, reason: str = "Test", **fields: object) -> JobState:
     condition = Condition(phase, True, reason, "as the test has it", 1.0)
     state = replace(JobState(phase=phase, conditions=(condition,), attempt=1), **fields)
     ids = tuple(range(len(state.running_on)))
-    live = LiveState(1, ids, len(ids), highest=1) if ids else LiveState()
-    return replace(state, live=live)
+    membership = Membership(1, ids, len(ids), highest=1) if ids else Membership()
+    return replace(state, membership=membership)
 
 
 CREATED = JobState()

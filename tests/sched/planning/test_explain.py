@@ -14,7 +14,7 @@ from pipollux_policies import NodeInfo
 from pipollux_sched.allocator.decide import reallocate
 from pipollux_sched.allocator.job_infos import job_info
 from pipollux_sched.allocator.strategy import Nodes, SchedulableJob, free_of
-from pipollux_sched.lifecycle import Allocate, Intent, JobState, LiveState, Phase
+from pipollux_sched.lifecycle import Allocate, Intent, JobState, Membership, Phase
 from pipollux_sched.planning.explain import (
     Limit,
     LimitKind,
@@ -254,15 +254,17 @@ def test_why_it_is_left_alone(state: JobState, kind: str | None) -> None:
     assert (None if found is None else found.kind.value) == kind
 
 
-RUNS = JobState(phase=Phase.RUNNING, running_on=("a",), training=True, live=LiveState(1, (0,), 1))
+RUNS = JobState(
+    phase=Phase.RUNNING, running_on=("a",), training=True, membership=Membership(1, (0,), 1)
+)
 
 
 @pytest.mark.parametrize(
-    ("state", "live", "why"),
+    ("state", "elastic", "why"),
     [
-        (replace(RUNS, live=replace(RUNS.live, why_not=None)), True, None),
+        (replace(RUNS, membership=replace(RUNS.membership, why_not=None)), True, None),
         (
-            replace(RUNS, live=replace(RUNS.live, why_not="a state says so")),
+            replace(RUNS, membership=replace(RUNS.membership, why_not="a state says so")),
             False,
             "a state says so",
         ),
@@ -270,10 +272,10 @@ RUNS = JobState(phase=Phase.RUNNING, running_on=("a",), training=True, live=Live
         (replace(RUNS, training=False), False, "it has not taken its first step"),
     ],
 )
-def test_whether_its_next_change_would_be_live(
-    state: JobState, live: bool, why: str | None
+def test_whether_its_next_change_would_be_elastic(
+    state: JobState, elastic: bool, why: str | None
 ) -> None:
-    assert next_change(state) == NextChange(live, why)
+    assert next_change(state) == NextChange(elastic, why)
 
 
 @pytest.mark.parametrize("state", [JobState(), replace(RUNS, intent=Intent.SUSPEND)])

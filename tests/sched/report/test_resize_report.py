@@ -17,8 +17,8 @@ from pipollux_sched.report.run.records import Run
 from pipollux_sched.report.run.replay import Recorder
 from pipollux_sched.report.run_events import clipped, store_events
 from pipollux_sched.store import Store
-from tests.sched.live_events import JOB, live_run
 from tests.sched.report.page import Page, charts
+from tests.sched.resize_events import JOB, elastic_run
 from tests.sched.store.stores import Clock
 
 Event = dict[str, Any]
@@ -39,7 +39,7 @@ SURVIVED = {
 
 @pytest.fixture
 def events(store: Store, clock: Clock) -> list[Event]:
-    live_run(store, clock)
+    elastic_run(store, clock)
     return [dict(event) for event in store_events(store)]
 
 
@@ -97,7 +97,7 @@ def test_each_membership_is_recorded(events: list[Event]) -> None:
     assert [one.replicas for one in job.started] == [(0,), (0, 1), (1,), (0,)]
     assert [one.pause_seconds for one in job.started] == [None, 0.25, 0.05, None]
     assert (job.num_restarts, job.num_resizes) == (1, 2)
-    assert [(one.live, one.why_restart) for one in job.allocations] == [
+    assert [(one.elastic, one.why_restart) for one in job.allocations] == [
         *((False, ""), (True, ""), (True, ""), (True, "")),
         (False, "none of its replicas stays where it is"),
     ]
@@ -126,9 +126,9 @@ def test_who_stays_holds_its_slot_without_a_gap(events: list[Event]) -> None:
     tips = [
         [" ".join(line) if isinstance(line, list) else line for line in tip] for tip in _tips(gantt)
     ]
-    (joined,) = [tip for tip in tips if tip[0] == "live, attempt 1, membership 2 on node-b"]
+    (joined,) = [tip for tip in tips if tip[0] == "elastic, attempt 1, membership 2 on node-b"]
     assert joined[-2:] == ["on its way 10 s", "pause of surviving replicas 250 ms"]
-    (stayed,) = [tip for tip in tips if tip[0] == "live, attempt 1, membership 2 on node-a"]
+    (stayed,) = [tip for tip in tips if tip[0] == "elastic, attempt 1, membership 2 on node-a"]
     assert stayed[-2:] == ["held 0:30 to 1:00", "pause of surviving replicas 250 ms"]
     use = slot_use(run)
     assert use is not None
@@ -146,7 +146,9 @@ def test_the_loss_curve_has_a_gap_at_the_restart_alone(events: list[Event]) -> N
     (line,) = loss["panels"][0]["lines"]
     assert [len(piece) for piece in line["pieces"]] == [75, 29]
     assert loss["bands"] == [[80.0, 90.0]]
-    marks = [(mark["at"], mark["label"], mark["flag"], mark.get("live")) for mark in loss["marks"]]
+    marks = [
+        (mark["at"], mark["label"], mark["flag"], mark.get("elastic")) for mark in loss["marks"]
+    ]
     assert marks == [
         (30.0, "attempt 1, membership 2", "R = 2", True),
         (60.0, "attempt 1, membership 4", "R = 1", True),
@@ -208,7 +210,7 @@ def test_the_terminal_follows_it(events: list[Event]) -> None:
     view.print_summary()
     assert isinstance(console.file, StringIO)
     printed = console.file.getvalue()
-    assert "[0:30] live: resized: 2 replicas on node-a, node-b train since step 29" in printed
+    assert "[0:30] elastic: resized: 2 replicas on node-a, node-b train since step 29" in printed
     assert "moves to node-a; a restart, as none of its replicas stays where it is" in printed
     (row,) = [line.split() for line in printed.splitlines() if line.startswith(f" {JOB} ")][-1:]
     assert row[:8] == [JOB, "Complete", "1", "→", "2", "→", "1", "1"]
@@ -219,14 +221,14 @@ def test_decisions_of_one_round_share_a_table(events: list[Event]) -> None:
     """Also where one of them begins to resize at once; that is told below."""
     changing = next(i for i, event in enumerate(events) if event["type"] == "changing")
     decided = events[changing - 1]
-    other = {**decided, "job": "other", "live": False, "attempt": 1, "why": "starts"}
+    other = {**decided, "job": "other", "elastic": False, "attempt": 1, "why": "starts"}
     console = Console(file=StringIO(), width=160)
     with LiveView(console) as view:
         for event in [*events[: changing + 1], other, *events[changing + 1 : changing + 3]]:
             view.on_event(event)
     assert isinstance(console.file, StringIO)
     lines = [line.strip() for line in console.file.getvalue().splitlines()]
-    begun = lines.index("[0:20] live: resizes: replica 1 on node-b is to join")
+    begun = lines.index("[0:20] elastic: resizes: replica 1 on node-b is to join")
     assert lines.count("allocation at 0:20") == 1
     above = lines[lines.index("allocation at 0:20") : begun]
     assert any(line.startswith("other") for line in above)

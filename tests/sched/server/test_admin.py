@@ -10,7 +10,14 @@ import pytest
 
 from pipollux_sched.client.client import Client
 from pipollux_sched.client.connection import ClientError
-from pipollux_sched.lifecycle import Allocate, Exited, LiveReady, Outcome, Switched, WaitingToJoin
+from pipollux_sched.lifecycle import (
+    Allocate,
+    ElasticReady,
+    Exited,
+    Outcome,
+    Switched,
+    WaitingToJoin,
+)
 from pipollux_sched.metrics import SchedulerMetrics
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import NodeCondition, ServerInfo
@@ -185,8 +192,8 @@ def test_figures_for_prometheus(service: Service, client: Client) -> None:
     with service.client("wrong") as stranger:
         stranger.get("/jobs")
     for event in (
-        *(LiveReady(1), Allocate(["node-a", "node-b"], "it grows"), WaitingToJoin(1, (1,))),
-        *(Switched(1, 2, step=1, seconds=0.1), LiveReady(1, "it says so")),
+        *(ElasticReady(1), Allocate(["node-a", "node-b"], "it grows"), WaitingToJoin(1, (1,))),
+        *(Switched(1, 2, step=1, seconds=0.1), ElasticReady(1, "it says so")),
     ):
         service.store.transition("counted", event)
     service.store.transition("counted", Allocate(["node-b"], "it is better"))

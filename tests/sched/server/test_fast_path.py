@@ -12,8 +12,8 @@ import pytest
 from pipollux_sched.lifecycle import (
     Allocate,
     ChangeStage,
+    ElasticReady,
     FirstStep,
-    LiveReady,
     Started,
     WaitingToJoin,
 )
@@ -24,14 +24,14 @@ from tests.cli.kept import HINTS
 from tests.sched.supervised import ADMIN, Service, report
 
 BEAT = {"attempt": 1, "replica": 0, "step": 5}
-LIVE = {"membership": 1, "epoch": 3, "loop": 1, "balance": [1], "cannot": None}
+ELASTIC = {"membership": 1, "epoch": 3, "loop": 1, "balance": [1], "cannot": None}
 DEEP = "[" * 40 + "]" * 40
 BODIES: dict[str, list[Any]] = {
     "heartbeats": [
         BEAT,
-        {**BEAT, "live": {**LIVE, "schedule": "gpipe"}},
-        {**BEAT, "live": {**LIVE, "step": 4, "seconds": 0.5, "store": None}},
-        {**BEAT, "live": {"membership": 1, "store": {"number": 1, "host": "a", "port": 70000}}},
+        {**BEAT, "elastic": {**ELASTIC, "schedule": "gpipe"}},
+        {**BEAT, "elastic": {**ELASTIC, "step": 4, "seconds": 0.5, "store": None}},
+        {**BEAT, "elastic": {"membership": 1, "store": {"number": 1, "host": "a", "port": 70000}}},
         {**BEAT, "finished": "yes"},
         {**BEAT, "attempt": 2},
         {**BEAT, "attempt": 1.0},
@@ -40,15 +40,15 @@ BODIES: dict[str, list[Any]] = {
         {**BEAT, "step": -1},
         {**BEAT, "step": 2**63},
         {**BEAT, "more": 1},
-        {**BEAT, "live": {"why": "\0"}},
-        {**BEAT, "live": {"why": "\ud800"}},
+        {**BEAT, "elastic": {"why": "\0"}},
+        {**BEAT, "elastic": {"why": "\ud800"}},
         {},
         [],
         b"",
         b"\xff",
         b'{"attempt": 1, "replica": 0, "replica": 1}',
         b'{"attempt": 1, "replica": 0, "step": NaN}',
-        b'{"attempt": 1, "replica": 0, "live": ' + DEEP.encode() + b"}",
+        b'{"attempt": 1, "replica": 0, "elastic": ' + DEEP.encode() + b"}",
     ],
     "reports": [
         report(),
@@ -167,25 +167,25 @@ def test_a_job_that_is_not_in_memory_goes_the_short_way(service: Service) -> Non
         routes[:] = before
 
 
-def test_jobs_that_can_be_changed_live_are_noted_together(service: Service) -> None:
+def test_jobs_that_can_be_resized_are_noted_together(service: Service) -> None:
     jobs = {name: service.submit(name, ["node-a"]) for name in ("c", "d")}
     for name, cannot in (("c", None), ("d", "its loop says so")):
-        beat = {**BEAT, "live": {**LIVE, "cannot": cannot}}
+        beat = {**BEAT, "elastic": {**ELASTIC, "cannot": cannot}}
         assert jobs[name].post(f"/jobs/{name}/heartbeats", json=beat).status_code == 200
-        assert service.store.job(name).state.live.why_not == cannot
-    told = [("c", LiveReady(1, "no more")), ("gone", LiveReady(1)), ("d", LiveReady(1))]
+        assert service.store.job(name).state.membership.why_not == cannot
+    told = [("c", ElasticReady(1, "no more")), ("gone", ElasticReady(1)), ("d", ElasticReady(1))]
     one, none, other = service.control.note_words(told)
     assert isinstance(none, UnknownJobError)
     assert one == service.store.job("c")
     assert other == service.store.job("d")
-    assert [service.store.job(n).state.live.why_not for n in "cd"] == ["no more", None]
+    assert [service.store.job(n).state.membership.why_not for n in "cd"] == ["no more", None]
 
 
 def test_joining_that_wait_are_noted_together(service: Service) -> None:
     """One change of a job's state for all that come in a moment, a record for each."""
     service.submit("grows", ["node-a"])
     grow = Allocate(["node-a"] * 4, "it grows")
-    for event in (Started(1, ("4711",)), FirstStep(1, 1), LiveReady(1), grow):
+    for event in (Started(1, ("4711",)), FirstStep(1, 1), ElasticReady(1), grow):
         service.store.transition("grows", event)
     told = [
         ("grows", WaitingToJoin(1, (2,))),
@@ -194,11 +194,11 @@ def test_joining_that_wait_are_noted_together(service: Service) -> None:
     ]
     noted = service.control.note_words(told)
     assert noted == [service.store.job("grows")] * 3
-    change = service.store.job("grows").state.live.change
+    change = service.store.job("grows").state.membership.change
     assert change is not None
     assert (change.waiting_to_join, change.stage) == ((2, 1), ChangeStage.STARTING)
     service.control.note_words([("grows", WaitingToJoin(1, (3, 1)))])
-    change = service.store.job("grows").state.live.change
+    change = service.store.job("grows").state.membership.change
     assert change is not None
     assert (change.waiting_to_join, change.stage) == ((2, 1, 3), ChangeStage.FORMING)
     events = service.store.events(job="grows", types=["waiting_to_join"])

@@ -8,7 +8,7 @@ import time
 import pytest
 from playwright.sync_api import expect
 
-from pipollux_sched.lifecycle import Allocate, LiveReady, Switched, WaitingToJoin
+from pipollux_sched.lifecycle import Allocate, ElasticReady, Switched, WaitingToJoin
 from tests.cli.kept import point
 from tests.sched.server.browser import Visit
 from tests.sched.supervised import ADMIN, Service
@@ -36,15 +36,20 @@ def test_who_stays_is_drawn_where_it_was(tab: Visit) -> None:
     page = tab.open(ADMIN)
     found = page.evaluate("""async () => {
       const { layOut } = await import("/web/gantt.js");
-      const attempts = [["other", 1, 0, 3, ["a"]], ["live", 1, 1, 5, ["a"]],
-        ["live", 2, 5, null, ["a", "b"]]].map(([job, membership, created_at, ended_at, nodes]) =>
+      const attempts = [["other", 1, 0, 3, ["a"]], ["elastic", 1, 1, 5, ["a"]],
+        ["elastic", 2, 5, null, ["a", "b"]]].map(([job, membership, created_at, ended_at, nodes]) =>
           ({ job, attempt: 1, membership, created_at, ended_at, nodes, num_stages: 1 }));
       const blocks = layOut(attempts, { a: { slots: 2 }, b: { slots: 1 } });
       return [blocks.map((one) => [one.attempt.job, one.node, one.slot, one.begin]),
         new Set(blocks.map((one) => one.key)).size];
     }""")
     assert found == [
-        [["other", "a", 0, 0], ["live", "a", 1, 1], ["live", "a", 1, 5], ["live", "b", 0, 5]],
+        [
+            ["other", "a", 0, 0],
+            ["elastic", "a", 1, 1],
+            ["elastic", "a", 1, 5],
+            ["elastic", "b", 0, 5],
+        ],
         4,
     ]
     tab.check()
@@ -54,11 +59,11 @@ def test_who_stays_is_drawn_where_it_was(tab: Visit) -> None:
 def test_a_resize_is_shown_as_that(tab: Visit, service: Service) -> None:
     """No bar ends where nobody stopped, no curve breaks off, and no restart is counted."""
     store, now = service.store, time.time()
-    service.submit("live", ["node-a"], max_replicas=4)
-    store.add_report("live", 1, [point(step, now - 20 + step) for step in range(1, 11)])
-    for event in (LiveReady(1), Allocate(["node-a", "node-b"], "grows from 1 to 2 replicas")):
-        store.transition("live", event)
-    page = tab.open(ADMIN, "/jobs/live")
+    service.submit("elastic", ["node-a"], max_replicas=4)
+    store.add_report("elastic", 1, [point(step, now - 20 + step) for step in range(1, 11)])
+    for event in (ElasticReady(1), Allocate(["node-a", "node-b"], "grows from 1 to 2 replicas")):
+        store.transition("elastic", event)
+    page = tab.open(ADMIN, "/jobs/elastic")
     expect(page.locator(".summary").first).to_have_text(
         "grows from 1 to 2 replicas · Changing from 1 to 2 replicas; replica 1 on node-b is on its "
         "way."
@@ -69,10 +74,10 @@ def test_a_resize_is_shown_as_that(tab: Visit, service: Service) -> None:
     )
     expect(why).to_contain_text("A change would be an elastic resize")
     for event in (WaitingToJoin(1, (1,)), Switched(1, 2, step=10, seconds=0.25)):
-        store.transition("live", event)
+        store.transition("elastic", event)
     again = time.time()
     points = [point(step, again + 0.01 * step, replicas=2) for step in range(11, 21)]
-    store.add_report("live", 1, points)
+    store.add_report("elastic", 1, points)
     expect(page.locator(".tiles")).to_contain_text("0 and 1 elastic resize")
     loss = page.get_by_role("img", name=re.compile("^Loss: from"))
     expect(loss.locator(".change line")).to_have_count(1)
@@ -90,7 +95,7 @@ def test_a_resize_is_shown_as_that(tab: Visit, service: Service) -> None:
         page.locator(".gantt").first.focus()
         page.keyboard.press("End")
         words = page.locator(".scroll .hover").first.inner_text()
-        return "live · attempt 1, membership 2" in words and "250 ms" in words
+        return "elastic · attempt 1, membership 2" in words and "250 ms" in words
 
     until(told, "the bar is told")
     tab.check()

@@ -18,7 +18,7 @@ from pipollux_sched.lifecycle import (
 from pipollux_sched.store import Glance, Holder, JobOrder, JobQuery, ListedPhase, Store
 from pipollux_sched.views.cluster import list_nodes
 from pipollux_sched.views.jobs import IN_ORDER, list_jobs
-from tests.sched.live_events import GROWS, JOB, begin
+from tests.sched.resize_events import GROWS, JOB, begin
 from tests.sched.store.stores import Clock, point
 
 REASON = 'conditions: {"reason": "Cancelled"}'

@@ -9,7 +9,7 @@ import pytest
 
 from pipollux_sched.lifecycle import Allocate, Cancel, Exited, Outcome, Started
 from pipollux_sched.store import AttemptCounts, NoisePoint, Store
-from tests.sched.live_events import JOB, live_run
+from tests.sched.resize_events import JOB, elastic_run
 from tests.sched.store.stores import Clock, point
 
 
@@ -46,7 +46,7 @@ def test_attempts_and_phases(store: Store, clock: Clock) -> None:
 
 def test_resizes_are_no_restarts(store: Store, clock: Clock) -> None:
     """They are counted by themselves, also those of a job that is deleted later."""
-    live_run(store, clock)
+    elastic_run(store, clock)
     counts = AttemptCounts(restarts=1, reallocations=1, failures=0, resizes=2)
     assert store.overview.attempt_counts() == counts
     shown = [(one.attempt, one.membership) for one, _ in store.overview.attempts_since(0, 10)]

@@ -347,9 +347,9 @@ def test_jobs_that_have_ended_can_be_left_out(store: Store, clock: Clock) -> Non
     store.transition("failed", Cancel())
     store.transition("failed", Exited(1, Outcome.STOPPED, step=1))
     assert [job.name for job in store.jobs()] == ["done", "failed", "runs", "waits"]
-    assert [job.name for job in store.jobs(live=True)] == ["runs", "waits"]
+    assert [job.name for job in store.jobs(unfinished=True)] == ["runs", "waits"]
     assert store.hints().keys() == {"done", "failed", "runs"}
-    assert store.hints(live=True).keys() == {"runs"}
-    assert store.num_attempts(live=True) == {"runs": 1}
-    assert store.attained_service(live=True) == {"runs": 10.0}
+    assert store.hints(unfinished=True).keys() == {"runs"}
+    assert store.num_attempts(unfinished=True) == {"runs": 1}
+    assert store.attained_service(unfinished=True) == {"runs": 10.0}
     assert store.attained_service()["done"] == 10.0

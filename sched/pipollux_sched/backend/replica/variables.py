@@ -22,7 +22,7 @@ def replica_variables(program: ReplicaProgram, launch: Launch, replica: int) -> 
         **variables.NUM_NODES.write(len(set(launch.nodes))),
         **variables.NUM_STAGES.write(launch.num_stages),
         **variables.PROCESSES_PER_REPLICA.write(processes_of_replica(program, launch)),
-        **variables.LIVE.write(launch.live),
+        **variables.ELASTIC.write(launch.elastic),
         **variables.JOINS.write(launch.joins(replica)),
     }
 

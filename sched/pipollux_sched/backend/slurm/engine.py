@@ -324,10 +324,10 @@ class SlurmEngine(Engine):
     def _kill_strays(self, snapshot: SlurmSnapshot) -> None:
         """Kill steps that counted as lost and reappear with their node."""
         self._orphans_seen = snapshot.number
-        live = [replica for replica in self._replicas.values() if replica.ended is None]
+        unfinished = [replica for replica in self._replicas.values() if replica.ended is None]
         # Exclude by name first, as that covers nearly all of them.
-        found = self._listed(snapshot, (), {replica.name for replica in live})
-        others = found.keys() - {replica.key for replica in live}
+        found = self._listed(snapshot, (), {replica.name for replica in unfinished})
+        others = found.keys() - {replica.key for replica in unfinished}
         self._orphans.look({key: found[key] for key in others}, snapshot)
         self._pools.replace({step.pool: step.why for step in self._orphans.stuck})
 

@@ -33,7 +33,7 @@ REFUSED_INTERVAL = 60.0
 """The same after a rejection by Slurm."""
 PENDING_PATIENCE = 15.0
 """Seconds that an allocation may be pending before Slurm's reason is logged."""
-_LIVE = frozenset(("RUNNING", "PENDING", "CONFIGURING", "SUSPENDED", "RESIZING", "REQUEUED"))
+_UNFINISHED = frozenset(("RUNNING", "PENDING", "CONFIGURING", "SUSPENDED", "RESIZING", "REQUEUED"))
 _COMING = frozenset(("PENDING", "CONFIGURING", "REQUEUED"))
 
 
@@ -221,7 +221,7 @@ class RentedPools(Pools):
 
     def _counts(self, job: SlurmJob) -> bool:
         ours = job.name == self.options.name and job.job not in self._released
-        return ours and job.state in _LIVE
+        return ours and job.state in _UNFINISHED
 
     def _ends_soon(self, job: SlurmJob, factor: float = 1.0) -> bool:
         return ends_within(job, self.options.renew_before, factor)

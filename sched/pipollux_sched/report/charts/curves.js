@@ -10,7 +10,7 @@ const MANY = 60; // above so many points, the reported values are drawn thin, un
 
 /**
  * @param spec {
- *   title, x: { kind, name, low, high, log }, bands: [[from, to]], marks: [{ at, label, flag, live }],
+ *   title, x: { kind, name, low, high, log }, bands: [[from, to]], marks: [{ at, label, flag, elastic }],
  *   panels: [{ name, head, unit, kind, height, zero, smooth, high, lines: [{ name, style, colour, pieces }] }] }
  * `kind` is one of SPELL; `style` "" (the first), "second", "step" or "area"; `pieces` are lists of
  * [x, y], between which the curve is cut; `colour` the number of a job's, or of none for that around.
@@ -144,8 +144,8 @@ export class Curves extends Figure {
         Plot.gridY(ticks, { className: "rules" }),
         Plot.text(ticks, { className: "ticks", y: (value) => value, frameAnchor: "left", textAnchor: "end", dx: -8, text: (value) => (values.length ? SPELL[panel.kind].tick(value) : "") }),
         Plot.rect(bands.filter(([a, b]) => b > from && a < to), { className: "pause", x1: (band) => Math.max(band[0], from), x2: (band) => Math.min(band[1], to), fill: `url(#hatch-${this.spec.colour ?? 0})` }),
-        ...[["restart", false], ["change", true]].map(([className, live]) =>
-          Plot.ruleX(marks.filter((one) => one.at >= from && one.at <= to && Boolean(one.live) === live), { className, x: "at", insetTop: -8 })),
+        ...[["restart", false], ["change", true]].map(([className, elastic]) =>
+          Plot.ruleX(marks.filter((one) => one.at >= from && one.at <= to && Boolean(one.elastic) === elastic), { className, x: "at", insetTop: -8 })),
         Plot.text(flags, { className: "flags", x: "at", frameAnchor: "top", dy: -14, text: "label", textAnchor: (flag) => flag.anchor }),
         ...(last ? [
           Plot.ruleY([ticks[0]], { className: "stroke" }),
@@ -221,7 +221,7 @@ function valueAt(line, x) {
 
 /** Split points where a restart lies between two of them. */
 export function split(points, all) {
-  const marks = all.filter((mark) => !mark.live);
+  const marks = all.filter((mark) => !mark.elastic);
   const pieces = [[]];
   let next = 0;
   for (const point of points) {

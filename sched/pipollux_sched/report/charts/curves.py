@@ -51,7 +51,7 @@ def _marks(job: JobRun, start: float) -> list[Mark]:
 
 def _mark(attempt: Attempt, at: float, more: str = "") -> Mark:
     flag = f"R = {attempt.num_replicas}{more}"
-    return Mark(at, attempt.title, flag, live=attempt.live or None)
+    return Mark(at, attempt.title, flag, elastic=attempt.elastic or None)
 
 
 def _pauses(job: JobRun, start: float) -> list[tuple[float, float]]:

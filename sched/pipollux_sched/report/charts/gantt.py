@@ -57,7 +57,7 @@ def _starts(attempt: Attempt) -> list[tuple[str, float]]:
     begin = attempt.started or 0.0
     if len(attempt.replicas) != len(attempt.nodes):
         return [(node, begin) for node in attempt.nodes]
-    arrivals = attempt.arrivals if attempt.live else {}
+    arrivals = attempt.arrivals if attempt.elastic else {}
     both = zip(attempt.nodes, attempt.replicas, strict=True)
     return [(node, min(arrivals.get(replica, begin), begin)) for node, replica in both]
 
@@ -206,7 +206,7 @@ def _tip(hold: Hold, offset: float) -> tuple[str | tuple[str, str], ...]:
     )
     if attempt.first_step is None or attempt.started is None:
         return lines
-    if not attempt.live:
+    if not attempt.elastic:
         return (*lines, ("to its first step", duration(attempt.first_step - attempt.started)))
     pause = ("pause of surviving replicas", duration(attempt.pause_seconds))
     if hold.start == attempt.started:

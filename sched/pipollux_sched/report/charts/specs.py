@@ -64,12 +64,12 @@ class Panel:
 
 @dataclass(frozen=True)
 class Mark:
-    """The start of an attempt, or of a `live` membership: its tooltip, and the flag above."""
+    """The start of an attempt, or of an `elastic` membership: its tooltip, and the flag above."""
 
     at: float
     label: str
     flag: str
-    live: bool | None = None
+    elastic: bool | None = None
 
 
 @dataclass(frozen=True)

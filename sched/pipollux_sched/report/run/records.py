@@ -78,7 +78,7 @@ class AllocationRecord(NamedTuple):
     batch_size: int | None
     speedup: float | None
     why: str
-    live: bool
+    elastic: bool
     why_restart: str
     """The reason of a restart; empty: it is not a restart, or nothing ran."""
 
@@ -91,7 +91,7 @@ class Attempt:
     nodes: tuple[str, ...]
     num_stages: int
     membership: int = 1
-    live: bool = False
+    elastic: bool = False
     pause_seconds: float | None = None
     """The pause of that resize, in seconds."""
     replicas: tuple[int, ...] = ()
@@ -164,7 +164,7 @@ class JobRun:
     @property
     def num_resizes(self) -> int:
         """Number of elastic resizes, including losses of replicas that the others survived."""
-        return sum(g.live for g in self.started)
+        return sum(g.elastic for g in self.started)
 
     @property
     def current(self) -> Attempt | None:

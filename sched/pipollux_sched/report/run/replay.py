@@ -110,11 +110,11 @@ class Recorder:
                 batch_size=whole(event, "batch_size"),
                 speedup=real(event, "speedup"),
                 why=text(event, "why"),
-                live=event.get("live") is True,
+                elastic=event.get("elastic") is True,
                 why_restart=text(event, "why_restart"),
             )
         )
-        if event.get("live") is True:
+        if event.get("elastic") is True:
             return  # the attempt continues unchanged until `changed`
         if nodes:
             number = whole(event, "attempt") or _next_number(job)
@@ -139,7 +139,7 @@ class Recorder:
             nodes,
             _num_stages(event, before.num_stages),
             membership=max(whole(event, "membership") or 0, before.membership + 1),
-            live=True,
+            elastic=True,
             pause_seconds=real(event, "pause_seconds"),
             replicas=tuple(numbers(event, "replicas")),
             arrivals=before.arriving,

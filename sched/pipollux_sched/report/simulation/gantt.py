@@ -113,5 +113,5 @@ def _tip(block: HeldSlots, begin: float) -> Tip:
     if hold.num_stages > 1:
         replicas += f" of {hold.num_stages} stages"
     held = f"{clock(hold.start - begin)} to {clock(hold.end - begin)}"
-    began: Tip = (("began with", "an elastic resize"),) if hold.live else ()
+    began: Tip = (("began with", "an elastic resize"),) if hold.elastic else ()
     return clean(block.job.name), ("holds", replicas), ("held", held), *began

@@ -21,7 +21,7 @@ from pipollux_protocol.messages import (
     TrainingReport,
 )
 from pipollux_sched.controller.training_report import stored_points, stored_timeline
-from pipollux_sched.lifecycle import LiveReady, WaitingToJoin
+from pipollux_sched.lifecycle import ElasticReady, WaitingToJoin
 from pipollux_sched.server.dependencies import NeedsJob, Services, ServicesDep, StoreDep
 from pipollux_sched.server.request_bodies import JsonRoute
 from pipollux_sched.server.schemas import heartbeat_answer, inheritance_answer, refusals
@@ -90,7 +90,7 @@ async def post_report(name: str, services: ServicesDep, report: TrainingReport) 
 async def post_heartbeat(name: str, services: ServicesDep, heartbeat: Heartbeat) -> HeartbeatAnswer:
     """Record a heartbeat; each replica sends one every few seconds, or the job restarts.
 
-    After a heartbeat with `finished` no more are expected. The answer to a heartbeat with `live`
+    After a heartbeat with `finished` no more are expected. The answer to a heartbeat with `elastic`
     has the next step of an elastic resize.
     """
     # Nearly all are answered from memory, without a thread or the database: heartbeats are the most
@@ -99,7 +99,7 @@ async def post_heartbeat(name: str, services: ServicesDep, heartbeat: Heartbeat)
     if job is None:
         job = await run_in_threadpool(services.store.present.find, name)
     state = job.state
-    num_ids = state.live.num_ids if state.running_on else 0
+    num_ids = state.membership.num_ids if state.running_on else 0
     check_replica(name, state.attempt, num_ids, heartbeat.attempt, heartbeat.replica)
     # Loading, compiling and measuring before an attempt's first step may take long.
     hang_timeout = job.spec.get("hang_timeout") if state.training else None
@@ -115,13 +115,13 @@ async def post_heartbeat(name: str, services: ServicesDep, heartbeat: Heartbeat)
     if urgent is not None:
         await services.heartbeats.put(urgent)
     services.metrics.heartbeats.inc()
-    if heartbeat.live is None:
+    if heartbeat.elastic is None:
         return HeartbeatAnswer()
-    events = control.hear_word(job, heartbeat.replica, heartbeat.live)
+    events = control.hear_word(job, heartbeat.replica, heartbeat.elastic)
     match events:
         case []:
             pass
-        case [LiveReady() | WaitingToJoin() as event]:  # possibly thousands at once
+        case [ElasticReady() | WaitingToJoin() as event]:  # possibly thousands at once
             job = await services.words.put((name, event))
         case _:
             job = await run_in_threadpool(control.follow_word, job, events)

@@ -233,7 +233,7 @@ def log(
     state = services.store.job(name).state
     services.control.fetch_logs(name)
     # A replica may have started without any output yet.
-    runs = attempt == state.attempt and replica < max(state.live.num_ids, 1)
+    runs = attempt == state.attempt and replica < max(state.membership.num_ids, 1)
     if not runs and not has_log(services.state_dir.log(name, attempt, replica)):
         raise HTTPException(
             404,

@@ -41,7 +41,7 @@ function nextChange({ changing, next_change }) {
 }
 
 function decision(last) {
-  const kind = last.why_restart ? ` A restart: ${last.why_restart}.` : last.live ? " An elastic resize: the others train while replicas join or leave." : "";
+  const kind = last.why_restart ? ` A restart: ${last.why_restart}.` : last.elastic ? " An elastic resize: the others train while replicas join or leave." : "";
   const first = `${moment(last.time)}: ${last.why}.${kind}`;
   if (last.speedup === null || last.speedup === undefined) {
     return `${first} Its speedup was not predicted: nothing had been measured yet.`;

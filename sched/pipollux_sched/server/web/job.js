@@ -170,7 +170,7 @@ export class JobPage {
     const begin = Math.min(...attempts.map((one) => one.created_at), ...reported, this.live.now);
     // A node's clock may be ahead of the scheduler's; include its reports.
     const end = Math.max(job.ended_at ?? Math.max(this.live.now, begin + 10), ...reported);
-    const marks = attempts.slice(1).map((one) => ({ at: one.created_at, label: titled(one), live: one.membership > 1 }));
+    const marks = attempts.slice(1).map((one) => ({ at: one.created_at, label: titled(one), elastic: one.membership > 1 }));
     const shape = { from: begin, to: end, marks };
     const { goodput, loss, step, batch, noise, slots } = this.charts;
     goodput.update([byTime(points, "goodput")], shape);

@@ -41,7 +41,7 @@ class Life:
     """Whether the scheduler has acknowledged the resize."""
 
 
-class LiveLoad(Load):
+class ElasticLoad(Load):
     """The replicas of some jobs, and their joining replicas.
 
     `plan` is that of `Load`, with `started`, the file in which the engine records its starts, and
@@ -97,7 +97,7 @@ class LiveLoad(Load):
             "attempt": job.attempt,
             "replica": replica,
             "step": int(2 * due),
-            "live": told,
+            "elastic": told,
         }
         path = f"/jobs/{job.name}/heartbeats"
         answer = await self._send("heartbeat", connection, "POST", path, body, due)
@@ -138,7 +138,7 @@ class LiveLoad(Load):
                 self._woken[job.name, one].set()
 
 
-def results(load: LiveLoad) -> dict[str, Any]:
+def results(load: ElasticLoad) -> dict[str, Any]:
     """Return what was measured, as JSON can hold it."""
     begin = min(load.started, default=0.0)
     changes = {
@@ -150,7 +150,7 @@ def results(load: LiveLoad) -> dict[str, Any]:
 
 async def run(plan: dict[str, Any]) -> dict[str, Any]:
     """Carry out a plan."""
-    load = LiveLoad(plan)
+    load = ElasticLoad(plan)
     await load.live()
     return results(load)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from pipollux_sched.controller.live_board import (
+from pipollux_sched.controller.resize_board import (
     CHANGING_RATE,
     LATEST,
     LEADERS_INTERVAL,
     SOON,
-    LiveBoard,
+    ResizeBoard,
 )
-from pipollux_sched.lifecycle import ChangeStage, JobState, LiveChange, LiveState, Phase
+from pipollux_sched.lifecycle import ChangeStage, JobState, Membership, PendingResize, Phase
 
 
 def running(width: int, joining: int = 0) -> JobState:
@@ -20,17 +20,17 @@ def running(width: int, joining: int = 0) -> JobState:
     change = None
     if joining:
         everyone = tuple(range(width + joining))
-        change = LiveChange(2, everyone, ("n",) * len(everyone), ChangeStage.FORMING)
-    live = LiveState(1, members, width + joining, 2, why_not=None, change=change)
-    return JobState(Phase.RUNNING, attempt=1, running_on=("n",) * width, live=live)
+        change = PendingResize(2, everyone, ("n",) * len(everyone), ChangeStage.FORMING)
+    membership = Membership(1, members, width + joining, 2, why_not=None, change=change)
+    return JobState(Phase.RUNNING, attempt=1, running_on=("n",) * width, membership=membership)
 
 
-def again(board: LiveBoard, job: str, state: JobState, replica: int = 1) -> float | None:
+def again(board: ResizeBoard, job: str, state: JobState, replica: int = 1) -> float | None:
     return board.answer(job, state, replica).again
 
 
 def test_those_of_a_change_say_more_at_once() -> None:
-    board = LiveBoard()
+    board = ResizeBoard()
     assert again(board, "one", running(3, 1)) == SOON
     assert again(board, "wide", running(31, 1)) == SOON * 4
     assert again(board, "one", running(4)) is None, "the change is over"
@@ -38,7 +38,7 @@ def test_those_of_a_change_say_more_at_once() -> None:
 
 
 def test_those_of_thousands_of_changes_share_a_rate() -> None:
-    board = LiveBoard()
+    board = ResizeBoard()
     for number in range(400):
         again(board, f"job-{number}", running(1, 1))
     assert again(board, "job-7", running(1, 1)) == pytest.approx(800 / CHANGING_RATE)

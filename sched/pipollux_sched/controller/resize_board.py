@@ -11,13 +11,13 @@ import threading
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from pipollux_protocol.messages import LiveStatus, StoreAddress
+from pipollux_protocol.messages import ElasticStatus, StoreAddress
 from pipollux_sched.lifecycle import (
     ChangeRefused,
     ChangeStage,
+    ElasticReady,
     Event,
     JobState,
-    LiveReady,
     Survived,
     Switched,
     WaitingToJoin,
@@ -60,7 +60,7 @@ class ReplicaAnswer(NamedTuple):
     """The rendezvous of the pending membership."""
 
 
-class LiveBoard:
+class ResizeBoard:
     """The last reports of replicas; every method may be called from any thread."""
 
     def __init__(self) -> None:
@@ -70,11 +70,11 @@ class LiveBoard:
         self._changing: dict[str, int] = {}
         self._num_changing = 0
 
-    def note(self, job: str, state: JobState, replica: int, word: LiveStatus) -> list[Event]:
+    def note(self, job: str, state: JobState, replica: int, word: ElasticStatus) -> list[Event]:
         """Record a replica's report; return the resulting events of its job."""
-        live = state.live
+        membership = state.membership
         with self._lock:
-            if replica == live.replicas[0] and word.balance:
+            if replica == membership.replicas[0] and word.balance:
                 cut = word.balance, word.schedule
                 self._places[job] = ScriptPlace(state.attempt, word.epoch, word.loop, *cut)
             if word.store is not None:
@@ -83,21 +83,23 @@ class LiveBoard:
 
     def answer(self, job: str, state: JobState, replica: int) -> ReplicaAnswer:
         """Return the response to a replica's heartbeat."""
-        live, change = state.live, state.live.change
-        taking_part = max(len(live.replicas), len(change.replicas)) if change is not None else 0
+        membership, change = state.membership, state.membership.change
+        taking_part = (
+            max(len(membership.replicas), len(change.replicas)) if change is not None else 0
+        )
         with self._lock:
             place, known = self._places.get(job), self._stores.get(job)
             leaders = max(LEADERS_INTERVAL, len(self._places) / LEADERS_RATE)
             self._count(job, taking_part)
             changing = min(self._num_changing / CHANGING_RATE, LATEST)
-        leads = replica == live.replicas[0] and live.why_not is None
+        leads = replica == membership.replicas[0] and membership.why_not is None
         again = leaders if leads else None
         if change is not None:
-            again = max(SOON * max(1.0, live.num_ids / MOST_SOON), changing)
+            again = max(SOON * max(1.0, membership.num_ids / MOST_SOON), changing)
         forming = change is not None and change.stage is ChangeStage.FORMING
         store = known[1] if known is not None and known[0] == state.attempt else None
         here = place if place is not None and place.attempt == state.attempt else None
-        joins = replica not in live.replicas
+        joins = replica not in membership.replicas
         return ReplicaAnswer(again, forming, here if joins else None, store)
 
     def forget(self, job: str) -> None:
@@ -114,24 +116,24 @@ class LiveBoard:
             self._changing[job] = replicas
 
 
-def _events(state: JobState, replica: int, word: LiveStatus) -> Iterator[Event]:
-    attempt, live, change = state.attempt, state.live, state.live.change
-    if replica == live.replicas[0] and word.balance and word.cannot != live.why_not:
-        yield LiveReady(attempt, word.cannot)
+def _events(state: JobState, replica: int, word: ElasticStatus) -> Iterator[Event]:
+    attempt, membership, change = state.attempt, state.membership, state.membership.change
+    if replica == membership.replicas[0] and word.balance and word.cannot != membership.why_not:
+        yield ElasticReady(attempt, word.cannot)
     if change is not None:
         if (
             word.waiting_to_join
             and replica not in change.waiting_to_join
-            and replica in dict(live.joining)
+            and replica in dict(membership.joining)
         ):
             yield WaitingToJoin(attempt, (replica,))
         if word.refused == change.number:
             yield ChangeRefused(attempt, change.number, word.why, word.for_good)
     # Replica 0 reports for all.
-    if word.membership <= live.number or word.replicas[:1] != (replica,):
+    if word.membership <= membership.number or word.replicas[:1] != (replica,):
         return
     now = set(word.replicas)
-    changed = change is not None and bool(now & {replica for replica, _ in live.joining})
+    changed = change is not None and bool(now & {replica for replica, _ in membership.joining})
     if change is not None and (word.replicas == change.replicas or changed):
         yield Switched(attempt, change.number, word.step, word.seconds)
     if change is None or word.replicas != change.replicas:

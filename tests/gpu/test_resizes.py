@@ -43,12 +43,12 @@ def test_a_change_is_what_a_restart_would_be_to_the_last_bit(
     make_job: MakeJob, tmp_path: Path, processes: str
 ) -> None:
     """Dropout draws on the GPU's generator, and the layers are on it before and after."""
-    live = make_job(CHANGES="5", PROCESSES=processes, **ON_THE_GPU)
-    live.begin(1)
-    live.wait_until_at(5)
-    add(live)
-    live.wait()
-    assert live.check() == [(1, 1), (8, 2)]
+    resized = make_job(CHANGES="5", PROCESSES=processes, **ON_THE_GPU)
+    resized.begin(1)
+    resized.wait_until_at(5)
+    add(resized)
+    resized.wait()
+    assert resized.check() == [(1, 1), (8, 2)]
 
     kept = {"PIPOLLUX_RENDEZVOUS": "", "PIPOLLUX_CHECKPOINT_DIR": str(tmp_path / "checkpoints")}
     restarted = make_job(PROCESSES=processes, **kept, **ON_THE_GPU)
@@ -56,7 +56,7 @@ def test_a_change_is_what_a_restart_would_be_to_the_last_bit(
     restarted.begin(2)
     restarted.wait()
     assert restarted.check() == [(1, 1), (8, 2)]
-    ours, theirs = live.steps(), restarted.steps()
+    ours, theirs = resized.steps(), restarted.steps()
     assert ours.keys() == theirs.keys()
     for step, lines in ours.items():  # one after the other: a failure names the first
         for line, other in zip(lines, theirs[step], strict=True):

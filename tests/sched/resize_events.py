@@ -8,10 +8,10 @@ from dataclasses import replace
 from pipollux_sched.lifecycle import (
     Allocate,
     ChangeRefused,
+    ElasticReady,
     Event,
     Exited,
     FirstStep,
-    LiveReady,
     Outcome,
     Started,
     Switched,
@@ -20,7 +20,7 @@ from pipollux_sched.lifecycle import (
 from pipollux_sched.store import Store
 from tests.sched.store.stores import Clock, point, serve_nodes
 
-JOB = "live"
+JOB = "elastic"
 GROWS = "grows from 1 to 2 replicas"
 MOVES = "moves to node-b"
 
@@ -43,7 +43,7 @@ def begin(store: Store, clock: Clock) -> Callable[..., None]:
             store.transition(JOB, event)
 
     at(1001.0, Allocate(["node-a"], "starts on 1 replica on node-a"), Started(1, ("4711",)))
-    at(1005.0, FirstStep(1, 1), LiveReady(1))
+    at(1005.0, FirstStep(1, 1), ElasticReady(1))
     return at
 
 
@@ -56,8 +56,8 @@ def report_steps(store: Store, attempt: int, first: int, last: int, replicas: in
     store.add_report(JOB, attempt, points)
 
 
-def live_run(store: Store, clock: Clock) -> None:
-    """Let a job grow live, try in vain to grow, lose its first replica, restart, and complete.
+def elastic_run(store: Store, clock: Clock) -> None:
+    """Let a job grow, try in vain to grow, lose its first replica, restart, and complete.
 
     Membership 2 (replicas 0 and 1) trains from 1030, membership 4 (replica 1) from 1060,
     attempt 2 from 1090 to 1120.
