@@ -169,7 +169,7 @@ def test_a_job_grows_for_the_price_of_a_resize_and_not_for_a_restart(
 
 
 @pytest.mark.parametrize("policy", PRICED)
-def test_a_live_price_is_no_price_of_another_number_of_stages(policy: str) -> None:
+def test_the_price_of_a_resize_is_no_price_of_another_number_of_stages(policy: str) -> None:
     """Two stages are 7 % faster, which is worth an elastic resize but not a restart."""
     node = NodeInfo({"slots": 2})
     faster = ReplicaShape(2, {"slots": 2}, scaling(0, pace=1.07))
