@@ -174,11 +174,8 @@ def job_state(row: JobRow) -> JobState:
 
 
 def _membership(row: JobRow) -> Membership:
-    if not row.running_on:
+    if not row.running_on or row.membership is None:
         return Membership()
-    if row.membership is None:  # a row from before the column existed
-        ids = tuple(range(len(row.running_on)))
-        return Membership(1, ids, len(ids), highest=1)
     data = dict(row.membership)
     change = data.pop("change")
     data["replicas"], data["lost"] = tuple(data["replicas"]), tuple(data["lost"])
