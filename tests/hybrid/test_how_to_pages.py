@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import runpy
 from collections.abc import Iterator
@@ -217,6 +218,44 @@ def test_each_stage_has_a_process(repository: Path) -> None:
     ((first, last),) = run_stages(run_processes, 1, 2, block)
     assert first[0] == last[0] == 12
     assert sorted(first[1] + last[1]) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+
+
+def train_gpt2(block: str, folder: Path) -> list[float]:
+    """Run the script of docs/howto/models.md without dropout; the losses that it reports."""
+    contexts.reset()
+    exact = block.replace("n_layer=4", "n_layer=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0")
+    assert exact != block
+    losses: list[float] = []
+    report, pipollux.report = pipollux.report, lambda *, loss: losses.append(float(loss))
+    try:
+        with contextlib.chdir(folder):
+            exec(compile(exact, "docs/howto/models.md", "exec"), {})  # noqa: S102  # our own page
+    finally:
+        pipollux.report = report
+        pipollux.destroy_process_group()
+    return losses
+
+
+def test_gpt2_trains_alike_on_replicas_and_stages(repository: Path, tmp_path: Path) -> None:
+    """Its script has one result, whichever way processes are used, with a tied head."""
+    from transformers import GPT2LMHeadModel
+
+    block = blocks(repository, "howto/models")[0]
+    saved = []
+    for num_replicas, num_stages in (1, 1), (2, 1), (1, 2):
+        folder = tmp_path / f"{num_replicas}x{num_stages}"
+        folder.mkdir()
+        environment = {"PIPOLLUX_NUM_STAGES": str(num_stages)}
+        sizes = num_replicas, num_stages
+        found = run_stages(train_gpt2, *sizes, block, folder, environment=environment)
+        for losses in (losses for replica in found for losses in replica):
+            assert len(losses) == 24
+            assert losses[-1] < 0.7 * losses[0]
+        model = GPT2LMHeadModel.from_pretrained(folder / "gpt2-trained")
+        assert model.lm_head.weight is model.transformer.wte.weight
+        saved.append(model.state_dict())
+    for other in saved[1:]:
+        torch.testing.assert_close(other, saved[0], rtol=1e-3, atol=2e-4)
 
 
 def test_the_figure_of_the_schedules_is_drawn_by_its_script(repository: Path) -> None:

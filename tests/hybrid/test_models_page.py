@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import pipollux
 from pipollux_hybrid import AdaptiveDataLoader, ConfigurationError, HybridParallel
 from pipollux_hybrid.job import context as contexts
 from tests.hybrid.models import freeze_statistics
@@ -28,14 +30,15 @@ def fresh_context() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def page(repository: Path) -> dict[str, Any]:
+def page(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the page's Python defines, run from top to bottom as a user would."""
     contexts.reset()
     text = (repository / "docs" / "howto" / "models.md").read_text()
     names: dict[str, Any] = {"__name__": "docs_models"}
-    for number, block in enumerate(re.findall(r"```python\n(.*?)```", text, re.DOTALL)):
-        exec(compile(block, f"docs/howto/models.md, block {number}", "exec"), names)  # noqa: S102  # our own page
-    contexts.reset()
+    with contextlib.chdir(tmp_path_factory.mktemp("page")):
+        for number, block in enumerate(re.findall(r"```python\n(.*?)```", text, re.DOTALL)):
+            exec(compile(block, f"docs/howto/models.md, block {number}", "exec"), names)  # noqa: S102  # our own page
+    pipollux.destroy_process_group()
     return names
 
 
@@ -85,6 +88,14 @@ def make_batch(rows: int = ROWS) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
+def mean_loss(page: dict[str, Any], logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """The mean that the page's weighted loss stands for."""
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    loss = page["loss_fn"](logits, labels)
+    mean: Tensor = loss.sum / loss.weight
+    return mean
+
+
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -104,7 +115,7 @@ def assert_same(
     batch, original, ours = make_batch(), make(), make()
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     expected = original(**batch, labels=labels)
-    loss = page["next_token_loss"](expected.logits, batch)
+    loss = mean_loss(page, expected.logits, batch)
     loss.backward()
     # The original computes its own loss in float32.
     torch.testing.assert_close(loss.float(), expected.loss)
@@ -117,7 +128,7 @@ def assert_same(
         activation_checkpoint=checkpoint,
     )
     logits = model(batch)
-    page["next_token_loss"](logits, batch).backward()
+    mean_loss(page, logits, batch).backward()
     torch.testing.assert_close(logits, expected.logits, **EXACT)
     wanted = gradients_of(original)
     assert gradients_of(ours).keys() == wanted.keys() == dict(original.named_parameters()).keys()
@@ -157,7 +168,7 @@ def test_a_tied_weight_in_a_loop_with_accumulation(page: dict[str, Any]) -> None
     original, ours = make_gpt2(tied=True), make_gpt2(tied=True)
     ids = torch.randint(VOCABULARY, (12, LENGTH), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    page["next_token_loss"](original(**batch).logits, batch).backward()
+    mean_loss(page, original(**batch).logits, batch).backward()
     module = page["tied_gpt2_layers"](ours)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
     data = [{name: tensor[n] for name, tensor in batch.items()} for n in range(12)]
@@ -169,7 +180,7 @@ def test_a_tied_weight_in_a_loop_with_accumulation(page: dict[str, Any]) -> None
     passes = 0
     for part in loader:
         optimizer.zero_grad()
-        page["next_token_loss"](model(part), part).backward()
+        mean_loss(page, model(part), part).backward()
         optimizer.step()
         passes += 1
     assert passes == 3
@@ -183,7 +194,7 @@ def test_the_original_sees_what_is_trained(page: dict[str, Any]) -> None:
     before = gpt2(**batch).logits
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     model = HybridParallel(module, optimizer, num_stages=2)
-    page["next_token_loss"](model(batch), batch).backward()
+    mean_loss(page, model(batch), batch).backward()
     optimizer.step()
     after = gpt2(**batch).logits
     assert (after - before).abs().max() > 1e-4
@@ -291,7 +302,7 @@ def test_a_pretrained_model_is_untied_and_saved_as_the_page_says(
     model = HybridParallel(module, optimizer, num_stages=2)
     logits = model(make_batch())
     torch.testing.assert_close(logits, before, **EXACT)
-    page["next_token_loss"](logits, make_batch()).backward()
+    mean_loss(page, logits, make_batch()).backward()
     optimizer.step()
     gpt2.save_pretrained(tmp_path)
     loaded = type(gpt2).from_pretrained(tmp_path).double().eval()
