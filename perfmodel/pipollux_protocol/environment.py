@@ -282,7 +282,7 @@ ELASTIC = Variable(
     "PIPOLLUX_ELASTIC",
     Switch(),
     "scheduler",
-    "1: elastic resizes; replicas join and leave without a restart",
+    "1: replicas join and leave without a restart; a script may set 0 to turn this off",
     "0",
 )
 JOINS = Variable(
