@@ -92,5 +92,7 @@ class Unreachable:
 
 
 def test_a_stage_that_loses_the_flags_of_gradients_says_so() -> None:
-    ((first, _),) = run_stages(loses_the_flags_of_gradients, 1, 2)
+    ((first, _),) = run_stages(
+        loses_the_flags_of_gradients, 1, 2, environment={"PIPOLLUX_HOST_TIMEOUT": "1"}
+    )
     assert re.match(r"rank 0 of 2 lost its peers while passing micro-batches", first), first

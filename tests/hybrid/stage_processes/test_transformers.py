@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 from typing import Any
@@ -79,9 +80,13 @@ def layers_of(name: str, model: Any, page: str) -> nn.Sequential:
     if name == "t5":
         return nn.Sequential(Encoder(model), Decoder(model), Logits(model))
     names: dict[str, Any] = {"__name__": "docs_models", "F": F}
+    defines = ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef
     for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
         if "_layers(" in block or "class " in block:
-            exec(compile(block, "docs/howto/models.md", "exec"), names)  # noqa: S102  # our own page
+            # Its scripts train something else.
+            found = [x for x in ast.parse(block).body if isinstance(x, defines)]
+            code = compile(ast.Module(found, []), "docs/howto/models.md", "exec")
+            exec(code, names)  # noqa: S102  # our own page
     module = names[RECIPES[name][1]](model)
     assert isinstance(module, nn.Sequential)
     return module
