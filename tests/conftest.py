@@ -86,7 +86,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         )
     apart = next((name for name in APART if config.getoption(name)), None)
     chosen = [x for x in (items if apart else chosen) if needs(x) == apart]
-    config.hook.pytest_deselected(items=[x for x in items if x not in set(chosen)])
+    kept = set(chosen)
+    config.hook.pytest_deselected(items=[x for x in items if x not in kept])
     items[:] = chosen
 
 
