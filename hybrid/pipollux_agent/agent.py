@@ -33,13 +33,7 @@ from pydantic import ValidationError
 
 from pipollux_protocol import environment as variables
 from pipollux_protocol.exit_statuses import DAEMONISED, STOPPED
-from pipollux_protocol.files import (
-    STOP_MARKER,
-    UNSENT_REPORT,
-    AgentResult,
-    ResultError,
-    StopMarker,
-)
+from pipollux_protocol.files import STOP_MARKER, UNSENT_REPORT, AgentResult, ResultError, StopMarker
 
 LINGER = 2.0
 """Seconds for processes that the script has forked to end."""

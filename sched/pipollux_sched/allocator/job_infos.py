@@ -49,10 +49,7 @@ def replica_resources(spec: JobSpec, num_stages: int | None = None) -> dict[str,
     """Return the resources of one replica of a job: K slots and its other requests."""
     stages = num_stages or spec.num_stages
     whole, each = spec.resources, spec.resources_per_stage
-    asked = {
-        "cpus": whole.cpus + stages * each.cpus,
-        "memory": whole.memory + stages * each.memory,
-    }
+    asked = {"cpus": whole.cpus + stages * each.cpus, "memory": whole.memory + stages * each.memory}
     others = {kind: amount for kind, amount in asked.items() if amount}
     return {"slots": stages, **others}
 

@@ -200,11 +200,7 @@ class SnapshotReader:
             self._doubted.pop(job, None)
         elif self._doubted.get(job) != doubt:
             self._doubted[job] = doubt
-            _LOG.warning(
-                "the hints of job %s %s; they are ignored",
-                job,
-                doubt,
-            )
+            _LOG.warning("the hints of job %s %s; they are ignored", job, doubt)
 
     def _parse(
         self, job: str, spec: Mapping[str, Any], hints: str | None

@@ -8,12 +8,7 @@ from collections.abc import Mapping, Sequence
 from pipollux_policies import Policy, shape_of
 from pipollux_policies.allocations.rules import usable_nodes
 from pipollux_policies.teams.eligible import eligible
-from pipollux_policies.teams.ledger import (
-    TeamUse,
-    capacity_of,
-    team_uses,
-    why_team_waits,
-)
+from pipollux_policies.teams.ledger import TeamUse, capacity_of, team_uses, why_team_waits
 from pipollux_policies.teams.team import Teams
 from pipollux_policies.teams.team_policy import TeamAnswer, TeamPolicy
 

@@ -367,13 +367,7 @@ class ReplicaGroup:
                 return Exited(attempt, Outcome.STOPPED, step, message=lost)
         message, cannot_start = self._describe(ends)
         # A replica killed because of its node may have saved before.
-        return Exited(
-            attempt,
-            Outcome.FAILED,
-            step,
-            message=message,
-            cannot_start=cannot_start,
-        )
+        return Exited(attempt, Outcome.FAILED, step, message=message, cannot_start=cannot_start)
 
     def _fetch_log(self, key: ReplicaKey) -> None:
         with suppress(BackendError):  # the outcome is known without its last lines

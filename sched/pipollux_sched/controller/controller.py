@@ -53,11 +53,7 @@ class Controller:
         self._store, self._backend = store, backend
         self._grace, self._heartbeat_timeout = grace, heartbeat_timeout
         self.executor = Executor(
-            store,
-            backend,
-            lambda job: program(job, environment),
-            grace=grace,
-            on_ended=reconsider,
+            store, backend, lambda job: program(job, environment), grace=grace, on_ended=reconsider
         )
         self._deletion = JobDeletion(store, state_dir)
         self._deletion.finish()

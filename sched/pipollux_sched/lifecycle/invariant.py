@@ -40,10 +40,7 @@ def _running(state: JobState) -> Iterator[tuple[str, bool]]:
     yield "a job that moves is Restarting", not moves or state.phase is Phase.RESTARTING
     yield "only a running attempt has an intent", runs or state.intent is None
     yield "only a running attempt trains", runs or not state.training
-    yield (
-        "only a running attempt has a number of stages",
-        (runs or state.running_stages is None),
-    )
+    yield ("only a running attempt has a number of stages", (runs or state.running_stages is None))
     yield "what runs is an attempt of a number", not runs or state.attempt > 0
     first = state.first_attempt
     yield (

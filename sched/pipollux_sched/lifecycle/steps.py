@@ -84,10 +84,7 @@ def start(state: JobState, message: str, now: float) -> Transition:
 def stop(state: JobState, why: str) -> tuple[Action, ...]:
     """Ask the running attempt to save and end."""
     attempt = state.attempt
-    return (
-        Record("stopping", attempt, {"why": why}),
-        Stop(attempt, why, graceful=state.training),
-    )
+    return (Record("stopping", attempt, {"why": why}), Stop(attempt, why, graceful=state.training))
 
 
 def ended_early(state: JobState, intent: Intent, now: float) -> Transition:

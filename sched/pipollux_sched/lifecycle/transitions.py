@@ -287,10 +287,7 @@ def _failed(state: JobState, gone: JobState, event: Exited, now: float) -> Trans
     seconds = backoff(failures)
     data = {"why": event.message, "restarts": failures}
     waiting = enter(counted, Phase.RESTARTING, "Failed", event.message, now)
-    return waiting, (
-        Record("restarting", event.attempt, data),
-        RetryAfter(event.attempt, seconds),
-    )
+    return waiting, (Record("restarting", event.attempt, data), RetryAfter(event.attempt, seconds))
 
 
 def _trained_for_long(state: JobState, now: float) -> bool:

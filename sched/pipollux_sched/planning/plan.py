@@ -113,11 +113,7 @@ def _plain(assignment: PlannedJob) -> dict[str, Any]:
 
 
 def plan(
-    cluster: ClusterSpec,
-    jobs: Sequence[JobSpec],
-    *,
-    policy: Policy | None = None,
-    seed: int = 0,
+    cluster: ClusterSpec, jobs: Sequence[JobSpec], *, policy: Policy | None = None, seed: int = 0
 ) -> Plan:
     """Decide on all jobs, from the specs alone; `policy` None: the default one, with this seed.
 

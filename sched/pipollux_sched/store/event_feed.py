@@ -25,11 +25,7 @@ class EventFeed:
     """
 
     def __init__(
-        self,
-        store: Store,
-        listener: Listener,
-        after: int,
-        types: Collection[str] | None = None,
+        self, store: Store, listener: Listener, after: int, types: Collection[str] | None = None
     ) -> None:
         self._store = store
         self._types = types

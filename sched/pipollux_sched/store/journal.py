@@ -266,10 +266,7 @@ def starting(session: Session) -> list[StartingJob]:
     """Return the jobs whose processes run and have taken no step yet."""
     query = (
         select(JobRow.name, JobRow.attempt, JobRow.spec, AttemptRow.started_at)
-        .join(
-            AttemptRow,
-            and_(AttemptRow.job == JobRow.name, AttemptRow.attempt == JobRow.attempt),
-        )
+        .join(AttemptRow, and_(AttemptRow.job == JobRow.name, AttemptRow.attempt == JobRow.attempt))
         .where(
             JobRow.phase.not_in(ENDED),
             JobRow.training.is_(False),

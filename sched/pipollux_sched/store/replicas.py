@@ -45,11 +45,7 @@ class ReplicaAddresses:
             session.execute(delete(ReplicaRow).where(ReplicaRow.job == job, older))
             session.merge(
                 ReplicaRow(
-                    job=job,
-                    attempt=attempt,
-                    replica=replica,
-                    address=address,
-                    time=self._clock(),
+                    job=job, attempt=attempt, replica=replica, address=address, time=self._clock()
                 )
             )
 

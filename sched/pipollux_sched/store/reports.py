@@ -99,11 +99,7 @@ def _note_first_steps(session: Session, received: Sequence[ReceivedReport], now:
 
 
 def _events(received: ReceivedReport, now: float) -> list[dict[str, Any]]:
-    head: Mapping[str, Any] = {
-        "time": now,
-        "job": received.job,
-        "attempt": received.attempt,
-    }
+    head: Mapping[str, Any] = {"time": now, "job": received.job, "attempt": received.attempt}
     events = [{**head, "type": "progress", "data": {}} for _ in received.points]
     if received.timeline is not None:
         events.append({**head, "type": "timeline", "data": asdict(received.timeline)})

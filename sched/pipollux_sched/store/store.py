@@ -66,11 +66,7 @@ class Store:
     """
 
     def __init__(
-        self,
-        where: Path | str,
-        *,
-        create: bool = False,
-        clock: Callable[[], float] = time.time,
+        self, where: Path | str, *, create: bool = False, clock: Callable[[], float] = time.time
     ) -> None:
         self._database = Database(where, create=create)
         self._clock = clock
@@ -226,11 +222,7 @@ class Store:
             return {row[0]: row[1] for row in session.execute(unfinished)}
 
     def add_report(
-        self,
-        name: str,
-        attempt: int,
-        points: Sequence[Point],
-        timeline: Timeline | None = None,
+        self, name: str, attempt: int, points: Sequence[Point], timeline: Timeline | None = None
     ) -> bool:
         """Store a training report; return whether it had the first step of the attempt.
 

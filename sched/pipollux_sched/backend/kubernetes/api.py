@@ -190,11 +190,7 @@ class Api:
         with _translated():
             try:
                 patched = self._client.patch(
-                    kind,
-                    name,
-                    dict(patch),
-                    namespace=self.namespace,
-                    patch_type=PatchType.MERGE,
+                    kind, name, dict(patch), namespace=self.namespace, patch_type=PatchType.MERGE
                 )
             except ApiError as error:
                 if error_code(error) == 404:

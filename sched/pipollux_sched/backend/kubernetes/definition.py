@@ -284,11 +284,7 @@ def _status() -> Schema:
             "type": "array",
             "x-kubernetes-list-type": "map",
             "x-kubernetes-list-map-keys": ["type"],
-            "items": {
-                "type": "object",
-                "required": list(condition),
-                "properties": condition,
-            },
+            "items": {"type": "object", "required": list(condition), "properties": condition},
         },
     }
     return {"type": "object", "properties": properties}

@@ -36,11 +36,7 @@ SHARED_MEMORY = "pipollux-shm"
 
 
 def make_pod(
-    program: ReplicaProgram,
-    launch: Launch,
-    replica: int,
-    owner: Owner,
-    options: KubernetesOptions,
+    program: ReplicaProgram, launch: Launch, replica: int, owner: Owner, options: KubernetesOptions
 ) -> Object:
     """Return the pod of one replica."""
     key = launch.key(replica)
@@ -160,10 +156,7 @@ def _fill_container(
 
 
 def resources(
-    asked: Mapping[str, Any],
-    program: ReplicaProgram,
-    launch: Launch,
-    options: KubernetesOptions,
+    asked: Mapping[str, Any], program: ReplicaProgram, launch: Launch, options: KubernetesOptions
 ) -> dict[str, Any]:
     """Return the resources of a replica: the template's, the job's over them, its devices."""
     requests, limits = dict(asked.get("requests") or {}), dict(asked.get("limits") or {})

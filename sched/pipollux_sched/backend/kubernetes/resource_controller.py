@@ -174,10 +174,7 @@ class ResourceController:
 
     def _take_up(self, resource: JobResource) -> None:
         """Submit the job of a new resource, or delete the resource of a deleted job."""
-        if self._identity in (
-            resource.status.get("scheduler"),
-            resource.annotations.get(MADE_BY),
-        ):
+        if self._identity in (resource.status.get("scheduler"), resource.annotations.get(MADE_BY)):
             self._api.delete(Job, resource.name)
             return
         refused = resource.status.get("phase") == "Failed"

@@ -150,10 +150,7 @@ def _patch(labels: Mapping[str, str], launch: Launch, options: KubernetesOptions
 def _affinity(labels: Mapping[str, str], launch: Launch) -> dict[str, Any]:
     nodes = sorted(set(launch.nodes))
     here = {"key": names.HOST_NAME_LABEL, "operator": "In", "values": nodes}
-    apart = {
-        "topologyKey": names.HOST_NAME_LABEL,
-        "labelSelector": {"matchLabels": dict(labels)},
-    }
+    apart = {"topologyKey": names.HOST_NAME_LABEL, "labelSelector": {"matchLabels": dict(labels)}}
     one_each = len(nodes) == len(launch.nodes)
     return {
         "nodeAffinity": {

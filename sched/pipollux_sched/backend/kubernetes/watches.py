@@ -107,11 +107,7 @@ async def _follow(client: AsyncClient, informer: Informer[Any]) -> None:
 async def _list(client: AsyncClient, informer: Informer[Any]) -> str:
     chosen = informer.selection
     listed = client.list(
-        chosen.kind,
-        **_where(chosen),
-        labels=chosen.labels,
-        fields=chosen.fields,
-        chunk_size=500,
+        chosen.kind, **_where(chosen), labels=chosen.labels, fields=chosen.fields, chunk_size=500
     )
     # Convert each at once: thousands of pods as JSON take hundreds of megabytes.
     kept = dict(filter(None, [informer.read(dict(found)) async for found in listed]))
