@@ -25,8 +25,7 @@ from pipollux_sched.backend import Launch, ReplicaProgram
 from pipollux_sched.backend.base import SlotAssignment
 from pipollux_sched.backend.kubernetes import names
 from pipollux_sched.backend.kubernetes.options import KubernetesOptions
-from pipollux_sched.backend.kubernetes.owner import Owner
-from pipollux_sched.backend.kubernetes.pods import make_pod
+from pipollux_sched.backend.kubernetes.pods import Owner, make_pod
 from pipollux_sched.backend.kubernetes.resource_controller import MADE_BY
 from tests.kubernetes.cluster import IMAGE, Cluster
 from tests.kubernetes.memory.conditions import set_condition

@@ -22,7 +22,7 @@ from store import point, spec  # of benchmarks/service-load
 from pipollux_sched.backend.base import ClusterUnavailableError
 from pipollux_sched.backend.kubernetes.engine import KubernetesEngine
 from pipollux_sched.backend.kubernetes.resource_controller import ResourceController
-from pipollux_sched.controller.job_actions import StoredJobs
+from pipollux_sched.controller.controller import StoredJobs
 from pipollux_sched.lifecycle import Allocate, Started
 from pipollux_sched.store import ReceivedReport, StateDir, Store, Submission
 

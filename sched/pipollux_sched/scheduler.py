@@ -30,10 +30,9 @@ from pipollux_policies import (
     make_policy,
 )
 from pipollux_protocol import environment as variables
-from pipollux_sched.allocator.allocator import Allocator
+from pipollux_sched.allocator.allocator import AllocationLoop, Allocator
 from pipollux_sched.allocator.autoscaler import Autoscaler
 from pipollux_sched.allocator.expander import Expander
-from pipollux_sched.allocator.loop import AllocationLoop
 from pipollux_sched.allocator.snapshot import SnapshotReader
 from pipollux_sched.allocator.strategy import EvenStrategy, FixedStrategy, PolicyStrategy, Strategy
 from pipollux_sched.backend.registry import DEFAULT_BACKEND, EngineOptions, make_engine
@@ -44,7 +43,7 @@ from pipollux_sched.server.address import ServerAddress
 from pipollux_sched.server.http_server import HttpServer
 from pipollux_sched.spec.job import ClusterSpec, JobSpec
 from pipollux_sched.store.event_feed import EventFeed, Listener
-from pipollux_sched.store.waiting import wait_until
+from pipollux_sched.store.store import wait_until
 from pipollux_sched.utils.vital_thread import VitalThreads
 from pipollux_utils.units import check_seconds
 

@@ -13,9 +13,8 @@ from lightkube.types import PatchType
 from pipollux_sched.backend import Launch, ReplicaProgram
 from pipollux_sched.backend.kubernetes.api import Job
 from pipollux_sched.backend.kubernetes.options import KubernetesOptions, PodSecurity
-from pipollux_sched.backend.kubernetes.owner import Owner
 from pipollux_sched.backend.kubernetes.pod_security import template_problems
-from pipollux_sched.backend.kubernetes.pods import make_pod
+from pipollux_sched.backend.kubernetes.pods import Owner, make_pod
 from pipollux_sched.backend.kubernetes.trainjobs import make_trainjob
 from pipollux_sched.lifecycle import Phase
 from tests.sched.backends import assignments

@@ -14,7 +14,7 @@ from pipollux_sched.backend.kubernetes.informer import Informer, Selection
 from pipollux_sched.backend.kubernetes.job_resource import JobResource, job_status, view_job
 from pipollux_sched.backend.kubernetes.options import KubernetesOptions
 from pipollux_sched.backend.kubernetes.resource_controller import ResourceController
-from pipollux_sched.controller.job_actions import StoredJobs
+from pipollux_sched.controller.controller import StoredJobs
 from pipollux_sched.lifecycle import Allocate
 from pipollux_sched.store import StateDir, Store
 

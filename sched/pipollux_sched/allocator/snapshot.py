@@ -21,6 +21,7 @@ from pipollux_perfmodel import HintsError, SchedHints
 from pipollux_policies import (
     DEFAULT_RESCALE_SECONDS,
     DEFAULT_RESTART_SECONDS,
+    Contention,
     LengthHistory,
     NodeInfo,
 )
@@ -34,7 +35,6 @@ from pipollux_sched.views.teams import stored_teams
 from .inherited_hints import HeirReader, WarmStart, without_rows
 from .job_infos import hints_worth, job_info, node_info
 from .learned_lengths import LearnedLengths, declared_lengths, family_name
-from .mean_jobs import mean_jobs
 from .strategy import SchedulableJob
 
 _LOG = logging.getLogger(__name__)
@@ -256,3 +256,16 @@ def _believed(job: str, hints: str | None) -> SchedHints | None:
     except HintsError as error:
         _LOG.warning("the hints of job %s are ignored: %s", job, error)
         return None
+
+
+def mean_jobs(store: Store, jobs: Sequence[JobRecord], now: float) -> dict[str, float]:
+    """Return the number of unfinished jobs, averaged over the life of each of `jobs` so far.
+
+    It is computed from submission and end times, so it survives a restart of the scheduler. Deleted
+    jobs do not count, and jobs that were submitted at this moment are left out.
+    """
+    if not jobs:
+        return {}
+    lives = [(job.submitted_at, max(job.submitted_at, now)) for job in jobs]
+    lives += store.overview.ended_since(min(begin for begin, _ in lives))
+    return Contention(lives).means({job.name: job.submitted_at for job in jobs}, now)

@@ -11,21 +11,49 @@ failed with `ClusterUnavailableError` until it succeeds or times out.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from threading import Event
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from pipollux_protocol.environment import SCHEDULER_URL
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.spec.job import JobSpec, NodeSpec
-from pipollux_sched.store import StateDir
+from pipollux_sched.store import JobRecord, StateDir
 
-from .job_actions import JobActions
 from .result import ReplicaResult
+
+
+class JobActions(Protocol):
+    """The commands of users on jobs; each method may raise `SchedulerError`."""
+
+    def version(self) -> int:
+        """Return a number that grows whenever a job has changed."""
+
+    def jobs(self) -> Sequence[JobRecord]:
+        """Return all jobs."""
+
+    def steps(self) -> Mapping[str, int]:
+        """Return the known optimizer steps of jobs so far."""
+
+    def submit(self, spec: JobSpec) -> object:
+        """Submit a job."""
+
+    def suspend(self, name: str) -> object:
+        """Suspend a job."""
+
+    def resume(self, name: str) -> object:
+        """Resume a job."""
+
+    def cancel(self, name: str) -> object:
+        """Cancel a job."""
+
+    def delete(self, name: str) -> object:
+        """Delete a job that has ended."""
+
 
 POLL_INTERVAL = 0.05
 

@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pipollux_protocol.exit_statuses import STOPPED
 from pipollux_sched.lifecycle import Exited, JoiningReplicaLost, Outcome, Started
 from pipollux_utils.text import count
 
@@ -34,7 +35,7 @@ from .base import (
     Signal,
     SlotAssignment,
 )
-from .replica_end import describe_failure, describe_loss, has_stopped, was_asked
+from .replica.last_words import last_words
 
 _LOG = logging.getLogger(__name__)
 
@@ -401,3 +402,33 @@ class ReplicaGroup:
         key = self._failed or min(ends)
         node = self.launch.assignments[key.replica].node
         return describe_failure(key.replica, node, ends[key], self._log(key))
+
+
+def has_stopped(end: Ended) -> bool:
+    """Return whether a replica ended like one that was asked to stop."""
+    return end.status in (STOPPED, -15)
+
+
+def was_asked(end: Ended) -> bool:
+    """Return whether a replica was ended from outside, or its agent received a stop signal."""
+    return end.result.asked or bool(end.lost)
+
+
+def describe_failure(replica: int, node: str, ended: Ended, log: Path) -> tuple[str, bool]:
+    """Return why a replica failed, with the end of its log, and whether its script cannot start."""
+    error = ended.result.error
+    words = last_words(log, ended.status)
+    head = f"Replica {replica} on {node} {words.describe()}"
+    if has_stopped(ended) and not was_asked(ended):
+        head += ", but was not asked to stop"
+    said = error.text if error else words.lines[-1].strip() if words.lines else ""
+    head += f": {said}" if said else f" and printed nothing ({log.name})."
+    end = [f"The end of {log.name}:", *words.lines] if words.lines else []
+    return "\n".join([head, *end]), error is not None and error.cannot_start
+
+
+def describe_loss(ended: Ended, log: Path) -> str:
+    """Return why a replica ended before it took part, in a sentence or two."""
+    words = last_words(log, ended.status)
+    said = ended.lost or f"It {words.describe()}."
+    return f"{said} {words.lines[-1].strip() if words.lines else ''}".strip()

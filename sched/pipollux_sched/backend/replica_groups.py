@@ -12,26 +12,56 @@ from pipollux_sched.lifecycle import Exited, Membership, Outcome
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import StateDir
 
-from .adoption import NO_SLOTS, why_not_adopted
 from .base import (
     POLL_INTERVAL,
     BackendError,
     ClusterUnavailableError,
     Engine,
+    JobActions,
     Launch,
     Listing,
     Node,
     NodesGoneError,
     ReplicaKey,
     ReplicaProgram,
+    ReplicaState,
     Signal,
 )
 from .cluster_watch import ClusterWatch
-from .job_actions import JobActions
 from .replica_group import START_TIMEOUT, ReplicaGroup
 from .report import Joiners, LaunchStore, Report, Running, Waiting
 from .saved import marked_step, newest_checkpoint
 from .slots import SlotLedger
+
+NO_SLOTS = (
+    "The cluster no longer has the slots that the job runs on: it is stopped, and goes on from its "
+    "checkpoint."
+)
+
+
+def why_not_adopted(
+    launch: Launch | None,
+    members: Collection[int],
+    listed: Mapping[ReplicaKey, ReplicaState],
+    scheduler_url: str,
+) -> str | None:
+    """Return why an attempt cannot be adopted, in one sentence; None: it can.
+
+    The earlier scheduler stored the `launch`, or None; `members` take part; `listed` are all.
+    """
+    if launch is None or not launch.assignments.keys() >= set(members):
+        return "The previous scheduler ended before it had started the job."
+    keys = list(map(launch.key, members))
+    if any(key not in listed for key in keys):
+        return "The previous scheduler ended while it started the job."
+    runs = any(listed[key].ended is None for key in keys)
+    if runs and launch.scheduler_url != scheduler_url:
+        return (
+            f"The scheduler now listens at {scheduler_url}, and the job reports to "
+            f"{launch.scheduler_url}: it is stopped, and continues from its checkpoint."
+        )
+    return None
+
 
 STOP_GRACE = 30.0
 """Seconds that a job has to save a checkpoint after a stop request."""

@@ -42,13 +42,12 @@ from pipollux_sched.store import (
 )
 from pipollux_sched.views.teams import stored_teams
 
-from .admission import admitted, check_team
+from .admission import admitted, check_run_as, check_team
 from .deletion import DeletedJob, JobDeletion
 from .event_loop_monitor import EventLoopMonitor
 from .executor import Executor
 from .heartbeats import Heartbeats
 from .resize_board import ReplicaAnswer, ResizeBoard
-from .run_as import check_run_as
 
 _LOG = logging.getLogger(__name__)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -11,16 +12,16 @@ from typing import Any
 
 from pipollux_sched.allocator.job_infos import node_info
 from pipollux_sched.backend import ReplicaGroupManager
-from pipollux_sched.store import StateDir, Store
+from pipollux_sched.lifecycle import Adopt, NotAdopted, Recover
+from pipollux_sched.spec.job import JobSpec
+from pipollux_sched.store import JobRecord, StateDir, Store
 from pipollux_sched.utils.vital_thread import VitalThreads
 
 from .admission import program
 from .commands import JobService
 from .deletion import JobDeletion
 from .executor import Executor
-from .job_actions import StoredJobs
 from .node_watch import NodeWatch
-from .takeover import take_over
 from .teams_file import TeamsFile
 from .watchdog import HEARTBEAT_TIMEOUT, Watchdog
 
@@ -111,3 +112,77 @@ class Controller:
         """End all processes at once, and store how they ended."""
         self._backend.shutdown()
         self.executor.step()
+
+
+class StoredJobs:
+    """The jobs of a store, and the commands on them."""
+
+    def __init__(self, store: Store, control: JobService) -> None:
+        self._store, self._control = store, control
+
+    def version(self) -> int:
+        """Return the version of the store."""
+        return self._store.version
+
+    def jobs(self) -> Sequence[JobRecord]:
+        """Return all jobs."""
+        return self._store.jobs()
+
+    def steps(self) -> Mapping[str, int]:
+        """Return the step of each job's last report."""
+        return {name: point.step for name, point in self._store.last_points().items()}
+
+    def submit(self, spec: JobSpec) -> object:
+        """Submit a job: see `JobService.submit`."""
+        return self._control.submit(spec)
+
+    def suspend(self, name: str) -> object:
+        """Suspend a job: see `JobService.suspend`."""
+        return self._control.suspend(name)
+
+    def resume(self, name: str) -> object:
+        """Resume a job: see `JobService.resume`."""
+        return self._control.resume(name)
+
+    def cancel(self, name: str) -> object:
+        """Cancel a job: see `JobService.cancel`."""
+        return self._control.cancel(name)
+
+    def delete(self, name: str) -> object:
+        """Delete a job: see `JobService.delete`."""
+        return self._control.delete(name)
+
+
+_LOG = logging.getLogger(__name__)
+
+
+def take_over(
+    store: Store, backend: ReplicaGroupManager, executor: Executor, url: str, grace: float
+) -> None:
+    """Adopt the attempts that an earlier scheduler left running; end and restart the rest.
+
+    An ended attempt has `grace` seconds to checkpoint. `BackendError`: a process cannot be ended.
+    """
+    unfinished = store.jobs(unfinished=True)
+    orphaned = [job for job in unfinished if not _adopt(job, backend, executor, url)]
+    for process in backend.recover(grace):
+        _LOG.warning("ended a process of an earlier scheduler: %s", process)
+    for job in orphaned:
+        step = backend.saved_step(job.name, job.state.attempt)
+        newest = backend.newest_checkpoint(job.name, job.state.attempt) if step is None else None
+        executor.handle(job.name, Recover(step, newest))
+
+
+def _adopt(job: JobRecord, backend: ReplicaGroupManager, executor: Executor, url: str) -> bool:
+    """Adopt the running attempt of a job; return whether that is possible.
+
+    If not, the store records it before anything is ended: if this scheduler is killed, the next one
+    must not count the end as a failure of the job.
+    """
+    if not job.state.running_on:
+        return False
+    attempt = job.state.attempt
+    refusal = backend.adopt(job.name, attempt, url, job.state.membership)
+    found = Adopt(attempt) if refusal is None else NotAdopted(attempt, refusal)
+    executor.handle(job.name, found)
+    return refusal is None

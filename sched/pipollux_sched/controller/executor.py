@@ -45,7 +45,7 @@ from pipollux_sched.spec.job import SpecError
 from pipollux_sched.store import AttemptRecord, JobRecord, Point, Store, UnknownJobError
 from pipollux_sched.utils.failure_log import FailureLog
 
-from .unsent_report import take_unsent_report
+from .training_report import take_unsent_report
 
 _LOG = logging.getLogger(__name__)
 

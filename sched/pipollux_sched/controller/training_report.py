@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
 from pipollux_protocol.messages import TrainingReport
-from pipollux_sched.store import Point, Timeline
+from pipollux_sched.store import Point, StaleAttemptError, Store, Timeline
 
 
 def stored_points(report: TrainingReport) -> list[Point]:
@@ -15,3 +21,31 @@ def stored_timeline(report: TrainingReport) -> Timeline | None:
     """Return the timeline of a report, if it has one."""
     found = report.timeline
     return None if found is None else Timeline(**{**found.__dict__, "events": tuple(found.events)})
+
+
+_LOG = logging.getLogger(__name__)
+
+
+def take_unsent_report(store: Store, body: Mapping[str, Any], job: str, attempt: int) -> None:
+    """Store the unsent, unvalidated report of an attempt that has ended; idempotent."""
+    try:
+        report = TrainingReport.model_validate(body)
+    except ValidationError as error:
+        _LOG.warning("the last report of job %s is ignored: %s", job, error)
+        return
+    known = _last_step(store, job, attempt)
+    points = [point for point in stored_points(report) if point.step > known]
+    if report.attempt != attempt or not points:
+        return
+    try:
+        store.add_report(job, attempt, points, stored_timeline(report))
+    except StaleAttemptError:
+        return  # the job has restarted meanwhile, and sends reports again
+
+
+def _last_step(store: Store, job: str, attempt: int) -> int:
+    """Return the last stored step of an attempt; -1 if there is none."""
+    for event in store.latest_events(1, job=job, types=["progress"]):
+        if event["attempt"] == attempt:
+            return int(event["step"])
+    return -1

@@ -7,7 +7,7 @@ not be resizable. The policy gets the assumed cost until the job has measured on
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -17,14 +17,13 @@ from pipollux_policies import DEFAULT_RESCALE_SECONDS, NodeInfo
 from pipollux_sched.allocator.job_infos import replica_cap
 from pipollux_sched.allocator.learned_lengths import family_name
 from pipollux_sched.store import AttemptRecord
-from pipollux_sched.store.restart_cost import moving_average
+from pipollux_sched.store.attempts import moving_average
 from pipollux_simulator.applications.registry import fits
 from pipollux_simulator.experiment import Workload
 from pipollux_simulator.workload.arrivals import JobArrival
 from pipollux_simulator.workload.terms import JobTerms
 
 from .application import HistoryApplication
-from .pace import pace_of
 from .records import LeftOut, PastJob, SchedulerHistory
 
 
@@ -188,3 +187,18 @@ def _pauses(job: PastJob) -> list[float | None]:
 
 def _known(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
+
+
+def pace_of(job: PastJob, app: HistoryApplication) -> float:
+    """Return the pace of a job; 1 if it ran in configurations that its model does not cover."""
+    predicted = 0.0
+    for one in job.attempts:
+        if one.first_step_at is None or not one.nodes:
+            continue
+        ends = (one.stopping_at, one.ended_at, job.until)
+        seconds = min(end for end in ends if end is not None) - one.first_step_at
+        if one.num_stages not in app.speedups:
+            return 1.0
+        placement = tuple(Counter(one.nodes).values())
+        predicted += app.goodput(app.configure(one.num_stages, placement)) * max(seconds, 0.0)
+    return job.samples / predicted if predicted > 0 else 1.0

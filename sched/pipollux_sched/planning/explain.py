@@ -13,11 +13,19 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from pipollux_policies import MEASURED_REACH, JobInfo, NodeInfo, ReplicaShape, shape_of
+from pipollux_policies import (
+    MEASURED_REACH,
+    FairStanding,
+    JobInfo,
+    NodeInfo,
+    ReplicaShape,
+    fair_standings,
+    shape_of,
+)
 from pipollux_policies.teams.ledger import why_no_more
 from pipollux_sched.allocator.decide import others_of
 from pipollux_sched.allocator.inherited_hints import WarmStart
-from pipollux_sched.allocator.job_infos import count_fitting, linear_speedup
+from pipollux_sched.allocator.job_infos import count_fitting, linear_speedup, node_template
 from pipollux_sched.allocator.reasons import NOBODY, Others, why_nothing
 from pipollux_sched.allocator.snapshot import Snapshot
 from pipollux_sched.allocator.strategy import SchedulableJob, free_of
@@ -35,9 +43,7 @@ from pipollux_sched.views.explanation import (
     NextChange,
 )
 from pipollux_sched.views.models import JobView
-from pipollux_utils.text import seconds, spell_moment
-
-from .fair_words import fair_limit
+from pipollux_utils.text import count, seconds, spell_moment
 
 Room: TypeAlias = Mapping[str, Mapping[str, int]]
 """The free resources of every node, by kind."""
@@ -340,3 +346,33 @@ def _measured(hints: Mapping[str, Any] | None, spec: JobSpec, warm_start: WarmSt
     if hints:
         return int(hints.get("maxProfiledReplicas", 0))
     return spec.hints.max_profiled_replicas if spec.hints else 0
+
+
+def fair_limit(job: SchedulableJob, state: Snapshot, fairness: float | None) -> Limit | None:
+    """Return the effect of a fairness promise (`CompletionTime.fairness`); None: it has none."""
+    if fairness is None or not state.nodes:
+        return None
+    jobs = {one.name: one.info for one in state.candidates}
+    held = {one.name: one.held for one in state.candidates if one.allocation}
+    template = node_template(state.nodes)
+    stands = fair_standings(jobs, state.nodes, held, template, fairness).get(job.name)
+    return None if stands is None else Limit(LimitKind.FAIRNESS, spell_standing(stands))
+
+
+def spell_standing(stands: FairStanding) -> str:
+    """Describe a job compared with its equal share, as a sentence."""
+    share = f"its equal share of {_slots(stands.share.slots)}"
+    if stands.knows_length:
+        late = f"with it from now on it ends {stands.fairness:.2f} times as late as on it alone"
+    else:
+        late = f"what it has done by now took {stands.fairness:.2f} times as long as on it alone"
+    late += f", of {stands.promised:.4g} times that are promised"
+    if stands.comes_first:
+        return f"It gets {share} first: {late}."
+    spare = seconds(stands.slack - stands.margin)
+    return f"Others may come before {share} for {spare} yet: {late}."
+
+
+def _slots(number: float) -> str:
+    whole = round(number)
+    return count(whole, "slot") if abs(number - whole) < 0.05 else f"{number:.1f} slots"

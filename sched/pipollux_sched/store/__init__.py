@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .attempts import AttemptCounts
+from .attempts import AttemptCounts, moving_average
 from .deletion import PendingDeletion
 from .errors import (
     ConflictError,
@@ -29,7 +29,6 @@ from .queries import CompletedRecord, Glance, NoisePoint, Overview
 from .records import AttemptRecord, JobRecord, NodeCondition, NodeRecord, Point, Timeline
 from .replicas import Discovery, ReplicaAddresses, UnknownReplicaError
 from .reports import ReceivedReport
-from .restart_cost import moving_average
 from .state_dir import ServerInfo, StateDir
 from .store import Store
 from .submissions import Submission

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, case, distinct, func, select, true
@@ -109,3 +109,22 @@ def attained_service(session: Session, now: float, *, unfinished: bool) -> dict[
         .group_by(AttemptRow.job)
     )
     return {row.job: row.service for row in session.execute(sums)}
+
+
+RESTART_WEIGHT = 0.3
+"""Weight of the newest restart in the moving average of restart costs."""
+
+
+def moving_average(values: Sequence[float], default: float) -> float:
+    """Return the exponentially weighted moving average of `values`; `default` if empty.
+
+    Example:
+        >>> moving_average([10.0, 20.0], 30.0)
+        13.0
+    """
+    if not values:
+        return default
+    average = values[0]
+    for value in values[1:]:
+        average += RESTART_WEIGHT * (value - average)
+    return average

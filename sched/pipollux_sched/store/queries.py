@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection, Mapping
+from itertools import accumulate
 from typing import Any, NamedTuple
 
-from sqlalchemy import Select, func, or_, select
+from sqlalchemy import ColumnElement, Select, String, cast, false, func, or_, select
+from sqlalchemy.orm import Session
 
 from pipollux_sched.lifecycle import Phase
 
-from . import attempts, deletion, job_list, journal, node_usage
+from . import attempts, deletion, job_list, journal
 from .attempts import AttemptCounts
 from .database import Database
 from .job_list import JobQuery, ListedPhase
-from .records import AttemptRecord, Point
-from .tables import EventRow, HintsRow, JobRow, PointRow
+from .records import AttemptRecord, Point, attempt_record
+from .tables import AttemptRow, EventRow, HintsRow, JobRow, PointRow
 
 
 class Glance(NamedTuple):
@@ -105,7 +108,7 @@ class Overview:
         with self._database.read() as session:
             goodput, num_told = job_list.goodput(session)
             counts, holders = job_list.count_by_phase(session), job_list.holders(session)
-            oldest = node_usage.oldest_attempt(session)
+            oldest = _oldest_attempt(session)
             return Glance(counts, tuple(holders), goodput if num_told else None, oldest)
 
     def job_number(self, name: str) -> int:
@@ -117,14 +120,26 @@ class Overview:
         self, since: float, most: int, nodes: Collection[str] | None = None
     ) -> list[tuple[AttemptRecord, int]]:
         """Return the newest attempts since a time, oldest first, with the numbers of their jobs."""
+        query = select(AttemptRow, JobRow.id).join(JobRow, JobRow.name == AttemptRow.job)
+        query = query.where(_held_after(since))
+        if nodes is not None:
+            query = query.where(or_(false(), *map(_lies_on, nodes)))
         with self._database.read() as session:
-            return node_usage.attempts(session, since, most, nodes)
+            rows = session.execute(query.order_by(AttemptRow.id.desc()).limit(most)).all()
+            return [(attempt_record(row), number) for row, number in reversed(rows)]
 
     def node_usage(self, begin: float, end: float, num_parts: int) -> dict[str, list[float]]:
         """Return the mean number of slots held on each used node, in equal intervals of a span."""
+        row = AttemptRow
+        query = select(row.nodes, row.num_stages, row.created_at, row.ended_at)
+        query = query.where(_held_after(begin), row.created_at < end)
+        found: dict[str, _Usage] = {}
         with self._database.read() as session:
-            found = node_usage.usage(session, begin, end, num_parts)
-            return {name: [round(slots, 2) for slots in parts] for name, parts in found.items()}
+            for nodes, num_stages, created_at, ended_at in session.execute(query):
+                for node in nodes:
+                    parts = found.setdefault(node, _Usage(begin, end, num_parts))
+                    parts.add(num_stages, created_at, end if ended_at is None else ended_at)
+        return {name: [round(n, 2) for n in parts.means()] for name, parts in found.items()}
 
     def goodputs(self) -> dict[str, float]:
         """Return the last reported goodput of each running job, in samples per second."""
@@ -205,3 +220,55 @@ def _noise_point(row: EventRow) -> NoisePoint | None:
     norm, var, size = gradient["norm"], gradient["var"], hints.get("initBatchSize")
     scale = size * var / norm if size and norm > 0 else math.inf
     return NoisePoint(row.time, norm, var, scale if math.isfinite(scale) else None)
+
+
+def _oldest_attempt(session: Session) -> float | None:
+    """Return the first start of an attempt of the running jobs; if none runs, of any job."""
+    row = AttemptRow
+    running = select(row.job).where(row.ended_at.is_(None))
+    first = select(func.min(row.created_at))
+    return session.scalar(first.where(row.job.in_(running))) or session.scalar(first)
+
+
+def _held_after(moment: float) -> ColumnElement[bool]:
+    ended = AttemptRow.ended_at
+    return or_(ended.is_(None), ended > moment)
+
+
+def _lies_on(node: str) -> ColumnElement[bool]:
+    # The list has quoted names in JSON, so no other name contains this one.
+    return cast(AttemptRow.nodes, String).contains(json.dumps(node), autoescape=True)
+
+
+class _Usage:
+    """Slot-seconds in equal intervals of a span; `add` takes constant time."""
+
+    def __init__(self, begin: float, end: float, num_parts: int) -> None:
+        self._begin, self._end = begin, end
+        self._width = (end - begin) / num_parts
+        self._partial = [0.0] * num_parts
+        self._change = [0] * (num_parts + 1)
+        """Increase of the slots held throughout an interval over the previous interval."""
+
+    def add(self, slots: int, begin: float, end: float) -> None:
+        begin, end = max(begin, self._begin), min(end, self._end)
+        if begin >= end:
+            return
+        first, last = self._part_of(begin), self._part_of(end)
+        if first == last:
+            self._partial[first] += slots * (end - begin)
+            return
+        self._partial[first] += slots * (self._begin + (first + 1) * self._width - begin)
+        self._partial[last] += slots * (end - self._begin - last * self._width)
+        self._change[first + 1] += slots
+        self._change[last] -= slots
+
+    def means(self) -> list[float]:
+        whole = accumulate(self._change[:-1])
+        return [
+            slots + seconds / self._width
+            for slots, seconds in zip(whole, self._partial, strict=True)
+        ]
+
+    def _part_of(self, moment: float) -> int:
+        return min(int((moment - self._begin) / self._width), len(self._partial) - 1)

@@ -19,6 +19,7 @@ from pipollux_sched.lifecycle import Event
 from . import attempts, job_list, journal, reports, retention
 from . import hints as hint_rows
 from . import nodes as node_rows
+from .attempts import moving_average
 from .database import Database
 from .deletion import Deletions
 from .errors import StoreError
@@ -41,7 +42,6 @@ from .records import (
 )
 from .replicas import ReplicaAddresses
 from .reports import ReceivedReport
-from .restart_cost import moving_average
 from .submissions import Submission, run_again, take_in
 from .tables import EventRow, HintsRow, JobRow
 from .teams import TeamRecords
@@ -346,3 +346,20 @@ class Store:
         """Return the nodes served last, by name."""
         with self._database.read() as session:
             return node_rows.all_nodes(session)
+
+
+LONGEST = 1.0
+"""Seconds after which the predicate is called again without any change."""
+
+
+def wait_until(store: Store, predicate: Callable[[], bool], timeout: float | None) -> bool:
+    """Return whether a predicate becomes true within `timeout` seconds (None: no limit)."""
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while True:
+        version = store.version
+        if predicate():
+            return True
+        left = LONGEST if deadline is None else deadline - time.monotonic()
+        if left <= 0:
+            return False
+        store.wait(version, min(left, LONGEST))

@@ -8,7 +8,7 @@ from pipollux_policies import ExactPolicy, make_policy
 from pipollux_policies.exact.fair_share import EqualShare, FairStanding
 from pipollux_sched.allocator.snapshot import SnapshotReader
 from pipollux_sched.lifecycle import Allocate, Exited, Outcome, Started
-from pipollux_sched.planning.fair_words import spell_standing
+from pipollux_sched.planning.explain import spell_standing
 from pipollux_sched.store import Store
 from tests.sched.store.stores import Clock
 

@@ -18,6 +18,7 @@ from pipollux_sched.backend.base import (
     BackendError,
     ClusterUnavailableError,
     Engine,
+    JobActions,
     Launch,
     Listing,
     Node,
@@ -26,7 +27,6 @@ from pipollux_sched.backend.base import (
     ReplicaState,
     Signal,
 )
-from pipollux_sched.backend.job_actions import JobActions
 from pipollux_sched.spec.job import JobSpec, SpecError
 from pipollux_sched.store import StateDir
 
@@ -36,11 +36,10 @@ from .informer import Derived, Informer, Selection
 from .job_resource import JobResource, view_job
 from .node_state import ClusterNode, make_nodes, usage_by_node, view_node, view_usage
 from .options import KubernetesOptions
-from .owner import Owners, no_owners
 from .pod_log import LogFollower, PodLog
 from .pod_security import check_template
 from .pod_state import KILL_GRACE, PodView, view_pod, without_finalizer
-from .pods import GRACE_MARGIN, make_pod, make_secret, make_service
+from .pods import GRACE_MARGIN, Owners, make_pod, make_secret, make_service, no_owners
 from .replica_states import ReplicaStates
 from .resource_controller import ResourceController
 from .watches import Mirrors

@@ -13,8 +13,8 @@ from pipollux_sched.spec.job import JobSpec, SpecError, parse_job
 from pipollux_sched.store import JobRecord
 
 from .api import Object
-from .owner import Owner
 from .pod_state import main_container
+from .pods import Owner
 
 CONDITIONS = (Phase.CREATED, Phase.RUNNING, Phase.SUSPENDED, Phase.COMPLETE, Phase.FAILED)
 """The conditions that a TrainJob has, too; other states are visible in the phase only."""

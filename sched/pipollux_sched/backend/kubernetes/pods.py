@@ -7,10 +7,11 @@ devices, environment, restart policy, host name, grace period.
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from pipollux_protocol import environment as variables
 from pipollux_sched.backend.base import Launch, ReplicaKey, ReplicaProgram
@@ -20,9 +21,48 @@ from pipollux_sched.backend.replica.variables import cpu_variables, gpu_variable
 from . import names
 from .api import Object
 from .options import CPU, KubernetesOptions
-from .owner import Owner
 from .pod_security import make_restricted
 from .pod_state import MAIN_CONTAINER, main_container
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The custom resource that owns a job's objects."""
+
+    name: str
+    uid: str
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """Its user's PodTemplateSpec."""
+
+    @property
+    def references(self) -> list[dict[str, Any]]:
+        """The owner references of its objects: deleting it deletes them."""
+        if not self.uid:
+            return []
+        return [
+            {
+                "apiVersion": names.API_VERSION,
+                "kind": names.KIND,
+                "name": self.name,
+                "uid": self.uid,
+                "controller": True,
+                "blockOwnerDeletion": False,
+            }
+        ]
+
+
+NO_OWNER = Owner("", "")
+"""The owner of a job without a custom resource."""
+
+
+Owners: TypeAlias = Callable[[str], Owner]
+"""Returns the owner of a job's objects; raises `ClusterUnavailableError` until it is known."""
+
+
+def no_owners(_job: str) -> Owner:
+    """Return the owner of jobs that have no custom resource."""
+    return NO_OWNER
+
 
 TERMINATION_LOG = "/dev/termination-log"
 TERMINATION_LOG_LIMIT = 4096

@@ -23,17 +23,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from pipollux_sched.backend.base import BackendError, ClusterUnavailableError
-from pipollux_sched.backend.job_actions import JobActions
+from pipollux_sched.backend.base import BackendError, ClusterUnavailableError, JobActions
 from pipollux_sched.errors import SchedulerError
+from pipollux_sched.lifecycle import Phase
 from pipollux_sched.spec.job import SpecError
 from pipollux_sched.store import JobRecord, StateDir
 from pipollux_sched.store.errors import ConflictError
 from pipollux_utils.atomic_write import write_aside
 
 from . import names
-from .api import Api, Event, Job, JobStatus
-from .events import phase_event
+from .api import Api, Event, Job, JobStatus, Object
 from .informer import Informer
 from .job_resource import (
     JobResource,
@@ -43,12 +42,13 @@ from .job_resource import (
     refused_status,
     refused_template,
     resource_spec,
+    rfc3339,
     succeeding_status,
     waiting_status,
 )
 from .options import KubernetesOptions
-from .owner import Owner
 from .pod_security import check_template
+from .pods import Owner
 
 _LOG = logging.getLogger(__name__)
 STEP_INTERVAL = 10.0
@@ -315,3 +315,34 @@ def _identity(state_dir: StateDir) -> str:
     except OSError as error:
         raise BackendError(f"{path} cannot be written: {error}") from error
     return made
+
+
+_WARNINGS = (Phase.FAILED, Phase.RESTARTING)
+_MESSAGE_LIMIT = 1000
+"""Most characters of a message; the API server accepts 1024."""
+
+
+def phase_event(
+    resource: JobResource, namespace: str, status: Mapping[str, Any], now: float
+) -> Object:
+    """Return the event of a job that has entered another phase."""
+    phase = status["phase"]
+    return {
+        "metadata": {"name": f"{resource.name}.{secrets.token_hex(8)}", "namespace": namespace},
+        "involvedObject": {
+            "apiVersion": names.API_VERSION,
+            "kind": names.KIND,
+            "name": resource.name,
+            "namespace": namespace,
+            "uid": resource.uid,
+        },
+        "reason": status["reason"] or phase,
+        "message": (status["message"] or f"The job is {phase}.")[:_MESSAGE_LIMIT],
+        "type": "Warning" if phase in _WARNINGS else "Normal",
+        "count": 1,
+        "firstTimestamp": rfc3339(now),
+        "lastTimestamp": rfc3339(now),
+        "source": {"component": "pipollux"},
+        "reportingComponent": names.GROUP,
+        "reportingInstance": "pipollux",
+    }

@@ -14,12 +14,12 @@ from pipollux_sched.backend.replica.variables import processes_of_replica
 from . import names
 from .api import Object
 from .options import CPU, KubernetesOptions
-from .owner import Owner
 from .pod_security import make_restricted
 from .pods import (
     CHECKPOINTS,
     GRACE_MARGIN,
     SHARED_MEMORY,
+    Owner,
     checkpoint_volume,
     environment,
     literal,

@@ -31,7 +31,7 @@ from pipollux_sched.backend.run_as import as_user_command, check_account
 from pipollux_sched.spec.job import JobSpec, NodeSpec, SpecError
 from pipollux_sched.store import StateDir
 
-from .ending import why_gone
+from .commands import SignalSender
 from .node_check import NodeChecks
 from .nodes import NodeStates, is_silent, is_unknown
 from .orphans import Orphans
@@ -45,8 +45,7 @@ from .record import (
     remove_attempt,
     step_name,
 )
-from .replica_step import ReplicaStep
-from .signals import SignalSender
+from .replica_step import ReplicaStep, why_gone
 from .snapshot import REFRESH_INTERVAL, SlurmAllocation, SlurmReader, SlurmSnapshot, SlurmWatch
 from .step_command import srun_command, step_environment
 

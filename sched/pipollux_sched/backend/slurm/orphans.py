@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from pipollux_sched.backend.base import ReplicaKey, Signal
 
+from .commands import SignalSender
 from .nodes import is_silent
 from .output import StepLine
 from .replica_step import signal_command
-from .signals import SignalSender
 from .snapshot import SlurmSnapshot
 
 _LOG = logging.getLogger(__name__)

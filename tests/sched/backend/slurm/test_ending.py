@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from pipollux_sched.backend.base import Ended
-from pipollux_sched.backend.slurm.ending import how_ended
 from pipollux_sched.backend.slurm.output import SlurmJob
 from pipollux_sched.backend.slurm.record import ReplicaFiles, ReplicaRecord
+from pipollux_sched.backend.slurm.replica_step import how_ended
 from pipollux_sched.backend.slurm.snapshot import SlurmSnapshot
 
 POOL = SlurmJob(5, "RUNNING", None, None, "n1", "", "pool")

@@ -13,7 +13,6 @@ from pipollux_sched.backend.slurm.commands import (
     run,
     slurm_environment,
 )
-from pipollux_sched.backend.slurm.ending import slurm_words
 from pipollux_sched.backend.slurm.nodes import NodeStates, is_unknown, node_spec, why_down
 from pipollux_sched.backend.slurm.output import (
     Share,
@@ -26,6 +25,7 @@ from pipollux_sched.backend.slurm.output import (
 )
 from pipollux_sched.backend.slurm.pools import OwnAllocation, ends_within, own_allocation
 from pipollux_sched.backend.slurm.record import ReplicaKey, read_step_name, step_name
+from pipollux_sched.backend.slurm.replica_step import slurm_words
 from pipollux_sched.backend.slurm.snapshot import SlurmAllocation, SlurmSnapshot
 
 JOBS = """\
