@@ -1,4 +1,4 @@
-"""One round of allocation: read a snapshot, decide, apply."""
+"""Rounds of allocation: read a snapshot, decide, apply; at every interval, and after changes."""
 
 from __future__ import annotations
 

@@ -26,35 +26,6 @@ from pipollux_sched.store import JobRecord, StateDir
 
 from .result import ReplicaResult
 
-
-class JobActions(Protocol):
-    """The commands of users on jobs; each method may raise `SchedulerError`."""
-
-    def version(self) -> int:
-        """Return a number that grows whenever a job has changed."""
-
-    def jobs(self) -> Sequence[JobRecord]:
-        """Return all jobs."""
-
-    def steps(self) -> Mapping[str, int]:
-        """Return the known optimizer steps of jobs so far."""
-
-    def submit(self, spec: JobSpec) -> object:
-        """Submit a job."""
-
-    def suspend(self, name: str) -> object:
-        """Suspend a job."""
-
-    def resume(self, name: str) -> object:
-        """Resume a job."""
-
-    def cancel(self, name: str) -> object:
-        """Cancel a job."""
-
-    def delete(self, name: str) -> object:
-        """Delete a job that has ended."""
-
-
 POLL_INTERVAL = 0.05
 
 
@@ -275,6 +246,34 @@ class Node:
     def slots(self) -> int:
         """Number of devices for replicas."""
         return max(self.spec.slots - self.taken, 0)
+
+
+class JobActions(Protocol):
+    """The commands of users on jobs; each method may raise `SchedulerError`."""
+
+    def version(self) -> int:
+        """Return a number that grows whenever a job has changed."""
+
+    def jobs(self) -> Sequence[JobRecord]:
+        """Return all jobs."""
+
+    def steps(self) -> Mapping[str, int]:
+        """Return the known optimizer steps of jobs so far."""
+
+    def submit(self, spec: JobSpec) -> object:
+        """Submit a job."""
+
+    def suspend(self, name: str) -> object:
+        """Suspend a job."""
+
+    def resume(self, name: str) -> object:
+        """Resume a job."""
+
+    def cancel(self, name: str) -> object:
+        """Cancel a job."""
+
+    def delete(self, name: str) -> object:
+        """Delete a job that has ended."""
 
 
 class Engine(ABC):

@@ -17,7 +17,6 @@ from pipollux_policies import DEFAULT_POLICY, KNOBS, AutoscalingRules, Policy, m
 from pipollux_sched.allocator.expander import CommandExpander, Expander
 from pipollux_sched.backend.local.hardware import this_machine
 from pipollux_sched.backend.registry import DEFAULT_BACKEND, ENGINES
-from pipollux_sched.backend.slurm.expander import SlurmExpander
 from pipollux_sched.backend.slurm.rented_pools import RentedPools
 from pipollux_sched.cli.serving import serve_until
 from pipollux_sched.controller.watchdog import HEARTBEAT_TIMEOUT
@@ -174,7 +173,7 @@ def serve(
     expander: Expander | None
     if isinstance(pools, RentedPools) and bounds is not None and nodes.autoscale is None:
         rules = AutoscalingRules(min_nodes=bounds[0], max_nodes=bounds[1])
-        expander = SlurmExpander(pools)
+        expander = pools
     else:
         rules, expander = _autoscaling(
             nodes.autoscale, nodes.expander_command, lambda: len(scheduler.store.nodes())

@@ -1,4 +1,4 @@
-"""Admission of jobs: validation against the cluster, and the program of a job's processes."""
+"""Admission of jobs and tokens, and the program of a job's processes."""
 
 from __future__ import annotations
 

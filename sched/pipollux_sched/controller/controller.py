@@ -79,7 +79,7 @@ class Controller:
         return self._backend.lost
 
     def take_over(self, url: str) -> None:
-        """Adopt what an earlier scheduler left running, or end it: see `takeover.take_over`."""
+        """Adopt what an earlier scheduler left running, or end it: see `take_over`."""
         self._node_watch.look()
         take_over(self._store, self._backend, self.executor, url, self._grace)
         self.control.expect_replicas()

@@ -16,14 +16,6 @@ from typing import NamedTuple
 from pipollux_sched.store import KeptHeartbeat, ReceivedHeartbeat
 
 
-class Heard(NamedTuple):
-    """The last heartbeat of a replica."""
-
-    seconds: float
-    step: int | None
-    finished: bool = False
-
-
 class LostReplica(NamedTuple):
     """A replica whose heartbeats have stopped."""
 
@@ -171,7 +163,7 @@ class Heartbeats:
             found = (known.stalled(job) for job, known in self._jobs.items())
             return [entry for entry in found if entry is not None]
 
-    def heard(self, job: str, attempt: int) -> dict[int, Heard]:
+    def heard(self, job: str, attempt: int) -> dict[int, KeptHeartbeat]:
         """Return the last heartbeat of each replica of an attempt that sent one."""
         with self._lock:
             known = self._jobs.get(job)
@@ -179,7 +171,7 @@ class Heartbeats:
                 return {}
             now = self._clock()
             return {
-                replica: Heard(now - last, step, replica in known.finished)
+                replica: KeptHeartbeat(now - last, step, replica in known.finished)
                 for replica, (last, step) in sorted(known.last.items())
             }
 

@@ -1,4 +1,8 @@
-"""Conversion of jobs' training reports to the store's records."""
+"""Training reports: conversion to the store's records, and reports that could not be sent.
+
+The last report of an attempt that ended while no scheduler could receive it is written by the
+replica on its machine, and its agent passes it on (`backend.result`).
+"""
 
 from __future__ import annotations
 

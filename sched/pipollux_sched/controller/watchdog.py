@@ -12,6 +12,7 @@ from pipollux_sched.lifecycle import (
     Event,
     Expire,
     HeartbeatLost,
+    JobState,
     JoiningReplicaLost,
     Stalled,
     StartOverdue,
@@ -117,13 +118,14 @@ class Watchdog:
         name, attempt, replica, seconds = lost
         # Forget a replica only after the store has recorded its loss: otherwise the next check
         # retries.
-        if not self._takes_part(lost):
+        state = self._state(lost)
+        if state is not None and replica not in state.membership.replicas:
             why = f"Replica {replica} sent no heartbeat for {seconds:.0f} s before it took part."
             self._let(name, JoiningReplicaLost(attempt, replica, why))
             self._heartbeats.forget(name, attempt, replica)
             return False
         silent = f"Replica {replica} sent no heartbeat for {seconds:.0f} s"
-        if self._survives(lost):
+        if state is not None and can_survive(state, [replica]):
             self._let(name, HeartbeatLost(attempt, f"{silent}, so it was ended.", replica))
             self._heartbeats.forget(name, attempt, replica)
             return False
@@ -131,19 +133,13 @@ class Watchdog:
         self._heartbeats.forget(name, attempt)
         return True
 
-    def _survives(self, lost: LostReplica) -> bool:
+    def _state(self, lost: LostReplica) -> JobState | None:
+        """Return the state of a lost replica's job; None if its attempt is not the current one."""
         try:
             state = self._store.job(lost.job).state
         except UnknownJobError:
-            return False
-        return state.attempt == lost.attempt and can_survive(state, [lost.replica])
-
-    def _takes_part(self, lost: LostReplica) -> bool:
-        try:
-            state = self._store.job(lost.job).state
-        except UnknownJobError:
-            return True
-        return state.attempt != lost.attempt or lost.replica in state.membership.replicas
+            return None
+        return state if state.attempt == lost.attempt else None
 
     def _let(self, name: str, event: Event) -> None:
         try:

@@ -139,23 +139,23 @@ class _Prices:
 
     def __init__(self, jobs: Sequence[PastJob], assumed: float) -> None:
         starts = [cost for job in jobs for cost in _start_costs(job.attempts)]
-        restarts = [cost for job in jobs for cost in _known(_restarts(job))]
+        restarts = [cost for job in jobs for cost in _restarts(job)]
         self._assumed = assumed
         self._start = median(starts) if starts else assumed
         # A restart is a stop and a start.
         self._restart = median(restarts) if restarts else self._start
         pauses: defaultdict[str, list[float]] = defaultdict(list)
         for job in jobs:
-            pauses[family_name(job.spec)] += _known(_pauses(job))
+            pauses[family_name(job.spec)] += _pauses(job)
         self._pause = {family: median(found) for family, found in pauses.items() if found}
 
     def of(
         self, job: PastJob, restart_seconds: float | None, rescale_seconds: float | None
     ) -> dict[str, Any]:
         pauses = self._pause.get(family_name(job.spec))
-        rescale = moving_average(_known(_pauses(job)), -1.0 if pauses is None else pauses)
+        rescale = moving_average(_pauses(job), -1.0 if pauses is None else pauses)
         start = moving_average(_start_costs(job.attempts), self._start)
-        restart = moving_average(_known(_restarts(job)), self._restart)
+        restart = moving_average(_restarts(job), self._restart)
         if restart_seconds is not None:
             start = restart = restart_seconds
         if rescale_seconds is not None:
@@ -177,16 +177,12 @@ def _start_costs(attempts: Iterable[AttemptRecord]) -> list[float]:
     ]
 
 
-def _restarts(job: PastJob) -> list[float | None]:
-    return [one.restart_seconds for one in job.attempts]
+def _restarts(job: PastJob) -> list[float]:
+    return [one.restart_seconds for one in job.attempts if one.restart_seconds is not None]
 
 
-def _pauses(job: PastJob) -> list[float | None]:
-    return [one.pause_seconds for one in job.attempts]
-
-
-def _known(values: Iterable[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
+def _pauses(job: PastJob) -> list[float]:
+    return [one.pause_seconds for one in job.attempts if one.pause_seconds is not None]
 
 
 def pace_of(job: PastJob, app: HistoryApplication) -> float:

@@ -131,17 +131,8 @@ def survived(state: JobState, event: Survived, now: float) -> Transition:
     )
     membership = _counted(membership, "the last one was a loss of replicas", now)
     message = f"Training on {', '.join(nodes)}, without replicas that were lost."
-    going_on = enter(
-        state,
-        state.phase,
-        "Training",
-        message,
-        now,
-        membership=membership,
-        running_on=nodes,
-        assigned=nodes,
-    )
-    return going_on, (
+    going_on = replace(state, running_on=nodes, assigned=nodes)
+    return _training(going_on, membership, message, now), (
         Record("survived", state.attempt, data),
         EndReplicas(state.attempt, (*lost, *coming), at_once=True),
     )
@@ -195,18 +186,8 @@ def switched(state: JobState, event: Switched, now: float) -> Transition:
     membership = replace(membership, number=change.number, replicas=change.replicas, change=None)
     since = "" if event.step is None else f" since step {event.step}"
     message = f"Training{since} on {', '.join(change.nodes)}."
-    return (
-        enter(
-            state,
-            state.phase,
-            "Training",
-            message,
-            now,
-            membership=membership,
-            running_on=change.nodes,
-        ),
-        actions,
-    )
+    changed = replace(state, running_on=change.nodes)
+    return _training(changed, membership, message, now), actions
 
 
 def refused(state: JobState, event: ChangeRefused, now: float) -> Transition:
@@ -260,16 +241,12 @@ def _abandon(state: JobState, why: str, now: float) -> Transition:
         _counted(membership, f"the last resize was abandoned: {why}", now), change=None
     )
     message = f"Training on {', '.join(state.running_on)}; an elastic resize was abandoned: {why}"
-    kept = enter(
-        state,
-        state.phase,
-        "Training",
-        message,
-        now,
-        membership=membership,
-        assigned=state.running_on,
-    )
-    return kept, actions
+    kept = replace(state, assigned=state.running_on)
+    return _training(kept, membership, message, now), actions
+
+
+def _training(state: JobState, membership: Membership, message: str, now: float) -> JobState:
+    return enter(state, state.phase, "Training", message, now, membership=membership)
 
 
 def _counted(membership: Membership, why: str, now: float) -> Membership:

@@ -48,20 +48,15 @@ MOST_PATH = 4096
 def check_args(args: Sequence[str]) -> Sequence[str]:
     """Return the arguments of a script; raise ValueError if one cannot be passed to a process."""
     for index, text in enumerate(args):
-        check_handed_over(f"entry {index}", text)
+        size = len(text.encode(errors="surrogatepass"))
+        if size > MOST_BYTES:
+            raise ValueError(
+                f"entry {index} has {size} bytes; a process is given at most {MOST_BYTES} in one "
+                "text, so put it into a file"
+            )
+        if "\0" in text:
+            raise ValueError(f"entry {index} holds a NUL character; leave it out")
     return args
-
-
-def check_handed_over(what: str, text: str) -> None:
-    """Raise ValueError for an argument, or a variable with its value, that Linux cannot pass on."""
-    size = len(text.encode(errors="surrogatepass"))
-    if size > MOST_BYTES:
-        raise ValueError(
-            f"{what} has {size} bytes; a process is given at most {MOST_BYTES} in one text, so put "
-            "it into a file"
-        )
-    if "\0" in text:
-        raise ValueError(f"{what} holds a NUL character; leave it out")
 
 
 def check_path(text: str) -> str:
@@ -134,13 +129,13 @@ T = TypeVar("T")
 List = Annotated[tuple[T, ...], Field(strict=False)]
 
 
-class _Spec(BaseModel):
+class Spec(BaseModel):
     """Base class: refuses unknown fields, converts no types, is immutable."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class NodeSpec(_Spec):
+class NodeSpec(Spec):
     """One node of the cluster."""
 
     name: NodeName = Field(description="a name, as in name: node-a")
@@ -161,7 +156,7 @@ class NodeSpec(_Spec):
     """Whether the node is drained: it gets no new replicas, and preemptible jobs leave it."""
 
 
-class ClusterSpec(_Spec):
+class ClusterSpec(Spec):
     """The nodes of a cluster."""
 
     nodes: List[NodeSpec] = Field(description="a list of nodes")
@@ -173,7 +168,7 @@ class ClusterSpec(_Spec):
         return self
 
 
-class ResourceSpec(_Spec):
+class ResourceSpec(Spec):
     """The resources that one pipeline replica holds on its node besides its slots."""
 
     cpus: int = Field(default=0, ge=0, description="a whole number of at least 0")
@@ -182,7 +177,7 @@ class ResourceSpec(_Spec):
     """Main memory."""
 
 
-class JobSpec(_Spec):
+class JobSpec(Spec):
     """One job: a training script or image, and the bounds of its allocation.
 
     Example:
@@ -359,7 +354,7 @@ class JobSpec(_Spec):
                 )
 
 
-class JobBatch(_Spec):
+class JobBatch(Spec):
     """The contents of a job file: jobs that are submitted together."""
 
     jobs: List[JobSpec] = Field(description="a list of jobs")
@@ -386,27 +381,33 @@ def _check_names(where: str, names: Sequence[str]) -> None:
 
 def load_cluster(path: str | Path) -> ClusterSpec:
     """Return the cluster in a `cluster.yaml`; raise `SpecError` if it is invalid."""
-    return _load(read_yaml_file(path, "nodes:"), ClusterSpec)
+    return load_model(read_yaml_file(path, "nodes:"), ClusterSpec)
 
 
 def load_jobs(path: str | Path) -> list[JobSpec]:
     """Return the jobs in a `jobs.yaml`; raise `SpecError` if it is invalid."""
-    return list(_load(read_yaml_file(path, "jobs:"), JobBatch).jobs)
+    return list(load_model(read_yaml_file(path, "jobs:"), JobBatch).jobs)
 
 
 def parse_job(data: Any, source: str = "job") -> JobSpec:
     """Return the job in decoded JSON; raise `SpecError` with its `source` if it is invalid."""
-    try:
-        return JobSpec.model_validate(data)
-    except ValidationError as error:
-        found = problems(error.errors(include_url=False), JobSpec)
-        raise SpecError(*(f"{source}: {problem.sentence()}" for problem in found)) from None
+    return parse_model(data, JobSpec, source)
 
 
 M = TypeVar("M", bound=BaseModel)
 
 
-def _load(document: YamlFile, model: type[M]) -> M:
+def parse_model(data: Any, model: type[M], source: str) -> M:
+    """Return the model in decoded JSON; raise `SpecError` with its `source` if it is invalid."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        found = problems(error.errors(include_url=False), model)
+        raise SpecError(*(f"{source}: {problem.sentence()}" for problem in found)) from None
+
+
+def load_model(document: YamlFile, model: type[M]) -> M:
+    """Return the model in a file; raise `SpecError` with the lines of problems."""
     try:
         return model.model_validate(document.data)
     except ValidationError as error:

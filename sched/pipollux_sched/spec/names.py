@@ -1,4 +1,8 @@
-"""Names of jobs, families, teams and users."""
+"""Names of jobs, families, teams and users, and references to images.
+
+The grammar of a reference is that of container registries, Docker, Podman and Kubernetes: an
+optional registry, a name, an optional tag and an optional digest.
+"""
 
 from __future__ import annotations
 

@@ -6,18 +6,15 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     StrictFloat,
     StrictInt,
-    ValidationError,
     model_validator,
 )
 
@@ -26,9 +23,9 @@ from pipollux_policies.teams.team import DEFAULT_NOTICE, DEFAULT_TURN, Team, Tea
 from pipollux_sched.utils.yaml_file import SpecError, read_yaml_file
 from pipollux_utils.text import count
 from pipollux_utils.units import parse_duration
-from pipollux_utils.validation import problem_at, problems
+from pipollux_utils.validation import problem_at
 
-from .job import JobSpec, List
+from .job import JobSpec, List, Spec, load_model, parse_model
 from .names import Name, UserName
 
 DEFAULT_TEAM = "default"
@@ -46,13 +43,7 @@ def _parse_pause(value: str | float | None) -> float:
     return float(parse_duration(value) or 0.0)
 
 
-class _TeamsModel(BaseModel):
-    """Base class: refuses unknown fields, converts no types, is immutable."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class TeamSpec(_TeamsModel):
+class TeamSpec(Spec):
     """One team."""
 
     name: Name = Field(description="a name, as in name: vision")
@@ -95,7 +86,7 @@ class JobOwner(NamedTuple):
         return cls(spec["name"], spec.get("team"), spec.get("user"), spec.get("priority"))
 
 
-class PrioritySpec(_TeamsModel):
+class PrioritySpec(Spec):
     """A priority class, like Kubernetes' PriorityClass and Kueue's WorkloadPriorityClass."""
 
     name: Name = Field(description="a name, as in name: urgent")
@@ -114,7 +105,7 @@ class PrioritySpec(_TeamsModel):
         return not self.users or user in self.users
 
 
-class TeamsSpec(_TeamsModel):
+class TeamsSpec(Spec):
     """The teams of a cluster, and the priority classes of jobs."""
 
     teams: List[TeamSpec] = Field(description="a list of teams")
@@ -172,9 +163,7 @@ class TeamsSpec(_TeamsModel):
 
     def check_team_name(self, team: str) -> None:
         """Raise `SpecError` for the name of an unknown team."""
-        known = [entry.name for entry in self.teams]
-        if team not in known:
-            raise SpecError(f"team: '{team}' is not known; known are {', '.join(known) or 'none'}")
+        _check_known("team", team, self.teams)
 
     def priority_of(self, job: OwnedJob) -> tuple[int, bool]:
         """Return a job's priority (0 if its class is invalid), and whether it preempts."""
@@ -186,18 +175,8 @@ class TeamsSpec(_TeamsModel):
 
     def check_names(self, job: OwnedJob) -> None:
         """Raise `SpecError` for a job with an unknown team or priority class."""
-        where = f"job '{job.name}'"
-        known = [team.name for team in self.teams]
-        if job.team is not None and job.team not in known:
-            raise SpecError(
-                f"{where}: team: '{job.team}' is not known; known are {', '.join(known) or 'none'}"
-            )
-        classes = [entry.name for entry in self.priorities]
-        if job.priority is not None and job.priority not in classes:
-            raise SpecError(
-                f"{where}: priority: '{job.priority}' is not known; known are "
-                f"{', '.join(classes) or 'none'}"
-            )
+        _check_known(f"job '{job.name}': team", job.team, self.teams)
+        _check_known(f"job '{job.name}': priority", job.priority, self.priorities)
 
     def check(self, job: JobSpec) -> None:
         """Refuse a job that can never run under these teams.
@@ -242,26 +221,19 @@ class TeamsSpec(_TeamsModel):
                 )
 
 
+def _check_known(
+    place: str, name: str | None, entries: Sequence[TeamSpec] | Sequence[PrioritySpec]
+) -> None:
+    known = [entry.name for entry in entries]
+    if name is not None and name not in known:
+        raise SpecError(f"{place}: '{name}' is not known; known are {', '.join(known) or 'none'}")
+
+
 def load_teams(path: str | Path) -> TeamsSpec:
     """Return the teams in a `teams.yaml`; raise `SpecError` if it is invalid."""
-    document = read_yaml_file(path, "teams:")
-    try:
-        return TeamsSpec.model_validate(document.data)
-    except ValidationError as error:
-        raise SpecError(
-            *(
-                f"{document.path}:{document.line(problem.place)}: {problem.sentence()}"
-                for problem in problems(
-                    error.errors(include_url=False), TeamsSpec, document.written
-                )
-            )
-        ) from None
+    return load_model(read_yaml_file(path, "teams:"), TeamsSpec)
 
 
 def parse_teams(data: Mapping[str, Any]) -> TeamsSpec:
     """Return teams from stored JSON; raise `SpecError` if it is invalid."""
-    try:
-        return TeamsSpec.model_validate(data)
-    except ValidationError as error:
-        found = problems(error.errors(include_url=False), TeamsSpec)
-        raise SpecError(*(f"teams: {problem.sentence()}" for problem in found)) from None
+    return parse_model(data, TeamsSpec, "teams")

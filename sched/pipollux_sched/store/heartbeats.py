@@ -31,11 +31,11 @@ class ReceivedHeartbeat(NamedTuple):
 
 
 class KeptHeartbeat(NamedTuple):
-    """The last heartbeat of a replica, as stored."""
+    """The last heartbeat of a replica, `seconds` ago."""
 
     seconds: float
     step: int | None
-    finished: bool
+    finished: bool = False
 
 
 class HeartbeatRecords:

@@ -1,4 +1,4 @@
-"""Queries over many rows: figures for monitoring, and thinned curves for plots."""
+"""Queries over many rows: figures for monitoring, usage of nodes, thinned curves for plots."""
 
 from __future__ import annotations
 

@@ -219,20 +219,5 @@ def node_record(row: NodeRow) -> NodeRecord:
 
 def attempt_record(row: AttemptRow) -> AttemptRecord:
     """Return a copy of an attempt's row."""
-    return AttemptRecord(
-        job=row.job,
-        attempt=row.attempt,
-        membership=row.membership,
-        nodes=tuple(row.nodes),
-        num_stages=row.num_stages,
-        created_at=row.created_at,
-        started_at=row.started_at,
-        first_step_at=row.first_step_at,
-        first_step=row.first_step,
-        restart_seconds=row.restart_seconds,
-        pause_seconds=row.pause_seconds,
-        stopping_at=row.stopping_at,
-        ended_at=row.ended_at,
-        outcome=row.outcome,
-        intent=row.intent,
-    )
+    values = {name: getattr(row, name) for name in AttemptRecord.__dataclass_fields__}
+    return AttemptRecord(**{**values, "nodes": tuple(row.nodes)})

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from pipollux_sched.controller.heartbeats import Heard, Heartbeats
+from pipollux_sched.controller.heartbeats import Heartbeats
 from pipollux_sched.store import KeptHeartbeat
 
 
@@ -30,7 +30,7 @@ def test_a_replica_that_falls_silent() -> None:
     clock.now += 15.0
     assert beats.lost(30.0) == [("a", 1, 1, 35.0), ("b", 4, 0, 35.0)]
     assert beats.lost(35.0) == []
-    assert beats.heard("a", 1) == {0: Heard(15.0, 9), 1: Heard(35.0, 5)}
+    assert beats.heard("a", 1) == {0: KeptHeartbeat(15.0, 9), 1: KeptHeartbeat(35.0, 5)}
     assert beats.heard("a", 2) == beats.heard("c", 1) == {}
 
 
@@ -124,7 +124,7 @@ def test_many_threads_at_once() -> None:
         thread.start()
     for thread in threads:
         thread.join(240)
-    assert beats.heard("a", 2) == {replica: Heard(0.0, 199) for replica in range(8)}
+    assert beats.heard("a", 2) == {replica: KeptHeartbeat(0.0, 199) for replica in range(8)}
 
 
 def test_what_an_earlier_scheduler_heard_is_expected() -> None:
@@ -137,7 +137,11 @@ def test_what_an_earlier_scheduler_heard_is_expected() -> None:
     beats.expect("a", 2, 1, kept)
     beats.expect("a", 2, 2, kept._replace(finished=True))
     beats.expect("a", 1, 3, kept)
-    heard = {0: Heard(5.0, 9), 1: Heard(0.0, 3), 2: Heard(0.0, 3, finished=True)}
+    heard = {
+        0: KeptHeartbeat(5.0, 9),
+        1: KeptHeartbeat(0.0, 3),
+        2: KeptHeartbeat(0.0, 3, finished=True),
+    }
     assert beats.heard("a", 2) == heard
     clock.now += 30.0
     assert beats.lost(30.0) == [("a", 2, 0, 35.0)]

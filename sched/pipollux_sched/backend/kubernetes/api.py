@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -142,6 +142,18 @@ def _translated() -> Iterator[None]:
         raise BackendError(f"the Kubernetes API cannot be asked: {error}") from error
 
 
+def _unless_missing(call: Callable[[], Mapping[str, Any] | None]) -> Object | None:
+    """Return the object that a call returns; None if it does not exist."""
+    with _translated():
+        try:
+            found = call()
+        except ApiError as error:
+            if error_code(error) == 404:
+                return None
+            raise
+        return None if found is None else dict(found)
+
+
 class Api:
     """Calls in one namespace. All raise `ClusterUnavailableError` if they may succeed later."""
 
@@ -166,37 +178,23 @@ class Api:
 
     def get(self, kind: type[GenericNamespacedResource], name: str) -> Object | None:
         """Return an object; None if there is none of this name."""
-        with _translated():
-            try:
-                return dict(self._client.get(kind, name, namespace=self.namespace))
-            except ApiError as error:
-                if error_code(error) == 404:
-                    return None
-                raise
+        return _unless_missing(lambda: self._client.get(kind, name, namespace=self.namespace))
 
     def delete(
         self, kind: type[GenericNamespacedResource], name: str, grace: int | None = None
     ) -> None:
         """Delete an object, if it exists; a pod has `grace` seconds to end (None: its own)."""
-        with _translated():
-            try:
-                self._client.delete(kind, name, namespace=self.namespace, grace_period=grace)
-            except ApiError as error:
-                if error_code(error) != 404:
-                    raise
+        _unless_missing(
+            lambda: self._client.delete(kind, name, namespace=self.namespace, grace_period=grace)
+        )
 
     def patch(self, kind: type[Any], name: str, patch: Mapping[str, Any]) -> Object | None:
         """Merge fields into an object and return it; None if it does not exist."""
-        with _translated():
-            try:
-                patched = self._client.patch(
-                    kind, name, dict(patch), namespace=self.namespace, patch_type=PatchType.MERGE
-                )
-            except ApiError as error:
-                if error_code(error) == 404:
-                    return None
-                raise
-            return dict(patched)
+        return _unless_missing(
+            lambda: self._client.patch(
+                kind, name, dict(patch), namespace=self.namespace, patch_type=PatchType.MERGE
+            )
+        )
 
     def log(self, pod: str, container: str, since: int | None) -> list[str]:
         """Return the lines of a container's log of the last `since` seconds, with times."""

@@ -124,13 +124,7 @@ def job_status(
 
 def refused_status(resource: JobResource, message: str, now: float) -> dict[str, Any]:
     """Return the status of a resource that is no valid job."""
-    return {
-        "phase": Phase.FAILED.value,
-        "reason": REFUSED,
-        "message": message,
-        "observedGeneration": resource.generation,
-        "conditions": [_condition(resource, Phase.FAILED.value, REFUSED, message, now)],
-    }
+    return _status(resource, Phase.FAILED, REFUSED, message, now)
 
 
 def ignored_change(
@@ -165,13 +159,7 @@ def refused_template(resource: JobResource, message: str, now: float) -> dict[st
 def waiting_status(resource: JobResource, now: float) -> dict[str, Any]:
     """Return the status of a resource that was created suspended: its job is not submitted yet."""
     message = "The job is submitted when spec.suspend is false."
-    return {
-        "phase": Phase.SUSPENDED.value,
-        "reason": "Suspended",
-        "message": message,
-        "observedGeneration": resource.generation,
-        "conditions": [_condition(resource, Phase.SUSPENDED.value, "Suspended", message, now)],
-    }
+    return _status(resource, Phase.SUSPENDED, "Suspended", message, now)
 
 
 def succeeding_status(resource: JobResource, now: float) -> dict[str, Any]:
@@ -179,18 +167,25 @@ def succeeding_status(resource: JobResource, now: float) -> dict[str, Any]:
     message = (
         "The earlier job of this name is being deleted; this one follows when its pods are gone."
     )
-    return {
-        "phase": Phase.CREATED.value,
-        "reason": SUCCEEDING,
-        "message": message,
-        "observedGeneration": resource.generation,
-        "conditions": [_condition(resource, Phase.CREATED.value, SUCCEEDING, message, now)],
-    }
+    return _status(resource, Phase.CREATED, SUCCEEDING, message, now)
 
 
 def rfc3339(seconds: float) -> str:
     """Return a time in whole seconds, as the API writes it."""
     return datetime.fromtimestamp(int(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _status(
+    resource: JobResource, phase: Phase, reason: str, message: str, now: float
+) -> dict[str, Any]:
+    """Return the status of a resource without a job."""
+    return {
+        "phase": phase.value,
+        "reason": reason,
+        "message": message,
+        "observedGeneration": resource.generation,
+        "conditions": [_condition(resource, phase.value, reason, message, now)],
+    }
 
 
 def _condition(

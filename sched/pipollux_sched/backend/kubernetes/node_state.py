@@ -137,13 +137,10 @@ def _make_node(
 
 def _hindrance(view: ClusterNode, options: KubernetesOptions) -> str:
     """Return a taint that our pods do not tolerate; empty if there is none."""
-    tolerated = [*options.tolerations]
-    if options.device != CPU:
-        tolerated.append({"key": options.device, "operator": "Exists"})
     for taint in view.taints:
         if taint.get("effect") not in _EVICTING or taint.get("key") in _OWN_TAINTS:
             continue
-        if not any(_tolerates(toleration, taint) for toleration in tolerated):
+        if not any(_tolerates(toleration, taint) for toleration in options.all_tolerations):
             return f"{taint.get('key')}={taint.get('value', '')}:{taint.get('effect')}"
     return ""
 

@@ -66,6 +66,12 @@ class KubernetesOptions:
     """Seconds that a job has to save when it is stopped."""
 
     @property
+    def all_tolerations(self) -> list[dict[str, str]]:
+        """The taints that our pods tolerate."""
+        device = {"key": self.device, "operator": "Exists"}
+        return [*map(dict, self.tolerations), *([] if self.device == CPU else [device])]
+
+    @property
     def has_volume(self) -> bool:
         """Whether a volume for checkpoints is mounted into every replica."""
         return bool(self.checkpoint_claim or self.checkpoint_host_path)

@@ -24,6 +24,16 @@ from .options import CPU, KubernetesOptions
 from .pod_security import make_restricted
 from .pod_state import MAIN_CONTAINER, main_container
 
+TERMINATION_LOG = "/dev/termination-log"
+TERMINATION_LOG_LIMIT = 4096
+"""Most bytes of a termination message that a kubelet reads."""
+GRACE_MARGIN = 10
+"""Seconds that the kubelet waits longer than the scheduler, which then kills the pod."""
+_SHARED_MEMORY_PATH = "/dev/shm"  # noqa: S108  # a container's own
+_TOKEN = variables.TOKEN.name
+CHECKPOINTS = "pipollux-checkpoints"
+SHARED_MEMORY = "pipollux-shm"
+
 
 @dataclass(frozen=True)
 class Owner:
@@ -51,28 +61,13 @@ class Owner:
         ]
 
 
-NO_OWNER = Owner("", "")
-"""The owner of a job without a custom resource."""
-
-
 Owners: TypeAlias = Callable[[str], Owner]
 """Returns the owner of a job's objects; raises `ClusterUnavailableError` until it is known."""
 
 
 def no_owners(_job: str) -> Owner:
     """Return the owner of jobs that have no custom resource."""
-    return NO_OWNER
-
-
-TERMINATION_LOG = "/dev/termination-log"
-TERMINATION_LOG_LIMIT = 4096
-"""Most bytes of a termination message that a kubelet reads."""
-GRACE_MARGIN = 10
-"""Seconds that the kubelet waits longer than the scheduler, which then kills the pod."""
-_SHARED_MEMORY_PATH = "/dev/shm"  # noqa: S108  # a container's own
-_TOKEN = variables.TOKEN.name
-CHECKPOINTS = "pipollux-checkpoints"
-SHARED_MEMORY = "pipollux-shm"
+    return Owner("", "")
 
 
 def make_pod(
@@ -145,10 +140,7 @@ def _fill_spec(
     spec.setdefault("enableServiceLinks", False)
     if options.priority_class:
         spec.setdefault("priorityClassName", options.priority_class)
-    tolerations = [*(spec.get("tolerations") or ()), *map(dict, options.tolerations)]
-    if options.device != CPU:
-        tolerations.append({"key": options.device, "operator": "Exists"})
-    spec["tolerations"] = tolerations
+    spec["tolerations"] = [*(spec.get("tolerations") or ()), *options.all_tolerations]
     volumes = spec.setdefault("volumes", [])
     mounted = {
         mount["name"]

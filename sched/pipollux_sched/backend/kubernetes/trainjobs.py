@@ -13,7 +13,7 @@ from pipollux_sched.backend.replica.variables import processes_of_replica
 
 from . import names
 from .api import Object
-from .options import CPU, KubernetesOptions
+from .options import KubernetesOptions
 from .pod_security import make_restricted
 from .pods import (
     CHECKPOINTS,
@@ -127,14 +127,11 @@ def _patch(labels: Mapping[str, str], launch: Launch, options: KubernetesOptions
     volumes: list[dict[str, Any]] = [{"name": SHARED_MEMORY, "emptyDir": {"medium": "Memory"}}]
     if any(mount["name"] == CHECKPOINTS for mount in mounted):
         volumes.append({"name": CHECKPOINTS, **checkpoint_volume(options)})
-    tolerations = [*map(dict, options.tolerations)]
-    if options.device != CPU:
-        tolerations.append({"key": options.device, "operator": "Exists"})
     pod: dict[str, Any] = {
         "metadata": {"labels": dict(labels)},
         "spec": {
             "affinity": _affinity(labels, launch),
-            "tolerations": tolerations,
+            "tolerations": options.all_tolerations,
             "terminationGracePeriodSeconds": int(options.grace) + GRACE_MARGIN,
             "volumes": volumes,
             "containers": [{"name": CONTAINER, "volumeMounts": mounted}],

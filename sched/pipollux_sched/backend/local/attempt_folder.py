@@ -7,19 +7,14 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipollux_sched.backend.base import ReplicaKey
 from pipollux_sched.store import StateDir
 from pipollux_utils.atomic_write import PRIVATE, write_aside
-
-_NAME = re.compile(r"attempt-(\d+)/replica-(\d+)\.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +48,7 @@ class AttemptFolder:
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         for other in self.path.parent.iterdir():
             if other != self.path:
-                remove(other)
+                shutil.rmtree(other, ignore_errors=True)
 
     def write(self, placement: LocalPlacement) -> None:
         """Write the placement durably, or raise OSError."""
@@ -69,17 +64,3 @@ class AttemptFolder:
             return LocalPlacement(devices=devices, port=int(data["port"]))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
-
-
-def remove(folder: Path) -> None:
-    """Remove the folder of an attempt that has ended, as far as possible."""
-    with suppress(OSError):
-        shutil.rmtree(folder)
-
-
-def replicas_in(state_dir: StateDir) -> Iterator[ReplicaKey]:
-    """Yield the replicas that have left a status file."""
-    for path in (state_dir.path / "jobs").glob("*/attempts/attempt-*/replica-*.json"):
-        match = _NAME.fullmatch(f"{path.parent.name}/{path.name}")
-        if match:
-            yield ReplicaKey(path.parents[2].name, int(match[1]), int(match[2]))

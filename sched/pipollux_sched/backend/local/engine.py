@@ -9,6 +9,7 @@ If the scheduler is killed they continue, and the next one finds them by their s
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -27,14 +28,14 @@ from pipollux_sched.backend.base import (
     Signal,
 )
 from pipollux_sched.backend.replica.command import agent_command
-from pipollux_sched.backend.replica.replica_process import ReplicaProcess
+from pipollux_sched.backend.replica.replica_process import ReplicaProcess, replicas_in
 from pipollux_sched.backend.result import ReplicaResult
 from pipollux_sched.backend.run_as import as_user_command, check_account
 from pipollux_sched.spec.job import ClusterSpec, JobSpec, SpecError
 from pipollux_sched.store import StateDir
 
 from . import processes
-from .attempt_folder import AttemptFolder, LocalPlacement, remove, replicas_in
+from .attempt_folder import AttemptFolder, LocalPlacement
 from .cluster_file import VirtualNodes
 from .environment import marks, replica_environment
 from .ports import LOOPBACK, free_port
@@ -160,7 +161,7 @@ class LocalEngine(Engine):
         for key in [key for key in self._replicas if key[:2] == (job, attempt)]:
             del self._replicas[key]
         self._ports.pop((job, attempt), None)
-        remove(self._state_dir.attempt(job, attempt))
+        shutil.rmtree(self._state_dir.attempt(job, attempt), ignore_errors=True)
 
     def recover(self, adopted: Collection[tuple[str, int]], grace: float) -> list[str]:
         """End what an earlier scheduler left running, found by the environment of processes."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,10 @@ from typing import Any
 import psutil
 
 from pipollux_agent import supervisor
+from pipollux_sched.backend.base import ReplicaKey
+from pipollux_sched.store import StateDir
 
+_NAME = re.compile(r"attempt-(\d+)/replica-(\d+)\.json")
 LOG_LIMIT = 64 * 2**20
 """Bytes at which a replica's log is rotated; one earlier file is kept."""
 
@@ -116,3 +120,11 @@ def read_status(path: Path) -> dict[str, Any]:
         }
     except (OSError, ValueError, KeyError, TypeError):
         return {}
+
+
+def replicas_in(state_dir: StateDir) -> Iterator[ReplicaKey]:
+    """Yield the replicas with a file ``replica-R.json`` in the folder of an attempt."""
+    for path in (state_dir.path / "jobs").glob("*/attempts/attempt-*/replica-*.json"):
+        match = _NAME.fullmatch(f"{path.parent.name}/{path.name}")
+        if match:
+            yield ReplicaKey(path.parents[2].name, int(match[1]), int(match[2]))

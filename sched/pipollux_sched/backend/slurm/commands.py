@@ -1,4 +1,4 @@
-"""Slurm's commands, with timeouts, and its messages in errors."""
+"""Slurm's commands, with timeouts or in the background, and its messages in errors."""
 
 from __future__ import annotations
 
@@ -65,6 +65,20 @@ def is_away(words: str) -> bool:
     return _AWAY.search(words) is not None
 
 
+def call(arguments: Sequence[str], timeout: float) -> subprocess.CompletedProcess[str]:
+    """Run one of Slurm's commands; raise OSError or `TimeoutExpired`."""
+    return subprocess.run(
+        arguments,
+        env=slurm_environment(os.environ),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=timeout,
+        check=False,
+    )
+
+
 def run(arguments: Sequence[str], *, timeout: float = COMMAND_TIMEOUT) -> str:
     """Run one of Slurm's commands, and return its output.
 
@@ -74,16 +88,7 @@ def run(arguments: Sequence[str], *, timeout: float = COMMAND_TIMEOUT) -> str:
     """
     program = arguments[0]
     try:
-        done = subprocess.run(
-            arguments,
-            env=slurm_environment(os.environ),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout,
-            check=False,
-        )
+        done = call(arguments, timeout)
     except subprocess.TimeoutExpired as error:
         raise ClusterUnavailableError(f"{program} did not end within {timeout:g} s") from error
     except OSError as error:
@@ -134,11 +139,7 @@ class SignalSender:
         self._under_way: dict[Hashable, subprocess.Popen[bytes]] = {}
 
     def send(self, what: Hashable, command: Sequence[str]) -> None:
-        """Run a command, unless one for the same signal is running.
-
-        Args:
-            what: the target and the signal.
-            command: program and arguments.
+        """Run a command, unless one for the same signal, `what`, is running.
 
         Raises:
             ClusterUnavailableError: it cannot be started.

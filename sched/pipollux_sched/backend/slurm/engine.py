@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
@@ -42,7 +43,6 @@ from .record import (
     ReplicaRecord,
     find_records,
     read_step_name,
-    remove_attempt,
     step_name,
 )
 from .replica_step import ReplicaStep, why_gone
@@ -69,9 +69,7 @@ class SlurmEngine(Engine):
     """Runs every replica as a step of an allocation.
 
     Args:
-        state_dir: where logs, checkpoints and the files of replicas are kept; on storage that all
-            nodes share.
-        pools: the allocations that replicas run in.
+        state_dir: on storage that all nodes share.
         pass_environment: variables of this process passed to jobs, besides those of `inherited`.
         interval: seconds between two snapshots of Slurm.
 
@@ -228,7 +226,7 @@ class SlurmEngine(Engine):
             return
         for key in forgotten:
             del self._replicas[key]
-        remove_attempt(self._state_dir, job, attempt)
+        shutil.rmtree(self._state_dir.attempt(job, attempt), ignore_errors=True)
 
     def recover(self, adopted: Collection[tuple[str, int]], grace: float) -> list[str]:
         """End steps of attempts that were not adopted: see `Engine`."""
@@ -302,13 +300,7 @@ class SlurmEngine(Engine):
         kept: Collection[tuple[str, int]],
         named: Collection[str] = (),
     ) -> dict[ReplicaKey, StepLine]:
-        """Return the steps of replicas on nodes that are up.
-
-        Args:
-            snapshot: of Slurm.
-            kept: adopted attempts, whose steps are left out.
-            named: names of further steps that are left out.
-        """
+        """Return the steps on nodes that are up, except those of attempts `kept`, or `named`."""
         found = {}
         for (pool, name), step in snapshot.steps.items():
             if name in named:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from pipollux_agent import supervisor
 from pipollux_sched.backend.base import BackendError
 from pipollux_sched.store import StateDir
 
-from .commands import is_away, last_line, slurm_environment
+from .commands import call, is_away, last_line
 from .snapshot import SlurmSnapshot
 
 _LOG = logging.getLogger(__name__)
@@ -40,9 +39,6 @@ class NodeChecks:
 
     It overlaps all others, so no replica has to wait for it, and Slurm itself ends one that hangs.
     Failed nodes are checked again from time to time.
-
-    Args:
-        state_dir: the folder that all nodes must share.
     """
 
     def __init__(self, state_dir: StateDir) -> None:
@@ -79,11 +75,7 @@ class NodeChecks:
                 self._workers.submit(self._check, pool, node)
 
     def wait(self) -> None:
-        """Wait for the running checks.
-
-        Raises:
-            BackendError: a node failed its check.
-        """
+        """Wait for the running checks; raise `BackendError` if a node does not see the folder."""
         deadline = time.monotonic() + CHECK_TIMEOUT + 10.0
         while self._unjudged() and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -115,7 +107,7 @@ class NodeChecks:
         paths = (str(self._mark), sys.executable, str(supervisor.__file__))
         why: str | None = ""
         try:
-            done = subprocess.run(
+            done = call(
                 [
                     *("srun", f"--jobid={pool}", "--overlap", "--exact", f"--nodelist={node}"),
                     *("--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--gres=none", "--mem=0"),
@@ -124,13 +116,7 @@ class NodeChecks:
                     *("--mpi=none", "--input=none"),
                     *("sh", "-c", _SCRIPT, "sh", *paths),
                 ],
-                env=slurm_environment(os.environ),
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=CHECK_TIMEOUT,
-                check=False,
+                CHECK_TIMEOUT,
             )
         except subprocess.TimeoutExpired:
             why = f"its check did not end within {CHECK_TIMEOUT:g} s"

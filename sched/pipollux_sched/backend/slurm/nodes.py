@@ -27,11 +27,7 @@ _SILENT = frozenset(("NOT_RESPONDING", "UNKNOWN", "NO_RESPOND"))
 
 
 class NodeStates:
-    """Derives nodes from snapshots.
-
-    Args:
-        clock: the monotonic clock.
-    """
+    """Derives nodes from snapshots."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -42,10 +38,8 @@ class NodeStates:
     ) -> dict[str, Node]:
         """Return the nodes by name.
 
-        Args:
-            snapshot: of Slurm.
-            draining: nodes that will be released soon, and why.
-            broken: nodes that nothing can run on, and why.
+        `draining` has the nodes that will be released soon, `broken` those that nothing can run on,
+        each with the reason.
         """
         found = {}
         for allocation in snapshot.allocations.values():

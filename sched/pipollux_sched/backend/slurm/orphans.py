@@ -36,12 +36,7 @@ class StuckStep(NamedTuple):
 
 
 class Orphans:
-    """Kills steps that belong to no attempt.
-
-    Args:
-        signals: sends signals.
-        clock: the monotonic clock.
-    """
+    """Kills steps that belong to no attempt."""
 
     def __init__(self, signals: SignalSender, clock: Callable[[], float] = time.monotonic) -> None:
         self._signals = signals
@@ -57,8 +52,7 @@ class Orphans:
     def look(self, found: Mapping[ReplicaKey, StepLine], snapshot: SlurmSnapshot) -> None:
         """Kill the given steps, and record which of them cannot be ended.
 
-        Raises:
-            ClusterUnavailableError: a signal cannot be sent.
+        `ClusterUnavailableError`: a signal cannot be sent.
         """
         now = self._clock()
         since: dict[str, float] = {}

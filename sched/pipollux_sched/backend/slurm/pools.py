@@ -45,28 +45,16 @@ class Pools(ABC):
         return {}
 
     def give_back(self, busy: Collection[int]) -> None:  # noqa: B027  # optional
-        """Release drained allocations that nothing runs on.
-
-        Args:
-            busy: allocations with replicas.
-        """
+        """Release drained allocations, except `busy` ones, which have replicas."""
 
     def replace(self, stuck: Mapping[int, str]) -> None:  # noqa: B027  # optional
-        """Replace allocations with a step that Slurm cannot end.
-
-        Args:
-            stuck: all of them, and why, in one sentence.
-        """
+        """Replace all allocations with a step that Slurm cannot end; `stuck` has the reasons."""
 
     def settle(self) -> None:  # noqa: B027  # optional
         """Wait a few seconds until `lost` has the reason, while snapshots are taken."""
 
     def close(self, busy: Collection[int]) -> None:  # noqa: B027  # optional
-        """Release the allocations without replicas.
-
-        Args:
-            busy: allocations with replicas.
-        """
+        """Release all allocations except `busy` ones, which have replicas."""
 
 
 class OwnAllocation(Pools):
@@ -137,11 +125,7 @@ class OwnAllocation(Pools):
 
 
 def own_allocation(environment: Mapping[str, str]) -> OwnAllocation:
-    """Return the allocation of this process.
-
-    Raises:
-        SlurmError: it is in none.
-    """
+    """Return the allocation of this process; raise `SlurmError` if it is in none."""
     job = environment.get("SLURM_JOB_ID", "")
     if not job.isdecimal():
         raise SlurmError(
@@ -153,12 +137,9 @@ def own_allocation(environment: Mapping[str, str]) -> OwnAllocation:
 
 
 def ends_within(job: SlurmJob, seconds: float, factor: float = 1.0) -> bool:
-    """Return whether an allocation's time limit is near.
+    """Return whether an allocation ends within `factor` times the `seconds`.
 
-    Args:
-        job: the allocation.
-        seconds: the threshold; at most a quarter of the limit.
-        factor: multiplies the threshold.
+    At most a quarter of its time limit counts as these `seconds`.
     """
     if job.seconds_left is None:
         return False

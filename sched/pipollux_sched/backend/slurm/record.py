@@ -12,18 +12,18 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pipollux_agent import supervisor
 from pipollux_sched.backend.base import ReplicaKey
+from pipollux_sched.backend.replica.replica_process import replicas_in
 from pipollux_sched.backend.result import ReplicaResult
 from pipollux_sched.store import StateDir
 from pipollux_utils.atomic_write import PRIVATE, write_aside
 
 _STEP_NAME = re.compile(r"(?P<job>[^./\s]+)\.a(?P<attempt>\d+)\.r(?P<replica>\d+)")
-_RECORD = re.compile(r"replica-(\d+)\.json")
 
 
 def step_name(key: ReplicaKey) -> str:
@@ -49,57 +49,28 @@ def read_step_name(name: str) -> ReplicaKey | None:
     return ReplicaKey(match["job"], int(match["attempt"]), int(match["replica"]))
 
 
-@dataclass(frozen=True)
 class ReplicaFiles:
-    """The files of one replica in the folder of its attempt."""
+    """The files of one replica in the folder of its attempt; their paths begin with `base`."""
 
-    base: Path
-    """The common prefix of their paths."""
+    def __init__(self, base: Path) -> None:
+        self.base = base
+        self.record, self.srun, self.signal, self.exit, self.result = (
+            base.with_name(f"{base.name}.{kind}")
+            for kind in ("json", "srun", "signal", "exit", "result")
+        )
 
     @classmethod
     def of(cls, state_dir: StateDir, key: ReplicaKey) -> ReplicaFiles:
         """Return the files of a replica."""
         return cls(state_dir.attempt(key.job, key.attempt) / f"replica-{key.replica}")
 
-    @property
-    def record(self) -> Path:
-        """The record."""
-        return self.base.with_name(self.base.name + ".json")
-
-    @property
-    def srun(self) -> Path:
-        """The state of its srun."""
-        return self.base.with_name(self.base.name + ".srun")
-
-    @property
-    def result(self) -> Path:
-        """The result of the agent."""
-        return self.base.with_name(self.base.name + ".result")
-
-    @property
-    def signal(self) -> Path:
-        """The last signal to the step."""
-        return self.base.with_name(self.base.name + ".signal")
-
-    @property
-    def exit(self) -> Path:
-        """The exit status of the agent."""
-        return self.base.with_name(self.base.name + ".exit")
-
     def write_signal(self, what: str) -> None:
-        """Write a signal to the step: "stop" or "kill".
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write a signal to the step, "stop", "kill" or "gone", or raise OSError."""
         write_aside(self.signal, f"{what}\n".encode("ascii"), PRIVATE)
 
     def read_signal(self) -> str:
         """Return the signal of this or an earlier scheduler to the step; empty: none."""
-        try:
-            return self.signal.read_text(encoding="ascii").strip()
-        except (OSError, ValueError):
-            return ""
+        return supervisor.read_signal(self.base)
 
     def read_exit(self) -> int | None:
         """Return the exit status of the agent; None if there is none."""
@@ -130,11 +101,7 @@ class ReplicaRecord:
     node: str
 
     def write(self, files: ReplicaFiles) -> None:
-        """Write it to disk.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write it to disk, or raise OSError."""
         write_aside(files.record, json.dumps(asdict(self)).encode(), PRIVATE)
 
     @classmethod
@@ -149,18 +116,7 @@ class ReplicaRecord:
 
 def find_records(state_dir: StateDir) -> Iterator[tuple[ReplicaKey, ReplicaRecord]]:
     """Yield the replicas that this scheduler or an earlier one has started and not forgotten."""
-    for job in state_dir.job_names():
-        for path in (state_dir.job(job) / "attempts").glob("attempt-*/replica-*.json"):
-            attempt = path.parent.name.removeprefix("attempt-")
-            match = _RECORD.fullmatch(path.name)
-            if match is None or not attempt.isdecimal():
-                continue
-            key = ReplicaKey(job, int(attempt), int(match[1]))
-            record = ReplicaRecord.read(ReplicaFiles.of(state_dir, key))
-            if record is not None:
-                yield key, record
-
-
-def remove_attempt(state_dir: StateDir, job: str, attempt: int) -> None:
-    """Remove the folder of an attempt, as far as possible."""
-    shutil.rmtree(state_dir.attempt(job, attempt), ignore_errors=True)
+    for key in replicas_in(state_dir):
+        record = ReplicaRecord.read(ReplicaFiles.of(state_dir, key))
+        if record is not None:
+            yield key, record

@@ -91,12 +91,7 @@ class PoolOptions:
 
 
 class RentedPools(Pools):
-    """Keeps the requested number of nodes, and renews them.
-
-    Args:
-        options: of the requested allocations.
-        clock: the monotonic clock.
-    """
+    """Keeps the requested number of nodes, and renews them; an `allocator.expander.Expander`."""
 
     def __init__(
         self, options: PoolOptions, *, clock: Callable[[], float] = time.monotonic
@@ -115,9 +110,8 @@ class RentedPools(Pools):
         self._not_before = 0.0
         self._snapshot = SlurmSnapshot()
 
-    @property
     def num_nodes(self) -> int:
-        """Present number of nodes."""
+        """Return the present number of nodes."""
         with self._lock:
             return len(self._running(self._snapshot.jobs))
 
@@ -126,18 +120,10 @@ class RentedPools(Pools):
         with self._lock:
             return sorted(self._running(jobs))
 
-    def request(self, num_nodes: int, release: Collection[str] = ()) -> None:
-        """Request a number of nodes, and release some.
-
-        Args:
-            num_nodes: the desired number, without those that are released.
-            release: names of the nodes to release; no others are.
-
-        Raises:
-            BackendError: Slurm rejects the request, or does not answer.
-        """
+    def request(self, desired_nodes: int, release: Sequence[str] = ()) -> None:
+        """Request a number of nodes without those to `release`; or raise `BackendError`."""
         with self._lock:
-            self._wanted = num_nodes
+            self._wanted = desired_nodes
             if not self._snapshot.number:
                 return
             for number, allocation in self._snapshot.allocations.items():

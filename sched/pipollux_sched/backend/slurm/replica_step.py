@@ -42,12 +42,7 @@ SETTLE_TIME = 30.0
 class ReplicaStep:
     """A replica that this scheduler or an earlier one has started, until it is forgotten.
 
-    Args:
-        key: identifies the replica.
-        record: where it was started.
-        files: its files in the folder of its attempt.
-        log: file for its output.
-        process: its srun.
+    `process` is its srun; the output goes to `log`.
     """
 
     def __init__(
@@ -87,9 +82,7 @@ class ReplicaStep:
     ) -> ReplicaStep:
         """Start its srun; the record is written first, so that no step is without one.
 
-        Raises:
-            OSError: it cannot be started.
-            ValueError: an argument contains an invalid character.
+        OSError: it cannot be started; ValueError: an argument contains an invalid character.
         """
         for folder in (log.parent, files.base.parent):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -160,10 +153,6 @@ class ReplicaStep:
             self._process.signal(signal.SIGTERM)  # a waiting srun gives up
         return None
 
-    def end_srun(self) -> None:
-        """Kill its srun, which does not affect its step."""
-        self._process.kill(1.0)
-
     def _see(self, snapshot: SlurmSnapshot, step: StepLine | None) -> None:
         code = self._process.poll()
         now = time.monotonic()
@@ -182,7 +171,7 @@ class ReplicaStep:
         if step is not None and not gone and self._may_run(snapshot, now):
             return  # its srun was killed; the step itself runs
         if code is None:
-            self.end_srun()
+            self._process.kill(1.0)  # which does not affect its step
             code = -signal.SIGKILL
         if (self._seen or self._adopted) and self._files.read_exit() is None:
             self._fence(now)
@@ -213,10 +202,7 @@ class ReplicaStep:
 def signal_command(step: str, what: Signal, *, insist: bool = False) -> list[str]:
     """Return the command that signals the first process of a step: see `pipollux_agent.supervisor`.
 
-    Args:
-        step: id, such as 12.3.
-        what: the signal.
-        insist: whether Slurm itself should kill a step that did not end.
+    With `insist`, Slurm itself kills a step that did not end.
 
     Example:
         >>> signal_command("12.3", Signal.STOP)
@@ -242,12 +228,8 @@ def how_ended(
 ) -> Ended:
     """Return how a replica ended whose srun and step are over.
 
-    Args:
-        record: where it was started.
-        files: its files.
-        log: its output, with Slurm's messages.
-        code: exit status of its srun, which is 0 when a node fails.
-        snapshot: taken after its end.
+    `code` is the exit status of its srun, which is 0 when a node fails; the `snapshot` was taken
+    after its end.
     """
     status, result, told = files.read_exit(), files.read_result(), files.read_signal()
     if status == 0:

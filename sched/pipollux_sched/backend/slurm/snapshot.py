@@ -63,11 +63,7 @@ class SlurmSnapshot:
 
 
 class SlurmReader:
-    """Reads snapshots from Slurm.
-
-    Args:
-        chosen: selects the relevant allocations.
-    """
+    """Reads snapshots from Slurm, with the allocations that are `chosen`."""
 
     def __init__(self, chosen: Callable[[Mapping[int, SlurmJob]], Iterable[int]]) -> None:
         self._chosen = chosen
@@ -78,9 +74,8 @@ class SlurmReader:
     def read(self) -> SlurmSnapshot:
         """Read a snapshot.
 
-        Raises:
-            ClusterUnavailableError: the controller does not answer.
-            BackendError: Slurm rejects a command.
+        `ClusterUnavailableError`: the controller does not answer; `BackendError`: Slurm rejects a
+        command.
         """
         begun = time.monotonic()
         jobs = read_jobs(run(["squeue", "-h", "--me", "-t", "all", "-o", JOB_FORMAT]))
@@ -121,11 +116,7 @@ class SlurmReader:
 
 
 def host_names(hosts: str) -> list[str]:
-    """Return the names in a Slurm host list.
-
-    Raises:
-        BackendError: Slurm cannot parse it.
-    """
+    """Return the names in a Slurm host list; raise `BackendError` if Slurm cannot parse it."""
     if not any(sign in hosts for sign in "[,"):
         return [hosts] if hosts else []
     return run(["scontrol", "show", "hostnames", hosts]).split()
@@ -142,10 +133,7 @@ def _nodes(names: list[str]) -> dict[str, NodeLine]:
 class SlurmWatch:
     """Keeps the latest snapshot, in a separate thread, because Slurm may be slow.
 
-    Args:
-        reader: reads snapshots.
-        interval: seconds between two snapshots.
-        on_snapshot: called with each, in the thread.
+    The thread calls `on_snapshot` with each; `interval` is in seconds.
     """
 
     def __init__(
@@ -165,11 +153,7 @@ class SlurmWatch:
         self._error: BackendError | None = None
 
     def start(self) -> None:
-        """Take the first snapshot, and start the thread.
-
-        Raises:
-            BackendError: Slurm does not answer, or rejects a command.
-        """
+        """Take the first snapshot, as in `refresh`, and start the thread."""
         self.refresh()
         self._thread = threading.Thread(target=self._run, name="pipollux-slurm", daemon=True)
         self._thread.start()
@@ -191,20 +175,12 @@ class SlurmWatch:
         self._hurry.set()
 
     def check(self) -> None:
-        """Check that the last query of Slurm succeeded.
-
-        Raises:
-            ClusterUnavailableError: it did not.
-        """
+        """Raise `ClusterUnavailableError` unless the last query of Slurm succeeded."""
         if self._error is not None:
             raise ClusterUnavailableError(str(self._error)) from self._error
 
     def refresh(self) -> SlurmSnapshot:
-        """Take a snapshot now, and return it.
-
-        Raises:
-            BackendError: Slurm does not answer, or rejects a command.
-        """
+        """Take a snapshot and return it; `BackendError`: Slurm rejects it, or does not answer."""
         with self._reading:
             try:
                 self._latest = self._reader.read()

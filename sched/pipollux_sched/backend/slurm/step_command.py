@@ -36,17 +36,8 @@ def srun_command(
 ) -> list[str]:
     """Return the command that runs a replica as a separate step on a node.
 
-    It must contain no secrets, because every user of the machine can read it.
-
-    Args:
-        command: of the agent.
-        pool: the allocation.
-        node: one of the allocation's nodes.
-        name: of the step.
-        share: the allocation's share of the node.
-        program: the program of the replica.
-        num_stages: slots that it holds.
-        base: prefix of its files.
+    It must contain no secrets, because every user of the machine can read it. `command` is that of
+    the agent, `pool` the allocation with this `share` of the node, `base` the prefix of its files.
     """
     slots = share.gpus or max(share.cpus, 1)
     cpus = program.cpus + program.cpus_per_stage * num_stages
@@ -61,23 +52,14 @@ def srun_command(
         "--exact",
         f"--job-name={name}",
         f"--nodelist={node}",
-        "--nodes=1",
-        "--ntasks=1",
+        *("--nodes=1", "--ntasks=1"),
         f"--cpus-per-task={cpus}",
         f"--gres=gpu:{num_stages}" if share.gpus else "--gres=none",
         # 0 means all memory: correct if Slurm does not count memory, too much if it does.
         f"--mem={-(-memory // _MIB)}M" if share.memory else "--mem=0",
-        "--kill-on-bad-exit=0",
-        "--mpi=none",
-        "--input=none",
-        "--export=ALL",
+        *("--kill-on-bad-exit=0", "--mpi=none", "--input=none", "--export=ALL"),
         f"--chdir={directory}",
-        sys.executable,
-        "-I",
-        "-S",
-        str(supervisor.__file__),
-        "--step",
-        str(base),
+        *(sys.executable, "-I", "-S", str(supervisor.__file__), "--step", str(base)),
         *command,
     ]
 
@@ -93,13 +75,8 @@ def step_environment(
 ) -> dict[str, str]:
     """Return the environment of srun, which passes all of it on to the replica.
 
-    Args:
-        program: the program of the replica.
-        launch: its attempt.
-        replica: its id.
-        on_gpus: whether its slots are GPUs, which Slurm assigns, or CPUs.
-        result: file for the result of its agent.
-        pass_on: variables of the scheduler passed in addition to those of `inherited`.
+    Its slots are GPUs, which Slurm assigns, or CPUs. The agent writes its `result`. `pass_on` names
+    variables of the scheduler besides those of `inherited`.
     """
     devices = (gpu_variables if on_gpus else cpu_variables)(launch.num_stages)
     # An agent of another user may not enter the folder of the result.

@@ -10,7 +10,6 @@ import pytest
 from pipollux_sched.backend.base import BackendError, Signal
 from pipollux_sched.backend.slurm import node_check, rented_pools, snapshot
 from pipollux_sched.backend.slurm.engine import SlurmEngine
-from pipollux_sched.backend.slurm.expander import SlurmExpander
 from pipollux_sched.backend.slurm.rented_pools import PoolOptions, RentedPools
 from pipollux_sched.store import StateDir
 from tests.hosts.harness.slurm import SlurmCluster
@@ -70,20 +69,19 @@ def test_nodes_come_and_go_as_the_autoscaler_wants(
 ) -> None:
     pools = RentedPools(options(1))
     engine = make_engine(pools)
-    expander = SlurmExpander(pools)
     until(lambda: num_ready(engine) == 1)
-    assert expander.num_nodes() == 1
-    expander.request(3)
+    assert pools.num_nodes() == 1
+    pools.request(3)
     until(lambda: num_ready(engine) == 3)
-    expander.request(3)
+    pools.request(3)
     assert len(rented(cluster)) == 3
-    expander.request(2, ["n2"])
+    pools.request(2, ["n2"])
     until(lambda: set(engine.nodes()) == {"n1", "n3"})
     assert len(rented(cluster)) == 2
     # What is asked for and does not come is taken back.
-    expander.request(5)
+    pools.request(5)
     until(lambda: len(rented(cluster)) == 5)
-    expander.request(3)
+    pools.request(3)
     until(lambda: num_ready(engine) == 3 and len(rented(cluster)) == 3)
     engine.close()
     cluster.wait_until(lambda: rented(cluster) == [])
