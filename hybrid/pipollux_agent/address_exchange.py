@@ -91,14 +91,9 @@ def _ask(
     read: Callable[[bytes], Answer],
     body: bytes | None = None,
 ) -> Answer:
-    """Send a request to the scheduler, with retries until the deadline.
+    """Send a request to the scheduler, with retries until the deadline of the monotonic clock.
 
-    Args:
-        method: HTTP method.
-        query: Query string.
-        deadline: Deadline by the monotonic clock.
-        read: Parses the answer, or raises a ValueError.
-        body: Request body.
+    `read` parses the answer, or raises ValueError.
     """
     url = f"{_url()}/jobs/{os.environ[variables.JOB_ID.name]}/replicas{query}"
     request = urllib.request.Request(  # noqa: S310  # the scheduler's URL

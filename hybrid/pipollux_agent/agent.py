@@ -86,8 +86,7 @@ def _own_folder() -> Iterator[Path]:
 def _left_behind(command: list[str]) -> list[int]:
     """Return the processes, forked by the script, that still run it after its end.
 
-    Args:
-        command: Words of the command line of a process that runs the script.
+    The command line of a process that runs the script has the words of `command`.
     """
     known = (variables.JOB_ID, variables.ATTEMPT, variables.REPLICA)
     marks = (*(variable.name for variable in known), "PIPOLLUX_STATE_DIR")

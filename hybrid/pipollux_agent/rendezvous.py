@@ -72,11 +72,7 @@ class Rendezvous(StaticTCPRendezvous):
 
 
 def create_handler(parameters: RendezvousParameters) -> Rendezvous:
-    """Return the rendezvous handler for the endpoint of the command line.
-
-    Args:
-        parameters: Of the command line; its ``--rdzv-conf`` must give the agent's rank.
-    """
+    """Return the handler for a command line, whose ``--rdzv-conf`` has the agent's rank."""
     address, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=0)
     return Rendezvous(
         "127.0.0.1" if port == 0 else address,

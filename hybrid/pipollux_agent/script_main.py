@@ -67,9 +67,7 @@ def fail(error: BaseException) -> NoReturn:
 def keep(error: BaseException, *, loaded: bool) -> None:
     """Record the exception that ended the script, in the format of torch's error files.
 
-    Args:
-        error: The exception.
-        loaded: Whether the script itself could be read and compiled.
+    `loaded`: the script itself could be read and compiled.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:

@@ -122,11 +122,7 @@ class RotatingLog:
 
     START is the number of bytes of output before the first one in the file. The last renamed file
     is kept; earlier ones are removed. Bytes that do not fit on a full disk are dropped, and a line
-    in the log reports their number.
-
-    Args:
-        path: Path of the log; existing content is kept.
-        limit: Size in bytes.
+    in the log reports their number. The `limit` is in bytes; existing content is kept.
     """
 
     def __init__(self, path: Path, limit: int) -> None:
@@ -169,9 +165,7 @@ class RotatingLog:
     def _put(self, data: bytes, *, whole: bool = False) -> bool:
         """Append data; return whether all of it was written, and count dropped bytes.
 
-        Args:
-            data: The bytes.
-            whole: Whether to write and count nothing unless all of it fits.
+        `whole`: write and count nothing unless all of it fits.
         """
         begin, done = self._size(), 0
         with suppress(OSError):
@@ -218,12 +212,9 @@ class RotatingLog:
 
 
 class Command:
-    """The command, which gets SIGTERM once.
+    """The command, which gets SIGTERM once, at the first of the `signals` that stop it.
 
     Whoever sends a stop signal may repeat it, and a second SIGTERM makes a script exit at once.
-
-    Args:
-        signals: Numbers of the signals that stop it.
     """
 
     def __init__(self, *signals: int) -> None:
@@ -318,12 +309,9 @@ def _write_end(path: Path, status: dict[str, Any]) -> None:
 def _write_patiently(
     write: Callable[[], None], patience: float, give_up: Callable[[], bool] = lambda: False
 ) -> OSError | None:
-    """Call a function with retries after errors; return the last error.
+    """Call a function with retries for `patience` seconds, longer on a full disk, or `give_up()`.
 
-    Args:
-        write: The function.
-        patience: Seconds for which it is retried; longer on a full disk.
-        give_up: It is not retried if this returns True.
+    Return the last error.
     """
     began = time.monotonic()
     while True:

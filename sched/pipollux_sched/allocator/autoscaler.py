@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from pipollux_policies import (
     AutoscalingRules,
@@ -32,16 +32,6 @@ from .job_infos import node_template
 
 _LOG = logging.getLogger(__name__)
 JOIN_TIMEOUT = 5.0
-
-
-@dataclass(frozen=True)
-class NodeRequest:
-    """A request to the expander."""
-
-    desired_nodes: int
-    """Desired number of nodes, including those that still drain."""
-    release: tuple[str, ...] = ()
-    """Nodes to release; nothing runs on them."""
 
 
 class Autoscaler:
@@ -109,7 +99,7 @@ class Autoscaler:
             self._plan = plan
             self._on_change(plan)
         if plan.num_nodes != len(nodes) or plan.release:
-            self._errands.ask(NodeRequest(plan.num_nodes, plan.release))
+            self._errands.ask(plan)
         return plan.drain
 
 
@@ -125,7 +115,7 @@ class _Errands:
     def __init__(self, expander: Expander) -> None:
         self._expander = expander
         self._changed = threading.Condition()
-        self._wanted: NodeRequest | None = None
+        self._wanted: NodePlan | None = None
         self._ending = False
         self._thread: VitalThread | None = None
 
@@ -141,24 +131,24 @@ class _Errands:
         if self._thread is not None:
             self._thread.join(JOIN_TIMEOUT)
 
-    def ask(self, request: NodeRequest) -> None:
+    def ask(self, plan: NodePlan) -> None:
         with self._changed:
-            self._wanted = request
+            self._wanted = plan
             self._changed.notify()
 
     def _run(self) -> None:
-        while (request := self._next()) is not None:
-            self._carry_out(request)
+        while (plan := self._next()) is not None:
+            self._carry_out(plan)
 
-    def _next(self) -> NodeRequest | None:
+    def _next(self) -> NodePlan | None:
         with self._changed:
             self._changed.wait_for(lambda: self._ending or self._wanted is not None)
-            request, self._wanted = self._wanted, None
-            return None if self._ending else request
+            plan, self._wanted = self._wanted, None
+            return None if self._ending else plan
 
-    def _carry_out(self, request: NodeRequest) -> None:
+    def _carry_out(self, plan: NodePlan) -> None:
         try:
-            self._expander.request(request.desired_nodes, request.release)
+            self._expander.request(plan.num_nodes, plan.release)
         except PipolluxError as error:  # the expander of an engine may raise other errors
             _LOG.warning("%s", error)
         except Exception:  # user code: if it fails, jobs continue on the present nodes

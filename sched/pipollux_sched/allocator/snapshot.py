@@ -22,13 +22,11 @@ from pipollux_policies import (
     DEFAULT_RESCALE_SECONDS,
     DEFAULT_RESTART_SECONDS,
     Contention,
-    LengthHistory,
     NodeInfo,
 )
 from pipollux_policies.teams.team import Teams
 from pipollux_sched.lifecycle import JobState, Phase
 from pipollux_sched.spec.job import JobSpec, NodeSpec, parse_job
-from pipollux_sched.spec.teams import TeamsSpec
 from pipollux_sched.store import JobRecord, NodeCondition, NodeRecord, Store
 from pipollux_sched.views.teams import stored_teams
 
@@ -105,25 +103,45 @@ class SnapshotReader:
         )
         parsed = [self._parse(job.name, job.spec, hints.get(job.name)) for job in jobs]
         declared = declared_lengths(parsed)
-        candidates = [
-            self._candidate(
-                job,
-                *told,
-                warm_starts.get(job.name),
-                attempts=attempts.get(job.name, 0),
-                service=service.get(job.name, 0.0),
-                restart=costs.get(job.name, self.restart_seconds),
-                rescale=_rescale_seconds(job.state, pauses.get(job.name)),
-                changes=changes.get(job.name, 0),
-                unfinished=unfinished.get(job.name),
+        candidates = []
+        for job, (spec, believed) in zip(jobs, parsed, strict=True):
+            if job.state.suspended:
+                continue
+            name = job.name
+            warm_start = _usable(warm_starts.get(name), spec, believed)
+            told = believed or spec.hints or (warm_start.hints if warm_start else None)
+            self._note_doubt(name, hints_worth(spec, told).doubt)
+            info = job_info(
+                spec,
+                told,
+                age=max(self._clock() - job.submitted_at, 0.0),
+                created=job.submitted_at,
+                num_restarts=max(attempts.get(name, 0) - 1, 0),
+                restart_seconds=costs.get(name, self.restart_seconds),
+                rescale_seconds=_rescale_seconds(job.state, pauses.get(name)),
+                num_rescales=changes.get(name, 0),
+                attained_service=service.get(name, 0.0),
+                mean_jobs=unfinished.get(name),
+                num_stages=job.state.num_stages if job.state.assigned else None,
                 teams=teams,
                 history=history,
-                relatives=declared.get(family_name(told[0]), ()),
-                overdue=job.name in overdue,
+                has_trained=believed is not None,
+                relatives=declared.get(family_name(spec), ()),
             )
-            for job, told in zip(jobs, parsed, strict=True)
-            if not job.state.suspended
-        ]
+            may_be_ended = name in overdue and _may_be_ended(job.state)
+            candidates.append(
+                SchedulableJob(
+                    name,
+                    info,
+                    job.state.assigned,
+                    pinned=is_pinned(job.state) and not may_be_ended,
+                    suspended=job.phase is Phase.SUSPENDED,
+                    num_stages=job.state.num_stages,
+                    is_new=job.phase is Phase.CREATED,
+                    warm_start=warm_start,
+                    message=job.state.message,
+                )
+            )
         for gone in self._parsed.keys() - {job.name for job in jobs}:
             del self._parsed[gone]
         nodes = {
@@ -138,61 +156,6 @@ class SnapshotReader:
             None if teams is None else teams.for_policy(),
             notices,
             now,
-        )
-
-    def _candidate(
-        self,
-        job: JobRecord,
-        spec: JobSpec,
-        believed: SchedHints | None,
-        warm_start: WarmStart | None,
-        *,
-        attempts: int,
-        service: float,
-        restart: float,
-        rescale: float | None,
-        changes: int,
-        unfinished: float | None,
-        teams: TeamsSpec | None,
-        history: LengthHistory,
-        relatives: Sequence[float],
-        overdue: bool,
-    ) -> SchedulableJob:
-        if (
-            believed
-            or spec.hints
-            or (warm_start and not hints_worth(spec, warm_start.hints).speedups)
-        ):
-            warm_start = None
-        told = believed or spec.hints or (warm_start.hints if warm_start else None)
-        self._note_doubt(job.name, hints_worth(spec, told).doubt)
-        info = job_info(
-            spec,
-            told,
-            age=max(self._clock() - job.submitted_at, 0.0),
-            created=job.submitted_at,
-            num_restarts=max(attempts - 1, 0),
-            restart_seconds=restart,
-            rescale_seconds=rescale,
-            num_rescales=changes,
-            attained_service=service,
-            mean_jobs=unfinished,
-            num_stages=job.state.num_stages if job.state.assigned else None,
-            teams=teams,
-            history=history,
-            has_trained=believed is not None,
-            relatives=relatives,
-        )
-        return SchedulableJob(
-            job.name,
-            info,
-            job.state.assigned,
-            pinned=is_pinned(job.state) and not (overdue and _may_be_ended(job.state)),
-            suspended=job.phase is Phase.SUSPENDED,
-            num_stages=job.state.num_stages,
-            is_new=job.phase is Phase.CREATED,
-            warm_start=warm_start,
-            message=job.state.message,
         )
 
     def _note_doubt(self, job: str, doubt: str | None) -> None:
@@ -239,6 +202,15 @@ def _may_be_ended(state: JobState) -> bool:
     It has to return slots when its notice is over: one that fails repeatedly never trains.
     """
     return state.intent is None and state.membership.change is None
+
+
+def _usable(
+    warm_start: WarmStart | None, spec: JobSpec, believed: SchedHints | None
+) -> WarmStart | None:
+    """Return inherited hints unless the job has its own, or they predict nothing."""
+    if warm_start is None or believed or spec.hints:
+        return None
+    return warm_start if hints_worth(spec, warm_start.hints).speedups else None
 
 
 def _rescale_seconds(state: JobState, measured: float | None) -> float | None:

@@ -53,11 +53,9 @@ from .state import (
     PendingResize,
     Phase,
 )
-from .steps import Transition, with_condition
-from .transitions import BACKOFF_LIMIT, advance, backoff
+from .transitions import advance, backoff
 
 __all__ = [
-    "BACKOFF_LIMIT",
     "CANCELLED",
     "Action",
     "Adopt",
@@ -102,12 +100,10 @@ __all__ = [
     "Survived",
     "Suspend",
     "Switched",
-    "Transition",
     "WaitingToJoin",
     "advance",
     "backoff",
     "broken_rules",
     "can_survive",
     "why_restart",
-    "with_condition",
 ]

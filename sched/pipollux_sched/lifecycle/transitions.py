@@ -369,16 +369,13 @@ def _exited_as_asked(state: JobState, intent: Intent, event: Exited, now: float)
             return started, (stopped, *actions)
         case Intent.SUSPEND:
             return set_aside(state, now), (stopped,)
+        case Intent.SHUTDOWN | Intent.REPLACE if state.suspended:
+            return set_aside(state, now), (stopped,)
         case Intent.SHUTDOWN:
-            if state.suspended:
-                return set_aside(state, now), (stopped,)
             message = "The scheduler was stopped; the job continues when it is back."
-            return enter(state, Phase.SUSPENDED, "SchedulerStopped", message, now, assigned=()), (
-                stopped,
-            )
+            waiting = enter(state, Phase.SUSPENDED, "SchedulerStopped", message, now, assigned=())
+            return waiting, (stopped,)
         case Intent.REPLACE:
-            if state.suspended:
-                return set_aside(state, now), (stopped,)
             queued = enter(state, Phase.QUEUED, NOT_ADOPTED, state.message, now, assigned=())
             return queued, (stopped,)
         case Intent.CANCEL | Intent.EXPIRE:

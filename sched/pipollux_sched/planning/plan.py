@@ -23,28 +23,10 @@ from pipollux_sched.allocator.job_infos import (
     job_info,
     node_info,
     node_template,
-    replica_cap,
-    replica_resources,
 )
 from pipollux_sched.allocator.reasons import explain, misfit
 from pipollux_sched.errors import PipolluxError
 from pipollux_sched.spec.job import ClusterSpec, JobSpec, SpecError
-
-__all__ = [
-    "NodeUse",
-    "Plan",
-    "PlanError",
-    "PlannedJob",
-    "explain",
-    "free_resources",
-    "job_info",
-    "misfit",
-    "node_info",
-    "node_template",
-    "plan",
-    "replica_cap",
-    "replica_resources",
-]
 
 PLAN_AGE = 3600.0
 """Assumed age of a job in seconds, which files do not give: a restart then costs 1 %."""

@@ -110,11 +110,6 @@ def _check_gpu_type(text: str) -> str:
     return text
 
 
-def _check_environment(environment: dict[str, str]) -> dict[str, str]:
-    check_variables(environment)
-    return environment
-
-
 NodeName = Annotated[str, AfterValidator(_check_node_name)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes, json_schema_input_type=int | str)]
 Duration = Annotated[
@@ -237,7 +232,7 @@ class JobSpec(Spec):
         default=ResourceSpec(), description="a mapping, as in {cpus: 1, memory: 8GiB}"
     )
     """Resources of each stage of a replica, added to `resources`."""
-    environment: Annotated[dict[str, str], AfterValidator(_check_environment)] = Field(
+    environment: Annotated[dict[str, str], AfterValidator(check_variables)] = Field(
         default={}, description="a mapping of texts to texts", repr=False
     )
     """Environment variables of the processes. Output and error messages do not show the values."""

@@ -38,8 +38,8 @@ def check_name(name: str) -> None:
         raise ValueError(f"'{name}' is set by the scheduler; remove it here")
 
 
-def check_variables(environment: Mapping[str, str]) -> None:
-    """Raise ValueError, without secret values, for variables that a process cannot receive."""
+def check_variables(environment: dict[str, str]) -> dict[str, str]:
+    """Return variables; ValueError, without secret values, if a process cannot receive them."""
     for name, value in environment.items():
         check_name(name)
         if len(value) > VALUE_LIMIT:
@@ -58,6 +58,7 @@ def check_variables(environment: Mapping[str, str]) -> None:
             f"names and values have {total} characters; at most {TOTAL_LIMIT} are allowed: put "
             "long texts in files"
         )
+    return environment
 
 
 def hide_values(spec: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from .attempts import AttemptCounts, moving_average
-from .deletion import PendingDeletion
 from .errors import (
     ConflictError,
     JobEndedError,
@@ -21,14 +20,12 @@ from .errors import (
 )
 from .families import Predecessor
 from .heartbeats import KeptHeartbeat, ReceivedHeartbeat
-from .hints import ReceivedHints
 from .job_cache import JobCache
-from .job_list import Holder, JobOrder, JobPage, JobQuery, JobSummary, ListedPhase
-from .journal import Change
-from .queries import CompletedRecord, Glance, NoisePoint, Overview
+from .job_list import Holder, JobOrder, JobQuery, JobSummary, ListedPhase
+from .queries import CompletedRecord, Glance, NoisePoint
 from .records import AttemptRecord, JobRecord, NodeCondition, NodeRecord, Point, Timeline
-from .replicas import Discovery, ReplicaAddresses, UnknownReplicaError
-from .reports import ReceivedReport
+from .replicas import Discovery, UnknownReplicaError
+from .reports import ReceivedHints, ReceivedReport
 from .state_dir import ServerInfo, StateDir
 from .store import Store
 from .submissions import Submission
@@ -36,7 +33,6 @@ from .submissions import Submission
 __all__ = [
     "AttemptCounts",
     "AttemptRecord",
-    "Change",
     "CompletedRecord",
     "ConflictError",
     "Discovery",
@@ -46,7 +42,6 @@ __all__ = [
     "JobEndedError",
     "JobExistsError",
     "JobOrder",
-    "JobPage",
     "JobQuery",
     "JobRecord",
     "JobSummary",
@@ -56,14 +51,11 @@ __all__ = [
     "NodeCondition",
     "NodeRecord",
     "NoisePoint",
-    "Overview",
-    "PendingDeletion",
     "Point",
     "Predecessor",
     "ReceivedHeartbeat",
     "ReceivedHints",
     "ReceivedReport",
-    "ReplicaAddresses",
     "ServerInfo",
     "StaleAttemptError",
     "StateDir",

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from sqlalchemy import ColumnElement, Select, String, and_, case, cast, func, or_, select
-from sqlalchemy.orm import Session, aliased
+from sqlalchemy.orm import Session
 
 from pipollux_sched.lifecycle import Intent, Phase
 
@@ -151,7 +151,9 @@ def count(session: Session, query: JobQuery) -> int:
 
 def page_of(columns: Select[Any], query: JobQuery, now: float) -> Select[Any]:
     """Return a selection of columns of `JobRow`, reduced to the page of a query."""
-    with_points = columns.where(_filter(query)).outerjoin(PointRow, PointRow.event == _newest())
+    with_points = columns.where(_filter(query)).outerjoin(
+        PointRow, PointRow.event == journal.newest_point()
+    )
     ordered = with_points.order_by(*_order(query, now))
     return ordered.offset(query.offset).limit(query.limit)
 
@@ -213,14 +215,12 @@ def goodputs(session: Session) -> dict[str, float]:
 
 
 def _of_running(*columns: Any) -> Select[Any]:
-    query = select(*columns).select_from(JobRow).join(PointRow, PointRow.event == _newest())
+    query = (
+        select(*columns)
+        .select_from(JobRow)
+        .join(PointRow, PointRow.event == journal.newest_point())
+    )
     return query.where(JobRow.phase == Phase.RUNNING.value)
-
-
-def _newest() -> Any:
-    other = aliased(PointRow)
-    latest = select(func.max(other.event)).where(other.job == JobRow.name)
-    return latest.correlate(JobRow).scalar_subquery()
 
 
 def _filter(query: JobQuery) -> ColumnElement[bool]:
@@ -262,7 +262,7 @@ def _lines(
     """Return the summaries of jobs by number; None: of all matching jobs."""
     query = (
         select(JobRow, _PHASE, _STAGES, PointRow)
-        .outerjoin(PointRow, PointRow.event == _newest())
+        .outerjoin(PointRow, PointRow.event == journal.newest_point())
         .where(wanted if ids is None else or_(False, JobRow.id.in_(ids)))
     )
     return {

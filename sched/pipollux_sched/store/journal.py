@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from sqlalchemy import Select, and_, func, or_, select
+from sqlalchemy import ScalarSelect, Select, and_, func, or_, select
 from sqlalchemy.orm import Session, aliased
 
 from pipollux_sched.lifecycle import (
@@ -284,14 +284,17 @@ def starting(session: Session) -> list[StartingJob]:
 
 def last_points(session: Session, names: Collection[str] | None) -> dict[str, Point]:
     """Return the latest progress by job (None: of all); jobs without reports are left out."""
-    # One index lookup per job instead of a scan of all points.
-    other = aliased(PointRow)
-    latest = select(func.max(other.event)).where(other.job == JobRow.name)
-    newest = latest.correlate(JobRow).scalar_subquery()
-    query = select(PointRow).join(JobRow, PointRow.event == newest)
+    query = select(PointRow).join(JobRow, PointRow.event == newest_point())
     if names is not None:
         query = query.where(JobRow.name.in_(names))
     return {row.job: point_of(row) for row in session.scalars(query)}
+
+
+def newest_point() -> ScalarSelect[Any]:
+    """Return the latest point of a job: one index lookup per job instead of a scan of all."""
+    other = aliased(PointRow)
+    latest = select(func.max(other.event)).where(other.job == JobRow.name)
+    return latest.correlate(JobRow).scalar_subquery()
 
 
 def point_of(row: PointRow) -> Point:

@@ -146,6 +146,13 @@ class Timeline:
     """The pipeline schedule."""
 
 
+_SAME = (
+    *("attempt", "num_stages", "running_stages", "training", "suspended"),
+    *("failures", "interruptions", "max_restarts", "first_attempt"),
+)
+"""Fields that a job's state and its row have in the same form."""
+
+
 def job_state(row: JobRow) -> JobState:
     """Return a job's state from its row."""
     conditions = tuple(
@@ -157,19 +164,11 @@ def job_state(row: JobRow) -> JobState:
     return JobState(
         phase=Phase(row.phase),
         conditions=conditions,
-        attempt=row.attempt,
         assigned=tuple(row.assigned),
-        num_stages=row.num_stages,
         running_on=tuple(row.running_on),
-        running_stages=row.running_stages,
-        training=row.training,
         intent=Intent(row.intent) if row.intent else None,
-        suspended=row.suspended,
-        failures=row.failures,
-        interruptions=row.interruptions,
-        max_restarts=row.max_restarts,
-        first_attempt=row.first_attempt,
         membership=_membership(row),
+        **{name: getattr(row, name) for name in _SAME},
     )
 
 
@@ -190,18 +189,11 @@ def write_job_state(row: JobRow, state: JobState) -> None:
     """Write a job's state into its row."""
     row.phase = state.phase.value
     row.conditions = [{**asdict(entry), "type": entry.type.value} for entry in state.conditions]
-    row.attempt = state.attempt
     row.assigned = list(state.assigned)
-    row.num_stages = state.num_stages
     row.running_on = list(state.running_on)
-    row.running_stages = state.running_stages
-    row.training = state.training
     row.intent = state.intent.value if state.intent else None
-    row.suspended = state.suspended
-    row.failures = state.failures
-    row.interruptions = state.interruptions
-    row.max_restarts = state.max_restarts
-    row.first_attempt = state.first_attempt
+    for name in _SAME:
+        setattr(row, name, getattr(state, name))
     row.membership = asdict(state.membership) if state.running_on else None
 
 

@@ -1,4 +1,4 @@
-"""Reports of training; those that arrive together share a transaction, the main cost."""
+"""Hints and training reports of jobs; those that arrive together share a transaction."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from sqlalchemy import insert, select
+from sqlalchemy import insert, select, update
 from sqlalchemy.orm import Session
 
 from pipollux_sched.lifecycle import FirstStep
@@ -14,12 +14,74 @@ from pipollux_sched.lifecycle import FirstStep
 from . import journal
 from .errors import StoreError
 from .records import Point, Timeline
-from .tables import Base, EventRow, JobRow, PointRow
+from .tables import Base, EventRow, HintsRow, JobRow, PointRow
 
 _JOBS = Base.metadata.tables[JobRow.__tablename__]
+_HINTS = Base.metadata.tables[HintsRow.__tablename__]
 _EVENTS = Base.metadata.tables[EventRow.__tablename__]
 _POINTS = Base.metadata.tables[PointRow.__tablename__]
+"""Tables instead of classes: rows that are not read again need no objects."""
+
+_NOT_LOGGED = ("layers", "stepProfile")
+"""Large hints that rarely change: events leave them out."""
+
 _INSERT_EVENTS = insert(_EVENTS).returning(_EVENTS.c.id, sort_by_parameter_order=True)
+_PRESENT = select(_JOBS.c.name, _JOBS.c.attempt, _HINTS.c.job.is_not(None).label("known")).join(
+    _HINTS, _HINTS.c.job == _JOBS.c.name, isouter=True
+)
+
+
+class ReceivedHints(NamedTuple):
+    """The hints of one job, as received."""
+
+    job: str
+    attempt: int
+    hints: Mapping[str, Any]
+    """The hints, as JSON."""
+
+
+def keep_hints(
+    session: Session, received: Sequence[ReceivedHints], now: float
+) -> list[StoreError | None]:
+    """Store the last hints of each job, and an event per hints; return for each any refusal."""
+    present, known = _present_hints(session, {each.job for each in received})
+    problems = [
+        None if present.get(each.job) == each.attempt else _why_refused(session, each)
+        for each in received
+    ]
+    kept = [each for each, problem in zip(received, problems, strict=True) if problem is None]
+    latest = {each.job: _hints_row(each, now) for each in kept}
+    _execute(session, insert(_HINTS), [row for job, row in latest.items() if job not in known])
+    for job in latest.keys() & known:
+        session.execute(update(_HINTS).where(_HINTS.c.job == job).values(latest[job]))
+    _execute(session, insert(_EVENTS), [_hints_event(each, now) for each in kept])
+    return problems
+
+
+def _present_hints(session: Session, names: Collection[str]) -> tuple[dict[str, int], set[str]]:
+    rows = session.execute(_PRESENT.where(_JOBS.c.name.in_(names))).all()
+    return {row.name: row.attempt for row in rows}, {row.name for row in rows if row.known}
+
+
+def _hints_row(received: ReceivedHints, now: float) -> dict[str, Any]:
+    return {
+        "job": received.job,
+        "attempt": received.attempt,
+        "time": now,
+        "hints": dict(received.hints),
+    }
+
+
+def _hints_event(received: ReceivedHints, now: float) -> dict[str, Any]:
+    kept = {key: value for key, value in received.hints.items() if key not in _NOT_LOGGED}
+    entry = {**_hints_row(received, now), "type": "hints", "data": {"hints": kept}}
+    del entry["hints"]
+    return entry
+
+
+def _execute(session: Session, statement: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    if rows:
+        session.execute(statement, rows)
 
 
 class ReceivedReport(NamedTuple):
@@ -38,7 +100,7 @@ class _Present(NamedTuple):
     runs: bool
 
 
-def keep(
+def keep_reports(
     session: Session, received: Sequence[ReceivedReport], now: float
 ) -> list[bool | Exception]:
     """Store reports; return for each whether it had the first step of its attempt, or an error."""
@@ -78,7 +140,7 @@ def _present(session: Session, names: Collection[str]) -> dict[str, _Present]:
     return {row.name: _Present(row.attempt, row.training, bool(row.running_on)) for row in rows}
 
 
-def _why_refused(session: Session, received: ReceivedReport) -> StoreError:
+def _why_refused(session: Session, received: ReceivedHints | ReceivedReport) -> StoreError:
     try:
         journal.check_present(journal.find_job(session, received.job), received.attempt)
     except StoreError as error:

@@ -17,7 +17,6 @@ from sqlalchemy import String, cast, func, select
 from pipollux_sched.lifecycle import Event
 
 from . import attempts, job_list, journal, reports, retention
-from . import hints as hint_rows
 from . import nodes as node_rows
 from .attempts import moving_average
 from .database import Database
@@ -25,7 +24,6 @@ from .deletion import Deletions
 from .errors import StoreError
 from .families import Families
 from .heartbeats import HeartbeatRecords
-from .hints import ReceivedHints
 from .job_cache import JobCache
 from .job_list import JobQuery
 from .journal import Change, StartingJob
@@ -41,7 +39,7 @@ from .records import (
     job_record,
 )
 from .replicas import ReplicaAddresses
-from .reports import ReceivedReport
+from .reports import ReceivedHints, ReceivedReport
 from .submissions import Submission, run_again, take_in
 from .tables import EventRow, HintsRow, JobRow
 from .teams import TeamRecords
@@ -206,7 +204,7 @@ class Store:
     def put_all_hints(self, received: Sequence[ReceivedHints]) -> list[StoreError | None]:
         """Store hints of several jobs; return for each the reason of a refusal, None if stored."""
         with self._database.write(durable=False) as session:
-            return hint_rows.keep(session, received, self._clock())
+            return reports.keep_hints(session, received, self._clock())
 
     def hints(self, *, unfinished: bool = False) -> dict[str, dict[str, Any]]:
         """Return the latest hints by job, as JSON; `unfinished`: of jobs that have not ended."""
@@ -237,7 +235,7 @@ class Store:
     def add_all_reports(self, received: Sequence[ReceivedReport]) -> list[bool | Exception]:
         """Store reports of several jobs; return for each the result or error of `add_report`."""
         with self._database.write(durable=False) as session:
-            return reports.keep(session, received, self._clock())
+            return reports.keep_reports(session, received, self._clock())
 
     def last_points(self, names: Collection[str] | None = None) -> dict[str, Point]:
         """Return the latest progress by job (None: of all); jobs without reports are left out."""

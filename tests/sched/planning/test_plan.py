@@ -13,20 +13,19 @@ import pytest
 
 from pipollux_perfmodel import SchedHints
 from pipollux_policies import KNOBS, JobInfo, NodeInfo, Policy, make_policy
-from pipollux_sched.allocator.job_infos import UNSTATED, count_fitting, linear_speedup
-from pipollux_sched.allocator.reasons import Others
-from pipollux_sched.planning import dry_run
-from pipollux_sched.planning.plan import (
-    PlanError,
-    explain,
+from pipollux_sched.allocator.job_infos import (
+    UNSTATED,
+    count_fitting,
     free_resources,
     job_info,
-    misfit,
+    linear_speedup,
     node_info,
     node_template,
-    plan,
     replica_cap,
 )
+from pipollux_sched.allocator.reasons import Others, explain, misfit
+from pipollux_sched.planning import dry_run
+from pipollux_sched.planning.plan import PlanError, plan
 from pipollux_sched.scheduler import Scheduler
 from pipollux_sched.spec.job import (
     ClusterSpec,

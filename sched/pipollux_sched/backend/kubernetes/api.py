@@ -26,15 +26,8 @@ Object: TypeAlias = dict[str, Any]
 TIMEOUT = 10.0
 FIELD_MANAGER = "pipollux"
 _VERBS = [
-    "create",
-    "delete",
-    "get",
-    "global_list",
-    "global_watch",
-    "list",
-    "patch",
-    "post",
-    "watch",
+    *("create", "delete", "get", "patch", "post"),
+    *("list", "watch", "global_list", "global_watch"),
 ]
 
 

@@ -17,44 +17,21 @@ from .options import KubernetesOptions
 
 _CONTAINERS = ("initContainers", "containers", "ephemeralContainers")
 _BASELINE_CAPABILITIES = {
-    "AUDIT_WRITE",
-    "CHOWN",
-    "DAC_OVERRIDE",
-    "FOWNER",
-    "FSETID",
-    "KILL",
-    "MKNOD",
-    "NET_BIND_SERVICE",
-    "SETFCAP",
-    "SETGID",
-    "SETPCAP",
-    "SETUID",
-    "SYS_CHROOT",
+    *("AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "MKNOD"),
+    *("NET_BIND_SERVICE", "SETFCAP", "SETGID", "SETPCAP", "SETUID", "SYS_CHROOT"),
 }
 _RESTRICTED_CAPABILITIES = {"NET_BIND_SERVICE"}
 _RESTRICTED_VOLUMES = {
-    "configMap",
-    "csi",
-    "downwardAPI",
-    "emptyDir",
-    "ephemeral",
-    "persistentVolumeClaim",
-    "projected",
-    "secret",
+    *("configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim"),
+    *("projected", "secret"),
 }
 _SAFE_SYSCTLS = {
     "kernel.shm_rmid_forced",
-    "net.ipv4.ip_local_port_range",
-    "net.ipv4.ip_local_reserved_ports",
-    "net.ipv4.ip_unprivileged_port_start",
-    "net.ipv4.ping_group_range",
-    "net.ipv4.tcp_fin_timeout",
-    "net.ipv4.tcp_keepalive_intvl",
-    "net.ipv4.tcp_keepalive_probes",
-    "net.ipv4.tcp_keepalive_time",
-    "net.ipv4.tcp_rmem",
-    "net.ipv4.tcp_syncookies",
-    "net.ipv4.tcp_wmem",
+    *("net.ipv4.ip_local_port_range", "net.ipv4.ip_local_reserved_ports"),
+    *("net.ipv4.ip_unprivileged_port_start", "net.ipv4.ping_group_range"),
+    *("net.ipv4.tcp_fin_timeout", "net.ipv4.tcp_keepalive_intvl"),
+    *("net.ipv4.tcp_keepalive_probes", "net.ipv4.tcp_keepalive_time"),
+    *("net.ipv4.tcp_rmem", "net.ipv4.tcp_syncookies", "net.ipv4.tcp_wmem"),
 }
 _SELINUX_TYPES = {"", "container_t", "container_init_t", "container_kvm_t", "container_engine_t"}
 _PROFILES = {"RuntimeDefault", "Localhost"}

@@ -39,7 +39,7 @@ from .attempt_folder import AttemptFolder, LocalPlacement
 from .cluster_file import VirtualNodes
 from .environment import marks, replica_environment
 from .ports import LOOPBACK, free_port
-from .replica import LocalReplica
+from .processes import LocalReplica
 
 
 def check_local(spec: JobSpec) -> None:

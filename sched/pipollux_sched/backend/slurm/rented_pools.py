@@ -68,23 +68,12 @@ class PoolOptions:
 
     def arguments(self) -> list[str]:
         """Return the options of sbatch."""
-        named = {
-            "partition": self.partition,
-            "gres": self.gres,
-            "time": self.time,
-            "account": self.account,
-            "qos": self.qos,
-            "constraint": self.constraint,
-            "reservation": self.reservation,
-        }
+        names = "partition", "gres", "time", "account", "qos", "constraint", "reservation"
+        named = {name: getattr(self, name) for name in names}
         return [
             f"--job-name={self.name}",
-            "--nodes=1",
-            "--exclusive",
-            "--mem=0",
-            "--no-requeue",
-            "--output=/dev/null",
-            "--chdir=/",
+            *("--nodes=1", "--exclusive", "--mem=0", "--no-requeue"),
+            *("--output=/dev/null", "--chdir=/"),
             *(f"--{option}={value}" for option, value in named.items() if value is not None),
             *self.more,
         ]
