@@ -57,7 +57,7 @@ class Allocator:
         decisions: list[Decision] = []
         for decide in (place_new, reallocate):
             made = self._attempt(decide, snapshot)
-            self._let([_allocate(decision) for decision in made])
+            self._let([(d.job, Allocate(d.nodes, d.why, d.details, d.num_stages)) for d in made])
             snapshot = self._read() if made or snapshot.teams else snapshot
             decisions += made
         later = (due for due in snapshot.notices.values() if due > snapshot.time)
@@ -121,11 +121,6 @@ class Allocator:
     def _let(self, events: Sequence[tuple[str, Allocate]]) -> None:
         if events:
             self._carry_out(events)
-
-
-def _allocate(decision: Decision) -> tuple[str, Allocate]:
-    nodes, why = decision.nodes, decision.why
-    return decision.job, Allocate(nodes, why, decision.details, decision.num_stages)
 
 
 class AllocationLoop:

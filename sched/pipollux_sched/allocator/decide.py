@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pipollux_policies import Allocation, NodeInfo, violations
+from pipollux_policies import Allocation, violations
 from pipollux_policies.placement.new_jobs import place_in_order
 
 from .reasons import Others, explain
@@ -38,11 +38,11 @@ def place_new(
     job. ValueError: the result of the strategy is invalid.
     """
     by_name = {job.name: job for job in candidates}
-    queue = not isinstance(strategy, FixedStrategy)
+    queue, free = not isinstance(strategy, FixedStrategy), free_of(nodes, candidates)
     placed = place_in_order(
         [job.name for job in candidates if not job.allocation and not job.pinned],
-        _with_resources(nodes, free_of(nodes, candidates)),
-        lambda name, free: by_name[name].given(strategy.place(by_name[name], free), nodes).held,
+        {name: replace(nodes[name], resources=left) for name, left in free.items()},
+        lambda name, left: by_name[name].given(strategy.place(by_name[name], left), nodes).held,
         {
             x.name
             for x in candidates
@@ -154,9 +154,3 @@ def _decision(
 def _predicted_speedup(held: Allocation) -> float | None:
     known = held.configuration
     return known.speedup if known and math.isfinite(known.speedup) else None
-
-
-def _with_resources(
-    nodes: Nodes, resources: Mapping[str, Mapping[str, int]]
-) -> dict[str, NodeInfo]:
-    return {name: replace(node, resources=resources[name]) for name, node in nodes.items()}

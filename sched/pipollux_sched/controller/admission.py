@@ -22,8 +22,7 @@ from pipollux_sched.store import JobRecord
 def admitted(spec: JobSpec, nodes: Mapping[str, NodeInfo]) -> JobSpec:
     """Return a job with its script and folder resolved; with an image, neither exists here.
 
-    Raises:
-        SpecError: the job can never run here: script or folder missing, or no node fits it.
+    `SpecError`: the job can never run here: script or folder missing, or no node fits it.
     """
     # Without any node the job waits for nodes to come.
     reason = misfit(spec.name, job_info(spec, spec.hints, age=0.0), nodes) if nodes else None

@@ -141,8 +141,7 @@ class JobService:
     def check_token(self, token: NewToken) -> str:
         """Return a warning about the rights of a token's holder; empty: none.
 
-        Raises:
-            SpecError: its team is not known, or no job can run as its user of the machine.
+        `SpecError`: its team is not known, or no job can run as its user of the machine.
         """
         if token.team is not None:
             teams = stored_teams(self._store)

@@ -36,8 +36,7 @@ class Location:
     def of(cls, given: Path | str) -> Location:
         """Return the location for a path or a URL; a text without ``://`` is a path.
 
-        Raises:
-            StoreError: the URL is invalid, or its database is not supported.
+        `StoreError`: the URL is invalid, or its database is not supported.
         """
         if isinstance(given, Path) or "://" not in given:
             return cls(_sqlite(Path(given)))

@@ -42,11 +42,7 @@ class ReplicaProcess:
         environment: Mapping[str, str],
         directory: Path | None,
     ) -> ReplicaProcess:
-        """Start a replica in a separate session.
-
-        Raises:
-            OSError: it cannot be started.
-        """
+        """Start a replica in a separate session, or raise OSError."""
         own = [sys.executable, "-I", "-S", supervisor.__file__]
         own += [str(status), str(log), str(LOG_LIMIT)]
         with open(log, "ab", opener=supervisor.private) as file:

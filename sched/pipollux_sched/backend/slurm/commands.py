@@ -141,8 +141,7 @@ class SignalSender:
     def send(self, what: Hashable, command: Sequence[str]) -> None:
         """Run a command, unless one for the same signal, `what`, is running.
 
-        Raises:
-            ClusterUnavailableError: it cannot be started.
+        `ClusterUnavailableError`: it cannot be started.
         """
         self.look()
         if what in self._under_way or len(self._under_way) >= AT_ONCE:

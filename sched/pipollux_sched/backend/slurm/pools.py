@@ -81,10 +81,9 @@ class OwnAllocation(Pools):
         return (self._job,)
 
     def look(self, snapshot: SlurmSnapshot) -> None:
-        """Fail at the start without the allocation, and later record its end.
+        """Record the end of the allocation.
 
-        Raises:
-            SlurmError: it does not run, or belongs to another user.
+        `SlurmError` at the start: it does not run, or belongs to another user.
         """
         if snapshot.number == 1 and self._job not in snapshot.allocations:
             raise SlurmError(

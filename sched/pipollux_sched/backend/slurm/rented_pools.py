@@ -201,17 +201,14 @@ class RentedPools(Pools):
     def _ends_soon(self, job: SlurmJob, factor: float = 1.0) -> bool:
         return ends_within(job, self.options.renew_before, factor)
 
-    def _lasting(self, jobs: Mapping[int, SlurmJob]) -> list[SlurmJob]:
-        """Return the allocations with at least twice the drain time left."""
-        counting = [job for job in jobs.values() if self._counts(job)]
-        return [job for job in counting if job.state in _COMING or self._lasts(job)]
-
     def _lasts(self, job: SlurmJob) -> bool:
-        return job.job not in self._stuck and not self._ends_soon(job, 2.0)
+        """Return whether an allocation counts and has at least twice the drain time left."""
+        ends = job.job in self._stuck or self._ends_soon(job, 2.0)
+        return self._counts(job) and (job.state in _COMING or not ends)
 
     def _fill(self, snapshot: SlurmSnapshot) -> None:
         """Request missing nodes, or cancel surplus requests."""
-        lasting = self._lasting(snapshot.jobs)
+        lasting = [job for job in snapshot.jobs.values() if self._lasts(job)]
         wanted = self._wanted or 0
         missing = wanted - len(lasting) - len(self._submitted)
         for _ in range(missing):
