@@ -37,6 +37,10 @@ NO_SLOTS = (
     "The cluster no longer has the slots that the job runs on: it is stopped, and goes on from its "
     "checkpoint."
 )
+STOP_GRACE = 30.0
+"""Seconds that a job has to save a checkpoint after a stop request."""
+SHUTDOWN_PATIENCE = 10.0
+"""Seconds after the grace period for which `shutdown` waits for processes to end."""
 
 
 def why_not_adopted(
@@ -61,12 +65,6 @@ def why_not_adopted(
             f"{launch.scheduler_url}: it is stopped, and continues from its checkpoint."
         )
     return None
-
-
-STOP_GRACE = 30.0
-"""Seconds that a job has to save a checkpoint after a stop request."""
-SHUTDOWN_PATIENCE = 10.0
-"""Seconds after the grace period for which `shutdown` waits for processes to end."""
 
 
 class ReplicaGroupManager:

@@ -18,6 +18,9 @@ from pipollux_sched.spec.teams import TeamsSpec
 from pipollux_sched.spec.tokens import NewToken, Role
 from pipollux_sched.store import JobRecord
 
+_ON_MACHINES = ("local", "slurm")
+"""Backends whose replicas are processes of a machine; others run containers."""
+
 
 def admitted(spec: JobSpec, nodes: Mapping[str, NodeInfo]) -> JobSpec:
     """Return a job with its script and folder resolved; with an image, neither exists here.
@@ -74,10 +77,6 @@ def program(job: JobRecord, environment: Mapping[str, str]) -> ReplicaProgram:
         cpus_per_stage=spec.resources_per_stage.cpus,
         memory_per_stage=spec.resources_per_stage.memory,
     )
-
-
-_ON_MACHINES = ("local", "slurm")
-"""Backends whose replicas are processes of a machine; others run containers."""
 
 
 def check_run_as(token: NewToken, backend: str) -> str:

@@ -25,6 +25,8 @@ from .node_watch import NodeWatch
 from .teams_file import TeamsFile
 from .watchdog import HEARTBEAT_TIMEOUT, Watchdog
 
+_LOG = logging.getLogger(__name__)
+
 
 class Controller:
     """Carries out commands of users and decisions of the allocator on a backend.
@@ -151,9 +153,6 @@ class StoredJobs:
     def delete(self, name: str) -> object:
         """Delete a job: see `JobService.delete`."""
         return self._control.delete(name)
-
-
-_LOG = logging.getLogger(__name__)
 
 
 def take_over(

@@ -15,6 +15,8 @@ from pydantic import ValidationError
 from pipollux_protocol.messages import TrainingReport
 from pipollux_sched.store import Point, StaleAttemptError, Store, Timeline
 
+_LOG = logging.getLogger(__name__)
+
 
 def stored_points(report: TrainingReport) -> list[Point]:
     """Return the points of a report."""
@@ -25,9 +27,6 @@ def stored_timeline(report: TrainingReport) -> Timeline | None:
     """Return the timeline of a report, if it has one."""
     found = report.timeline
     return None if found is None else Timeline(**{**found.__dict__, "events": tuple(found.events)})
-
-
-_LOG = logging.getLogger(__name__)
 
 
 def take_unsent_report(store: Store, body: Mapping[str, Any], job: str, attempt: int) -> None:

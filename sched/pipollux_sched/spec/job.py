@@ -43,6 +43,14 @@ MOST_BYTES = 100_000
 """Largest size of an argument or variable, below Linux's limit of 131071 bytes."""
 MOST_PATH = 4096
 """Largest length of a path: PATH_MAX on Linux."""
+DEFAULT_MAX_REPLICAS = 64
+DEFAULT_MAX_RESTARTS = 3
+DEFAULT_START_TIMEOUT = 3600.0
+"""Seconds: loading a large model and compiling it take minutes, and a script that never reports
+should not hold its slots for days."""
+_NODE_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+_NODE_NAME_LENGTH = 253
+"""Largest length of a full host name."""
 
 
 def check_args(args: Sequence[str]) -> Sequence[str]:
@@ -81,16 +89,6 @@ __all__ = [
     "load_jobs",
     "parse_job",
 ]
-
-DEFAULT_MAX_REPLICAS = 64
-DEFAULT_MAX_RESTARTS = 3
-DEFAULT_START_TIMEOUT = 3600.0
-"""Seconds: loading a large model and compiling it take minutes, and a script that never reports
-should not hold its slots for days."""
-
-_NODE_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
-_NODE_NAME_LENGTH = 253
-"""Largest length of a full host name."""
 
 
 def _check_node_name(name: str) -> str:

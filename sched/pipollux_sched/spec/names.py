@@ -23,6 +23,9 @@ _REFERENCE = re.compile(
     r"(?::[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?"
     r"(?:@(?:sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128}))?"
 )
+_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+NAME_LENGTH = 63
+_USER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]*")
 
 
 def check_image(text: str) -> str:
@@ -41,11 +44,6 @@ def check_image(text: str) -> str:
             f"'.', '_', '-', '/' between them, at most {_MOST_OF_NAME}) must be there"
         )
     return text
-
-
-_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-NAME_LENGTH = 63
-_USER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]*")
 
 
 def _check_name(name: str) -> str:

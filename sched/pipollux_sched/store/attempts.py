@@ -17,6 +17,8 @@ ENDED = tuple(phase.value for phase in Phase if phase.ended)
 """Phases of ended jobs: in a store of several months, nearly all jobs."""
 CHANGED = "changed"
 """Outcome of a membership that ended with an elastic resize."""
+RESTART_WEIGHT = 0.3
+"""Weight of the newest restart in the moving average of restart costs."""
 
 
 class AttemptCounts(NamedTuple):
@@ -109,10 +111,6 @@ def attained_service(session: Session, now: float, *, unfinished: bool) -> dict[
         .group_by(AttemptRow.job)
     )
     return {row.job: row.service for row in session.execute(sums)}
-
-
-RESTART_WEIGHT = 0.3
-"""Weight of the newest restart in the moving average of restart costs."""
 
 
 def moving_average(values: Sequence[float], default: float) -> float:

@@ -45,6 +45,9 @@ from .tables import EventRow, HintsRow, JobRow
 from .teams import TeamRecords
 from .tokens import TokenRecords
 
+LONGEST = 1.0
+"""Seconds after which the predicate is called again without any change."""
+
 
 class Store:
     """The store of one scheduler; thread-safe, and readable by other processes.
@@ -344,10 +347,6 @@ class Store:
         """Return the nodes served last, by name."""
         with self._database.read() as session:
             return node_rows.all_nodes(session)
-
-
-LONGEST = 1.0
-"""Seconds after which the predicate is called again without any change."""
 
 
 def wait_until(store: Store, predicate: Callable[[], bool], timeout: float | None) -> bool:

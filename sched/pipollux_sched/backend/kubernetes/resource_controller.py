@@ -60,9 +60,10 @@ SHARE = 0.1
 LONGEST_REST = 5.0
 MADE_BY = f"{names.GROUP}/made-by"
 """Annotation of a resource that was created for a job: the state directory that knows the job."""
-
-
 _Both: TypeAlias = tuple[JobResource, JobRecord, int | None]
+_WARNINGS = (Phase.FAILED, Phase.RESTARTING)
+_MESSAGE_LIMIT = 1000
+"""Most characters of a message; the API server accepts 1024."""
 
 
 @dataclass(frozen=True)
@@ -315,11 +316,6 @@ def _identity(state_dir: StateDir) -> str:
     except OSError as error:
         raise BackendError(f"{path} cannot be written: {error}") from error
     return made
-
-
-_WARNINGS = (Phase.FAILED, Phase.RESTARTING)
-_MESSAGE_LIMIT = 1000
-"""Most characters of a message; the API server accepts 1024."""
 
 
 def phase_event(

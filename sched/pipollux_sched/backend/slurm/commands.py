@@ -22,6 +22,8 @@ _AWAY = re.compile(
     r"|Connection refused|slurm_persist_conn|Resource temporarily unavailable",
     re.IGNORECASE,
 )
+AT_ONCE = 32
+"""Most concurrent commands; senders repeat their signals."""
 
 
 class SlurmError(BackendError):
@@ -123,10 +125,6 @@ def last_line(text: str) -> str:
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else ""
-
-
-AT_ONCE = 32
-"""Most concurrent commands; senders repeat their signals."""
 
 
 class SignalSender:

@@ -37,6 +37,15 @@ KILL_PATIENCE = 5.0
 """Seconds for the first process of a step to kill the others, before Slurm kills all."""
 SETTLE_TIME = 30.0
 """Seconds after a start, a signal or an end for which snapshots are taken sooner."""
+_SLURM_LINE = re.compile(r"(?:srun|slurmstepd\S*): (?:error: |\S)")
+_TAKEN = re.compile(
+    r"Node failure on|DUE TO|CANCELLED AT|Force Terminated|task \d+: Killed"
+    r"|Invalid job id|Expired or invalid job|[Jj]ob/step already completing|nodes are busy"
+    r"|has been revoked|Job credential (?:expired|revoked)|Memory required by task is not available"
+)
+_TOO_LARGE = re.compile(r"Out Of Memory|oom.kill", re.IGNORECASE)
+_LINES = 40
+"""Lines at the end of a log that are searched for Slurm's messages."""
 
 
 class ReplicaStep:
@@ -210,17 +219,6 @@ def signal_command(step: str, what: Signal, *, insist: bool = False) -> list[str
     """
     name = "URG" if what is Signal.STOP else "KILL" if insist else "WINCH"
     return ["scancel", f"--signal={name}", step]
-
-
-_SLURM_LINE = re.compile(r"(?:srun|slurmstepd\S*): (?:error: |\S)")
-_TAKEN = re.compile(
-    r"Node failure on|DUE TO|CANCELLED AT|Force Terminated|task \d+: Killed"
-    r"|Invalid job id|Expired or invalid job|[Jj]ob/step already completing|nodes are busy"
-    r"|has been revoked|Job credential (?:expired|revoked)|Memory required by task is not available"
-)
-_TOO_LARGE = re.compile(r"Out Of Memory|oom.kill", re.IGNORECASE)
-_LINES = 40
-"""Lines at the end of a log that are searched for Slurm's messages."""
 
 
 def how_ended(
