@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from pipollux_hybrid import HybridParallel, init_process_group
 from pipollux_hybrid.job import context as contexts
 from pipollux_hybrid.job.context import context
-from tests.extent import grid
+from tests.extent import first, pairs
 from tests.hybrid.models import assert_close, gradients, state_of
 from tests.hybrid.replicas import run_replicas
 from tests.hybrid.stage_processes.training import run_stages, together
@@ -156,58 +157,79 @@ def plain(name: str) -> Found:
     return gradients(module), state_of(module)
 
 
-def ours(names: list[str], checkpoint: str, schedule: str | None) -> list[Found]:
+class Case(NamedTuple):
+    """What is trained, and how; without a schedule where one process drives all stages."""
+
+    name: str
+    checkpoint: str
+    schedule: str | None
+
+
+CHECKPOINTS = ("always", "except_last", "never")
+AXES = list(MODULES), CHECKPOINTS, ("1f1b", "gpipe", "interleaved")
+
+
+def ours(cases: list[Case]) -> list[Found]:
     init_process_group("gloo")
-    found = []
-    for name in names:
-        contexts.reset()
-        module = build(name)
-        inputs, targets = data()
-        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.5)
-        model = HybridParallel(
-            module,
-            optimizer,
-            balance=BALANCES[4 if schedule == "interleaved" else 2],
-            num_microbatches=5,
-            activation_checkpoint=checkpoint,
-            schedule=schedule,
-        )
-        share = slice(context().env.rank, None, context().env.num_replicas)
-        for _ in range(2):
-            optimizer.zero_grad()
-            model.train_step(inputs[share], targets[share], F.cross_entropy)
-            optimizer.step()
-        with torch.no_grad():
-            model(inputs)
-        found.append((gradients(module), state_of(module)))
-    return found
+    return [trained(case) for case in cases]
 
 
-def check(stages: list[list[Found]]) -> None:
+def trained(case: Case) -> Found:
+    contexts.reset()
+    module = build(case.name)
+    inputs, targets = data()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.5)
+    model = HybridParallel(
+        module,
+        optimizer,
+        balance=BALANCES[4 if case.schedule == "interleaved" else 2],
+        num_microbatches=5,
+        activation_checkpoint=case.checkpoint,
+        schedule=case.schedule,
+    )
+    share = slice(context().env.rank, None, context().env.num_replicas)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model.train_step(inputs[share], targets[share], F.cross_entropy)
+        optimizer.step()
+    with torch.no_grad():
+        model(inputs)
+    return gradients(module), state_of(module)
+
+
+def check(cases: list[Case], stages: list[list[Found]]) -> None:
     """A gradient that the plain model has not is none here, too, so that nothing decays."""
-    for number, name in enumerate(MODULES):
-        gradient, state = plain(name)
-        found = [stage[number] for stage in stages]
-        assert_close(together([one[0] for one in found]), gradient, 1e-12)
-        assert_close(together([one[1] for one in found]), state, 1e-9)
+    expected = {name: plain(name) for name in MODULES}
+    for case, found in zip(cases, zip(*stages, strict=True), strict=True):
+        gradient, state = expected[case.name]
+        try:
+            assert_close(together([one[0] for one in found]), gradient, 1e-12)
+            assert_close(together([one[1] for one in found]), state, 1e-9)
+        except AssertionError as error:
+            error.add_note(str(case))
+            raise
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "schedule"),
-    grid(["always", "except_last", "never"], ["1f1b", "gpipe", "interleaved"]),
+    "cases",
+    first(1, [pairs(*AXES), list(itertools.product(*AXES))]),
+    ids=["pairs", "all"],
 )
-def test_where_each_stage_has_a_process(checkpoint: str, schedule: str) -> None:
-    (stages,) = run_stages(ours, 1, 2, list(MODULES), checkpoint, schedule)
-    check(stages)
+def test_where_each_stage_has_a_process(cases: list[tuple[str, str, str]]) -> None:
+    """Every pair of a module, a mode and a schedule."""
+    tried = [Case(*case) for case in cases]
+    (stages,) = run_stages(ours, 1, 2, tried)
+    check(tried, stages)
 
 
-@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-def test_where_one_process_drives_all_stages(checkpoint: str) -> None:
-    for replica in run_replicas(ours, 2, list(MODULES), checkpoint, None):
-        check([replica])
-    check(run_replicas(ours, 1, list(MODULES), checkpoint, None))
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_where_one_process_drives_all_stages(num_replicas: int) -> None:
+    cases = [Case(name, mode, None) for name, mode in itertools.product(MODULES, CHECKPOINTS)]
+    for replica in run_replicas(ours, num_replicas, cases):
+        check(cases, [replica])
 
 
 def test_replicas_of_stages() -> None:
-    for replica in run_stages(ours, 2, 2, list(MODULES), "except_last", "1f1b"):
-        check(replica)
+    cases = [Case(name, "except_last", "1f1b") for name in MODULES]
+    for replica in run_stages(ours, 2, 2, cases):
+        check(cases, replica)

@@ -20,6 +20,7 @@ from pipollux_hybrid import (
     process_rank,
     replica_rank,
 )
+from pipollux_hybrid.job import context as contexts
 from pipollux_hybrid.job.context import context
 from pipollux_perfmodel.timing.params import Checkpoints
 from tests.hybrid.models import assert_close, gradients, make_data, make_model
@@ -141,8 +142,11 @@ def build(name: str, schedule: str) -> nn.Sequential:
     return module
 
 
-def trained(name: str, schedule: str, autocast: bool) -> tuple[float, dict[str, Tensor], Any, Any]:
-    init_process_group("gloo")
+Trained = tuple[float, dict[str, Tensor], Any, Any]
+
+
+def train(name: str, schedule: str, autocast: bool) -> Trained:
+    contexts.reset()
     module = build(name, schedule)
     if autocast:
         module.float()
@@ -165,10 +169,25 @@ def trained(name: str, schedule: str, autocast: bool) -> tuple[float, dict[str, 
     return float(loss), gradients(module), output, model.state_dict()
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def train_all(names: list[str], schedule: str, autocast: bool) -> dict[str, Trained]:
+    init_process_group("gloo")
+    return {name: train(name, schedule, autocast) for name in names}
+
+
+@pytest.fixture(scope="module", params=list(NUM_STAGES))
+def trained(request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Trained]]]:
+    """A schedule, and what each process has of all models after a step by it."""
+    schedule = request.param
+    (stages,) = run_stages(train_all, 1, NUM_STAGES[schedule], list(GIVEN), schedule, False)
+    return schedule, stages
+
+
 @pytest.mark.parametrize("name", list(GIVEN))
-def test_gradients_outputs_and_state_are_the_plain_models(name: str, schedule: str) -> None:
-    (stages,) = run_stages(trained, 1, NUM_STAGES[schedule], name, schedule, False)
+def test_gradients_outputs_and_state_are_the_plain_models(
+    name: str, trained: tuple[str, list[dict[str, Trained]]]
+) -> None:
+    schedule, processes = trained
+    stages = [process[name] for process in processes]
     module = build(name, schedule)
     inputs, targets = make_data("mlp", SAMPLES).tensors
     output = module(GIVEN[name].inputs(inputs))
@@ -184,7 +203,8 @@ def test_gradients_outputs_and_state_are_the_plain_models(name: str, schedule: s
 
 
 def test_autocast_holds_for_all_stages() -> None:
-    (stages,) = run_stages(trained, 1, 3, "layer norm", "1f1b", True)
+    (processes,) = run_stages(train_all, 1, 3, ["layer norm"], "1f1b", True)
+    stages = [process["layer norm"] for process in processes]
     module = build("layer norm", "1f1b").float()
     inputs, targets = make_data("mlp", SAMPLES, torch.float32).tensors
     with torch.autocast("cpu", torch.bfloat16):
