@@ -285,6 +285,13 @@ ELASTIC = Variable(
     "1: replicas join and leave without a restart; a script may set 0 to turn this off",
     "0",
 )
+ELASTIC_NCCL = Variable(
+    "PIPOLLUX_ELASTIC_NCCL",
+    Switch(),
+    "user",
+    "1: elastic resizes also over NCCL (experimental: not yet measured on several GPUs)",
+    "0",
+)
 JOINS = Variable(
     "PIPOLLUX_JOINS",
     Switch(),
@@ -303,8 +310,7 @@ RENDEZVOUS = Variable(
     "PIPOLLUX_RENDEZVOUS",
     PathKind(),
     "user",
-    "rendezvous folder for elastic resizes without a scheduler, on storage that all nodes share; "
-    "gloo only",
+    "rendezvous folder for elastic resizes without a scheduler, on storage that all nodes share",
     "no elastic resizes",
 )
 TIMEOUT = Variable(

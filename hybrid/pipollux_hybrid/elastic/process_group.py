@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from pipollux_hybrid.checkpoint.manager import checkpoint_to_restore
 from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job import context as contexts
-from pipollux_hybrid.job import signals
+from pipollux_hybrid.job import device_groups, signals
 from pipollux_hybrid.job.env import JobEnvironment
+from pipollux_hybrid.job.groups import register_backend
 from pipollux_hybrid.job.membership import Announcement
 from pipollux_hybrid.resize.elastic_membership import find_job, start_elastic_membership
 from pipollux_hybrid.resize.rendezvous_folder import RendezvousFolder
@@ -57,9 +58,9 @@ def init_process_group(
     Raises:
         ConfigurationError: The environment is not that of torchrun, differs between replicas, or
             the backend is unknown.
-        ConfigurationError: ``PIPOLLUX_RENDEZVOUS`` is set, and the backend is NCCL, a scheduler
-            runs the job, or this attempt does not match the job in the folder: it has several
-            replicas, or another number of processes per replica.
+        ConfigurationError: ``PIPOLLUX_RENDEZVOUS`` is set, and a scheduler runs the job, the
+            backend is NCCL without ``PIPOLLUX_ELASTIC_NCCL``, or this attempt does not match the
+            job in the folder: it has several replicas, or another number of processes per replica.
         CheckpointError: ``PIPOLLUX_CHECKPOINT_DIR`` is not writable or not shared, or none of its
             checkpoints can be restored.
     """
@@ -82,6 +83,10 @@ def init_process_group(
         announcement = find_job(rendezvous, env) if env.leads else None
     elif rendezvous is not None:
         announcement = rendezvous.find_job()
+    if chosen == "nccl" and rendezvous is not None:
+        device_groups.use(chosen, timeout)
+        register_backend()
+        chosen = device_groups.BACKEND
     if env.world_size > 1 and not dist.is_initialized():
         dist.init_process_group(chosen, timeout=timedelta(seconds=timeout))
     atexit.register(destroy_process_group)
@@ -104,7 +109,8 @@ def init_process_group(
 def _rendezvous(env: JobEnvironment, backend: str) -> RendezvousFolder | SchedulerRendezvous | None:
     """Return the rendezvous of an elastic job; None: the job is not elastic."""
     if env.rendezvous is None:
-        if not (env.elastic and env.attempt > 0 and backend == "gloo"):
+        can = backend == "gloo" or (env.elastic_nccl and not dist.is_initialized())
+        if not (env.elastic and env.attempt > 0 and can):
             return None
         from pipollux_hybrid.resize.scheduler_rendezvous import (
             SchedulerRendezvous,  # imports pydantic
@@ -117,10 +123,15 @@ def _rendezvous(env: JobEnvironment, backend: str) -> RendezvousFolder | Schedul
             "PIPOLLUX_RENDEZVOUS is set, and a scheduler runs this job: it decides how many "
             "replicas there are; remove the variable"
         )
-    if backend == "nccl":
+    if backend == "nccl" and not env.elastic_nccl:
         raise ConfigurationError(
-            "PIPOLLUX_RENDEZVOUS is set, and the backend is 'nccl': replicas can join and leave "
-            "with 'gloo' only, so call init_process_group('gloo'), or unset the variable"
+            "PIPOLLUX_RENDEZVOUS is set, and the backend is 'nccl': elastic resizes over NCCL are "
+            "experimental, so set PIPOLLUX_ELASTIC_NCCL=1, or call init_process_group('gloo')"
+        )
+    if backend == "nccl" and dist.is_initialized():
+        raise ConfigurationError(
+            "PIPOLLUX_RENDEZVOUS is set, and torch.distributed is initialized already: an elastic "
+            "job over NCCL forms its own groups, so remove torch's init_process_group"
         )
     return RendezvousFolder(env.rendezvous)
 
@@ -136,9 +147,12 @@ def destroy_process_group() -> None:
     """Leave the job: end background work and collectives. Called automatically at exit."""
     ctx = contexts.current()
     watch = None if ctx is None else ctx.watch
+    if watch is not None and watch.gone():
+        device_groups.abort_all()  # which else wait for those that are gone
     contexts.reset()
     if dist.is_initialized():
         dist.destroy_process_group()
+    device_groups.forget()
     if watch is not None:
         watch.leave()
 

@@ -45,6 +45,7 @@ VARIABLES: dict[str, Variable[Any]] = {
     "rendezvous": protocol.RENDEZVOUS,
     "replica": protocol.REPLICA,
     "elastic": protocol.ELASTIC,
+    "elastic_nccl": protocol.ELASTIC_NCCL,
     "joins": protocol.JOINS,
     "address": protocol.ADDRESS,
     "check_replicas": protocol.CHECK_REPLICAS,
@@ -122,6 +123,9 @@ class JobEnvironment:
     """Id of this replica for the scheduler (``PIPOLLUX_REPLICA``); its rank may change."""
     elastic: bool = False
     """Whether the scheduler may resize the job while it trains (``PIPOLLUX_ELASTIC``, 0 or 1)."""
+    elastic_nccl: bool = False
+    """Whether replicas join and leave also where gradients are sent by NCCL
+    (``PIPOLLUX_ELASTIC_NCCL``, 0 or 1)."""
     joins: bool = False
     """Whether this replica joins a job that trains (``PIPOLLUX_JOINS``, 0 or 1)."""
     address: str | None = None

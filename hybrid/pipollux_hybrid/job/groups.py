@@ -21,12 +21,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from . import device_groups
 from .connections import new_connections
+from .device_groups import BACKEND
 
-BACKEND = "pipollux"
-"""Name of torch's backend for the groups that are formed here."""
 _made: list[Any] = []
 """The groups registered with torch, the newest last; the first one is the default group."""
+_next: list[Any] = []
+"""The group that torch is to register next; empty: it is still to be formed, for a script."""
 
 
 # The destructor of a group waits for its threads. A forked process, such as a worker of a loader,
@@ -40,11 +42,19 @@ class ReplicaGroup:
 
     Timeouts are in seconds, None for the group's own. Methods raise a RuntimeError if a replica is
     gone or too slow. ``process_group`` is a ``ProcessGroup`` of torch, or one of its backends;
-    ``connections`` are kernel names, where they are known.
+    ``connections`` are kernel names, where they are known. ``known`` is the same group for torch's
+    functions, with tensors on a device.
     """
 
-    def __init__(self, process_group: Any, size: int, connections: Set[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        process_group: Any,
+        size: int,
+        connections: Set[str] = frozenset(),
+        known: Any = None,
+    ) -> None:
         self.process_group = process_group
+        self.known = process_group if known is None else known
         self.size = size
         self.connections = connections
 
@@ -87,25 +97,40 @@ class ReplicaGroup:
         """Begin to receive a contiguous tensor from one replica, in order; see :meth:`wait`."""
         return self.process_group.recv([tensor], rank, 0)
 
+    def abort(self) -> None:
+        """End its collectives and release it."""
+        if self.known is not self.process_group:
+            device_groups.abort([self.known])
+        self.process_group.abort()
+
     def wait(self, work: Any, timeout: float | None = None) -> None:
         """Wait for the result of :meth:`start_send` or :meth:`start_receive`."""
         _wait(work, timeout)
 
 
 def form_group(
-    store: Store, name: str, rank: int, size: int, *, patience: float, timeout: float
+    store: Store,
+    name: str,
+    rank: int,
+    size: int,
+    *,
+    patience: float,
+    timeout: float,
+    with_device: bool = False,
 ) -> ReplicaGroup:
     """Form a gloo group; all of its replicas call it, in any thread.
 
     ``name`` must be unique in the store. Within ``patience`` seconds all must have called it, or a
-    RuntimeError is raised; ``timeout`` is that of later collectives in seconds.
+    RuntimeError is raised; ``timeout`` is that of later collectives in seconds. ``with_device``: it
+    also gets a part for tensors on the device, without a communicator, in jobs that use one.
     """
     prefixed = PrefixStore(name, store)
     with new_connections() as connections:
         group = dist.ProcessGroupGloo(prefixed, rank, size, timedelta(seconds=patience))
     set_timeout = getattr(group, "set_timeout", None) or group._set_default_timeout
     set_timeout(timedelta(seconds=timeout))
-    return ReplicaGroup(group, size, connections)
+    known = device_groups.with_device(prefixed, rank, size, group) if with_device else group
+    return ReplicaGroup(group, size, connections, known)
 
 
 def held_groups() -> list[Any]:
@@ -118,14 +143,23 @@ def held_groups() -> list[Any]:
 
 def carrier_of(group: dist.ProcessGroup, device: torch.device) -> torch.device:
     """Return the device of tensors sent to other processes: NCCL needs GPUs, gloo the CPU."""
-    return device if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    return device if carries_device(group) else torch.device("cpu")
 
 
-def abort_nccl(gone: Set[int]) -> None:
-    """Abort NCCL groups with lost ranks, whose kernels would wait on the GPU forever. Returns at
+def carries_device(group: dist.ProcessGroup | None = None) -> bool:
+    """Return whether a group, by default torch's, sends tensors from a device, and only these."""
+    return dist.get_backend(group) == "nccl" or device_groups.in_use() is not None
+
+
+def abort_device_groups(gone: Set[int]) -> None:
+    """Abort groups with lost ranks, whose kernels would wait on the device forever. Returns at
     once. The outputs of their collectives are invalid, so users must check for lost processes.
     """
     world = getattr(dist.distributed_c10d, "_world", None)
+    if device_groups.in_use() is not None:
+        known = [x for x in getattr(world, "pg_map", ()) if device_groups.is_ours(x)]
+        device_groups.abort(x for x in known if gone & {*dist.get_process_group_ranks(x)})
+        return
     for group in list(getattr(world, "pg_map", ())):
         if dist.get_backend(group) == "nccl" and gone & {*dist.get_process_group_ranks(group)}:
             # In parallel: each abort waits for all kernels of the GPU, including other groups'.
@@ -146,11 +180,26 @@ def become_default(group: ReplicaGroup | None, store: Store, name: str, rank: in
         dist.destroy_process_group()
     if group is None:
         return
-    if not hasattr(dist.Backend, BACKEND.upper()):
-        dist.Backend.register_backend(BACKEND, lambda *_: _made[-1], devices=["cpu", "cuda"])
-    _made[:] = [group.process_group]
+    register_backend()
+    device_groups.begin()
+    _made[:] = _next[:] = [group.known]
     prefixed = PrefixStore(f"{name}-script", store)
     dist.init_process_group(BACKEND, store=prefixed, rank=rank, world_size=group.size)
+
+
+def register_backend() -> None:
+    """Make torch know the groups that are formed here, once per process."""
+    if not hasattr(dist.Backend, BACKEND.upper()):
+        dist.Backend.register_backend(BACKEND, _create, devices=["cpu", "cuda"])
+
+
+def _create(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """Return the group to register, or form one for a script that calls ``dist.new_group``."""
+    if _next:
+        return _next.pop()
+    group = dist.ProcessGroupGloo(store, rank, size, timeout)
+    _made.append(device_groups.with_device(store, rank, size, group))
+    return _made[-1]
 
 
 def make_known(group: ReplicaGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -158,7 +207,8 @@ def make_known(group: ReplicaGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
     group call it, with its ascending global ranks, between two steps and after
     :func:`become_default`.
     """
-    _made.append(group.process_group)
+    _made.append(group.known)
+    _next[:] = [group.known]
     known = dist.new_group(list(ranks), backend=BACKEND, use_local_synchronization=True)
     assert isinstance(known, dist.ProcessGroup)  # noqa: S101  # this process belongs to it
     return known

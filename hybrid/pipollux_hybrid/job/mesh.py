@@ -24,7 +24,7 @@ from pipollux_hybrid.errors import PeerLostError
 
 from .connections import new_connections
 from .env import JobEnvironment
-from .groups import ReplicaGroup, make_known
+from .groups import ReplicaGroup, carries_device, make_known
 from .peers import broken_replica, lost_peers
 from .replica_calls import ReplicaCalls
 
@@ -75,7 +75,7 @@ class ProcessMesh:
             self.stages, _ = dist.new_subgroups_by_enumeration(rows, timeout=wait)
         """Names of the connections within this replica, so far."""
         row, column = self.stages, self.replicas
-        if dist.get_backend() == "nccl":  # which carries nothing from the CPU
+        if carries_device():  # and nothing from the CPU
             column, _ = dist.new_subgroups_by_enumeration(columns, wait, "gloo")
             row, _ = dist.new_subgroups_by_enumeration(rows, wait, "gloo")
         self.row = ReplicaGroup(row, env.processes_per_replica)
@@ -88,7 +88,7 @@ class ProcessMesh:
     @property
     def device_mesh(self) -> DeviceMesh:
         """Torch's own mesh of (replica, stage), over the groups of the current replicas."""
-        kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        kind = "cuda" if carries_device() else "cpu"
         return DeviceMesh.from_group(
             [self.replicas, self.stages], kind, self._ranks, mesh_dim_names=("replica", "stage")
         )

@@ -24,13 +24,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from pipollux_hybrid.errors import BrokenPipelineError, PeerLostError, ReplicaBrokenError
 
 from .connections import Ends, ends_of, open_connections, opposite
+from .device_groups import in_use, reach
 from .env import JobEnvironment
-from .groups import abort_nccl
+from .groups import abort_device_groups
 
 STANDSTILL = 5.0
 """Seconds without a tick of its thread after which a process counts as having stood still."""
@@ -137,6 +139,7 @@ class PeerWatch:
             processes = self._env.processes_per_replica
             mine = any(rank // processes == self._env.rank for rank in new)
             self._cut(self._shared | self._spared if mine else self._shared)
+            self._abort({*new})
             self._news.set()
 
     def need_all(self, needed: bool) -> None:
@@ -265,7 +268,7 @@ class PeerWatch:
         self._abort(self.lost())
 
     def _abort(self, gone: Set[int]) -> None:
-        abort_nccl({*range(self._env.world_size)} if self._needs_all else gone)
+        abort_device_groups({*range(self._env.world_size)} if self._needs_all else gone)
 
 
 class Standstill:
@@ -295,9 +298,10 @@ def needing_all() -> Iterator[None]:
 
     Else a process would wait for a living one until that one has ended. Outside a training step
     only groups with lost processes are aborted, as an abort waits for the kernels of all groups, in
-    locks that the aborts of other groups need.
+    locks that the aborts of other groups need. An elastic job aborts the others when it recovers:
+    until then micro-batches go on between the stages of a surviving replica.
     """
-    watch = _watch
+    watch = _watch if in_use() is None else None
     if watch is not None:
         watch.need_all(True)
     try:
@@ -316,9 +320,13 @@ def passing_on() -> Iterator[None]:
         raise broken_replica("while passing micro-batches between stages", error) from error
 
 
-def check_peers() -> None:
-    """Raise a RuntimeError if a process is gone: an aborted receive on a GPU raises nothing."""
-    if _watch is not None and _watch.gone():
+def check_peers(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raise a RuntimeError if results of a group on a GPU may be from a lost process: an aborted
+    receive raises nothing.
+    """
+    if in_use() is not None:
+        reach(device, group)
+    elif device.type == "cuda" and _watch is not None and _watch.gone():
         raise RuntimeError("NCCL was aborted, as a process is gone")
 
 

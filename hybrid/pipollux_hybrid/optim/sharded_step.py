@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pipollux_hybrid.checkpoint.optimizer_shards import LOST, OptimizerShards
 from pipollux_hybrid.errors import PeerLostError
+from pipollux_hybrid.job.device_groups import reach
 from pipollux_hybrid.job.peers import lost_peers
 
 SMALL = 1 << 18
@@ -128,6 +129,8 @@ class ShardedStep:
                 flats.append((owner, flat, some))
             for work in under_way:
                 work.wait()
+            for device in {flat.device for _, flat, _ in flats}:
+                reach(device, group)
         except RuntimeError as error:
             raise _lost("while exchanging the parameters that each has stepped", error) from error
         for owner, flat, some in flats:

@@ -67,7 +67,8 @@ class ProcessEngine:
         group: The K processes of the replica, in the order of stages.
         row: The same processes, for tensors on the CPU.
         carrier: Device from which the group sends tensors of this stage.
-        check_peers: Raises a RuntimeError if data received on a GPU may be from a lost process.
+        check_peers: Raises a RuntimeError if data that a group received on a device may be from a
+            lost process.
 
     Raises:
         ConfigurationError: The module cannot be cut like this.
@@ -83,7 +84,7 @@ class ProcessEngine:
         group: dist.ProcessGroup,
         row: HostGroup,
         carrier: torch.device,
-        check_peers: Callable[[], None],
+        check_peers: Callable[[dist.ProcessGroup, torch.device], None],
     ) -> None:
         self.checkpoint, self._kind = checkpoint, schedule
         self._group, self._row, self._check_peers = group, row, check_peers
@@ -247,8 +248,7 @@ class ProcessEngine:
             if told is error:
                 raise
             raise told from (error if error.__cause__ is None else told.__cause__)
-        if self._carrier.type == "cuda":
-            self._check_peers()
+        self._check_peers(self._group, self._carrier)
         if trains or not self.is_last:
             return []
         last = self._last
@@ -371,6 +371,7 @@ class ProcessEngine:
         if self.num_stages > 1:
             try:
                 dist.broadcast(tensor, group=self._group, group_src=self.num_stages - 1)
+                self._check_peers(self._group, tensor.device)
             except RuntimeError as error:
                 raise BrokenPipelineError(str(error)) from error
         return tensor

@@ -30,6 +30,7 @@ from pipollux_hybrid.checkpoint.state import States
 from pipollux_hybrid.errors import CheckpointError, ConfigurationError, PeerLostError
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.job.control_plane import ControlMessage
+from pipollux_hybrid.job.device_groups import abort_all
 from pipollux_hybrid.job.env import JobEnvironment
 from pipollux_hybrid.job.membership import Announcement, JobPlace, Membership
 from pipollux_hybrid.telemetry.metrics import Metrics
@@ -177,7 +178,7 @@ class ElasticMembership:
     def _hand_over(self, pending: PendingMembership, joining: range, here: torch.Tensor) -> bool:
         """Return whether all replicas of the new membership are here, and have the states."""
         if pending.rank is None or not joining:
-            return self._meet(pending, here)
+            return self._meet(pending, here) and self._connect(pending)
         try:
             sent = self._pack(pending.rank)
             if sent is None or not self._meet(pending, here):
@@ -185,11 +186,19 @@ class ElasticMembership:
             assert pending.peers is not None  # noqa: S101  # there are joining replicas
             route = Route(tuple(range(joining.start)), tuple(joining))
             send(pending.peers, pending.rank, sent, route)
+            pending.connect(ALIGNMENT_PATIENCE)
         except RefusedError as refusal:
             if pending.process == 0:
                 say(f"no replica joins: {refusal}")
             return False
         except RuntimeError:  # a joining replica is gone, or hangs
+            return False
+        return True
+
+    def _connect(self, pending: PendingMembership) -> bool:
+        try:
+            pending.connect(ALIGNMENT_PATIENCE)
+        except RuntimeError:  # a replica is gone, or hangs
             return False
         return True
 
@@ -228,6 +237,7 @@ class ElasticMembership:
 
     def _leave(self) -> NoReturn:
         self._watch.leave()
+        abort_all()  # as the others do, which do not wait for this replica at its end
         self._context.component(Metrics).finish_progress()
         if self._watch.speaks:
             say(f"this replica has left at step {self._context.step or 0}, as asked")

@@ -130,6 +130,7 @@ class Joining:
         assert control and peers and rank is not None  # noqa: S101, PT018  # it has formed
         try:
             taken = take(peers, rank, ctx.component(States), spare=pending.spare)
+            pending.connect(ALIGNMENT_PATIENCE)
         except RefusedError as refusal:
             self._watch.give_up(pending)
             raise ConfigurationError(f"this replica cannot join the job: {refusal}") from None

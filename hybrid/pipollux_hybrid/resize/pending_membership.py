@@ -15,6 +15,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store, TCPStore
 
+from pipollux_hybrid.job.device_groups import connect
 from pipollux_hybrid.job.groups import ReplicaGroup, form_group
 from pipollux_hybrid.job.membership import Membership
 from pipollux_hybrid.job.mesh import MeshGroups, ProcessMesh
@@ -111,12 +112,22 @@ class PendingMembership:
         found: dict[str, str | None] = json.loads(self.store.get(COMMON))
         return found
 
+    def connect(self, seconds: float, gone: Callable[[], bool] = lambda: False) -> None:
+        """Make the connections on the device, where the gradients are sent from it; all processes
+        of this membership call it while none trains. Raises a RuntimeError if that takes longer, or
+        once a process is ``gone``; then the membership cannot be entered.
+        """
+        connect((group.known for group in self._groups if group is not self.control), seconds, gone)
+
+    @property
+    def _groups(self) -> list[ReplicaGroup]:
+        of_mesh = () if self.mesh_groups is None else self.mesh_groups.all
+        return [x for x in (self.control, self.gradients, *of_mesh) if x is not None]
+
     def drop(self) -> None:
         """Release the groups of a membership that is not entered."""
-        of_mesh = () if self.mesh_groups is None else self.mesh_groups.all
-        for group in (self.control, self.gradients, *of_mesh):
-            if group is not None:
-                group.process_group.abort()
+        for group in self._groups:
+            group.abort()
         self.control = self.gradients = self.mesh_groups = self.store = None
         self.spare, self.ready = {}, []
 
@@ -144,15 +155,21 @@ class PendingMembership:
             self._make_room(store)
         self._wait_for_all(store, "here", deadline)
 
-        def form(name: str, rank: int, size: int, patience: float = PATIENCE) -> ReplicaGroup:
-            options = {"patience": patience, "timeout": self._timeout}
-            return form_group(store, f"{self.name}-{name}", rank, size, **options)
+        def form(
+            name: str, rank: int, size: int, patience: float = PATIENCE, *, with_device: bool = True
+        ) -> ReplicaGroup:
+            return form_group(
+                *(store, f"{self.name}-{name}", rank, size),
+                patience=patience,
+                timeout=self._timeout,
+                with_device=with_device,
+            )
 
         def form_within(name: str, rank: int, size: int) -> ReplicaGroup:
             # For point-to-point messages gloo keeps the timeout of the group's creation.
             return form(name, rank, size, self._timeout)
 
-        self.control = form("control", self.process, size)
+        self.control = form("control", self.process, size, with_device=False)
         self.gradients = form("gradients", self.process, size)
         if self._mesh is not None:
             self.mesh_groups = self._mesh.form(form, form_within, self.rank, replicas)

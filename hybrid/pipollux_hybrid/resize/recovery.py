@@ -30,6 +30,7 @@ from pipollux_hybrid.checkpoint.state import States
 from pipollux_hybrid.errors import CheckpointError, PeerLostError, ReplicaBrokenError
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.job.control_plane import ControlMessage
+from pipollux_hybrid.job.device_groups import abort_all
 from pipollux_hybrid.job.membership import Membership
 from pipollux_hybrid.telemetry.metrics import Metrics
 from pipollux_perfmodel.errors import PipolluxError
@@ -110,6 +111,7 @@ class Recovery:
         if ctx.mesh is not None:
             ctx.mesh.gather_from_stages(b"")  # all processes are here before the first one reports
         ctx.control.abandon()
+        abort_all()
         if dist.is_initialized():
             dist.destroy_process_group()
         try:
@@ -277,6 +279,7 @@ class Recovery:
             return [me]
         try:
             found = pending.control.all_gather_bytes(json.dumps(me).encode(), PATIENCE)
+            pending.connect(PATIENCE, lambda: bool(members & self._gone(lost)))
         except RuntimeError:
             return None
         return [json.loads(content) for content in found]

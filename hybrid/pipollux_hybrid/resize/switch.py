@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from pipollux_hybrid.checkpoint.state import States
 from pipollux_hybrid.job.context import JobContext
+from pipollux_hybrid.job.device_groups import abort_all
 from pipollux_hybrid.job.groups import become_default, held_groups
 from pipollux_hybrid.telemetry.metrics import Metrics
 
@@ -20,6 +21,7 @@ def switch(ctx: JobContext, watch: MembershipWatch, pending: PendingMembership) 
     size = len(pending.membership.replicas)
     assert rank is not None and process is not None and pending.store  # noqa: S101, PT018  # formed
     watch.retire([*held_groups(), ctx.control.group])
+    abort_all()  # all have reached the results of their last collectives
     become_default(pending.gradients, pending.store, pending.name, process)
     if mesh is not None and pending.mesh_groups is not None:
         mesh.rejoin(pending.mesh_groups, rank)

@@ -56,6 +56,8 @@ class Bucket:
         ]
         self._streams: set[torch.cuda.Stream] = set()
         self._work: dist.Work | None = None
+        self._failure: RuntimeError | None = None
+        """Why the sum could not be launched."""
         self.pending = 0
         """Parameters whose gradients are not final yet."""
         self.launched = False
@@ -68,7 +70,7 @@ class Bucket:
     def reset(self, *, timed: bool = False) -> None:
         """Begin a backward."""
         self.launched = self.late = False
-        self._work = None
+        self._work = self._failure = None
         self._streams.clear()
         self.times = [] if timed else None
 
@@ -85,7 +87,12 @@ class Bucket:
             if self.times is not None:
                 self._started, self._ended = time.perf_counter(), None
             # The launch order is the same on all replicas, whichever thread launches.
-            self._work = dist.all_reduce(self._flat, group=self.group, async_op=True)
+            try:
+                self._work = dist.all_reduce(self._flat, group=self.group, async_op=True)
+            except RuntimeError as error:
+                # Of an aborted group; this may be a thread of autograd's, so wait() raises it.
+                self._failure = error
+                return
         if self.times is not None and self.device.type != "cuda":
             self._work.get_future().add_done_callback(self._note_end)
 
@@ -99,9 +106,13 @@ class Bucket:
         """Wait for the sums; on CUDA only the current stream waits. Raises a SynchronizationError
         if a peer is gone, or takes longer than the group's timeout.
         """
-        if self._work is None:
+        failure, self._failure = self._failure, None
+        if self._work is None and failure is None:
             return
         try:
+            if failure is not None:
+                raise failure
+            assert self._work is not None  # noqa: S101  # checked above
             self._work.wait()
         except RuntimeError as error:
             when = f"while averaging the gradients of stage {self.stage}"

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from pipollux_hybrid.errors import SynchronizationError
 from pipollux_hybrid.job import context
 from pipollux_hybrid.job.context import JobContext
+from pipollux_hybrid.job.device_groups import reach
+from pipollux_hybrid.job.groups import carries_device
 from pipollux_hybrid.job.peers import lost_peers
 
 CHUNK_BYTES = 256 * 2**20
@@ -117,7 +119,7 @@ class BufferSynchronizer:
 def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Overwrite tensors, of any types, by those of the first process in ``group``; collective."""
     # NCCL sends GPU tensors only, and layers may not be placed yet.
-    nccl = dist.get_backend() == "nccl"
+    nccl = carries_device() and torch.cuda.is_available()
     fallback = torch.device("cuda", torch.cuda.current_device()) if nccl else None
     for chunk in _chunks(tensors):
         device = chunk[0].device if chunk[0].is_cuda or fallback is None else fallback
@@ -126,6 +128,7 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup | None
         flat = torch.cat(pieces).to(device)
         with _reaching_peers("while taking what replica 0 has"):
             dist.broadcast(flat, group=group, group_src=0)
+            reach(flat.device, group)
         if dist.get_rank(group) == 0:
             continue
         parts = flat.split([piece.numel() for piece in pieces])
@@ -152,6 +155,7 @@ def all_reduce_sum(tensors: Sequence[Tensor]) -> None:
         flat = torch.cat([tensor.reshape(-1) for tensor in group])
         with _reaching_peers("while summing over replicas"):
             dist.all_reduce(flat, group=among)
+            reach(flat.device, among)
         for tensor, part in zip(group, flat.split([t.numel() for t in group]), strict=True):
             tensor.copy_(part.view(tensor.shape))
 

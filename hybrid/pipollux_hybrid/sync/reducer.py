@@ -15,6 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pipollux_hybrid.job.device_groups import reach
+from pipollux_hybrid.job.peers import lost_peers
+
 from .backward_plan import BackwardPlan
 from .bucket import Bucket, make_buckets
 
@@ -153,6 +156,11 @@ class Reducer:
         """Wait for the sums of all buckets; raise a PeerLostError if a replica is gone."""
         for bucket in self.buckets:
             bucket.wait()
+        try:
+            for device in {bucket.device for bucket in self.buckets}:
+                reach(device, self._group)
+        except RuntimeError as error:
+            raise lost_peers("while averaging gradients", error) from error
 
     def report(self, *, counts: bool) -> tuple[list[bool], list[bool]]:
         """Return which buckets are late, and which parameters have a gradient that ``counts``."""

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from pipollux_hybrid.errors import SynchronizationError
 from pipollux_hybrid.job.context import JobContext
+from pipollux_hybrid.job.device_groups import reach
 from pipollux_hybrid.job.mesh import ProcessMesh
 from pipollux_hybrid.job.peers import broken_replica
 
@@ -206,7 +207,9 @@ class TiedCopies:
         mine = mine.detach().contiguous()
         everyone = [torch.empty_like(mine) for _ in shared.holders]
         with _reaching_peers():
-            dist.all_gather(everyone, mine, group=self._mesh.among(shared.holders))
+            group = self._mesh.among(shared.holders)
+            dist.all_gather(everyone, mine, group=group)
+            reach(mine.device, group)
         total = everyone[0]
         for other in everyone[1:]:
             total += other

@@ -30,6 +30,7 @@ from pipollux_hybrid.telemetry.metrics import Metrics
 from tests.hybrid.elastic.elastic_training import Stream
 from tests.hybrid.elastic.training import hold
 from tests.hybrid.resize.audit import contents
+from tests.hybrid.resize.nccl_stand_in import backend
 
 RESULTS = Path(os.environ.get("RESULTS", "."))
 SIZE = 121
@@ -167,14 +168,14 @@ def check_mesh(processes: int) -> None:
     """Torch's mesh is that of the replicas that are left."""
     mesh = pipollux.device_mesh()
     for dimension, size in (("replica", pipollux.num_replicas()), ("stage", processes)):
-        count = torch.ones(())
+        count = torch.ones((), dtype=torch.int64)
         dist.all_reduce(count, group=mesh.get_group(dimension))
         assert count == size == mesh.size(mesh.mesh_dim_names.index(dimension))
 
 
 def main() -> None:
     processes = int(os.environ.get("PROCESSES", "1"))
-    pipollux.init_process_group("gloo", timeout=60.0, processes_per_replica=processes)
+    pipollux.init_process_group(backend(), timeout=60.0, processes_per_replica=processes)
     stage = context().env.stage
     kind = os.environ.get("DATA", "indices")
     changes = {int(step) for step in os.environ.get("CHANGES", "").split(",") if step}

@@ -36,6 +36,7 @@ from tests.hybrid.resize.changing_training import (
     make_module,
     meet_at,
 )
+from tests.hybrid.resize.nccl_stand_in import backend
 
 RESULTS = Path(os.environ.get("RESULTS", "."))
 PROCESSES = int(os.environ.get("PROCESSES", "1"))
@@ -143,7 +144,7 @@ def miss_once(deaths: Deaths, step: int) -> None:
 
 
 def main() -> None:
-    pipollux.init_process_group("gloo", timeout=60.0, processes_per_replica=PROCESSES)
+    pipollux.init_process_group(backend(), timeout=60.0, processes_per_replica=PROCESSES)
     kind = os.environ.get("DATA", "indices")
     changes, alone = (
         {int(step) for step in os.environ.get(name, "").split(",") if step}

@@ -20,6 +20,7 @@ from torch.utils.data import TensorDataset
 import pipollux
 from pipollux_hybrid.job.context import context
 from pipollux_hybrid.resize.elastic_membership import elastic_membership
+from tests.hybrid.resize.nccl_stand_in import backend
 
 RESULTS = Path(os.environ["RESULTS"])
 WIDTH = 64
@@ -47,7 +48,7 @@ def holdings(process: psutil.Process) -> dict[str, int]:
 
 def main() -> None:
     processes = int(os.environ.get("PROCESSES", "1"))
-    pipollux.init_process_group("gloo", timeout=60.0, processes_per_replica=processes)
+    pipollux.init_process_group(backend(), timeout=60.0, processes_per_replica=processes)
     module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
     optimizer = torch.optim.AdamW(module.parameters())
     loader = pipollux.AdaptiveDataLoader(TensorDataset(torch.randn(4096, WIDTH)), batch_size=24)

@@ -90,8 +90,10 @@ def patience(point: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("point", first(1, NEWCOMERS))
-def test_a_joining_replica_is_killed(tmp_path: Path, repository: Path, point: str) -> None:
-    with make(tmp_path, repository, **patience(point)) as job:
+def test_a_joining_replica_is_killed(
+    tmp_path: Path, repository: Path, over: dict[str, str], point: str
+) -> None:
+    with make(tmp_path, repository, **over, **patience(point)) as job:
         codes = run(job, FAULT=point)
         if point in NEWCOMERS[:UNTIL_THE_VOTE]:
             assert codes == [0, 0, -9]
@@ -109,19 +111,23 @@ def test_a_joining_replica_is_killed(tmp_path: Path, repository: Path, point: st
     ],
 )
 @pytest.mark.exhaustive
-def test_one_that_trains_is_killed(tmp_path: Path, repository: Path, point: str, rank: str) -> None:
+def test_one_that_trains_is_killed(
+    tmp_path: Path, repository: Path, over: dict[str, str], point: str, rank: str
+) -> None:
     fault = {"FAULT": point, "FAULTY_RANK": rank}
-    with make(tmp_path, repository, **fault, **patience(point)) as job:
+    with make(tmp_path, repository, **over, **fault, **patience(point)) as job:
         run(job, FAULT="when it trains", FAULTY_RANK="none")
 
 
 @pytest.mark.parametrize("rank", [1, 0])
 @pytest.mark.parametrize("point", LEAVING)
 @pytest.mark.exhaustive
-def test_one_that_leaves_is_killed(tmp_path: Path, repository: Path, point: str, rank: int) -> None:
+def test_one_that_leaves_is_killed(
+    tmp_path: Path, repository: Path, over: dict[str, str], point: str, rank: int
+) -> None:
     """Or one that stays, where only they come to that point."""
     faulty = rank if point != "after the vote" else 1 - rank
-    with make(tmp_path, repository, FAULT=point, FAULTY_RANK=str(faulty)) as job:
+    with make(tmp_path, repository, **over, FAULT=point, FAULTY_RANK=str(faulty)) as job:
         run(job, leaves=rank)
 
 
@@ -137,10 +143,10 @@ STAGES = {"PROCESSES": "2", "STAGES": "2", "EPOCHS": "2"}
 )
 @pytest.mark.exhaustive
 def test_a_process_of_a_joining_replica_is_killed(
-    tmp_path: Path, repository: Path, point: str, stage: str
+    tmp_path: Path, repository: Path, over: dict[str, str], point: str, stage: str
 ) -> None:
     """Where each stage has a process, its other one ends, too."""
-    with make(tmp_path, repository, **STAGES, **patience(point)) as job:
+    with make(tmp_path, repository, **over, **STAGES, **patience(point)) as job:
         codes = run(job, FAULT=point, FAULTY_STAGE=stage)
         if point in NEWCOMERS[:UNTIL_THE_VOTE]:
             assert sorted(codes) == [-9, 0, 0, 0, 0, 1]
@@ -153,9 +159,9 @@ def test_a_process_of_a_joining_replica_is_killed(
 )
 @pytest.mark.exhaustive
 def test_a_process_of_one_that_trains_is_killed(
-    tmp_path: Path, repository: Path, point: str, rank: str, stage: str
+    tmp_path: Path, repository: Path, over: dict[str, str], point: str, rank: str, stage: str
 ) -> None:
     """The job goes on from its checkpoint, and loses no sample."""
     fault = {"FAULT": point, "FAULTY_RANK": rank, "FAULTY_STAGE": stage, **STAGES}
-    with make(tmp_path, repository, **fault, **patience(point)) as job:
+    with make(tmp_path, repository, **over, **fault, **patience(point)) as job:
         run(job, FAULT="when it trains", FAULTY_RANK="none")

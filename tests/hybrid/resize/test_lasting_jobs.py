@@ -74,10 +74,10 @@ def phases_of(lines: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 @pytest.mark.exhaustive
 def test_after_fifty_changes_a_replica_holds_what_it_held_after_twentyfive(
-    tmp_path: Path, repository: Path
+    tmp_path: Path, repository: Path, over: dict[str, str]
 ) -> None:
     """The first two replicas leave; the third is replica 0 then, and others come and go."""
-    with LastingJob(tmp_path / "job", repository, SUMS="1") as job:
+    with LastingJob(tmp_path / "job", repository, **over, SUMS="1") as job:
         job.begin(3)
         settle(job, 3)
         stays = job.programs[2].pid
@@ -99,9 +99,11 @@ def test_after_fifty_changes_a_replica_holds_what_it_held_after_twentyfive(
 
 
 @pytest.mark.exhaustive
-def test_so_does_one_of_several_processes(tmp_path: Path, repository: Path) -> None:
+def test_so_does_one_of_several_processes(
+    tmp_path: Path, repository: Path, over: dict[str, str]
+) -> None:
     """In each of them, after 16 changes what it held after eight."""
-    with LastingJob(tmp_path / "job", repository, SUMS="1", PROCESSES="2") as job:
+    with LastingJob(tmp_path / "job", repository, **over, SUMS="1", PROCESSES="2") as job:
         job.begin(1)
         settle(job, 1)
         stay = [program.pid for program in job.programs]
@@ -119,9 +121,11 @@ def test_so_does_one_of_several_processes(tmp_path: Path, repository: Path) -> N
 
 
 @pytest.mark.exhaustive
-def test_replica_0_leaves_again_and_again(tmp_path: Path, repository: Path) -> None:
+def test_replica_0_leaves_again_and_again(
+    tmp_path: Path, repository: Path, over: dict[str, str]
+) -> None:
     """Each joining replica replaces the one before; the folder does not grow."""
-    with LastingJob(tmp_path / "job", repository, SUMS="1") as job:
+    with LastingJob(tmp_path / "job", repository, **over, SUMS="1") as job:
         job.begin(1)
         settle(job, 1)
         sizes = []
@@ -140,10 +144,10 @@ def test_replica_0_leaves_again_and_again(tmp_path: Path, repository: Path) -> N
 
 @pytest.mark.exhaustive
 def test_after_eight_deaths_a_replica_holds_what_it_held_after_four(
-    tmp_path: Path, repository: Path
+    tmp_path: Path, repository: Path, over: dict[str, str]
 ) -> None:
     """Of two replicas one is killed, another one joins, and so on; no Accumulator has amounts."""
-    with LastingJob(tmp_path / "job", repository) as job:
+    with LastingJob(tmp_path / "job", repository, **over) as job:
         job.begin(1)
         settle(job, 1)
         stays = job.programs[0].pid

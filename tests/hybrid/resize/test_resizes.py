@@ -19,11 +19,11 @@ MakeJob = Callable[..., ChangingJob]
 
 
 @pytest.fixture
-def make_job(tmp_path: Path, repository: Path) -> Iterator[MakeJob]:
+def make_job(tmp_path: Path, repository: Path, over: dict[str, str]) -> Iterator[MakeJob]:
     made: list[ChangingJob] = []
 
     def make(**settings: str) -> ChangingJob:
-        made.append(ChangingJob(tmp_path / f"job-{len(made)}", repository, **settings))
+        made.append(ChangingJob(tmp_path / f"job-{len(made)}", repository, **over, **settings))
         return made[-1]
 
     yield make
@@ -203,7 +203,7 @@ def test_a_state_that_cannot_be_taken_over_keeps_joining_out(make_job: MakeJob, 
 @pytest.mark.parametrize(
     ("variables", "backend", "said"),
     [
-        ({}, "nccl", "can join and leave with 'gloo' only"),
+        ({}, "nccl", "over NCCL are experimental, so set PIPOLLUX_ELASTIC_NCCL=1"),
         ({"PIPOLLUX_ATTEMPT": "3"}, "gloo", "a scheduler runs this job"),
     ],
 )

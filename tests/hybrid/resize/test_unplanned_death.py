@@ -88,11 +88,11 @@ class DyingJob(ChangingJob):
 
 
 @pytest.fixture
-def make_job(tmp_path: Path, repository: Path) -> Iterator[MakeJob]:
+def make_job(tmp_path: Path, repository: Path, over: dict[str, str]) -> Iterator[MakeJob]:
     made: list[DyingJob] = []
 
     def make(**settings: str) -> DyingJob:
-        made.append(DyingJob(tmp_path / f"job-{len(made)}", repository, **settings))
+        made.append(DyingJob(tmp_path / f"job-{len(made)}", repository, **over, **settings))
         return made[-1]
 
     yield make

@@ -1,0 +1,255 @@
+"""Collectives that behave like NCCL's, over gloo, on tensors of the CPU.
+
+No test could see on a CPU that a program relies on something that holds for gloo alone. So:
+
+* ``wait()`` of a collective returns at once. Until the host has waited for the "device", by the
+  fence of :class:`StandIn`, its results are garbage: a program that uses them earlier fails.
+* The first collective of a group makes its communicator. If a process does not come to it, it hangs
+  until the group is aborted.
+* A collective with a process that is gone never ends: gloo's error is swallowed.
+* ``abort()`` ends everything queued with garbage, and nothing raises. A collective launched on an
+  aborted group raises.
+* ``shutdown()`` waits for processes that do not call it, unless an abort has ended before.
+
+Messages between two processes are an exception: ``wait()`` delivers them, as programs compute with
+them right away, in the order of the device's queue. After an abort they are garbage, too. Tensors
+of integers go by gloo alone: they stand for tensors on the CPU, for which a group has gloo.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipollux_hybrid.job import device_groups
+from pipollux_hybrid.sync import reducer
+
+HANGS = 600.0
+"""Seconds for which something hangs that would hang forever, so that no test does."""
+STAND_IN = {"BACKEND": "stand-in", "PIPOLLUX_ELASTIC_NCCL": "1"}
+"""The environment of scripts that call :func:`backend` and are to use it."""
+_queued: list[Queued] = []
+"""What the device has not delivered yet, of all groups."""
+
+
+class Queued(dist._Work):
+    """A collective in the queue of the device: its results appear when the host waits for them."""
+
+    def __init__(self, group: Group, run: Callable[[list[Tensor]], Any], tensors: Sequence[Tensor]):
+        super().__init__()
+        self.group, self.run, self.tensors = group, run, list(tensors)
+        self.contents = [tensor.detach().clone() for tensor in tensors]
+        self.finished = threading.Event()
+        self.future: torch.futures.Future[Any] = torch.futures.Future()
+
+    def end(self) -> None:
+        """It has run, or was aborted: in the queue the next one's turn comes."""
+        self.finished.set()
+        self.future.set_result(self.tensors)
+
+    def deliver(self) -> None:
+        for tensor, content in zip(self.tensors, self.contents, strict=True):
+            with torch.no_grad():
+                tensor.detach().copy_(content)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # noqa: ARG002  # torch's name
+        return True
+
+    def is_completed(self) -> bool:
+        return self.finished.is_set()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self.future
+
+
+class Delivered(Queued):
+    """One whose results are there when ``wait`` returns."""
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # noqa: ARG002  # torch's name
+        assert self.finished.wait(HANGS), "it hangs: nobody has aborted its group"
+        self.deliver()
+        return True
+
+
+def spoil(tensors: Sequence[Tensor]) -> None:
+    """Fill tensors with garbage."""
+    for tensor in tensors:
+        with torch.no_grad():
+            tensor.detach().fill_(torch.nan if tensor.is_floating_point() else 77)
+
+
+class Group(dist.ProcessGroup):
+    """A group whose collectives on floating-point tensors are those of a device."""
+
+    def __init__(self, store: Any, rank: int, size: int, gloo: Any) -> None:
+        super().__init__(rank, size)
+        self._rank, self._size, self._store, self.gloo = rank, size, store, gloo
+        self.aborted = threading.Event()
+        self._connected = False
+        self._todo: queue.SimpleQueue[Queued | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def getBackendName(self) -> str:  # noqa: N802  # as torch calls it
+        return device_groups.BACKEND
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    # --- collectives -----------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, options: Any = None) -> Any:
+        args = () if options is None else (options,)
+        if not isinstance(tensors, list):
+            tensors = [tensors]
+        if not tensors[0].is_floating_point():
+            return self.gloo.allreduce(tensors, *args)
+        return self._launch(lambda x: self.gloo.allreduce(x, *args), tensors)
+
+    def broadcast(self, tensors: Any, options: Any) -> Any:
+        if not isinstance(tensors, list):
+            tensors = [tensors]
+        if not tensors[0].is_floating_point():
+            return self.gloo.broadcast(tensors, options)
+        return self._launch(lambda x: self.gloo.broadcast(x, options), tensors)
+
+    def allgather(self, outputs: Any, inputs: Any, _options: Any = None) -> Any:
+        if not inputs[0].is_floating_point():
+            return self.gloo.allgather(outputs, inputs)
+        mine = inputs[0].detach().clone()
+        return self._launch(lambda x: self.gloo.allgather([x], [mine]), outputs[0])
+
+    def barrier(self, _options: Any = None) -> Any:
+        return self.gloo.barrier()
+
+    def send(self, tensors: Any, rank: int, tag: int = 0) -> Any:
+        self._check()
+        return self.gloo.send(tensors, rank, tag)
+
+    def recv(self, tensors: Any, rank: int, tag: int = 0) -> Any:
+        # Not behind the collectives in the queue: NCCL has a communicator for each pair.
+        self._check()
+        work = Delivered(self, lambda x: self.gloo.recv(x, rank, tag), tensors)
+        work.contents = [tensor.detach() for tensor in tensors]
+        threading.Thread(target=self._run, args=(work,), daemon=True).start()
+        return work
+
+    def _check(self) -> None:
+        if self.aborted.is_set():
+            raise RuntimeError("NCCL communicator was aborted")
+
+    def _launch(self, run: Callable[[list[Tensor]], Any], tensors: Sequence[Tensor]) -> Queued:
+        self._check()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="stand-in", daemon=True)
+            self._thread.start()
+        work = Queued(self, run, tensors)
+        spoil(tensors)
+        _queued.append(work)
+        self._todo.put(work)
+        return work
+
+    def _work(self) -> None:
+        while (work := self._todo.get()) is not None:
+            if not self._connected and not self.aborted.is_set():
+                self._connect()
+            self._run(work)
+
+    def _connect(self) -> None:
+        """Wait for all processes of the group, which is in no hurry."""
+        self._store.set(f"stand-in-{self._rank}", "1")
+        keys = [f"stand-in-{rank}" for rank in range(self._size)]
+        while not self.aborted.wait(0.001):
+            if self._store.check(keys):
+                self._connected = True
+                return
+
+    def _run(self, work: Queued) -> None:
+        try:
+            if self.aborted.is_set():
+                raise RuntimeError("aborted")
+            work.run(work.contents).wait()
+        except RuntimeError:
+            self.aborted.wait(HANGS)  # the device never says that a process is gone
+            spoil(work.contents)
+        work.end()
+
+    # --- ends ------------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        self.aborted.set()
+        self.gloo.abort()
+        self._end()
+
+    def shutdown(self) -> None:
+        if not self.aborted.is_set() and self._connected:
+            self.gloo.barrier().wait()
+        self._end()
+
+    def _end(self) -> None:
+        self._todo.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(HANGS)
+            self._thread = None
+
+
+class StandIn:
+    """What stands for NCCL's part in :mod:`pipollux_hybrid.job.device_groups`."""
+
+    device_type = "cpu"
+
+    def enter(self, index: int | None) -> None:
+        assert index is None
+
+    def make(self, store: Any, rank: int, size: int, cpu: Any, _seconds: float) -> Any:
+        return Group(dist.PrefixStore("device", store), rank, size, cpu)
+
+    def fence(self, _device: torch.device) -> Callable[[], bool]:
+        waits = list(_queued)
+
+        def passed() -> bool:
+            if not all(work.finished.is_set() for work in waits):
+                return False
+            for work in waits:
+                if work in _queued:
+                    work.deliver()
+                    _queued.remove(work)
+            return True
+
+        return passed
+
+    def abort(self, group: Any) -> None:
+        group.abort()
+
+
+def backend() -> str:
+    """Return the backend of a test's script, by ``$BACKEND``: gloo, NCCL, or this one in its place.
+    A job that is not elastic is over gloo.
+    """
+    name = os.environ.get("BACKEND", "gloo")
+    if name != "stand-in" or not os.environ.get("PIPOLLUX_RENDEZVOUS"):
+        return "gloo" if name == "stand-in" else name
+    device_groups.BACKENDS["nccl"] = StandIn
+    if os.environ.get("MUTANT") == "no host wait":
+        reducer.reach = lambda *_: None  # type: ignore[assignment]  # a broken product
+    return "nccl"
+
+
+__all__ = ["STAND_IN", "Group", "StandIn", "backend"]

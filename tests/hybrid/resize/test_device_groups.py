@@ -1,0 +1,162 @@
+"""Elastic resizes and recovery where collectives behave like NCCL's (nccl_stand_in.py).
+
+The exhaustive tests of resizes, deaths and fault points run over it as over gloo.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from pipollux_hybrid.job import device_groups
+from tests.hybrid.replicas import run_replicas
+from tests.hybrid.resize.changing_job import ChangingJob
+from tests.hybrid.resize.nccl_stand_in import STAND_IN, Group, StandIn
+from tests.hybrid.resize.test_unplanned_death import DyingJob
+
+MakeJob = Callable[..., Any]
+
+
+@pytest.fixture
+def make_job(tmp_path: Path, repository: Path) -> Iterator[MakeJob]:
+    made: list[ChangingJob] = []
+
+    def make(kind: type[ChangingJob], **settings: str) -> ChangingJob:
+        folder = tmp_path / f"job-{len(made)}"
+        made.append(kind(folder, repository, **{**STAND_IN, **settings}))
+        return made[-1]
+
+    yield make
+    for job in made:
+        with job:
+            pass
+
+
+def add(job: ChangingJob) -> None:
+    if job.processes > 1:
+        job.add_stages()
+    else:
+        job.add()
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_replicas_join_and_leave(make_job: MakeJob, processes: str) -> None:
+    job = make_job(ChangingJob, CHANGES="5,9,13", PROCESSES=processes)
+    job.begin(1)
+    job.wait_until_at(5)
+    add(job)
+    job.wait_until_at(9)
+    add(job)
+    job.wait_until_at(13)
+    job.ask_to_leave(0, 3)
+    job.wait()
+    assert [replicas for _, replicas in job.check()] == [1, 2, 3, 2], job.errors()
+
+
+def test_one_dies_and_every_sample_is_taken_once(make_job: MakeJob) -> None:
+    job = make_job(DyingJob, DIES="1:7:backward")
+    job.begin(3)
+    job.finish()
+    assert [program.poll() for program in job.programs] == [0, -signal.SIGKILL, 0], job.errors()
+    assert [replicas for _, replicas in job.check_done()] == [3, 2]
+
+
+def test_sums_are_gloos_and_garbage_without_the_wait_on_the_host(make_job: MakeJob) -> None:
+    """The stand-in would show nothing, if a product without the wait trained as well."""
+    cases = {"BACKEND": "gloo"}, {}, {"MUTANT": "no host wait"}
+    found = []
+    for settings in cases:
+        job = make_job(ChangingJob, EPOCHS="1", **settings)
+        job.begin(2)
+        job.wait()
+        found.append([[x["parameters"] for x in step] for step in job.steps().values()])
+    gloo, stand_in, mutant = found
+    assert stand_in == gloo
+    assert not {x for step in mutant for x in step} & {x for step in gloo for x in step}
+
+
+def join() -> Group:
+    """The group of all replicas of a test, whose communicator is not made yet."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, size, is_master=rank == 0)
+    seconds = timedelta(seconds=60)
+    gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, seconds)
+    device_groups.BACKENDS["nccl"] = StandIn
+    device_groups.use("nccl", 60.0)
+    made = device_groups.with_device(store, rank, size, gloo)
+    assert isinstance(made, Group)
+    return made
+
+
+def queue_a_sum() -> list[float]:
+    """An element of a sum when ``wait`` has returned, and when the host has waited."""
+    group = join()
+    device_groups.connect([group], 60.0)
+    found = torch.ones(3)
+    group.allreduce([found]).wait()
+    before = float(found[0])
+    passed = StandIn().fence(torch.device("cpu"))
+    while not passed():
+        pass
+    group.shutdown()
+    return [before, float(found[0])]
+
+
+def test_a_sum_is_garbage_until_the_host_has_waited() -> None:
+    for before, after in run_replicas(queue_a_sum, 2):
+        assert math.isnan(before)
+        assert after == 2.0
+
+
+def connect_to_one_that_is_gone() -> list[str]:
+    group = join()
+    group.gloo.barrier().wait()
+    if group.rank() == 1:
+        os._exit(3)
+    said = []
+    for gone in (lambda: False, lambda: True):
+        try:
+            device_groups.connect([group], 0.5, gone)
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_communicator_that_is_not_made_in_time_is_given_up() -> None:
+    """And one that was given up is of no use any more."""
+    said, _ = run_replicas(connect_to_one_that_is_gone, 2, exit_codes=(3,))
+    assert said == [
+        "a collective on cpu took longer than 0.5 s",
+        "NCCL communicator was aborted",
+    ]
+
+
+def lose_one() -> list[Any]:
+    """A sum with one that is gone, before and after the abort."""
+    group = join()
+    device_groups.connect([group], 60.0)
+    if group.rank() == 1:
+        os._exit(3)
+    found = torch.ones(3)
+    group.allreduce([found]).wait()
+    passed = StandIn().fence(torch.device("cpu"))
+    before = passed()
+    group.abort()
+    group.shutdown()
+    return [before, passed(), math.isnan(found[0])]
+
+
+def test_a_sum_with_one_that_is_gone_ends_by_an_abort_and_is_garbage() -> None:
+    told, _ = run_replicas(lose_one, 2, exit_codes=(3,))
+    assert told == [False, True, True]
