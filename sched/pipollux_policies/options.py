@@ -12,14 +12,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass
 from functools import cache, wraps
 from types import NoneType
-from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar, get_args, get_origin
+from typing import Annotated, Any, TypeVar, cast, get_args, get_origin
 from typing import get_type_hints as type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-P = ParamSpec("P")
-S = TypeVar("S")
+Init = TypeVar("Init", bound=Callable[..., None])
 
 KINDS = {
     float: "a number",
@@ -112,20 +111,20 @@ def _bounds(field: FieldInfo) -> str:
     return f" {words}" if words else ""
 
 
-def checked(init: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
+def checked(init: Init) -> Init:
     """Check the options that a constructor gets; keep those that differ from the default as the
     attribute `options`.
     """
 
     @wraps(init)
-    def construct(self: S, *args: P.args, **given: P.kwargs) -> None:
+    def construct(self: Any, *args: Any, **given: Any) -> None:
         known = options_of(init)
         found = {name: known[name].check(value) for name, value in given.items() if name in known}
-        init(self, *args, **{**given, **found})  # type: ignore[arg-type]  # the same names
+        init(self, *args, **{**given, **found})
         changed = {name: value for name, value in found.items() if value != known[name].default}
-        self.options = changed  # type: ignore[attr-defined]  # any class
+        self.options = changed
 
-    return construct
+    return cast("Init", construct)
 
 
 def parse_options(policy: str, text: str, known: Mapping[str, Option]) -> dict[str, Any]:

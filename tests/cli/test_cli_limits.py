@@ -11,8 +11,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import pytest
 import typer
 
-import pipollux_policies
-from pipollux_sched.cli import main, options
+from pipollux_sched.cli import main
 from pipollux_sched.cli.app import COMMANDS
 
 HUGE = "9999999999999999999999"
@@ -96,7 +95,3 @@ def test_what_is_out_of_bounds(
     assert (ended.value.code, said.count("\n")) == (2, 1)
     assert what in said
     assert len(said) < 2100
-
-
-def test_a_bound_that_is_not_imported_is_the_policys() -> None:
-    assert options.MOST_TAIL == pipollux_policies.MOST_TAIL

@@ -89,13 +89,8 @@ def test_an_invalid_policy_is_refused_with_the_fix(text: str, words: str) -> Non
 
 
 def test_a_list_of_policies_keeps_the_options_of_each() -> None:
-    listed = "exact:rank_power=0.5,tail=1, fifo,sia:power=-1,exact"
-    assert split_policies(listed) == [
-        "exact:rank_power=0.5,tail=1",
-        "fifo",
-        "sia:power=-1",
-        "exact",
-    ]
+    listed = ["exact:rank_power=0.5,tail=1", "fifo", "sia:power=-1", "exact"]
+    assert split_policies(", ".join(listed)) == listed
 
 
 def test_options_are_added_to_those_of_the_text() -> None:
