@@ -113,7 +113,7 @@ def setting(data: Path, case: Case) -> tuple[Experiment, Workload]:
         rescale_seconds=case.rescale_seconds,
     )
     nodes = make_nodes({"": (16, 4)})
-    experiment = Experiment(nodes, options, data / "traces", fairness=case.fairness)
+    experiment = Experiment(nodes, options, data / "traces")
     path = data / "workloads" / f"workload-{case.number}.csv"
     return experiment, Workload(path.stem, tuple(read_workload(path)))
 
@@ -121,7 +121,8 @@ def setting(data: Path, case: Case) -> tuple[Experiment, Workload]:
 def simulate(data: Path, case: Case) -> dict[str, Any]:
     """Return the metrics of one simulation, and the fairness of every job."""
     experiment, workload = setting(data, case)
-    outcome = experiment.run(workload, case.policy)
+    promise = "" if case.fairness is None else f":fairness={case.fairness}"
+    outcome = experiment.run(workload, f"{case.policy}{promise}")
     alone = floors(experiment, workload, outcome)
     jobs = [
         (job.name, job.isolated, job.jct, alone[job.name], job.num_restarts) for job in outcome.jobs
@@ -136,14 +137,13 @@ def floors(
 
     It starts with the measurements of its application if one had completed when it arrived.
     """
-    unfair = replace(experiment, fairness=None)
     known: dict[tuple[str, bool], float] = {}
     for job in workload.jobs:
         if (job.application, False) not in known:
             experience = Experience()
             for warm_start in (False, True):
                 one = Workload("alone", (replace(job, time=1.0),))
-                (alone,) = unfair.run(one, "exact", experience=experience).jobs
+                (alone,) = experiment.run(one, "exact", experience=experience).jobs
                 known[job.application, warm_start] = alone.jct
     ended: dict[str, float] = {}
     for done in outcome.jobs:

@@ -91,8 +91,10 @@ def ours(options: argparse.Namespace, case: tuple[int, int]) -> Run:
             jobs = tuple(replace(job, time=job.time + seconds) for job, seconds in late)
             workload = replace(workload, jobs=jobs)
         traces, nodes = options.artifact / "traces", make_nodes({"": (16, 4)})
-        experiment = Experiment(nodes, settings, traces, rank_power=options.rank_power)
-        found = measure(experiment.run(workload, "exact")).to_dict()
+        power = options.rank_power
+        policy = "exact" if power is None else f"exact:rank_power={power}"
+        experiment = Experiment(nodes, settings, traces)
+        found = measure(experiment.run(workload, policy)).to_dict()
         jct.save(target, {name: found[name] for name in METRICS})
     metrics: Run = json.loads(target.read_text())
     return metrics

@@ -8,6 +8,8 @@ from typing import Any
 
 import typer
 
+from pipollux_policies import POLICIES
+from pipollux_policies.options import show
 from pipollux_protocol.reference import table
 from pipollux_sched.cli.app import COMMANDS, app, load_command
 from pipollux_sched.report.event_text import EVENT_TYPES, TELLING_TYPES
@@ -52,6 +54,7 @@ def _lines(notes: Notes) -> Iterator[str]:
     yield ""
     yield from _shared()
     yield from notes.lines("shared options")
+    yield from _policy_options()
     for name in COMMANDS:
         yield from _command(name, notes)
     yield from notes.lines("output")
@@ -62,6 +65,23 @@ def _shared() -> Iterator[str]:
     rows = [_row(jobs, _option(jobs, "--state-dir"))]
     rows += [_row(command, _option(command, "--output")) for command in (jobs, describe, logs)]
     yield from table(("option", "value", "default", "description"), rows)
+
+
+def _policy_options() -> Iterator[str]:
+    yield ""
+    yield "## Policy options"
+    yield ""
+    yield "`--policy exact:rank_power=0.5,tail=1` sets two options of the policy `exact`."
+    for name, entry in POLICIES.items():
+        rows = [
+            (f"`{one.name}`", one.allowed, f"`{show(one.default)}`", _marked(one.meaning))
+            for one in entry.options.values()
+        ]
+        if rows:
+            yield ""
+            yield f"**{name}**"
+            yield ""
+            yield from table(("option", "value", "default", "description"), rows)
 
 
 def _command(name: str, notes: Notes) -> Iterator[str]:

@@ -36,13 +36,22 @@ from .jobs.contention import Contention
 from .jobs.job_info import MEASURED_REACH, JobInfo, NodeInfo, ReplicaShape, SpeedupCallable
 from .jobs.lengths import CompletedJob, LengthHistory, family_of
 from .jobs.restart_cost import DEFAULT_RESTART_SECONDS
-from .registry import DEFAULT_POLICY, KNOBS, POLICIES, make_policy
+from .options import Option
+from .registry import (
+    DEFAULT_POLICY,
+    POLICIES,
+    PolicyEntry,
+    make_policy,
+    parse_policy,
+    policy_help,
+    policy_text,
+    split_policies,
+)
 
 __all__ = [
     "DEFAULT_POLICY",
     "DEFAULT_RESCALE_SECONDS",
     "DEFAULT_RESTART_SECONDS",
-    "KNOBS",
     "MEASURED_REACH",
     "MOST_TAIL",
     "POLICIES",
@@ -65,7 +74,9 @@ __all__ = [
     "Objective",
     "ObjectiveValue",
     "OptimusPolicy",
+    "Option",
     "Policy",
+    "PolicyEntry",
     "PolluxPolicy",
     "ReplicaShape",
     "SiaPolicy",
@@ -82,9 +93,13 @@ __all__ = [
     "make_policy",
     "must_move",
     "num_survivors",
+    "parse_policy",
     "plan_nodes",
+    "policy_help",
+    "policy_text",
     "release_order",
     "shape_of",
+    "split_policies",
     "usable_nodes",
     "utility",
     "violations",

@@ -23,7 +23,6 @@ from typing import Self
 from pipollux_policies import (
     DEFAULT_POLICY,
     DEFAULT_RESTART_SECONDS,
-    KNOBS,
     AutoscalingRules,
     NodePlan,
     Policy,
@@ -128,7 +127,7 @@ class Scheduler:
             FixedStrategy(allocations or {}) if fixed else PolicyStrategy(policy)
         )
         self._policy_name = "fixed" if fixed else type(policy).__name__
-        self._knobs = {name: None if fixed else getattr(policy, name, None) for name in KNOBS}
+        self._policy_options = {} if fixed else getattr(policy, "options", {})
         self._autoscaler: Autoscaler | None = None
         if not fixed and autoscaling is not None and expander is not None:
             self._autoscaler = Autoscaler(autoscaling, expander, policy, on_change=self._note_nodes)
@@ -301,7 +300,7 @@ class Scheduler:
             environment=self._environment,
             plan_settings={
                 "policy": self._policy_name,
-                **self._knobs,
+                "policy_options": self._policy_options,
                 "restart_seconds": self._restart_seconds,
                 "interval": self._interval,
                 "even": engine.even,

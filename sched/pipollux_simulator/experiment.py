@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipollux_perfmodel import fit_perf_params
-from pipollux_policies import KNOBS, NodeInfo, make_policy
+from pipollux_policies import NodeInfo, make_policy
 from pipollux_simulator.applications.base import Application
 from pipollux_simulator.applications.devices import A100_40G
 from pipollux_simulator.applications.gpt import GPT_MODELS
@@ -54,11 +54,6 @@ class Experiment:
     """Folder of the public traces, for their applications."""
     seed: int = 0
     fit: Fit = fit_perf_params
-    fairness: float | None = None
-    """Of the policy "exact" (`CompletionTime`), as the next three; None: the default."""
-    scarcity: float | None = None
-    tail: float | None = None
-    rank_power: float | None = None
     _applications: dict[str, Application] = field(default_factory=dict, init=False, repr=False)
     _isolated: list[IsolatedTimes] = field(default_factory=list, init=False, repr=False)
 
@@ -85,15 +80,15 @@ class Experiment:
         *,
         experience: Experience | None = None,
     ) -> SimulationOutcome:
-        """Simulate a workload under a policy; `watch` as of `Cluster.run`.
+        """Simulate a workload under a policy, such as "fifo" or "exact:tail=1"; `watch` as of
+        `Cluster.run`.
 
         `experience` is of previously completed jobs, extended by this workload's; None: a new
         cluster. Raises SimulationError if the policy broke a rule, or some job never runs; else
         ValueError.
         """
         applications = self.applications(workload)
-        knobs = {name: getattr(self, name) for name in KNOBS} if policy == "exact" else {}
-        made = make_policy(policy, seed=self.seed, **knobs)
+        made = make_policy(policy, seed=self.seed)
         known = Experience() if experience is None else experience
         nodes = dict(self.nodes)
         cluster = Cluster(workload.jobs, applications, nodes, made, self.options, known)

@@ -178,24 +178,9 @@ def test_lines_of_libraries_do_not_get_into_the_output() -> None:
         ),
         (["pipelines.csv", "--interval", "0"], "interval: 0.0 must be above 0"),
         (
-            ["pipelines.csv", "-p", "fifo", "--fairness", "1.25"],
-            "fairness: 1.25 is a promise of the policy exact, not of fifo; leave it out, "
-            "or take the policy exact",
-        ),
-        (
-            ["pipelines.csv", "-p", "fifo", "--scarcity", "0.5"],
-            "scarcity: 0.5 is a charge of the policy exact, not of fifo; leave it out, "
-            "or take the policy exact",
-        ),
-        (
-            ["pipelines.csv", "-p", "fifo", "--tail", "1"],
-            "tail: 1.0 is a weight of the policy exact, not of fifo; leave it out, "
-            "or take the policy exact",
-        ),
-        (
-            ["pipelines.csv", "-p", "fifo", "--rank-power", "0"],
-            "rank_power: 0.0 is a weight of the policy exact, not of fifo; leave it out, "
-            "or take the policy exact",
+            ["pipelines.csv", "-p", "exact:tail=1,fairness=0.5,fifo"],
+            "policy: exact:fairness=0.5 is invalid; fairness must be a number at least 1, or none; "
+            "write, for example, exact:fairness=1.25",
         ),
         (
             ["pipelines.csv", "--rescale-seconds", "31"],

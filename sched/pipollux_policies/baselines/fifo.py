@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
 
 from pipollux_policies.allocations.allocation import Allocation
 from pipollux_policies.allocations.order import by_arrival
 from pipollux_policies.allocations.rules import Allocations, Jobs, Nodes
 from pipollux_policies.jobs.job_info import JobInfo, NodeInfo
+from pipollux_policies.options import checked
 from pipollux_policies.placement.cluster_state import ClusterState
 from pipollux_policies.placement.packing import (
     answer,
     fixed_request,
     num_nodes_as_is,
-    place_alone,
+    place_requested,
 )
 
 
 class FifoPolicy:
     """Starts jobs in the order of submission, on their requested number of replicas.
-
-    Args:
-        backfill: whether a job may start before an older one that does not fit; without it, the
-            oldest queued job blocks all others.
 
     Example:
         >>> job = JobInfo({"slots": 1}, lambda nodes, replicas: replicas, 0.0, 1, 4,
@@ -35,16 +34,26 @@ class FifoPolicy:
 
     adapts_batch_size: ClassVar[bool] = False
 
-    def __init__(self, *, backfill: bool = False) -> None:
+    @checked
+    def __init__(
+        self,
+        *,
+        backfill: Annotated[
+            bool,
+            Field(
+                description="Whether a job may start before an older one that does not fit; "
+                "otherwise the oldest queued job blocks all others.",
+                examples=[True],
+            ),
+        ] = False,
+    ) -> None:
         self._backfill = backfill
 
     def allocate_job(self, job_info: JobInfo, nodes: Nodes) -> Allocation:
         """Place an arriving job if the FREE resources of nodes suffice. Without `backfill`, it
         starts with the next `optimize`: older queued jobs are not visible here.
         """
-        if not self._backfill:
-            return Allocation()
-        return place_alone(job_info, nodes, fixed_request(job_info).num_replicas)
+        return place_requested(job_info, nodes) if self._backfill else Allocation()
 
     def optimize(
         self,

@@ -7,35 +7,37 @@ another, each in order of arrival. See `docs/concepts/policies.md` for the rules
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, Field
 
 from pipollux_policies.allocations.allocation import Allocation
 from pipollux_policies.allocations.order import by_arrival
 from pipollux_policies.allocations.rules import Allocations, Jobs, Nodes
 from pipollux_policies.jobs.job_info import JobInfo, NodeInfo
+from pipollux_policies.options import checked
 from pipollux_policies.placement.cluster_state import ClusterState
 from pipollux_policies.placement.packing import (
     answer,
     fixed_request,
     num_nodes_as_is,
     pack,
-    place_alone,
+    place_requested,
 )
 
 QUEUE_THRESHOLDS = (16 * 3600.0,)
 """Slot-seconds at which a job falls to the next queue: 16 GPU-hours, as in Pollux's artifact."""
 
 
+def _rising(thresholds: tuple[float, ...]) -> tuple[float, ...]:
+    if sorted(set(thresholds)) != [*thresholds]:
+        raise ValueError("they must rise")
+    return thresholds
+
+
 class TiresiasPolicy:
     """Fixed sizes; jobs with little attained service go first.
-
-    Args:
-        queue_thresholds: slot-seconds of service at which a job falls to the next queue.
-        promotion: a job that has waited this many times as long as it has run goes back to the
-            first queue (the paper's PROMOTEKNOB); None: never.
 
     Raises:
         ValueError: thresholds do not rise, or a number is out of range; the message names it.
@@ -51,27 +53,32 @@ class TiresiasPolicy:
 
     adapts_batch_size: ClassVar[bool] = False
 
+    @checked
     def __init__(
         self,
         *,
-        queue_thresholds: Sequence[float] = QUEUE_THRESHOLDS,
-        promotion: float | None = None,
+        queue_thresholds: Annotated[
+            tuple[Annotated[float, Field(gt=0)], ...],
+            AfterValidator(_rising),
+            Field(
+                title="rising numbers above 0, separated by /",
+                description="Slot-seconds of service at which a job falls to the next queue.",
+            ),
+        ] = QUEUE_THRESHOLDS,
+        promotion: Annotated[
+            float | None,
+            Field(
+                gt=0,
+                description="A job that has waited this many times as long as it has run goes "
+                "back to the first queue (the paper's PROMOTEKNOB); none: never.",
+                examples=[8.0],
+            ),
+        ] = None,
     ) -> None:
-        thresholds = list(queue_thresholds)
-        if sorted(set(thresholds)) != thresholds or not all(
-            0 < threshold < math.inf for threshold in thresholds
-        ):
-            raise ValueError(
-                f"queue_thresholds: {thresholds} must be finite numbers above 0 that rise"
-            )
-        if promotion is not None and not promotion > 0:
-            raise ValueError(f"promotion: {promotion} must be above 0, or None for no promotion")
-        self._thresholds = thresholds
+        self._thresholds = queue_thresholds
         self._promotion = promotion
 
-    def allocate_job(self, job_info: JobInfo, nodes: Nodes) -> Allocation:
-        """Place an arriving job on its requested replicas if the FREE resources suffice."""
-        return place_alone(job_info, nodes, fixed_request(job_info).num_replicas)
+    allocate_job = staticmethod(place_requested)
 
     def optimize(
         self,

@@ -58,12 +58,14 @@ replicas of at most w slots.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
 from pipollux_policies.jobs.job_info import JobInfo
+from pipollux_policies.options import options_of
 from pipollux_policies.placement.node_choice import Floats
 
 from .configurations import Instance
@@ -83,42 +85,74 @@ SCARCE_TAIL = 0.6
 class CompletionTime:
     """The objective of short completion times; the module docstring defines the symbols."""
 
-    rank_power: float = 0.28
-    """a, 0 to 1: weight of short jobs. Higher: shorter average completion time. Lower: jobs share
-    the cluster more evenly, and the last one ends sooner."""
-    horizon: float = 300.0
-    """The least expected life of an allocation, in seconds."""
-    part: float = 0.1
-    """Share of its life for which every job holds slots."""
-    patience: float = 600.0
-    """Seconds after submission from which `part` is promised."""
-    quantum: float = 600.0
-    """Seconds for which a job that had to wait keeps its least configuration."""
-    fairness: float | None = None
-    """F: no job may end later than F times its completion time on an equal share (`fair_share`),
-    where possible; F² for lengths known only as distributions. None: only `part` is promised."""
-    scarcity: float = 0.7
-    """Share of the charge that jobs with several types of GPU pay for making others wait; 0: none.
-    Higher: long captive jobs end sooner, others later."""
-    tail: float | None = None
-    """q, at most `MOST_TAIL`: weight of late jobs. 0: minimise the average completion time; 1: the
-    average of its square. Higher: the last jobs end sooner, most others later. None: 0, or
-    `SCARCE_TAIL` while any job pays a charge (`scarcity`)."""
+    rank_power: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=1,
+            description="a, the weight of short jobs. Higher: shorter average completion time. "
+            "Lower: jobs share the cluster more evenly, and the last one ends sooner.",
+        ),
+    ] = 0.28
+    horizon: Annotated[
+        float, Field(ge=0, description="Least expected life of an allocation, in seconds.")
+    ] = 300.0
+    part: Annotated[
+        float, Field(ge=0, le=1, description="Share of its life for which every job holds slots.")
+    ] = 0.1
+    patience: Annotated[
+        float, Field(ge=0, description="Seconds after submission from which `part` is promised.")
+    ] = 600.0
+    quantum: Annotated[
+        float,
+        Field(
+            ge=0,
+            description="Seconds for which a job that had to wait keeps its least configuration.",
+        ),
+    ] = 600.0
+    fairness: Annotated[
+        float | None,
+        Field(
+            ge=1,
+            description="F: no job may end later than F times its completion time on an equal "
+            "share of the cluster, where possible; F² for lengths known only as distributions. "
+            "none: only `part` is promised.",
+            examples=[1.25],
+        ),
+    ] = None
+    scarcity: Annotated[
+        float,
+        Field(
+            ge=0,
+            description="Share of the charge that jobs with several types of GPU pay for making "
+            "others wait; 0: none. Higher: long captive jobs end sooner, others later.",
+        ),
+    ] = 0.7
+    tail: Annotated[
+        float | None,
+        Field(
+            ge=0,
+            le=MOST_TAIL,
+            description="q, the weight of late jobs. 0: minimise the average completion time; 1: "
+            "the average of its square. Higher: the last jobs end sooner, most others later. "
+            f"none: 0, or {SCARCE_TAIL} while any job pays a charge (`scarcity`).",
+            examples=[1.0],
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
-        for name in ("rank_power", "part"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}: {getattr(self, name)} must be between 0 and 1")
-        for name in ("horizon", "patience", "quantum", "scarcity"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}: {getattr(self, name)} must be at least 0")
-        if self.tail is not None and not 0 <= self.tail <= MOST_TAIL:
-            raise ValueError(f"tail: {self.tail} must be between 0 and {MOST_TAIL:g}, or None")
-        if self.fairness is not None and not 1 <= self.fairness < math.inf:
-            raise ValueError(
-                f"fairness: {self.fairness} must be a finite factor of at least 1, as in 1.25 for "
-                "jobs that end at most a quarter later than on an equal share; or None"
-            )
+        for name, option in options_of(CompletionTime).items():
+            option.check(getattr(self, name))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options that differ from the default."""
+        values = {name: getattr(self, name) for name in options_of(CompletionTime)}
+        return {
+            name: value
+            for name, value in values.items()
+            if value != options_of(CompletionTime)[name].default
+        }
 
     def promise(self, instance: Instance) -> Reservations:
         """Return the promises to jobs, and the places where they fit."""

@@ -65,24 +65,10 @@ class ExactPolicy:
         self._objective = CompletionTime() if objective is None else objective
 
     @property
-    def fairness(self) -> float | None:
-        """`CompletionTime.fairness` of its objective; None: no promise."""
-        return getattr(self._objective, "fairness", None)
-
-    @property
-    def scarcity(self) -> float | None:
-        """`CompletionTime.scarcity` of its objective; None: no charge."""
-        return getattr(self._objective, "scarcity", None)
-
-    @property
-    def tail(self) -> float | None:
-        """`CompletionTime.tail` of its objective; None: its default, or another objective."""
-        return getattr(self._objective, "tail", None)
-
-    @property
-    def rank_power(self) -> float | None:
-        """`CompletionTime.rank_power` of its objective; None: another objective."""
-        return getattr(self._objective, "rank_power", None)
+    def options(self) -> dict[str, Any]:
+        """The options of its `CompletionTime` that differ from the default."""
+        objective = self._objective
+        return objective.options if isinstance(objective, CompletionTime) else {}
 
     allocate_job = staticmethod(place_arrival)
 

@@ -127,6 +127,11 @@ def num_nodes_as_is(jobs: Jobs, nodes: Nodes) -> int:
     return len(nodes) or (1 if jobs else 0)
 
 
+def place_requested(job_info: JobInfo, nodes: Nodes) -> Allocation:
+    """Place an arriving job on its requested replicas if the FREE resources of nodes suffice."""
+    return place_alone(job_info, nodes, fixed_request(job_info).num_replicas)
+
+
 def place_alone(job: JobInfo, nodes: Nodes, num_replicas: int) -> Allocation:
     """Place an arriving job on nodes with these FREE resources; empty if there is no room."""
     state = ClusterState({"": job}, nodes, {})

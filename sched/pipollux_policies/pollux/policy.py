@@ -9,15 +9,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import AfterValidator, Field
 
 from pipollux_policies.allocations.allocation import Allocation, as_allocation
 from pipollux_policies.allocations.fitness import check_power
 from pipollux_policies.allocations.rules import Allocations, is_pinned, usable_nodes
 from pipollux_policies.autoscaling.utility import UtilityBand, utility
 from pipollux_policies.jobs.job_info import JobInfo, NodeInfo, TemplateNode
+from pipollux_policies.options import checked
 from pipollux_policies.placement.first_fit import place_arrival
 from pipollux_policies.placement.node_choice import Floats, Ints
 
@@ -42,10 +44,6 @@ class PolluxPolicy:
 
     Args:
         seed: of the policy's random numbers.
-        population: number of states that survive a generation.
-        generations: the most generations.
-        power: p of the power mean over jobs; −1 is the paper's.
-        patience: generations without any improvement after which the search ends.
 
     Example:
         >>> linear = JobInfo({"slots": 2}, lambda nodes, replicas: replicas, 0.0, 1, 4)
@@ -54,22 +52,34 @@ class PolluxPolicy:
         {'a': ['n', 'n']}
     """
 
+    @checked
     def __init__(
         self,
         *,
         seed: int = 0,
-        population: int = 100,
-        generations: int = 100,
-        power: float = -1.0,
-        patience: int = 25,
+        population: Annotated[
+            int, Field(ge=1, description="Number of states that survive a generation.")
+        ] = 100,
+        generations: Annotated[
+            int, Field(ge=1, description="Largest number of generations.")
+        ] = 100,
+        power: Annotated[
+            float,
+            AfterValidator(check_power),
+            Field(
+                title="a number other than 0",
+                description="p of the power mean over jobs; -1 is the paper's.",
+            ),
+        ] = -1.0,
+        patience: Annotated[
+            int,
+            Field(description="Generations without any improvement after which the search ends."),
+        ] = 25,
     ) -> None:
-        for name, value in (("population", population), ("generations", generations)):
-            if value < 1:
-                raise ValueError(f"{name}: {value} must be at least 1")
         self._rng = np.random.default_rng(seed)
         self._size = population
         self._generations = generations
-        self._power = check_power(power)
+        self._power = power
         self._patience = patience
         self._previous: _Population | None = None
 

@@ -11,15 +11,17 @@ import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
+from pydantic import Field
 
 from pipollux_policies.allocations.allocation import Allocation, runs_as, shape_of
 from pipollux_policies.allocations.change_cost import ChangeKind, num_survivors, possible_survivors
 from pipollux_policies.allocations.order import by_arrival, name_order
 from pipollux_policies.allocations.rules import Allocations, Jobs, Nodes, usable_nodes
 from pipollux_policies.jobs.job_info import JobInfo, NodeInfo
+from pipollux_policies.options import checked
 from pipollux_policies.placement.cluster_state import ClusterState
 from pipollux_policies.placement.first_fit import place_arrival
 from pipollux_policies.placement.node_choice import Floats
@@ -36,14 +38,6 @@ class SiaPolicy:
 
     Raises ValueError if an argument is out of range.
 
-    Args:
-        power: p, below 0; lower is fairer.
-        waiting_cost: λ, the cost of a queued job in the sum of the jobs' G^p.
-        relative_gap: the relative distance from the optimum at which the solver may stop.
-        time_limit: seconds for the solver, per program. After them the best solution so far is
-        used; without one, running jobs stay and queued jobs fill the free room. Only then does the
-        result depend on the machine.
-
     >>> job = JobInfo({"slots": 2}, lambda nodes, replicas: replicas, 0.0, 1, 4)
     >>> node = NodeInfo({"slots": 4})
     >>> SiaPolicy().optimize({"a": job}, {"n": node}, {}, node)[0]
@@ -52,21 +46,33 @@ class SiaPolicy:
 
     adapts_batch_size: ClassVar[bool] = True
 
+    @checked
     def __init__(
         self,
         *,
-        power: float = -0.5,
-        waiting_cost: float = 1.1,
-        relative_gap: float = 1e-4,
-        time_limit: float = 60.0,
+        power: Annotated[float, Field(lt=0, description="p of the sum; lower is fairer.")] = -0.5,
+        waiting_cost: Annotated[
+            float,
+            Field(gt=0, description="λ, the cost of a queued job in the sum of the jobs' G^p."),
+        ] = 1.1,
+        relative_gap: Annotated[
+            float,
+            Field(
+                ge=0,
+                lt=1,
+                description="Relative distance from the optimum at which the solver may stop.",
+            ),
+        ] = 1e-4,
+        time_limit: Annotated[
+            float,
+            Field(
+                gt=0,
+                description="Seconds for the solver, per program. After them the best solution so "
+                "far is used; without one, running jobs stay and queued jobs fill the free room. "
+                "Only then does the result depend on the machine.",
+            ),
+        ] = 60.0,
     ) -> None:
-        if not -math.inf < power < 0:
-            raise ValueError(f"power: {power} must be a finite number below 0")
-        for name, value in (("waiting_cost", waiting_cost), ("time_limit", time_limit)):
-            if not 0 < value < math.inf:
-                raise ValueError(f"{name}: {value} must be a finite number above 0")
-        if not 0 <= relative_gap < 1:
-            raise ValueError(f"relative_gap: {relative_gap} must be at least 0 and below 1")
         self._power = power
         self._waiting_cost = waiting_cost
         self._gap = relative_gap

@@ -21,6 +21,14 @@ MOST = 2**63 - 1
 class CheckedCommand(TyperCommand):
     """A command that refuses numbers out of range, and texts that are too long or contain NUL."""
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help, with the options of policies after that of a command with `--policy`."""
+        super().format_help(ctx, formatter)
+        if any("--policy" in entry.opts for entry in self.params):
+            from pipollux_policies import policy_help  # slow
+
+            formatter.write(policy_help())
+
     def invoke(self, ctx: Any) -> Any:
         """Check every value and the choice of scheduler, then run."""
         parameters: dict[str | None, Any] = {entry.name: entry for entry in self.params}

@@ -32,8 +32,9 @@ def complete_nodes(context: typer.Context, incomplete: str) -> list[tuple[str, s
 
 def complete_policies(incomplete: str) -> list[str]:
     """Return the policies with this prefix."""
-    names = ("exact", "pollux", "sia", "optimus", "tiresias", "fifo")
-    return [name for name in names if name.startswith(incomplete)]
+    from pipollux_policies import POLICIES
+
+    return [name for name in POLICIES if name.startswith(incomplete)]
 
 
 def complete_event_types(incomplete: str) -> list[str]:

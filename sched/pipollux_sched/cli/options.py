@@ -80,16 +80,15 @@ SomeClusterFile: TypeAlias = Annotated[
 ]
 
 
-def _known_policy(name: str | None) -> str | None:
-    if name is not None:
-        from pipollux_policies import POLICIES, make_policy  # slow, and --help needs neither
+def _known_policy(policy: str | None) -> str | None:
+    if policy is not None:
+        from pipollux_policies import parse_policy  # slow
 
-        if name not in POLICIES:
-            try:
-                make_policy(name)
-            except ValueError as error:
-                raise typer.BadParameter(str(error).removeprefix("policy: ")) from None
-    return name
+        try:
+            parse_policy(policy)
+        except ValueError as error:
+            raise typer.BadParameter(str(error).removeprefix("policy: ")) from None
+    return policy
 
 
 def _passable(names: list[str] | None) -> list[str] | None:
@@ -114,63 +113,14 @@ PassEnvironment: TypeAlias = Annotated[
     ),
 ]
 
-Fairness: TypeAlias = Annotated[
-    float | None,
-    typer.Option(
-        metavar="F",
-        min=1.0,
-        help="Finish each job, where possible, within F times its completion time on an equal "
-        "share of the cluster; policy exact only.",
-        show_default="no limit",
-    ),
-]
-
-Scarcity: TypeAlias = Annotated[
-    float | None,
-    typer.Option(
-        metavar="S",
-        min=0.0,
-        help="Share of the cost of delaying jobs that run on one GPU type only, charged to jobs "
-        "that run on several types; policy exact only.",
-        show_default="0.7",
-    ),
-]
-
-MOST_TAIL = 10.0
-"""The limit of `policy.CompletionTime`, whose import would make every command slow."""
-
-Tail: TypeAlias = Annotated[
-    float | None,
-    typer.Option(
-        metavar="Q",
-        min=0.0,
-        max=MOST_TAIL,
-        help="Weight of late jobs: minimise completion times to the power 1 + Q (1: their "
-        "squares); policy exact only.",
-        show_default="0, and 0.6 where a GPU type is scarce",
-    ),
-]
-
-RankPower: TypeAlias = Annotated[
-    float | None,
-    typer.Option(
-        metavar="A",
-        min=0.0,
-        max=1.0,
-        help="Weight of short jobs: near 1 minimises the average completion time, near 0 lets jobs "
-        "share the cluster, so that the last job ends sooner; policy exact only.",
-        show_default="0.28",
-    ),
-]
-
 PolicyName: TypeAlias = Annotated[
     str | None,
     typer.Option(
         "--policy",
-        metavar="NAME",
+        metavar="NAME[:OPTION=VALUE,...]",
         callback=_known_policy,
         autocompletion=complete_policies,
-        help="Allocation policy: pollux, exact, fifo, tiresias, optimus or sia.",
+        help="Allocation policy, with its options.",
         show_default="the scheduler's own",
     ),
 ]

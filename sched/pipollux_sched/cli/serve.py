@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from pipollux_policies import DEFAULT_POLICY, KNOBS, AutoscalingRules, Policy, make_policy
+from pipollux_policies import DEFAULT_POLICY, AutoscalingRules, make_policy
 from pipollux_sched.allocator.expander import CommandExpander, Expander
 from pipollux_sched.backend.local.hardware import this_machine
 from pipollux_sched.backend.registry import DEFAULT_BACKEND, ENGINES
@@ -32,13 +32,9 @@ from pipollux_utils.units import MOST_SECONDS
 from .option_group import with_groups
 from .options import (
     ClusterFile,
-    Fairness,
     PassEnvironment,
     PolicyName,
-    RankPower,
-    Scarcity,
     StateDirectory,
-    Tail,
 )
 from .serve_address import AddressFlags, server_address
 from .serve_kubernetes_options import KubernetesFlags, kubernetes_options
@@ -85,10 +81,6 @@ class PolicyFlags:
 
     panel: ClassVar[str] = "Policy"
     policy: PolicyName = None
-    fairness: Fairness = None
-    scarcity: Scarcity = None
-    tail: Tail = None
-    rank_power: RankPower = None
     teams: Annotated[
         Path | None,
         typer.Option(
@@ -184,7 +176,7 @@ def serve(
     scheduler = Scheduler(
         directory,
         _cluster(nodes.backend, nodes.cluster),
-        _policy(deciding),
+        make_policy(deciding.policy or DEFAULT_POLICY),
         interval=deciding.interval,
         hints_interval=jobs.hints_interval,
         checkpoint_interval=jobs.checkpoint_interval,
@@ -221,15 +213,6 @@ def serve(
         serve_until(scheduler, interruption)
         typer.echo("Stopping: jobs save, and resume when the scheduler is started again.")
         scheduler.stop(hurry=lambda: interruption.count > 1)
-
-
-def _policy(deciding: PolicyFlags) -> Policy:
-    name = deciding.policy or DEFAULT_POLICY
-    try:
-        return make_policy(name, **{knob: getattr(deciding, knob) for knob in KNOBS})
-    except ValueError as error:
-        knob, _, reason = str(error).partition(": ")
-        raise typer.BadParameter(reason, param_hint=f"'--{knob.replace('_', '-')}'") from None
 
 
 def _cluster(backend: str, file: Path | None) -> ClusterSpec | Path | None:

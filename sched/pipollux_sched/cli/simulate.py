@@ -33,8 +33,8 @@ def simulate(
         typer.Option(
             "--policy",
             "-p",
-            metavar="NAME,...",
-            help="Policies: exact, pollux, sia, optimus, tiresias, fifo, or all.",
+            metavar="NAME[:OPTION=VALUE,...],...",
+            help="Policies, each with its options, or all.",
             show_default="the scheduler's",
         ),
     ] = None,
@@ -76,6 +76,7 @@ def simulate(
 
         pipollux simulate workload-1.csv --traces traces --policy exact,pollux
         pipollux simulate --generate pipelines --num-jobs 40 --nodes 8 --gpus 8
+        pipollux simulate workload-1.csv --traces traces --policy exact,exact:tail=1
 
     [bold]With --from-state[/bold], the jobs are the history of a scheduler, which may be running.
     The result compares the real run with other policies, quotas or more nodes:

@@ -77,20 +77,17 @@ class SimulationInputs:
             ValueError: a file or an option is invalid.
             OSError: a file cannot be read.
         """
-        from pipollux_policies import DEFAULT_POLICY, KNOBS, make_policy
+        from pipollux_policies import DEFAULT_POLICY
         from pipollux_simulator import Experiment
 
         _check_source(paths, jobs)
         history = None if jobs.from_state is None else read_past(jobs.from_state)
         own = DEFAULT_POLICY if history is None else history.policy or DEFAULT_POLICY
         names = policy_names(own if policy is None else policy)
-        knobs = {name: getattr(cluster, name) for name in KNOBS}
-        if DEFAULT_POLICY not in names:
-            make_policy(names[0], **knobs)
         there = _nodes(cluster, history)
         teams = _teams(cluster, history)
         options = _options(cluster, jobs, seed, history, [*there], teams)
-        experiment = Experiment(there, options, jobs.traces, seed, _fit(jobs.fit), **knobs)
+        experiment = Experiment(there, options, jobs.traces, seed, _fit(jobs.fit))
         chosen, past = _workloads(paths, experiment, cluster, jobs, history, teams)
         for workload in chosen:
             experiment.applications(workload)
@@ -242,12 +239,11 @@ def _fit(name: FitName) -> Fit:
 
 def policy_names(text: str) -> list[str]:
     """Return the policies of a comma-separated list; "all": all. ValueError: one is unknown."""
-    from pipollux_policies import POLICIES, make_policy
+    from pipollux_policies import POLICIES, parse_policy, split_policies
 
-    names = [name.strip() for name in text.split(",")]
-    names = list(POLICIES) if names == ["all"] else list(dict.fromkeys(names))
+    names = [*POLICIES] if text.strip() == "all" else [*dict.fromkeys(split_policies(text))]
     for name in names:
-        make_policy(name)
+        parse_policy(name)
     return names
 
 

@@ -9,7 +9,6 @@ from typing import Annotated, ClassVar
 
 import typer
 
-from .options import Fairness, RankPower, Scarcity, Tail
 from .simulate_history import USUAL
 
 
@@ -33,10 +32,6 @@ class SimulatedClusterFlags:
     """Options of `simulate` about the cluster; None if not given."""
 
     panel: ClassVar[str] = "The cluster"
-    fairness: Fairness = None
-    scarcity: Scarcity = None
-    tail: Tail = None
-    rank_power: RankPower = None
     on_arrival: Annotated[
         bool,
         typer.Option("--on-arrival", help="Also decide at every arrival, as the scheduler does."),

@@ -12,7 +12,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pipollux_perfmodel import HintsError, SchedHints, SpeedupFunction
-from pipollux_policies import DEFAULT_RESTART_SECONDS, POLICIES, NodeInfo, make_policy
+from pipollux_policies import (
+    DEFAULT_RESTART_SECONDS,
+    POLICIES,
+    NodeInfo,
+    make_policy,
+    policy_text,
+)
 from pipollux_sched.allocator.inherited_hints import without_rows
 from pipollux_sched.allocator.job_infos import hints_worth, node_info
 from pipollux_sched.allocator.learned_lengths import whole_samples
@@ -72,7 +78,7 @@ class SchedulerHistory:
     nodes: Mapping[str, NodeInfo]
     teams: TeamsSpec | None
     policy: str | None
-    """Name of its last policy; None: not one of `POLICIES`."""
+    """Its last policy with its options; None: not one of `POLICIES`."""
     interval: float
     """Seconds between two of its decisions."""
     restart_seconds: float
@@ -100,14 +106,16 @@ def read_history(store: Store) -> SchedulerHistory:
         left_out=tuple(job for job in found if isinstance(job, LeftOut)),
         nodes=nodes,
         teams=stored_teams(store),
-        policy=_policy_name(str(settings.get("policy"))),
+        policy=_policy(settings),
         interval=float(settings.get("interval") or 60.0),
         restart_seconds=float(settings.get("restart_seconds") or DEFAULT_RESTART_SECONDS),
     )
 
 
-def _policy_name(logged: str) -> str | None:
-    return next((name for name in POLICIES if type(make_policy(name)).__name__ == logged), None)
+def _policy(settings: Mapping[str, Any]) -> str | None:
+    logged = settings.get("policy")
+    name = next((name for name in POLICIES if type(make_policy(name)).__name__ == logged), None)
+    return name and policy_text(name, settings.get("policy_options") or {})
 
 
 class _JobReader:

@@ -7,7 +7,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from pipollux_policies import DEFAULT_POLICY, KNOBS, POLICIES, Allocation, NodeInfo, make_policy
+from pipollux_policies import (
+    DEFAULT_POLICY,
+    POLICIES,
+    Allocation,
+    NodeInfo,
+    make_policy,
+    parse_policy,
+    policy_text,
+)
 from pipollux_sched.allocator.decide import Decision, others_of, place_new, reallocate
 from pipollux_sched.allocator.reasons import Others, explain
 from pipollux_sched.allocator.snapshot import Snapshot
@@ -21,7 +29,7 @@ from pipollux_sched.allocator.strategy import (
 from pipollux_sched.allocator.team_strategy import team_reasons, within_teams
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.store import Store
-from pipollux_sched.views.cluster import serves_evenly, serving_knobs, serving_policy
+from pipollux_sched.views.cluster import serves_evenly, serving_options, serving_policy
 from pipollux_sched.views.models import PlannedChange, PlanView
 
 
@@ -32,21 +40,23 @@ class PolicyFailedError(SchedulerError):
 def live_plan(store: Store, policy: str | None = None, seed: int = 0) -> PlanView:
     """Return what the scheduler of a store would decide now; change nothing.
 
-    `policy` is one of `POLICIES`; None: that of the present or last scheduler.
+    `policy` is as of `parse_policy`. None: that of the present or last scheduler, whose options
+    also apply if it is named without any.
 
     Raises:
         PolicyFailedError: the policy raised an error.
-        ValueError: there is no such policy.
+        ValueError: there is no such policy, or an option is invalid.
     """
     serving = serving_policy(store)
-    name = policy or (serving if serving in POLICIES else DEFAULT_POLICY)
-    knobs = serving_knobs(store, KNOBS) if name == serving else {}
-    strategy: Strategy = PolicyStrategy(make_policy(name, seed=seed, **knobs))
+    name, chosen = parse_policy(policy or (serving if serving in POLICIES else DEFAULT_POLICY))
+    if name == serving and not chosen:
+        chosen = serving_options(store)
+    strategy: Strategy = PolicyStrategy(make_policy(name, seed=seed, **chosen))
     if serves_evenly(store):
         strategy = EvenStrategy(strategy)
     state = Snapshot.read(store)
     try:
-        return PlanView(policy=name, jobs=plan_live(state, strategy))
+        return PlanView(policy=policy_text(name, chosen), jobs=plan_live(state, strategy))
     except Exception as error:  # policies are user code
         logging.getLogger(__name__).debug("the policy failed", exc_info=True)
         raise PolicyFailedError(f"the policy {name} failed: {error}") from error

@@ -34,7 +34,7 @@ from pipollux_sched.lifecycle import Intent, JobState, Phase, why_restart
 from pipollux_sched.spec.job import JobSpec, parse_job
 from pipollux_sched.store import JobRecord, Store
 from pipollux_sched.views.changes import change_under_way
-from pipollux_sched.views.cluster import serving_knobs
+from pipollux_sched.views.cluster import serving_options
 from pipollux_sched.views.explanation import (
     Alternative,
     ExplanationView,
@@ -137,7 +137,7 @@ def _find_standing(store: Store, job: JobRecord) -> Standing:
     free = free_of(state.nodes, state.candidates)
     bounds = ReplicaBounds(spec.max_replicas, measured, before)
     found = standing(candidate, state.nodes, free, bounds, pin, others_of(state.candidates))
-    promise = fair_limit(candidate, state, serving_knobs(store, ["fairness"])["fairness"])
+    promise = fair_limit(candidate, state, serving_options(store).get("fairness"))
     limits = found.limits if promise is None else (*found.limits, promise)
     found = replace(found, limits=limits, planned_by=before)
     return _within_team(found, state, job.name)

@@ -70,14 +70,10 @@ def serving_policy(store: Store) -> str:
     return str(served[-1].get("policy", "")).removesuffix("Policy").lower() if served else ""
 
 
-def serving_knobs(store: Store, names: Iterable[str]) -> dict[str, float | None]:
-    """Return the parameters of the current or last policy, as `policy.KNOBS`; None: not set."""
+def serving_options(store: Store) -> dict[str, Any]:
+    """Return the options of the current or last policy that differ from the default."""
     served = store.latest_events(1, types=["cluster"])
-    found = {name: served[-1].get(name) if served else None for name in names}
-    return {
-        name: float(value) if isinstance(value, int | float) else None
-        for name, value in found.items()
-    }
+    return dict(served[-1].get("policy_options") or {}) if served else {}
 
 
 def serves_evenly(store: Store) -> bool:

@@ -18,7 +18,6 @@ from pipollux_policies import (
     ExactPolicy,
     JobInfo,
     NodeInfo,
-    make_policy,
 )
 from pipollux_policies.exact.configurations import Instance, build_instance
 from pipollux_policies.exact.objective import Held
@@ -202,13 +201,8 @@ def test_late_jobs_go_first_where_they_count_more() -> None:
 
 @pytest.mark.parametrize("tail", [-0.1, MOST_TAIL + 0.1, float("nan")])
 def test_a_tail_is_a_power_in_bounds(tail: float) -> None:
-    with pytest.raises(ValueError, match=r"tail: .* must be between 0 and 10"):
-        make_policy(tail=tail)
-
-
-def test_other_policies_weigh_no_late_jobs() -> None:
-    with pytest.raises(ValueError, match=r"tail: 1.0 is a weight of the policy exact, not of sia"):
-        make_policy("sia", tail=1.0)
+    with pytest.raises(ValueError, match=r"tail: .* must be a number between 0 and 10"):
+        CompletionTime(tail=tail)
 
 
 def test_jobs_of_a_family_are_trained_one_after_the_other() -> None:

@@ -36,4 +36,4 @@ def test_a_standing_in_words() -> None:
     )
     policy = make_policy(fairness=1.25)
     assert isinstance(policy, ExactPolicy)
-    assert policy.fairness == 1.25
+    assert policy.options == {"fairness": 1.25}

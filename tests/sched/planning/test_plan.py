@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pipollux_perfmodel import SchedHints
-from pipollux_policies import KNOBS, JobInfo, NodeInfo, Policy, make_policy
+from pipollux_policies import JobInfo, NodeInfo, Policy, make_policy
 from pipollux_sched.allocator.job_infos import (
     UNSTATED,
     count_fitting,
@@ -281,17 +281,20 @@ def test_a_plan_promises_and_charges_what_the_scheduler_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = ClusterSpec(nodes=(NodeSpec(name="a", slots=1, kind="cpu"),))
-    policy = make_policy(fairness=1.25, scarcity=0.5, tail=1.0, rank_power=0.25)
+    chosen = {"fairness": 1.25, "scarcity": 0.5, "tail": 1.0, "rank_power": 0.25}
+    policy = make_policy(**chosen)
     with Scheduler(tmp_path / "state", cluster, policy) as scheduler:
         asked: list[tuple[Any, ...]] = []
 
         def made(name: str, **given: Any) -> Policy:
             found = make_policy(name, **given)
-            knobs = (getattr(found, knob, None) for knob in KNOBS)
-            asked.append((name, given["seed"], *knobs))
+            asked.append((name, given["seed"], getattr(found, "options", {})))
             return found
 
         monkeypatch.setattr(dry_run, "make_policy", made)
         dry_run.live_plan(scheduler.store)
         dry_run.live_plan(scheduler.store, "sia", 3)
-    assert asked == [("exact", 0, 1.25, 0.5, 1.0, 0.25), ("sia", 3, *4 * [None])]
+        plan = dry_run.live_plan(scheduler.store, "exact:tail=2")
+    tail = {"tail": 2.0}
+    assert asked == [("exact", 0, chosen), ("sia", 3, {}), ("exact", 0, tail)]
+    assert plan.policy == "exact:tail=2"

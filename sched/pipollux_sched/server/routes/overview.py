@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, HTTPException, Query, Response
 from pydantic import StringConstraints
 
-from pipollux_policies import POLICIES
+from pipollux_policies import parse_policy
 from pipollux_sched.planning.dry_run import live_plan
 from pipollux_sched.report.run_events import kept_report
 from pipollux_sched.server.dependencies import CallerDep, NeedsRole, ServicesDep, StoreDep
@@ -37,7 +37,11 @@ _Nodes = Annotated[
 ]
 _Parts = Annotated[int, Query(ge=1, le=MOST_PARTS, description="Number of equal intervals.")]
 _Policy = Annotated[
-    str | None, Query(max_length=50, description="Allocation policy; none: the scheduler's own.")
+    str | None,
+    Query(
+        max_length=500,
+        description="Allocation policy, as in exact:tail=1; none: the scheduler's own.",
+    ),
 ]
 _Seed = Annotated[int, Query(ge=0, le=2**32 - 1, description="Random seed of the policy.")]
 _Jobs = Annotated[
@@ -87,9 +91,11 @@ def plan(
     services: ServicesDep, caller: CallerDep, policy: _Policy = None, seed: _Seed = 0
 ) -> PlanView:
     """Return the allocation that each job would get now, with the reason; change nothing."""
-    if policy is not None and policy not in POLICIES:
-        known = ", ".join(POLICIES)
-        raise HTTPException(422, f"policy: {policy!r} is not known; known are {known}")
+    if policy is not None:
+        try:
+            parse_policy(policy)
+        except ValueError as error:
+            raise HTTPException(422, str(error)) from None
     with caller.place(services.computing):
         return live_plan(services.store, policy, seed)
 
