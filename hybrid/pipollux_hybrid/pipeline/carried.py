@@ -36,15 +36,16 @@ class CarriedValues:
     and return ``output``, or ``(output, stashed)`` if they stash values for later ones. Messages
     between stages are ``output``, or ``(output, carried)``, or ``(output, carried, shared)`` with
     the positions of the tensors that share memory with others: as they become separate tensors in
-    the next process, no stage may change one of them in place.
+    the next process, no stage may change one of them in place. ``name`` is that of the stage in
+    messages.
     """
 
-    def __init__(self, connections: Sequence[Connection], index: int) -> None:
+    def __init__(self, connections: Sequence[Connection], index: int, name: str) -> None:
         self._arriving = [x for x in connections if x.source < index <= x.target]
         self._leaving = [x for x in connections if x.source <= index < x.target]
         self._popped = [x.key for x in self._arriving if x.target == index]
         self._stashed = [x.key for x in self._leaving if x.source == index]
-        self._index = index
+        self._index, self._name = index, name
         self._forwards = 0
         self._shared: list[int] = []
         """Positions, in the input of the next forward, of tensors that share memory."""
@@ -164,9 +165,9 @@ class CarriedValues:
             same = x is None or y is None or torch.allclose(x, y, 0.0, 0.0, equal_nan=True)
             if version != new_version or not same:
                 raise ConfigurationError(
-                    f"stage {self._index} changes a tensor in place that shares memory with a skip "
-                    "connection from another stage, where the plain model changes both: make a new "
-                    "tensor (inplace=False), or stash a copy (x.clone())"
+                    f"{self._name} changes a tensor in place that shares memory with a skip "
+                    "connection from an earlier one, where the plain model would change both: make "
+                    "a new tensor (inplace=False), or stash a copy (x.clone())"
                 )
 
 

@@ -98,7 +98,7 @@ class ProcessEngine:
         self.chunks = [
             ProcessStage(
                 *(self.stages[q].place(self.device), q, len(balance), group, row),
-                *(CarriedValues(connections, q), *surroundings),
+                *(CarriedValues(connections, q, f"{self._part} {q}"), *surroundings),
             )
             for q in range(self.index, len(balance), self.num_stages)
         ]
