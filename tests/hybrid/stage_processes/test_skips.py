@@ -296,3 +296,10 @@ ALL = [Case(*case) for case in itertools.product(*AXES)]
 @pytest.mark.parametrize(("num_replicas", "num_stages"), [(1, 3), (2, 2)])
 def test_gradients_are_the_plain_models(num_replicas: int, num_stages: int) -> None:
     check(num_replicas, num_stages, CASES)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize(("num_replicas", "num_stages"), [(1, 2), (1, 3), (2, 2), (2, 3)])
+def test_all_cases(num_replicas: int, num_stages: int, name: str) -> None:
+    check(num_replicas, num_stages, [case for case in ALL if case.name == name])
