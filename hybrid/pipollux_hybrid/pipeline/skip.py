@@ -188,6 +188,12 @@ class SkipTracker(SkipTrackerThroughPotals):
         key = (ns, name)
         if not self.skip_layout.requires_copy(ns, name):
             self.tensors[key] = tensor
+        elif tensor is not None and not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"a layer stashes a {type(tensor).__name__} as {name!r} for another stage: in a "
+                "single-process pipeline that is one tensor or None; stash several under a name "
+                "each"
+            )
         elif tensor is None or not _differentiable(tensor):
             # Sent directly: without a gradient there is no way back.
             self._parcels[key] = Parcel.of(tensor)
