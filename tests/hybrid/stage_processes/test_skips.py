@@ -22,6 +22,8 @@ from pipollux_hybrid import (
 )
 from pipollux_hybrid.job import context as contexts
 from pipollux_hybrid.job.context import context
+from pipollux_hybrid.pipeline.engine import cut_stages
+from pipollux_hybrid.pipeline.skip import connections_of
 from tests.extent import pairs
 from tests.hybrid.models import (
     assert_close,
@@ -296,6 +298,35 @@ ALL = [Case(*case) for case in itertools.product(*AXES)]
 @pytest.mark.parametrize(("num_replicas", "num_stages"), [(1, 3), (2, 2)])
 def test_gradients_are_the_plain_models(num_replicas: int, num_stages: int) -> None:
     check(num_replicas, num_stages, CASES)
+
+
+NAMES = ["a", "b", "c", "d", "e", "f", "g", "h"]
+
+
+@skippable(stash=NAMES)
+class StashesAll(nn.Module):
+    def forward(self, x: Tensor) -> Iterator[object]:
+        for name in NAMES:
+            yield stash(name, x)
+        return x
+
+
+@skippable(pop=NAMES)
+class PopsAll(nn.Module):
+    def forward(self, x: Tensor) -> Iterator[object]:
+        for name in NAMES:
+            x = x + (yield pop(name))
+        return x
+
+
+def test_all_processes_carry_values_in_the_same_order() -> None:
+    """Though sets of names have another order in each process, and namespaces other values."""
+    spaces = Namespace(), Namespace()
+    layers = [kind().isolate(space) for kind in (StashesAll, PopsAll) for space in spaces]
+    module = nn.Sequential(*layers)
+    found = connections_of(module, cut_stages(module, [1, 1, 1, 1]))
+    order = [(spaces.index(space), name, *ends) for (space, name), *ends in found]
+    assert order == [(n, name, n, n + 2) for n in range(2) for name in NAMES]
 
 
 @pytest.mark.exhaustive
