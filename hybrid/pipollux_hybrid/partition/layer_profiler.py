@@ -117,8 +117,12 @@ class _Skips(SkipTracker):
         super().__init__()
         self.arriving = arriving
         self.leaving: Skips = {}
+        self.popped: set[Any] = set()
 
     def load(self, batch: object, ns: object, name: str) -> Tensor | None:  # noqa: ARG002  # torchgpipe's signature
+        if (ns, name) in self.leaving:  # a layer of layers stashes and pops it
+            return self.leaving.pop((ns, name))
+        self.popped.add((ns, name))
         return self.arriving[ns, name]
 
     def save(self, batch: object, ns: object, name: str, tensor: Tensor | None) -> None:  # noqa: ARG002  # torchgpipe's signature
@@ -188,9 +192,8 @@ def _measure(
             f"layer {name!r} ({type(layer).__name__}) fails on the inputs that layers are measured "
             f"on: {error}. Give example_inputs that the module takes, or balance=[…]"
         ) from error
-    for flow, (_, after) in zip(flows, nexts, strict=True):
+    for flow, (_, after, popped) in zip(flows, nexts, strict=True):
         # A skip connection is popped once, so its tensor is not needed again.
-        popped = set(getattr(layer, "poppable", tuple)())
         flow.skips = {k: t for k, t in flow.skips.items() if k not in popped} | after.skips
         flow.batch = after.batch
     forward, backward = ([min(run) for run in zip(*phase, strict=True)] for phase in runs)
@@ -215,7 +218,8 @@ def _rounds(
 
 def _once(
     worker: nn.Module, flow: _Flow, device: torch.device, saved: SavedBytes | None
-) -> tuple[tuple[float, float], _Flow]:
+) -> tuple[tuple[float, float], _Flow, set[Any]]:
+    """Run a layer; return its seconds, its output and stashes, and the skips that it popped."""
     inputs, arriving = map_tensors(_arrived, flow.batch), map_tensors(_arrived, flow.skips)
     tracker, clock = _Skips(arriving), _Clock(device)
     if saved is not None:
@@ -235,7 +239,7 @@ def _once(
     end = clock.mark()
     seconds = clock.seconds(start, middle), clock.seconds(begun, end) if roots else 0.0
     after = _Flow(flow.size, map_tensors(_left, output), map_tensors(_left, tracker.leaving))
-    return seconds, after
+    return seconds, after, tracker.popped
 
 
 def _arrived(tensor: Tensor) -> Tensor:
@@ -266,7 +270,8 @@ def _priced(
         optimizer_bytes=sum(rates.get(p, 0.0) * p.nbytes for p in trained)
         + sum(x.nbytes for x in (*still, *layer.buffers())),
         activation_bytes=measured.saved.total / largest.size,
-        output_bytes=kept_bytes(tensors_of(largest.batch)) / largest.size,
+        output_bytes=kept_bytes([*tensors_of(largest.batch), *tensors_of(largest.skips)])
+        / largest.size,
         # Gradients are sent in at least float32.
         copy_bytes=float(sum(p.numel() * max(p.element_size(), 4) for p in trained)),
         name=name,

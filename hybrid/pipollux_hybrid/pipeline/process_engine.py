@@ -30,13 +30,14 @@ from pipollux_hybrid.errors import BrokenPipelineError, ConfigurationError
 from pipollux_perfmodel.timing.params import ScheduleKind
 
 from .boundary import describe, from_header, rest_of_header, to_header
+from .carried import CarriedValues
 from .engine import cut_stages, num_recomputed, with_index
 from .host_random import seeded
 from .interleaved import Interleaved
 from .loss import LossFunction, LossScope, MicrobatchLoss
 from .microbatch import PyTree, gather, map_tensors, samples_of, scatter
 from .process_stage import HostGroup, LossOfMicrobatch, ProcessStage
-from .skip import layout_of
+from .skip import connections_of
 from .stage_notes import StageNotes
 
 
@@ -92,19 +93,14 @@ class ProcessEngine:
         self.device = with_index(device)
         self._carrier = carrier
         self.stages = cut_stages(module, balance, self.num_stages)
-        layout = layout_of(module, self.stages)
-        for (_, name), (stash, pop) in layout.by_ns_name.items():
-            if stash != pop:
-                raise ConfigurationError(
-                    f"the skip connection {name!r} goes from {self._part} {stash} to {self._part} "
-                    f"{pop}; with schedule={schedule!r}, a multi-process pipeline, only outputs "
-                    "are sent to the next stage: pass the tensor as a part of the layers' outputs, "
-                    f"give a balance that keeps both in one {self._part}, or leave schedule out"
-                )
+        connections = connections_of(module, self.stages, self._part)
         self.notes = StageNotes()
-        surroundings = len(balance), group, row, layout, self.notes, carrier
+        surroundings = self.notes, carrier
         self.chunks = [
-            ProcessStage(self.stages[q].place(self.device), q, *surroundings)
+            ProcessStage(
+                *(self.stages[q].place(self.device), q, len(balance), group, row),
+                *(CarriedValues(connections, q, f"{self._part} {q}"), *surroundings),
+            )
             for q in range(self.index, len(balance), self.num_stages)
         ]
         """The stages driven by torch's schedules: this stage, or its chunks."""

@@ -29,16 +29,14 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 from torchgpipe.checkpoint import enable_recomputing, is_recomputing
-from torchgpipe.skip.layout import SkipLayout
-from torchgpipe.skip.tracker import use_skip_tracker
 
 from pipollux_hybrid.errors import ConfigurationError
 
 from .boundary import HEADER_BYTES, BoundaryLayout, HeaderReader, HeaderWriter, describe
+from .carried import CarriedValues
 from .guards import BeforeForward, StageGuards
 from .microbatch import PyTree, tensors_of
 from .same_again import OTHERWISE, Kept
-from .skip import SkipTracker
 from .stage import Stage
 from .stage_notes import StageNotes
 
@@ -77,11 +75,11 @@ class ArrivingGradients(NamedTuple):
 class _Layers(nn.Module):
     """The layers of a stage, between the plain tensors of schedules."""
 
-    def __init__(self, stage: Stage, layout: SkipLayout) -> None:
+    def __init__(self, stage: Stage, skips: CarriedValues) -> None:
         super().__init__()
         self.stage = stage
+        stage.skips = self.skips = skips
         self.guards = StageGuards(stage)
-        self._layout = layout
         self.arriving: BoundaryLayout | None = None
         """Layout of the next forward's input; None for the first stage."""
         self.leaving: BoundaryLayout | None = None
@@ -92,25 +90,24 @@ class _Layers(nn.Module):
         """Number of the next forward's micro-batch, if forwards are checked."""
 
     def forward(self, *inputs: Any) -> tuple[Tensor, ...]:
-        value = inputs[0] if self.arriving is None else self.arriving.value(inputs)
+        message = inputs[0] if self.arriving is None else self.arriving.value(inputs)
+        value, passing = self.skips.split(message)
         output = self._recomputed(value) if self.recomputes else self._run(value)
         if self.microbatch is not None:
             self.guards.check(value, output)
-        self.leaving, tensors = describe(output, self.stage.output_name)
+        self.leaving, tensors = describe(self.skips.join(output, passing), self.output_name)
         return tuple(tensors)
 
     @property
-    def has_skips(self) -> bool:
-        """Whether tensors bypass the layers' outputs."""
-        return bool(self._layout.by_ns_name)
+    def output_name(self) -> str:
+        """What messages call the stage's output."""
+        name, carried = self.stage.output_name, self.skips.names
+        return f"{name} with its skip connections {carried}," if carried else name
 
     def _run(self, value: PyTree) -> PyTree:
         if self.microbatch is not None and not is_recomputing():
             return self.guards.changes.run(self.microbatch, value)
-        if not self.has_skips:
-            return self.stage(value)
-        with use_skip_tracker(SkipTracker(self._layout)):
-            return self.stage(value)
+        return self.stage(value)
 
     def _recomputed(self, value: PyTree) -> PyTree:
         around = _AroundForwards(self.guards)
@@ -150,11 +147,11 @@ class ProcessStage(PipelineStage):
         num_stages: int,
         group: dist.ProcessGroup,
         row: HostGroup,
-        layout: SkipLayout,
+        skips: CarriedValues,
         notes: StageNotes,
         carrier: torch.device,
     ) -> None:
-        self._layers = _Layers(stage, layout)
+        self._layers = _Layers(stage, skips)
         super().__init__(self._layers, index, num_stages, stage.device, group=group)
         self.row, self._carrier = row, carrier
         self._writer, self._reader = HeaderWriter(), HeaderReader()
@@ -185,7 +182,7 @@ class ProcessStage(PipelineStage):
             sent.clear()
         self._recomputed, self.chunks = recomputed, num_microbatches
         self._layers.guards.contributions.begin(num_microbatches)
-        self._checks = has_backward and num_microbatches > 1 and not self._layers.has_skips
+        self._checks = has_backward and num_microbatches > 1
         self.has_backward = has_backward
 
     # --- forwards ----------------------------------------------------------------------------
@@ -231,7 +228,7 @@ class ProcessStage(PipelineStage):
             return []
         self.notes.sending(self._row, fwd_chunk_id, "send_output")
         to = self.stage_index + 1
-        for message in self._writer.encode(self.leaving, self._layers.stage.output_name):
+        for message in self._writer.encode(self.leaving, self._layers.output_name):
             self._send(message, to)
         outputs = self._outputs[fwd_chunk_id]
         return [self._op(dist.isend, self._carried(x.detach()), to) for x in outputs]

@@ -1,16 +1,18 @@
 """Skip connections: layers that pass tensors to a later layer, bypassing those in between.
 
 The interface is torchgpipe's: ``@skippable(stash=[…], pop=[…])`` on a layer's class whose
-``forward`` is a generator with ``yield stash(name, x)`` and ``x = yield pop(name)``. In a pipeline
-the tensor goes directly from one stage to the other. Unlike in torchgpipe, such layers can be
-pickled, and integer, boolean and non-differentiable tensors may be stashed.
+``forward`` is a generator with ``yield stash(name, x)`` and ``x = yield pop(name)``. In a
+single-process pipeline the tensor goes directly from one stage to the other; a multi-process
+pipeline carries it through the stages between (:mod:`.carried`). Unlike in torchgpipe, such layers
+can be pickled, and integer, boolean and non-differentiable tensors may be stashed.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +20,7 @@ from torchgpipe.checkpoint import is_checkpointing
 from torchgpipe.microbatch import Batch
 from torchgpipe.skip import Namespace, pop, stash, verify_skippables
 from torchgpipe.skip import skippable as _skippable
-from torchgpipe.skip.layout import SkipLayout, inspect_skip_layout
+from torchgpipe.skip.layout import SkipLayout
 from torchgpipe.skip.portal import Portal
 from torchgpipe.skip.skippable import Skippable
 from torchgpipe.skip.tracker import SkipTrackerThroughPotals
@@ -28,7 +30,7 @@ from pipollux_hybrid.errors import ConfigurationError
 from .lanes import join
 from .transfer import Parcel
 
-__all__ = ["Namespace", "SkipTracker", "layout_of", "pop", "skippable", "stash"]
+__all__ = ["Namespace", "SkipTracker", "connections_of", "layout_of", "pop", "skippable", "stash"]
 
 
 def skippable(
@@ -99,18 +101,79 @@ def _revive(layer: type[nn.Module], *names: tuple[str, ...]) -> Skippable:
     return wrapper.__new__(wrapper)
 
 
-def layout_of(module: nn.Sequential, stages: Sequence[nn.Sequential]) -> SkipLayout:
-    """Return the destination stage of each stashed tensor.
+Key: TypeAlias = tuple[Namespace, str]
+
+
+class Connection(NamedTuple):
+    """A skip connection between two stages, or two chunks; or within one."""
+
+    key: Key
+    source: int
+    target: int
+
+
+def connections_of(
+    module: nn.Sequential, stages: Sequence[nn.Sequential], part: str = "stage"
+) -> list[Connection]:
+    """Return the skip connections, in an order that is the same in all processes.
+
+    Args:
+        module: The layers, which may contain others that stash and pop.
+        stages: The same layers by stage, or by chunk.
+        part: What messages call one of ``stages``.
 
     Raises:
-        ConfigurationError: A stash has no pop, or vice versa.
+        ConfigurationError: A stash has no pop or vice versa, or several layers of different stages
+            stash or pop the same value.
     """
+    stashes, pops = defaultdict[Key, list[int]](list), defaultdict[Key, list[int]](list)
+    # Names of a layer have no order, and namespaces are others in each process.
+    layers = list(_skippables(stages))
+    if {layer for _, layer in layers} <= set(module):
+        _check_pairs(module)
+    for index, layer in layers:
+        for key in sorted(layer.stashable(), key=lambda key: key[1]):
+            stashes[key].append(index)
+        for key in sorted(layer.poppable(), key=lambda key: key[1]):
+            pops[key].append(index)
+    found = []
+    for key in dict.fromkeys((*stashes, *pops)):
+        sources, targets = stashes[key], pops[key]
+        within = set(sources) == set(targets) == {*sources[:1]}
+        if not within and (len(sources) != 1 or len(targets) != 1 or sources[0] > targets[0]):
+            raise ConfigurationError(
+                f"the skip connection {key[1]!r} is stashed in {_parts(part, sources)} and popped "
+                f"in {_parts(part, targets)}: one layer stashes a value and one later layer pops "
+                "it; give each such pair a Namespace (layer.isolate(namespace))"
+            )
+        found.append(Connection(key, sources[0], targets[0]))
+    return found
+
+
+def _skippables(stages: Sequence[nn.Sequential]) -> Iterator[tuple[int, Skippable]]:
+    for index, stage in enumerate(stages):
+        for layer in stage.modules():
+            if isinstance(layer, Skippable):
+                yield index, layer
+
+
+def _check_pairs(module: nn.Sequential) -> None:
     try:
         verify_skippables(module)
     except TypeError as error:
         findings = " ".join(str(error).split())
         raise ConfigurationError(f"skip connections of the module: {findings}") from error
-    return inspect_skip_layout(list(stages))
+
+
+def _parts(part: str, indices: Sequence[int]) -> str:
+    numbers = " and ".join(map(str, sorted(set(indices))))
+    return f"{part} {numbers}" if numbers else "no layer"
+
+
+def layout_of(module: nn.Sequential, stages: Sequence[nn.Sequential]) -> SkipLayout:
+    """Return torchgpipe's layout of the skip connections; see :func:`connections_of`."""
+    routes = {x.key: (x.source, x.target) for x in connections_of(module, stages)}
+    return SkipLayout(len(stages), routes)
 
 
 class SkipTracker(SkipTrackerThroughPotals):
@@ -125,6 +188,12 @@ class SkipTracker(SkipTrackerThroughPotals):
         key = (ns, name)
         if not self.skip_layout.requires_copy(ns, name):
             self.tensors[key] = tensor
+        elif tensor is not None and not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"a layer stashes a {type(tensor).__name__} as {name!r} for another stage: in a "
+                "single-process pipeline that is one tensor or None; stash several under a name "
+                "each"
+            )
         elif tensor is None or not _differentiable(tensor):
             # Sent directly: without a gradient there is no way back.
             self._parcels[key] = Parcel.of(tensor)

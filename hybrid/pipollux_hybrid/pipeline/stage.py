@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,9 @@ from torch import Tensor, nn
 from pipollux_hybrid.errors import ConfigurationError
 
 from .microbatch import PyTree, map_tensors, tensors_of
+
+if TYPE_CHECKING:
+    from .carried import CarriedValues
 
 
 class _Thread(threading.local):
@@ -41,6 +45,8 @@ class Stage(nn.Sequential):
         self.index = index
         self.device = torch.device("cpu")
         self.output_name = f"the output of stage {index}, layer {next(reversed(layers), None)!r},"
+        self.skips: CarriedValues | None = None
+        """In a multi-process pipeline: the stage's skip connections."""
         self.differentiates = False
         """Whether a layer calls :func:`torch.autograd.grad`: needs a graph in every forward."""
         self._in_place: dict[bool, bool] = {}
@@ -86,6 +92,11 @@ class Stage(nn.Sequential):
         return output
 
     def _run(self, value: PyTree) -> PyTree:
+        if self.skips is None:
+            return self._run_layers(value)
+        return self.skips.run(self._run_layers, value)
+
+    def _run_layers(self, value: PyTree) -> PyTree:
         for name, layer in self._modules.items():
             assert layer is not None  # noqa: S101  # the constructor adds no None
             try:

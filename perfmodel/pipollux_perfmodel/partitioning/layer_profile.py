@@ -42,7 +42,7 @@ class Layer(NamedTuple):
     activation_bytes: float = 0.0
     """Bytes per sample that autograd keeps for the layer's backward."""
     output_bytes: float = 0.0
-    """Bytes per sample of the output, which crosses a cut after the layer."""
+    """Bytes per sample that cross a cut after the layer: its output, and skip connections."""
     copy_bytes: float = 0.0
     """Bytes of a copy of the gradients: sent to other replicas, or compared with the next ones."""
     name: str = ""

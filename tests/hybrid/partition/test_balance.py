@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torchgpipe.skip import pop, skippable, stash
+from torchgpipe.skip import Namespace, pop, skippable, stash
 
 from pipollux_hybrid import ConfigurationError, HybridParallel, init_process_group, profile_layers
 from pipollux_hybrid.job import context as contexts
@@ -161,9 +161,19 @@ def test_skip_connections_tuples_and_any_dtype() -> None:
     module = nn.Sequential(nn.Linear(4, 4), Early(), nn.ReLU(inplace=True), Split(), Join(), Late())
     profile = profile_layers(module, torch.randn(8, 4))
     assert profile.num_layers == 6
-    assert profile.layers[3].output_bytes == 4 * 4 + 8 + 4
+    assert profile.layers[3].output_bytes == 4 * 4 + 8 + 4 + 4 * 4, "the skip crosses the cut, too"
+    assert profile.layers[0].output_bytes == profile.layers[5].output_bytes == 4 * 4
     assert profile.layers[1].activation_bytes >= 16, "what is stashed is kept"
     assert profile.layers[5].backward_alpha + profile.layers[5].backward_beta > 0
+
+
+def test_skip_connections_within_a_layer_and_out_of_it() -> None:
+    inner = Namespace()
+    layer = nn.Sequential(Early(), Early().isolate(inner), nn.Tanh(), Late().isolate(inner))
+    profile = profile_layers(
+        nn.Sequential(layer, nn.Tanh(), nn.Sequential(Late())), torch.ones(8, 4)
+    )
+    assert [layer.output_bytes for layer in profile.layers] == [4 * 8, 4 * 8, 4 * 4]
 
 
 def test_one_sample_is_enough_even_for_batch_normalisation() -> None:

@@ -18,6 +18,8 @@ from pipollux_hybrid import ConfigurationError, Namespace, pop, skippable, stash
 from tests.hybrid.pipeline.trap_cases import (
     MODES,
     check_like_plain,
+    engine,
+    forward,
     fresh_context,  # noqa: F401  # a fixture, which pytest finds by its name
     wrap,
 )
@@ -41,6 +43,13 @@ class Pops(nn.Module):
     def forward(self, x: Tensor) -> Iterator[object]:
         skipped = yield pop("long")
         return x * 2 + skipped
+
+
+@skippable(stash=["long"])
+class StashesPair(nn.Module):
+    def forward(self, x: Tensor) -> Iterator[object]:
+        yield stash("long", (x, x))
+        return x
 
 
 class Doubles(nn.Module):
@@ -71,6 +80,21 @@ def with_skips() -> nn.Sequential:
 @pytest.mark.parametrize("balance", [[7], [1, 6], [2, 2, 3], [1, 1, 1, 1, 1, 1, 1]])
 def test_skip_connections_across_stages(balance: list[int], checkpoint: str) -> None:
     check_like_plain(with_skips(), torch.randn(7, 4), 7, balance, checkpoint)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_skip_connections_of_layers_within_layers(checkpoint: str) -> None:
+    # RuntimeError: 'long' has not been stashed.
+    layers = list(with_skips())
+    encoder, decoder = nn.Sequential(*layers[:3]), nn.Sequential(*layers[4:])
+    module = nn.Sequential(encoder, layers[3], decoder)
+    check_like_plain(module, torch.randn(7, 4), 7, [1, 1, 1], checkpoint)
+
+
+def test_a_tuple_for_another_stage_is_refused() -> None:
+    module = nn.Sequential(StashesPair(), nn.Linear(4, 4), Pops())
+    with pytest.raises(TypeError, match="a layer stashes a tuple as 'long' for another stage"):
+        forward(engine(module, [1, 2], "never"), torch.randn(7, 4), 7, 3)
 
 
 def test_skippable_layers_pickle() -> None:

@@ -13,6 +13,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -116,6 +117,21 @@ class Initializing(nn.Module):
         return inputs - self.shift
 
 
+@pipollux.skippable(stash=["skip"])
+class Stashing(nn.Embedding):
+    def forward(self, input: Tensor) -> Iterator[object]:  # noqa: A002  # torch's signature
+        x = super().forward(input)
+        yield pipollux.stash("skip", x)
+        return torch.tanh(x)
+
+
+@pipollux.skippable(pop=["skip"])
+class Popping(nn.Module):
+    def forward(self, x: Tensor) -> Iterator[object]:
+        skipped = yield pipollux.pop("skip")
+        return F.layer_norm(x + skipped, [8])
+
+
 def make_module(kind: str) -> nn.Sequential:
     """Layers with dropout: parameters depend on random numbers going on as after a restart."""
     embedding = nn.Embedding(SIZE, 8)
@@ -125,6 +141,8 @@ def make_module(kind: str) -> nn.Sequential:
         layers[-1].weight = embedding.weight
     if kind == "drifting":
         layers[1] = pipollux.per_microbatch(Drifting())
+    if kind == "skips":
+        layers[0], layers[3] = Stashing(SIZE, 8), Popping()
     if kind == "initializing":
         layers[1] = Initializing()
     return nn.Sequential(*layers).double()
@@ -196,6 +214,8 @@ def main() -> None:
         check_replicas=True,
         shard_optimizer="SHARDED" in os.environ,
     )
+    if os.environ.get("LAYERS") == "skips":
+        assert model.balance == [1, 4], "the skip connection is between two stages"
     accum = pipollux.Accumulator()
     average = pipollux.register_for_checkpointing("average", AveragedModel(module))
     if "DIES" in os.environ:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ from pipollux_hybrid import (
     SynchronizationError,
     destroy_process_group,
     init_process_group,
+    pop,
+    skippable,
+    stash,
 )
 from pipollux_hybrid.job.context import context
 from pipollux_hybrid.job.env import JobEnvironment
@@ -58,8 +61,51 @@ def other_stages() -> None:
     wrapped(make_model("mlp"), num_stages=3)
 
 
-def skips_a_stage() -> None:
-    wrapped(make_model("unet"), balance=[6, 7])
+@skippable(stash=["kept"])
+class Stashes(nn.Module):
+    def __init__(self, value: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, x: Tensor) -> Iterator[object]:
+        yield stash("kept", self.value(x))
+        return x
+
+
+@skippable(pop=["kept"])
+class Pops(nn.Module):
+    def forward(self, x: Tensor) -> Iterator[object]:
+        kept = yield pop("kept")
+        return x + kept
+
+
+class Seldom(nn.Sequential):
+    def forward(self, x: Any) -> Any:
+        return x
+
+
+def skips(stashes: nn.Module, *layers: nn.Module) -> None:
+    """Two layers in the first part, two in the last one, one in each of the others."""
+    module = nn.Sequential(nn.Linear(6, 6), stashes, *layers, nn.Linear(6, 3)).double()
+    schedule = "1f1b" if len(layers) == 1 else "interleaved"
+    model = wrapped(module, balance=[2, *(1 for _ in layers[1:]), 2], schedule=schedule)
+    model.train_step(INPUTS, TARGETS, F.cross_entropy)
+
+
+def changes_a_skip() -> None:
+    skips(Stashes(lambda x: x[:, :1]), nn.Sequential(nn.ReLU(True), nn.Identity(), Pops()))
+
+
+def changes_a_skip_later() -> None:
+    skips(Stashes(lambda x: x), nn.Identity(), nn.ReLU(True), Pops())
+
+
+def skips_an_object() -> None:
+    skips(Stashes(lambda _: [object()]), nn.Sequential(nn.Identity(), Pops()))
+
+
+def stashes_seldom() -> None:
+    skips(Seldom(Stashes(lambda x: x)), nn.Sequential(nn.Identity(), Pops()))
 
 
 def too_few_targets() -> None:
@@ -92,8 +138,9 @@ def two_chunks_are_four_parts() -> None:
     wrapped(make_model("mlp"), balance=[4, 5], schedule="interleaved")
 
 
-def skips_a_chunk() -> None:
-    wrapped(make_model("unet"), balance=[3, 3, 4, 3], schedule="interleaved")
+def stashes_twice() -> None:
+    stashes = [nn.Sequential(Stashes(lambda x: x)) for _ in range(2)]
+    skips(stashes[0], nn.Sequential(stashes[1], Pops()))
 
 
 def ties_two_chunks() -> None:
@@ -126,9 +173,15 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
         "balance=[4, 5] makes 2 chunks, but num_stages=2, ",
     ),
     "ties two chunks": (ties_two_chunks, "and would be in several chunks of one stage"),
-    "skips a chunk": (skips_a_chunk, "goes from chunk 1 to chunk 3"),
     "other stages": (other_stages, "num_stages=3: a replica of this job has 2 processes"),
-    "skip connection": (skips_a_stage, "the skip connection 'skip' goes from stage 0 to stage 1"),
+    "changes a skip": (changes_a_skip, "stage 1 changes a tensor in place that shares memory"),
+    "changes a skip later": (changes_a_skip_later, "chunk 2 changes a tensor in place that shares"),
+    "skips an object": (skips_an_object, "the skip connection 'kept' is or holds a object"),
+    "stashes seldom": (stashes_seldom, "'kept' was not stashed in this forward"),
+    "stashes twice": (
+        stashes_twice,
+        "the skip connection 'kept' is stashed in stage 0 and 1 and popped in stage 1: one layer",
+    ),
     "targets": (too_few_targets, "targets has 10 samples and inputs has 11"),
     "a layer": (layer_fails, "stage 1 (cpu), layer '1' (Odd): too few samples for Odd"),
     "the loss": (loss_fails, "no loss today"),
