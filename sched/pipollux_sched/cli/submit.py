@@ -120,8 +120,7 @@ def resume(
 def rerun(
     names: JobNames,
     from_scratch: Annotated[
-        bool,
-        typer.Option("--from-scratch", help="Start without the earlier checkpoints."),
+        bool, typer.Option("--from-scratch", help="Start without the earlier checkpoints.")
     ] = False,
     output: TableOutput = OutputFormat.table,
     state_dir: StateDirectory = None,
@@ -148,8 +147,7 @@ def rerun(
 def update(
     names: JobNames,
     team: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="New team of the jobs.", show_default=False),
+        str | None, typer.Option(metavar="NAME", help="New team of the jobs.", show_default=False)
     ] = None,
     output: TableOutput = OutputFormat.table,
     state_dir: StateDirectory = None,
@@ -194,13 +192,7 @@ def delete(
         question = f"Delete {', '.join(wanted)}, with logs, events and checkpoints?"
         if not typer.confirm(question, err=True):
             raise CommandError("nothing was deleted")
-    _ask_each(
-        state_dir,
-        wanted,
-        lambda client, name: client.delete(name),
-        output,
-        _print_deleted,
-    )
+    _ask_each(state_dir, wanted, lambda client, name: client.delete(name), output, _print_deleted)
 
 
 def _print_deleted(jobs: Sequence[DeletedJobView], output: OutputFormat) -> None:
