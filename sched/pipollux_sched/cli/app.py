@@ -15,14 +15,7 @@ from pipollux_sched.errors import PipolluxError
 from pipollux_utils.text import clean
 
 from .checked_command import CheckedCommand
-from .console import (
-    FAILED,
-    OUTPUT_ERRORS,
-    USAGE,
-    complain,
-    discard_output,
-    use_any_output,
-)
+from .console import FAILED, OUTPUT_ERRORS, USAGE, complain, discard_output, use_any_output
 from .options import AuthorityFile, ServerUrl, TokenFile
 
 

@@ -45,9 +45,7 @@ def complete_event_types(incomplete: str) -> list[str]:
 
 
 def _offered(
-    context: typer.Context,
-    incomplete: str,
-    names: Callable[[Reader], Iterable[tuple[str, str]]],
+    context: typer.Context, incomplete: str, names: Callable[[Reader], Iterable[tuple[str, str]]]
 ) -> list[tuple[str, str]]:
     try:
         from .reader import reading

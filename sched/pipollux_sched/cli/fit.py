@@ -61,17 +61,14 @@ def fit(
     grad_sqr: GradSqr = None,
     grad_var: GradVar = None,
     schedule: Annotated[
-        ScheduleName,
-        typer.Option(help="Pipeline schedule of the measurements."),
+        ScheduleName, typer.Option(help="Pipeline schedule of the measurements.")
     ] = ScheduleName.gpipe,
     chunks_per_stage: ChunksPerStage = None,
     checkpoint: Annotated[
-        CheckpointMode,
-        typer.Option(help="Micro-batches that were recomputed in the measurements."),
+        CheckpointMode, typer.Option(help="Micro-batches that were recomputed in the measurements.")
     ] = CheckpointMode.never,
     skip_bad_rows: Annotated[
-        bool,
-        typer.Option("--skip-bad-rows", help="Skip invalid rows, and report them."),
+        bool, typer.Option("--skip-bad-rows", help="Skip invalid rows, and report them.")
     ] = False,
 ) -> None:
     r"""Fit the performance model of a job to measured step times.

@@ -16,14 +16,7 @@ from pipollux_sched.store import ListedPhase, Point
 from pipollux_sched.views.models import ListedJob
 from pipollux_utils.text import DASH, clean, first_line, number, spell_age, spell_nodes
 
-from .console import (
-    USAGE,
-    CommandError,
-    OutputFormat,
-    output_console,
-    print_data,
-    print_result,
-)
+from .console import USAGE, CommandError, OutputFormat, output_console, print_data, print_result
 from .options import StateDirectory, TableOutput
 from .reader import reading, tell_unserved
 

@@ -51,9 +51,7 @@ def drain(
     timeout: Annotated[
         str | None,
         typer.Option(
-            metavar="DURATION",
-            help="Time limit of --wait, such as 10m.",
-            show_default="never",
+            metavar="DURATION", help="Time limit of --wait, such as 10m.", show_default="never"
         ),
     ] = None,
     output: TableOutput = OutputFormat.table,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import typer
 
@@ -56,27 +56,25 @@ AuthorityFile: TypeAlias = Annotated[
     ),
 ]
 
+
+def _input_file(flag: str, short: str, contents: str, default: str) -> Any:
+    return typer.Option(
+        flag, short, metavar="FILE", help=f"YAML: {contents}.", show_default=default
+    )
+
+
 ClusterFile: TypeAlias = Annotated[
     Path | None,
-    typer.Option(
+    _input_file(
         "--cluster",
         "-c",
-        metavar="FILE",
-        help="YAML: the nodes of the cluster.",
-        show_default="this machine, with a slot per GPU, else per CPU",
+        "the nodes of the cluster",
+        "this machine, with a slot per GPU, else per CPU",
     ),
 ]
 
-
 SomeClusterFile: TypeAlias = Annotated[
-    Path | None,
-    typer.Option(
-        "--cluster",
-        "-c",
-        metavar="FILE",
-        help="YAML: the nodes of the cluster.",
-        show_default="the scheduler's own",
-    ),
+    Path | None, _input_file("--cluster", "-c", "the nodes of the cluster", "the scheduler's own")
 ]
 
 
@@ -126,14 +124,7 @@ PolicyName: TypeAlias = Annotated[
 ]
 
 SomeJobsFile: TypeAlias = Annotated[
-    Path | None,
-    typer.Option(
-        "--jobs",
-        "-j",
-        metavar="FILE",
-        help="YAML: the jobs to plan.",
-        show_default="the scheduler's own",
-    ),
+    Path | None, _input_file("--jobs", "-j", "the jobs to plan", "the scheduler's own")
 ]
 
 JobName: TypeAlias = Annotated[

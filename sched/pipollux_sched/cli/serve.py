@@ -104,8 +104,7 @@ class JobFlags:
         float, typer.Option(min=0.1, max=MOST_SECONDS, help="Seconds between hints of a job.")
     ] = 30.0
     checkpoint_interval: Annotated[
-        float,
-        typer.Option(min=0.1, max=MOST_SECONDS, help="Seconds between checkpoints of a job."),
+        float, typer.Option(min=0.1, max=MOST_SECONDS, help="Seconds between checkpoints of a job.")
     ] = 60.0
     grace: Annotated[
         float,

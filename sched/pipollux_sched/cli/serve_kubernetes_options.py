@@ -98,8 +98,7 @@ class KubernetesFlags:
         ),
     ] = None
     python: Annotated[
-        str | None,
-        text_option("--image-python", "COMMAND", "Python command of images.", "python"),
+        str | None, text_option("--image-python", "COMMAND", "Python command of images.", "python")
     ] = None
     pod_security: Annotated[
         str | None,
@@ -148,8 +147,7 @@ class KubernetesFlags:
         ),
     ] = None
     volcano_queue: Annotated[
-        str | None,
-        text_option("--volcano-queue", "NAME", "Volcano queue of TrainJobs.", "none"),
+        str | None, text_option("--volcano-queue", "NAME", "Volcano queue of TrainJobs.", "none")
     ] = None
 
 

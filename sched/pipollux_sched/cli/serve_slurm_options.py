@@ -83,8 +83,7 @@ class SlurmFlags:
     keep: Annotated[
         bool,
         typer.Option(
-            "--keep-pool",
-            help="Keep the nodes for the next scheduler when this one stops.",
+            "--keep-pool", help="Keep the nodes for the next scheduler when this one stops."
         ),
     ] = False
 

@@ -45,8 +45,7 @@ def simulate(
         int, typer.Option(min=1, max=1024, help="Number of simulations to run in parallel.")
     ] = 1,
     output: Annotated[
-        OutputFormat,
-        typer.Option("--output", "-o", help="Output format.", rich_help_panel=_RESULT),
+        OutputFormat, typer.Option("--output", "-o", help="Output format.", rich_help_panel=_RESULT)
     ] = OutputFormat.table,
     plot: Annotated[
         Path | None,

@@ -69,12 +69,7 @@ class PastRun:
     """A history and its replay, `unchanged` if it has the scheduler's own cluster and jobs."""
 
     def __init__(
-        self,
-        history: SchedulerHistory,
-        replay: Replay,
-        *,
-        unchanged: bool,
-        teams: TeamsSpec | None,
+        self, history: SchedulerHistory, replay: Replay, *, unchanged: bool, teams: TeamsSpec | None
     ) -> None:
         from pipollux_sched.history.reality import what_happened
 

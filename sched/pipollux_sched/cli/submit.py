@@ -72,7 +72,7 @@ def submit(
         last = client.last_event() if wait else 0
         taken = client.submit_all(specs)
         if told or not wait:
-            _print_answers(taken, output)
+            _print_answers(taken, output, _message)
         if wait:
             ended = _wait_for(client, {job.name for job in taken}, last, to_stderr=not told)
             if not told:
@@ -90,7 +90,7 @@ def cancel(
 
         pipollux cancel char-lm digits
     """
-    _ask_each(state_dir, names, lambda client, name: client.cancel(name), output, _print_answers)
+    _ask_each(state_dir, names, lambda client, name: client.cancel(name), output, _message)
 
 
 def suspend(
@@ -104,7 +104,7 @@ def suspend(
         pipollux suspend char-lm
         pipollux resume char-lm
     """
-    _ask_each(state_dir, names, lambda client, name: client.suspend(name), output, _print_answers)
+    _ask_each(state_dir, names, lambda client, name: client.suspend(name), output, _message)
 
 
 def resume(
@@ -114,14 +114,13 @@ def resume(
 
     Jobs that are not suspended stay unchanged; jobs that have ended are refused.
     """
-    _ask_each(state_dir, names, lambda client, name: client.resume(name), output, _print_answers)
+    _ask_each(state_dir, names, lambda client, name: client.resume(name), output, _message)
 
 
 def rerun(
     names: JobNames,
     from_scratch: Annotated[
-        bool,
-        typer.Option("--from-scratch", help="Start without the earlier checkpoints."),
+        bool, typer.Option("--from-scratch", help="Start without the earlier checkpoints.")
     ] = False,
     output: TableOutput = OutputFormat.table,
     state_dir: StateDirectory = None,
@@ -141,15 +140,14 @@ def rerun(
         names,
         lambda client, name: client.rerun(name, from_scratch=from_scratch),
         output,
-        _print_answers,
+        _message,
     )
 
 
 def update(
     names: JobNames,
     team: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="New team of the jobs.", show_default=False),
+        str | None, typer.Option(metavar="NAME", help="New team of the jobs.", show_default=False)
     ] = None,
     output: TableOutput = OutputFormat.table,
     state_dir: StateDirectory = None,
@@ -163,15 +161,13 @@ def update(
     """
     if team is None:
         raise CommandError("there is nothing to update; give a team with --team NAME", USAGE)
-    _ask_each(state_dir, names, lambda client, name: client.move(name, team), output, _print_moved)
-
-
-def _print_moved(jobs: Sequence[JobView], output: OutputFormat) -> None:
-    if output is not OutputFormat.table:
-        print_data([job.to_dict() for job in jobs], output)
-        return
-    for job in jobs:
-        typer.echo(f"{job.name}: The job belongs to team {job.spec['team']}.")
+    _ask_each(
+        state_dir,
+        names,
+        lambda client, name: client.move(name, team),
+        output,
+        lambda job: f"The job belongs to team {job.spec['team']}.",
+    )
 
 
 def delete(
@@ -194,22 +190,12 @@ def delete(
         question = f"Delete {', '.join(wanted)}, with logs, events and checkpoints?"
         if not typer.confirm(question, err=True):
             raise CommandError("nothing was deleted")
-    _ask_each(
-        state_dir,
-        wanted,
-        lambda client, name: client.delete(name),
-        output,
-        _print_deleted,
-    )
+    _ask_each(state_dir, wanted, lambda client, name: client.delete(name), output, _deleted)
 
 
-def _print_deleted(jobs: Sequence[DeletedJobView], output: OutputFormat) -> None:
-    if output is not OutputFormat.table:
-        print_data([job.to_dict() for job in jobs], output)
-        return
-    for job in jobs:
-        left = f"; left is {', '.join(map(clean, job.left))}" if job.left else ""
-        typer.echo(f"{job.name}: The job was deleted{left}.")
+def _deleted(job: DeletedJobView) -> str:
+    left = f"; left is {', '.join(map(clean, job.left))}" if job.left else ""
+    return f"The job was deleted{left}."
 
 
 def located(spec: JobSpec, file: Path) -> JobSpec:
@@ -240,12 +226,16 @@ def _absolute(spec: JobSpec, _file: Path) -> JobSpec:
     return spec.model_copy(update={"working_dir": folder})
 
 
-def _print_answers(jobs: Sequence[JobView], output: OutputFormat) -> None:
+def _message(job: JobView) -> str:
+    return clean(job.message)
+
+
+def _print_answers(jobs: Sequence[T], output: OutputFormat, sentence: Callable[[T], str]) -> None:
     if output is not OutputFormat.table:
         print_data([job.to_dict() for job in jobs], output)
         return
     for job in jobs:
-        typer.echo(f"{job.name}: {clean(job.message)}")
+        typer.echo(f"{job.name}: {sentence(job)}")
 
 
 def _ask_each(
@@ -253,7 +243,7 @@ def _ask_each(
     names: Sequence[str],
     ask: Callable[[Client, str], T],
     output: OutputFormat,
-    tell: Callable[[Sequence[T], OutputFormat], None],
+    sentence: Callable[[T], str],
 ) -> None:
     """Send the same request for each job; a refusal does not stop the others."""
     from pipollux_sched.client.connection import UnreachableError
@@ -268,7 +258,7 @@ def _ask_each(
                 refused.append(str(error))
                 if isinstance(error, UnreachableError):
                     break
-    tell(answers, output)
+    _print_answers(answers, output, sentence)
     if refused:
         raise CommandError("\n".join(refused))
 

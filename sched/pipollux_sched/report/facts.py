@@ -146,11 +146,7 @@ def _outcomes(jobs: list[JobRun]) -> str:
     parts = []
     for phase, names in ends.items():
         who = listing(names) if len(names) <= 4 else _spelt(len(names), "job")
-        known = {
-            "Complete": "completed",
-            "Failed": "failed",
-            "Cancelled": "cancelled",
-        }
+        known = {"Complete": "completed", "Failed": "failed", "Cancelled": "cancelled"}
         parts.append(f"{who}: {known.get(phase, f'still {phase.lower()} when the log ends')}")
     return "; ".join(parts) + "."
 

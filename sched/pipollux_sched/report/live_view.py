@@ -24,39 +24,15 @@ from rich.text import Text
 from pipollux_sched.report.run.event_log import Event, real, text
 from pipollux_sched.report.run.records import FINISHED, AllocationRecord, JobRun, NodeRun, Run
 from pipollux_sched.report.run.replay import Recorder
-from pipollux_utils.text import (
-    DASH,
-    amount,
-    clean,
-    clock,
-    count,
-    duration,
-    grouped,
-    placement,
-)
+from pipollux_utils.text import DASH, amount, clean, clock, count, duration, grouped, placement
 
 from .event_text import decision_text, event_text
 from .facts import epochs, job_row
-from .tables import (
-    AllocationLine,
-    allocation_table,
-    cell,
-    open_table,
-    plain_spaces,
-)
+from .tables import AllocationLine, allocation_table, cell, open_table, plain_spaces
 
 __all__ = ["AllocationLine", "LiveView", "allocation_table"]
 
-COLOURS = (
-    "#2e6ca4",
-    "#c2602a",
-    "#2a8c74",
-    "#a9598b",
-    "#a67c10",
-    "#3d8ab6",
-    "#6d6b67",
-    "#85593d",
-)
+COLOURS = ("#2e6ca4", "#c2602a", "#2a8c74", "#a9598b", "#a67c10", "#3d8ab6", "#6d6b67", "#85593d")
 """Colours of jobs, those of the report."""
 
 SLOT_WIDTH = 12

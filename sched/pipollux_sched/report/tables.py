@@ -59,11 +59,7 @@ def allocation_table(rows: Iterable[AllocationLine], *, title: str | None = None
 def open_table(title: str | None) -> Table:
     """Return an empty table in the common style."""
     return Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
     )
 
 

@@ -8,14 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from pipollux_sched.report.event_text import TELLING_TYPES
-from pipollux_sched.store import (
-    AttemptRecord,
-    Holder,
-    JobQuery,
-    JobSummary,
-    NodeRecord,
-    Store,
-)
+from pipollux_sched.store import AttemptRecord, Holder, JobQuery, JobSummary, NodeRecord, Store
 
 from .events import event_summary
 from .models import AttemptLine, ClusterView, JobLine, NodeDetails, NodeView, UsageView

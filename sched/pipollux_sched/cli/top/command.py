@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 def top(
     interval: Annotated[
-        float,
-        typer.Option(min=0.1, max=3600.0, help="Seconds between updates."),
+        float, typer.Option(min=0.1, max=3600.0, help="Seconds between updates.")
     ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print the state once, and exit.")] = False,
     output: TableOutput = OutputFormat.table,

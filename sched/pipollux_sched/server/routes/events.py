@@ -29,8 +29,7 @@ _Last = Annotated[
     int | None, Query(ge=0, le=10_000, description="Return this many newest events instead.")
 ]
 _Seconds = Annotated[
-    float | None,
-    Query(ge=0, le=1e12, allow_inf_nan=False, description="Only the last seconds."),
+    float | None, Query(ge=0, le=1e12, allow_inf_nan=False, description="Only the last seconds.")
 ]
 
 router = APIRouter(

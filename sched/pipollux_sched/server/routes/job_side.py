@@ -33,8 +33,7 @@ MAX_WAIT = 60.0
 """Largest wait of a request for replicas, in seconds."""
 
 _Attempt = Annotated[
-    int,
-    Query(ge=1, le=MOST_ATTEMPTS, description="The sender's attempt: PIPOLLUX_ATTEMPT."),
+    int, Query(ge=1, le=MOST_ATTEMPTS, description="The sender's attempt: PIPOLLUX_ATTEMPT.")
 ]
 _Wait = Annotated[
     float,
@@ -158,10 +157,7 @@ async def get_replicas(
         for replica, address in found.addresses.items()
     ]
     return ReplicaAddresses(
-        attempt=attempt,
-        num_replicas=found.num_replicas,
-        complete=found.complete,
-        replicas=places,
+        attempt=attempt, num_replicas=found.num_replicas, complete=found.complete, replicas=places
     )
 
 

@@ -30,13 +30,7 @@ from pipollux_sched.views.cluster import MOST_JOBS
 from pipollux_sched.views.explanation import ExplanationView
 from pipollux_sched.views.jobs import IN_ORDER, job_curves, list_jobs
 from pipollux_sched.views.logs import OFFSET_HEADER, read_log
-from pipollux_sched.views.models import (
-    DeletedJobView,
-    JobCurves,
-    JobView,
-    ListedJob,
-    LogTail,
-)
+from pipollux_sched.views.models import DeletedJobView, JobCurves, JobView, ListedJob, LogTail
 
 TOTAL_HEADER = "X-Total-Count"
 """Header with the number of jobs on all pages."""

@@ -49,8 +49,7 @@ _Jobs = Annotated[
     Query(max_length=1000, description="Only these jobs; empty: all."),
 ]
 _Seconds = Annotated[
-    float | None,
-    Query(ge=0, le=1e12, allow_inf_nan=False, description="Only the last seconds."),
+    float | None, Query(ge=0, le=1e12, allow_inf_nan=False, description="Only the last seconds.")
 ]
 
 router = APIRouter(tags=["nodes"], dependencies=[NeedsRole], responses=refusals())
