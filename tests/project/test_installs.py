@@ -146,8 +146,9 @@ def check(environment: Environment, extra: str, folder: Path) -> None:
     script, cluster = folder / "train.py", folder / "cluster.yaml"
     script.write_text(SCRIPT)
     cluster.write_text(CLUSTER)
-    trained = environment.run(str(environment.python), str(script))
-    assert (trained.returncode, trained.stdout) == (0, "trained\n"), trained.stderr
+    if extra != "sched":  # whose packages are between those of the two others
+        trained = environment.run(str(environment.python), str(script))
+        assert (trained.returncode, trained.stdout) == (0, "trained\n"), trained.stderr
     jobs = folder / "jobs.yaml"
     jobs.write_text(f"jobs: [{{name: one, script: {script}, num_stages: 2}}]\n")
     plan = environment.run(

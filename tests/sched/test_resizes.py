@@ -116,7 +116,7 @@ def test_a_job_grows_and_shrinks_without_a_restart(directory: Path, tmp_path: Pa
     """Also by the replica that was the first; what was measured is what the policy is told."""
     policy = Wish()
     scalars = tmp_path / "scalars"
-    job = elastic_job(tmp_path, SCALARS=str(scalars))
+    job = elastic_job(tmp_path, SCALARS=str(scalars), PAUSE="0.1")
     with scheduler_on(directory, policy) as scheduler:
         begin(scheduler, policy, job)
         until(lambda: len(list(scalars.glob("*"))) == 1, "replica 0 writes scalars")
