@@ -10,13 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipollux_perfmodel import (
-    GoodputFunction,
-    Layer,
-    LayerProfile,
-    PerfParams,
-    perf_params_to_json,
-)
+from pipollux_perfmodel import GoodputFunction, Layer, LayerProfile, PerfParams, perf_params_to_json
 from pipollux_sched.cli import main
 from tests.programs import run_pipollux
 

@@ -14,6 +14,7 @@ import pytest
 from pipollux_policies import POLICIES
 from pipollux_sched.cli import main
 from pipollux_sched.cli.completion import complete_policies
+from tests.programs import run_pipollux
 
 from .kept import Clock, kept
 from .runner import PIPOLLUX
@@ -80,14 +81,12 @@ def run(shell: str | None, *args: str, home: Path, **environment: str) -> str:
     """Run pipollux, or a shell, with a home folder of its own."""
     known = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1", "HOME": str(home)}
     path = f"{Path(PIPOLLUX).parent}:{os.environ['PATH']}"
-    done = subprocess.run(
-        [shell or PIPOLLUX, *args],
-        env={**os.environ, **known, "PATH": path, **environment},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    env = {**os.environ, **known, "PATH": path, **environment}
+    if shell is None:
+        done = run_pipollux(*args, environment=env)
+    else:
+        command = [shell, *args]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 
@@ -121,7 +120,8 @@ def test_other_shells(tmp_path: Path, shell: str, says: str) -> None:
 
 def test_help_imports_nothing_slow() -> None:
     """`pipollux --help` is fast because of what it does not import."""
-    slow = "sqlalchemy", "numpy", "pydantic", "httpx", "matplotlib", "fastapi", "pymoo", "scipy"
+    slow = ["sqlalchemy", "numpy", "pydantic", "httpx", "matplotlib", "fastapi", "pymoo", "scipy"]
+    slow.append("torch")
     done = subprocess.run(
         [
             *(sys.executable, "-c"),

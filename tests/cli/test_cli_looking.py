@@ -95,7 +95,7 @@ def test_a_narrow_terminal_does_without_some_columns(store: Store) -> None:
         shown[width] = lines[0].split()
     assert shown[160][-1] == "Message"
     assert shown[80] == [
-        *("Job", "Phase", "Stages", "Replicas", "Nodes", "Step", "Loss", "Samples/s", "Age"),
+        *("Job", "Phase", "Stages", "Replicas", "Nodes", "Step", "Loss", "Samples/s", "Age")
     ]
     assert shown[40] == ["Job", "Phase", "Replicas", "Step", "Loss"]
 
@@ -107,7 +107,7 @@ def test_version(say: Say) -> None:
 def test_nodes(say: Say) -> None:
     lines = say("nodes").splitlines()
     assert lines[0].split() == [
-        *("Node", "Kind", "Slots", "Free", "Used", "by", "Condition", "Since", "Reason"),
+        *("Node", "Kind", "Slots", "Free", "Used", "by", "Condition", "Since", "Reason")
     ]
     assert re.fullmatch(r"node-a +cpu +2 +0 +grown \(2\) +ready +\S+ ago +–", lines[1])
     assert re.fullmatch(r"node-b +cpu +2 +0 +wide \(2\) +ready +\S+ ago +–", lines[2])
@@ -122,7 +122,7 @@ def test_describe(say: Say) -> None:
     text = say("describe", "grown")
     titles = [line for line in text.splitlines() if line and not line.startswith(" ")]
     assert titles == [
-        *("grown", "Conditions", "Spec", "Progress", "Hints", "Attempts", "Last events"),
+        *("grown", "Conditions", "Spec", "Progress", "Hints", "Attempts", "Last events")
     ]
     assert re.search(r"Allocation +2 replicas of 1 stage on node-a ×2\n", text)
     assert re.search(r"Step +21, 672 samples, epochs done: 1 of 4\n", text)

@@ -207,18 +207,6 @@ def test_every_command_that_is_listed_can_be_run() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=240)
 
 
-def test_help_imports_nothing_heavy() -> None:
-    program = (
-        "import sys\n"
-        "from pipollux_sched.cli import main\n"
-        "try:\n    main(['--help'])\n"
-        "except SystemExit as end:\n    assert end.code == 0\n"
-        "heavy = {'numpy', 'pymoo', 'pydantic', 'fastapi', 'sqlalchemy', 'torch', 'matplotlib'}\n"
-        "assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=240, capture_output=True)
-
-
 def test_the_version_is_that_of_the_package() -> None:
     from importlib.metadata import version
 

@@ -72,11 +72,7 @@ jobs:
     assert [job["phase"] for job in json.loads(waited.stdout)] == ["Complete"]
     assert "quick: complete at step 2" in waited.stderr
     lines = cli("logs", "quick", "--output", "json").stdout.splitlines()
-    wanted = {
-        "attempt": 1,
-        "replica": 0,
-        "line": "replica 0 of attempt 1 goes on from step 0",
-    }
+    wanted = {"attempt": 1, "replica": 0, "line": "replica 0 of attempt 1 goes on from step 0"}
     assert wanted in map(json.loads, lines)
 
     drained = cli("drain", "node-a", "--reason", "new fans", "--wait", "--timeout", "30s")

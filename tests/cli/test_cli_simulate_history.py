@@ -163,10 +163,7 @@ def test_quotas_are_the_schedulers_or_others(folder: Path) -> None:
             ["--from-state", "state", "--generate", "mixed"],
             "--from-state and --generate mixed both",
         ),
-        (
-            ["--from-state", "state", "w.csv"],
-            "--from-state and w.csv both define the jobs",
-        ),
+        (["--from-state", "state", "w.csv"], "--from-state and w.csv both define the jobs"),
         (["--from-state", "state", "--traces", "t"], "--traces: jobs of a history use their own"),
         (
             ["--generate", "mixed", "--add-nodes", "1"],

@@ -82,9 +82,7 @@ def test_a_progress_bar_is_shown_while_it_is_drawn(toy: tuple[Path, LogReader]) 
         (" 10%", b"\r"),
     ]
     log.write(b"\r 30%\r")
-    assert [(line.raw, line.harmless) for line in reader.read()] == [
-        (b" 20%\r", " 20%\r"),
-    ]
+    assert [(line.raw, line.harmless) for line in reader.read()] == [(b" 20%\r", " 20%\r")]
     log.write(b"\nend\r")
     log.close()
     assert [line.raw for line in reader.read()] == [b" 30%\r\n"]

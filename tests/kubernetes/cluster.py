@@ -146,11 +146,7 @@ class Cluster(ABC):
             until(lambda url=url: self.ask("GET", url)[0] == 200, f"{url} is served")
 
     def ask(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        content_type: str = "application/json",
+        self, method: str, path: str, body: Any = None, content_type: str = "application/json"
     ) -> tuple[int, Any]:
         """Send a request as it stands; return the HTTP status and the body."""
         if self._asking is None:

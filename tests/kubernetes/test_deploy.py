@@ -30,9 +30,7 @@ LEVEL = "pod-security.kubernetes.io/enforce"
 
 
 def test_each_verb_that_is_granted_is_used_and_no_other(
-    memory: MemoryCluster,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    memory: MemoryCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A whole life of jobs, on either side, against what the roles grant."""
     used = record_requests(monkeypatch)

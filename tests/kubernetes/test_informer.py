@@ -62,12 +62,7 @@ def test_only_what_is_seen_counts_as_a_change() -> None:
     informer.apply("MODIFIED", thing("b", 10, "none"))
     informer.apply("MODIFIED", thing("b", 11, "none"))
     assert informer.values() == []
-    assert told == [
-        (["a red", "b red"], []),
-        (["a blue"], []),
-        ([], ["a blue"]),
-        ([], ["b blue"]),
-    ]
+    assert told == [(["a red", "b red"], []), (["a blue"], []), ([], ["a blue"]), ([], ["b blue"])]
 
 
 def test_listed_again_only_differences_are_told() -> None:

@@ -150,7 +150,7 @@ def test_what_a_template_says_stays() -> None:
             "spec": {
                 "securityContext": {"runAsUser": 7, "seccompProfile": {"type": "Localhost"}},
                 "containers": [
-                    {"securityContext": {"capabilities": {"add": ["NET_BIND_SERVICE"]}}},
+                    {"securityContext": {"capabilities": {"add": ["NET_BIND_SERVICE"]}}}
                 ],
             }
         }
@@ -180,10 +180,7 @@ def test_what_is_forbidden_is_refused_by_its_path() -> None:
 def test_the_priority_class_of_pods() -> None:
     """The administrator's, where a template names none."""
     options = KubernetesOptions(priority_class="training", checkpoint_claim="checkpoints")
-    for template, name in (
-        ({}, "training"),
-        ({"spec": {"priorityClassName": "mine"}}, "mine"),
-    ):
+    for template, name in (({}, "training"), ({"spec": {"priorityClassName": "mine"}}, "mine")):
         pod = make_pod(PROGRAM, LAUNCH, 0, Owner("job", "1", template), options)
         assert pod["spec"]["priorityClassName"] == name
     assert "priorityClassName" not in pod_of({})

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import run_pipollux
+
 PACKAGES = (
     "pipollux_hybrid",
     "pipollux_perfmodel",
@@ -75,14 +77,9 @@ def test_the_readme_shows_what_plan_prints(repository: Path) -> None:
     text = (repository / "README.md").read_text()
     command = "pipollux plan --cluster examples/cluster.yaml --jobs examples/jobs.yaml"
     shown = text.split(f"$ {command}\n")[1].split("```")[0].strip()
-    printed = subprocess.run(
-        [str(Path(sys.executable).with_name("pipollux")), *command.split()[1:]],
-        cwd=repository,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    lines = [line.rstrip() for line in printed.strip().splitlines()]
+    printed = run_pipollux(*command.split()[1:], folder=repository)
+    assert printed.returncode == 0, printed.stderr
+    lines = [line.rstrip() for line in printed.stdout.strip().splitlines()]
     assert shown.splitlines() == lines
 
 

@@ -9,10 +9,11 @@ import pytest
 
 from pipollux_sched.backend.replica import command
 from pipollux_sched.store import StateDir, Store
+from tests.extent import first
 from tests.sched.processes import processes_of
 from tests.sched.scripts import LIGHT_AGENT
 from tests.sched.store.postgresql import Server, why_not
-from tests.sched.store.stores import Clock
+from tests.sched.store.stores import DATABASES, Clock, make_place
 from tests.services import service_missing
 
 
@@ -33,13 +34,13 @@ def light_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "_AGENT", LIGHT_AGENT)
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture(params=first(1, DATABASES))
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path | str:
-    """Where a store may be made: the test is run for each kind of database."""
-    if request.param == "sqlite":
-        return tmp_path / "pipollux.db"
-    server: Server = request.getfixturevalue("postgresql")
-    return server.new_database()
+    """Where a store may be made: in each kind of database, usually in SQLite.
+
+    Tests of the store itself run in each in every run, and so do those `on_each_database`.
+    """
+    return make_place(request, tmp_path)
 
 
 @pytest.fixture

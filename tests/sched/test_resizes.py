@@ -116,7 +116,7 @@ def test_a_job_grows_and_shrinks_without_a_restart(directory: Path, tmp_path: Pa
     """Also by the replica that was the first; what was measured is what the policy is told."""
     policy = Wish()
     scalars = tmp_path / "scalars"
-    job = elastic_job(tmp_path, SCALARS=str(scalars))
+    job = elastic_job(tmp_path, SCALARS=str(scalars), PAUSE="0.1")
     with scheduler_on(directory, policy) as scheduler:
         begin(scheduler, policy, job)
         until(lambda: len(list(scalars.glob("*"))) == 1, "replica 0 writes scalars")
@@ -135,11 +135,7 @@ def test_a_job_grows_and_shrinks_without_a_restart(directory: Path, tmp_path: Pa
         scheduler.control.cancel("elastic")
         assert scheduler.wait(lambda jobs: jobs["elastic"].phase.ended, timeout=240)
         events = scheduler.store.events(job="elastic")
-    assert [(entry.attempt, entry.membership) for entry in memberships] == [
-        (1, 1),
-        (1, 2),
-        (1, 3),
-    ]
+    assert [(entry.attempt, entry.membership) for entry in memberships] == [(1, 1), (1, 2), (1, 3)]
     assert [entry.nodes for entry in memberships] == [(A,), (A, B), (B,)]
     assert [entry.outcome for entry in memberships] == ["changed", "changed", None]
     assert all(entry.ended_at == after.created_at for entry, after in pairwise(memberships))

@@ -261,9 +261,7 @@ class SlurmCluster:
         (self.folder / "plugstack.conf").touch()
         lines = [
             CONFIGURATION.format(
-                gateway_name=GATEWAY_NAME,
-                gateway=self._hosts.gateway,
-                folder=self.folder,
+                gateway_name=GATEWAY_NAME, gateway=self._hosts.gateway, folder=self.folder
             ),
             *(f"{name}={value}\n" for name, value in settings.items()),
         ]

@@ -79,12 +79,7 @@ class ControlPlane(Cluster):
         self.address, self.url = where.machine, where.url
         keys, daemons = Keys(self.folder / "keys"), self._daemons
         servers = Servers(
-            self.folder,
-            where,
-            keys,
-            daemons,
-            has_nodes=self._count > 0,
-            is_served=self._is_served,
+            self.folder, where, keys, daemons, has_nodes=self._count > 0, is_served=self._is_served
         )
         servers.start()
         self._wait_for_account()

@@ -36,12 +36,7 @@ class Extensions:
     """
 
     def __init__(
-        self,
-        cluster: Cluster,
-        servers: Servers,
-        addresses: Addresses,
-        keys: Keys,
-        daemons: Daemons,
+        self, cluster: Cluster, servers: Servers, addresses: Addresses, keys: Keys, daemons: Daemons
     ) -> None:
         self._cluster, self._servers, self._addresses = cluster, servers, addresses
         self._keys, self._daemons = keys, daemons

@@ -71,10 +71,7 @@ class Keys:
             "clusters": [
                 {
                     "name": "it",
-                    "cluster": {
-                        "server": server,
-                        "certificate-authority": self.certificate("ca"),
-                    },
+                    "cluster": {"server": server, "certificate-authority": self.certificate("ca")},
                 }
             ],
             "users": [

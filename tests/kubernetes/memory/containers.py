@@ -251,10 +251,7 @@ def _write_files(
 
 
 def variables_of(
-    pod: Object,
-    container: Object,
-    node: Object,
-    contents: Callable[[str, str], Object | None],
+    pod: Object, container: Object, node: Object, contents: Callable[[str, str], Object | None]
 ) -> dict[str, str]:
     """Return the environment that a container's spec asks for.
 

@@ -10,14 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from .answers import ApiError, Object
-from .containers import (
-    ConfigError,
-    Container,
-    expanded,
-    substituted,
-    variables_of,
-    volume_folders,
-)
+from .containers import ConfigError, Container, expanded, substituted, variables_of, volume_folders
 from .deletion import delete
 from .http import Front
 from .pod_worker import PodWorker

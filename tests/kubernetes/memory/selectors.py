@@ -11,10 +11,7 @@ from .resources import PODS, Resource
 
 Matches = Callable[[Mapping[str, Any]], bool]
 _SET = re.compile(r"^(\S+)\s+(in|notin)\s+\(([^)]*)\)$")
-_FIELDS = {
-    "metadata.name": ("metadata", "name"),
-    "metadata.namespace": ("metadata", "namespace"),
-}
+_FIELDS = {"metadata.name": ("metadata", "name"), "metadata.namespace": ("metadata", "namespace")}
 _POD_FIELDS = {
     "spec.nodeName": ("spec", "nodeName"),
     "spec.restartPolicy": ("spec", "restartPolicy"),

@@ -92,9 +92,7 @@ def test_only_news_is_told_and_what_is_right_is_not_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("quota", "desired"),
-    [(2, 3), (12, 6)],
-    ids=["loans rent no node", "quotas do"],
+    ("quota", "desired"), [(2, 3), (12, 6)], ids=["loans rent no node", "quotas do"]
 )
 def test_nodes_are_rented_for_quotas_alone(quota: int, desired: int) -> None:
     """Six jobs fill three nodes and would fill more; the quota is less than that, or more."""

@@ -14,7 +14,7 @@ from pipollux_sched.allocator.snapshot import SnapshotReader
 from pipollux_sched.lifecycle import Allocate, Exited, Outcome, Started
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import Store
-from tests.sched.store.stores import Clock
+from tests.sched.store.stores import Clock, on_each_database
 
 HINTS: dict[str, Any] = {
     "initBatchSize": 64,
@@ -57,6 +57,7 @@ def lengths(store: Store) -> dict[str, tuple[float, ...]]:
     return {job.name: job.info.likely_work for job in snapshot.candidates}
 
 
+@on_each_database
 def test_what_a_family_trained_tells_how_long_the_next_one_trains(store: Store) -> None:
     run(store, "bert-9", {"trainedSamples": 100.0}, end=False)
     assert lengths(store) == {"bert-9": ()}, "nothing has completed"

@@ -10,9 +10,10 @@ from pipollux_sched.allocator.snapshot import SnapshotReader
 from pipollux_sched.lifecycle import Allocate, Exited, Outcome, Started
 from pipollux_sched.planning.explain import spell_standing
 from pipollux_sched.store import Store
-from tests.sched.store.stores import Clock
+from tests.sched.store.stores import Clock, on_each_database
 
 
+@on_each_database
 def test_a_scheduler_that_is_started_again_goes_on_with_it(store: Store, clock: Clock) -> None:
     store.submit("a", {"name": "a", "script": "x"}, "token", 3)
     store.submit("b", {"name": "b", "script": "x"}, "token", 3)

@@ -109,9 +109,7 @@ def test_two_jobs_whose_scheduler_died_and_the_next_one_too(directory: Path) -> 
 
 
 @pytest.mark.exhaustive
-def test_the_step_of_a_job_that_is_stopped_as_its_scheduler_moved_is_known(
-    directory: Path,
-) -> None:
+def test_the_step_of_a_job_that_is_stopped_as_its_scheduler_moved_is_known(directory: Path) -> None:
     """The job tells the address that it knows, where nobody listens; its marker says the same."""
     run(STARTED, str(directory))
     marker = directory / "jobs" / "long" / "checkpoints" / "stopped.json"

@@ -174,10 +174,7 @@ def test_current_allocations_must_be_possible() -> None:
         "job 'a': allocation names the node 'n7', which the cluster does not have; its nodes are n0"
     )
     with pytest.raises(SpecError) as caught:
-        plan(
-            cluster(4),
-            [job(num_stages=2, allocation=["n0", "n0"]), job("b", allocation=["n0"])],
-        )
+        plan(cluster(4), [job(num_stages=2, allocation=["n0", "n0"]), job("b", allocation=["n0"])])
     assert str(caught.value) == (
         "jobs a, b: allocation puts 5 slots on the node 'n0', which has 4; remove some"
     )

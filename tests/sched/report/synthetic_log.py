@@ -27,12 +27,7 @@ class Clock:
         self.events: list[Event] = []
 
     def say(
-        self,
-        at: float,
-        kind: str,
-        job: str | None = None,
-        attempt: int | None = None,
-        **data: Any,
+        self, at: float, kind: str, job: str | None = None, attempt: int | None = None, **data: Any
     ) -> None:
         head = {"time": START + at, "type": kind, "job": job, "attempt": attempt}
         self.events.append({**head, **data})
@@ -225,9 +220,4 @@ def pipeline_step(rnd: random.Random, step: int, num_microbatches: int = 4) -> d
                 took = backward[stage] * rnd.lognormvariate(0, 0.05)
                 events.append([stage, microbatch, "backward", now, now + took])
                 now += took + 0.0002
-    return {
-        "step": step,
-        "num_stages": 2,
-        "num_microbatches": num_microbatches,
-        "events": events,
-    }
+    return {"step": step, "num_stages": 2, "num_microbatches": num_microbatches, "events": events}

@@ -13,6 +13,7 @@ from pipollux_sched.report.page import render_report
 from pipollux_sched.report.run.records import Run
 from pipollux_sched.report.run.replay import Recorder
 from pipollux_sched.store import Store
+from tests.sched.store.stores import on_each_database
 from tests.sched.store.test_retention import point
 
 
@@ -46,6 +47,7 @@ def keep(place: Path | str, num_points: int) -> Store:
     return store
 
 
+@on_each_database
 def test_progress_is_thinned_and_the_rest_is_whole(
     place: Path | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,6 +66,7 @@ def test_progress_is_thinned_and_the_rest_is_whole(
         assert one == "old"
 
 
+@on_each_database
 def test_what_was_held_at_the_moment_begins_there(place: Path | str) -> None:
     with keep(place, 4) as store:
         run = recorded(run_events.store_events(store, since=50.0))

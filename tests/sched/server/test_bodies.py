@@ -157,10 +157,7 @@ def test_bodies_from_hell(service: Service, path: str, content: bytes | str, say
         ({"numStages": 10**9}, "numStages is 1000000000; at most 1024 is allowed"),
         ({"maxBatchSize": 10**400}, "maxBatchSize is far too large; at most"),
         ({"gradParams": {"norm": 1e200, "var": 1.0}}, "gradParams.norm is 1e+200; at most 1e+60"),
-        (
-            {"localBszBounds": [1, 2**62]},
-            "localBszBounds.1 is 4611686018427387904; at most",
-        ),
+        ({"localBszBounds": [1, 2**62]}, "localBszBounds.1 is 4611686018427387904; at most"),
     ],
 )
 def test_hints_that_are_absurd(service: Service, hints: dict[str, Any], says: str) -> None:

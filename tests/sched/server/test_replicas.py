@@ -38,11 +38,7 @@ def beat(
 
 
 def register(client: httpx.Client, name: str, attempt: int, replica: int) -> httpx.Response:
-    body = {
-        "attempt": attempt,
-        "replica": replica,
-        "address": f"10.0.0.{replica}:29500",
-    }
+    body = {"attempt": attempt, "replica": replica, "address": f"10.0.0.{replica}:29500"}
     return client.post(f"/jobs/{name}/replicas", json=body)
 
 

@@ -136,10 +136,7 @@ def test_a_server_that_shows_it(valid: Certificates, monkeypatch: pytest.MonkeyP
             pytest.raises(UnreachableError, match="is for another name"),
         ):
             asking.jobs()
-        with (
-            httpx.Client(trust_env=False) as plain,
-            pytest.raises(httpx.RemoteProtocolError),
-        ):
+        with httpx.Client(trust_env=False) as plain, pytest.raises(httpx.RemoteProtocolError):
             plain.get(f"http://127.0.0.1:{server.port}", timeout=PATIENCE)
     finally:
         server.stop()

@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from pipollux_sched.lifecycle import (
-    Phase,
-)
+from pipollux_sched.lifecycle import Phase
 from pipollux_sched.scheduler import Scheduler
 from pipollux_sched.server import create_app
 from pipollux_sched.server.http_server import HttpServer

@@ -2,8 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
 from pipollux_sched.spec.job import NodeSpec
 from pipollux_sched.store import Point, Store
+
+if TYPE_CHECKING:
+    from tests.sched.store.postgresql import Server
+
+DATABASES = ["sqlite", "postgresql"]
+on_each_database = pytest.mark.parametrize("place", DATABASES, indirect=True)
+"""Runs a test, which makes a store in `place`, in each kind of database."""
+
+
+def make_place(request: pytest.FixtureRequest, folder: Path) -> Path | str:
+    """Return where a store may be made, in the kind of database of a fixture."""
+    if request.param == "sqlite":
+        return folder / "pipollux.db"
+    server: Server = request.getfixturevalue("postgresql")
+    return server.new_database()
 
 
 class Clock:

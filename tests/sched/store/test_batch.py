@@ -18,13 +18,7 @@ from pipollux_sched.client.client import Client
 from pipollux_sched.client.connection import ClientError
 from pipollux_sched.lifecycle import Allocate, Cancel, Exited, Outcome, Phase, Started
 from pipollux_sched.spec.job import JobSpec
-from pipollux_sched.store import (
-    ReceivedReport,
-    ServerInfo,
-    StaleAttemptError,
-    Store,
-    Submission,
-)
+from pipollux_sched.store import ReceivedReport, ServerInfo, StaleAttemptError, Store, Submission
 from tests.cli.kept import HINTS, point
 from tests.sched.store.stores import serve_nodes
 from tests.sched.supervised import ADMIN, SCRIPT, Service

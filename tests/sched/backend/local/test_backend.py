@@ -144,8 +144,7 @@ def test_replicas_take_and_free_slots_of_a_holder_one_by_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "words"),
-    [("1", "ended with exit status 1"), ("-9", "was ended by SIGKILL")],
+    ("status", "words"), [("1", "ended with exit status 1"), ("-9", "was ended by SIGKILL")]
 )
 def test_last_words_leave_out_what_torchrun_says(tmp_path: Path, status: str, words: str) -> None:
     log = tmp_path / "log"

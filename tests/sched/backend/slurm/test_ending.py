@@ -53,10 +53,7 @@ def test_what_the_job_did(tmp_path: Path) -> None:
 
 def test_a_step_that_was_ended_as_slurm_had_lost_it(tmp_path: Path) -> None:
     how = ended(tmp_path, status=-9, told="gone")
-    assert (how.status, how.lost) == (
-        -9,
-        "Slurm did not know of the step on node n1 any more.",
-    )
+    assert (how.status, how.lost) == (-9, "Slurm did not know of the step on node n1 any more.")
 
 
 def test_an_allocation_that_is_over(tmp_path: Path) -> None:

@@ -20,15 +20,7 @@ from pipollux_sched.store import StateDir
 from tests.hosts.harness.hosts import Hosts
 from tests.hosts.harness.slurm import SlurmCluster
 from tests.sched.backend.slurm.conftest import MakeEngine
-from tests.sched.backend.slurm.steps import (
-    ended,
-    environment,
-    log,
-    runs,
-    start,
-    state,
-    step_names,
-)
+from tests.sched.backend.slurm.steps import ended, environment, log, runs, start, state, step_names
 from tests.waiting import until
 
 pytestmark = pytest.mark.exhaustive
