@@ -19,7 +19,8 @@ def switch(ctx: JobContext, watch: MembershipWatch, pending: PendingMembership) 
     rank, process, mesh = pending.rank, pending.process, ctx.mesh
     size = len(pending.membership.replicas)
     assert rank is not None and process is not None and pending.store  # noqa: S101, PT018  # formed
-    watch.retire([*held_groups(), ctx.control.group])
+    of_mesh = () if mesh is None else (mesh.replicas, mesh.stages, mesh.column, mesh.row)
+    watch.retire([*held_groups(), ctx.control.group, *of_mesh])
     become_default(pending.gradients, pending.store, pending.name, process)
     if mesh is not None and pending.mesh_groups is not None:
         mesh.rejoin(pending.mesh_groups, rank)
