@@ -29,6 +29,8 @@ _made: list[Any] = []
 """The groups registered with torch, the newest last; the first one is the default group."""
 _next: list[Any] = []
 """The group that torch is to register next; empty: it is still to be formed, for a script."""
+_released: list[Any] = []
+"""The groups that a thread is about to close; global, so that no forked process closes them."""
 
 
 # The destructor of a group waits for its threads. A forked process, such as a worker of a loader,
@@ -134,11 +136,21 @@ def form_group(
 
 
 def held_groups() -> list[Any]:
-    """Return torch's groups that :func:`become_default` is about to release, for a caller that
-    closes them when no step waits: it takes some hundredths of a second.
-    """
+    """Return torch's groups that :func:`leave_default` is about to release, for :func:`release`."""
     world = getattr(dist.distributed_c10d, "_world", None)
     return [*_made, *getattr(world, "pg_map", ())]
+
+
+def release(groups: list[Any]) -> threading.Thread:
+    """Empty a list of groups in the returned thread. The destructor of a group waits for its
+    collectives: some hundredths of a second, or, where gloo misses that a connection has ended or a
+    collective of the script is pending, until their timeout.
+    """
+    _released.extend(groups)
+    groups.clear()
+    thread = threading.Thread(target=_released.clear, name="pipollux-release", daemon=True)
+    thread.start()
+    return thread
 
 
 def carrier_of(group: dist.ProcessGroup, device: torch.device) -> torch.device:
@@ -171,13 +183,19 @@ def _abort(group: dist.ProcessGroup) -> None:
         group._get_backend(torch.device("cuda")).abort()
 
 
+def leave_default() -> None:
+    """Leave torch's default group and all others."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _made.clear()
+
+
 def become_default(group: ReplicaGroup | None, store: Store, name: str, rank: int) -> None:
     """Replace torch's default group by one of :func:`form_group`; None: leave none.
 
     ``store`` serves groups that the script makes later, ``name`` is that of the membership.
     """
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave_default()
     if group is None:
         return
     register_backend()

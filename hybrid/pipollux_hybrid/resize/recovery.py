@@ -23,14 +23,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-import torch.distributed as dist
-
 from pipollux_hybrid.checkpoint.rng_state import random_state
 from pipollux_hybrid.checkpoint.state import States
 from pipollux_hybrid.errors import CheckpointError, PeerLostError, ReplicaBrokenError
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.job.control_plane import ControlMessage
 from pipollux_hybrid.job.device_groups import abort_all
+from pipollux_hybrid.job.groups import held_groups, leave_default
 from pipollux_hybrid.job.membership import Membership
 from pipollux_hybrid.telemetry.metrics import Metrics
 from pipollux_perfmodel.errors import PipolluxError
@@ -110,10 +109,11 @@ class Recovery:
         me = self._about_me()
         if ctx.mesh is not None:
             ctx.mesh.gather_from_stages(b"")  # all processes are here before the first one reports
+        # Collectives may still wait for the lost replicas, and closing the groups for those.
+        self._watch.retire([*held_groups(), ctx.control.group])
         ctx.control.abandon()
         abort_all()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave_default()
         try:
             pending, everyone = self._form(lost, me)
         except OSError as error:

@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import Store
 from pipollux_hybrid.checkpoint.state import States
 from pipollux_hybrid.errors import ConfigurationError, PeerLostError
 from pipollux_hybrid.job.context import JobContext
+from pipollux_hybrid.job.groups import release
 from pipollux_hybrid.job.membership import Announcement, JobPlace, JoiningReplica, Membership
 from pipollux_hybrid.telemetry.metrics import Metrics
 
@@ -34,6 +35,8 @@ from .transfer import outline, prepare
 _LOG = logging.getLogger(__name__)
 INTERVAL = 0.25
 """Polling interval in seconds."""
+CLOSE_TIMEOUT = 1.0
+"""Seconds that the end of the job waits for unused groups to close."""
 RETRY_AFTER = 15.0
 """Seconds after a failed resize in which nobody joins: each attempt may pause training."""
 
@@ -85,7 +88,7 @@ class MembershipWatch:
         """End the thread, and withdraw this replica's requests."""
         self._ending.set()
         self._thread.join()
-        self._retired.clear()
+        release(self._retired).join(CLOSE_TIMEOUT)
         if self.speaks:
             self.rendezvous.withdraw(self.replica)
         if self._leads(self.membership) and not self._ends_alone() and self.refused is None:
@@ -127,7 +130,7 @@ class MembershipWatch:
             self._suspended, self.membership = True, None
 
     def retire(self, groups: list[Any]) -> None:
-        """Release unused groups a little later in the thread, as closing them takes time."""
+        """Release unused groups a little later in another thread, as closing them takes time."""
         self._retired += groups
 
     @property
@@ -179,7 +182,8 @@ class MembershipWatch:
         from pipollux_perfmodel import perf_params_to_json  # noqa: F401  # imported ahead
 
         while not self._ending.wait(INTERVAL):
-            self._retired.clear()
+            if self._retired:
+                release(self._retired)
             try:
                 with self._looking:
                     if not self._suspended:

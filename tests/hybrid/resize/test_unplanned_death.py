@@ -234,6 +234,16 @@ def test_what_cannot_be_had_again_ends_the_job_and_says_why(
     job.programs.clear()
 
 
+def test_a_collective_that_cannot_end_delays_nobody(make_job: MakeJob) -> None:
+    """Groups close when their collectives have ended, here after the timeout of 600 s."""
+    job = make_job(DIES="1:7:forward", OPTIONS="accumulates,waits", PIPOLLUX_TIMEOUT="600")
+    job.begin(3)
+    assert job.programs[1].wait() == -signal.SIGKILL
+    assert [program.wait(60.0) for program in job.programs[::2]] == [1, 1], job.errors()
+    assert all("cannot continue without a restart: an Accum" in x for x in job.errors()[::2])
+    job.programs.clear()
+
+
 @pytest.mark.exhaustive
 def test_one_dies_while_another_one_joins(make_job: MakeJob) -> None:
     """The joining replica joins those that are left, at the next opportunity."""
