@@ -286,7 +286,7 @@ FIELDS: dict[str, tuple[str, str]] = {
         "_env",
     ),
     "ReplicaGroup": (
-        "process_group size",
+        "known process_group size",
         "connections",
     ),
     "Reporter": (
