@@ -79,6 +79,8 @@ class AdaptiveOptimizer:
         self._steps_used = 0
         self.num_steps = 0
         """Real steps taken by this object."""
+        self.loss_scale: float | None = None
+        """Scale of the last gradients that a GradScaler unscaled in this membership."""
         self._patch_step()
         self._patch_zero_grad()
         self._expect_scalers()
@@ -203,6 +205,7 @@ class AdaptiveOptimizer:
         """Reset the preconditioners as after a restart, as joining replicas have none."""
         self._preconditioners.clear()
         self._warm.clear()
+        self.loss_scale = None
         self._steps_used, self._may_zero = 0, True
 
     def skip_step(self) -> None:
