@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -117,6 +117,12 @@ class AdaptiveOptimizer:
         if weights is not None and not parameter.is_cuda:
             self._preconditioners[parameter] = weights
         return weights
+
+    def preconditioners(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+        """Return :meth:`preconditioner` of parameters."""
+        if not self._adam:
+            return [None] * len(parameters)
+        return [self.preconditioner(parameter) for parameter in parameters]
 
     def share_preconditioners(self) -> None:
         """Fetch others' weights of squares before a measured iteration; all replicas call it."""
