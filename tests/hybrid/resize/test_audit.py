@@ -111,7 +111,8 @@ FIELDS: dict[str, tuple[str, str]] = {
         "_losses _measurable _measures _mesh _nonfinite _num_replicas _on_finished _on_gradient "
         "_on_settled _parameters _plans "
         "_preconditioner _reducer _reference _sqr _stages _synchronizes _task _tied _watched _wire",
-        "_estimates _factors _hook_watch _loss_weight _part _samples _unit _weighed",
+        "_estimates _factors _hook_watch _loss_weight _part _samples _timed _trained _unit "
+        "_weighed",
     ),
     "HeaderReader": (
         "",
@@ -375,6 +376,10 @@ FIELDS: dict[str, tuple[str, str]] = {
     "TiedCopies": (
         "_added_up _contributions _counted_elsewhere _mesh _mine _shared _stage",
         "_seconds _slowest _timer",
+    ),
+    "Trained": (
+        "",
+        "flags stages",
     ),
     "WorkerStart": ("_then", "ends_along"),
     "_Counts": (
